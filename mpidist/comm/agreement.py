@@ -1,0 +1,86 @@
+"""Before a collective, compare what each rank is about to do (``MPIDIST_DEBUG=1``); a difference raises on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from mpidist.comm.communicator import Communicator
+from mpidist.comm.library import MPI
+from mpidist.errors import DisagreementError
+
+_DIGEST_BYTES = 16
+
+
+def describe(operation: str, sequence: int, facts: Sequence[tuple[str, Any]]) -> str:
+    """Write the facts on which all ranks must agree as one line: ``name=value; …``."""
+    return "; ".join(f"{name}={value}" for name, value in (("operation", operation), ("sequence", sequence), *facts))
+
+
+def differences(lines: Sequence[str]) -> str:
+    """Say which ranks hold what, fact by fact; empty if all agree."""
+    tables = [dict(item.split("=", 1) for item in line.split("; ")) for line in lines]
+    told = []
+    for name in dict.fromkeys(key for table in tables for key in table):
+        holders: dict[str, list[int]] = {}
+        for rank, table in enumerate(tables):
+            holders.setdefault(table.get(name, "nothing"), []).append(rank)
+        if len(holders) > 1:
+            told.append(
+                f"{name}: "
+                + ", ".join(f"{value} on rank{'s' if len(r) > 1 else ''} {_runs(r)}" for value, r in holders.items())
+            )
+    return "; ".join(told)
+
+
+def check(comm: Communicator, where: str, line: str) -> None:
+    """Compare ``line`` with all other ranks'.
+
+    Collective: over the group, before each collective; one all-gather of 16 bytes when all agree.
+
+    Raises:
+        DisagreementError: On all ranks alike, naming who differs in what.
+    """
+    mine = hashlib.blake2b(line.encode(), digest_size=_DIGEST_BYTES).digest()
+    all_digests = bytearray(_DIGEST_BYTES * comm.size)
+    comm.mpi.Allgather((mine, _DIGEST_BYTES, MPI.BYTE), (all_digests, _DIGEST_BYTES, MPI.BYTE))
+    if all_digests == mine * comm.size:
+        return
+    lines = _all_lines(comm, line.encode())
+    raise DisagreementError(f"{where}: ranks disagree. {differences(lines)}")
+
+
+def check_matrix(comm: Communicator, where: str, sends: Sequence[int], receives: Sequence[int], what: str) -> None:
+    """Compare what rank i means to send to rank j with what j expects from i.
+
+    Raises:
+        DisagreementError: On all ranks alike, naming each pair that differs.
+    """
+    rows = [
+        [int(number) for number in line.split(",")]
+        for line in _all_lines(comm, ",".join(map(str, (*sends, *receives))).encode())
+    ]
+    size = comm.size
+    wrong = [
+        f"rank {i} sends {rows[i][j]} {what} to rank {j}, which expects {rows[j][size + i]}"
+        for i in range(size)
+        for j in range(size)
+        if rows[i][j] != rows[j][size + i]
+    ]
+    if wrong:
+        raise DisagreementError(f"{where}: ranks disagree. {'; '.join(wrong)}")
+
+
+def _all_lines(comm: Communicator, line: bytes) -> list[str]:
+    lengths = bytearray(8 * comm.size)
+    comm.mpi.Allgather((len(line).to_bytes(8, "little"), 8, MPI.BYTE), (lengths, 8, MPI.BYTE))
+    counts = [int.from_bytes(lengths[8 * i : 8 * i + 8], "little") for i in range(comm.size)]
+    starts = [sum(counts[:i]) for i in range(comm.size)]
+    everything = bytearray(sum(counts))
+    comm.mpi.Allgatherv((line, len(line), MPI.BYTE), (everything, (counts, starts), MPI.BYTE))
+    return [everything[start : start + count].decode() for start, count in zip(starts, counts, strict=True)]
+
+
+def _runs(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"

@@ -1,0 +1,115 @@
+"""Checks of a collective's arguments on this rank, before any rank enters MPI.
+
+Every message says where, what was expected and what came. ``where`` is ``rank r of W (group "name"): operation``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def tensor(where: str, value: Any, name: str) -> None:
+    """Require a dense tensor on the CPU or on CUDA.
+
+    Raises:
+        TypeError: No tensor, or one whose layout has no single memory.
+        ValueError: On a device that MPI cannot reach.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{where} needs {name} to be a tensor; got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{where} needs {name} to be dense; got layout {value.layout} (use .to_dense())")
+    if not (value.is_cpu or value.is_cuda):
+        raise ValueError(f"{where} needs {name} on the CPU or a CUDA device; got {value.device}")
+
+
+def tensors(where: str, values: Any, name: str, count: int | None = None) -> None:
+    """Require a list of ``count`` tensors on one device and of one dtype."""
+    if not isinstance(values, (list, tuple)) or not values:
+        raise TypeError(f"{where} needs {name} to be a non-empty list of tensors; got {type(values).__name__}")
+    if count is not None and len(values) != count:
+        raise ValueError(f"{where} needs {name} to hold {count} tensors, one a rank; got {len(values)}")
+    for place, value in enumerate(values):
+        tensor(where, value, f"{name}[{place}]")
+    same(where, values, name)
+
+
+def same(where: str, values: Sequence[torch.Tensor], names: str) -> None:
+    """Require one device and one dtype.
+
+    Raises:
+        ValueError: Mixed devices.
+        TypeError: Mixed dtypes.
+    """
+    first = values[0]
+    for value in values[1:]:
+        if value.dtype is not first.dtype:
+            raise TypeError(f"{where} needs {names} of one dtype; got {first.dtype} and {value.dtype}")
+        if value.device != first.device:
+            raise ValueError(f"{where} needs {names} on one device; got {first.device} and {value.device}")
+
+
+def writable(where: str, value: torch.Tensor, name: str) -> None:
+    """Refuse a leaf that autograd tracks, as torch's own in-place operations do.
+
+    Raises:
+        ValueError: Writing would change a leaf behind autograd's back.
+    """
+    if value.requires_grad and value.is_leaf and torch.is_grad_enabled():
+        raise ValueError(
+            f"{where} would write into {name}, a leaf that requires grad; pass {name}.data or {name}.detach(), or call under torch.no_grad()"
+        )
+
+
+def rank(where: str, value: Any, name: str, size: int) -> None:
+    """Require a rank of the group.
+
+    Raises:
+        TypeError: Not an int.
+        ValueError: Outside 0 … W - 1.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{where} needs {name} to be a rank (int); got {value!r}")
+    if not 0 <= value < size:
+        raise ValueError(f"{where} needs {name} in 0 … {size - 1}; got {value}")
+
+
+def tag(where: str, value: Any, highest: int) -> None:
+    """Require a tag that MPI can carry."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= highest:
+        raise ValueError(f"{where} needs a tag in 0 … {highest}; got {value!r}")
+
+
+def numel(where: str, value: torch.Tensor, name: str, expected: int, rule: str) -> None:
+    """Require a number of elements.
+
+    Raises:
+        ValueError: Another number; ``rule`` says where the expected one comes from.
+    """
+    if value.numel() != expected:
+        raise ValueError(f"{where} needs {name} of {expected} elements ({rule}); got shape {tuple(value.shape)}")
+
+
+def splits(where: str, value: torch.Tensor, sizes: Sequence[int] | None, name: str, ranks: int) -> list[int]:
+    """Return how many rows of ``value`` go to each rank.
+
+    Args:
+        sizes: Rows per rank, or None (or empty) for equal parts.
+
+    Raises:
+        ValueError: Not one size a rank, a negative one, or a sum that is not the number of rows.
+    """
+    rows = value.shape[0] if value.dim() else 0
+    if not sizes:
+        if rows % ranks:
+            raise ValueError(f"{where} needs {name} whose first dimension divides by {ranks}; got shape {tuple(value.shape)}")
+        return [rows // ranks] * ranks
+    sizes = [int(size) for size in sizes]
+    if len(sizes) != ranks or min(sizes) < 0 or sum(sizes) != rows:
+        raise ValueError(
+            f"{where} needs {ranks} sizes for {name}, none negative, that add up to its {rows} rows; got {sizes}"
+        )
+    return sizes

@@ -1,0 +1,95 @@
+"""Which arithmetic a reduction needs: pure, from (dtype, operation) to what MPI or we have to do.
+
+Letters of torch's ``ReduceOp``: SUM AVG PRODUCT MIN MAX BAND BOR BXOR, and PREMUL_SUM, which multiplies each rank's contribution by
+that rank's factor before the sum. Here an operation is a string (``SUM = "sum"`` …) or a ``PremulSum``.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SUM, AVG, PRODUCT, MIN, MAX = "sum", "avg", "product", "min", "max"
+BAND, BOR, BXOR = "band", "bor", "bxor"
+OPERATIONS = (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)
+
+
+@dataclass(frozen=True)
+class PremulSum:
+    """SUM of each rank's tensor times its ``factor`` (a number, or a tensor of one element)."""
+
+    factor: Any
+
+
+Operation = str | PremulSum
+
+# Types narrower than 32 bits have no arithmetic in MPI that would be right; they add up in the wider one.
+ACCUMULATES_IN = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+    **{
+        getattr(torch, name): torch.float32
+        for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+        if hasattr(torch, name)
+    },
+}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What has to happen to reduce tensors of one dtype.
+
+    Attributes:
+        combine: SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR: how two contributions become one.
+        wide: The dtype to accumulate in, if it is not the tensor's own.
+        divides: Whether the result is divided by W (AVG).
+        factor: What to multiply the contribution by first, or None.
+    """
+
+    combine: str
+    wide: torch.dtype | None
+    divides: bool
+    factor: Any = None
+
+
+def reduction(dtype: torch.dtype, operation: Operation) -> Reduction:
+    """Plan a reduction.
+
+    Raises:
+        TypeError: The operation has no meaning for the dtype; the message says which have.
+        ValueError: Not an operation.
+    """
+    if isinstance(operation, PremulSum):
+        plan = _reduction(dtype, SUM)
+        if dtype == torch.bool:
+            raise TypeError("PREMUL_SUM has no meaning for torch.bool; use SUM, which is a logical or")
+        return Reduction(plan.combine, plan.wide, False, operation.factor)
+    return _reduction(dtype, operation)
+
+
+@functools.cache
+def _reduction(dtype: torch.dtype, operation: str) -> Reduction:
+    if operation not in OPERATIONS:
+        raise ValueError(f"unknown reduction {operation!r}; choose one of {', '.join(OPERATIONS)}, or PremulSum(factor)")
+    if dtype in _UNSUPPORTED:
+        raise TypeError(f"{dtype} has no arithmetic; only collectives that move data take it")
+    fractional = dtype.is_floating_point or dtype.is_complex
+    if operation in (BAND, BOR, BXOR) and fractional:
+        raise TypeError(f"{operation} works on integers and bool; got {dtype}")
+    if operation in (MIN, MAX) and dtype.is_complex:
+        raise TypeError(f"complex numbers have no order, so {operation} cannot reduce {dtype}")
+    if operation == AVG and dtype == torch.bool:
+        raise TypeError("avg has no meaning for torch.bool; convert to float first")
+    combine = SUM if operation == AVG else operation
+    return Reduction(combine, ACCUMULATES_IN.get(dtype), operation == AVG)
+
+
+_UNSUPPORTED = frozenset(
+    getattr(torch, name)
+    for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits16")
+    if hasattr(torch, name)
+)

@@ -1,0 +1,45 @@
+"""What an executor needs of a group: MPI's communicator, the place in it, and memory that is kept between calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_RESERVED_TAGS = 64  # the highest tags belong to the library's own algorithms, all below them to the user
+
+
+class Communicator:
+    """One MPI communicator, as executors see it.
+
+    Attributes:
+        mpi: The ``MPI.Comm``.
+        rank: This rank in it.
+        size: W, its number of ranks.
+        is_single_node: All ranks share one node's memory.
+        max_tag: Highest tag that a user may give to a message.
+    """
+
+    def __init__(self, mpi: Any, is_single_node: bool, highest_tag: int) -> None:
+        self.mpi = mpi
+        self.rank: int = mpi.Get_rank()
+        self.size: int = mpi.Get_size()
+        self.is_single_node = is_single_node
+        self.max_tag = highest_tag - _RESERVED_TAGS
+        self._scratch: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+
+    def own_tag(self, number: int) -> int:
+        """Return the library's ``number``-th reserved tag, out of reach of users' messages."""
+        return self.max_tag + 1 + number
+
+    def scratch(self, numel: int, dtype: torch.dtype, slot: int = 0) -> torch.Tensor:
+        """Return host memory of at least ``numel`` elements that later calls of the same slot use again.
+
+        Fresh memory costs a page fault every 4 KiB, more than the transfer itself; a group executes one collective at a time, so
+        one buffer a dtype and slot is enough.
+        """
+        held = self._scratch.get((dtype, slot))
+        if held is None or held.numel() < numel:
+            held = torch.empty(numel, dtype=dtype)
+            self._scratch[dtype, slot] = held
+        return held[:numel]

@@ -1,0 +1,160 @@
+"""How a group executes one collective: ready? agree (in debug mode), host copies where needed, in order, journalled, errors typed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mpidist.comm import agreement, buffer, faults
+from mpidist.comm.communicator import Communicator
+from mpidist.comm.journal import Journal
+from mpidist.comm.progress import Progress
+from mpidist.comm.work import Work
+from mpidist.errors import GroupError, MpidistError, RankFailureError
+
+_ENV_DEBUG = "MPIDIST_DEBUG"  # "1": every collective first compares what each rank is about to do
+
+Facts = Sequence[tuple[str, Any]]
+
+
+class Execution:
+    """The part of a process group that all its operations share.
+
+    Attributes:
+        name: The group's name, for messages.
+        rank: This rank in the group.
+        size: W, the number of ranks.
+        world_ranks: The members' ranks in the world, in group order.
+        timeout_s: How long an operation may take before the watchdog reports it; None for no limit.
+        journal: What the group is doing.
+    """
+
+    def __init__(
+        self, comm: Communicator, name: str, world_ranks: Sequence[int], timeout_s: float | None, debug: bool | None = None
+    ) -> None:
+        self.name = name
+        self.rank = comm.rank
+        self.size = comm.size
+        self.world_ranks = tuple(world_ranks)
+        self.timeout_s = timeout_s
+        self.journal = Journal(name)
+        self._comm = comm
+        self._mpi = comm.mpi
+        self._progress = Progress(name)
+        self._door = self._progress.door
+        self._failure: MpidistError | None = None
+        self._closed = False
+        self._debug = os.environ.get(_ENV_DEBUG) == "1" if debug is None else debug
+        # Open, healthy and not in debug mode: one flag to test on the shortest path.
+        self._plain = not self._debug
+
+    @property
+    def is_closed(self) -> bool:
+        """Say whether ``close`` was called."""
+        return self._closed
+
+    def where(self, operation: str) -> str:
+        """Return the beginning of a message about ``operation``."""
+        return f'rank {self.rank} of {self.size} (group "{self.name}"): {operation}'
+
+    def fail(self, error: MpidistError) -> None:
+        """Make every later call, and the one under way when MPI lets it go, raise ``error``."""
+        self._failure = self._failure or error
+        self._plain = False
+
+    def revoke(self) -> bool:
+        """Make MPI refuse the group's communicator on all ranks (ULFM); say whether MPI could."""
+        try:
+            self._mpi.Revoke()
+        except Exception:  # MPI without ULFM: NotImplementedError, or MPI's own error
+            return False
+        return True
+
+    def _require_usable(self, operation: str) -> None:
+        if self._closed:
+            raise GroupError(f"{self.where(operation)} was called on a closed group")
+        if self._failure is not None:
+            raise self._failure
+
+    def _launch(
+        self,
+        operation: str,
+        execute: Callable[..., None],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        args: tuple[Any, ...] = (),
+        async_op: bool = False,
+        facts: Facts = (),
+    ) -> Work | None:
+        """Execute ``execute(comm, inputs, outputs, *args)`` in the group's order.
+
+        Args:
+            facts: What must be equal on all ranks, beside the operation and its number; compared in debug mode.
+
+        Returns:
+            A Work if ``async_op``, else None after the end.
+        """
+        self._require_usable(operation)
+        events: list[Any] = []
+        if not all(buffer.is_direct(t) for t in inputs) or not all(buffer.is_direct(t) for t in outputs):
+            execute = buffer.on_host(execute, buffer.HostCopies(inputs, outputs), events)
+        call = (operation, execute, inputs, outputs, args, facts)
+        if not async_op and self._progress.try_enter():
+            try:
+                self._execute(*call)
+            finally:
+                self._door.release()
+            for event in events:
+                event.wait()
+            return None
+        work = Work(operation, outputs or inputs, self.where(operation), events)
+        self.journal.queued += 1
+        self._progress.submit(work, self._execute_queued, call)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _execute_queued(self, *call: Any) -> None:
+        self.journal.queued -= 1
+        self._execute(*call)
+
+    def _execute(
+        self,
+        operation: str,
+        execute: Callable[..., None],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        args: tuple[Any, ...],
+        facts: Facts,
+    ) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self.journal.enter(operation, outputs[0] if outputs else inputs[0] if inputs else None)
+        try:
+            if self._debug:
+                line = agreement.describe(operation, self.journal.sequence, facts)
+                agreement.check(self._comm, self.where(operation), line)
+            execute(self._comm, inputs, outputs, *args)
+        except Exception as error:
+            raise self._explain(error, operation) from error
+        finally:
+            self.journal.leave()
+
+    def _explain(self, error: Exception, operation: str) -> Exception:
+        """Return what the user should see for what an operation raised, and note whether the group is lost."""
+        if not faults.is_mpi_error(error):
+            return error
+        if self._failure is not None:  # the watchdog, or another thread, knows why
+            return self._failure
+        told = faults.translate(error, self.where(operation))
+        if isinstance(told, RankFailureError):
+            dead = faults.failed_ranks(self._mpi, self.world_ranks)
+            if dead:
+                told = RankFailureError(f"{told}; world ranks that failed: {', '.join(map(str, dead))}", dead)
+            self.fail(told)
+            self.revoke()  # the others may wait for a rank that has just given up
+        return told

@@ -1,0 +1,170 @@
+"""The process group: its making from the world or from another group, its splitting and its end."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from mpidist.comm import arguments, runtime, watchdog
+from mpidist.comm.collectives import Collectives
+from mpidist.comm.communicator import Communicator
+from mpidist.comm.library import MPI
+from mpidist.comm.monitored import MonitoredBarrier
+from mpidist.comm.objects import Objects
+from mpidist.comm.p2p import PointToPoint
+from mpidist.comm.work import seconds
+from mpidist.errors import GroupError
+
+DEFAULT_TIMEOUT_S = 1800.0  # torch's default_pg_timeout
+_CLOSE_S = 30.0  # how long close() lets asynchronous operations end
+_HIGHEST_CREATE_TAG = 32_000  # MPI guarantees tags up to 32767
+
+_default: ProcessGroup | None = None
+_names = itertools.count(1)
+
+
+class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
+    """Ranks that communicate with each other, on a communicator of their own.
+
+    Make one with ``init`` (all ranks of the job), ``new_group``, ``split`` or ``clone``.
+    """
+
+    def new_group(
+        self, ranks: Sequence[int], name: str | None = None, timeout: float | timedelta | None = None
+    ) -> ProcessGroup | None:
+        """Make a group of some of this group's ranks.
+
+        Collective: over ``ranks`` alone; others may call it too, and get None. Members must agree on the order of such calls.
+
+        Args:
+            ranks: Distinct ranks of this group, in the new group's order.
+            name: For messages; made up if None.
+            timeout: Seconds or a timedelta; this group's if None.
+
+        Raises:
+            ValueError: Ranks repeated or out of range.
+        """
+        self._require_usable("new_group")
+        where = self.where("new_group")
+        ranks = list(ranks)
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise ValueError(f"{where} needs at least one rank and none twice; got {ranks}")
+        for rank in ranks:
+            arguments.rank(where, rank, "each of ranks", self.size)
+        if self.rank not in ranks:
+            return None
+        name = name or f"{self.name}/{'-'.join(map(str, ranks[:8]))}{'-…' if len(ranks) > 8 else ''}"
+        members = self._mpi.Get_group().Incl(ranks)
+        # The tag keeps two groups apart that two threads make at once.
+        mpi = self._mpi.Create_group(members, zlib.crc32(repr((name, ranks)).encode()) % _HIGHEST_CREATE_TAG)
+        members.Free()
+        return self._child(mpi, name, timeout)
+
+    def split(self, color: int | None, key: int = 0, timeout: float | timedelta | None = None) -> ProcessGroup | None:
+        """Divide the group: ranks of one ``color`` (≥ 0) form a new one, ordered by ``key``, then by rank; None joins none.
+
+        Collective: over this group. Waits behind what is queued.
+        """
+        self._require_usable("split")
+        if color is not None and (not isinstance(color, int) or color < 0):
+            raise ValueError(f"{self.where('split')} needs a color of None or ≥ 0; got {color!r}")
+        made: list[Any] = []
+        mpi_color = MPI.UNDEFINED if color is None else color
+        self._launch("split", _split, (), (), (mpi_color, key, made))
+        if made[0] == MPI.COMM_NULL:
+            return None
+        return self._child(made[0], f"{self.name}/color{color}", timeout)
+
+    def clone(self, name: str | None = None) -> ProcessGroup:
+        """Make a group of the same ranks with an order of its own.
+
+        Collective: over this group.
+        """
+        child = self.split(0, self.rank)
+        assert child is not None
+        child.name = child.journal.group = name or f"{self.name}/clone{next(_names)}"
+        return child
+
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """End the group: let queued operations end, then free its thread and communicator. May be called twice.
+
+        Collective: over the group, because MPI frees a communicator together.
+        """
+        global _default
+        if self._closed:
+            return
+        self._progress.close(timeout_s)
+        self._closed, self._plain = True, False
+        if _default is self:
+            _default = None
+        if self._failure is None and not MPI.Is_finalized():
+            self._mpi.Free()
+
+    def _child(self, mpi: Any, name: str, timeout: float | timedelta | None) -> ProcessGroup:
+        places = MPI.Group.Translate_ranks(mpi.Get_group(), list(range(mpi.Get_size())), self._mpi.Get_group())
+        world_ranks = [self.world_ranks[place] for place in places]
+        limit = self.timeout_s if timeout is None else seconds(timeout)
+        return _make(mpi, name, world_ranks, limit, self._debug)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "failed" if self._failure else "open"
+        return f'ProcessGroup("{self.name}", rank {self.rank} of {self.size}, {state})'
+
+
+def init(name: str = "world", timeout: float | timedelta | None = DEFAULT_TIMEOUT_S, debug: bool | None = None) -> ProcessGroup:
+    """Return the group of all ranks of the job, starting MPI if nobody has.
+
+    Collective: the first call, over all ranks of the job. Later calls return the same group until it is closed.
+
+    Args:
+        name: For messages.
+        timeout: Seconds or a timedelta after which the watchdog reports a collective; None for never.
+        debug: Compare what ranks are about to do before each collective; ``MPIDIST_DEBUG=1`` if None.
+
+    Raises:
+        LaunchError: The job was started in a way in which MPI cannot connect its ranks.
+    """
+    global _default
+    if _default is None:
+        _default = from_world(name, timeout, debug=debug)
+    return _default
+
+
+def from_world(
+    name: str, timeout: float | timedelta | None, key: int | None = None, debug: bool | None = None
+) -> ProcessGroup:
+    """Make a new group of all ranks of the job, ordered by ``key`` (their world rank if None).
+
+    Collective: over all ranks of the job.
+    """
+    world = runtime.world()
+    mpi = world.comm.Split(0, world.rank if key is None else key)
+    places = MPI.Group.Translate_ranks(mpi.Get_group(), list(range(mpi.Get_size())), world.comm.Get_group())
+    return _make(mpi, name, places, seconds(timeout), debug)
+
+
+def default() -> ProcessGroup:
+    """Return the group that ``init`` made.
+
+    Raises:
+        GroupError: Nobody called ``init``.
+    """
+    if _default is None:
+        raise GroupError("no process group: call mpidist.comm.init() first, on all ranks")
+    return _default
+
+
+def _make(mpi: Any, name: str, world_ranks: Sequence[int], timeout_s: float | None, debug: bool | None) -> ProcessGroup:
+    mpi.Set_errhandler(MPI.ERRORS_RETURN)
+    world = runtime.world()
+    comm = Communicator(mpi, world.is_single_node, world.highest_tag)
+    group = ProcessGroup(comm, name, world_ranks, timeout_s, debug)
+    watchdog.watch(group)
+    return group
+
+
+def _split(comm: Communicator, inputs: Any, outputs: Any, color: int, key: int, made: list[Any]) -> None:
+    made.append(comm.mpi.Split(color, key))

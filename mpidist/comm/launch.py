@@ -1,0 +1,66 @@
+"""What the launcher told this process through environment variables; pure, so that it is known before MPI starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The launcher's word about this process; ``None`` where it said nothing."""
+
+    launcher: str  # name a user would type: mpirun, srun, torchrun, …
+    size: int | None  # tasks the launcher started in this job step
+    local_rank: int | None  # index of this task on its node
+
+
+# (launcher, a variable that only its tasks have, tasks, local rank); the first that matches wins. Slurm stands behind the MPI
+# launchers because mpirun inside an allocation hands the batch shell's SLURM_* on to every rank.
+_LAUNCHERS = (
+    ("mpirun (Open MPI)", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("mpirun (MVAPICH2)", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
+    ("aprun/mpiexec (PALS)", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
+    ("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    ("mpiexec (Hydra)", "MPI_LOCALNRANKS", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("torchrun", "TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_RANK"),
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("mpiexec (PMI)", "PMI_SIZE", "PMI_SIZE", "PMI_LOCAL_RANK"),
+)
+
+
+def from_environment(environ: Mapping[str, str]) -> Launch:
+    """Read the launcher's variables.
+
+    Args:
+        environ: Usually ``os.environ``.
+
+    Returns:
+        The launcher, and what it said; ``Launch("python", None, None)`` for a plain process.
+    """
+    for launcher, mark, size, local_rank in _LAUNCHERS:
+        if mark in environ:
+            return Launch(launcher, _number(environ.get(size)), _number(environ.get(local_rank)))
+    return Launch("python", None, None)
+
+
+def singleton_problem(launch: Launch, mpi_size: int) -> str | None:
+    """Say why a world of ``mpi_size`` ranks cannot be what the launcher started, or None if it can.
+
+    MPI makes a process that it cannot connect a world of its own. Training on, each alone, would be silently wrong.
+    """
+    if mpi_size != 1 or launch.size is None or launch.size == 1:
+        return None
+    if launch.launcher == "torchrun":
+        return (
+            f"torchrun started {launch.size} processes, but MPI does not know torchrun: each would be a world of one. "
+            f"Start the job with 'mpirun -n {launch.size} python …' or 'srun -n {launch.size} python …' instead"
+        )
+    return (
+        f"{launch.launcher} started {launch.size} tasks, but MPI sees a world of one: the launcher and the MPI library that "
+        "Python loads do not belong together. Use the mpirun of that library, or srun --mpi=pmix (Open MPI) / --mpi=pmi2 (MPICH)"
+    )
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None

@@ -1,0 +1,207 @@
+"""Collectives that move data without arithmetic, over contiguous host tensors.
+
+Every function takes ``(comm, inputs, outputs, …)`` and must be called by all W ranks of the group in one order. Contributions move as
+bytes, so every dtype works. Past ``MAX_COUNT`` bytes a collective becomes a series of smaller transfers (MPI-4.1 §2.5.8: the classic
+interface counts in a C int).
+
+Letters: W ranks of the group; N bytes of one contribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from mpidist.comm import agreement, buffer
+from mpidist.comm.communicator import Communicator
+from mpidist.comm.door import wait_all
+from mpidist.comm.library import MPI
+
+Tensors = Sequence[torch.Tensor]
+
+# Lists of tensors up to this many bytes each go through one flat buffer and one MPI collective; larger ones go from and to their
+# own memory by point-to-point, because the copy would cost more than W - 1 messages.
+FLAT_BYTES = 32 << 10
+_TAG = 0
+
+
+def barrier(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
+    """Wait for all ranks (MPI-4.1 §6.3)."""
+    comm.mpi.Barrier()
+
+
+def broadcast(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
+    """Give the root's tensors to all: one of ``inputs`` (root) and ``outputs`` (others) is empty."""
+    for tensor in inputs or outputs:
+        for start, length in buffer.pieces(tensor.nbytes):
+            comm.mpi.Bcast(buffer.byte_range(tensor, start, length), root)
+
+
+def all_gather_into(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
+    """Gather each rank's tensor into a flat one: pairs of (N bytes) and (W·N bytes)."""
+    for source, target in zip(inputs, outputs, strict=True):
+        nbytes = source.nbytes
+        if nbytes * comm.size <= buffer.MAX_COUNT:
+            mine = target.data_ptr() + comm.rank * nbytes
+            send = MPI.IN_PLACE if source.data_ptr() == mine and nbytes else buffer.as_bytes(source)
+            comm.mpi.Allgather(send, (buffer.memory(target.data_ptr(), target.nbytes), nbytes, MPI.BYTE))
+        else:
+            _exchange(comm, [source] * comm.size, list(target.view(comm.size, *_flat_shape(target, comm.size))))
+
+
+def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
+    """Gather each rank's tensor into a list of W tensors, which may have different sizes."""
+    (source,) = inputs
+    counts = [t.nbytes for t in outputs]
+    # Which way is a matter of sizes alone, which all ranks know alike; where the memory lies is each rank's own affair.
+    if max(counts) > FLAT_BYTES:
+        _exchange(comm, [source] * comm.size, outputs)
+        return
+    flat = _as_one(outputs, counts[0])
+    held = flat if flat is not None else comm.scratch(sum(counts), torch.uint8)
+    if min(counts) == max(counts):
+        comm.mpi.Allgather(buffer.as_bytes(source), (buffer.memory(held.data_ptr(), sum(counts)), counts[0], MPI.BYTE))
+    else:
+        comm.mpi.Allgatherv(buffer.as_bytes(source), _ragged(held, counts))
+    if flat is None:
+        _unpack(held, outputs, counts)
+
+
+def gather(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
+    """Gather each rank's tensor at the root; ``outputs`` is empty elsewhere."""
+    (source,) = inputs
+    if source.nbytes <= FLAT_BYTES:
+        if comm.rank != root:
+            comm.mpi.Gather(buffer.as_bytes(source), None, root)
+            return
+        held = comm.scratch(source.nbytes * comm.size, torch.uint8)
+        comm.mpi.Gather(buffer.as_bytes(source), (buffer.memory(held.data_ptr(), held.nbytes), source.nbytes, MPI.BYTE), root)
+        _unpack(held, outputs, [source.nbytes] * comm.size)
+    elif comm.rank == root:
+        _copy_own(outputs[root], source)
+        _many(comm, [], [(peer, outputs[peer]) for peer in range(comm.size) if peer != root])
+    else:
+        _many(comm, [(root, source)], [])
+
+
+def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
+    """Give the root's i-th tensor to rank i; ``inputs`` is empty elsewhere."""
+    (target,) = outputs
+    if target.nbytes <= FLAT_BYTES:
+        if comm.rank != root:
+            comm.mpi.Scatter(None, buffer.as_bytes(target), root)
+            return
+        held = comm.scratch(target.nbytes * comm.size, torch.uint8)
+        _pack(held, inputs, [target.nbytes] * comm.size)
+        comm.mpi.Scatter((buffer.memory(held.data_ptr(), held.nbytes), target.nbytes, MPI.BYTE), buffer.as_bytes(target), root)
+    elif comm.rank == root:
+        _copy_own(target, inputs[root])
+        _many(comm, [(peer, inputs[peer]) for peer in range(comm.size) if peer != root], [])
+    else:
+        _many(comm, [], [(root, target)])
+
+
+def all_to_all(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
+    """Send the i-th of W tensors to rank i and receive the i-th of W from rank i; sizes may differ."""
+    _exchange(comm, inputs, outputs)
+
+
+def all_to_all_single(
+    comm: Communicator, inputs: Tensors, outputs: Tensors, send_bytes: Sequence[int], recv_bytes: Sequence[int]
+) -> None:
+    """Exchange slices of one tensor: ``send_bytes[i]`` to rank i, ``recv_bytes[i]`` from it."""
+    (source,), (target,) = inputs, outputs
+    if max(source.nbytes, target.nbytes) <= buffer.MAX_COUNT:
+        comm.mpi.Alltoallv(_ragged(source, send_bytes), _ragged(target, recv_bytes))
+    else:
+        flat_in = source.view(-1).view(torch.uint8)
+        flat_out = target.view(-1).view(torch.uint8)
+        _exchange(comm, flat_in.split(list(send_bytes)), flat_out.split(list(recv_bytes)))
+
+
+def _exchange(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
+    # W - 1 rounds, in each of which every rank sends to one and receives from one; the tensors' own memory is used.
+    rank, size = comm.rank, comm.size
+    _copy_own(outputs[rank], inputs[rank])
+    tag = comm.own_tag(_TAG)
+    for distance in range(1, size):
+        to, source = (rank + distance) % size, (rank - distance) % size
+        _exchange_pair(comm, inputs[to], to, outputs[source], source, tag)
+
+
+def _exchange_pair(comm: Communicator, out: torch.Tensor, to: int, into: torch.Tensor, source: int, tag: int) -> None:
+    if out.nbytes <= buffer.MAX_COUNT and into.nbytes <= buffer.MAX_COUNT:
+        comm.mpi.Sendrecv(buffer.as_bytes(out), to, tag, buffer.as_bytes(into), source, tag)
+        return
+    requests = _receives(comm, into, source, tag) + _sends(comm, out, to, tag)
+    wait_all(requests)
+
+
+def _many(comm: Communicator, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]) -> None:
+    tag = comm.own_tag(_TAG)
+    requests: list[Any] = []
+    for peer, tensor in receives:
+        requests += _receives(comm, tensor, peer, tag)
+    for peer, tensor in sends:
+        requests += _sends(comm, tensor, peer, tag)
+    wait_all(requests)
+
+
+def _receives(comm: Communicator, tensor: torch.Tensor, peer: int, tag: int) -> list[Any]:
+    spans = buffer.pieces(tensor.nbytes)
+    return [comm.mpi.Irecv(buffer.byte_range(tensor, start, length), peer, tag) for start, length in spans]
+
+
+def _sends(comm: Communicator, tensor: torch.Tensor, peer: int, tag: int) -> list[Any]:
+    spans = buffer.pieces(tensor.nbytes)
+    return [comm.mpi.Isend(buffer.byte_range(tensor, start, length), peer, tag) for start, length in spans]
+
+
+def _copy_own(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():
+        target.view(-1).view(torch.uint8).copy_(source.view(-1).view(torch.uint8))
+
+
+def _as_one(tensors: Tensors, nbytes: int) -> torch.Tensor | None:
+    # Tensors of one size that lie one behind the other (chunks of one tensor) can be received into as one.
+    start = tensors[0].data_ptr()
+    for place, tensor in enumerate(tensors):
+        if tensor.nbytes != nbytes or tensor.data_ptr() != start + place * nbytes:
+            return None
+    first = tensors[0].detach()
+    try:
+        return first.as_strided((first.numel() * len(tensors),), (1,), first.storage_offset())
+    except RuntimeError:  # neighbours in memory, but of different storages
+        return None
+
+
+def _ragged(tensor: torch.Tensor, counts: Sequence[int]) -> tuple[Any, tuple[list[int], list[int]], Any]:
+    starts = [0, *accumulate(counts)][:-1]
+    return (buffer.memory(tensor.data_ptr(), tensor.nbytes), (list(counts), starts), MPI.BYTE)
+
+
+def _flat_shape(tensor: torch.Tensor, parts: int) -> tuple[int, ...]:
+    return (tensor.numel() // parts,)
+
+
+def _pack(held: torch.Tensor, tensors: Tensors, counts: Sequence[int]) -> None:
+    for part, tensor in zip(held.split(list(counts)), tensors, strict=True):
+        part.copy_(tensor.view(-1).view(torch.uint8))
+
+
+def _unpack(held: torch.Tensor, tensors: Tensors, counts: Sequence[int]) -> None:
+    for part, tensor in zip(held.split(list(counts)), tensors, strict=True):
+        tensor.view(-1).view(torch.uint8).copy_(part)
+
+
+def compared(execute: Callable[..., None], where: str, sends: Sequence[int], receives: Sequence[int]) -> Callable[..., None]:
+    """Wrap an all-to-all so that all ranks first compare what each sends with what its receiver expects (debug mode)."""
+
+    def run(comm: Communicator, *args: Any) -> None:
+        agreement.check_matrix(comm, where, sends, receives, "elements" if execute is all_to_all else "rows")
+        execute(comm, *args)
+
+    return run

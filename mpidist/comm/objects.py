@@ -1,0 +1,198 @@
+"""Collectives and messages of Python objects.
+
+Objects travel as frames: small ones in one message, large memory (tensors, arrays) straight from and into place, past 2 GiB in
+pieces. Every object call is collective over the group like its tensor counterpart, and every call is synchronous.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpidist.comm import arguments, buffer, frame
+from mpidist.comm.communicator import Communicator
+from mpidist.comm.execution import Execution
+from mpidist.comm.library import MPI
+from mpidist.errors import CommTimeout
+
+_TAG = 2
+_SPIN_S, _SLEEP_S = 1e-3, 50e-6  # a receive looks without pause first, then with pauses
+_SMALL_BYTES = 64 << 10  # a frame up to this size is gathered in one collective, and sent in one message with its header
+
+
+class Objects(Execution):
+    """The object calls of a process group."""
+
+    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
+        """Give rank ``src``'s object to all; the others' argument is ignored."""
+        where = self.where("broadcast_object")
+        arguments.rank(where, src, "src", self.size)
+        message = frame.encode(obj) if self.rank == src else None
+        result: list[Any] = []
+        self._launch("broadcast_object", _broadcast, (), (), (message, src, result), facts=(("src", src),))
+        return obj if self.rank == src else frame.decode(result)
+
+    def broadcast_object_list(self, object_list: list[Any], src: int = 0) -> None:
+        """Overwrite every rank's list with rank ``src``'s."""
+        object_list[:] = self.broadcast_object(object_list, src)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return the W ranks' objects, in rank order."""
+        data = frame.to_bytes(obj)
+        parts: list[Any] = []
+        self._launch("all_gather_object", _all_gather, (), (), (data, parts))
+        return [frame.from_bytes(part) for part in parts]
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        """Return the W ranks' objects on rank ``dst``, None elsewhere."""
+        arguments.rank(self.where("gather_object"), dst, "dst", self.size)
+        message = frame.encode(obj)
+        bodies: list[Any] = []
+        self._launch("gather_object", _gather, (), (), (message, dst, bodies), facts=(("dst", dst),))
+        return [frame.decode(body) for body in bodies] if self.rank == dst else None
+
+    def scatter_object(self, object_list: Sequence[Any] | None = None, src: int = 0) -> Any:
+        """Return the rank's object of rank ``src``'s list of W."""
+        where = self.where("scatter_object")
+        arguments.rank(where, src, "src", self.size)
+        messages = None
+        if self.rank == src:
+            if not isinstance(object_list, (list, tuple)) or len(object_list) != self.size:
+                raise ValueError(f"{where} needs object_list to hold {self.size} objects, one a rank")
+            messages = [frame.encode(obj) for obj in object_list]
+        body: list[Any] = []
+        self._launch("scatter_object", _scatter, (), (), (messages, src, body), facts=(("src", src),))
+        return frame.decode(body)
+
+    def send_object(self, obj: Any, dst: int) -> None:
+        """Send an object to rank ``dst``; matches its ``recv_object``. Not collective.
+
+        Blocks: until the object may be changed.
+        """
+        self._require_usable("send_object")
+        arguments.rank(self.where("send_object"), dst, "dst", self.size)
+        try:
+            _send(self._comm, frame.encode(obj), dst, _OBJECT_TAG)
+        except Exception as error:
+            raise self._explain(error, "send_object") from error
+
+    def recv_object(self, src: int | None = None) -> tuple[Any, int]:
+        """Receive an object from rank ``src`` or from any; return it and the sender's rank. Not collective."""
+        self._require_usable("recv_object")
+        if src is not None:
+            arguments.rank(self.where("recv_object"), src, "src", self.size)
+        try:
+            body, source = _recv(self._comm, MPI.ANY_SOURCE if src is None else src, _OBJECT_TAG, self.timeout_s)
+        except Exception as error:
+            raise self._explain(error, "recv_object") from error
+        return frame.decode(body), source
+
+
+_OBJECT_TAG = 3  # users' object messages must not match the collectives' own
+Message = tuple[bytes, list[memoryview]]
+
+
+def _broadcast(comm: Communicator, inputs: Any, outputs: Any, message: Message | None, root: int, result: list[Any]) -> None:
+    if message is not None:
+        header, body = message
+        comm.mpi.Bcast((len(header).to_bytes(8, "little"), 8, MPI.BYTE), root)
+        comm.mpi.Bcast((header, len(header), MPI.BYTE), root)
+    else:
+        length = bytearray(8)
+        comm.mpi.Bcast((length, 8, MPI.BYTE), root)
+        space = bytearray(int.from_bytes(length, "little"))
+        comm.mpi.Bcast((space, len(space), MPI.BYTE), root)
+        result.extend(bytearray(n) for n in frame.body_lengths(space))
+        body = [memoryview(part) for part in result]
+    for part in body:
+        for start, count in buffer.pieces(part.nbytes):
+            comm.mpi.Bcast((part[start : start + count], count, MPI.BYTE), root)
+
+
+def _all_gather(comm: Communicator, inputs: Any, outputs: Any, data: bytearray, parts: list[Any]) -> None:
+    mine = torch.tensor([len(data)], dtype=torch.int64)
+    lengths = torch.empty(comm.size, dtype=torch.int64)
+    comm.mpi.Allgather(buffer.as_bytes(mine), (buffer.memory(lengths.data_ptr(), lengths.nbytes), 8, MPI.BYTE))
+    counts = lengths.tolist()
+    if max(counts) <= _SMALL_BYTES:
+        space = bytearray(sum(counts))
+        starts = [sum(counts[:i]) for i in range(comm.size)]
+        comm.mpi.Allgatherv((data, len(data), MPI.BYTE), (space, (counts, starts), MPI.BYTE))
+        view = memoryview(space)
+        parts.extend(view[start : start + count] for start, count in zip(starts, counts, strict=True))
+        return
+    for root, count in enumerate(counts):
+        part = data if root == comm.rank else bytearray(count)
+        view = memoryview(part)
+        for start, length in buffer.pieces(count):
+            comm.mpi.Bcast((view[start : start + length], length, MPI.BYTE), root)
+        parts.append(part)
+
+
+def _gather(comm: Communicator, inputs: Any, outputs: Any, message: Message, root: int, bodies: list[Any]) -> None:
+    if comm.rank != root:
+        _send(comm, message, root, _TAG)
+        return
+    for peer in range(comm.size):
+        bodies.append(_copied(message[1]) if peer == root else _recv(comm, peer, _TAG)[0])
+
+
+def _scatter(comm: Communicator, inputs: Any, outputs: Any, messages: list[Message] | None, root: int, body: list[Any]) -> None:
+    if messages is None:
+        body.extend(_recv(comm, root, _TAG)[0])
+        return
+    for peer, message in enumerate(messages):
+        if peer == root:
+            body.extend(_copied(message[1]))
+        else:
+            _send(comm, message, peer, _TAG)
+
+
+def _send(comm: Communicator, message: Message, to: int, tag: int) -> None:
+    # Header and pickle in one message, then each buffer from its own memory.
+    header, body = message
+    first = header + body[0] if body[0].nbytes <= _SMALL_BYTES else header
+    comm.mpi.Send((first, len(first), MPI.BYTE), to, comm.own_tag(tag))
+    for part in body[1:] if first is not header else body:
+        for start, count in buffer.pieces(part.nbytes):
+            comm.mpi.Send((part[start : start + count], count, MPI.BYTE), to, comm.own_tag(tag))
+
+
+def _recv(comm: Communicator, source: int, tag: int, timeout_s: float | None = None) -> tuple[list[Any], int]:
+    message, status = _matched(comm, source, comm.own_tag(tag), timeout_s)
+    first = bytearray(status.Get_count(MPI.BYTE))
+    source = status.Get_source()
+    message.Recv((first, len(first), MPI.BYTE))
+    lengths = frame.body_lengths(first)
+    body: list[Any] = []
+    header_bytes = frame.HEADER_BYTES + 8 * (len(lengths) - 1)
+    if len(first) > header_bytes:
+        body.append(memoryview(first)[header_bytes:])
+    for length in lengths[len(body) :]:
+        part = bytearray(length)
+        view = memoryview(part)
+        for start, count in buffer.pieces(length):
+            comm.mpi.Recv((view[start : start + count], count, MPI.BYTE), source, comm.own_tag(tag))
+        body.append(part)
+    return body, source
+
+
+def _matched(comm: Communicator, source: int, tag: int, timeout_s: float | None) -> tuple[Any, Any]:
+    # A matched probe: no other thread can take the message between seeing and receiving it (MPI-4.1 §3.8.2).
+    status = MPI.Status()
+    start = time.monotonic()
+    while (message := comm.mpi.Improbe(source, tag, status)) is None:
+        waited = time.monotonic() - start
+        if timeout_s is not None and waited > timeout_s:
+            raise CommTimeout(f"no object came within {timeout_s:g} s")
+        if waited > _SPIN_S:
+            time.sleep(_SLEEP_S)
+    return message, status
+
+
+def _copied(body: list[memoryview]) -> list[Any]:
+    # The root's own object must be a copy, as the others' are: no memory shared with the argument.
+    return [bytearray(part) for part in body]

@@ -1,0 +1,171 @@
+"""Point-to-point messages of a process group: send, recv, isend, irecv, with tags and any source.
+
+Messages do not wait behind the group's collectives and match by (sender, tag) in the order sent (MPI-4.1 §3.5). A waiting thread
+makes MPI advance by itself, so a receive that never comes raises ``CommTimeout`` instead of hanging, and is withdrawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpidist.comm import arguments, buffer
+from mpidist.comm.execution import Execution
+from mpidist.comm.library import MPI
+from mpidist.comm.work import RequestWork
+from mpidist.errors import CommTimeout, MpidistError
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class P2POp:
+    """One message of a batch.
+
+    Attributes:
+        op: ``"isend"`` or ``"irecv"``.
+        tensor: What to send, or where to receive.
+        peer: The other rank in the group; None for a receive from any.
+        tag: The message's tag.
+    """
+
+    op: str
+    tensor: Tensor
+    peer: int | None
+    tag: int = 0
+
+
+class PointToPoint(Execution):
+    """The message calls of a process group."""
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send a tensor (any shape and dtype) to rank ``dst``.
+
+        Blocks: until the tensor may be changed; for long messages, until the receive has started.
+
+        Raises:
+            CommTimeout: The group's timeout has passed.
+        """
+        self._isend("send", tensor, dst, tag).wait()
+
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
+        """Receive into ``tensor`` from rank ``src``, or from any rank if None; return the sender's rank.
+
+        Raises:
+            CommTimeout: Nothing came within the group's timeout; the receive is withdrawn.
+            MpidistError: The message is longer than the tensor.
+        """
+        work = self._irecv("recv", tensor, src, tag)
+        try:
+            work.wait()
+        except CommTimeout:
+            work.cancel()
+            raise
+        return work.source_rank()
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> RequestWork:
+        """Start to send; the tensor must not be changed before ``wait`` of the returned handle."""
+        return self._isend("isend", tensor, dst, tag)
+
+    def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> RequestWork:
+        """Start to receive; the tensor holds the message after ``wait``, and ``source_rank()`` tells whose it is."""
+        return self._irecv("irecv", tensor, src, tag)
+
+    def batch_isend_irecv(self, operations: Sequence[P2POp]) -> list[RequestWork]:
+        """Start messages in any order without deadlock: all receives are posted before the first send."""
+        for operation in operations:
+            if operation.op not in ("isend", "irecv"):
+                raise ValueError(f'{self.where("batch_isend_irecv")} needs op "isend" or "irecv"; got {operation.op!r}')
+            if operation.op == "isend" and operation.peer is None:
+                raise ValueError(f"{self.where('batch_isend_irecv')} needs a peer for a send")
+        works: dict[int, RequestWork] = {}
+        for place, item in enumerate(operations):
+            if item.op == "irecv":
+                works[place] = self.irecv(item.tensor, item.peer, item.tag)
+        for place, item in enumerate(operations):
+            if item.op == "isend":
+                assert item.peer is not None
+                works[place] = self.isend(item.tensor, item.peer, item.tag)
+        return [works[place] for place in range(len(operations))]
+
+    def _isend(self, operation: str, tensor: Tensor, dst: int, tag: int) -> RequestWork:
+        self._require_usable(operation)
+        where = self.where(operation)
+        arguments.tensor(where, tensor, "tensor")
+        arguments.rank(where, dst, "dst", self.size)
+        arguments.tag(where, tag, self._comm.max_tag)
+        host = tensor
+        if not buffer.is_direct(tensor):
+            (host,), _ = buffer.HostCopies((tensor,), ()).load()
+        requests = [
+            self._mpi.Isend(buffer.byte_range(host, start, length), dst, tag)
+            for start, length in buffer.pieces(host.nbytes)
+        ]
+        return self._request_work(operation, tensor, requests, lambda status: -1, host)
+
+    def _irecv(self, operation: str, tensor: Tensor, src: int | None, tag: int) -> RequestWork:
+        self._require_usable(operation)
+        where = self.where(operation)
+        arguments.tensor(where, tensor, "tensor")
+        arguments.writable(where, tensor, "tensor")
+        if src is not None:
+            arguments.rank(where, src, "src", self.size)
+        arguments.tag(where, tag, self._comm.max_tag)
+        copies: buffer.HostCopies | None = None
+        host = tensor
+        if not buffer.is_direct(tensor):
+            copies = buffer.HostCopies((), (tensor,))
+            _, (host,) = copies.load()
+        spans = list(buffer.pieces(host.nbytes))
+        if src is None and len(spans) > 1:
+            raise ValueError(f"{where} from any source takes at most {buffer.MAX_COUNT} bytes; got {host.nbytes}; name src")
+        source = MPI.ANY_SOURCE if src is None else src
+        requests = [
+            self._mpi.Irecv(buffer.byte_range(host, start, length), source, tag) for start, length in spans
+        ]
+
+        def finish(status: Any) -> int:
+            received = status.Get_count(MPI.BYTE)
+            if received != spans[-1][1]:
+                raise MpidistError(
+                    f"{where} expected {host.nbytes} bytes (shape {tuple(tensor.shape)}, {tensor.dtype}); "
+                    f"rank {status.Get_source()} sent {host.nbytes - spans[-1][1] + received}"
+                )
+            for event in copies.store() if copies is not None else ():
+                event.wait()
+            return int(status.Get_source())
+
+        return self._request_work(operation, tensor, requests, finish, host)
+
+    def _request_work(
+        self, operation: str, tensor: Tensor, requests: list[Any], finish: Callable[[Any], int], host: Tensor
+    ) -> RequestWork:
+        request = requests[0] if len(requests) == 1 else _Series(requests)
+        work = RequestWork(
+            operation, tensor, request, self.where(operation), self.journal, self.timeout_s, finish
+        )
+        work.tensors = (tensor, host) if host is not tensor else (tensor,)  # MPI works on the host copy: keep it alive
+        return work
+
+
+class _Series:
+    """The messages that one tensor past MPI's count limit takes, as one request."""
+
+    def __init__(self, requests: list[Any]) -> None:
+        self._requests = requests
+
+    def Test(self, status: Any) -> bool:
+        while self._requests and self._requests[0].Test(status):
+            self._requests.pop(0)
+        return not self._requests
+
+    def Wait(self) -> None:
+        for request in self._requests:
+            request.Wait()
+
+    def Cancel(self) -> None:
+        for request in self._requests:
+            request.Cancel()

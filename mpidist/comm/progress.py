@@ -1,0 +1,135 @@
+"""Who executes a group's collectives: the caller's own thread while nothing is queued, else the group's thread, in order.
+
+One group has one communicator, and MPI matches its collectives by the order in which a rank enters them. So there is one queue per
+group, an asynchronous call on one rank matches a synchronous one on another, and a synchronous call waits behind the queue. An
+operation issued from the group's own thread (a future's callback) executes at once, ahead of the queue: whatever started it has
+ended, and every rank's callback comes at the same place of the order.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mpidist.comm import runtime
+from mpidist.comm.work import Work
+from mpidist.errors import GroupError
+
+
+class Progress:
+    """The order of one group.
+
+    Attributes:
+        pending: Asynchronous operations that have not ended.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.pending = 0
+        self._name = name
+        self._queue: queue.SimpleQueue[tuple[Work, Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._count_lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._thread_id: int | None = None
+        self._closed = False
+        # Held while a collective executes. Re-entrant: the group's thread issues more from its callbacks.
+        self.door = threading.RLock()
+        runtime.close_at_exit(self)
+
+    def try_enter(self) -> bool:
+        """Take the door for a synchronous call, if it need not wait behind others; the caller releases ``door``.
+
+        The group's own thread always enters: it may have to wait for a synchronous call of another thread to end.
+        """
+        if self._thread_id == threading.get_ident():
+            return self.door.acquire()
+        if self.pending or not self.door.acquire(blocking=False):
+            return False
+        return True
+
+    def submit(self, work: Work, execute: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Queue ``execute(*args)``, and complete ``work`` with its tensors or with what it raised.
+
+        From the group's own thread, it executes before this returns.
+        """
+        if self._closed:
+            raise GroupError(f'group "{self._name}" is closed')
+        if self._thread_id == threading.get_ident():
+            with self.door:
+                _settle(work, _error_of(execute, args))
+            return
+        with self._count_lock:
+            self.pending += 1
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=runtime.guard_thread(self._run), name=f"mpidist-{self._name}", daemon=True
+                )
+                self._thread.start()
+        self._queue.put((work, execute, args))
+
+    def close(self, timeout_s: float) -> None:
+        """Let what was queued end, then stop the thread; operations that do not end in time are reported.
+
+        Blocks: at most ``timeout_s`` seconds.
+        """
+        if self._closed or self._thread_id == threading.get_ident():
+            return
+        self._closed = True
+        thread = self._thread
+        if thread is None:
+            return
+        self._queue.put(None)
+        thread.join(timeout_s)
+        if thread.is_alive():
+            runtime.abort(
+                f'group "{self._name}" was closed while {self.pending} asynchronous operation(s) had not ended after '
+                f"{timeout_s:.0f} s; wait() for every asynchronous operation before the group is destroyed"
+            )
+
+    def drained(self, timeout_s: float) -> bool:
+        """Wait until nothing is queued; say whether that was so in time."""
+        deadline = time.monotonic() + timeout_s
+        while self.pending and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        return not self.pending
+
+    def _run(self) -> None:
+        self._thread_id = threading.get_ident()
+        while (item := self._queue.get()) is not None:
+            self._execute(*item)
+            item = None  # while the thread sleeps, it must not keep the last tensors alive
+
+    def _execute(self, work: Work, execute: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        with self.door:
+            error = _error_of(execute, args)
+            if work.future.has_callbacks():
+                # Callbacks may issue more collectives: those belong before whatever other threads issue next.
+                try:
+                    _settle(work, error)
+                finally:
+                    self._count_down()
+                return
+        # Nobody listens yet: free the order first, so that the thread this wakes can go on without queueing.
+        self._count_down()
+        _settle(work, error)
+
+    def _count_down(self) -> None:
+        with self._count_lock:
+            self.pending -= 1
+
+
+def _error_of(execute: Callable[..., Any], args: tuple[Any, ...]) -> BaseException | None:
+    try:
+        execute(*args)
+    except Exception as error:
+        return error
+    return None
+
+
+def _settle(work: Work, error: BaseException | None) -> None:
+    if error is not None:
+        work.future.set_exception(error)
+    else:
+        work.future.set_result(work.tensors)

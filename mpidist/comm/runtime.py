@@ -1,0 +1,194 @@
+"""One world per process: the communicator that all others descend from, who ends the job, and what happens at exit.
+
+This is the only module that names MPI's ``COMM_WORLD``. The world carries a generation number, because it can be rebuilt without
+the dead after a failure; nothing may keep its communicator, rank or size at import.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpidist.comm import door, launch
+from mpidist.comm.library import MPI, is_started
+from mpidist.errors import LaunchError, MpidistError
+
+_ABORT_CODE = 1
+_DRAIN_S = 5.0  # how long the exit waits for operations that were started and never waited for
+_ENV_ALL_THREADS = "MPIDIST_ALL_THREADS"  # "1": an uncaught exception also prints the stacks of all threads
+
+_lock = threading.RLock()
+_world: World | None = None
+_at_exit: weakref.WeakSet[Any] = weakref.WeakSet()  # what owns threads: its close(timeout_s) runs before MPI ends
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of this job and the communicator that every other one is made from."""
+
+    comm: Any  # a duplicate of MPI_COMM_WORLD, or a wrapper that admits one thread at a time
+    generation: int  # counts rebuilds after a failure
+    rank: int
+    size: int
+    local_rank: int  # index among the ranks that share this node's memory
+    local_size: int
+    launcher: str
+    thread_level: int
+    highest_tag: int
+    pid: int = field(default_factory=os.getpid)
+
+    @property
+    def is_single_node(self) -> bool:
+        """Say whether all ranks share one node's memory."""
+        return self.local_size == self.size
+
+
+def world() -> World:
+    """Return the world, starting MPI on the first call.
+
+    Collective: the first call, by all ranks of the job.
+
+    Raises:
+        LaunchError: The launcher started more tasks than MPI sees, or MPI's thread level is too low (all ranks).
+        MpidistError: Called in a process forked from a rank.
+    """
+    global _world
+    current = _world
+    if current is not None and current.pid == os.getpid():
+        return current
+    with _lock:
+        if _world is None:
+            _world = _start()
+        elif _world.pid != os.getpid():
+            raise MpidistError(
+                "this process was forked from an MPI rank and cannot communicate; "
+                "use multiprocessing_context='spawn' or 'forkserver' where a worker must"
+            )
+        return _world
+
+
+def is_initialized() -> bool:
+    """Say whether this process has joined the world."""
+    return _world is not None and is_started()
+
+
+def local_rank() -> int:
+    """Return this rank's index on its node, from the launcher's variables if MPI has not started, else from MPI."""
+    if is_initialized():
+        return world().local_rank
+    told = launch.from_environment(os.environ).local_rank
+    return told if told is not None else world().local_rank
+
+
+def device() -> Any:
+    """Return the ``torch.device`` of this rank: its share of the node's CUDA devices, or the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank() % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def close_at_exit(owner: Any) -> None:
+    """Have ``owner.close(timeout_s)`` called before MPI ends; only weakly referenced."""
+    _at_exit.add(owner)
+
+
+def write_stderr(text: str) -> None:
+    """Write to file descriptor 2, which torch's wrapper around ``sys.excepthook`` and pytest's capture do not redirect."""
+    data = text.encode(errors="backslashreplace")
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(2, data) :]
+
+
+def abort(message: str, code: int = _ABORT_CODE) -> None:
+    """Say why on stderr and end every rank of the job; does not return."""
+    rank = _world.rank if _world is not None else 0
+    write_stderr(f"[rank {rank}] mpidist ends the job: {message}\n")
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    MPI.COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
+def guard_thread(target: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the body of one of our threads: an exception that leaves it ends the job, with its traceback."""
+
+    def body(*args: Any) -> None:
+        try:
+            target(*args)
+        except BaseException as error:
+            _end_job_for(type(error), error, f"in thread {threading.current_thread().name!r}")
+
+    return body
+
+
+def _start() -> World:
+    level = MPI.Query_thread()
+    if level < MPI.THREAD_SERIALIZED:
+        name = "MPI_THREAD_SINGLE" if level == MPI.THREAD_SINGLE else "MPI_THREAD_FUNNELED"
+        raise LaunchError(
+            f"MPI runs at {name}, but mpidist communicates from more than one thread and needs MPI_THREAD_MULTIPLE (or at least "
+            "MPI_THREAD_SERIALIZED); leave mpi4py.rc.thread_level and MPI4PY_RC_THREAD_LEVEL at 'multiple', "
+            "or use an MPI library that was built with threads"
+        )
+    told = launch.from_environment(os.environ)
+    problem = launch.singleton_problem(told, MPI.COMM_WORLD.Get_size())
+    if problem:
+        raise LaunchError(problem)
+    comm = MPI.COMM_WORLD.Dup()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    # Truth about the node comes from MPI: Slurm's variables are inherited by ranks that mpirun starts inside an allocation.
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
+    local_rank, local_size = node.Get_rank(), node.Get_size()
+    node.Free()
+    _install_hooks(comm.Get_size())
+    if level == MPI.THREAD_SERIALIZED:
+        comm = door.SerialComm(comm)
+    return World(
+        comm, 0, comm.Get_rank(), comm.Get_size(), local_rank, local_size, told.launcher, level, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    )
+
+
+def _install_hooks(size: int) -> None:
+    # mpi4py registered its MPI_Finalize earlier, so ours runs before it.
+    atexit.register(_close_all)
+    if size == 1:
+        return
+    previous = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        _end_job_for(kind, error, "uncaught")
+        previous(kind, error, trace)
+
+    sys.excepthook = excepthook
+
+
+def _end_job_for(kind: type[BaseException], error: BaseException, where: str) -> None:
+    assert _world is not None
+    lines = "".join(traceback.format_exception(kind, error, error.__traceback__))
+    prefix = f"[rank {_world.rank}] "
+    write_stderr("".join(prefix + line + "\n" for line in lines.rstrip().split("\n")))
+    if os.environ.get(_ENV_ALL_THREADS) == "1":
+        faulthandler.dump_traceback(file=2, all_threads=True)
+    abort(f"{kind.__name__} {where}")
+
+
+def _close_all() -> None:
+    if _world is None or _world.pid != os.getpid() or MPI.Is_finalized():
+        return
+    deadline = time.monotonic() + _DRAIN_S
+    for owner in list(_at_exit):
+        owner.close(max(deadline - time.monotonic(), 0.1))

@@ -1,0 +1,158 @@
+"""One thread per process that notices an operation past its group's timeout and says what every rank is doing.
+
+It talks to the other ranks' watchdogs on a communicator of its own, with messages that nobody has to wait for:
+
+1. A collective has run for longer than its group's timeout: ask all members what they are in, and collect answers for 1 s.
+2. The lowest member that is late prints the report on stderr; all late members fail the group with it.
+3. Revoke the group's communicator, if MPI has ULFM: calls under way return with an error, and the job may go on.
+4. Is the call not back 2 s later, end the job. Revoking frees no large transfer whose peer stays outside MPI, and MPI without ULFM
+   has no way to free any call: a hang that cannot be undone must not burn the allocation.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from typing import Any
+
+from mpidist.comm import frame, runtime
+from mpidist.comm.execution import Execution
+from mpidist.comm.journal import Entry
+from mpidist.comm.library import MPI
+from mpidist.errors import CommTimeout
+
+_POLL_S = 0.1  # how often it looks; also how long a question may lie unanswered
+_COLLECT_S = 1.0  # how long it waits for the others' answers
+_ABORT_S = 2.0  # from the report to the end of the job
+_TAG = 1
+_ASK, _ANSWER = "ask", "answer"
+
+_lock = threading.Lock()
+_watchdog: Watchdog | None = None
+
+
+def watch(group: Execution) -> None:
+    """Have a group watched from now on; only weakly referenced.
+
+    Collective: the first call of a process, over the world, because the watchdogs get a communicator.
+    """
+    global _watchdog
+    world = runtime.world()
+    with _lock:
+        if _watchdog is None or _watchdog.world is not world:
+            _watchdog = Watchdog(world)
+        _watchdog.groups.add(group)
+
+
+class Watchdog:
+    """The thread and its communicator."""
+
+    def __init__(self, world: runtime.World) -> None:
+        self.world = world
+        self.groups: weakref.WeakSet[Execution] = weakref.WeakSet()
+        self._mpi = world.comm.Dup()
+        self._sends: list[tuple[Any, bytes]] = []
+        self._answers: dict[int, list[Entry]] = {}
+        self._round = 0
+        self._reported: weakref.WeakKeyDictionary[Execution, tuple[int, float, str]] = weakref.WeakKeyDictionary()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        if world.size > 1:
+            self._thread = threading.Thread(
+                target=runtime.guard_thread(self._run), name="mpidist-watchdog", daemon=True
+            )
+            self._thread.start()
+            runtime.close_at_exit(self)
+
+    def close(self, timeout_s: float) -> None:
+        """Stop the thread."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._stop.wait(_POLL_S):
+            self._serve()
+            for group in list(self.groups):
+                self._look_at(group)
+
+    def _look_at(self, group: Execution) -> None:
+        limit = group.timeout_s
+        age = group.journal.collective_age_s()
+        if limit is None or age <= limit:
+            self._reported.pop(group, None)
+            return
+        told = self._reported.get(group)
+        if told is None or told[0] != group.journal.sequence:
+            self._report(group, limit)
+        elif time.monotonic() - told[1] > _ABORT_S:
+            runtime.abort(f"{group.journal.last} of group \"{group.name}\" did not come back {_ABORT_S:g} s after its timeout\n{told[2]}")
+
+    def _report(self, group: Execution, limit_s: float) -> None:
+        sequence = group.journal.sequence
+        self._ask(group)
+        text, lowest = _describe(group, limit_s, self._answers, self.world.rank)
+        if group.journal.collective_age_s() <= limit_s:
+            return  # it ended while the answers came in
+        if lowest == self.world.rank:
+            runtime.write_stderr(text)
+        group.fail(CommTimeout(text.rstrip()))
+        group.revoke()
+        self._reported[group] = (sequence, time.monotonic(), text)
+
+    def _ask(self, group: Execution) -> None:
+        self._round += 1
+        self._answers = {self.world.rank: group.journal.snapshot()}
+        others = [rank for rank in group.world_ranks if rank != self.world.rank]
+        for rank in others:
+            self._send(rank, (_ASK, self._round, group.name))
+        deadline = time.monotonic() + _COLLECT_S
+        while len(self._answers) <= len(others) and time.monotonic() < deadline:
+            self._serve()
+            time.sleep(1e-3)
+
+    def _serve(self) -> None:
+        status = MPI.Status()
+        while (message := self._mpi.Improbe(MPI.ANY_SOURCE, _TAG, status)) is not None:
+            data = bytearray(status.Get_count(MPI.BYTE))
+            source = status.Get_source()
+            message.Recv((data, len(data), MPI.BYTE))
+            kind, number, content = frame.from_bytes(data)
+            if kind == _ASK:
+                self._send(source, (_ANSWER, number, self._doings(content)))
+            elif number == self._round:
+                self._answers[source] = content
+        self._sends = [(request, data) for request, data in self._sends if not request.Test()]
+
+    def _doings(self, name: str) -> list[Entry]:
+        # Of the group asked about, and of any other in which this rank is inside a call: that is where a hang usually lies.
+        entries = []
+        for group in list(self.groups):
+            told = group.journal.snapshot()
+            entries += told if group.name == name else [entry for entry in told if entry.seconds is not None]
+        return entries
+
+    def _send(self, rank: int, content: tuple[str, int, Any]) -> None:
+        data = bytes(frame.to_bytes(content))
+        self._sends.append((self._mpi.Isend((data, len(data), MPI.BYTE), rank, _TAG), data))
+
+
+def _describe(group: Execution, limit_s: float, answers: dict[int, list[Entry]], me: int) -> tuple[str, int]:
+    """Write the report; also return the lowest world rank that is late, who prints it."""
+    lines = [
+        f'mpidist: {group.journal.last} number {group.journal.sequence} of group "{group.name}" is past its timeout of '
+        f"{limit_s:g} s. What each rank is in (process {os.getpid()} of rank {me} reports):"
+    ]
+    late = [me]
+    for place, rank in enumerate(group.world_ranks):
+        label = f"  rank {place}" + (f" (world rank {rank})" if place != rank else "")
+        entries = answers.get(rank)
+        if entries is None:
+            lines.append(f"{label}: no answer within {_COLLECT_S:g} s; the process is stopped, dead, or holds the interpreter")
+            continue
+        lines += [f"{label}: {entry}" for entry in entries] or [f"{label}: does not know this group (closed, or not made yet)"]
+        if any(e.group == group.name and e.seconds is not None and e.seconds > limit_s for e in entries):
+            late.append(rank)
+    return "\n".join(lines) + "\n", min(late)

@@ -1,0 +1,214 @@
+"""Handles of operations under way: ``Work`` of a collective, ``RequestWork`` of a point-to-point message."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from mpidist.comm.faults import is_mpi_error, translate
+from mpidist.comm.journal import Journal
+from mpidist.comm.library import MPI
+from mpidist.errors import CommTimeout
+from mpidist.future import Future
+
+_SPIN_S = 200e-6  # a wait tests without pause for this long: most messages on a node arrive within it
+_YIELD_S = 5e-3  # then it gives its core away between two tests, and after this long it sleeps
+_SLEEP_S = 50e-6
+
+
+def seconds(timeout: float | timedelta | None) -> float | None:
+    """Turn torch's ways to give a timeout into seconds; None and torch's zero mean no timeout.
+
+    Raises:
+        TypeError: Neither a number, a timedelta, nor None.
+        ValueError: Negative.
+    """
+    if timeout is None:
+        return None
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"timeout must be seconds, a timedelta or None; got {timeout!r}")
+    if value < 0:
+        raise ValueError(f"timeout must not be negative; got {value:g} s")
+    return float(value) or None
+
+
+class Work:
+    """A collective that the group's thread executes.
+
+    Attributes:
+        operation: Its name.
+        tensors: Its outputs; kept alive until the handle is dropped.
+    """
+
+    __slots__ = ("_events", "future", "operation", "tensors", "where")
+
+    def __init__(self, operation: str, tensors: Sequence[Any], where: str, events: list[Any] | None = None) -> None:
+        self.operation = operation
+        self.tensors = tensors
+        self.where = where
+        self.future: Future[Sequence[Any]] = Future()
+        self._events = events  # filled by the executing thread: CUDA events after which the outputs are ready
+
+    def is_completed(self) -> bool:
+        """Say whether it has ended, well or not."""
+        return self.future.done()
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Wait for the end.
+
+        Blocks: the host, until MPI has returned; then, for CUDA tensors, the current stream waits for the results (the host
+        does not).
+
+        Raises:
+            CommTimeout: Not ended within ``timeout`` (seconds); the operation goes on.
+            MpidistError: What the operation itself raised.
+        """
+        limit = seconds(timeout)
+        if limit is None or self.future.done():
+            self.future.wait()
+        else:
+            try:
+                self.future.wait(limit)
+            except CommTimeout:
+                if not self.future.done():
+                    raise CommTimeout(f"{self.where}: {self.operation} did not end within {limit:g} s") from None
+                self.future.wait()
+        for event in self._events or ():
+            event.wait()
+        return True
+
+    def exception(self) -> BaseException | None:
+        """Return what went wrong, if it has ended and something did."""
+        return self.future.exception() if self.future.done() else None
+
+    def result(self) -> Sequence[Any]:
+        """Return the output tensors of an ended operation."""
+        return self.future.value()
+
+    def get_future(self) -> Future[Sequence[Any]]:
+        """Return a future of the output tensors; its callbacks run in the group's thread."""
+        return self.future
+
+    def source_rank(self) -> int:
+        """Return the sender's rank in the group; -1, as this is no receive."""
+        return -1
+
+
+class RequestWork:
+    """A send or receive that MPI carries out; the thread that waits makes it advance."""
+
+    __slots__ = (
+        "_done", "_error", "_finish", "_future", "_journal", "_key", "_request", "_source", "_timeout_s", "operation",
+        "tensors", "where",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        operation: str,
+        tensor: Any,
+        request: Any,
+        where: str,
+        journal: Journal,
+        timeout_s: float | None,
+        finish: Callable[[Any], int] | None = None,
+    ) -> None:
+        self.operation = operation
+        self.tensors = (tensor,)
+        self.where = where
+        self._request = request
+        self._journal = journal
+        self._timeout_s = timeout_s
+        self._finish = finish  # gets the status, brings the data home, returns the sender's rank
+        self._done = False
+        self._error: BaseException | None = None
+        self._source = -1
+        self._future: Future[Sequence[Any]] | None = None
+
+    def is_completed(self) -> bool:
+        """Test once whether it has ended."""
+        return self._done or self._test()
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Wait for the end; without ``timeout``, at most the group's.
+
+        Blocks: the calling thread, which makes MPI advance meanwhile. For a send: until the tensor may be changed.
+
+        Raises:
+            CommTimeout: Not ended in time. The message is still under way, and ``wait`` may be called again.
+            RankFailureError: The peer died.
+        """
+        if not self._done and not self._test():
+            self._poll(seconds(timeout) or self._timeout_s)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def cancel(self) -> None:
+        """Withdraw a receive that nothing has matched, so that its buffer is free again."""
+        if not self._done:
+            with contextlib.suppress(Exception):
+                self._request.Cancel()
+                self._request.Wait()
+            self._done = True
+            self._error = self._error or CommTimeout(f"{self.where}: {self.operation} was withdrawn")
+
+    def exception(self) -> BaseException | None:
+        """Return what went wrong, if it has ended and something did."""
+        return self._error
+
+    def result(self) -> Sequence[Any]:
+        """Return the tensors of an ended operation."""
+        self.wait()
+        return self.tensors
+
+    def get_future(self) -> Future[Sequence[Any]]:
+        """Return a future of the tensors, complete by the time ``wait`` returns."""
+        if self._future is None:
+            self._future = Future()
+            if self._done:
+                self._settle()
+        return self._future
+
+    def source_rank(self) -> int:
+        """Return the sender's rank in the group once a receive has ended, else -1."""
+        return self._source
+
+    def _test(self) -> bool:
+        status = MPI.Status() if self._finish is not None else None
+        try:
+            if not self._request.Test(status):
+                return False
+            if self._finish is not None:
+                self._source = self._finish(status)
+        except Exception as error:
+            self._error = translate(error, f"{self.where}: {self.operation}") if is_mpi_error(error) else error
+        self._done = True
+        self._settle()
+        return True
+
+    def _settle(self) -> None:
+        if self._future is not None and not self._future.done():
+            if self._error is not None:
+                self._future.set_exception(self._error)
+            else:
+                self._future.set_result(self.tensors)
+
+    def _poll(self, limit_s: float | None) -> None:
+        start = time.monotonic()
+        self._journal.enter_wait(id(self), self.operation, self.tensors[0])
+        try:
+            while not self._test():
+                waited = time.monotonic() - start
+                if limit_s is not None and waited > limit_s:
+                    raise CommTimeout(f"{self.where}: {self.operation} did not end within {limit_s:g} s")
+                if waited > _YIELD_S:
+                    time.sleep(_SLEEP_S)
+                elif waited > _SPIN_S:
+                    os.sched_yield()
+        finally:
+            self._journal.leave_wait(id(self))

@@ -1,0 +1,45 @@
+"""Every exception that mpidist raises by itself; a wrong argument is a plain ``ValueError`` or ``TypeError``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class MpidistError(RuntimeError):
+    """Root of the library's own errors."""
+
+
+class LaunchError(MpidistError):
+    """The job was started in a way in which MPI cannot connect its ranks."""
+
+
+class GroupError(MpidistError):
+    """A process group cannot be used: it is closed, or the caller is not a member."""
+
+
+class DisagreementError(MpidistError):
+    """Ranks entered a collective with different operations, shapes, dtypes or plans; raised on all of them."""
+
+
+class CommTimeout(MpidistError, TimeoutError):
+    """An operation did not finish within its time."""
+
+
+class RankFailureError(MpidistError):
+    """Ranks of the job died or left.
+
+    Attributes:
+        ranks: World ranks that are known to have failed; empty when MPI does not tell.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class FrameError(MpidistError):
+    """Bytes that are not a message of ours: truncated, too long, or of an unknown version."""
+
+
+class KernelError(MpidistError):
+    """A CUDA kernel could not be found or compiled."""

