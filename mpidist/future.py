@@ -60,7 +60,7 @@ class Future(Generic[T]):
         if self._exception is not None:
             self._seen = True
             raise self._exception
-        return self._value  # type: ignore[no-any-return]
+        return self._value
 
     def exception(self) -> BaseException | None:
         """Return the exception of a complete future, else None."""
@@ -125,7 +125,7 @@ def _call(callback: Callable[[Future[T]], Any], future: Future[T]) -> None:
     try:
         callback(future)
     except BaseException as error:
-        sys.unraisablehook(_Unraisable(error, callback))
+        sys.unraisablehook(_Unraisable(error, callback))  # type: ignore[arg-type]
 
 
 class _Unraisable:

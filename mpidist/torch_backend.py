@@ -14,6 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -65,11 +66,11 @@ def _or_mpi(env_handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator
 
 def _initialises_mpidist() -> bool:
     # torch does not tell a rendezvous handler for which backend it is asked.
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "init_process_group" and "backend" in frame.f_locals:
             return str(frame.f_locals["backend"]).lower().split(":")[-1] == _NAME
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
@@ -87,7 +88,7 @@ def _create(options: Any, backend_options: Any = None) -> Any:
     else:
         if options.group_size != world.size:
             raise ValueError(
-                f"rank {world.rank} of {world.size}: init_process_group was told world_size={options.group_size}, but MPI started "
+                f"rank {world.rank} of {world.size}: init_process_group got world_size={options.group_size}, but MPI started "
                 f"{world.size} rank(s); start as many with mpirun or srun, or use init_method='mpi://', which asks MPI"
             )
         native = group.from_world(name if name != "0" else "world", timeout, key=options.group_rank)

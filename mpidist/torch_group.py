@@ -153,7 +153,7 @@ class TorchProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, native: ProcessGroup, store: Any, name: str) -> None:
-        super().__init__(native.rank, native.size)
+        super().__init__(native.rank, native.size)  # type: ignore[call-arg]
         self.native = native
         self._store = store
         self._name = name
@@ -172,12 +172,12 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     @property
     def pg_name(self) -> str:
-        """torch's name of the group."""
+        """Name that torch gave the group."""
         return self._name
 
     @property
     def group_name(self) -> str:
-        """torch's name of the group; kept here, because torch asks for it after its own tables have forgotten it."""
+        """Name that torch gave the group; kept here, because torch asks for it after its own tables have forgotten it."""
         return self._name
 
     def getGroupName(self) -> str:
@@ -187,6 +187,11 @@ class TorchProcessGroup(dist.ProcessGroup):
     def get_group_store(self) -> Any:
         """Return the store that torch made the group with."""
         return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors it takes; ``dcp.async_save`` asks."""
+        return [torch.device("cpu"), torch.device("cuda")]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change after how long the watchdog reports."""

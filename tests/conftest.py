@@ -11,6 +11,14 @@ import torch
 from tests.support import agree
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    # pytest-mpi ends each rank's output with a page about MPI.
+    for plugin in config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "MPIPlugin":
+            plugin._is_testing_mpi = False
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

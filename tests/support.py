@@ -104,7 +104,7 @@ def reduced(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
         stack = np.stack([p.numpy() for p in parts])
         any_of, all_of = stack.any(0), stack.all(0)
         table = {"sum": any_of, "max": any_of, "bor": any_of, "product": all_of, "min": all_of, "band": all_of}
-        return torch.from_numpy(table[op] if op in table else np.logical_xor.reduce(stack)).view(first.shape)
+        return torch.from_numpy(np.asarray(table[op] if op in table else np.logical_xor.reduce(stack))).view(first.shape)
     if first.dtype.is_complex:
         stack = np.stack([p.to(torch.complex128).numpy() for p in parts])
     elif first.dtype.is_floating_point:
@@ -116,6 +116,9 @@ def reduced(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
         "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor,
     }[op]  # fmt: skip
     total = ufunc.reduce(stack, axis=0, dtype=stack.dtype)
+    if op == "avg" and stack.dtype.kind == "c":
+        total = np.asarray(total).reshape(-1).view(np.float64) / len(parts)  # NumPy's complex division rounds twice
+        return torch.from_numpy(total.view(np.complex128).reshape(first.shape)).to(first.dtype)
     if op == "avg":
-        total = total / len(parts) if stack.dtype.kind in "fc" else np.trunc(total / len(parts)).astype(stack.dtype)
+        total = total / len(parts) if stack.dtype.kind == "f" else np.trunc(total / len(parts)).astype(stack.dtype)
     return torch.from_numpy(np.asarray(total)).to(first.dtype).view(first.shape)

@@ -156,12 +156,7 @@ def check_owned(module: Module) -> Iterator[tuple[int, str]]:
             yield item.line, f"imports {item.module}: only mpidist.{owner} may"
     for node in ast.walk(module.tree):
         match node:
-            case (
-                ast.Name(id=name)
-                | ast.Attribute(attr=name)
-                | ast.alias(name=name)
-                | ast.Constant(value=str(name))
-            ):
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) | ast.Constant(value=str(name)):
                 owner = OWNED_NAMES.get(name)
                 if owner not in (None, module.name):
                     yield node.lineno, f"names {name}: only {owner} may"

@@ -11,6 +11,7 @@ from mpidist.comm.library import MPI
 from mpidist.errors import DisagreementError
 
 _DIGEST_BYTES = 16
+REFUSAL = "arguments refused"  # the fact under which a rank tells that it could not even start
 
 
 def describe(operation: str, sequence: int, facts: Sequence[tuple[str, Any]]) -> str:
@@ -21,6 +22,8 @@ def describe(operation: str, sequence: int, facts: Sequence[tuple[str, Any]]) ->
 def differences(lines: Sequence[str]) -> str:
     """Say which ranks hold what, fact by fact; empty if all agree."""
     tables = [dict(item.split("=", 1) for item in line.split("; ")) for line in lines]
+    if any(REFUSAL in table for table in tables):  # such a rank had no other facts to tell
+        tables = [{REFUSAL: table[REFUSAL]} if REFUSAL in table else {} for table in tables]
     told = []
     for name in dict.fromkeys(key for table in tables for key in table):
         holders: dict[str, list[int]] = {}
@@ -28,8 +31,7 @@ def differences(lines: Sequence[str]) -> str:
             holders.setdefault(table.get(name, "nothing"), []).append(rank)
         if len(holders) > 1:
             told.append(
-                f"{name}: "
-                + ", ".join(f"{value} on rank{'s' if len(r) > 1 else ''} {_runs(r)}" for value, r in holders.items())
+                f"{name}: " + ", ".join(f"{value} on rank{'s' if len(r) > 1 else ''} {_runs(r)}" for value, r in holders.items())
             )
     return "; ".join(told)
 
@@ -58,8 +60,7 @@ def check_matrix(comm: Communicator, where: str, sends: Sequence[int], receives:
         DisagreementError: On all ranks alike, naming each pair that differs.
     """
     rows = [
-        [int(number) for number in line.split(",")]
-        for line in _all_lines(comm, ",".join(map(str, (*sends, *receives))).encode())
+        [int(number) for number in line.split(",")] for line in _all_lines(comm, ",".join(map(str, (*sends, *receives))).encode())
     ]
     size = comm.size
     wrong = [

@@ -60,7 +60,7 @@ def writable(where: str, value: torch.Tensor, name: str) -> None:
     """
     if value.requires_grad and value.is_leaf and torch.is_grad_enabled():
         raise ValueError(
-            f"{where} would write into {name}, a leaf that requires grad; pass {name}.data or {name}.detach(), or call under torch.no_grad()"
+            f"{where} would write into {name}, a leaf that requires grad; pass {name}.detach(), or call under torch.no_grad()"
         )
 
 
@@ -109,7 +109,5 @@ def splits(where: str, value: torch.Tensor, sizes: Sequence[int] | None, name: s
         return [rows // ranks] * ranks
     sizes = [int(size) for size in sizes]
     if len(sizes) != ranks or min(sizes) < 0 or sum(sizes) != rows:
-        raise ValueError(
-            f"{where} needs {ranks} sizes for {name}, none negative, that add up to its {rows} rows; got {sizes}"
-        )
+        raise ValueError(f"{where} needs {ranks} sizes for {name}, none negative, that add up to its {rows} rows; got {sizes}")
     return sizes

@@ -1,7 +1,7 @@
 """Which arithmetic a reduction needs: pure, from (dtype, operation) to what MPI or we have to do.
 
-Letters of torch's ``ReduceOp``: SUM AVG PRODUCT MIN MAX BAND BOR BXOR, and PREMUL_SUM, which multiplies each rank's contribution by
-that rank's factor before the sum. Here an operation is a string (``SUM = "sum"`` …) or a ``PremulSum``.
+Letters of torch's ``ReduceOp``: SUM AVG PRODUCT MIN MAX BAND BOR BXOR, and PREMUL_SUM, which multiplies each rank's contribution
+by that rank's factor before the sum. Here an operation is a string (``SUM = "sum"`` …) or a ``PremulSum``.
 """
 
 from __future__ import annotations

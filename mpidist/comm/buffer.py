@@ -150,9 +150,7 @@ class HostCopies:
         return twin
 
 
-def on_host(
-    execute: Callable[..., None], copies: HostCopies, events: list[Any]
-) -> Callable[..., None]:
+def on_host(execute: Callable[..., None], copies: HostCopies, events: list[Any]) -> Callable[..., None]:
     """Wrap an executor so that it works on host twins; ``events`` receives what the caller's stream has to wait for."""
 
     def run(comm: Any, inputs: Any, outputs: Any, *args: Any) -> None:

@@ -51,7 +51,8 @@ def _library() -> str:
 
 def _has_ulfm() -> bool:
     # Without ``mpirun --with-ft ulfm`` Open MPI has the calls, but Revoke silently does nothing.
-    return "Open MPI" in _library() and os.environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true", "yes")
+    switch = os.environ.get("OMPI_MCA_mpi_ft_enable", "0")  # noqa: SIM112
+    return "Open MPI" in _library() and switch.lower() in ("1", "true", "yes")
 
 
 def _cuda_support() -> tuple[bool | None, str]:

@@ -1,10 +1,10 @@
 """The collectives of a process group, with torch.distributed's names and meanings.
 
-All are collective over the group: every rank calls them, in the same order, with agreeing arguments. A synchronous call returns when
-this rank's part has ended (for CUDA tensors: when MPI has returned and the current stream waits for the results); with
+All are collective over the group: every rank calls them, in the same order, with agreeing arguments. A synchronous call returns
+when this rank's part has ended (for CUDA tensors: when MPI has returned and the current stream waits for the results); with
 ``async_op=True`` it returns a ``Work`` at once, and the tensors belong to the operation until ``wait``. Wrong arguments raise
-``ValueError`` or ``TypeError`` before MPI is entered; under ``MPIDIST_DEBUG=1`` a disagreement, or an argument that is wrong on one
-rank only, raises ``DisagreementError`` on all ranks. MPI's failures raise ``RankFailureError`` or ``MpidistError``.
+``ValueError`` or ``TypeError`` before MPI is entered; under ``MPIDIST_DEBUG=1`` a disagreement, or an argument that is wrong on
+one rank only, raises ``DisagreementError`` on all ranks. MPI's failures raise ``RankFailureError`` or ``MpidistError``.
 
 Letters: W ranks of the group; N elements of one contribution.
 """
@@ -40,6 +40,12 @@ def _library_types() -> dict[tuple[torch.dtype, Operation], tuple[Any, Any]]:
 
 class Collectives(Execution):
     """The collective calls of a process group."""
+
+    _told_operations = (
+        "all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "broadcast_coalesced", "all_gather",
+        "all_gather_into_tensor_coalesced", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor_coalesced",
+        "all_to_all", "all_to_all_single",
+    )  # fmt: skip
 
     def all_reduce(self, tensor: Tensor, op: Operation = SUM, async_op: bool = False) -> Work | None:
         """Reduce ``tensor`` (any shape, equal on all ranks) over all ranks, in place; the same bits everywhere."""
@@ -125,18 +131,14 @@ class Collectives(Execution):
         """Gather each rank's ``input`` (N elements) into ``output`` (W·N elements, rank by rank)."""
         return self.all_gather_into_tensor_coalesced((output,), (input,), async_op)
 
-    def all_gather_into_tensor_coalesced(
-        self, outputs: TensorList, inputs: TensorList, async_op: bool = False
-    ) -> Work | None:
+    def all_gather_into_tensor_coalesced(self, outputs: TensorList, inputs: TensorList, async_op: bool = False) -> Work | None:
         """Do ``all_gather_into_tensor`` for each pair of two lists, as one operation."""
         where = self.where("all_gather_into_tensor")
         self._check_pairs(where, outputs, inputs, output_factor=self.size, input_factor=1)
         execute = movement.all_gather_into
         return self._launch("all_gather_into_tensor", execute, inputs, outputs, (), async_op, _list_facts(inputs))
 
-    def gather(
-        self, tensor: Tensor, gather_list: TensorList | None = None, dst: int = 0, async_op: bool = False
-    ) -> Work | None:
+    def gather(self, tensor: Tensor, gather_list: TensorList | None = None, dst: int = 0, async_op: bool = False) -> Work | None:
         """Gather each rank's ``tensor`` (equal shapes) into rank ``dst``'s list of W tensors."""
         where = self.where("gather")
         arguments.tensor(where, tensor, "tensor")
@@ -157,9 +159,7 @@ class Collectives(Execution):
         facts = _facts(tensor, src=src)
         return self._launch("scatter", movement.scatter, inputs, (tensor,), (src,), async_op, facts)
 
-    def reduce_scatter(
-        self, output: Tensor, input_list: TensorList, op: Operation = SUM, async_op: bool = False
-    ) -> Work | None:
+    def reduce_scatter(self, output: Tensor, input_list: TensorList, op: Operation = SUM, async_op: bool = False) -> Work | None:
         """Reduce a list of W tensors over all ranks and keep the rank's own in ``output``."""
         where = self.where("reduce_scatter")
         arguments.tensor(where, output, "output")
@@ -172,9 +172,7 @@ class Collectives(Execution):
         execute, facts = reductions.reduce_scatter, _facts(output, op=op)
         return self._launch("reduce_scatter", execute, input_list, (output,), (op,), async_op, facts)
 
-    def reduce_scatter_tensor(
-        self, output: Tensor, input: Tensor, op: Operation = SUM, async_op: bool = False
-    ) -> Work | None:
+    def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op: Operation = SUM, async_op: bool = False) -> Work | None:
         """Reduce ``input`` (W·N elements) over all ranks and keep the rank's own N in ``output``."""
         return self.reduce_scatter_tensor_coalesced((output,), (input,), op, async_op)
 
@@ -225,12 +223,10 @@ class Collectives(Execution):
         receives = arguments.splits(where, output, output_split_sizes, "output", self.size)
         row = input[0].numel() if sum(sends) else output[0].numel() if sum(receives) else 0
         if sum(sends) and sum(receives) and output[0].numel() != row:
-            raise ValueError(
-                f"{where} needs rows of one size; got input {tuple(input.shape)} and output {tuple(output.shape)}"
-            )
+            raise ValueError(f"{where} needs rows of one size; got input {tuple(input.shape)} and output {tuple(output.shape)}")
         if sends[self.rank] != receives[self.rank]:
             raise ValueError(
-                f"{where} needs equal sizes for what the rank sends itself; got input {sends[self.rank]}, output {receives[self.rank]}"
+                f"{where} sends itself {sends[self.rank]} rows and expects {receives[self.rank]}; the two must be equal"
             )
         row_bytes = row * input.element_size()
         args = ([n * row_bytes for n in sends], [n * row_bytes for n in receives])
@@ -253,9 +249,7 @@ class Collectives(Execution):
         facts = (*_list_facts(tensors), ("src", src))
         return self._launch(name, movement.broadcast, inputs, outputs, (src,), async_op, facts)
 
-    def _check_pairs(
-        self, where: str, outputs: TensorList, inputs: TensorList, output_factor: int, input_factor: int
-    ) -> None:
+    def _check_pairs(self, where: str, outputs: TensorList, inputs: TensorList, output_factor: int, input_factor: int) -> None:
         if not isinstance(outputs, (list, tuple)) or not isinstance(inputs, (list, tuple)) or len(outputs) != len(inputs):
             raise ValueError(f"{where} needs as many outputs as inputs")
         for output, input in zip(outputs, inputs, strict=True):
@@ -270,9 +264,7 @@ class Collectives(Execution):
                     f"{where} needs an input whose elements divide by {input_factor}; got shape {tuple(input.shape)}"
                 )
 
-    def _root_list(
-        self, where: str, tensor: Tensor, tensors: TensorList | None, name: str, root: int
-    ) -> TensorList:
+    def _root_list(self, where: str, tensor: Tensor, tensors: TensorList | None, name: str, root: int) -> TensorList:
         if self.rank != root:
             if tensors:
                 raise ValueError(f"{where} takes {name} on rank {root} alone; got one on rank {self.rank}")

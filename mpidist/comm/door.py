@@ -81,9 +81,7 @@ class SerialComm:
         self.__dict__[name] = call
         return call
 
-    def Sendrecv(
-        self, send: Any, dest: int, sendtag: int, recv: Any, source: int, recvtag: int, status: Any = None
-    ) -> None:
+    def Sendrecv(self, send: Any, dest: int, sendtag: int, recv: Any, source: int, recvtag: int, status: Any = None) -> None:
         """See MPI_Sendrecv."""
         incoming = self.Irecv(recv, source, recvtag)
         outgoing = self.Isend(send, dest, sendtag)

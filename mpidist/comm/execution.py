@@ -1,4 +1,4 @@
-"""How a group executes one collective: ready? agree (in debug mode), host copies where needed, in order, journalled, errors typed."""
+"""How a group executes one collective: usable? agreed (debug mode)? host copies, order, journal, typed errors."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ class Execution:
         journal: What the group is doing.
     """
 
+    # Calls whose refusals the other ranks hear of in debug mode.
+    _told_operations: tuple[str, ...] = ()
+
     def __init__(
         self, comm: Communicator, name: str, world_ranks: Sequence[int], timeout_s: float | None, debug: bool | None = None
     ) -> None:
@@ -50,6 +53,10 @@ class Execution:
         self._debug = os.environ.get(_ENV_DEBUG) == "1" if debug is None else debug
         # Open, healthy and not in debug mode: one flag to test on the shortest path.
         self._plain = not self._debug
+        self._entered = False
+        if self._debug:
+            for operation in self._told_operations:
+                setattr(self, operation, self._telling(operation, getattr(self, operation)))
 
     @property
     def is_closed(self) -> bool:
@@ -98,6 +105,7 @@ class Execution:
             A Work if ``async_op``, else None after the end.
         """
         self._require_usable(operation)
+        self._entered = True
         events: list[Any] = []
         if not all(buffer.is_direct(t) for t in inputs) or not all(buffer.is_direct(t) for t in outputs):
             execute = buffer.on_host(execute, buffer.HostCopies(inputs, outputs), events)
@@ -144,6 +152,22 @@ class Execution:
         finally:
             self.journal.leave()
 
+    def _telling(self, operation: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a call so that arguments which are wrong on this rank alone raise on all ranks (debug mode)."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._entered = False
+            try:
+                return method(*args, **kwargs)
+            except (TypeError, ValueError) as error:
+                if self._entered:  # raised by the operation itself, which the other ranks are in, too
+                    raise
+                refusal = ((agreement.REFUSAL, str(error).replace(";", ",")),)
+                self._launch(operation, _nothing, (), (), facts=refusal)
+                raise  # every rank refused it with the same words
+
+        return call
+
     def _explain(self, error: Exception, operation: str) -> Exception:
         """Return what the user should see for what an operation raised, and note whether the group is lost."""
         if not faults.is_mpi_error(error):
@@ -158,3 +182,7 @@ class Execution:
             self.fail(told)
             self.revoke()  # the others may wait for a rank that has just given up
         return told
+
+
+def _nothing(comm: Communicator, inputs: Any, outputs: Any) -> None:
+    return None

@@ -6,8 +6,8 @@
     pickle bytes, protocol 5
     n raw buffers, which travel straight from and into the memory of tensors and arrays
 
-CPU tensors go out of band, dtype, shape and ``requires_grad`` kept; their values are not copied to encode. Unpickling runs what the
-sender put in: frames are accepted from ranks of the same job only.
+CPU tensors go out of band, dtype, shape and ``requires_grad`` kept; their values are not copied to encode. Unpickling runs what
+the sender put in: frames are accepted from ranks of the same job only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Pickler(pickle.Pickler):
             if obj.__dict__ or obj.is_conj() or obj.is_neg():
                 return NotImplemented
             flat = obj.detach().contiguous().view(-1)
-            raw = flat.view(torch.uint8).numpy() if flat.numel() else b""
+            raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
             return _rebuild_tensor, (pickle.PickleBuffer(raw), obj.dtype, tuple(obj.shape), obj.requires_grad)
         return NotImplemented
 

@@ -133,9 +133,7 @@ def init(name: str = "world", timeout: float | timedelta | None = DEFAULT_TIMEOU
     return _default
 
 
-def from_world(
-    name: str, timeout: float | timedelta | None, key: int | None = None, debug: bool | None = None
-) -> ProcessGroup:
+def from_world(name: str, timeout: float | timedelta | None, key: int | None = None, debug: bool | None = None) -> ProcessGroup:
     """Make a new group of all ranks of the job, ordered by ``key`` (their world rank if None).
 
     Collective: over all ranks of the job.

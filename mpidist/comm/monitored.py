@@ -1,7 +1,7 @@
 """A barrier that says who is missing, instead of hanging.
 
-Every rank reports to rank 0 and waits for its verdict: 2·(W - 1) messages of 8 bytes and a list of ranks. Rank 0 collects until all
-are there or the time is over, then tells those that came who did not.
+Every rank reports to rank 0 and waits for its verdict: 2·(W - 1) messages of 8 bytes and a list of ranks. Rank 0 collects until
+all are there or the time is over, then tells those that came who did not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Collectives that move data without arithmetic, over contiguous host tensors.
 
-Every function takes ``(comm, inputs, outputs, …)`` and must be called by all W ranks of the group in one order. Contributions move as
-bytes, so every dtype works. Past ``MAX_COUNT`` bytes a collective becomes a series of smaller transfers (MPI-4.1 §2.5.8: the classic
-interface counts in a C int).
+Every function takes ``(comm, inputs, outputs, …)`` and must be called by all W ranks of the group in one order. Contributions
+move as bytes, so every dtype works. Past ``MAX_COUNT`` bytes a collective becomes a series of smaller transfers (MPI-4.1 §2.5.8:
+the classic interface counts in a C int).
 
 Letters: W ranks of the group; N bytes of one contribution.
 """

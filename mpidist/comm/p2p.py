@@ -101,8 +101,7 @@ class PointToPoint(Execution):
         if not buffer.is_direct(tensor):
             (host,), _ = buffer.HostCopies((tensor,), ()).load()
         requests = [
-            self._mpi.Isend(buffer.byte_range(host, start, length), dst, tag)
-            for start, length in buffer.pieces(host.nbytes)
+            self._mpi.Isend(buffer.byte_range(host, start, length), dst, tag) for start, length in buffer.pieces(host.nbytes)
         ]
         return self._request_work(operation, tensor, requests, lambda status: -1, host)
 
@@ -123,9 +122,7 @@ class PointToPoint(Execution):
         if src is None and len(spans) > 1:
             raise ValueError(f"{where} from any source takes at most {buffer.MAX_COUNT} bytes; got {host.nbytes}; name src")
         source = MPI.ANY_SOURCE if src is None else src
-        requests = [
-            self._mpi.Irecv(buffer.byte_range(host, start, length), source, tag) for start, length in spans
-        ]
+        requests = [self._mpi.Irecv(buffer.byte_range(host, start, length), source, tag) for start, length in spans]
 
         def finish(status: Any) -> int:
             received = status.Get_count(MPI.BYTE)
@@ -144,10 +141,8 @@ class PointToPoint(Execution):
         self, operation: str, tensor: Tensor, requests: list[Any], finish: Callable[[Any], int], host: Tensor
     ) -> RequestWork:
         request = requests[0] if len(requests) == 1 else _Series(requests)
-        work = RequestWork(
-            operation, tensor, request, self.where(operation), self.journal, self.timeout_s, finish
-        )
-        work.tensors = (tensor, host) if host is not tensor else (tensor,)  # MPI works on the host copy: keep it alive
+        work = RequestWork(operation, tensor, request, self.where(operation), self.journal, self.timeout_s, finish)
+        work.kept = host  # MPI works on it, so it must live as long as the request
         return work
 
 

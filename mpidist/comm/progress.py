@@ -1,9 +1,9 @@
 """Who executes a group's collectives: the caller's own thread while nothing is queued, else the group's thread, in order.
 
-One group has one communicator, and MPI matches its collectives by the order in which a rank enters them. So there is one queue per
-group, an asynchronous call on one rank matches a synchronous one on another, and a synchronous call waits behind the queue. An
-operation issued from the group's own thread (a future's callback) executes at once, ahead of the queue: whatever started it has
-ended, and every rank's callback comes at the same place of the order.
+One group has one communicator, and MPI matches its collectives by the order in which a rank enters them. So there is one queue
+per group, an asynchronous call on one rank matches a synchronous one on another, and a synchronous call waits behind the queue.
+An operation issued from the group's own thread (a future's callback) executes at once, ahead of the queue: whatever started it
+has ended, and every rank's callback comes at the same place of the order.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ class Progress:
         """
         if self._thread_id == threading.get_ident():
             return self.door.acquire()
-        if self.pending or not self.door.acquire(blocking=False):
-            return False
-        return True
+        return not self.pending and self.door.acquire(blocking=False)
 
     def submit(self, work: Work, execute: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Queue ``execute(*args)``, and complete ``work`` with its tensors or with what it raised.
@@ -63,9 +61,7 @@ class Progress:
         with self._count_lock:
             self.pending += 1
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=runtime.guard_thread(self._run), name=f"mpidist-{self._name}", daemon=True
-                )
+                self._thread = threading.Thread(target=runtime.guard_thread(self._run), name=f"mpidist-{self._name}", daemon=True)
                 self._thread.start()
         self._queue.put((work, execute, args))
 

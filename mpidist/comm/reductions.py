@@ -6,8 +6,8 @@ MPI's own reductions serve every type that MPI can add. Three cases are ours:
   by *shards*: each rank gets every other rank's piece of its shard, adds them up in rank order, and gives the result to all
   (Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004, with a direct exchange in place of the halving).
   Each element is computed on one rank, so all ranks hold the same bits.
-* Large tensors within a node take the same way at full width: MPI libraries allocate a temporary of the tensor's size in each call,
-  and its page faults cost more than the transfer (docs/decisions/0002 has the figures).
+* Large tensors within a node take the same way at full width: MPI libraries allocate a temporary of the tensor's size in each
+  call, and its page faults cost more than the transfer (docs/decisions/0002 has the figures).
 * Counts past ``MAX_COUNT`` elements are cut.
 
 Letters: W ranks of the group; N elements of a tensor.
@@ -204,10 +204,12 @@ def _reduce_scatter_flat(
         for root in range(comm.size):
             for start, length in buffer.pieces(count):
                 send = buffer.elements(source, root * count + start, length, datatype)
-                into = comm.scratch(length, target.dtype) if comm.rank == root else None
-                comm.mpi.Reduce(send, None if into is None else buffer.elements(into, 0, length, datatype), op, root)
-                if into is not None:
-                    target[start : start + length].copy_(into)
+                if comm.rank != root:
+                    comm.mpi.Reduce(send, None, op, root)
+                    continue
+                into = comm.scratch(length, target.dtype)
+                comm.mpi.Reduce(send, buffer.elements(into, 0, length, datatype), op, root)
+                target[start : start + length].copy_(into)
     _divide(target, plan, comm.size)
 
 
@@ -297,7 +299,7 @@ def _combine_in_rank_order(comm: Communicator, mine: torch.Tensor, slots: torch.
 
 
 def _gather_shards(comm: Communicator, flat: torch.Tensor, bounds: list[int]) -> None:
-    rank, size, itemsize = comm.rank, comm.size, flat.element_size()
+    size, itemsize = comm.size, flat.element_size()
     if flat.nbytes <= buffer.MAX_COUNT:
         counts = [(bounds[i + 1] - bounds[i]) * itemsize for i in range(size)]
         starts = [bound * itemsize for bound in bounds[:-1]]
@@ -327,7 +329,9 @@ def _scale(tensor: torch.Tensor, plan: Reduction) -> None:
 
 def _divide(tensor: torch.Tensor, plan: Reduction, size: int) -> None:
     if plan.divides:
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        if tensor.dtype.is_complex:
+            torch.view_as_real(tensor).div_(size)  # torch's complex division rounds more than once
+        elif tensor.dtype.is_floating_point:
             tensor.div_(size)
         else:
             # As NCCL averages integers; NumPy has the unsigned types that torch lacks.

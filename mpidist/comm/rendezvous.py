@@ -1,7 +1,7 @@
 """A key-value store that lives on MPI, so that torch's rendezvous needs no address, no port and no environment variable.
 
-World rank 0 keeps the table, and one of its threads answers the others. A request is a frame; a ``get`` or ``wait`` for a key that is
-not there yet is parked at rank 0, which answers when the key comes. Nothing on a training step's path uses the store.
+World rank 0 keeps the table, and one of its threads answers the others. A request is a frame; a ``get`` or ``wait`` for a key
+that is not there yet is parked at rank 0, which answers when the key comes. Nothing on a training step's path uses the store.
 """
 
 from __future__ import annotations

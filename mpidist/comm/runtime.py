@@ -148,7 +148,9 @@ def _start() -> World:
     problem = launch.singleton_problem(told, MPI.COMM_WORLD.Get_size())
     if problem:
         raise LaunchError(problem)
-    comm = MPI.COMM_WORLD.Dup()
+    highest_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    assert isinstance(highest_tag, int)
+    comm: Any = MPI.COMM_WORLD.Dup()
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     # Truth about the node comes from MPI: Slurm's variables are inherited by ranks that mpirun starts inside an allocation.
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
@@ -158,7 +160,15 @@ def _start() -> World:
     if level == MPI.THREAD_SERIALIZED:
         comm = door.SerialComm(comm)
     return World(
-        comm, 0, comm.Get_rank(), comm.Get_size(), local_rank, local_size, told.launcher, level, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        comm,
+        0,
+        comm.Get_rank(),
+        comm.Get_size(),
+        local_rank,
+        local_size,
+        told.launcher,
+        level,
+        highest_tag,
     )
 
 

@@ -5,8 +5,8 @@ It talks to the other ranks' watchdogs on a communicator of its own, with messag
 1. A collective has run for longer than its group's timeout: ask all members what they are in, and collect answers for 1 s.
 2. The lowest member that is late prints the report on stderr; all late members fail the group with it.
 3. Revoke the group's communicator, if MPI has ULFM: calls under way return with an error, and the job may go on.
-4. Is the call not back 2 s later, end the job. Revoking frees no large transfer whose peer stays outside MPI, and MPI without ULFM
-   has no way to free any call: a hang that cannot be undone must not burn the allocation.
+4. Is the call not back 2 s later, end the job. Revoking frees no large transfer whose peer stays outside MPI, and MPI without
+   ULFM has no way to free any call: a hang that cannot be undone must not burn the allocation.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if world.size > 1:
-            self._thread = threading.Thread(
-                target=runtime.guard_thread(self._run), name="mpidist-watchdog", daemon=True
-            )
+            self._thread = threading.Thread(target=runtime.guard_thread(self._run), name="mpidist-watchdog", daemon=True)
             self._thread.start()
             runtime.close_at_exit(self)
 
@@ -88,7 +86,9 @@ class Watchdog:
         if told is None or told[0] != group.journal.sequence:
             self._report(group, limit)
         elif time.monotonic() - told[1] > _ABORT_S:
-            runtime.abort(f"{group.journal.last} of group \"{group.name}\" did not come back {_ABORT_S:g} s after its timeout\n{told[2]}")
+            runtime.abort(
+                f'{group.journal.last} of group "{group.name}" did not come back {_ABORT_S:g} s after its timeout\n{told[2]}'
+            )
 
     def _report(self, group: Execution, limit_s: float) -> None:
         sequence = group.journal.sequence

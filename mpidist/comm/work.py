@@ -103,8 +103,8 @@ class RequestWork:
     """A send or receive that MPI carries out; the thread that waits makes it advance."""
 
     __slots__ = (
-        "_done", "_error", "_finish", "_future", "_journal", "_key", "_request", "_source", "_timeout_s", "operation",
-        "tensors", "where",
+        "_done", "_error", "_finish", "_future", "_journal", "_key", "_request", "_source", "_timeout_s", "kept",
+        "operation", "tensors", "where",
     )  # fmt: skip
 
     def __init__(
@@ -128,6 +128,7 @@ class RequestWork:
         self._error: BaseException | None = None
         self._source = -1
         self._future: Future[Sequence[Any]] | None = None
+        self.kept: Any = None
 
     def is_completed(self) -> bool:
         """Test once whether it has ended."""

@@ -1,0 +1,48 @@
+"""What the launchers' variables say; pure."""
+
+import pytest
+
+from mpidist.comm.launch import Launch, from_environment, singleton_problem
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, Launch("python", None, None)),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, Launch("mpirun (Open MPI)", 4, 1)),
+        ({"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}, Launch("mpiexec (Hydra)", 2, 1)),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "3"}, Launch("srun", 8, 3)),
+        ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, Launch("torchrun", 2, 0)),
+        ({"PMI_SIZE": "2"}, Launch("mpiexec (PMI)", 2, None)),
+    ],
+)
+def test_launchers(environ, expected):
+    assert from_environment(environ) == expected
+
+
+def test_mpirun_inside_a_slurm_allocation_is_mpiruns():
+    environ = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
+    assert from_environment(environ) == Launch("mpirun (Open MPI)", 4, 2)
+
+
+def test_a_batch_shell_is_no_launcher():
+    # sbatch sets these for the script itself, in which a plain python is a world of one.
+    assert from_environment({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).launcher == "python"
+
+
+def test_a_world_that_fits_is_no_problem():
+    assert singleton_problem(Launch("srun", 4, 0), 4) is None
+    assert singleton_problem(Launch("srun", 1, 0), 1) is None
+    assert singleton_problem(Launch("python", None, None), 1) is None
+
+
+def test_torchrun_is_told_to_use_mpirun_or_srun():
+    problem = singleton_problem(Launch("torchrun", 3, 0), 1)
+    assert problem is not None
+    assert "torchrun" in problem and "mpirun -n 3" in problem and "srun -n 3" in problem
+
+
+def test_a_foreign_launcher_is_named():
+    problem = singleton_problem(Launch("srun", 4, 0), 1)
+    assert problem is not None
+    assert "srun started 4 tasks" in problem and "--mpi=pmix" in problem

@@ -1,0 +1,202 @@
+"""Every dtype × operation against NumPy, at sizes on both sides of every switch of algorithm."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from mpidist.comm import buffer, reductions
+from mpidist.comm.arithmetic import ACCUMULATES_IN, AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, PremulSum
+from tests.support import agree, reduced
+
+pytestmark = pytest.mark.mpi
+
+INTEGERS = [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+CASES = (
+    [(dtype, op) for dtype in INTEGERS for op in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)]
+    + [(dtype, op) for dtype in FLOATS for op in (SUM, AVG, PRODUCT, MIN, MAX)]
+    + [(dtype, op) for dtype in (torch.complex64, torch.complex128) for op in (SUM, AVG, PRODUCT)]
+    + [(torch.bool, op) for op in (SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR)]
+)
+
+
+def part(rank, shape, dtype):
+    """Rank ``rank``'s contribution: small numbers, so that sums and products are exact in every dtype."""
+    generator = torch.Generator().manual_seed(rank)
+    numbers = torch.randint(0 if not dtype.is_signed else -2, 3, shape, generator=generator)
+    return numbers.to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES, ids=lambda x: str(x).replace("torch.", ""))
+def test_every_dtype_and_operation(group, dtype, op):
+    W, rank = group.size, group.rank
+    wrong = []
+    for shape in [(), (0,), (1,), (5, 13), (70_001,)]:
+        parts = [part(r, shape, dtype) for r in range(W)]
+        expected = reduced(parts, op)
+        tensor = parts[rank].clone()
+        group.all_reduce(tensor, op)
+        if not torch.equal(tensor, expected):
+            wrong.append(("all_reduce", shape, tensor.flatten()[:5], expected.flatten()[:5]))
+        tensor = parts[rank].clone()
+        group.reduce(tensor, W - 1, op)
+        if not torch.equal(tensor, expected if rank == W - 1 else parts[rank]):
+            wrong.append(("reduce", shape))
+        flat = torch.stack(parts)  # the same on all ranks: reduce W copies, keep the own row
+        rows = [reduced([row] * W, op) for row in parts]
+        target = torch.empty_like(parts[rank])
+        group.reduce_scatter_tensor(target, flat, op)
+        if not torch.equal(target, rows[rank]):
+            wrong.append(("reduce_scatter_tensor", shape))
+        target = torch.empty_like(parts[rank])
+        group.reduce_scatter(target, parts, op)
+        if not torch.equal(target, rows[rank]) or not torch.equal(flat, torch.stack(parts)):
+            wrong.append(("reduce_scatter", shape))
+    agree(group, not wrong, str(wrong))
+
+
+@pytest.mark.parametrize("dtype", [d for d in ACCUMULATES_IN if d is not torch.complex32], ids=str)
+@pytest.mark.parametrize("numel", [3, 5_000, 100_003, 700_001])
+def test_narrow_types_accumulate_in_fp32_with_the_same_bits_everywhere(group, dtype, numel):
+    def mine(rank):
+        return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+    parts = [mine(r) for r in range(group.size)]
+    total = torch.zeros(numel)
+    for other in parts:
+        total += other.float()
+    tensor = mine(group.rank)
+    group.all_reduce(tensor)
+    bits = tensor.view(torch.uint8).numpy().tobytes()
+    everywhere = group.all_gather_object(hash(bits) if group.size == 1 else bits)
+    if group.size <= 2 or numel > reductions.WIDEN_NUMEL:
+        ok = torch.equal(tensor, total.to(dtype))  # in rank order and rounded once
+    else:
+        # MPI adds the widened numbers in an order of its own: an ulp of fp32 may tip the one rounding.
+        ok = bool(((tensor.float() - total).abs() <= total.abs() * torch.finfo(dtype).eps * 2 + 1e-6).all())
+    agree(group, ok)
+    assert len(set(everywhere)) == 1
+
+
+def test_a_mean_of_large_halves_does_not_overflow(group):
+    for numel in (4, 200_000):
+        tensor = torch.full((numel,), 60_000.0, dtype=torch.float16)
+        group.all_reduce(tensor, AVG)
+        agree(group, bool((tensor == 60_000).all()), f"{numel}: {tensor[:3]}")
+
+
+def test_sums_that_halves_would_lose(group):
+    # 2048 + 1 is 2048 in fp16; in fp32 the ones add up.
+    tensor = torch.full((100_000,), 2048.0 if group.rank == 0 else 1.0, dtype=torch.float16)
+    group.all_reduce(tensor)
+    expected = torch.tensor(2048.0 + (group.size - 1)).half()
+    agree(group, bool((tensor == expected).all()), f"{tensor[:3]} != {expected}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64], ids=str)
+def test_premul_sum(group, dtype):
+    factor = group.rank + 2
+    tensor = torch.full((11,), 3).to(dtype)
+    group.all_reduce(tensor, PremulSum(factor))
+    total = 3 * sum(r + 2 for r in range(group.size))
+    kept = torch.full((11,), 3).to(dtype)
+    group.reduce(kept, 0, PremulSum(factor))
+    scattered = torch.zeros(4).to(dtype)
+    source = torch.full((4 * group.size,), 3).to(dtype)
+    group.reduce_scatter_tensor(scattered, source, PremulSum(factor))
+    ok = bool((tensor == total).all() and (scattered == total).all() and (source == 3).all())
+    ok &= bool((kept == (total if group.rank == 0 else 3)).all())
+    agree(group, ok, f"{tensor} {kept} {scattered} {source}")
+
+
+def test_large_tensors_by_shards(group, monkeypatch):
+    monkeypatch.setattr(reductions, "SHARDS_BYTES", 64)
+    monkeypatch.setattr(reductions, "CHUNK_BYTES", 40)
+    for numel in (16, 17, 101):
+        for op in (SUM, AVG, PRODUCT, MIN, MAX):
+            for dtype in (torch.float32, torch.int32, torch.bfloat16):
+                parts = [part(r, (numel,), dtype) for r in range(group.size)]
+                tensor = parts[group.rank].clone()
+                group.all_reduce(tensor.requires_grad_(False), op)
+                agree(group, torch.equal(tensor, reduced(parts, op)), f"{numel} {op} {dtype}")
+
+
+def test_shards_add_up_in_rank_order(group, monkeypatch):
+    """The result is the one of a loop over the ranks, to the bit, whichever rank computes it."""
+    monkeypatch.setattr(reductions, "SHARDS_BYTES", 64)
+    parts = [torch.randn(1001, generator=torch.Generator().manual_seed(r)) for r in range(group.size)]
+    expected = parts[0].clone()
+    for other in parts[1:]:
+        expected += other
+    tensor = parts[group.rank].clone()
+    group.all_reduce(tensor)
+    agree(group, torch.equal(tensor, expected))
+
+
+def test_counts_past_the_limit_of_mpi(group, monkeypatch):
+    monkeypatch.setattr(buffer, "MAX_COUNT", 17)
+    W = group.size
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = torch.arange(101).to(dtype)
+        group.all_reduce(tensor, AVG)
+        kept = torch.arange(101).to(dtype)
+        group.reduce(kept, 0, MAX)
+        target = torch.zeros(33).to(dtype)
+        group.reduce_scatter_tensor(target, torch.ones(33 * W).to(dtype))
+        expected = torch.arange(101).to(dtype)
+        agree(group, torch.equal(tensor, expected) and torch.equal(kept, expected) and bool((target == W).all()), str(dtype))
+
+
+def test_strided_and_expanded_tensors(group):
+    W = group.size
+    strided = torch.ones(3, 8)[:, ::2]
+    transposed = torch.ones(4, 3).t()
+    wide = torch.ones(3, 1).expand(3, 5)
+    for tensor in (strided, transposed, wide):
+        group.all_reduce(tensor)
+    agree(group, all(bool((t == W).all()) for t in (strided, transposed, wide)))
+    conjugate = torch.complex(torch.ones(3), torch.ones(3)).conj()
+    group.all_reduce(conjugate)
+    agree(group, torch.equal(conjugate.resolve_conj(), torch.complex(torch.full((3,), float(W)), torch.full((3,), -float(W)))))
+
+
+def test_coalesced(group):
+    tensors = [torch.full((n,), float(group.rank + 1)) for n in (0, 1, 17, 30_000, 5)]
+    group.all_reduce_coalesced(tensors)
+    total = group.size * (group.size + 1) / 2
+    agree(group, all((t == total).all() for t in tensors))
+    outs = [torch.zeros(4), torch.zeros(2, 3)]
+    ins = [torch.ones(4 * group.size), torch.ones(2 * group.size, 3)]
+    group.reduce_scatter_tensor_coalesced(outs, ins)
+    gathered = [torch.zeros(4 * group.size), torch.zeros(2 * group.size, 3)]
+    group.all_gather_into_tensor_coalesced(gathered, outs)
+    agree(group, all((t == group.size).all() for t in gathered))
+
+
+def test_reduce_scatter_into_its_own_input(group):
+    flat = torch.arange(4.0 * group.size)
+    expected = flat.view(group.size, 4)[group.rank].clone() * group.size
+    own = flat.view(group.size, 4)[group.rank]
+    group.reduce_scatter_tensor(own, flat)
+    agree(group, torch.equal(own, expected))
+
+
+def test_sync_and_async_match_each_other(group):
+    for turn in range(60):
+        tensor = torch.full((10,), float(turn))
+        if (turn + group.rank) % 2:
+            work = group.all_reduce(tensor, async_op=True)
+            assert work is not None
+            work.wait()
+        else:
+            assert group.all_reduce(tensor) is None
+        agree(group, bool((tensor == turn * group.size).all()), f"turn {turn}")
+
+
+def test_shard_bounds_cut_evenly():
+    for size in range(1, 9):
+        for numel in (0, 1, 7, 8, 1000):
+            bounds = reductions.shard_bounds(numel, size)
+            lengths = [b - a for a, b in pairwise(bounds)]
+            assert bounds[0] == 0 and bounds[-1] == numel and max(lengths) - min(lengths) <= 1
