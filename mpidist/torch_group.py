@@ -5,6 +5,7 @@ Loaded when torch makes the first group. Every method translates and calls; what
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -36,6 +37,7 @@ _OPERATIONS: tuple[tuple[Any, Operation], ...] = (
     (ReduceOp.BXOR, arithmetic.BXOR),
 )
 
+_FLAGS = 1024  # works of one element that are kept alive
 _default: TorchProcessGroup | None = None
 
 
@@ -157,8 +159,11 @@ class TorchProcessGroup(dist.ProcessGroup):
         self.native = native
         self._store = store
         self._name = name
-        self._all_reduce = native.all_reduce
+        self._at_once = native.all_reduce_at_once
         self._batch: list[Any] | None = None
+        # torch's reducer keeps the work of Join's one-element all-reduce in C++ until the first gradient, and Python's half of a
+        # work dies with its last Python reference: C++ would then wait in the base class, for ever.
+        self._flags: deque[Work] = deque(maxlen=_FLAGS)
 
     # --- what torch asks of any group ---
 
@@ -224,11 +229,12 @@ class TorchProcessGroup(dist.ProcessGroup):
         op = arithmetic.SUM if theirs == _SUM else operation_of(theirs)
         if len(tensors) > 1:
             return self._call(self.native.all_reduce_coalesced, tensors, opts, _plain(tensors), op)
-        if opts.asyncOp or self._batch is not None:
-            return self._call(self.native.all_reduce, tensors, opts, _plain(tensors)[0], op)
-        tensor = tensors[0]
-        self._all_reduce(tensor.detach() if tensor.requires_grad else tensor, op)
-        return _ENDED
+        if not opts.asyncOp and self._at_once(tensors[0], op):
+            return _ENDED
+        work = self._call(self.native.all_reduce, tensors, opts, _plain(tensors)[0], op)
+        if opts.asyncOp and tensors[0].numel() == 1:
+            self._flags.append(work)
+        return work
 
     def allreduce_coalesced(self, tensors: TensorList, opts: Any = None) -> Work:
         """See all_reduce_coalesced."""
@@ -329,10 +335,10 @@ class TorchProcessGroup(dist.ProcessGroup):
     # --- torch's coalescing manager: without these two, every later all_reduce would silently do nothing ---
 
     def _start_coalescing(self, device: Any = None) -> None:
-        self._batch = []
+        self._batch, self._at_once = [], _never
 
     def _end_coalescing(self, device: Any = None) -> Work:
-        works, self._batch = self._batch or [], None
+        works, self._batch, self._at_once = self._batch or [], None, self.native.all_reduce_at_once
         return TorchWork(_Several(works), [])
 
     def _call(self, method: Callable[..., Any], result: Any, opts: Any, *args: Any) -> Work:
@@ -374,6 +380,10 @@ class _Several:
     def get_future(self) -> Any:
         # One order per group: when the last has ended, all have.
         return self._works[-1].get_future() if self._works else _completed()
+
+
+def _never(tensor: Tensor, op: Operation) -> bool:
+    return False
 
 
 def _completed() -> NativeFuture[Any]:

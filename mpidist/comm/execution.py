@@ -51,8 +51,6 @@ class Execution:
         self._failure: MpidistError | None = None
         self._closed = False
         self._debug = os.environ.get(_ENV_DEBUG) == "1" if debug is None else debug
-        # Open, healthy and not in debug mode: one flag to test on the shortest path.
-        self._plain = not self._debug
         self._entered = False
         if self._debug:
             for operation in self._told_operations:
@@ -70,7 +68,7 @@ class Execution:
     def fail(self, error: MpidistError) -> None:
         """Make every later call, and the one under way when MPI lets it go, raise ``error``."""
         self._failure = self._failure or error
-        self._plain = False
+        self._stop_shortest_path()
 
     def revoke(self) -> bool:
         """Make MPI refuse the group's communicator on all ranks (ULFM); say whether MPI could."""
@@ -79,6 +77,9 @@ class Execution:
         except Exception:  # MPI without ULFM: NotImplementedError, or MPI's own error
             return False
         return True
+
+    def _stop_shortest_path(self) -> None:
+        """Have every call go through ``_launch``, and so through its checks, from now on."""
 
     def _require_usable(self, operation: str) -> None:
         if self._closed:
@@ -162,7 +163,7 @@ class Execution:
             except (TypeError, ValueError) as error:
                 if self._entered:  # raised by the operation itself, which the other ranks are in, too
                     raise
-                refusal = ((agreement.REFUSAL, str(error).replace(";", ",")),)
+                refusal = ((agreement.REFUSAL, str(error).removeprefix(self.where("")).replace(";", ",")),)
                 self._launch(operation, _nothing, (), (), facts=refusal)
                 raise  # every rank refused it with the same words
 

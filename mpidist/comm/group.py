@@ -97,7 +97,8 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
         if self._closed:
             return
         self._progress.close(timeout_s)
-        self._closed, self._plain = True, False
+        self._closed = True
+        self._stop_shortest_path()
         if _default is self:
             _default = None
         if self._failure is None and not MPI.Is_finalized():

@@ -28,32 +28,47 @@ class Entry:
         return f'in{number} {what} of group "{self.group}" for {self.seconds:.1f} s{behind}'
 
 
+class _Idle:
+    """Stands where a collective's tensor would, while there is none."""
+
+
+IDLE: Any = _Idle()
+
+
 class Journal:
     """The operation a group is executing, and the point-to-point waits beside it.
 
-    ``enter`` and ``leave`` are on the path of every collective: they store one tuple each and take no lock, because a group
-    executes one collective at a time.
+    ``enter`` and ``leave`` are on the path of every collective: three stores and no clock, because a group executes one
+    collective at a time, and the watchdog, which looks ten times a second, notes when it first saw it (``observe``).
+
+    Attributes:
+        group: The group's name.
+        sequence: Collectives started so far.
+        operation: The one that started last.
+        tensor: Its tensor while it is under way (None if it has none), else ``IDLE``.
+        queued: Asynchronous operations behind it.
     """
 
-    __slots__ = ("_now", "_waits", "group", "last", "queued", "sequence")
+    __slots__ = ("_seen", "_waits", "group", "operation", "queued", "sequence", "tensor")
 
     def __init__(self, group: str) -> None:
         self.group = group
         self.sequence = 0
+        self.operation = "none"
+        self.tensor: Any = IDLE
         self.queued = 0
-        self.last = "none"
-        self._now: tuple[str, Any, float] | None = None
+        self._seen = (0, 0.0)  # the collective that was under way at the last look, and since when
         self._waits: dict[int, tuple[str, Any, float]] = {}
 
     def enter(self, operation: str, tensor: Any) -> None:
         """Note that a collective starts; ``tensor`` (or None) is referenced until ``leave``."""
         self.sequence += 1
-        self.last = operation
-        self._now = (operation, tensor, time.monotonic())
+        self.operation = operation
+        self.tensor = tensor
 
     def leave(self) -> None:
         """Note that it has ended."""
-        self._now = None
+        self.tensor = IDLE
 
     def enter_wait(self, key: int, operation: str, tensor: Any) -> None:
         """Note that a thread starts to wait for a point-to-point operation."""
@@ -63,24 +78,30 @@ class Journal:
         """Note that it no longer waits."""
         self._waits.pop(key, None)
 
-    def collective_age_s(self) -> float:
-        """Return for how long the present collective has been running; 0 when there is none."""
-        now = self._now
-        return time.monotonic() - now[2] if now is not None else 0.0
+    def observe(self) -> float:
+        """Return for how many seconds the present collective has been seen; 0 when there is none.
+
+        Called by one thread alone, in intervals that bound the error.
+        """
+        sequence = self.sequence
+        if self.tensor is IDLE:
+            return 0.0
+        if self._seen[0] != sequence:
+            self._seen = (sequence, time.monotonic())
+        return time.monotonic() - self._seen[1]
 
     def snapshot(self) -> list[Entry]:
         """Return the collective (or that there is none) first, then the point-to-point waits."""
-        clock = time.monotonic()
-        now = self._now
-        if now is None:
-            entries = [Entry(self.group, self.sequence, self.last, None, None, None, self.queued)]
+        tensor = self.tensor
+        if tensor is IDLE:
+            now = Entry(self.group, self.sequence, self.operation, None, None, None, self.queued)
         else:
-            entries = [self._entry(now, clock, self.sequence)]
-        entries += [self._entry(wait, clock, 0) for wait in list(self._waits.values())]
-        return entries
+            now = self._entry(self.operation, tensor, self.observe(), self.sequence)
+        clock = time.monotonic()
+        waits = list(self._waits.values())
+        return [now, *(self._entry(name, tensor, clock - start, 0) for name, tensor, start in waits)]
 
-    def _entry(self, item: tuple[str, Any, float], clock: float, sequence: int) -> Entry:
-        operation, tensor, start = item
+    def _entry(self, operation: str, tensor: Any, seconds: float, sequence: int) -> Entry:
         shape = tuple(tensor.shape) if tensor is not None else None
         dtype = str(tensor.dtype) if tensor is not None else None
-        return Entry(self.group, sequence, operation, shape, dtype, clock - start, self.queued)
+        return Entry(self.group, sequence, operation, shape, dtype, seconds, self.queued)

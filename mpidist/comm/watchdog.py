@@ -78,7 +78,7 @@ class Watchdog:
 
     def _look_at(self, group: Execution) -> None:
         limit = group.timeout_s
-        age = group.journal.collective_age_s()
+        age = group.journal.observe()
         if limit is None or age <= limit:
             self._reported.pop(group, None)
             return
@@ -87,14 +87,14 @@ class Watchdog:
             self._report(group, limit)
         elif time.monotonic() - told[1] > _ABORT_S:
             runtime.abort(
-                f'{group.journal.last} of group "{group.name}" did not come back {_ABORT_S:g} s after its timeout\n{told[2]}'
+                f'{group.journal.operation} of group "{group.name}" did not come back {_ABORT_S:g} s after its timeout\n{told[2]}'
             )
 
     def _report(self, group: Execution, limit_s: float) -> None:
         sequence = group.journal.sequence
         self._ask(group)
         text, lowest = _describe(group, limit_s, self._answers, self.world.rank)
-        if group.journal.collective_age_s() <= limit_s:
+        if group.journal.observe() <= limit_s:
             return  # it ended while the answers came in
         if lowest == self.world.rank:
             runtime.write_stderr(text)
@@ -142,7 +142,7 @@ class Watchdog:
 def _describe(group: Execution, limit_s: float, answers: dict[int, list[Entry]], me: int) -> tuple[str, int]:
     """Write the report; also return the lowest world rank that is late, who prints it."""
     lines = [
-        f'mpidist: {group.journal.last} number {group.journal.sequence} of group "{group.name}" is past its timeout of '
+        f'mpidist: {group.journal.operation} number {group.journal.sequence} of group "{group.name}" is past its timeout of '
         f"{limit_s:g} s. What each rank is in (process {os.getpid()} of rank {me} reports):"
     ]
     late = [me]

@@ -1,0 +1,80 @@
+"""Bad input: a typed error that says where, what was expected and what came, before any rank enters MPI."""
+
+import pytest
+import torch
+
+from tests.support import agree
+
+pytestmark = pytest.mark.mpi
+
+F = torch.zeros
+
+
+def cases(W):
+    """(what, call on a group, exception, words of the message)"""
+    return [
+        ("no tensor", lambda g: g.all_reduce([1.0]), TypeError, "tensor; got list"),
+        ("sparse", lambda g: g.all_reduce(F(3).to_sparse()), TypeError, "dense"),
+        ("meta", lambda g: g.broadcast(torch.empty(3, device="meta"), 0), ValueError, "meta"),
+        ("leaf", lambda g: g.all_reduce(torch.ones(2, requires_grad=True)), ValueError, "requires grad"),
+        ("op", lambda g: g.all_reduce(F(2), "mean"), ValueError, "unknown reduction 'mean'"),
+        ("op and dtype", lambda g: g.all_reduce(F(2), "band"), TypeError, "integers"),
+        ("root", lambda g: g.broadcast(F(2), W), ValueError, rf"src in 0 … {W - 1}; got {W}"),
+        ("negative root", lambda g: g.reduce(F(2), -1), ValueError, "dst in 0"),
+        ("root type", lambda g: g.broadcast(F(2), "0"), TypeError, "rank"),
+        ("list length", lambda g: g.all_gather([F(2)] * (W + 1), F(2)), ValueError, f"hold {W} tensors, one a rank; got {W + 1}"),
+        ("own size", lambda g: g.all_gather([F(3)] * W, F(2)), ValueError, "of 2 elements"),
+        (
+            "dtypes",
+            lambda g: g.all_gather([F(2).double()] * W, F(2)),
+            TypeError,
+            "one dtype; got torch.float32 and torch.float64",
+        ),
+        ("output", lambda g: g.all_gather_into_tensor(F(2 * W + 1), F(2)), ValueError, f"output of {2 * W} elements"),
+        ("output", lambda g: g.reduce_scatter_tensor(F(3), F(2 * W)), ValueError, "output of 2 elements"),
+        ("list entry", lambda g: g.reduce_scatter(F(2), [F(2)] * (W - 1) + [F(3)]), ValueError, rf"input_list\[{W - 1}\]"),
+        ("splits", lambda g: g.all_to_all_single(F(W), F(W), None, [W + 1] + [0] * (W - 1)), ValueError, "add up"),
+        ("negative", lambda g: g.all_to_all_single(F(W), F(W), None, [-1] * W), ValueError, "none negative"),
+        ("tag", lambda g: g.isend(F(1), 0, tag=-1), ValueError, "tag in 0"),
+        ("huge tag", lambda g: g.isend(F(1), 0, tag=1 << 40), ValueError, "tag in 0"),
+        ("peer", lambda g: g.isend(F(1), W), ValueError, "dst in 0"),
+        ("peer", lambda g: g.recv(F(1), W), ValueError, "src in 0"),
+        ("timeout", lambda g: g.barrier(async_op=True).wait("soon"), TypeError, "seconds"),
+        ("timeout", lambda g: g.barrier(async_op=True).wait(-1.0), ValueError, "negative"),
+    ]
+
+
+def test_bad_arguments(group):
+    wrong = []
+    for what, call, error, words in cases(group.size):
+        try:
+            call(group)
+        except error as raised:
+            import re
+
+            if not re.search(words, str(raised)):
+                wrong.append((what, str(raised)))
+            if what not in ("timeout", "op", "op and dtype") and f'rank {group.rank} of {group.size} (group "' not in str(raised):
+                wrong.append((what, "does not say where", str(raised)))
+        else:
+            wrong.append((what, "nothing raised"))
+    group.barrier()
+    agree(group, not wrong, str(wrong))
+
+
+def test_a_leaf_may_be_written_under_no_grad(group):
+    leaf = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        group.all_reduce(leaf)
+    group.all_reduce(leaf.detach())
+    agree(group, bool((leaf == group.size**2).all()) and leaf.requires_grad)
+
+
+def test_gather_lists_belong_to_the_root(group):
+    if group.rank == 0:
+        with pytest.raises(TypeError, match="gather_list to be a non-empty list"):
+            group.gather(F(2), None, 0)
+    else:
+        with pytest.raises(ValueError, match="on rank 0 alone"):
+            group.gather(F(2), [F(2)] * group.size, 0)
+    group.barrier()

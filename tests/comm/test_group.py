@@ -1,0 +1,131 @@
+"""Making, dividing and ending groups; and the barrier that says who is missing."""
+
+import time
+
+import pytest
+import torch
+
+from mpidist.errors import CommTimeout, GroupError
+from tests.support import agree
+
+pytestmark = pytest.mark.mpi
+
+
+def test_init_returns_the_same_group(world):
+    from mpidist.comm import default, init
+
+    assert init() is world and default() is world
+    assert world.world_ranks == tuple(range(world.size))
+
+
+def test_split_by_color_and_key(group):
+    child = group.split(group.rank % 2, key=-group.rank)
+    mine = [r for r in range(group.size) if r % 2 == group.rank % 2][::-1]
+    ok = child.world_ranks == tuple(mine) and child.rank == mine.index(group.rank)
+    total = torch.tensor([float(group.rank)])
+    child.all_reduce(total)
+    ok &= total.item() == sum(mine)
+    child.close()
+    agree(group, ok)
+
+
+def test_split_leaves_out_whoever_gives_no_color(group):
+    child = group.split(None if group.rank == 0 else 0)
+    agree(group, (child is None) == (group.rank == 0))
+    if child is not None:
+        child.barrier()
+        child.close()
+    if group.rank == 0:
+        with pytest.raises(ValueError, match="color"):
+            group.split(-3)
+
+
+def test_new_group_is_for_its_members_and_in_their_order(group):
+    ranks = list(range(group.size))[::-1][: max(1, group.size - 1)]
+    child = group.new_group(ranks, "some")
+    agree(group, (child is not None) == (group.rank in ranks))
+    ok = True
+    if child is not None:
+        ok = child.world_ranks == tuple(ranks) and ranks[child.rank] == group.rank and child.name == "some"
+        tensor = torch.tensor([float(group.rank)])
+        child.broadcast(tensor, 0)
+        ok &= tensor.item() == ranks[0]
+        grandchild = child.new_group([0])
+        if grandchild is not None:
+            ok &= grandchild.world_ranks == (ranks[0],)
+            grandchild.close()
+        child.close()
+    agree(group, ok)
+
+
+@pytest.mark.parametrize("ranks", [[], [0, 0], [99], [-1], ["0"]])
+def test_new_group_refuses(group, ranks):
+    with pytest.raises((ValueError, TypeError), match="new_group"):
+        group.new_group(ranks)
+
+
+def test_a_closed_group_says_so(group):
+    child = group.clone("short-lived")
+    child.barrier()
+    child.close()
+    child.close()
+    for call in (
+        child.barrier,
+        lambda: child.all_reduce(torch.ones(1)),
+        lambda: child.isend(torch.ones(1), 0),
+        lambda: child.split(0),
+    ):
+        with pytest.raises(GroupError, match="closed"):
+            call()
+    assert child.is_closed and "closed" in repr(child)
+    group.barrier()
+
+
+def test_many_groups_come_and_go(group):
+    for turn in range(60):
+        child = group.split(0)
+        tensor = torch.tensor([float(turn)])
+        child.all_reduce(tensor)
+        assert tensor.item() == turn * group.size
+        child.close()
+
+
+def test_closing_waits_for_what_is_queued(group):
+    child = group.clone("queued")
+    tensors = [torch.full((1000,), float(turn)) for turn in range(20)]
+    works = [child.all_reduce(tensor, async_op=True) for tensor in tensors]
+    child.close()
+    ok = all(work.is_completed() for work in works) and all((t == i * group.size).all() for i, t in enumerate(tensors))
+    agree(group, ok)
+
+
+def test_monitored_barrier_passes_when_all_come(group):
+    for _ in range(5):
+        time.sleep(0.01 * group.rank)
+        group.monitored_barrier(20)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_monitored_barrier_names_the_missing_on_every_rank_that_came(group):
+    late = group.size - 1
+    if group.rank != late:
+        with pytest.raises(CommTimeout, match=rf"rank {late} did not come within 0\.3 s"):
+            group.monitored_barrier(0.3)
+    group.barrier()
+    if group.rank == late:  # too late: rank 0 does not answer for that number any more
+        with pytest.raises(CommTimeout, match="rank 0 did not come"):
+            group.monitored_barrier(0.3)
+    group.barrier()
+    group.monitored_barrier(20)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_monitored_barrier_without_rank_0(group):
+    if group.rank != 0:
+        with pytest.raises(CommTimeout, match="rank 0 did not come"):
+            group.monitored_barrier(0.2)
+    else:
+        group._barriers += 1
+        # What the others sent for the first one must not count for the second.
+    group.barrier()
+    group.monitored_barrier(20)

@@ -1,0 +1,103 @@
+"""Objects over the frame, small and large, in every direction."""
+
+import numpy as np
+import pytest
+import torch
+
+from mpidist.comm import buffer, objects
+from mpidist.errors import CommTimeout
+from tests.support import agree, raises_on_all
+
+pytestmark = pytest.mark.mpi
+
+
+def something(rank, large=False):
+    n = 50_000 if large else 3
+    return {"rank": rank, "tensor": torch.full((n,), float(rank)), "array": np.arange(n) + rank, "text": "ä" * rank, "none": None}
+
+
+def is_something(obj, rank, large=False):
+    want = something(rank, large)
+    return (
+        obj["rank"] == rank
+        and torch.equal(obj["tensor"], want["tensor"])
+        and np.array_equal(obj["array"], want["array"])
+        and obj["text"] == want["text"]
+        and obj["none"] is None
+    )
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_all_directions(group, large):
+    W, rank = group.size, group.rank
+    mine = something(rank, large)
+    wrong = []
+    for root in range(W):
+        if not is_something(group.broadcast_object(mine, root), root, large):
+            wrong.append(f"broadcast from {root}")
+        got = group.gather_object(mine, root)
+        if (rank == root and not all(is_something(got[r], r, large) for r in range(W))) or (rank != root and got is not None):
+            wrong.append(f"gather to {root}")
+        parts = [something(r + 10, large) for r in range(W)] if rank == root else None
+        if not is_something(group.scatter_object(parts, root), rank + 10, large):
+            wrong.append(f"scatter from {root}")
+    if not all(is_something(obj, r, large) for r, obj in enumerate(group.all_gather_object(mine))):
+        wrong.append("all_gather")
+    listed = [mine, 1] if rank == 0 else [None, None]
+    group.broadcast_object_list(listed, 0)
+    if not (is_something(listed[0], 0, large) and listed[1] == 1):
+        wrong.append("broadcast list")
+    agree(group, not wrong, str(wrong))
+
+
+def test_objects_past_the_limit_of_mpi(group, monkeypatch):
+    monkeypatch.setattr(buffer, "MAX_COUNT", 1000)
+    monkeypatch.setattr(objects, "_SMALL_BYTES", 500)
+    got = group.all_gather_object(something(group.rank, True))
+    ok = all(is_something(obj, r, True) for r, obj in enumerate(got))
+    ok &= is_something(group.broadcast_object(something(group.rank, True), group.size - 1), group.size - 1, True)
+    gathered = group.gather_object(something(group.rank, True), 0)
+    ok &= group.rank != 0 or all(is_something(obj, r, True) for r, obj in enumerate(gathered))
+    agree(group, ok)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_of_objects(group):
+    ok = True
+    if group.rank == 0:
+        for peer in range(1, group.size):
+            group.send_object(something(peer, large=peer % 2 == 0), peer)
+        seen = [group.recv_object() for _ in range(1, group.size)]
+        ok = sorted(source for _, source in seen) == list(range(1, group.size)) and all(obj == s * 2 for obj, s in seen)
+    else:
+        obj, source = group.recv_object(0)
+        ok = source == 0 and is_something(obj, group.rank, large=group.rank % 2 == 0)
+        group.send_object(group.rank * 2, 0)
+    agree(group, ok)
+
+
+def test_a_gathered_object_shares_no_memory_with_the_argument(group):
+    mine = torch.zeros(3)
+    got = group.gather_object(mine, 0)
+    if group.rank == 0:
+        got[0] += 1
+    agree(group, bool((mine == 0).all()))
+
+
+def test_what_cannot_be_pickled_raises_before_anybody_waits(group):
+    raises_on_all(group, Exception, lambda: group.all_gather_object(lambda: None), "pickle")
+
+
+def test_a_wrong_list_is_refused(group):
+    if group.rank == 0:
+        with pytest.raises(ValueError, match=f"hold {group.size} objects"):
+            group.scatter_object([1] * (group.size + 1), 0)
+    group.barrier()
+
+
+def test_an_object_that_never_comes(group):
+    group.timeout_s = 0.1
+    with pytest.raises(CommTimeout):
+        group.recv_object()
+    group.timeout_s = None
+    group.barrier()
