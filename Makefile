@@ -63,7 +63,7 @@ gpu: $(VENV)/.stamp-$(CUDA)
 	$(OPENMPI_RUN) -n 2 $(PYTEST_MPI) --with-mpi -m gpu tests
 
 bench: $(VENV)/.stamp-bench
-	$(OPENMPI_RUN) -n 2 $(PY) benchmarks/bench_collectives.py
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_collectives.py
 
 clean:
 	rm -rf build dist *.egg-info demo-output htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis

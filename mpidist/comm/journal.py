@@ -23,7 +23,8 @@ class Entry:
         what = self.operation + (f"(shape={self.shape}, dtype={self.dtype})" if self.shape is not None else "()")
         number = f" number {self.sequence}" if self.sequence else ""
         if self.seconds is None:
-            return f'outside any collective of group "{self.group}"; the last was{number or " none"} {what}'
+            last = f"the last was number {self.sequence}, {self.operation}" if self.sequence else "there was none yet"
+            return f'outside any collective of group "{self.group}"; {last}'
         behind = f", {self.queued} queued behind it" if self.queued else ""
         return f'in{number} {what} of group "{self.group}" for {self.seconds:.1f} s{behind}'
 

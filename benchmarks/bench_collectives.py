@@ -1,0 +1,135 @@
+"""Compare mpidist's collectives with Gloo's and mpi4py's, in one run, on the same buffers, in turn.
+
+mpirun --bind-to none -n 2 python benchmarks/bench_collectives.py
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import collective_goals
+import environment
+import report
+import timing
+import torch
+import torch.distributed as dist
+from collective_cases import FP32_BYTES, OPERATIONS, Ways, cases_of
+
+import mpidist.comm
+
+_KI, _MI = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, and how long."""
+
+    operations: tuple[str, ...] = tuple(OPERATIONS)
+    sizes_bytes: tuple[int, ...] = (8, 64, 512, 4 * _KI, 64 * _KI, 256 * _KI, 2 * _MI, 16 * _MI, 64 * _MI)
+    rounds: int = 15
+    burst_s: float = 0.02
+
+
+QUICK = Plan(sizes_bytes=(8, 64 * _KI), rounds=3, burst_s=0.002)
+
+
+def main() -> None:
+    options = _arguments()
+    plan = _plan(options)
+    torch.set_num_threads(1)
+    dist.init_process_group("mpidist")
+    if dist.get_world_size() < 2:
+        raise SystemExit("start at least 2 ranks: mpirun --bind-to none -n 2 python benchmarks/bench_collectives.py")
+    gloo = dist.new_group(backend="gloo")
+    # Only now: mpidist prepares the MPI library before it starts, and importing this module would start it.
+    from mpi4py import MPI
+
+    raw = MPI.COMM_WORLD.Dup()
+    about = environment.describe(raw)
+    is_first = raw.Get_rank() == 0
+    if is_first:
+        print(f"{about['mpi_library']}, torch {about['torch']}, {about['ranks']} ranks, {about['cpu']}")
+        print(f"{environment.binding(about)}; load average {about['load_average'][0]}", flush=True)
+
+    timing.touch_memory()
+    results = []
+    for operation in plan.operations:
+        rows = list(measure(operation, Ways(gloo, raw, mpidist.comm.init(), MPI), plan))
+        results += rows
+        if is_first:
+            print(f"\n{operation}\n{report.table(rows)}", flush=True)
+
+    if is_first:
+        verdicts = collective_goals.judge(results)
+        print(f"\n{report.goals_table(verdicts)}")
+        record = {
+            "benchmark": "collectives",
+            "environment": about,
+            "rounds": plan.rounds,
+            "burst_s": plan.burst_s,
+            "results_checked": True,  # or measure() had raised
+            "results": results,
+            "goals": verdicts,
+        }
+        path = options.output / f"collectives-{environment.library_name(about)}-{about['ranks']}.json"
+        report.write_json(record, path)
+        report.draw(record, path.with_suffix(".png"))
+        print(f"\nwritten to {options.output.name}: {path.name} and {path.with_suffix('.png').name}", flush=True)
+    raw.Barrier()
+    raw.Free()
+    mpidist.comm.default().close()
+    dist.destroy_process_group()  # Gloo's threads must be gone before the interpreter goes
+
+
+def measure(operation: str, ways: Ways, plan: Plan) -> Iterator[dict[str, Any]]:
+    """Check and time one operation at each size. Collective over all ranks.
+
+    Raises:
+        RuntimeError: A contender's result is wrong; on all ranks.
+    """
+    for make in cases_of(operation, ways, plan.sizes_bytes):
+        case = make()
+        wrong = case.wrong(ways)
+        if wrong:
+            raise RuntimeError(f"{operation} of {case.numel} elements: wrong result of {', '.join(wrong)}")
+        case.zero()
+        series = timing.time_rounds(ways.raw, case.contenders, plan.rounds, plan.burst_s)
+        yield report.result_of(operation, case.numel, case.size_bytes, series)
+
+
+def parse_size(text: str) -> int:
+    """Turn ``8``, ``64K`` or ``16M`` into bytes."""
+    units = {"K": _KI, "M": _MI, "G": 1 << 30}
+    number, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
+    size = int(number) * unit
+    if size < FP32_BYTES or size % FP32_BYTES:
+        raise argparse.ArgumentTypeError(f"{text} is not a multiple of {FP32_BYTES} bytes")
+    return size
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--operations", nargs="+", choices=tuple(OPERATIONS), metavar="NAME", help=", ".join(OPERATIONS))
+    parser.add_argument("--sizes", nargs="+", type=parse_size, metavar="BYTES", help="multiples of 4: 8 64K 16M")
+    parser.add_argument("--rounds", type=int, help=f"for each case; {Plan.rounds} if not given")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON and the plot")
+    parser.add_argument("--quick", action="store_true", help="see that it runs: few sizes, few rounds, figures of no worth")
+    return parser.parse_args()
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    basis = QUICK if options.quick else Plan()
+    return Plan(
+        tuple(options.operations or basis.operations),
+        tuple(options.sizes or basis.sizes_bytes),
+        options.rounds or basis.rounds,
+        basis.burst_s,
+    )
+
+
+if __name__ == "__main__":
+    main()

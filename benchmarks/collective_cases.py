@@ -1,0 +1,310 @@
+"""The operations under comparison: their buffers, the contenders on them, and what the buffers must hold afterwards.
+
+Letters: W ranks; N elements of one contribution. ``size_bytes`` is always the N elements of fp32: what one rank gives to an
+all-gather, what one rank keeps of a reduce-scatter, what one rank sends to each other in an all-to-all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from timing import Contender
+
+FP32_BYTES = 4
+_PERIOD = 13  # values 0 … 12: sums over ranks are exact in fp32
+_LATE_S = 0.03
+
+# torch 2.13 gave these two new names, and each call by the old one pays for a warning.
+_all_gather_into_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The ways to communicate, one process group or communicator each; mpidist's through torch is torch's default group."""
+
+    gloo: Any  # torch.distributed.ProcessGroup
+    raw: Any  # mpi4py.MPI.Comm
+    native: Any  # mpidist.comm.ProcessGroup
+    mpi: Any  # the module mpi4py.MPI
+
+    @property
+    def rank(self) -> int:
+        return self.raw.Get_rank()
+
+    @property
+    def size(self) -> int:
+        return self.raw.Get_size()
+
+
+@dataclass
+class Case:
+    """One operation at one size.
+
+    ``expected(k)`` is what a contender's outputs, one behind the other, must hold after its k-th call; None if nobody promises.
+    """
+
+    operation: str
+    numel: int
+    contenders: list[Contender] = field(default_factory=list)
+    inputs: list[tuple[torch.Tensor, np.ndarray]] = field(default_factory=list)  # and what they hold before a call
+    expected: Callable[[int], np.ndarray | None] = lambda k: None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * FP32_BYTES
+
+    def wrong(self, ways: Ways) -> list[str]:
+        """Make every call of every contender once on fresh values; return on which ranks which one left a wrong result."""
+        found = []
+        for contender in self.contenders:
+            for k, call in enumerate(contender.calls):
+                self._fill(contender)
+                call()
+                values, expected = self._values(contender), self.expected(k)
+                # Half types round once per addition; fp32 is exact, because the values are small integers.
+                tolerance = 0.02 if contender.outputs and contender.outputs[0].dtype is torch.bfloat16 else 0
+                if expected is not None and not np.allclose(values, expected, rtol=tolerance, atol=0):
+                    found.append(f"{contender.name} (call {k}) on rank {ways.rank}")
+        return list(chain.from_iterable(ways.raw.allgather(found)))
+
+    def zero(self) -> None:
+        """Make the buffers fit for any number of calls: sums in place must stay finite."""
+        for contender in self.contenders:
+            for tensor in contender.outputs:
+                tensor.zero_()
+        for tensor, _ in self.inputs:
+            tensor.zero_()
+
+    def _fill(self, contender: Contender) -> None:
+        for tensor in contender.outputs:
+            tensor.fill_(-1)
+        for tensor, values in self.inputs:
+            tensor.copy_(torch.from_numpy(values))
+
+    def _values(self, contender: Contender) -> np.ndarray:
+        return np.concatenate([tensor.float().flatten().numpy() for tensor in contender.outputs])
+
+
+class BarrierCase(Case):
+    """A barrier has no result but this: nobody leaves before the last has come."""
+
+    def wrong(self, ways: Ways) -> list[str]:
+        found = []
+        for contender in self.contenders:
+            for late in (0, ways.size - 1):
+                start = time.perf_counter()
+                ways.raw.Barrier()
+                if ways.rank == late:
+                    time.sleep(_LATE_S)
+                contender.calls[0]()
+                if time.perf_counter() - start < _LATE_S:
+                    found.append(f"{contender.name} left before rank {late} came, on rank {ways.rank}")
+        return list(chain.from_iterable(ways.raw.allgather(found)))
+
+
+def all_reduce(ways: Ways, numel: int) -> Case:
+    tensor, own = torch.empty(numel), _pattern(ways.rank, numel)
+    total = _total(ways, numel)
+    calls = {
+        "gloo": partial(dist.all_reduce, tensor, group=ways.gloo),
+        "mpi4py": partial(ways.raw.Allreduce, ways.mpi.IN_PLACE, _spec(ways, tensor)),
+        "mpidist": partial(dist.all_reduce, tensor),
+        "native": partial(ways.native.all_reduce, tensor),
+    }
+    return Case("all_reduce", numel, _single(calls, tensor), [(tensor, own)], lambda k: total)
+
+
+def all_reduce_bf16(ways: Ways, numel: int) -> Case:
+    """bf16 has no MPI datatype; beside Gloo it competes with fp32 of as many elements."""
+    half, full = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel)
+    own, total = _pattern(ways.rank, numel), _total(ways, numel)
+    calls = {
+        "gloo": partial(dist.all_reduce, half, group=ways.gloo),
+        "mpidist": partial(dist.all_reduce, half),
+        "native": partial(ways.native.all_reduce, half),
+    }
+    calls_fp32 = {
+        "mpidist fp32": partial(dist.all_reduce, full),
+        "native fp32": partial(ways.native.all_reduce, full),
+    }
+    contenders = _single(calls, half) + _single(calls_fp32, full)
+    return Case("all_reduce_bf16", numel, contenders, [(half, own), (full, own)], lambda k: total)
+
+
+def broadcast(ways: Ways, numel: int) -> Case:
+    """Ranks take turns as the root, or the root would run ahead and the burst would measure its send buffers."""
+    tensor, own = torch.empty(numel), _pattern(ways.rank, numel)
+    spec, roots = _spec(ways, tensor), range(ways.size)
+    calls = {
+        "gloo": [partial(dist.broadcast, tensor, root, group=ways.gloo) for root in roots],
+        "mpi4py": [partial(ways.raw.Bcast, spec, root) for root in roots],
+        "mpidist": [partial(dist.broadcast, tensor, root) for root in roots],
+        "native": [partial(ways.native.broadcast, tensor, root) for root in roots],
+    }
+    return Case("broadcast", numel, _several(calls, tensor), [(tensor, own)], lambda root: _pattern(root, numel))
+
+
+def reduce(ways: Ways, numel: int) -> Case:
+    """Ranks take turns as the root, as in broadcast."""
+    tensor, own = torch.empty(numel), _pattern(ways.rank, numel)
+    spec, roots, total = _spec(ways, tensor), range(ways.size), _total(ways, numel)
+
+    def raw(root: int) -> Callable[[], object]:
+        if ways.rank == root:
+            return partial(ways.raw.Reduce, ways.mpi.IN_PLACE, spec, ways.mpi.SUM, root)
+        return partial(ways.raw.Reduce, spec, None, ways.mpi.SUM, root)
+
+    calls = {
+        "gloo": [partial(dist.reduce, tensor, root, group=ways.gloo) for root in roots],
+        "mpi4py": [raw(root) for root in roots],
+        "mpidist": [partial(dist.reduce, tensor, root) for root in roots],
+        "native": [partial(ways.native.reduce, tensor, root) for root in roots],
+    }
+    # What the others' tensors hold afterwards is nobody's promise.
+    return Case("reduce", numel, _several(calls, tensor), [(tensor, own)], lambda root: total if root == ways.rank else None)
+
+
+def all_gather_into_tensor(ways: Ways, numel: int) -> Case:
+    source, target = torch.empty(numel), torch.empty(ways.size * numel)
+    calls = {
+        "gloo": partial(_all_gather_into_tensor, target, source, group=ways.gloo),
+        "mpi4py": partial(ways.raw.Allgather, _spec(ways, source), _spec(ways, target)),
+        "mpidist": partial(_all_gather_into_tensor, target, source),
+        "native": partial(ways.native.all_gather_into_tensor, target, source),
+    }
+    inputs = [(source, _pattern(ways.rank, numel))]
+    return Case("all_gather_into_tensor", numel, _single(calls, target), inputs, lambda k: _patterns(ways, numel))
+
+
+def all_gather(ways: Ways, numel: int) -> Case:
+    """MPI knows no list of receive buffers: mpi4py gathers into one buffer here, and has less to do."""
+    source, flat = torch.empty(numel), torch.empty(ways.size * numel)
+    targets = [torch.empty(numel) for _ in range(ways.size)]
+    calls = {
+        "gloo": partial(dist.all_gather, targets, source, group=ways.gloo),
+        "mpidist": partial(dist.all_gather, targets, source),
+        "native": partial(ways.native.all_gather, targets, source),
+    }
+    raw = partial(ways.raw.Allgather, _spec(ways, source), _spec(ways, flat))
+    gloo, *ours = _single(calls, *targets)
+    contenders = [gloo, *_single({"mpi4py": raw}, flat), *ours]
+    inputs = [(source, _pattern(ways.rank, numel))]
+    return Case("all_gather", numel, contenders, inputs, lambda k: _patterns(ways, numel))
+
+
+def reduce_scatter_tensor(ways: Ways, numel: int) -> Case:
+    source, target = torch.empty(ways.size * numel), torch.empty(numel)
+    calls = {
+        "gloo": partial(_reduce_scatter_tensor, target, source, group=ways.gloo),
+        "mpi4py": partial(ways.raw.Reduce_scatter_block, _spec(ways, source), _spec(ways, target)),
+        "mpidist": partial(_reduce_scatter_tensor, target, source),
+        "native": partial(ways.native.reduce_scatter_tensor, target, source),
+    }
+    inputs = [(source, _pattern(ways.rank, ways.size * numel))]
+    own = _total(ways, ways.size * numel)[ways.rank * numel : (ways.rank + 1) * numel]
+    return Case("reduce_scatter_tensor", numel, _single(calls, target), inputs, lambda k: own)
+
+
+def all_to_all_single(ways: Ways, numel: int) -> Case:
+    source, target = torch.empty(ways.size * numel), torch.empty(ways.size * numel)
+    calls = {
+        "gloo": partial(dist.all_to_all_single, target, source, group=ways.gloo),
+        "mpi4py": partial(ways.raw.Alltoall, _spec(ways, source), _spec(ways, target)),
+        "mpidist": partial(dist.all_to_all_single, target, source),
+        "native": partial(ways.native.all_to_all_single, target, source),
+    }
+    inputs = [(source, _pattern(ways.rank, ways.size * numel))]
+    own = slice(ways.rank * numel, (ways.rank + 1) * numel)
+    parts = [_pattern(peer, ways.size * numel)[own] for peer in range(ways.size)]
+    return Case("all_to_all_single", numel, _single(calls, target), inputs, lambda k: np.concatenate(parts))
+
+
+def ping_pong(ways: Ways, numel: int) -> Case:
+    """The first and the last rank send a tensor to and fro; a call is one way. The other ranks make no calls."""
+    tensor, own, last = torch.empty(numel), _pattern(ways.rank, numel), ways.size - 1
+    spec = _spec(ways, tensor)
+    players = {0: last, last: 0}
+    peer = players.get(ways.rank, 0)
+    pairs = {
+        "gloo": (partial(dist.send, tensor, peer, group=ways.gloo), partial(dist.recv, tensor, peer, group=ways.gloo)),
+        "mpi4py": (partial(ways.raw.Send, spec, peer), partial(ways.raw.Recv, spec, peer)),
+        "mpidist": (partial(dist.send, tensor, peer), partial(dist.recv, tensor, peer)),
+        "native": (partial(ways.native.send, tensor, peer), partial(ways.native.recv, tensor, peer)),
+    }
+    calls: dict[str, Sequence[Callable[[], object]]] = {name: () for name in pairs}
+    if ways.rank in players:
+        calls = {name: pair if ways.rank == 0 else pair[::-1] for name, pair in pairs.items()}
+    # Rank 0 sends first: both hold its values then, and the last rank's after the answer.
+    return Case("ping_pong", numel, _several(calls, tensor), [(tensor, own)], lambda k: _pattern(last if k else 0, numel))
+
+
+def barrier(ways: Ways, numel: int) -> Case:
+    calls = {
+        "gloo": partial(dist.barrier, group=ways.gloo),
+        "mpi4py": ways.raw.Barrier,
+        "mpidist": dist.barrier,
+        "native": ways.native.barrier,
+    }
+    return BarrierCase("barrier", 0, _single(calls))
+
+
+OPERATIONS: dict[str, Callable[[Ways, int], Case]] = {
+    make.__name__: make
+    for make in (
+        all_reduce,
+        all_reduce_bf16,
+        broadcast,
+        reduce,
+        all_gather_into_tensor,
+        all_gather,
+        reduce_scatter_tensor,
+        all_to_all_single,
+        ping_pong,
+        barrier,
+    )
+}
+
+
+def cases_of(operation: str, ways: Ways, sizes_bytes: Sequence[int]) -> list[partial[Case]]:
+    """Return makers of the operation's cases: each has buffers of its own, so only one is to live at a time."""
+    make = OPERATIONS[operation]
+    sizes = [0] if make is barrier else sizes_bytes
+    return [partial(make, ways, size // FP32_BYTES) for size in sizes]
+
+
+def _pattern(rank: int, numel: int) -> np.ndarray:
+    return _repeat((np.arange(_PERIOD) + rank) % _PERIOD, numel)
+
+
+def _patterns(ways: Ways, numel: int) -> np.ndarray:
+    return np.concatenate([_pattern(rank, numel) for rank in range(ways.size)])
+
+
+def _total(ways: Ways, numel: int) -> np.ndarray:
+    return _repeat(np.sum([_pattern(rank, _PERIOD) for rank in range(ways.size)], axis=0), numel)
+
+
+def _repeat(period: np.ndarray, numel: int) -> np.ndarray:
+    return np.tile(period.astype(np.float32), -(-numel // _PERIOD))[:numel]
+
+
+def _spec(ways: Ways, tensor: torch.Tensor) -> list[Any]:
+    # The datatype is named: mpi4py would otherwise look it up at each call, at 1 us.
+    return [tensor.numpy(), ways.mpi.FLOAT]
+
+
+def _single(calls: dict[str, Callable[[], object]], *outputs: torch.Tensor) -> list[Contender]:
+    return [Contender(name, (call,), outputs) for name, call in calls.items()]
+
+
+def _several(calls: dict[str, Sequence[Callable[[], object]]], *outputs: torch.Tensor) -> list[Contender]:
+    return [Contender(name, tuple(several), outputs) for name, several in calls.items()]

@@ -1,0 +1,79 @@
+"""What a figure depends on beside the code: versions, processor, binding, settings. No host name and no path is recorded."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+import mpidist
+
+_SETTINGS = ("OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_mpi_ft_enable", "GLOO_SOCKET_IFNAME")
+
+
+def describe(comm: Any) -> dict[str, Any]:
+    """Describe the job. Collective over ``comm``, an mpi4py communicator of all ranks."""
+    from mpi4py import MPI
+
+    vendor, numbers = MPI.get_vendor()
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "ranks": comm.Get_size(),
+        "nodes": _nodes(comm),
+        "mpi_library": f"{vendor} {'.'.join(map(str, numbers))}",
+        "mpi_standard": ".".join(map(str, MPI.Get_version())),
+        "mpi4py": version("mpi4py"),
+        "mpidist": mpidist.__version__,
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_model(),
+        "physical_cores": psutil.cpu_count(logical=False),
+        "logical_cores": psutil.cpu_count(),
+        # The load before the benchmark's own: near 0 on a quiet machine.
+        "load_average": [round(load, 2) for load in psutil.getloadavg()],
+        "cores_of_ranks": comm.allgather(sorted(os.sched_getaffinity(0))),
+        "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
+    }
+
+
+def binding(record: dict[str, Any]) -> str:
+    """Say in words where the ranks may run."""
+    cores = record["cores_of_ranks"]
+    if any(len(own) < 2 for own in cores):
+        return "each rank is bound to one core, and Gloo's threads with it: start with mpirun --bind-to none to be fair to Gloo"
+    if all(len(own) == record["logical_cores"] for own in cores):
+        return "the ranks are not bound"
+    return "each rank is bound to " + " or ".join(sorted({f"{len(own)} cores" for own in cores}))
+
+
+def library_name(record: dict[str, Any]) -> str:
+    """Return the MPI library's name as it appears in file names: ``openmpi``, ``mpich``."""
+    return "".join(record["mpi_library"].split()[:-1]).lower()
+
+
+def _nodes(comm: Any) -> int:
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    first = node.Get_rank() == 0
+    node.Free()
+    return sum(comm.allgather(first))
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"

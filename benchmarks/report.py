@@ -1,0 +1,162 @@
+"""A run's results as tables, as JSON and as a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import environment
+from collective_goals import format_bytes
+from matplotlib.figure import Figure
+from tabulate import tabulate
+from timing import Series, compare
+
+# What a reader wants to know of each operation, where both contenders take part.
+_PAIRS = (
+    ("gloo", "mpidist"),
+    ("gloo", "native"),
+    ("mpidist", "mpi4py"),
+    ("native", "mpi4py"),
+    ("mpidist", "mpidist fp32"),
+    ("native", "native fp32"),
+)
+_COLORS = {
+    "gloo": "tab:red",
+    "mpi4py": "tab:grey",
+    "mpidist": "tab:blue",
+    "native": "tab:cyan",
+    "mpidist fp32": "tab:green",
+    "native fp32": "tab:olive",
+}
+
+
+def result_of(operation: str, numel: int, size_bytes: int, series: Sequence[Series]) -> dict[str, Any]:
+    """Return one case's entry in the JSON."""
+    by_name = {one.name: one for one in series}
+    pairs = [(by_name[left], by_name[right]) for left, right in _PAIRS if left in by_name and right in by_name]
+    return {
+        "operation": operation,
+        "numel": numel,
+        "size_bytes": size_bytes,
+        "contenders": {one.name: _series(one) for one in series},
+        "comparisons": [asdict(compare(left, right)) for left, right in pairs],
+    }
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Return the table of one operation's results."""
+    first = results[0]
+    labels = list(first["contenders"])
+    pairs = [f"{pair['left']} / {pair['right']}" for pair in first["comparisons"]]
+    rows = [
+        [
+            _size(result),
+            *(_time(values) for values in result["contenders"].values()),
+            *(f"{pair['ratio_of_rounds']:.2f} ({pair['ratio_of_medians']:.2f})" for pair in result["comparisons"]),
+        ]
+        for result in results
+    ]
+    headers = ["size", *(f"{label}\nus (p10–p90)" for label in labels), *(pair.replace(" / ", " /\n") for pair in pairs)]
+    return tabulate(rows, headers, tablefmt="simple", stralign="right", disable_numparse=True)
+
+
+def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
+    """Return the table of what was to be reached."""
+    rows = []
+    for verdict in verdicts:
+        place = f" at {format_bytes(verdict['worst_size_bytes'])}" if verdict["worst_size_bytes"] else ""
+        worst = "" if verdict["worst"] is None else f"{verdict['worst']:.2f}{place}"
+        missed = ", ".join(format_bytes(size) for size in verdict["missed_sizes_bytes"] if size)
+        rows.append((verdict["goal"], worst, verdict["verdict"] + (f" at {missed}" if missed else "")))
+    return tabulate(rows, ("to reach", "worst", "verdict"), tablefmt="simple", disable_numparse=True)
+
+
+def write_json(record: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Plot a run: one panel for each operation, a line for each contender, a band from p10 to p90."""
+    operations = list(dict.fromkeys(result["operation"] for result in record["results"]))
+    columns = min(len(operations), 4)
+    lines = -(-len(operations) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.4 * lines + 1), layout="constrained")
+    about = record["environment"]
+    figure.suptitle(
+        f"Collectives on {about['ranks']} ranks, {about['mpi_library']}, torch {about['torch']}, {about['cpu']}\n"
+        f"slowest rank, median of {record['rounds']} rounds and p10–p90; {environment.binding(about).split(':')[0]}",
+        fontsize="medium",
+    )
+    panels = figure.subplots(lines, columns, squeeze=False).ravel().tolist()
+    for axes, operation in zip(panels, operations, strict=False):
+        results = [result for result in record["results"] if result["operation"] == operation]
+        axes.set_title(operation)
+        axes.grid(alpha=0.3)
+        (_draw_lines if any(result["size_bytes"] for result in results) else _draw_bars)(axes, results)
+    for axes in panels[len(operations) :]:
+        figure.delaxes(axes)
+    handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_lines(axes: Any, results: Sequence[dict[str, Any]]) -> None:
+    sizes = [result["size_bytes"] for result in results]
+    in_elements = any("fp32" in name for result in results for name in result["contenders"])
+    places = [result["numel"] for result in results] if in_elements else sizes
+    for name in results[0]["contenders"]:
+        values = [result["contenders"][name] for result in results]
+        axes.plot(places, [v["median_us"] for v in values], ".-", color=_COLORS[name], label=name, linewidth=1.2)
+        low, high = [v["p10_us"] for v in values], [v["p90_us"] for v in values]
+        axes.fill_between(places, low, high, color=_COLORS[name], alpha=0.2, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set(xlabel="elements" if in_elements else "bytes", ylabel="us a call")
+    ticks = places[:: max(len(places) // 4, 1)]
+    axes.set_xticks(ticks, [_short(tick) for tick in ticks])
+
+
+def _draw_bars(axes: Any, results: Sequence[dict[str, Any]]) -> None:
+    for name, values in results[0]["contenders"].items():
+        median = values["median_us"]
+        spread = [[max(median - values["p10_us"], 0)], [max(values["p90_us"] - median, 0)]]
+        axes.bar(name, median, yerr=spread, color=_COLORS[name], capsize=3)
+    axes.set_yscale("log")
+    axes.set(ylabel="us a call")
+
+
+def _series(series: Series) -> dict[str, Any]:
+    return {
+        "median_us": series.median_us,
+        "p10_us": series.percentile_us(10),
+        "p90_us": series.percentile_us(90),
+        "passes_per_burst": series.passes_per_burst,
+        "calls_per_pass": series.calls_per_pass,
+        "rounds_us": [float(f"{value:.5g}") for value in series.rounds_us],
+    }
+
+
+def _size(result: dict[str, Any]) -> str:
+    if "mpidist fp32" in result["contenders"]:
+        return f"{_short(result['numel'])} el."
+    return format_bytes(result["size_bytes"]) if result["size_bytes"] else "–"
+
+
+def _time(values: dict[str, Any]) -> str:
+    return " ".join((_digits(values["median_us"]), f"({_digits(values['p10_us'])}–{_digits(values['p90_us'])})"))
+
+
+def _digits(value_us: float) -> str:
+    return f"{value_us:.0f}" if value_us >= 100 else f"{value_us:.1f}" if value_us >= 10 else f"{value_us:.2f}"
+
+
+def _short(number: int) -> str:
+    for unit, name in ((1 << 20, "Mi"), (1 << 10, "Ki")):
+        if number >= unit and number % unit == 0:
+            return f"{number // unit}{name}"
+    return str(number)

@@ -1,0 +1,129 @@
+"""Bursts of calls, contenders in turn, and what is reported of them.
+
+A contender is measured in bursts: calls back to back, long enough for the clock, all ranks starting together. In each round every
+contender runs one burst, and the order changes from round to round, so that what disturbs the machine disturbs all alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import torch
+
+TOUCHED_BYTES = 1 << 30
+_LONGEST_BURST = 1_000_000  # passes
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do an operation."""
+
+    name: str
+    calls: tuple[Callable[[], object], ...]  # this rank's; one after the other they make one pass
+    outputs: tuple[torch.Tensor, ...]  # where its results appear
+
+
+@dataclass(frozen=True)
+class Series:
+    """What one contender took, in microseconds a call."""
+
+    name: str
+    passes_per_burst: int
+    calls_per_pass: int
+    rounds_us: tuple[float, ...]  # of the slowest rank in each round
+
+    @property
+    def median_us(self) -> float:
+        return float(np.median(self.rounds_us))
+
+    def percentile_us(self, percent: float) -> float:
+        return float(np.percentile(self.rounds_us, percent))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One contender against another, ``left`` over (or minus) ``right``, as the median over rounds and as that of the medians."""
+
+    left: str
+    right: str
+    ratio_of_rounds: float
+    ratio_of_medians: float
+    difference_of_rounds_us: float
+    difference_of_medians_us: float
+
+
+def compare(left: Series, right: Series) -> Comparison:
+    ours, theirs = np.array(left.rounds_us), np.array(right.rounds_us)
+    return Comparison(
+        left.name,
+        right.name,
+        float(np.median(ours / theirs)),
+        left.median_us / right.median_us,
+        float(np.median(ours - theirs)),
+        left.median_us - right.median_us,
+    )
+
+
+def touch_memory() -> None:
+    """Touch and free memory: on a virtual machine the first touch of a page is dear, and whoever comes first would pay it."""
+    torch.empty(TOUCHED_BYTES, dtype=torch.uint8).fill_(1)
+
+
+def time_rounds(comm: Any, contenders: Sequence[Contender], rounds: int, burst_s: float) -> list[Series]:
+    """Warm up, size the bursts, and time ``rounds`` rounds. Collective over ``comm``, an mpi4py communicator."""
+    passes = [_size_burst(comm, contender, burst_s) for contender in contenders]
+    elapsed_s = np.zeros((len(contenders), rounds))
+    gc.collect()
+    gc.disable()
+    try:
+        for round_number in range(rounds):
+            for place in _order(len(contenders), round_number):
+                elapsed_s[place, round_number] = _run_burst(comm, contenders[place], passes[place])
+    finally:
+        gc.enable()
+    # The slowest rank counts. A rank without a part in a pass (ping-pong has two players) makes no calls.
+    slowest_s = np.max(comm.allgather(elapsed_s), axis=0)
+    calls = np.max(comm.allgather([len(contender.calls) for contender in contenders]), axis=0).tolist()
+    return [
+        Series(contender.name, n, k, tuple((1e6 * times_s / (n * k)).tolist()))
+        for contender, n, k, times_s in zip(contenders, passes, calls, slowest_s, strict=True)
+    ]
+
+
+def _order(count: int, round_number: int) -> list[int]:
+    first = round_number % count
+    return [*range(first, count), *range(first)]
+
+
+def _run_burst(comm: Any, contender: Contender, passes: int) -> float:
+    calls = contender.calls
+    comm.Barrier()
+    start = time.perf_counter()
+    if len(calls) == 1:
+        (call,) = calls
+        for _ in repeat(None, passes):
+            call()
+    else:
+        for _ in repeat(None, passes):
+            for call in calls:
+                call()
+    return time.perf_counter() - start
+
+
+def _size_burst(comm: Any, contender: Contender, burst_s: float) -> int:
+    """Return after how many passes the slowest rank has worked for ``burst_s``; finding out is the warm-up."""
+    _run_burst(comm, contender, 2)
+    passes = 1
+    while True:
+        elapsed_s = max(comm.allgather(_run_burst(comm, contender, passes)))
+        if elapsed_s >= burst_s or passes == _LONGEST_BURST:
+            return passes
+        wanted = math.ceil(1.1 * passes * burst_s / elapsed_s)
+        passes = min(max(wanted, passes + 1), 10 * passes, _LONGEST_BURST)

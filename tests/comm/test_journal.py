@@ -1,0 +1,56 @@
+"""What the watchdog reads."""
+
+import time
+
+import torch
+
+from mpidist.comm.journal import Journal
+
+
+def test_an_operation_is_told_with_its_number_shape_dtype_and_time():
+    journal = Journal("world")
+    assert str(journal.snapshot()[0]) == 'outside any collective of group "world"; there was none yet'
+    journal.enter("all_reduce", torch.zeros(2, 3))
+    assert journal.observe() == 0.0 or journal.observe() >= 0.0
+    time.sleep(0.02)
+    assert journal.observe() >= 0.02
+    entry = journal.snapshot()[0]
+    assert (entry.operation, entry.sequence, entry.shape, entry.dtype) == ("all_reduce", 1, (2, 3), "torch.float32")
+    assert 'in number 1 all_reduce(shape=(2, 3), dtype=torch.float32) of group "world" for 0.0 s' in str(entry)
+    journal.leave()
+    assert journal.observe() == 0.0
+    assert str(journal.snapshot()[0]) == 'outside any collective of group "world"; the last was number 1, all_reduce'
+
+
+def test_the_clock_starts_anew_with_each_operation():
+    journal = Journal("world")
+    journal.enter("barrier", None)
+    journal.observe()
+    time.sleep(0.02)
+    journal.leave()
+    journal.enter("barrier", None)
+    assert journal.observe() < 0.02
+    assert str(journal.snapshot()[0]).startswith("in number 2 barrier()")
+
+
+def test_waits_for_messages_stand_beside_it():
+    journal = Journal("world")
+    journal.enter_wait(1, "recv", torch.zeros(4))
+    journal.queued = 3
+    collective, wait = journal.snapshot()
+    assert collective.seconds is None and wait.operation == "recv" and wait.sequence == 0
+    assert "recv(shape=(4,)" in str(wait) and "3 queued behind it" in str(wait)
+    journal.leave_wait(1)
+    assert len(journal.snapshot()) == 1
+
+
+def test_an_ended_operations_tensor_is_free():
+    import weakref
+
+    journal = Journal("world")
+    tensor = torch.zeros(3)
+    alive = weakref.ref(tensor)
+    journal.enter("all_reduce", tensor)
+    journal.leave()
+    del tensor
+    assert alive() is None
