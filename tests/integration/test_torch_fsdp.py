@@ -1,0 +1,59 @@
+"""FSDP2 (fully_shard) on a DeviceMesh of our backend."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from tests.integration.training import STEPS, assert_trained, loss, net, reference, sgd, share
+from tests.support import agree
+
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
+
+
+def sharded(mesh, **options):
+    model = net()
+    for layer in (model.first, model.side, model.last):
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def train(world, model):
+    update = sgd(model.parameters())
+    for step in range(STEPS):
+        update.zero_grad()
+        x, y = share(step, world.rank, world.size)
+        loss(model(x), y).backward()
+        update.step()
+    return [weight.full_tensor() for weight in model.parameters()]
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fully_shard(world, reshard):
+    mesh = init_device_mesh("cpu", (world.size,))
+    weights = train(world, sharded(mesh, reshard_after_forward=reshard))
+    assert_trained(world, weights, reference(world.size))
+
+
+@pytest.mark.mpi(min_size=4)
+def test_sharded_in_rows_and_replicated_in_columns(world):
+    if world.size % 2:
+        pytest.skip("needs an even number of ranks")
+    mesh = init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("replicate", "shard"))
+    assert_trained(world, train(world, sharded(mesh)), reference(world.size))
+
+
+def test_mixed_precision(world):
+    mesh = init_device_mesh("cpu", (world.size,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float64)
+    weights = train(world, sharded(mesh, mp_policy=policy))
+    assert_trained(world, weights, reference(world.size), 5e-2)
+
+
+def test_shards_are_small_and_whole(world):
+    model = sharded(init_device_mesh("cpu", (world.size,)))
+    weight = model.first.weight
+    rows = world.all_gather_object(weight.to_local().shape[0])
+    whole = weight.full_tensor()
+    ok = max(rows) <= -(-17 // world.size) and torch.equal(whole, net().first.weight)
+    agree(world, sum(rows) == 17 and ok, f"rows {rows}")

@@ -1,0 +1,88 @@
+"""A small model, its data, and what one process makes of them: the reference for every way of training in parallel."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from tests.support import agree
+
+STEPS, PART, FEATURES, TARGETS = 10, 6, 12, 5  # PART: rows of one rank's share of a batch
+
+
+class Net(nn.Module):
+    """Two layers and a side branch that a step may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 17)
+        self.side = nn.Linear(FEATURES, 17)
+        self.last = nn.Linear(17, TARGETS)
+
+    def forward(self, x: torch.Tensor, branch: bool = True) -> torch.Tensor:
+        hidden = self.first(x)
+        if branch:
+            hidden = hidden + self.side(x)
+        return self.last(torch.tanh(hidden))
+
+
+def net() -> Net:
+    """Return the model with the same weights at every call, in double precision: what differs is then no rounding."""
+    torch.manual_seed(1)
+    return Net().double()
+
+
+def sgd(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def batch(step: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of all ranks; the first ranks' rows are the same in any world."""
+    source = torch.Generator().manual_seed(1000 + step)
+    rows = [torch.randn(PART, FEATURES + TARGETS, dtype=torch.float64, generator=source) for _ in range(parts)]
+    together = torch.cat(rows)
+    return together[:, :FEATURES], together[:, FEATURES:]
+
+
+def share(step: int, rank: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one rank's rows of a batch."""
+    x, y = batch(step, parts)
+    return x[rank * PART : (rank + 1) * PART], y[rank * PART : (rank + 1) * PART]
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def reference(
+    parts: int,
+    optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = sgd,
+    branch: Callable[[int, int], bool] | None = None,
+) -> Net:
+    """Train in one process on the whole batches; ``branch(step, part)`` says which parts use the side branch."""
+    model = net()
+    update = optimizer(model.parameters())
+    for step in range(STEPS):
+        update.zero_grad()
+        x, y = batch(step, parts)
+        if branch is None:
+            loss(model(x), y).backward()
+        else:
+            for part in range(parts):
+                x, y = share(step, part, parts)
+                (loss(model(x, branch(step, part)), y) / parts).backward()
+        update.step()
+    return model
+
+
+def assert_trained(world, weights: Iterable[torch.Tensor], expected: nn.Module, tolerance: float = 1e-10) -> None:
+    """Require the same bits on every rank, and values within ``tolerance`` of the reference's."""
+    mine = torch.cat([w.detach().reshape(-1) for w in weights])
+    wanted = torch.cat([w.detach().reshape(-1) for w in expected.parameters()])
+    digests = world.all_gather_object(hashlib.sha256(mine.numpy().tobytes()).hexdigest())
+    agree(world, len(set(digests)) == 1, f"weights differ between ranks: {digests}")
+    far = (mine - wanted).abs().max().item()
+    agree(world, far <= tolerance, f"weights differ from one process's by {far:g}")
