@@ -1,13 +1,14 @@
 """A value that arrives later, with the names of ``torch.futures.Future`` and no dependency on torch.
 
 It differs from torch's in two ways: ``wait`` takes a timeout, and a callback that raises does not vanish:
-the exception is the result of the future that ``then`` returned, or is reported through ``sys.unraisablehook``.
+the exception is the result of the future that ``then`` returned, or is printed with its traceback.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -125,15 +126,6 @@ def _call(callback: Callable[[Future[T]], Any], future: Future[T]) -> None:
     try:
         callback(future)
     except BaseException as error:
-        sys.unraisablehook(_Unraisable(error, callback))  # type: ignore[arg-type]
-
-
-class _Unraisable:
-    """The argument that ``sys.unraisablehook`` expects."""
-
-    def __init__(self, error: BaseException, callback: object) -> None:
-        self.exc_type = type(error)
-        self.exc_value = error
-        self.exc_traceback = error.__traceback__
-        self.err_msg = "mpidist: a future's callback raised"
-        self.object = callback
+        # The completing thread has other waiters to serve; the callback's own trouble is told and goes no further.
+        sys.stderr.write(f"mpidist: a future's callback {callback!r} raised\n")
+        traceback.print_exception(type(error), error, error.__traceback__)

@@ -75,13 +75,11 @@ def test_an_exception_nobody_asked_about_is_reported(capsys):
     assert "never retrieved" in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_raising_callback_is_reported_and_the_others_run(monkeypatch):
-    reported = []
-    monkeypatch.setattr("sys.unraisablehook", lambda info: reported.append(info.exc_value))
+def test_a_raising_callback_is_reported_and_the_others_run(capsys):
     future: Future[int] = Future()
     future.add_done_callback(lambda f: 1 // 0)
     seen = []
     future.add_done_callback(lambda f: seen.append(f.value()))
     future.set_result(5)
-    assert seen == [5] and isinstance(reported[0], ZeroDivisionError)
+    told = capsys.readouterr().err
+    assert seen == [5] and "callback" in told and "ZeroDivisionError" in told

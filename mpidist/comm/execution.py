@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,22 @@ from mpidist.errors import GroupError, MpidistError, RankFailureError
 _ENV_DEBUG = "MPIDIST_DEBUG"  # "1": every collective first compares what each rank is about to do
 
 Facts = Sequence[tuple[str, Any]]
+
+_groups: weakref.WeakSet[Execution] = weakref.WeakSet()
+
+
+def _forbid_in_child() -> None:
+    # A forked child shares the parent's connections, and its MPI would answer in the parent's name.
+    for group in list(_groups):
+        group.fail(
+            MpidistError(
+                f"{group.where('a collective')} was called in a process forked from the rank, which cannot communicate; "
+                "use multiprocessing_context='spawn' or 'forkserver', and keep collectives in the parent"
+            )
+        )
+
+
+os.register_at_fork(after_in_child=_forbid_in_child)
 
 
 class Execution:
@@ -52,6 +69,7 @@ class Execution:
         self._closed = False
         self._debug = os.environ.get(_ENV_DEBUG) == "1" if debug is None else debug
         self._entered = False
+        _groups.add(self)
         if self._debug:
             for operation in self._told_operations:
                 setattr(self, operation, self._telling(operation, getattr(self, operation)))

@@ -1,8 +1,9 @@
-"""From MPI's error codes to typed errors."""
+"""From MPI's error codes to typed errors; and for the threads that serve all ranks, how to go on when one of them is dead."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpidist.comm.library import MPI
@@ -24,13 +25,8 @@ def translate(error: Any, where: str) -> MpidistError:
     Returns:
         RankFailureError where MPI says that a process died or the communicator was revoked, else MpidistError.
     """
-    kind = error.Get_error_class()
     text = f"{where}: {error.Get_error_string()}"
-    # The names exist in mpi4py for every MPI; their values are distinct only where the library has ULFM.
-    failures = {getattr(MPI, name, None) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")}
-    if kind in failures and kind != MPI.ERR_UNKNOWN:
-        return RankFailureError(text)
-    return MpidistError(text)
+    return RankFailureError(text) if _is_failure(error) else MpidistError(text)
 
 
 def failed_ranks(mpi: Any, world_ranks: Sequence[int]) -> tuple[int, ...]:
@@ -41,3 +37,42 @@ def failed_ranks(mpi: Any, world_ranks: Sequence[int]) -> tuple[int, ...]:
     except Exception:  # MPI without ULFM
         return ()
     return tuple(world_ranks[place] for place in places if 0 <= place < len(world_ranks))
+
+
+@contextlib.contextmanager
+def death_tolerated() -> Iterator[None]:
+    """Let a call to a dead rank pass without effect: whoever waits for that rank learns of it by its own call."""
+    try:
+        yield
+    except Exception as error:
+        if not is_mpi_error(error) or not _is_failure(error):
+            raise
+
+
+def matched_probe(mpi: Any, tag: int, status: Any) -> Any:
+    """Look for a message of any living rank: ``Improbe`` that goes on after a death (ULFM), or None."""
+    try:
+        return mpi.Improbe(MPI.ANY_SOURCE, tag, status)
+    except Exception as error:
+        if not is_mpi_error(error) or not _is_failure(error):
+            raise
+        # MPI refuses any-source receives until somebody has taken note of the dead.
+        mpi.Ack_failed()
+        return None
+
+
+def is_over(request: Any) -> bool:
+    """Test a request; one whose peer has died is over, too."""
+    try:
+        return bool(request.Test())
+    except Exception as error:
+        if not is_mpi_error(error) or not _is_failure(error):
+            raise
+        return True
+
+
+def _is_failure(error: Any) -> bool:
+    # The names exist in mpi4py for every MPI; their values are distinct only where the library has ULFM.
+    kind = error.Get_error_class()
+    failures = {getattr(MPI, name, None) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")}
+    return kind in failures and kind != MPI.ERR_UNKNOWN

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
-from mpidist.comm import frame, runtime
+from mpidist.comm import faults, frame, runtime
 from mpidist.comm.library import MPI
 from mpidist.errors import CommTimeout
 
@@ -227,7 +227,7 @@ class _Server:
         status, last = MPI.Status(), time.monotonic()
         nap = _LONGEST_NAP_S
         while not self._stop.is_set():
-            message = self._mpi.Improbe(MPI.ANY_SOURCE, _REQUEST_TAG, status)
+            message = faults.matched_probe(self._mpi, _REQUEST_TAG, status)
             if message is not None:
                 self._serve(message, status)
                 last, nap = time.monotonic(), 50e-6
@@ -263,7 +263,8 @@ class _Server:
 
     def _reply(self, rank: int, tag: int, answer: Any) -> None:
         data = bytes(frame.to_bytes(answer))
-        self._mpi.Send((data, len(data), MPI.BYTE), rank, tag)
+        with faults.death_tolerated():
+            self._mpi.Send((data, len(data), MPI.BYTE), rank, tag)
 
 
 def _bytes(value: str | bytes) -> bytes:

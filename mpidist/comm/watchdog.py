@@ -17,7 +17,7 @@ import time
 import weakref
 from typing import Any
 
-from mpidist.comm import frame, runtime
+from mpidist.comm import faults, frame, runtime
 from mpidist.comm.execution import Execution
 from mpidist.comm.journal import Entry
 from mpidist.comm.library import MPI
@@ -115,7 +115,7 @@ class Watchdog:
 
     def _serve(self) -> None:
         status = MPI.Status()
-        while (message := self._mpi.Improbe(MPI.ANY_SOURCE, _TAG, status)) is not None:
+        while (message := faults.matched_probe(self._mpi, _TAG, status)) is not None:
             data = bytearray(status.Get_count(MPI.BYTE))
             source = status.Get_source()
             message.Recv((data, len(data), MPI.BYTE))
@@ -124,7 +124,7 @@ class Watchdog:
                 self._send(source, (_ANSWER, number, self._doings(content)))
             elif number == self._round:
                 self._answers[source] = content
-        self._sends = [(request, data) for request, data in self._sends if not request.Test()]
+        self._sends = [(request, data) for request, data in self._sends if not faults.is_over(request)]
 
     def _doings(self, name: str) -> list[Entry]:
         # Of the group asked about, and of any other in which this rank is inside a call: that is where a hang usually lies.
@@ -136,7 +136,8 @@ class Watchdog:
 
     def _send(self, rank: int, content: tuple[str, int, Any]) -> None:
         data = bytes(frame.to_bytes(content))
-        self._sends.append((self._mpi.Isend((data, len(data), MPI.BYTE), rank, _TAG), data))
+        with faults.death_tolerated():
+            self._sends.append((self._mpi.Isend((data, len(data), MPI.BYTE), rank, _TAG), data))
 
 
 def _describe(group: Execution, limit_s: float, answers: dict[int, list[Entry]], me: int) -> tuple[str, int]:
