@@ -98,7 +98,8 @@ class Future(Generic[T]):
             try:
                 value = callback(parent)
             except BaseException as error:
-                child.set_exception(error)
+                # Without this frame in it: its reference to the child would keep an unseen exception from being told.
+                child.set_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
             else:
                 child.set_result(value)
 
