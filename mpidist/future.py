@@ -92,19 +92,20 @@ class Future(Generic[T]):
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """Return a future of ``callback(self)``, which runs when this one is complete."""
-        child: Future[S] = Future()
+        made: list[Future[S]] = [Future()]
+        result = made[0]
 
         def run(parent: Future[T]) -> None:
+            # Popped, so that the frames in an exception's traceback do not keep the future alive that must tell of it.
             try:
                 value = callback(parent)
             except BaseException as error:
-                # Without this frame in it: its reference to the child would keep an unseen exception from being told.
-                child.set_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+                made.pop().set_exception(error)
             else:
-                child.set_result(value)
+                made.pop().set_result(value)
 
         self.add_done_callback(run)
-        return child
+        return result
 
     def _complete(self, value: Any, exception: BaseException | None) -> None:
         with _callbacks_lock:
