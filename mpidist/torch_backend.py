@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-import torch
-
 _NAME = "mpidist"
 _SCHEME = "mpi"
 
@@ -32,6 +30,8 @@ def autoload() -> None:
 
 
 def _register() -> None:
+    import torch  # not above: whoever imports this module first would have torch look for autoload before it is there
+
     if not torch.distributed.is_available():
         return
     import torch.distributed as dist
