@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpidist.comm.library import MPI
 from mpidist.errors import MpidistError, RankFailureError
+
+_NEWS_S = 1.0
 
 
 def is_mpi_error(error: BaseException) -> bool:
@@ -30,13 +33,20 @@ def translate(error: Any, where: str) -> MpidistError:
 
 
 def failed_ranks(mpi: Any, world_ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the world ranks that MPI knows to be dead in a communicator; empty without ULFM."""
-    try:
-        dead = mpi.Get_failed()
-        places = MPI.Group.Translate_ranks(dead, list(range(dead.Get_size())), mpi.Get_group())
-    except Exception:  # MPI without ULFM
-        return ()
-    return tuple(world_ranks[place] for place in places if 0 <= place < len(world_ranks))
+    """Return the world ranks that MPI knows to be dead in a communicator; empty without ULFM.
+
+    Blocks: up to 1 s while none is known. A survivor that revoked the communicator can be faster than the news of the death.
+    """
+    deadline = time.monotonic() + _NEWS_S
+    while True:
+        try:
+            dead = mpi.Get_failed()
+            places = MPI.Group.Translate_ranks(dead, list(range(dead.Get_size())), mpi.Get_group())
+        except Exception:  # MPI without ULFM
+            return ()
+        if places or time.monotonic() > deadline:
+            return tuple(world_ranks[place] for place in places if 0 <= place < len(world_ranks))
+        time.sleep(1e-2)
 
 
 @contextlib.contextmanager
