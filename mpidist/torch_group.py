@@ -221,8 +221,8 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     # --- reductions ---
 
-    def allreduce(self, tensors: TensorList, opts: Any = None) -> Work:
-        """See all_reduce."""
+    def allreduce(self, tensors: TensorList, opts: Any = None) -> Work | None:
+        """See all_reduce; None when it has ended, as torch's callers expect of a synchronous call."""
         if opts is None:
             return self._call(self.native.all_reduce_coalesced, tensors, None, _plain(tensors))
         theirs = opts.reduceOp
@@ -230,7 +230,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         if len(tensors) > 1:
             return self._call(self.native.all_reduce_coalesced, tensors, opts, _plain(tensors), op)
         if not opts.asyncOp and self._at_once(tensors[0], op):
-            return _ENDED
+            return None
         work = self._call(self.native.all_reduce, tensors, opts, _plain(tensors)[0], op)
         if opts.asyncOp and tensors[0].numel() == 1:
             self._flags.append(work)

@@ -28,19 +28,18 @@ from mpidist.comm.work import Work
 Tensor = torch.Tensor
 TensorList = Sequence[torch.Tensor]
 
-_ONE_CALL = (arithmetic.SUM, arithmetic.PRODUCT, arithmetic.MIN, arithmetic.MAX)  # for every dtype alike
-_WIDEN_AT_ONCE_NUMEL = 4096  # longer narrow tensors are cheaper to exchange than to widen
+_WIDEN_AT_ONCE_NUMEL = 2048  # longer narrow tensors are cheaper to exchange than to widen (docs/decisions/0002)
 _REMEMBERED = 256  # addresses; a training loop reduces the same buffers in every step
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """An all-reduce that is one call of MPI on known memory: what to compare a tensor with, and what to pass."""
+    """An all-reduce of known memory: what to compare a tensor with, and how it is reduced."""
 
     nbytes: int
     dtype: torch.dtype
     op: Operation
-    message: tuple[Any, Any]
+    message: tuple[Any, Any] | None  # for one call of MPI; None: our own algorithm
     mpi_op: Any
     wide: Tensor | None  # where a short narrow tensor is reduced, in fp32
 
@@ -68,11 +67,12 @@ class Collectives(Execution):
     )  # fmt: skip
 
     def all_reduce_at_once(self, tensor: Tensor, op: Operation) -> bool:
-        """Do ``all_reduce`` if it is one call of MPI that needs no queue, no check and no copy to speak of; else return False.
+        """Do ``all_reduce`` if it needs no queue, no check and no host copy; else return False.
 
         The shortest path, for what a code on a cluster calls thousands of times a second. Below autograd: it writes into a leaf.
         """
-        if not tensor.is_cpu or not tensor.is_contiguous():
+        # Negated views: the sum of what lies in memory is the negated sum, its maximum is not the negated maximum.
+        if not tensor.is_cpu or not tensor.is_contiguous() or (op is not SUM and tensor.is_neg()):
             return False
         address = tensor.data_ptr()
         call = self._calls.get(address)
@@ -80,6 +80,9 @@ class Collectives(Execution):
             call = self._remember_call(address, tensor, op)
             if call is None:
                 return False
+        message = call.message
+        if (message is None or call.wide is not None) and tensor.requires_grad:
+            return False  # torch's arithmetic would record it
         if self._progress.pending or not self._enter(False):
             return False
         journal = self.journal
@@ -87,12 +90,15 @@ class Collectives(Execution):
         journal.operation = "all_reduce"
         journal.tensor = tensor
         try:
-            if call.wide is None:
-                self._mpi_allreduce(self._in_place, call.message, call.mpi_op)
+            if message is None:
+                reductions.all_reduce(self._comm, (), (tensor,), op)
+            elif call.wide is None:
+                self._mpi_allreduce(self._in_place, message, call.mpi_op)
             else:
-                call.wide.copy_(tensor.view(-1))
-                self._mpi_allreduce(self._in_place, call.message, call.mpi_op)
-                tensor.view(-1).copy_(call.wide)
+                flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+                call.wide.copy_(flat)
+                self._mpi_allreduce(self._in_place, message, call.mpi_op)
+                flat.copy_(call.wide)
         except Exception as error:
             raise self._explain(error, "all_reduce") from error
         finally:
@@ -101,26 +107,20 @@ class Collectives(Execution):
         return True
 
     def _remember_call(self, address: int, tensor: Tensor, op: Operation) -> _Call | None:
-        """Return what ``all_reduce_at_once`` passes to MPI for this memory, or None if it is not for it."""
-        if not self._may_shorten or type(tensor) is not Tensor or not isinstance(op, str) or op not in _ONE_CALL:
-            return None
+        """Return what ``all_reduce_at_once`` does with this memory, or None if it is not for it."""
         dtype, numel = tensor.dtype, tensor.numel()
-        plan = arithmetic.reduction(dtype, op)
-        wide = None
-        if plan.wide is torch.float32 and 0 < numel <= _WIDEN_AT_ONCE_NUMEL and self.size > 1:
-            wide = self._comm.scratch(numel, torch.float32, slot=5)
-        elif (
-            plan.wide is not None
-            or dtype not in buffer.datatypes()
-            or dtype is torch.bool
-            or dtype.is_complex
-            or tensor.nbytes >= reductions.SHARDS_BYTES
-            or numel > buffer.MAX_COUNT
-        ):
+        # Conjugate views share their original's memory.
+        if not self._may_shorten or type(tensor) is not Tensor or not isinstance(op, str) or dtype.is_complex:
             return None
-        summed = tensor if wide is None else wide
-        message = (buffer.memory(summed.data_ptr(), summed.nbytes), buffer.datatypes()[summed.dtype])
-        call = _Call(tensor.nbytes, dtype, op, message, reductions.mpi_operations()[op], wide)
+        plan = arithmetic.reduction(dtype, op)
+        message, mpi_op, wide = None, None, None
+        if plan.wide is torch.float32 and 0 < numel <= _WIDEN_AT_ONCE_NUMEL and self.size > 1 and not plan.divides:
+            wide = self._comm.scratch(numel, torch.float32, slot=5)
+        if wide is not None or reductions.is_one_call(self._comm, tensor, plan):
+            summed = tensor if wide is None else wide
+            message = (buffer.memory(summed.data_ptr(), summed.nbytes), buffer.datatypes()[summed.dtype])
+            mpi_op = reductions.mpi_operations()[plan.combine]
+        call = _Call(tensor.nbytes, dtype, op, message, mpi_op, wide)
         if len(self._calls) >= _REMEMBERED:
             self._calls.clear()
         self._calls[address] = call
@@ -135,7 +135,7 @@ class Collectives(Execution):
         arguments.writable(where, tensor, "tensor")
         arithmetic.reduction(tensor.dtype, op)
         both = (tensor,)
-        return self._launch("all_reduce", reductions.all_reduce, both, both, (op,), async_op, _facts(tensor, op=op))
+        return self._launch("all_reduce", reductions.all_reduce, both, both, (op,), async_op, (("tensor", tensor), ("op", op)))
 
     def all_reduce_coalesced(self, tensors: TensorList, op: Operation = SUM, async_op: bool = False) -> Work | None:
         """Reduce each tensor of a list (one dtype, one device) over all ranks, in place, as one operation."""
@@ -144,7 +144,7 @@ class Collectives(Execution):
         for tensor in tensors:
             arguments.writable(where, tensor, "tensors")
         arithmetic.reduction(tensors[0].dtype, op)
-        facts = (("shapes", [tuple(t.shape) for t in tensors]), ("dtype", tensors[0].dtype), ("op", op))
+        facts = (("tensors", tensors), ("op", op))
         execute = reductions.all_reduce_flat
         return self._launch("all_reduce_coalesced", execute, tensors, tensors, (op,), async_op, facts)
 
@@ -157,7 +157,7 @@ class Collectives(Execution):
         if self.rank == dst:
             arguments.writable(where, tensor, "tensor")
         outputs = (tensor,) if self.rank == dst else ()
-        facts = _facts(tensor, op=op, dst=dst)
+        facts = (("tensor", tensor), ("op", op), ("dst", dst))
         return self._launch("reduce", reductions.reduce, (tensor,), outputs, (op, dst), async_op, facts)
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work | None:
@@ -183,7 +183,7 @@ class Collectives(Execution):
         arguments.numel(where, own, f"tensor_list[{self.rank}]", tensor.numel(), "this rank's own tensor")
         for target in tensor_list:
             arguments.writable(where, target, "tensor_list")
-        facts = (("shapes", [tuple(t.shape) for t in tensor_list]), ("dtype", tensor.dtype))
+        facts = (("tensors", tensor_list),)
         return self._launch("all_gather", movement.all_gather, (tensor,), tensor_list, (), async_op, facts)
 
     def all_gather_into_tensor(self, output: Tensor, input: Tensor, async_op: bool = False) -> Work | None:
@@ -195,7 +195,7 @@ class Collectives(Execution):
         where = self.where("all_gather_into_tensor")
         self._check_pairs(where, outputs, inputs, output_factor=self.size, input_factor=1)
         execute = movement.all_gather_into
-        return self._launch("all_gather_into_tensor", execute, inputs, outputs, (), async_op, _list_facts(inputs))
+        return self._launch("all_gather_into_tensor", execute, inputs, outputs, (), async_op, (("tensors", inputs),))
 
     def gather(self, tensor: Tensor, gather_list: TensorList | None = None, dst: int = 0, async_op: bool = False) -> Work | None:
         """Gather each rank's ``tensor`` (equal shapes) into rank ``dst``'s list of W tensors."""
@@ -203,7 +203,7 @@ class Collectives(Execution):
         arguments.tensor(where, tensor, "tensor")
         arguments.rank(where, dst, "dst", self.size)
         outputs = self._root_list(where, tensor, gather_list, "gather_list", dst)
-        facts = _facts(tensor, dst=dst)
+        facts = (("tensor", tensor), ("dst", dst))
         return self._launch("gather", movement.gather, (tensor,), outputs, (dst,), async_op, facts)
 
     def scatter(
@@ -215,7 +215,7 @@ class Collectives(Execution):
         arguments.writable(where, tensor, "tensor")
         arguments.rank(where, src, "src", self.size)
         inputs = self._root_list(where, tensor, scatter_list, "scatter_list", src)
-        facts = _facts(tensor, src=src)
+        facts = (("tensor", tensor), ("src", src))
         return self._launch("scatter", movement.scatter, inputs, (tensor,), (src,), async_op, facts)
 
     def reduce_scatter(self, output: Tensor, input_list: TensorList, op: Operation = SUM, async_op: bool = False) -> Work | None:
@@ -228,7 +228,7 @@ class Collectives(Execution):
         for place, tensor in enumerate(input_list):
             arguments.numel(where, tensor, f"input_list[{place}]", output.numel(), "the output's number")
         arithmetic.reduction(output.dtype, op)
-        execute, facts = reductions.reduce_scatter, _facts(output, op=op)
+        execute, facts = reductions.reduce_scatter, (("tensor", output), ("op", op))
         return self._launch("reduce_scatter", execute, input_list, (output,), (op,), async_op, facts)
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op: Operation = SUM, async_op: bool = False) -> Work | None:
@@ -243,7 +243,7 @@ class Collectives(Execution):
         self._check_pairs(where, outputs, inputs, output_factor=1, input_factor=self.size)
         for output in outputs:
             arithmetic.reduction(output.dtype, op)
-        execute, facts = reductions.reduce_scatter_tensor, (*_list_facts(outputs), ("op", op))
+        execute, facts = reductions.reduce_scatter_tensor, (("tensors", outputs), ("op", op))
         return self._launch("reduce_scatter_tensor", execute, inputs, outputs, (op,), async_op, facts)
 
     def all_to_all(self, output_list: TensorList, input_list: TensorList, async_op: bool = False) -> Work | None:
@@ -305,7 +305,7 @@ class Collectives(Execution):
             inputs, outputs = (), tensors  # type: ignore[assignment]
             for tensor in tensors:
                 arguments.writable(where, tensor, "tensor")
-        facts = (*_list_facts(tensors), ("src", src))
+        facts = (("tensors", tensors), ("src", src))
         return self._launch(name, movement.broadcast, inputs, outputs, (src,), async_op, facts)
 
     def _check_pairs(self, where: str, outputs: TensorList, inputs: TensorList, output_factor: int, input_factor: int) -> None:
@@ -336,11 +336,3 @@ class Collectives(Execution):
             if name == "gather_list":
                 arguments.writable(where, item, name)
         return tensors
-
-
-def _facts(tensor: Tensor, **more: Any) -> tuple[tuple[str, Any], ...]:
-    return (("shape", tuple(tensor.shape)), ("dtype", tensor.dtype), *more.items())
-
-
-def _list_facts(tensors: TensorList) -> tuple[tuple[str, Any], ...]:
-    return (("shapes", [tuple(t.shape) for t in tensors]), ("dtypes", [t.dtype for t in tensors]))

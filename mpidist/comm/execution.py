@@ -69,6 +69,7 @@ class Execution:
         self._closed = False
         self._debug = os.environ.get(_ENV_DEBUG) == "1" if debug is None else debug
         self._entered = False
+        self._wheres: dict[str, str] = {}  # by operation; every call may need one, and writing it takes longer than MPI
         _groups.add(self)
         if self._debug:
             for operation in self._told_operations:
@@ -81,7 +82,10 @@ class Execution:
 
     def where(self, operation: str) -> str:
         """Return the beginning of a message about ``operation``."""
-        return f'rank {self.rank} of {self.size} (group "{self.name}"): {operation}'
+        text = self._wheres.get(operation)
+        if text is None:
+            text = self._wheres[operation] = f'rank {self.rank} of {self.size} (group "{self.name}"): {operation}'
+        return text
 
     def fail(self, error: MpidistError) -> None:
         """Make every later call, and the one under way when MPI lets it go, raise ``error``."""

@@ -68,25 +68,25 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
 
         Collective: over this group. Waits behind what is queued.
         """
-        self._require_usable("split")
-        if color is not None and (not isinstance(color, int) or color < 0):
-            raise ValueError(f"{self.where('split')} needs a color of None or ≥ 0; got {color!r}")
-        made: list[Any] = []
-        mpi_color = MPI.UNDEFINED if color is None else color
-        self._launch("split", _split, (), (), (mpi_color, key, made))
-        if made[0] == MPI.COMM_NULL:
-            return None
-        return self._child(made[0], f"{self.name}/color{color}", timeout)
+        return self._split(color, key, timeout, f"{self.name}/color{color}")
 
     def clone(self, name: str | None = None) -> ProcessGroup:
         """Make a group of the same ranks with an order of its own.
 
         Collective: over this group.
         """
-        child = self.split(0, self.rank)
+        child = self._split(0, self.rank, None, name or f"{self.name}/clone{next(_names)}")
         assert child is not None
-        child.name = child.journal.group = name or f"{self.name}/clone{next(_names)}"
         return child
+
+    def _split(self, color: int | None, key: int, timeout: float | timedelta | None, name: str) -> ProcessGroup | None:
+        self._require_usable("split")
+        if color is not None and (not isinstance(color, int) or color < 0):
+            raise ValueError(f"{self.where('split')} needs a color of None or ≥ 0; got {color!r}")
+        made: list[Any] = []
+        mpi_color = MPI.UNDEFINED if color is None else color
+        self._launch("split", _split, (), (), (mpi_color, key, made))
+        return None if made[0] == MPI.COMM_NULL else self._child(made[0], name, timeout)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """End the group: let queued operations end, then free its thread and communicator. May be called twice.

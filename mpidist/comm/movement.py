@@ -10,6 +10,7 @@ Letters: W ranks of the group; N bytes of one contribution.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import memmove
 from itertools import accumulate
 from typing import Any
 
@@ -49,7 +50,7 @@ def all_gather_into(comm: Communicator, inputs: Tensors, outputs: Tensors) -> No
             send = MPI.IN_PLACE if source.data_ptr() == mine and nbytes else buffer.as_bytes(source)
             comm.mpi.Allgather(send, (buffer.memory(target.data_ptr(), target.nbytes), nbytes, MPI.BYTE))
         else:
-            _exchange(comm, [source] * comm.size, list(target.view(comm.size, *_flat_shape(target, comm.size))))
+            exchange(comm, [source] * comm.size, list(target.view(comm.size, *_flat_shape(target, comm.size))))
 
 
 def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
@@ -58,7 +59,7 @@ def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     counts = [t.nbytes for t in outputs]
     # Which way is a matter of sizes alone, which all ranks know alike; where the memory lies is each rank's own affair.
     if max(counts) > FLAT_BYTES:
-        _exchange(comm, [source] * comm.size, outputs)
+        exchange(comm, [source] * comm.size, outputs)
         return
     flat = _as_one(outputs, counts[0])
     held = flat if flat is not None else comm.scratch(sum(counts), torch.uint8)
@@ -106,7 +107,7 @@ def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) ->
 
 def all_to_all(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """Send the i-th of W tensors to rank i and receive the i-th of W from rank i; sizes may differ."""
-    _exchange(comm, inputs, outputs)
+    exchange(comm, inputs, outputs)
 
 
 def all_to_all_single(
@@ -119,11 +120,14 @@ def all_to_all_single(
     else:
         flat_in = source.view(-1).view(torch.uint8)
         flat_out = target.view(-1).view(torch.uint8)
-        _exchange(comm, flat_in.split(list(send_bytes)), flat_out.split(list(recv_bytes)))
+        exchange(comm, flat_in.split(list(send_bytes)), flat_out.split(list(recv_bytes)))
 
 
-def _exchange(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
-    # W - 1 rounds, in each of which every rank sends to one and receives from one; the tensors' own memory is used.
+def exchange(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
+    """Send the i-th tensor to rank i and receive the i-th from it: W - 1 rounds from and to the tensors' own memory.
+
+    In each round every rank sends to one and receives from one.
+    """
     rank, size = comm.rank, comm.size
     _copy_own(outputs[rank], inputs[rank])
     tag = comm.own_tag(_TAG)
@@ -188,13 +192,18 @@ def _flat_shape(tensor: torch.Tensor, parts: int) -> tuple[int, ...]:
 
 
 def _pack(held: torch.Tensor, tensors: Tensors, counts: Sequence[int]) -> None:
-    for part, tensor in zip(held.split(list(counts)), tensors, strict=True):
-        part.copy_(tensor.view(-1).view(torch.uint8))
+    # By address: for short tensors, making views for torch's copy_ costs several times the copy.
+    address = held.data_ptr()
+    for tensor, nbytes in zip(tensors, counts, strict=True):
+        memmove(address, tensor.data_ptr(), nbytes)
+        address += nbytes
 
 
 def _unpack(held: torch.Tensor, tensors: Tensors, counts: Sequence[int]) -> None:
-    for part, tensor in zip(held.split(list(counts)), tensors, strict=True):
-        tensor.view(-1).view(torch.uint8).copy_(part)
+    address = held.data_ptr()
+    for tensor, nbytes in zip(tensors, counts, strict=True):
+        memmove(tensor.data_ptr(), address, nbytes)
+        address += nbytes
 
 
 def compared(execute: Callable[..., None], where: str, sends: Sequence[int], receives: Sequence[int]) -> Callable[..., None]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpidist.comm import arithmetic, buffer
+from mpidist.comm import arithmetic, buffer, movement
 from mpidist.comm.arithmetic import Operation, Reduction
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.door import wait_all
@@ -31,10 +31,11 @@ from mpidist.comm.library import MPI
 Tensors = Sequence[torch.Tensor]
 
 _TAG = 1
+_HALVES = (torch.float16, torch.bfloat16)
 # Measured crossovers, docs/decisions/0002.
-SHARDS_BYTES = 8 << 20  # full-width tensors from this size on go by shards, on one node of at most SHARDS_RANKS ranks
+SHARDS_BYTES = 16 << 20  # full-width tensors from this size on go by shards, on one node of at most SHARDS_RANKS ranks
 SHARDS_RANKS = 8
-WHOLE_BYTES = 1 << 20  # two ranks exchange a narrow tensor as a whole up to this size
+WHOLE_BYTES = 128 << 10  # two ranks exchange a narrow tensor as a whole up to this size
 WIDEN_NUMEL = 1 << 16  # more ranks widen a narrow tensor up to this many elements
 COALESCE_BYTES = 64 << 10  # tensors up to this size are cheaper to copy into one than to reduce one by one
 CHUNK_BYTES = 1 << 20  # a shard travels and is added in chunks that stay in the cache
@@ -160,6 +161,19 @@ def shard_bounds(numel: int, size: int) -> list[int]:
     return [numel * place // size for place in range(size + 1)]
 
 
+def is_one_call(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> bool:
+    """Say whether an all-reduce of a real-valued tensor is one call of MPI on its own memory and nothing else."""
+    return (
+        plan.wide is None
+        and plan.factor is None
+        and not plan.divides
+        and tensor.dtype in buffer.datatypes()
+        and tensor.dtype is not torch.bool
+        and tensor.numel() <= buffer.MAX_COUNT
+        and not _by_shards(comm, tensor.nbytes, tensor.dtype, plan)
+    )
+
+
 def _by_shards(comm: Communicator, nbytes: int, dtype: torch.dtype, plan: Reduction) -> bool:
     # torch has no arithmetic for the wider unsigned types, and booleans are no numbers.
     return (
@@ -216,7 +230,7 @@ def _reduce_scatter_flat(
 def _narrow_all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
     assert plan.wide is not None
     numel = flat.numel()
-    if comm.size == 2 and flat.nbytes <= WHOLE_BYTES and flat.dtype in (torch.float16, torch.bfloat16):
+    if comm.size == 2 and flat.nbytes <= WHOLE_BYTES and flat.dtype in _HALVES:
         _exchange_whole(comm, flat, plan)
     elif numel <= WIDEN_NUMEL or plan.combine not in _COMBINE:
         wide = comm.scratch(numel, plan.wide).copy_(flat)
@@ -230,17 +244,21 @@ def _narrow_all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) 
         _gather_shards(comm, flat, bounds)
 
 
+def _rounds_once(dtype: torch.dtype, plan: Reduction) -> bool:
+    # torch adds two half types in fp32 and rounds once, as we would. Not a mean: 60000 + 60000 is past fp16, half of it is not.
+    return dtype in _HALVES and not plan.divides
+
+
 def _exchange_whole(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
     # Two ranks: a + b is b + a to the bit, so both compute the whole.
     peer, tag = 1 - comm.rank, comm.own_tag(_TAG)
     other = comm.scratch(flat.numel(), flat.dtype)
     comm.mpi.Sendrecv(buffer.as_bytes(flat), peer, tag, buffer.as_bytes(other), peer, tag)
-    if plan.divides:
-        # In fp32 to the end: 60000 + 60000 is past fp16, their mean is not.
+    if _rounds_once(flat.dtype, plan):
+        _COMBINE[plan.combine](flat, other)
+    else:
         wide = comm.scratch(flat.numel(), torch.float32).copy_(flat)
         flat.copy_(wide.add_(other).div_(comm.size))
-    else:
-        _COMBINE[plan.combine](flat, other)  # torch computes a half type in fp32 and rounds once
 
 
 def _reduce_shards(
@@ -277,7 +295,7 @@ def _reduce_shards(
 def _combine_in_rank_order(comm: Communicator, mine: torch.Tensor, slots: torch.Tensor, plan: Reduction) -> None:
     # ((r0 + r1) + r2) + … with this rank's own contribution at its place, whoever computes it.
     combine = _COMBINE[plan.combine]
-    if plan.wide is not None:
+    if plan.wide is not None and not (comm.size == 2 and _rounds_once(mine.dtype, plan)):
         total = comm.scratch(mine.numel(), plan.wide, slot=2)
         term = comm.scratch(mine.numel(), plan.wide, slot=3)
         for place in range(comm.size):
@@ -299,16 +317,8 @@ def _combine_in_rank_order(comm: Communicator, mine: torch.Tensor, slots: torch.
 
 
 def _gather_shards(comm: Communicator, flat: torch.Tensor, bounds: list[int]) -> None:
-    size, itemsize = comm.size, flat.element_size()
-    if flat.nbytes <= buffer.MAX_COUNT:
-        counts = [(bounds[i + 1] - bounds[i]) * itemsize for i in range(size)]
-        starts = [bound * itemsize for bound in bounds[:-1]]
-        comm.mpi.Allgatherv(MPI.IN_PLACE, (buffer.memory(flat.data_ptr(), flat.nbytes), (counts, starts), MPI.BYTE))
-        return
-    for root in range(size):
-        shard = flat[bounds[root] : bounds[root + 1]]
-        for start, length in buffer.pieces(shard.nbytes):
-            comm.mpi.Bcast(buffer.byte_range(shard, start, length), root)
+    shards = [flat[bounds[place] : bounds[place + 1]] for place in range(comm.size)]
+    movement.exchange(comm, [shards[comm.rank]] * comm.size, shards)
 
 
 def _mpi_types(dtype: torch.dtype, plan: Reduction) -> tuple[Any, Any]:

@@ -200,3 +200,37 @@ def test_shard_bounds_cut_evenly():
             bounds = reductions.shard_bounds(numel, size)
             lengths = [b - a for a, b in pairwise(bounds)]
             assert bounds[0] == 0 and bounds[-1] == numel and max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numel", [3, 5_000, 200_000])
+def test_the_shortest_path_writes_below_autograd(group, dtype, numel):
+    leaf = torch.ones(numel, dtype=dtype, requires_grad=True)
+    group.all_reduce(leaf.detach())  # so that the memory is known
+    outcome = group.all_reduce_at_once(leaf, SUM)
+    value = float(group.size**2) if outcome else float(group.size)
+    agree(group, leaf.is_leaf and leaf.grad_fn is None and bool((leaf == value).all()), f"{outcome} {leaf}")
+
+
+@pytest.mark.parametrize("op", [SUM, MAX])
+def test_negated_views(group, op):
+    values = torch.tensor([1.0 + group.rank, 5.0 - group.rank])
+    view = torch._neg_view(values.clone())
+    group.all_reduce(view, op)
+    parts = [-torch.tensor([1.0 + r, 5.0 - r]) for r in range(group.size)]
+    agree(group, torch.equal(view.resolve_neg(), reduced(parts, op)), str(view))
+
+
+def test_the_shortest_path_sees_that_memory_was_reused(group):
+    whole = torch.ones(8)
+    for view, op, expected in [
+        (whole[:4], SUM, group.size),
+        (whole[:2], SUM, group.size**2),
+        (whole[:2].view(torch.int32), MAX, None),
+        (whole[:4], MAX, None),
+        (whole[:4].view(2, 2).t(), SUM, None),
+    ]:
+        before = view.clone()
+        group.all_reduce(view, op)
+        wanted = torch.full_like(before, expected) if expected else before * group.size if op == SUM else before
+        agree(group, torch.equal(view, wanted), f"{view} {wanted}")
