@@ -1,4 +1,4 @@
-"""Which arithmetic a reduction needs: pure, from (dtype, operation) to what MPI or we have to do.
+"""Which arithmetic a reduction needs, from (dtype, operation) to what MPI or we have to do; and our part of it, on host tensors.
 
 Letters of torch's ``ReduceOp``: SUM AVG PRODUCT MIN MAX BAND BOR BXOR, and PREMUL_SUM, which multiplies each rank's contribution
 by that rank's factor before the sum. Here an operation is a string (``SUM = "sum"`` …) or a ``PremulSum``.
@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 SUM, AVG, PRODUCT, MIN, MAX = "sum", "avg", "product", "min", "max"
@@ -26,6 +27,7 @@ class PremulSum:
 
 Operation = str | PremulSum
 
+HALVES = (torch.float16, torch.bfloat16)
 # Types narrower than 32 bits have no arithmetic in MPI that would be right; they add up in the wider one.
 ACCUMULATES_IN = {
     torch.float16: torch.float32,
@@ -71,6 +73,14 @@ def reduction(dtype: torch.dtype, operation: Operation) -> Reduction:
     return _reduction(dtype, operation)
 
 
+def rounds_once(dtype: torch.dtype, plan: Reduction) -> bool:
+    """Say whether torch, combining two contributions in their own narrow dtype, computes what we would: in fp32, rounded once.
+
+    Not so for a mean: 60000 + 60000 is past fp16, half of it is not.
+    """
+    return dtype in HALVES and not plan.divides
+
+
 @functools.cache
 def _reduction(dtype: torch.dtype, operation: str) -> Reduction:
     if operation not in OPERATIONS:
@@ -93,3 +103,31 @@ _UNSUPPORTED = frozenset(
     for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits16")
     if hasattr(torch, name)
 )
+
+# In-place twins of MPI's operations, for what we add up ourselves.
+COMBINE = {
+    SUM: torch.Tensor.add_,
+    PRODUCT: torch.Tensor.mul_,
+    MIN: lambda a, b: torch.minimum(a, b, out=a),
+    MAX: lambda a, b: torch.maximum(a, b, out=a),
+}
+
+
+def scale(tensor: torch.Tensor, plan: Reduction) -> None:
+    """Multiply a contribution by its rank's factor, in place, before the sum (PREMUL_SUM)."""
+    if plan.factor is not None:
+        tensor.mul_(plan.factor)
+
+
+def divide(tensor: torch.Tensor, plan: Reduction, size: int) -> None:
+    """Divide a sum over ``size`` ranks in place, if the plan is a mean."""
+    if plan.divides:
+        if tensor.dtype.is_complex:
+            torch.view_as_real(tensor).div_(size)  # torch's complex division rounds more than once
+        elif tensor.dtype.is_floating_point:
+            tensor.div_(size)
+        else:
+            # As NCCL averages integers; NumPy has the unsigned types that torch lacks.
+            values = tensor.numpy()
+            values -= np.fmod(values, size)
+            values //= size

@@ -12,53 +12,23 @@ Letters: W ranks of the group; N elements of one contribution.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mpidist.comm import arguments, arithmetic, buffer, movement, reductions
+from mpidist.comm import arguments, arithmetic, movement, reductions
 from mpidist.comm.arithmetic import SUM, Operation
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.execution import Execution
-from mpidist.comm.journal import IDLE
-from mpidist.comm.library import MPI
+from mpidist.comm.shortcut import Shortcut
 from mpidist.comm.work import Work
 
 Tensor = torch.Tensor
 TensorList = Sequence[torch.Tensor]
 
-_WIDEN_AT_ONCE_NUMEL = 2048  # longer narrow tensors are cheaper to exchange than to widen (docs/decisions/0002)
-_REMEMBERED = 256  # addresses; a training loop reduces the same buffers in every step
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """An all-reduce of known memory: what to compare a tensor with, and how it is reduced."""
-
-    nbytes: int
-    dtype: torch.dtype
-    op: Operation
-    message: tuple[Any, Any] | None  # for one call of MPI; None: our own algorithm
-    mpi_op: Any
-    wide: Tensor | None  # where a short narrow tensor is reduced, in fp32
-
 
 class Collectives(Execution):
     """The collective calls of a process group."""
-
-    def __init__(self, comm: Communicator, *args: Any, **kwargs: Any) -> None:
-        super().__init__(comm, *args, **kwargs)
-        # Looked up once: each attribute read less on the shortest path is 30 ns.
-        self._mpi_allreduce = comm.mpi.Allreduce
-        self._in_place = MPI.IN_PLACE
-        self._enter, self._leave = self._door.acquire, self._door.release
-        self._calls: dict[int, _Call] = {}  # by address
-        self._may_shorten = not self._debug
-
-    def _stop_shortest_path(self) -> None:
-        self._may_shorten = False
-        self._calls = {}
 
     _told_operations = (
         "all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "broadcast_coalesced", "all_gather",
@@ -66,65 +36,13 @@ class Collectives(Execution):
         "all_to_all", "all_to_all_single",
     )  # fmt: skip
 
-    def all_reduce_at_once(self, tensor: Tensor, op: Operation) -> bool:
-        """Do ``all_reduce`` if it needs no queue, no check and no host copy; else return False.
+    def __init__(self, comm: Communicator, *args: Any, **kwargs: Any) -> None:
+        super().__init__(comm, *args, **kwargs)
+        self._shortcut = Shortcut(comm, self._progress, self.journal, self._explain, is_open=not self._debug)
+        self.all_reduce_at_once = self._shortcut.all_reduce
 
-        The shortest path, for what a code on a cluster calls thousands of times a second. Below autograd: it writes into a leaf.
-        """
-        # Negated views: the sum of what lies in memory is the negated sum, its maximum is not the negated maximum.
-        if not tensor.is_cpu or not tensor.is_contiguous() or (op is not SUM and tensor.is_neg()):
-            return False
-        address = tensor.data_ptr()
-        call = self._calls.get(address)
-        if call is None or call.nbytes != tensor.nbytes or call.dtype is not tensor.dtype or call.op is not op:
-            call = self._remember_call(address, tensor, op)
-            if call is None:
-                return False
-        message = call.message
-        if (message is None or call.wide is not None) and tensor.requires_grad:
-            return False  # torch's arithmetic would record it
-        if self._progress.pending or not self._enter(False):
-            return False
-        journal = self.journal
-        journal.sequence += 1
-        journal.operation = "all_reduce"
-        journal.tensor = tensor
-        try:
-            if message is None:
-                reductions.all_reduce(self._comm, (), (tensor,), op)
-            elif call.wide is None:
-                self._mpi_allreduce(self._in_place, message, call.mpi_op)
-            else:
-                flat = tensor if tensor.dim() == 1 else tensor.view(-1)
-                call.wide.copy_(flat)
-                self._mpi_allreduce(self._in_place, message, call.mpi_op)
-                flat.copy_(call.wide)
-        except Exception as error:
-            raise self._explain(error, "all_reduce") from error
-        finally:
-            journal.tensor = IDLE
-            self._leave()
-        return True
-
-    def _remember_call(self, address: int, tensor: Tensor, op: Operation) -> _Call | None:
-        """Return what ``all_reduce_at_once`` does with this memory, or None if it is not for it."""
-        dtype, numel = tensor.dtype, tensor.numel()
-        # Conjugate views share their original's memory.
-        if not self._may_shorten or type(tensor) is not Tensor or not isinstance(op, str) or dtype.is_complex:
-            return None
-        plan = arithmetic.reduction(dtype, op)
-        message, mpi_op, wide = None, None, None
-        if plan.wide is torch.float32 and 0 < numel <= _WIDEN_AT_ONCE_NUMEL and self.size > 1 and not plan.divides:
-            wide = self._comm.scratch(numel, torch.float32, slot=5)
-        if wide is not None or reductions.is_one_call(self._comm, tensor, plan):
-            summed = tensor if wide is None else wide
-            message = (buffer.memory(summed.data_ptr(), summed.nbytes), buffer.datatypes()[summed.dtype])
-            mpi_op = reductions.mpi_operations()[plan.combine]
-        call = _Call(tensor.nbytes, dtype, op, message, mpi_op, wide)
-        if len(self._calls) >= _REMEMBERED:
-            self._calls.clear()
-        self._calls[address] = call
-        return call
+    def _stop_shortest_path(self) -> None:
+        self._shortcut.close()
 
     def all_reduce(self, tensor: Tensor, op: Operation = SUM, async_op: bool = False) -> Work | None:
         """Reduce ``tensor`` (any shape, equal on all ranks) over all ranks, in place; the same bits everywhere."""

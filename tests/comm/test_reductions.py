@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from mpidist.comm import buffer, reductions
+from mpidist.comm import buffer, narrow, shards
 from mpidist.comm.arithmetic import ACCUMULATES_IN, AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, PremulSum
 from tests.support import agree, reduced
 
@@ -70,7 +70,7 @@ def test_narrow_types_accumulate_in_fp32_with_the_same_bits_everywhere(group, dt
     group.all_reduce(tensor)
     bits = tensor.view(torch.uint8).numpy().tobytes()
     everywhere = group.all_gather_object(hash(bits) if group.size == 1 else bits)
-    if group.size <= 2 or numel > reductions.WIDEN_NUMEL:
+    if group.size <= 2 or numel > narrow.WIDEN_NUMEL:
         ok = torch.equal(tensor, total.to(dtype))  # in rank order and rounded once
     else:
         # MPI adds the widened numbers in an order of its own: an ulp of fp32 may tip the one rounding.
@@ -111,8 +111,8 @@ def test_premul_sum(group, dtype):
 
 
 def test_large_tensors_by_shards(group, monkeypatch):
-    monkeypatch.setattr(reductions, "SHARDS_BYTES", 64)
-    monkeypatch.setattr(reductions, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(shards, "FROM_BYTES", 64)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 40)
     for numel in (16, 17, 101):
         for op in (SUM, AVG, PRODUCT, MIN, MAX):
             for dtype in (torch.float32, torch.int32, torch.bfloat16):
@@ -124,7 +124,7 @@ def test_large_tensors_by_shards(group, monkeypatch):
 
 def test_shards_add_up_in_rank_order(group, monkeypatch):
     """The result is the one of a loop over the ranks, to the bit, whichever rank computes it."""
-    monkeypatch.setattr(reductions, "SHARDS_BYTES", 64)
+    monkeypatch.setattr(shards, "FROM_BYTES", 64)
     parts = [torch.randn(1001, generator=torch.Generator().manual_seed(r)) for r in range(group.size)]
     expected = parts[0].clone()
     for other in parts[1:]:
@@ -182,9 +182,11 @@ def test_reduce_scatter_into_its_own_input(group):
     agree(group, torch.equal(own, expected))
 
 
-def test_sync_and_async_match_each_other(group):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numel", [10, 5_000, 100_000])
+def test_sync_and_async_match_each_other(group, dtype, numel):
     for turn in range(60):
-        tensor = torch.full((10,), float(turn))
+        tensor = torch.full((numel,), float(turn)).to(dtype)
         if (turn + group.rank) % 2:
             work = group.all_reduce(tensor, async_op=True)
             assert work is not None
@@ -197,7 +199,7 @@ def test_sync_and_async_match_each_other(group):
 def test_shard_bounds_cut_evenly():
     for size in range(1, 9):
         for numel in (0, 1, 7, 8, 1000):
-            bounds = reductions.shard_bounds(numel, size)
+            bounds = shards.shard_bounds(numel, size)
             lengths = [b - a for a, b in pairwise(bounds)]
             assert bounds[0] == 0 and bounds[-1] == numel and max(lengths) - min(lengths) <= 1
 

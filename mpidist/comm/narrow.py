@@ -1,0 +1,94 @@
+"""All-reduce of narrow types (fp16, bf16, fp8, complex32), over contiguous host tensors; they accumulate in fp32.
+
+Two ranks exchange half types, as a whole or by halves: a + b is b + a to the bit. More ranks widen short tensors and let MPI
+reduce them; longer ones travel narrow, by shards. All ranks hold the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mpidist.comm import arithmetic, buffer, operations, shards
+from mpidist.comm.arithmetic import COMBINE, Reduction
+from mpidist.comm.communicator import Communicator
+from mpidist.comm.library import MPI
+
+# Measured crossovers, docs/decisions/0002.
+WHOLE_BYTES = 128 << 10  # two ranks exchange a half type as a whole up to this size
+WIDEN_NUMEL = 1 << 16  # more ranks widen a tensor up to this many elements
+PREPARED_NUMEL = 1 << 12  # … for up to this many, the memory is kept ready
+
+
+def all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
+    """Reduce a flat tensor of N elements over all ranks (two or more), in place."""
+    assert plan.wide is not None
+    if comm.size == 2 and flat.nbytes <= WHOLE_BYTES and flat.dtype in arithmetic.HALVES:
+        _exchange_whole(comm, flat, plan)
+    elif comm.size == 2 and flat.nbytes <= shards.CHUNK_BYTES * 2 and arithmetic.rounds_once(flat.dtype, plan):
+        _exchange_halves(comm, flat, plan)
+    elif flat.numel() <= WIDEN_NUMEL or plan.combine not in COMBINE:
+        wide = comm.scratch(flat.numel(), plan.wide).copy_(flat)
+        datatype, op = operations.types_of(plan.wide, plan)
+        comm.mpi.Allreduce(MPI.IN_PLACE, buffer.elements(wide, 0, flat.numel(), datatype), op)
+        arithmetic.divide(wide, plan, comm.size)
+        flat.copy_(wide)
+    else:
+        shards.all_reduce(comm, flat, plan)
+
+
+def prepared(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> Callable[[torch.Tensor], None] | None:
+    """Return ``all_reduce`` for tensors at this one's memory, of its size and dtype, with all that can be prepared.
+
+    None where Python's part of the time does not count, or nothing can be prepared.
+    """
+    numel = tensor.numel()
+    if not numel or not arithmetic.rounds_once(tensor.dtype, plan):
+        return None
+    if comm.size == 2 and tensor.nbytes <= WHOLE_BYTES:
+        peer, tag, combine = 1 - comm.rank, comm.own_tag(shards.TAG), COMBINE[plan.combine]
+        other = comm.scratch(numel, tensor.dtype, slot=6)
+        mine, theirs = buffer.as_bytes(tensor), buffer.as_bytes(other)
+
+        def exchange(tensor: torch.Tensor) -> None:
+            comm.mpi.Sendrecv(mine, peer, tag, theirs, peer, tag)
+            combine(tensor if tensor.dim() == 1 else tensor.view(-1), other)
+
+        return exchange
+    if comm.size > 2 and numel <= PREPARED_NUMEL:
+        wide = comm.scratch(numel, torch.float32, slot=5)
+        datatype, op = operations.types_of(torch.float32, plan)
+        message = buffer.elements(wide, 0, numel, datatype)
+
+        def widen(tensor: torch.Tensor) -> None:
+            flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+            wide.copy_(flat)
+            comm.mpi.Allreduce(MPI.IN_PLACE, message, op)
+            flat.copy_(wide)
+
+        return widen
+    return None
+
+
+def _exchange_whole(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
+    # Two ranks: a + b is b + a to the bit, so both compute the whole.
+    peer, tag = 1 - comm.rank, comm.own_tag(shards.TAG)
+    other = comm.scratch(flat.numel(), flat.dtype)
+    comm.mpi.Sendrecv(buffer.as_bytes(flat), peer, tag, buffer.as_bytes(other), peer, tag)
+    if arithmetic.rounds_once(flat.dtype, plan):
+        COMBINE[plan.combine](flat, other)
+    else:
+        wide = comm.scratch(flat.numel(), torch.float32).copy_(flat)
+        flat.copy_(wide.add_(other).div_(comm.size))
+
+
+def _exchange_halves(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
+    # Shards of two ranks in one chunk, without the general case's bookkeeping, which takes as long as the transfer.
+    peer, tag, middle = 1 - comm.rank, comm.own_tag(shards.TAG), flat.numel() // 2
+    mine, theirs = (flat[:middle], flat[middle:]) if comm.rank == 0 else (flat[middle:], flat[:middle])
+    other = comm.scratch(mine.numel(), flat.dtype)
+    own_half, their_half = buffer.as_bytes(mine), buffer.as_bytes(theirs)
+    comm.mpi.Sendrecv(their_half, peer, tag, buffer.as_bytes(other), peer, tag)
+    COMBINE[plan.combine](mine, other)
+    comm.mpi.Sendrecv(own_half, peer, tag, their_half, peer, tag)

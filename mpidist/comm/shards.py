@@ -1,0 +1,106 @@
+"""All-reduce and reduce-scatter by shards, over contiguous host tensors: each rank adds up one piece for all.
+
+Each rank gets every other rank's piece of its shard, adds them up in rank order, and gives the result to all (Rabenseifner,
+"Optimization of Collective Reduction Operations", ICCS 2004, with a direct exchange in place of the halving). Each element is
+computed on one rank, so all ranks hold the same bits.
+
+Letters: W ranks of the group; N elements of a tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mpidist.comm import arithmetic, buffer, movement
+from mpidist.comm.arithmetic import COMBINE, Reduction
+from mpidist.comm.communicator import Communicator
+from mpidist.comm.door import wait_all
+from mpidist.comm.library import MPI
+
+TAG = 1
+# Measured crossovers, docs/decisions/0002.
+FROM_BYTES = 16 << 20  # full-width tensors from this size on go by shards, on one node of at most RANKS ranks
+RANKS = 8
+CHUNK_BYTES = 1 << 20  # a shard travels and is added in chunks that stay in the cache
+
+
+def shard_bounds(numel: int, size: int) -> list[int]:
+    """Cut N elements into W shards whose lengths differ by one at most; returns W + 1 bounds."""
+    return [numel * place // size for place in range(size + 1)]
+
+
+def are_faster(comm: Communicator, nbytes: int, dtype: torch.dtype, plan: Reduction) -> bool:
+    """Say whether a tensor at full width is better reduced by shards than by MPI."""
+    # torch has no arithmetic for the wider unsigned types, and booleans are no numbers.
+    return (
+        nbytes >= FROM_BYTES
+        and comm.is_single_node
+        and comm.size <= RANKS
+        and plan.combine in COMBINE
+        and dtype not in (torch.bool, torch.uint16, torch.uint32, torch.uint64)
+    )
+
+
+def all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
+    """Reduce a flat tensor of N elements over all ranks, in place."""
+    bounds = shard_bounds(flat.numel(), comm.size)
+    reduce_shard(comm, flat, bounds, plan)
+    parts = [flat[bounds[place] : bounds[place + 1]] for place in range(comm.size)]
+    movement.exchange(comm, [parts[comm.rank]] * comm.size, parts)
+
+
+def reduce_shard(
+    comm: Communicator, flat: torch.Tensor, bounds: list[int], plan: Reduction, mine: torch.Tensor | None = None
+) -> None:
+    """Reduce this rank's shard of ``flat`` over all ranks, in rank order, into ``mine`` (its own place by default).
+
+    Args:
+        bounds: W + 1 places; rank i's shard is ``flat[bounds[i]:bounds[i + 1]]``.
+    """
+    rank, size = comm.rank, comm.size
+    if mine is None:
+        mine = flat[bounds[rank] : bounds[rank + 1]]
+    itemsize, tag = flat.element_size(), comm.own_tag(TAG)
+    chunk = max(CHUNK_BYTES // itemsize, 1)
+    longest = max(bounds[i + 1] - bounds[i] for i in range(size))
+    slots = comm.scratch(min(chunk, longest) * size, flat.dtype).view(size, -1)
+    peers = [(rank + distance) % size for distance in range(1, size)]
+    base, slots_at, slot_bytes = flat.data_ptr(), slots.data_ptr(), slots.stride(0) * itemsize
+    for start in range(0, longest, chunk):
+        requests = []
+        length = max(min(chunk, mine.numel() - start), 0)
+        for peer in reversed(peers):
+            space = buffer.memory(slots_at + peer * slot_bytes, length * itemsize)
+            requests.append(comm.mpi.Irecv((space, length * itemsize, MPI.BYTE), peer, tag))
+        for peer in peers:
+            count = max(min(chunk, bounds[peer + 1] - bounds[peer] - start), 0)
+            address = base + (bounds[peer] + start) * itemsize
+            requests.append(comm.mpi.Isend((buffer.memory(address, count * itemsize), count * itemsize, MPI.BYTE), peer, tag))
+        wait_all(requests)
+        if length:
+            _combine_in_rank_order(comm, mine[start : start + length], slots[:, :length], plan)
+
+
+def _combine_in_rank_order(comm: Communicator, mine: torch.Tensor, slots: torch.Tensor, plan: Reduction) -> None:
+    # ((r0 + r1) + r2) + … with this rank's own contribution at its place, whoever computes it.
+    combine = COMBINE[plan.combine]
+    if plan.wide is not None and not (comm.size == 2 and arithmetic.rounds_once(mine.dtype, plan)):
+        total = comm.scratch(mine.numel(), plan.wide, slot=2)
+        term = comm.scratch(mine.numel(), plan.wide, slot=3)
+        for place in range(comm.size):
+            source = mine if place == comm.rank else slots[place]
+            if place == 0:
+                total.copy_(source)
+            else:
+                combine(total, term.copy_(source))
+        arithmetic.divide(total, plan, comm.size)
+        mine.copy_(total)
+        return
+    before = slots[0]
+    for place in range(1, comm.rank):
+        combine(before, slots[place])
+    if comm.rank > 0:
+        combine(mine, before)  # commutative: the same bits as before + mine
+    for place in range(comm.rank + 1, comm.size):
+        combine(mine, slots[place])
+    arithmetic.divide(mine, plan, comm.size)
