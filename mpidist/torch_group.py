@@ -1,4 +1,4 @@
-"""torch's view of our process group: its method names, option objects, works and futures.
+"""torch's view of our process group: its method names and option objects.
 
 Loaded when torch makes the first group. Every method translates and calls; what it means is documented at the native call.
 """
@@ -13,14 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ReduceOp, Work
-from torch.futures import Future
 
 from mpidist.comm import arithmetic
 from mpidist.comm.arithmetic import Operation, PremulSum
 from mpidist.comm.group import ProcessGroup
-from mpidist.comm.work import RequestWork
-from mpidist.comm.work import Work as NativeWork
-from mpidist.future import Future as NativeFuture
+from mpidist.torch_work import ENDED, Several, TorchWork
 
 Tensor = torch.Tensor
 TensorList = Sequence[torch.Tensor]
@@ -65,86 +62,6 @@ def operation_of(op: Any) -> Operation:
         factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
         return PremulSum(factor)
     raise ValueError(f"mpidist has no reduction {op}")
-
-
-class _Ended(Work):
-    """What a synchronous call returns: there is nothing to wait for."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def get_future(self) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result([])
-        return future
-
-
-_ENDED = _Ended()
-
-
-class TorchWork(Work):
-    """torch's handle of one of our works."""
-
-    def __init__(self, native: NativeWork | RequestWork | _Several, result: Any) -> None:
-        super().__init__()
-        self._native = native
-        self._result = result
-        self._future: Future[Any] | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """See Work.wait."""
-        return self._native.wait(timeout)
-
-    def is_completed(self) -> bool:
-        """See Work.is_completed."""
-        return self._native.is_completed()
-
-    def is_success(self) -> bool:
-        """Say whether it has ended and well."""
-        return self._native.is_completed() and self._native.exception() is None
-
-    def exception(self) -> Any:
-        """See Work.exception."""
-        return self._native.exception()
-
-    def synchronize(self) -> None:
-        """Wait; for CUDA tensors, let the current stream wait."""
-        self._native.wait()
-
-    def result(self) -> Any:
-        """Return the output tensors."""
-        return self._result
-
-    def source_rank(self) -> int:
-        """Return a receive's sender."""
-        return self._native.source_rank()
-
-    _source_rank = source_rank
-
-    def get_future(self) -> Future[Any]:
-        """Return a torch future of the output tensors."""
-        if self._future is None:
-            devices = sorted({str(t.device) for t in self._native.tensors if t.is_cuda})
-            self._future = Future(devices=devices) if devices else Future()  # type: ignore[arg-type]
-            if isinstance(self._native, RequestWork):
-                self._native.wait()  # MPI makes no callbacks: a message's future is complete when it is handed out
-            self._native.get_future().add_done_callback(self._settle)
-        return self._future
-
-    def _settle(self, native: Any) -> None:
-        assert self._future is not None
-        error = native.exception()
-        if error is not None:
-            self._future.set_exception(error)
-            return
-        self._native.wait()  # complete; makes this thread's stream wait, which torch's future then hands on
-        self._future.set_result(self._result)
 
 
 class TorchProcessGroup(dist.ProcessGroup):
@@ -221,8 +138,8 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     # --- reductions ---
 
-    def allreduce(self, tensors: TensorList, opts: Any = None) -> Work | None:
-        """See all_reduce; None when it has ended, as torch's callers expect of a synchronous call."""
+    def allreduce(self, tensors: TensorList, opts: Any = None) -> Work:
+        """See all_reduce."""
         if opts is None:
             return self._call(self.native.all_reduce_coalesced, tensors, None, _plain(tensors))
         theirs = opts.reduceOp
@@ -230,7 +147,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         if len(tensors) > 1:
             return self._call(self.native.all_reduce_coalesced, tensors, opts, _plain(tensors), op)
         if not opts.asyncOp and self._at_once(tensors[0], op):
-            return None
+            return ENDED
         work = self._call(self.native.all_reduce, tensors, opts, _plain(tensors)[0], op)
         if opts.asyncOp and tensors[0].numel() == 1:
             self._flags.append(work)
@@ -275,7 +192,7 @@ class TorchProcessGroup(dist.ProcessGroup):
             self.native.all_gather(_plain([row[place] for row in outputs]), source, async_op=True)
             for place, source in enumerate(_plain(inputs))
         ]
-        return self._hand_out(_Several(works), outputs, opts)
+        return self._hand_out(Several(works), outputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """See all_gather_into_tensor."""
@@ -339,12 +256,12 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: Any = None) -> Work:
         works, self._batch, self._at_once = self._batch or [], None, self.native.all_reduce_at_once
-        return TorchWork(_Several(works), [])
+        return TorchWork(Several(works), [])
 
     def _call(self, method: Callable[..., Any], result: Any, opts: Any, *args: Any) -> Work:
         if opts is not None and not opts.asyncOp and self._batch is None:
             method(*args)
-            return _ENDED
+            return ENDED
         return self._hand_out(method(*args, async_op=True), result, opts)
 
     def _hand_out(self, native: Any, result: Any, opts: Any) -> Work:
@@ -352,44 +269,12 @@ class TorchProcessGroup(dist.ProcessGroup):
             self._batch.append(native)
         elif opts is not None and not opts.asyncOp:
             native.wait()
-            return _ENDED
+            return ENDED
         return TorchWork(native, result)
-
-
-class _Several:
-    """Works that end together."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-        self.tensors = [tensor for work in works for tensor in work.tensors]
-
-    def wait(self, timeout: Any = None) -> bool:
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def exception(self) -> Any:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
-
-    def source_rank(self) -> int:
-        return -1
-
-    def get_future(self) -> Any:
-        # One order per group: when the last has ended, all have.
-        return self._works[-1].get_future() if self._works else _completed()
 
 
 def _never(tensor: Tensor, op: Operation) -> bool:
     return False
-
-
-def _completed() -> NativeFuture[Any]:
-    future: NativeFuture[Any] = NativeFuture()
-    future.set_result([])
-    return future
 
 
 def _operation(opts: Any) -> Operation:

@@ -17,6 +17,7 @@ LAYERS = [
     ["future"],
     ["kernels"],
     ["comm"],
+    ["torch_work"],
     ["torch_group", "ddp", "zero", "rpc"],
     ["torch_backend", "autograd"],
     ["optim"],
