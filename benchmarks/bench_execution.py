@@ -1,0 +1,157 @@
+"""Compare the ways to execute an all-reduce: in the caller, on the group's thread, by MPI's non-blocking call.
+
+mpirun --bind-to none -n 2 python benchmarks/bench_execution.py     (once more with --bind-to core: one core a rank)
+
+The figures behind docs/decisions/0001.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import environment
+import report
+import timing
+import torch
+from tabulate import tabulate
+from timing import Contender
+
+import mpidist.comm
+
+_SIZES_BYTES = (8, 64 << 10, 1 << 20, 16 << 20)
+_OVERLAP_BYTES = 16 << 20
+_THREAD_CALLS = 200  # of each thread in one pass of the case with two groups
+_ROUNDS = 15
+_BURST_S = 0.02
+
+
+class Ways:
+    """What the contenders call."""
+
+    def __init__(self, raw: Any, mpi: Any) -> None:
+        self.raw = raw
+        self.mpi = mpi
+        self.group = mpidist.comm.init()
+        self.second = self.group.clone("second")
+
+    def all_reduces(self, tensor: torch.Tensor) -> dict[str, Callable[[], object]]:
+        """Return the ways to start an all-reduce and wait for it."""
+        message = [tensor.numpy(), self.mpi.FLOAT]
+        return {
+            "mpi4py": lambda: self.raw.Allreduce(self.mpi.IN_PLACE, message),
+            "caller": lambda: self.group.all_reduce(tensor),
+            "group's thread": lambda: self.group.all_reduce(tensor, async_op=True).wait(),
+            "non-blocking": lambda: self.raw.Iallreduce(self.mpi.IN_PLACE, message).Wait(),
+        }
+
+
+def latency(ways: Ways, numel: int) -> list[Contender]:
+    """Start and wait at once: what a way costs."""
+    tensor = torch.zeros(numel)
+    return [Contender(name, (call,), (tensor,)) for name, call in ways.all_reduces(tensor).items()]
+
+
+def overlap(ways: Ways, numel: int) -> list[Contender]:
+    """Start, compute for about as long, wait: what a way hides."""
+    tensor, left = torch.zeros(numel), torch.rand(512, 512)
+    message = [tensor.numpy(), ways.mpi.FLOAT]
+
+    def compute() -> None:
+        for _ in range(4):
+            left @ left
+
+    def caller() -> None:
+        compute()
+        ways.group.all_reduce(tensor)
+
+    def thread() -> None:
+        work = ways.group.all_reduce(tensor, async_op=True)
+        compute()
+        work.wait()
+
+    def non_blocking() -> None:
+        request = ways.raw.Iallreduce(ways.mpi.IN_PLACE, message)
+        compute()
+        request.Wait()
+
+    calls = {
+        "compute alone": compute,
+        "all-reduce alone": lambda: ways.group.all_reduce(tensor),
+        "caller": caller,
+        "group's thread": thread,
+        "non-blocking": non_blocking,
+    }
+    return [Contender(name, (call,), (tensor,)) for name, call in calls.items()]
+
+
+def two_threads(ways: Ways, pool: ThreadPoolExecutor) -> list[Contender]:
+    """Two threads, each with a group of its own, against one: microseconds for 200 calls of each thread."""
+    first, second = torch.zeros(2), torch.zeros(2)
+
+    def loop(group: Any, tensor: torch.Tensor) -> None:
+        for _ in range(_THREAD_CALLS):
+            group.all_reduce(tensor)
+
+    def both() -> None:
+        other = pool.submit(loop, ways.second, second)
+        loop(ways.group, first)
+        other.result()
+
+    calls = {"one thread, one group": lambda: loop(ways.group, first), "two threads, two groups": both}
+    return [Contender(name, (call,), (first,)) for name, call in calls.items()]
+
+
+def cases(ways: Ways, pool: ThreadPoolExecutor) -> Iterator[tuple[str, int, list[Contender]]]:
+    for size_bytes in _SIZES_BYTES:
+        yield "latency", size_bytes, latency(ways, size_bytes // 4)
+    yield "overlap", _OVERLAP_BYTES, overlap(ways, _OVERLAP_BYTES // 4)
+    yield "two threads", 8, two_threads(ways, pool)
+
+
+def check(ways: Ways) -> None:
+    """Raise if a way computes a wrong sum."""
+    for name, call in ways.all_reduces(tensor := torch.zeros(1000)).items():
+        tensor.fill_(ways.group.rank + 1.0)
+        call()
+        if not bool((tensor == ways.group.size * (ways.group.size + 1) / 2).all()):
+            raise RuntimeError(f"{name}: wrong result")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=_ROUNDS)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    mpidist.comm.init()
+    # Only now: mpidist prepares the MPI library before it starts, and importing this module would start it.
+    from mpi4py import MPI
+
+    ways = Ways(MPI.COMM_WORLD.Dup(), MPI)
+    about = environment.describe(ways.raw)
+    is_first = ways.group.rank == 0
+    timing.touch_memory()
+    check(ways)
+    results = []
+    with ThreadPoolExecutor(1) as pool:
+        for name, size_bytes, contenders in cases(ways, pool):
+            series = timing.time_rounds(ways.raw, contenders, options.rounds, _BURST_S)
+            results.append(report.result_of(name, size_bytes // 4, size_bytes, series))
+            if is_first:
+                rows = [(s.name, round(s.median_us, 2), round(s.percentile_us(90), 2)) for s in series]
+                print(f"\n{name}, {size_bytes} B\n{tabulate(rows, ('way', 'us, median', 'p90'))}", flush=True)
+    if is_first:
+        bound = "bound" if any(len(own) < 2 for own in about["cores_of_ranks"]) else "unbound"
+        path = options.output / f"execution-{environment.library_name(about)}-{about['ranks']}-{bound}.json"
+        report.write_json({"benchmark": "execution", "environment": about, "rounds": options.rounds, "results": results}, path)
+        print(f"\n{environment.binding(about)}; written: {path.name}")
+    ways.second.close()
+    ways.group.close()
+
+
+if __name__ == "__main__":
+    main()
