@@ -83,9 +83,9 @@ def gather(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> 
         _unpack(held, outputs, [source.nbytes] * comm.size)
     elif comm.rank == root:
         _copy_own(outputs[root], source)
-        _many(comm, [], [(peer, outputs[peer]) for peer in range(comm.size) if peer != root])
+        transfer(comm, [], [(peer, outputs[peer]) for peer in range(comm.size) if peer != root])
     else:
-        _many(comm, [(root, source)], [])
+        transfer(comm, [(root, source)], [])
 
 
 def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
@@ -100,9 +100,9 @@ def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) ->
         comm.mpi.Scatter((buffer.memory(held.data_ptr(), held.nbytes), target.nbytes, MPI.BYTE), buffer.as_bytes(target), root)
     elif comm.rank == root:
         _copy_own(target, inputs[root])
-        _many(comm, [(peer, inputs[peer]) for peer in range(comm.size) if peer != root], [])
+        transfer(comm, [(peer, inputs[peer]) for peer in range(comm.size) if peer != root], [])
     else:
-        _many(comm, [], [(root, target)])
+        transfer(comm, [], [(root, target)])
 
 
 def all_to_all(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
@@ -144,7 +144,8 @@ def _exchange_pair(comm: Communicator, out: torch.Tensor, to: int, into: torch.T
     wait_all(requests)
 
 
-def _many(comm: Communicator, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]) -> None:
+def transfer(comm: Communicator, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]) -> None:
+    """Send and receive tensors, pairs of (peer, tensor), all at once."""
     tag = comm.own_tag(_TAG)
     requests: list[Any] = []
     for peer, tensor in receives:

@@ -79,6 +79,9 @@ def reduce(comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Ope
     (tensor,) = inputs
     plan = arithmetic.reduction(tensor.dtype, operation)
     flat = tensor.view(-1)
+    if comm.size > 1 and plan.factor is None and shards.are_faster(comm, flat.nbytes, flat.dtype, plan):
+        shards.reduce(comm, flat, plan, root)
+        return
     for start, count in buffer.pieces(flat.numel(), _piece_numel(plan)):
         part = flat[start : start + count]
         work = part

@@ -49,6 +49,19 @@ def all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
     movement.exchange(comm, [parts[comm.rank]] * comm.size, parts)
 
 
+def reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction, root: int) -> None:
+    """Reduce a flat tensor of N elements into the root's; the others' stay as they were."""
+    bounds = shard_bounds(flat.numel(), comm.size)
+    parts = [flat[bounds[place] : bounds[place + 1]] for place in range(comm.size)]
+    own = parts[comm.rank]
+    mine = own if comm.rank == root else comm.scratch(own.numel(), own.dtype, slot=1).copy_(own)
+    reduce_shard(comm, flat, bounds, plan, mine)
+    if comm.rank == root:
+        movement.transfer(comm, [], [(peer, parts[peer]) for peer in range(comm.size) if peer != root])
+    else:
+        movement.transfer(comm, [(root, mine)], [])
+
+
 def reduce_shard(
     comm: Communicator, flat: torch.Tensor, bounds: list[int], plan: Reduction, mine: torch.Tensor | None = None
 ) -> None:

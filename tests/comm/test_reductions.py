@@ -120,6 +120,11 @@ def test_large_tensors_by_shards(group, monkeypatch):
                 tensor = parts[group.rank].clone()
                 group.all_reduce(tensor.requires_grad_(False), op)
                 agree(group, torch.equal(tensor, reduced(parts, op)), f"{numel} {op} {dtype}")
+                root, own = numel % group.size, parts[group.rank]
+                tensor = own.clone()
+                group.reduce(tensor, root, op)
+                wanted = reduced(parts, op) if group.rank == root else own
+                agree(group, torch.equal(tensor, wanted), f"reduce {numel} {op} {dtype}")
 
 
 def test_shards_add_up_in_rank_order(group, monkeypatch):
