@@ -32,7 +32,7 @@ help:
 	@echo 'make unit     the tests of one process'
 	@echo 'make mpi-N    the MPI tests on N ranks of Open MPI;  make mpich-N: of MPICH'
 	@echo 'make gpu      the GPU tests on two ranks (CUDA=cuda12 for a torch built with CUDA 12)'
-	@echo 'make bench    the benchmark of the collectives on two ranks'
+	@echo 'make bench    the benchmarks on two ranks: collectives, and who executes them'
 	@echo 'make clean    remove what the targets wrote;  make distclean: the environments too'
 
 demo: $(READY)
@@ -64,6 +64,7 @@ gpu: $(VENV)/.stamp-$(CUDA)
 
 bench: $(VENV)/.stamp-bench
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_collectives.py
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_execution.py
 
 clean:
 	rm -rf build dist *.egg-info demo-output htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -66,12 +66,28 @@ def _or_mpi(env_handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator
 
 def _initialises_mpidist() -> bool:
     # torch does not tell a rendezvous handler for which backend it is asked.
+    return str(_local_of("init_process_group", "backend")).lower().split(":")[-1] == _NAME
+
+
+def _refuse_company() -> None:
+    # torch gives a group to the first plugin of such a list, whole, and never makes the others.
+    config = _local_of("_new_process_group_helper", "backend_config")
+    named = set(config.get_device_backend_map().values()) if config is not None else set()
+    if named - {_NAME}:
+        raise ValueError(
+            f'a group cannot be shared between backends as "{config}" asks: torch would run all of it on mpidist. Make the group '
+            f'with "{_NAME}", and another for {", ".join(sorted(named - {_NAME}))}: torch.distributed.new_group(backend=…)'
+        )
+
+
+def _local_of(function: str, name: str) -> Any:
+    """Return a local variable of the innermost caller of that name, or None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "init_process_group" and "backend" in frame.f_locals:
-            return str(frame.f_locals["backend"]).lower().split(":")[-1] == _NAME
+        if frame.f_code.co_name == function and name in frame.f_locals:
+            return frame.f_locals[name]
         frame = frame.f_back
-    return False
+    return None
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:
@@ -79,6 +95,7 @@ def _create(options: Any, backend_options: Any = None) -> Any:
     from mpidist.comm import group, runtime
     from mpidist.torch_group import TorchProcessGroup, native_of_default
 
+    _refuse_company()
     world = runtime.world()
     ranks = list(options.global_ranks_in_group)
     name, timeout = str(options.group_id), options.timeout

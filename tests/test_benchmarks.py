@@ -31,13 +31,13 @@ def _libraries(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-def run(tmp_path, *options: str) -> subprocess.CompletedProcess[str]:
+def run(program: str, tmp_path, *options: str) -> subprocess.CompletedProcess[str]:
     variables = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return subprocess.run(
         [
             *launcher(2, "--bind-to", "none"),
             sys.executable,
-            str(BENCHMARKS / "bench_collectives.py"),
+            str(BENCHMARKS / program),
             "--output",
             str(tmp_path),
             *options,
@@ -54,7 +54,7 @@ def run(tmp_path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_quick_run_records_all_contenders_and_the_environment(tmp_path):
-    done = run(tmp_path, "--quick")
+    done = run("bench_collectives.py", tmp_path, "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.glob("collectives-*-2.json")
     assert path.with_suffix(".png").stat().st_size > 0
@@ -76,6 +76,16 @@ def test_quick_run_records_all_contenders_and_the_environment(tmp_path):
     assert len(about["cores_of_ranks"]) == 2
     assert str(ROOT) not in text
     assert record["goals"]
+
+
+@pytest.mark.slow
+def test_ways_to_execute_are_compared_and_recorded(tmp_path):
+    done = run("bench_execution.py", tmp_path, "--rounds", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("execution-*-2-unbound.json")
+    record = json.loads(path.read_text())
+    assert [result["operation"] for result in record["results"]] == ["latency"] * 4 + ["overlap", "two threads"]
+    assert set(record["results"][0]["contenders"]) == {"mpi4py", "caller", "group's thread", "non-blocking"}
 
 
 def test_a_wrong_result_is_found():

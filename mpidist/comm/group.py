@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
@@ -23,7 +22,6 @@ _CLOSE_S = 30.0  # how long close() lets asynchronous operations end
 _HIGHEST_CREATE_TAG = 32_000  # MPI guarantees tags up to 32767
 
 _default: ProcessGroup | None = None
-_names = itertools.count(1)
 
 
 class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
@@ -31,6 +29,8 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
 
     Make one with ``init`` (all ranks of the job), ``new_group``, ``split`` or ``clone``.
     """
+
+    _clones = 0
 
     def new_group(
         self, ranks: Sequence[int], name: str | None = None, timeout: float | timedelta | None = None
@@ -75,7 +75,9 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
 
         Collective: over this group.
         """
-        child = self._split(0, self.rank, None, name or f"{self.name}/clone{next(_names)}")
+        # Numbered by the group, not the process: the watchdogs of all ranks must know it by one name.
+        self._clones += 1
+        child = self._split(0, self.rank, None, name or f"{self.name}/clone{self._clones}")
         assert child is not None
         return child
 

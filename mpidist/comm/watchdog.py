@@ -1,8 +1,9 @@
-"""One thread per process that notices an operation past its group's timeout and says what every rank is doing.
+"""One thread per process that notices an operation that cannot end in time, and says what every rank is doing.
 
 It talks to the other ranks' watchdogs on a communicator of its own, with messages that nobody has to wait for:
 
-1. A collective has run for longer than its group's timeout: ask all members what they are in, and collect answers for 1 s.
+1. A collective has run for longer than its group's timeout, or for 2 s without a member whose process has come to its end: ask
+   all members what they are in, and collect answers for 1 s.
 2. The lowest member that is late prints the report on stderr; all late members fail the group with it.
 3. Revoke the group's communicator, if MPI has ULFM: calls under way return with an error, and the job may go on.
 4. Is the call not back 2 s later, end the job. Revoking frees no large transfer whose peer stays outside MPI, and MPI without
@@ -21,13 +22,14 @@ from mpidist.comm import faults, frame, runtime
 from mpidist.comm.execution import Execution
 from mpidist.comm.journal import Entry
 from mpidist.comm.library import MPI
-from mpidist.errors import CommTimeout
+from mpidist.errors import CommTimeout, RankFailureError
 
 _POLL_S = 0.1  # how often it looks; also how long a question may lie unanswered
 _COLLECT_S = 1.0  # how long it waits for the others' answers
 _ABORT_S = 2.0  # from the report to the end of the job
+_LEFT_S = 2.0  # how long a collective may take without a member that has left: what that one sent before may be under way
 _TAG = 1
-_ASK, _ANSWER = "ask", "answer"
+_ASK, _ANSWER, _LEFT = "ask", "answer", "left"
 
 _lock = threading.Lock()
 _watchdog: Watchdog | None = None
@@ -55,6 +57,7 @@ class Watchdog:
         self._mpi = world.comm.Dup()
         self._sends: list[tuple[Any, bytes]] = []
         self._answers: dict[int, list[Entry]] = {}
+        self._left: dict[int, dict[str, int]] = {}  # world ranks that came to their end: their last collective of each group
         self._round = 0
         self._reported: weakref.WeakKeyDictionary[Execution, tuple[int, float, str]] = weakref.WeakKeyDictionary()
         self._stop = threading.Event()
@@ -62,13 +65,18 @@ class Watchdog:
         if world.size > 1:
             self._thread = threading.Thread(target=runtime.guard_thread(self._run), name="mpidist-watchdog", daemon=True)
             self._thread.start()
-            runtime.close_at_exit(self)
+            runtime.close_at_exit(self, last=True)
 
     def close(self, timeout_s: float) -> None:
-        """Stop the thread."""
+        """Stop the thread, and tell the others that this process takes part in nothing any more."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        if self._thread is None:
+            return
+        self._thread.join(timeout_s)
+        last = {group.name: group.journal.sequence for group in list(self.groups)}
+        for rank in range(self.world.size):
+            if rank != self.world.rank:
+                self._send(rank, (_LEFT, 0, last))
 
     def _run(self) -> None:
         while not self._stop.wait(_POLL_S):
@@ -78,6 +86,8 @@ class Watchdog:
 
     def _look_at(self, group: Execution) -> None:
         limit = group.timeout_s
+        if self._missing(group):
+            limit = _LEFT_S if limit is None else min(limit, _LEFT_S)
         age = group.journal.observe()
         if limit is None or age <= limit:
             self._reported.pop(group, None)
@@ -86,26 +96,31 @@ class Watchdog:
         if told is None or told[0] != group.journal.sequence:
             self._report(group, limit)
         elif time.monotonic() - told[1] > _ABORT_S:
-            runtime.abort(
-                f'{group.journal.operation} of group "{group.name}" did not come back {_ABORT_S:g} s after its timeout\n{told[2]}'
-            )
+            what = f'{group.journal.operation} of group "{group.name}"'
+            runtime.abort(f"{what} did not come back within {_ABORT_S:g} s of this report\n{told[2]}")
+
+    def _missing(self, group: Execution) -> list[int]:
+        """Return the members that have left and did not take part in the group's present collective."""
+        sequence = group.journal.sequence
+        return [rank for rank in group.world_ranks if rank in self._left and self._left[rank].get(group.name, 0) < sequence]
 
     def _report(self, group: Execution, limit_s: float) -> None:
         sequence = group.journal.sequence
         self._ask(group)
-        text, lowest = _describe(group, limit_s, self._answers, self.world.rank)
+        missing = self._missing(group)
+        text, lowest = _describe(group, limit_s, self._answers, missing, self.world.rank)
         if group.journal.observe() <= limit_s:
             return  # it ended while the answers came in
         if lowest == self.world.rank:
             runtime.write_stderr(text)
-        group.fail(CommTimeout(text.rstrip()))
+        group.fail(RankFailureError(text.rstrip(), missing) if missing else CommTimeout(text.rstrip()))
         group.revoke()
         self._reported[group] = (sequence, time.monotonic(), text)
 
     def _ask(self, group: Execution) -> None:
         self._round += 1
         self._answers = {self.world.rank: group.journal.snapshot()}
-        others = [rank for rank in group.world_ranks if rank != self.world.rank]
+        others = [rank for rank in group.world_ranks if rank != self.world.rank and rank not in self._left]
         for rank in others:
             self._send(rank, (_ASK, self._round, group.name))
         deadline = time.monotonic() + _COLLECT_S
@@ -122,6 +137,8 @@ class Watchdog:
             kind, number, content = frame.from_bytes(data)
             if kind == _ASK:
                 self._send(source, (_ANSWER, number, self._doings(content)))
+            elif kind == _LEFT:
+                self._left[source] = content
             elif number == self._round:
                 self._answers[source] = content
         self._sends = [(request, data) for request, data in self._sends if not faults.is_over(request)]
@@ -140,16 +157,20 @@ class Watchdog:
             self._sends.append((self._mpi.Isend((data, len(data), MPI.BYTE), rank, _TAG), data))
 
 
-def _describe(group: Execution, limit_s: float, answers: dict[int, list[Entry]], me: int) -> tuple[str, int]:
+def _describe(group: Execution, limit_s: float, answers: dict[int, list[Entry]], missing: list[int], me: int) -> tuple[str, int]:
     """Write the report; also return the lowest world rank that is late, who prints it."""
+    problem = "waits for a rank that has left" if missing else f"is past its timeout of {limit_s:g} s"
     lines = [
-        f'mpidist: {group.journal.operation} number {group.journal.sequence} of group "{group.name}" is past its timeout of '
-        f"{limit_s:g} s. What each rank is in (process {os.getpid()} of rank {me} reports):"
+        f'mpidist: {group.journal.operation} number {group.journal.sequence} of group "{group.name}" {problem}. '
+        f"What each rank is in (process {os.getpid()} of rank {me} reports):"
     ]
     late = [me]
     for place, rank in enumerate(group.world_ranks):
         label = f"  rank {place}" + (f" (world rank {rank})" if place != rank else "")
         entries = answers.get(rank)
+        if rank in missing:
+            lines.append(f"{label}: has come to the end of its program, and never called this")
+            continue
         if entries is None:
             lines.append(f"{label}: no answer within {_COLLECT_S:g} s; the process is stopped, dead, or holds the interpreter")
             continue

@@ -99,6 +99,19 @@ def test_a_plain_process_is_a_world_of_one():
     assert done.stdout.strip() == "0 1 [7.0, 7.0, 7.0] ['alone']"
 
 
+def test_a_group_cannot_be_shared_with_another_backend():
+    done = alone("""
+        import torch.distributed as dist
+        try:
+            dist.init_process_group("cpu:gloo,cuda:mpidist", init_method="mpi://")
+        except ValueError as error:
+            print(error)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert "cpu:gloo,cuda:mpidist" in done.stdout
+    assert "another for gloo: torch.distributed.new_group" in done.stdout
+
+
 _BEGIN = """
     import torch.distributed as dist
     dist.init_process_group("mpidist")
@@ -366,7 +379,40 @@ def test_a_rank_that_never_comes_is_reported_and_the_job_ends():
     assert re.search(rf"rank 0: in number {number} all_reduce\(shape=\(3, 2\), dtype=torch.float64\) of group", report)
     assert re.search(rf'rank 1: outside any collective of group "world"; the last was number {number - 1}, all_reduce', report)
     assert re.search(r'rank 1: in number 1 broadcast\(shape=\(7,\), dtype=torch.int16\) of group "elsewhere"', report)
-    assert "did not come back 2 s after its timeout" in report
+    assert "did not come back within 2 s of this report" in report
+
+
+_LEAVES = """
+    import json, sys, time, torch
+    import mpidist.comm
+    from mpidist.errors import RankFailureError
+    world = mpidist.comm.init()
+    pair = world.new_group([0, 2])
+    world.barrier()
+    if world.rank == 1:
+        sys.exit(3)
+    for _ in range(30):  # what the rank that left is no member of goes on
+        time.sleep(0.1)
+        pair.barrier()
+    try:
+        world.all_reduce(torch.ones(3))
+    except RankFailureError as error:
+        print(json.dumps({"rank": world.rank, "ranks": error.ranks}), flush=True)
+"""
+
+
+def test_a_rank_that_ends_its_program_early_is_named():
+    done = run(3, _LEAVES)
+    assert done.returncode != 0
+    assert 'all_reduce number 2 of group "world" waits for a rank that has left' in done.stderr
+    assert "rank 1: has come to the end of its program, and never called this" in done.stderr
+    assert "rank 2: in number 2 all_reduce(shape=(3,), dtype=torch.float32)" in done.stderr
+
+
+def test_with_ulfm_the_others_outlive_a_rank_that_ends_early():
+    done = run(3, _LEAVES, *_ULFM)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert sorted((line["rank"], line["ranks"]) for line in lines) == [(0, [1]), (2, [1])], done.stdout + done.stderr
 
 
 _ULFM = ("--with-ft", "ulfm")
