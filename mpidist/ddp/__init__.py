@@ -1,0 +1,1 @@
+"""plan → bucket → reducer → hooks → comm: gradients to their average. So far the plan alone."""

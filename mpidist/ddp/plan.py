@@ -1,0 +1,142 @@
+"""Which gradients travel together: pure, from sizes to buckets.
+
+The results of ``compute_bucket_assignment_by_size`` are torch's; the cap on the number of buckets is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early in the backward pass
+DEFAULT_BUCKET_CAP_MB = 25.0
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One bucket.
+
+    Attributes:
+        indices: Places of its tensors in the list that was planned, in the order in which they lie in the bucket.
+        limit_bytes: The limit at which it closed, or would have closed.
+    """
+
+    indices: tuple[int, ...]
+    limit_bytes: int
+
+
+def limits_of(
+    bucket_cap_mb: float | None = None,
+    bucket_cap_mb_list: Sequence[float] | None = None,
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+) -> tuple[int, ...]:
+    """Turn DDP's settings into limits in bytes.
+
+    Args:
+        bucket_cap_mb: MiB of every bucket; 25 if None, and then the first one is smaller.
+        bucket_cap_mb_list: MiB of the first, the second, … bucket; the last holds for all that follow. Goes before
+            ``bucket_cap_mb``.
+
+    Raises:
+        ValueError: A cap that is not positive.
+
+    Source:
+        torch 2.13's ``_BucketCapacityConfig``.
+    """
+    caps = tuple(bucket_cap_mb_list or (bucket_cap_mb if bucket_cap_mb is not None else DEFAULT_BUCKET_CAP_MB,))
+    limits = tuple(int(cap * _MIB) for cap in caps)
+    if min(limits) <= 0:
+        raise ValueError(f"a bucket's cap must be positive; got {', '.join(f'{cap:g}' for cap in caps)} MiB")
+    if bucket_cap_mb is None and not bucket_cap_mb_list and first_bucket_bytes < limits[0]:
+        return (first_bucket_bytes, *limits)
+    return limits
+
+
+def compute_bucket_assignment_by_size(
+    tensors: Sequence[torch.Tensor], limits: Sequence[int], order: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Assign tensors to buckets.
+
+    Args:
+        tensors: Tensors of any dtypes and devices; a bucket holds one dtype on one device.
+        limits: Bytes at which a bucket closes: of each (dtype, device) the first bucket takes the first limit, the second the
+            second, and so on; the last holds for all that follow.
+        order: Places of ``tensors`` in the order in which they fill buckets; the list's own if None.
+
+    Returns:
+        For each bucket the places of its tensors. Without ``order``, sorted by each bucket's smallest place; with it, closed
+        buckets in the order in which they closed, then the rest.
+
+    Raises:
+        ValueError: No tensor, no limit, or a limit that is not positive.
+
+    Source:
+        ``torch.distributed._compute_bucket_assignment_by_size`` (torch/csrc/distributed/c10d/reducer.cpp).
+    """
+    return [list(bucket.indices) for bucket in assign(tensors, limits, order)]
+
+
+def assign(tensors: Sequence[torch.Tensor], limits: Sequence[int], order: Sequence[int] | None = None) -> list[Assignment]:
+    """See ``compute_bucket_assignment_by_size``; with the limits that applied."""
+    if not tensors:
+        raise ValueError("there is no tensor to put into a bucket")
+    if not limits or min(limits) <= 0:
+        raise ValueError(f"a bucket plan needs at least one limit, all of them positive; got {list(limits)}")
+    closed: list[Assignment] = []
+    used: dict[Any, int] = {}  # how many of the limits a kind of tensor has used up
+    filling: dict[Any, list[int]] = {}
+    filled_bytes: dict[Any, int] = {}
+    for place in range(len(tensors)) if order is None else order:
+        tensor = tensors[place]
+        kind = (tensor.dtype, tensor.device)
+        filling.setdefault(kind, []).append(place)
+        filled_bytes[kind] = filled_bytes.get(kind, 0) + tensor.numel() * tensor.element_size()
+        limit = limits[min(used.get(kind, 0), len(limits) - 1)]
+        if filled_bytes[kind] >= limit:
+            closed.append(Assignment(tuple(filling.pop(kind)), limit))
+            used[kind] = used.get(kind, 0) + 1
+            filled_bytes[kind] = 0
+    rest = [Assignment(tuple(indices), limits[min(used.get(kind, 0), len(limits) - 1)]) for kind, indices in filling.items()]
+    buckets = closed + rest
+    return sorted(buckets, key=lambda bucket: min(bucket.indices)) if order is None else buckets
+
+
+def merge(tensors: Sequence[torch.Tensor], buckets: Sequence[Assignment], most: int) -> list[Assignment]:
+    """Merge neighbouring buckets of one dtype and device, the smallest pair first, until at most ``most`` are left.
+
+    Fewer messages for a network whose latency outweighs its bandwidth. A bucket cannot hold two kinds, so more are left if there
+    are more kinds.
+
+    Raises:
+        ValueError: ``most`` is not positive.
+    """
+    if most < 1:
+        raise ValueError(f"the number of buckets must be at least 1; got {most}")
+    merged = list(buckets)
+    while len(merged) > most:
+        pairs = [
+            (size_bytes(tensors, left) + size_bytes(tensors, right), place)
+            for place, (left, right) in enumerate(pairwise(merged))
+            if _kind(tensors, left) == _kind(tensors, right)
+        ]
+        if not pairs:
+            break
+        _, place = min(pairs)
+        left, right = merged[place : place + 2]
+        merged[place : place + 2] = [Assignment(left.indices + right.indices, max(left.limit_bytes, right.limit_bytes))]
+    return merged
+
+
+def size_bytes(tensors: Sequence[torch.Tensor], bucket: Assignment) -> int:
+    """Return how many bytes a bucket holds."""
+    return sum(tensors[place].numel() * tensors[place].element_size() for place in bucket.indices)
+
+
+def _kind(tensors: Sequence[torch.Tensor], bucket: Assignment) -> tuple[torch.dtype, torch.device]:
+    first = tensors[bucket.indices[0]]
+    return first.dtype, first.device

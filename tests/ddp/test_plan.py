@@ -1,0 +1,102 @@
+"""The bucket plan against the published cases, and against torch's own function over random inputs."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import _compute_bucket_assignment_by_size as torch_assignment
+
+from mpidist.ddp.plan import Assignment, assign, compute_bucket_assignment_by_size, limits_of, merge, size_bytes
+
+MIB = 1 << 20
+F, D = torch.float32, torch.float64
+
+
+def tensors_of(*kinds):
+    return [torch.empty(numel, dtype=dtype) for dtype, numel in kinds]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "limits", "buckets"),
+    [
+        ([(F, 100), (F, 200), (F, 100), (F, 50)], [400], [[0], [1], [2], [3]]),
+        ([(F, 50), (D, 25), (F, 50), (D, 25), (F, 50), (D, 25)], [400], [[0, 2], [1, 3], [4], [5]]),
+        ([(F, 10), (F, 10), (F, 10), (F, 10)], [40, 80], [[0], [1, 2], [3]]),
+        ([(F, 50), (D, 25), (F, 50), (D, 25), (F, 50), (D, 25)], [200, 400], [[0], [1], [2, 4], [3, 5]]),
+    ],
+)
+def test_published_cases(kinds, limits, buckets):
+    assert compute_bucket_assignment_by_size(tensors_of(*kinds), limits) == buckets
+
+
+KINDS = st.lists(st.tuples(st.sampled_from([F, D, torch.float16]), st.integers(0, 60)), min_size=1, max_size=30)
+LIMITS = st.lists(st.integers(1, 400), min_size=1, max_size=4)
+
+
+@settings(max_examples=3000, deadline=None)
+@given(KINDS, LIMITS)
+def test_equal_to_torchs_own(kinds, limits):
+    tensors = tensors_of(*kinds)
+    buckets = assign(tensors, limits)
+    theirs, their_limits = torch_assignment(tensors, limits)
+    assert [list(bucket.indices) for bucket in buckets] == theirs
+    assert [bucket.limit_bytes for bucket in buckets] == their_limits
+
+
+@settings(max_examples=1000, deadline=None)
+@given(KINDS, LIMITS, st.randoms())
+def test_equal_to_torchs_own_in_a_given_order(kinds, limits, random):
+    tensors = tensors_of(*kinds)
+    order = list(range(len(tensors)))
+    random.shuffle(order)
+    ours = compute_bucket_assignment_by_size(tensors, limits, order)
+    theirs, _ = torch_assignment([tensors[place] for place in order], limits, [], order)
+    closed = sum(size_bytes(tensors, b) >= b.limit_bytes for b in assign(tensors, limits, order))
+    assert ours[:closed] == theirs[:closed]
+    assert sorted(ours[closed:]) == sorted(theirs[closed:])  # what is left over lies in a hash table there
+
+
+@settings(max_examples=300, deadline=None)
+@given(KINDS, LIMITS, st.integers(1, 6))
+def test_merged_buckets_hold_the_same_tensors_of_one_kind(kinds, limits, most):
+    tensors = tensors_of(*kinds)
+    buckets = assign(tensors, limits)
+    merged = merge(tensors, buckets, most)
+    assert [place for b in merged for place in b.indices] == [place for b in buckets for place in b.indices]
+    assert all(len({tensors[place].dtype for place in b.indices}) == 1 for b in merged)
+    neighbours = [(tensors[a.indices[0]].dtype, tensors[b.indices[0]].dtype) for a, b in pairwise(merged)]
+    assert len(merged) <= max(most, 1) or all(left != right for left, right in neighbours)
+
+
+def test_the_smallest_neighbours_are_merged_first():
+    tensors = tensors_of((F, 10), (F, 1), (F, 2), (F, 10))
+    buckets = [Assignment((place,), 1) for place in range(4)]
+    assert [b.indices for b in merge(tensors, buckets, 3)] == [(0,), (1, 2), (3,)]
+    assert [b.indices for b in merge(tensors, buckets, 1)] == [(0, 1, 2, 3)]
+
+
+def test_limits():
+    assert limits_of() == (MIB, 25 * MIB)
+    assert limits_of(2) == (2 * MIB,)
+    assert limits_of(0.5) == (MIB // 2,)
+    assert limits_of(7, [1, 3]) == (MIB, 3 * MIB)
+    assert limits_of(first_bucket_bytes=26 * MIB) == (25 * MIB,)
+
+
+@pytest.mark.parametrize("call", [lambda: limits_of(0), lambda: limits_of(None, [1, -2])])
+def test_caps_that_are_not_positive(call):
+    with pytest.raises(ValueError, match="must be positive"):
+        call()
+
+
+def test_bad_plans():
+    with pytest.raises(ValueError, match="no tensor"):
+        assign([], [1])
+    with pytest.raises(ValueError, match="at least one limit"):
+        assign(tensors_of((F, 1)), [])
+    with pytest.raises(ValueError, match="all of them positive"):
+        assign(tensors_of((F, 1)), [4, 0])
+    with pytest.raises(ValueError, match="at least 1"):
+        merge(tensors_of((F, 1)), assign(tensors_of((F, 1)), [1]), 0)
