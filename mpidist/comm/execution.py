@@ -76,6 +76,11 @@ class Execution:
                 setattr(self, operation, self._telling(operation, getattr(self, operation)))
 
     @property
+    def is_single_node(self) -> bool:
+        """Say whether all ranks of the job share one node's memory."""
+        return self._comm.is_single_node
+
+    @property
     def is_closed(self) -> bool:
         """Say whether ``close`` was called."""
         return self._closed

@@ -1,1 +1,1 @@
-"""plan → bucket → reducer → hooks → comm: gradients to their average. So far the plan alone."""
+"""plan → bucket → reducer → hooks → comm: gradients to their average. In progress: the hooks are to come."""

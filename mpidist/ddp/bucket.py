@@ -1,0 +1,101 @@
+"""A bucket's flat memory with the gradients as views of it, and what a communication hook sees of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class Bucket:
+    """Gradients that travel together.
+
+    Attributes:
+        indices: Places of its parameters in the reducer's list, in the order in which they lie in ``flat``.
+        parameters: The parameters.
+        flat: N elements, the gradients one behind the other.
+        views: For each parameter its part of ``flat``, in the parameter's shape and, where that is dense, its strides.
+    """
+
+    def __init__(self, indices: Sequence[int], parameters: Sequence[Tensor]) -> None:
+        self.indices = tuple(indices)
+        self.parameters = [parameters[place] for place in indices]
+        first = self.parameters[0]
+        self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
+        self.views: list[Tensor] = []
+        start = 0
+        for parameter in self.parameters:
+            self.views.append(_view(self.flat[start : start + parameter.numel()], parameter))
+            start += parameter.numel()
+
+
+class GradBucket:
+    """What a communication hook gets: one bucket of gradients that are complete on this rank.
+
+    Source:
+        ``torch.distributed.GradBucket``, whose methods these are.
+    """
+
+    def __init__(self, bucket: Bucket, index: int, is_last: bool) -> None:
+        self._bucket = bucket
+        self._buffer = bucket.flat
+        self._index = index
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """Return the bucket's place in the order of launch, from 0."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Say whether it is the last to be launched in this backward pass."""
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        """Return the flat tensor of N elements."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace the flat tensor.
+
+        Raises:
+            ValueError: Another number of elements.
+        """
+        if buffer.numel() != self._bucket.flat.numel():
+            raise ValueError(
+                f"set_buffer needs a tensor of {self._bucket.flat.numel()} elements for bucket {self._index}; "
+                f"got shape {tuple(buffer.shape)}"
+            )
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Return one view of the buffer for each parameter, in the parameter's shape."""
+        if self._buffer is self._bucket.flat:
+            return list(self._bucket.views)
+        sizes = [p.numel() for p in self._bucket.parameters]
+        parts = self._buffer.view(-1).split(sizes)
+        return [_view(part, p) for part, p in zip(parts, self._bucket.parameters, strict=True)]
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters whose gradients it holds, in the order in which they lie in the buffer."""
+        return list(self._bucket.parameters)
+
+
+def _view(part: Tensor, parameter: Tensor) -> Tensor:
+    # Autograd adds into a gradient without a copy only if it is laid out as the parameter is.
+    if _is_dense(parameter):
+        return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+    return part.view(parameter.shape)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    # Each element once and no gap: strides are a permutation of a contiguous tensor's.
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return tensor.numel() > 0
