@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support import agree
 
@@ -43,3 +44,12 @@ def group(world, request):
     gc.collect()
     left = [t.name for t in threading.enumerate() if t.name == f"mpidist-{name}"]
     agree(world, not left, f"threads left by {name}: {left}")
+
+
+@pytest.fixture(scope="module")
+def default_group(world):
+    """torch's default group on our backend, for a module; verdicts go over a native group, which it cannot disturb."""
+    dist.init_process_group("mpidist")
+    yield dist.group.WORLD
+    world.barrier()
+    dist.destroy_process_group()

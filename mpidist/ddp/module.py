@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from mpidist.comm import group as comm_group
 from mpidist.ddp import plan
 from mpidist.ddp.agreement import broadcast_state, require_equal_parameters
+from mpidist.ddp.process_group import native_group
 from mpidist.ddp.reducer import Hook, Reducer, Settings
 
 
@@ -111,33 +111,3 @@ class DistributedDataParallel(torch.nn.Module):
         if is_averaged:
             self.reducer.arm([leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad])
         return output
-
-
-def native_group(process_group: Any) -> Any:
-    """Return the native group that ``process_group`` is, wraps, or stands for.
-
-    Raises:
-        TypeError: A group of another backend.
-    """
-    if process_group is None:
-        return _default_group()
-    if isinstance(process_group, comm_group.ProcessGroup):
-        return process_group
-    native = getattr(process_group, "native", None)
-    if isinstance(native, comm_group.ProcessGroup):
-        return native
-    raise TypeError(
-        'mpidist.ddp needs a group of mpidist: mpidist.comm.init(), or a torch group made with backend="mpidist"; '
-        f"got {type(process_group).__name__}"
-    )
-
-
-def _default_group() -> Any:
-    # A script that has called torch's init_process_group("mpidist") means that group.
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        default = getattr(dist.group.WORLD, "native", None)
-        if isinstance(default, comm_group.ProcessGroup):
-            return default
-    return comm_group.init()

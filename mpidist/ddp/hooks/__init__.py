@@ -1,0 +1,1 @@
+"""Communication hooks: GradBucket → future of the reduced bucket. In progress: default."""

@@ -1,0 +1,89 @@
+"""The average itself, and the average in half precision; each works alone, and the compressing ones around any other hook.
+
+A hook is called once for each bucket, in one order on all ranks, and returns a future of the reduced buffer. On one node the
+transfer is processor time and gains nothing from a thread, so it happens in the call; between nodes it goes to the group's
+thread.
+
+Source: ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``, whose names and signatures these are. It divides by W
+before the sum and in half precision; here the sum is divided in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mpidist.comm.arithmetic import AVG
+from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.process_group import native_group
+from mpidist.future import Future
+
+Tensor = torch.Tensor
+Hook = Callable[[Any, Any], Any]
+
+
+def allreduce_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
+    """Average the bucket."""
+    return average(native_group(process_group), bucket.buffer())
+
+
+def fp16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
+    """Average the bucket in fp16: half the bytes of fp32."""
+    return _compress(process_group, bucket, torch.float16)
+
+
+def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
+    """Average the bucket in bf16: half the bytes of fp32, and its range."""
+    return _compress(process_group, bucket, torch.bfloat16)
+
+
+def noop_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
+    """Leave each rank's gradients as they are: what a step costs without communication."""
+    return completed(bucket.buffer())
+
+
+def fp16_compress_wrapper(hook: Hook) -> Hook:
+    """Return ``hook`` on an fp16 copy of the bucket."""
+    return _wrapped(hook, torch.float16)
+
+
+def bf16_compress_wrapper(hook: Hook) -> Hook:
+    """Return ``hook`` on a bf16 copy of the bucket."""
+    return _wrapped(hook, torch.bfloat16)
+
+
+def average(group: Any, tensor: Tensor) -> Future[Tensor]:
+    """Start to average a tensor over a native group, in place; return a future of it."""
+    if group.is_single_node:
+        group.all_reduce(tensor, AVG)
+        return completed(tensor)
+    return group.all_reduce(tensor, AVG, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def completed(value: Tensor) -> Future[Tensor]:
+    """Return a future that holds ``value`` already."""
+    future: Future[Tensor] = Future()
+    future.set_result(value)
+    return future
+
+
+def _compress(process_group: Any, bucket: GradBucket, dtype: torch.dtype) -> Future[Tensor]:
+    buffer = bucket.buffer()
+    return average(native_group(process_group), buffer.to(dtype)).then(lambda future: buffer.copy_(future.value()))
+
+
+def _wrapped(hook: Hook, dtype: torch.dtype) -> Hook:
+    def compressed_hook(state: Any, bucket: GradBucket) -> Any:
+        buffer = bucket.buffer()
+        bucket.set_buffer(buffer.to(dtype))
+
+        def decompress(future: Any) -> Tensor:
+            value = future.value()
+            bucket.set_buffer(buffer)
+            return buffer.copy_(value[0] if isinstance(value, (list, tuple)) else value)
+
+        return hook(state, bucket).then(decompress)
+
+    return compressed_hook

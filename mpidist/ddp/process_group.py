@@ -1,0 +1,41 @@
+"""Which of our groups a user means who passes one of torch's, one of ours, or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpidist.comm import group as comm_group
+
+
+def native_group(process_group: Any) -> Any:
+    """Return the native group that ``process_group`` is, wraps, or stands for.
+
+    Args:
+        process_group: A native group, a torch group on the backend ``mpidist``, or None: torch's default group if it is ours,
+            else all ranks of the job.
+
+    Raises:
+        TypeError: A group of another backend.
+    """
+    if process_group is None:
+        return _default_group()
+    if isinstance(process_group, comm_group.ProcessGroup):
+        return process_group
+    native = getattr(process_group, "native", None)
+    if isinstance(native, comm_group.ProcessGroup):
+        return native
+    raise TypeError(
+        'mpidist.ddp needs a group of mpidist: mpidist.comm.init(), or a torch group made with backend="mpidist"; '
+        f"got {type(process_group).__name__}"
+    )
+
+
+def _default_group() -> Any:
+    # A script that has called torch's init_process_group("mpidist") means that group.
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        default = getattr(dist.group.WORLD, "native", None)
+        if isinstance(default, comm_group.ProcessGroup):
+            return default
+    return comm_group.init()
