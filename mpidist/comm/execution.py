@@ -85,6 +85,17 @@ class Execution:
         """Say whether ``close`` was called."""
         return self._closed
 
+    def in_order(self, function: Callable[[], None]) -> Work:
+        """Have ``function()`` executed on the group's thread in its turn; collectives that it calls are executed at once.
+
+        For an operation of several stages that must not mix with others': whatever a rank has queued meanwhile waits behind it.
+
+        Collective: over the group, as far as ``function`` is.
+        """
+        work = self._launch("in_order", _call, (), (), (function,), async_op=True)
+        assert work is not None
+        return work
+
     def where(self, operation: str) -> str:
         """Return the beginning of a message about ``operation``."""
         text = self._wheres.get(operation)
@@ -214,3 +225,7 @@ class Execution:
 
 def _nothing(comm: Communicator, inputs: Any, outputs: Any) -> None:
     return None
+
+
+def _call(comm: Communicator, inputs: Any, outputs: Any, function: Callable[[], None]) -> None:
+    function()

@@ -1,1 +1,1 @@
-"""plan → bucket → reducer → hooks → comm: gradients to their average. In progress: the hooks are to come."""
+"""plan → bucket → reducer → hooks → comm: gradients to their average. In progress: ``join``, saving hooks, the demo."""

@@ -11,14 +11,14 @@ from mpidist.errors import DisagreementError
 
 
 def require_equal_parameters(group: Any, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Compare names, shapes and dtypes of the parameters.
+    """Compare names, shapes, strides and dtypes of the parameters; a bucket holds elements in the order of memory.
 
     Collective: over the group.
 
     Raises:
         DisagreementError: On all ranks, naming the first parameter that differs and what each rank holds.
     """
-    own = [(name, tuple(p.shape), str(p.dtype)) for name, p in named]
+    own = [(name, tuple(p.shape), str(p.dtype), p.stride()) for name, p in named]
     tables = group.all_gather_object(own)
     if all(table == tables[0] for table in tables):
         return
@@ -36,5 +36,5 @@ def broadcast_state(group: Any, tensors: Sequence[torch.Tensor]) -> None:
             group.broadcast(tensor.detach(), 0)
 
 
-def _text(row: tuple[str, tuple[int, ...], str] | None) -> str:
-    return "none" if row is None else f"{row[0]} {row[1]} {row[2]}"
+def _text(row: tuple[str, tuple[int, ...], str, tuple[int, ...]] | None) -> str:
+    return "none" if row is None else f"{row[0]} {row[1]} {row[2]} strides {row[3]}"

@@ -15,13 +15,15 @@ class Bucket:
     Attributes:
         indices: Places of its parameters in the reducer's list, in the order in which they lie in ``flat``.
         parameters: The parameters.
+        names: Their names in the module.
         flat: N elements, the gradients one behind the other.
         views: For each parameter its part of ``flat``, in the parameter's shape and, where that is dense, its strides.
     """
 
-    def __init__(self, indices: Sequence[int], parameters: Sequence[Tensor]) -> None:
+    def __init__(self, indices: Sequence[int], parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         self.indices = tuple(indices)
         self.parameters = [parameters[place] for place in indices]
+        self.names = tuple(names[place] for place in indices)
         first = self.parameters[0]
         self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
         self.views: list[Tensor] = []
@@ -51,6 +53,10 @@ class GradBucket:
     def is_last(self) -> bool:
         """Say whether it is the last to be launched in this backward pass."""
         return self._is_last
+
+    def names(self) -> tuple[str, ...]:
+        """Return the parameters' names; what a hook keeps for a parameter it keeps by name, because buckets change."""
+        return self._bucket.names
 
     def buffer(self) -> Tensor:
         """Return the flat tensor of N elements."""

@@ -246,7 +246,7 @@ class Reducer:
 
     def _lay_out(self, order: Sequence[int]) -> None:
         held = [parameter.grad for parameter in self._parameters]
-        self._buckets = [Bucket(indices, self._parameters) for indices in self._planned(order)]
+        self._buckets = [Bucket(indices, self._parameters, self._names) for indices in self._planned(order)]
         self._bucket_of = [0] * len(self._parameters)
         for index, bucket in enumerate(self._buckets):
             for place, view in zip(bucket.indices, bucket.views, strict=True):

@@ -1,1 +1,1 @@
-"""Communication hooks: GradBucket → future of the reduced bucket. In progress: default."""
+"""Communication hooks: GradBucket → future of the reduced bucket."""

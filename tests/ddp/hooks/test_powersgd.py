@@ -1,0 +1,183 @@
+"""PowerSGD: approximation + error = input; full rank is the plain average; the same weights on all ranks; the paper's volumes."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+
+from mpidist.ddp.bucket import Bucket, GradBucket
+from mpidist.ddp.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, orthogonalize, powerSGD_hook
+from mpidist.ddp.module import DistributedDataParallel
+from tests.support import agree
+
+SHAPES = {"a": (12, 20), "b": (12,), "conv": (8, 3, 5, 5), "c": (12, 20), "empty": (0, 4), "scalar": ()}
+
+
+def bucket_of(rank, names=tuple(SHAPES), seed=0, channels_last=False):
+    parameters = [torch.nn.Parameter(torch.zeros(SHAPES[name])) for name in names]
+    if channels_last:
+        parameters = [
+            torch.nn.Parameter(p.detach().to(memory_format=torch.channels_last)) if p.dim() == 4 else p for p in parameters
+        ]
+    bucket = Bucket(range(len(names)), parameters, names)
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    for view in bucket.views:
+        view.copy_(torch.randn(view.shape, generator=generator))
+    return bucket
+
+
+def mean_of(group, tensors):
+    means = [t.clone() for t in tensors]
+    for tensor in means:
+        group.all_reduce(tensor, "avg")
+    return means
+
+
+def state_of(group, rank, **options):
+    return PowerSGDState(group, rank, start_powerSGD_iter=0, min_compression_rate=1, **options)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_approximation_and_error_add_up_to_the_input(group, hook, in_thread, monkeypatch):
+    monkeypatch.setattr(type(group), "is_single_node", not in_thread)
+    state = state_of(group, 2)
+    names = ("a", "conv", "c")
+    for step in range(3):
+        bucket = bucket_of(group.rank, names, step)
+        flat = bucket.flat.clone()
+        before = {name: error.clone() for name, error in state.error_dict.items()}
+        result = hook(state, GradBucket(bucket, 0, True)).wait()
+        for name, view in zip(names, bucket.views, strict=True):
+            if hook is batched_powerSGD_hook:
+                continue
+            start = view.storage_offset()
+            m = flat[start : start + view.numel()].view(view.shape[0], -1) + before.get(name, torch.zeros(view.shape[0], 1))
+            agree(group, torch.allclose(view.flatten(1) + state.error_dict[name], m, atol=1e-5), f"{name} step {step}")
+        if hook is batched_powerSGD_hook:
+            ((name, error),) = state.error_dict.items()
+            total = flat + before[name][: flat.numel()] if before else flat
+            agree(group, torch.allclose(result + error[: flat.numel()], total, atol=1e-5), f"step {step}")
+        told = group.all_gather_object(result)
+        agree(group, all(torch.equal(other, told[0]) for other in told), "ranks differ")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("epsilon", [0, 1e-8])
+def test_full_rank_is_the_plain_average(group, batch, channels_last, epsilon):
+    # Only if the ranks' column spaces together have no more than r dimensions, so r = n.
+    state = PowerSGDState(
+        group, 12, 0, min_compression_rate=0.1, batch_tensors_with_same_shape=batch, orthogonalization_epsilon=epsilon
+    )
+    bucket = bucket_of(group.rank, channels_last=channels_last)
+    expected = mean_of(group, [view.contiguous() for view in bucket.views])
+    powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
+    pairs = zip(bucket.views, expected, strict=True)
+    agree(group, all(torch.allclose(a, b, atol=2e-4) for a, b in pairs), "differs from the average")
+    agree(group, set(state.error_dict) == {"a", "conv", "c"}, str(set(state.error_dict)))
+
+
+@pytest.mark.mpi
+def test_batching_changes_no_result(group):
+    results = []
+    for batch in (False, True):
+        state = state_of(group, 2, batch_tensors_with_same_shape=batch)
+        bucket = bucket_of(group.rank)
+        powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
+        results.append(bucket.flat)
+    agree(group, torch.allclose(*results, atol=1e-5))
+
+
+@pytest.mark.mpi
+def test_what_is_kept_follows_the_names_not_the_buckets(group):
+    kept, moved = state_of(group, 2), state_of(group, 2)
+    names = ("a", "conv", "c")
+    for step in range(3):
+        one = bucket_of(group.rank, names, step)
+        powerSGD_hook(kept, GradBucket(one, 0, True)).wait()
+        parts = {name: view.clone() for name, view in zip(names, bucket_of(group.rank, names, step).views, strict=True)}
+        for index, chosen in enumerate([("c", "a"), ("conv",)] if step else [names]):
+            bucket = Bucket(range(len(chosen)), [torch.nn.Parameter(torch.zeros(SHAPES[n])) for n in chosen], chosen)
+            for name, view in zip(chosen, bucket.views, strict=True):
+                view.copy_(parts[name])
+            powerSGD_hook(moved, GradBucket(bucket, index, index == (1 if step else 0))).wait()
+            for name, view in zip(chosen, bucket.views, strict=True):
+                agree(group, torch.allclose(view, one.views[names.index(name)], atol=1e-5), f"{name} step {step}")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_training_with_it_learns_and_keeps_ranks_equal(group, hook, in_thread, monkeypatch):
+    monkeypatch.setattr(type(group), "is_single_node", not in_thread)
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
+    ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.001)
+    state = PowerSGDState(group, 2, start_powerSGD_iter=3)
+    ddp.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(group.rank)
+    losses = []
+    for _ in range(60):
+        x = torch.randn(8, 16, generator=generator)
+        optimizer.zero_grad()
+        loss = (ddp(x) - x.roll(1, 1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    told = group.all_gather_object([p.detach() for p in module.parameters()])
+    agree(group, all(torch.equal(a, b) for other in told for a, b in zip(other, told[0], strict=True)), "ranks differ")
+    agree(group, losses[-1] < 0.7 * losses[0], str(losses[::10]))
+    agree(group, state.iter == 60 and state.compression_stats()[0] > 1.5, str(state.compression_stats()))
+
+
+RESNET18 = [(64, 3, 7, 7)]
+for width, before in ((64, 64), (128, 64), (256, 128), (512, 256)):
+    RESNET18 += [(width, before, 3, 3), (width, width, 3, 3), (width, width, 3, 3), (width, width, 3, 3)]
+    if width != before:
+        RESNET18.append((width, before, 1, 1))
+
+
+@pytest.mark.parametrize(("rank", "rate"), [(1, 243), (2, 136), (4, 72)])
+def test_volume_on_resnet18(rank, rate):
+    """arXiv 1905.13727, table 3: ResNet-18 for CIFAR, 10 classes, batch norms sent whole."""
+    matrices = [(64, 3 * 3 * 3), *[(s[0], torch.Size(s[1:]).numel()) for s in RESNET18[1:]], (10, 512)]
+    vectors = 2 * (64 + sum(s[0] for s in RESNET18[1:])) + 10
+    before = vectors + sum(n * m for n, m in matrices)
+    after = vectors + sum(min(n * m, (n + m) * min(n, m, rank)) for n, m in matrices)
+    assert round(before / after) == pytest.approx(rate, rel=0.03)
+
+
+@pytest.mark.parametrize("epsilon", [0, 1e-8])
+@pytest.mark.parametrize("shape", [(7, 1), (7, 3), (5, 5)])
+def test_orthogonalize(shape, epsilon):
+    matrix = torch.randn(shape)
+    product = orthogonalize(matrix.clone(), epsilon)
+    assert torch.allclose(product.t() @ product, torch.eye(shape[1]), atol=1e-4)
+    assert torch.allclose(product @ (product.t() @ matrix), matrix, atol=1e-4)  # the same space
+
+
+def test_a_state_is_saved_without_its_group():
+    state = PowerSGDState("a group", 3, random_seed=7)
+    state.error_dict["a"] = torch.ones(2, 2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=True)
+        copy.copy(state)
+    assert any("process_group" in str(w.message) for w in told)
+    assert again.process_group is None
+    assert (again.matrix_approximation_rank, again.random_seed) == (3, 7)
+    assert torch.equal(again.error_dict["a"], torch.ones(2, 2))
+
+
+def test_bad_rank():
+    with pytest.raises(ValueError, match="at least 1"):
+        PowerSGDState(None, 0)
