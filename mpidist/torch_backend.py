@@ -66,7 +66,8 @@ def _or_mpi(env_handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator
 
 def _initialises_mpidist() -> bool:
     # torch does not tell a rendezvous handler for which backend it is asked.
-    return str(_local_of("init_process_group", "backend")).lower().split(":")[-1] == _NAME
+    named = str(_local_of("init_process_group", "backend")).lower().split(",")
+    return any(part.split(":")[-1] == _NAME for part in named)
 
 
 def _refuse_company() -> None:

@@ -179,6 +179,8 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: TensorList, opts: Any) -> Work:
         """See broadcast."""
+        if len(tensors) == 1:
+            return self._call(self.native.broadcast, tensors, opts, _plain(tensors)[0], opts.rootRank)
         return self._call(self.native.broadcast_coalesced, tensors, opts, _plain(tensors), opts.rootRank)
 
     def allgather(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any = None) -> Work:

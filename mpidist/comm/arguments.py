@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from mpidist.comm import arithmetic
+
 
 def tensor(where: str, value: Any, name: str) -> None:
     """Require a dense tensor on the CPU or on CUDA.
@@ -28,8 +30,10 @@ def tensor(where: str, value: Any, name: str) -> None:
 
 def tensors(where: str, values: Any, name: str, count: int | None = None) -> None:
     """Require a list of ``count`` tensors on one device and of one dtype."""
-    if not isinstance(values, (list, tuple)) or not values:
-        raise TypeError(f"{where} needs {name} to be a non-empty list of tensors; got {type(values).__name__}")
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(f"{where} needs {name} to be a list of tensors; got {type(values).__name__}")
+    if not values:
+        raise ValueError(f"{where} needs {name} to hold at least one tensor; got none")
     if count is not None and len(values) != count:
         raise ValueError(f"{where} needs {name} to hold {count} tensors, one a rank; got {len(values)}")
     for place, value in enumerate(values):
@@ -53,14 +57,15 @@ def same(where: str, values: Sequence[torch.Tensor], names: str) -> None:
 
 
 def writable(where: str, value: torch.Tensor, name: str) -> None:
-    """Refuse a leaf that autograd tracks, as torch's own in-place operations do.
+    """Refuse a tensor that autograd tracks.
 
     Raises:
-        ValueError: Writing would change a leaf behind autograd's back.
+        ValueError: Writing would change it behind autograd's back, and gradients would silently be wrong.
     """
-    if value.requires_grad and value.is_leaf and torch.is_grad_enabled():
+    if value.requires_grad and torch.is_grad_enabled():
+        what = "a leaf" if value.is_leaf else "a tensor"
         raise ValueError(
-            f"{where} would write into {name}, a leaf that requires grad; pass {name}.detach(), or call under torch.no_grad()"
+            f"{where} would write into {name}, {what} that requires grad; pass {name}.detach(), or call under torch.no_grad()"
         )
 
 
@@ -71,15 +76,28 @@ def rank(where: str, value: Any, name: str, size: int) -> None:
         TypeError: Not an int.
         ValueError: Outside 0 … W - 1.
     """
-    if not isinstance(value, int) or isinstance(value, bool):
+    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, torch.Tensor):
         raise TypeError(f"{where} needs {name} to be a rank (int); got {value!r}")
     if not 0 <= value < size:
         raise ValueError(f"{where} needs {name} in 0 … {size - 1}; got {value}")
 
 
+def operation(where: str, dtype: torch.dtype, value: Any) -> None:
+    """Require a reduction that has a meaning for the dtype.
+
+    Raises:
+        TypeError: None for this dtype, or no reduction at all.
+        ValueError: A name of none.
+    """
+    try:
+        arithmetic.reduction(dtype, value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
+
+
 def tag(where: str, value: Any, highest: int) -> None:
     """Require a tag that MPI can carry."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= highest:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= value <= highest:
         raise ValueError(f"{where} needs a tag in 0 … {highest}; got {value!r}")
 
 
@@ -102,7 +120,9 @@ def splits(where: str, value: torch.Tensor, sizes: Sequence[int] | None, name: s
     Raises:
         ValueError: Not one size a rank, a negative one, or a sum that is not the number of rows.
     """
-    rows = value.shape[0] if value.dim() else 0
+    if not value.dim():
+        raise ValueError(f"{where} needs {name} with a first dimension to cut; got a tensor without dimensions")
+    rows = value.shape[0]
     if not sizes:
         if rows % ranks:
             raise ValueError(f"{where} needs {name} whose first dimension divides by {ranks}; got shape {tuple(value.shape)}")

@@ -24,6 +24,9 @@ class PremulSum:
 
     factor: Any
 
+    def __str__(self) -> str:
+        return "premul_sum"  # each rank has a factor of its own: not a fact on which ranks must agree
+
 
 Operation = str | PremulSum
 
@@ -70,6 +73,8 @@ def reduction(dtype: torch.dtype, operation: Operation) -> Reduction:
         if dtype == torch.bool:
             raise TypeError("PREMUL_SUM has no meaning for torch.bool; use SUM, which is a logical or")
         return Reduction(plan.combine, plan.wide, False, operation.factor)
+    if not isinstance(operation, str):
+        raise TypeError(f"a reduction is one of mpidist.comm.SUM, AVG, … (strings), or PremulSum(factor); got {operation!r}")
     return _reduction(dtype, operation)
 
 

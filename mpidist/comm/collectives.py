@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import arguments, arithmetic, movement, reductions
+from mpidist.comm import arguments, movement, reductions
 from mpidist.comm.arithmetic import SUM, Operation
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.execution import Execution
@@ -51,7 +51,7 @@ class Collectives(Execution):
         where = self.where("all_reduce")
         arguments.tensor(where, tensor, "tensor")
         arguments.writable(where, tensor, "tensor")
-        arithmetic.reduction(tensor.dtype, op)
+        arguments.operation(where, tensor.dtype, op)
         both = (tensor,)
         return self._launch("all_reduce", reductions.all_reduce, both, both, (op,), async_op, (("tensor", tensor), ("op", op)))
 
@@ -61,7 +61,7 @@ class Collectives(Execution):
         arguments.tensors(where, tensors, "tensors")
         for tensor in tensors:
             arguments.writable(where, tensor, "tensors")
-        arithmetic.reduction(tensors[0].dtype, op)
+        arguments.operation(where, tensors[0].dtype, op)
         facts = (("tensors", tensors), ("op", op))
         execute = reductions.all_reduce_flat
         return self._launch("all_reduce_coalesced", execute, tensors, tensors, (op,), async_op, facts)
@@ -71,7 +71,7 @@ class Collectives(Execution):
         where = self.where("reduce")
         arguments.tensor(where, tensor, "tensor")
         arguments.rank(where, dst, "dst", self.size)
-        arithmetic.reduction(tensor.dtype, op)
+        arguments.operation(where, tensor.dtype, op)
         if self.rank == dst:
             arguments.writable(where, tensor, "tensor")
         outputs = (tensor,) if self.rank == dst else ()
@@ -145,7 +145,7 @@ class Collectives(Execution):
         arguments.same(where, (output, input_list[0]), "output and input_list")
         for place, tensor in enumerate(input_list):
             arguments.numel(where, tensor, f"input_list[{place}]", output.numel(), "the output's number")
-        arithmetic.reduction(output.dtype, op)
+        arguments.operation(where, output.dtype, op)
         execute, facts = reductions.reduce_scatter, (("tensor", output), ("op", op))
         return self._launch("reduce_scatter", execute, input_list, (output,), (op,), async_op, facts)
 
@@ -160,7 +160,7 @@ class Collectives(Execution):
         where = self.where("reduce_scatter_tensor")
         self._check_pairs(where, outputs, inputs, output_factor=1, input_factor=self.size)
         for output in outputs:
-            arithmetic.reduction(output.dtype, op)
+            arguments.operation(where, output.dtype, op)
         execute, facts = reductions.reduce_scatter_tensor, (("tensors", outputs), ("op", op))
         return self._launch("reduce_scatter_tensor", execute, inputs, outputs, (op,), async_op, facts)
 

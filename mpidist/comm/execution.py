@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +44,7 @@ class Execution:
 
     Attributes:
         name: The group's name, for messages.
+        key: Names the group alone, and alike on all its ranks.
         rank: This rank in the group.
         size: W, the number of ranks.
         world_ranks: The members' ranks in the world, in group order.
@@ -53,14 +56,21 @@ class Execution:
     _told_operations: tuple[str, ...] = ()
 
     def __init__(
-        self, comm: Communicator, name: str, world_ranks: Sequence[int], timeout_s: float | None, debug: bool | None = None
+        self,
+        comm: Communicator,
+        name: str,
+        key: str,
+        world_ranks: Sequence[int],
+        timeout_s: float | None,
+        debug: bool | None = None,
     ) -> None:
         self.name = name
+        self.key = key
         self.rank = comm.rank
         self.size = comm.size
         self.world_ranks = tuple(world_ranks)
         self.timeout_s = timeout_s
-        self.journal = Journal(name)
+        self.journal = Journal(name, key)
         self._comm = comm
         self._mpi = comm.mpi
         self._progress = Progress(name)
@@ -102,6 +112,13 @@ class Execution:
         if text is None:
             text = self._wheres[operation] = f'rank {self.rank} of {self.size} (group "{self.name}"): {operation}'
         return text
+
+    def __del__(self) -> None:
+        # Closing is collective, and a finalizer must not communicate: the communicator stays, its thread need not.
+        if not getattr(self, "_closed", True) and self.size > 1:
+            self._progress.abandon()
+            if not sys.is_finalizing():
+                warnings.warn(f'group "{self.name}" was dropped without close(); its communicator is lost', ResourceWarning, 2)
 
     def fail(self, error: MpidistError) -> None:
         """Make every later call, and the one under way when MPI lets it go, raise ``error``."""
@@ -202,7 +219,9 @@ class Execution:
                 if self._entered:  # raised by the operation itself, which the other ranks are in, too
                     raise
                 refusal = ((agreement.REFUSAL, str(error).removeprefix(self.where("")).replace(";", ",")),)
-                self._launch(operation, _nothing, (), (), facts=refusal)
+                # As the other ranks call it: two calls are told by the name of their plain form.
+                name = operation.removesuffix("_coalesced") if "_tensor_" in operation else operation
+                self._launch(name, _nothing, (), (), facts=refusal)
                 raise  # every rank refused it with the same words
 
         return call

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,6 +25,7 @@ _CLOSE_S = 30.0  # how long close() lets asynchronous operations end
 _HIGHEST_CREATE_TAG = 32_000  # MPI guarantees tags up to 32767
 
 _default: ProcessGroup | None = None
+_worlds = itertools.count(1)  # groups of all ranks so far
 
 
 class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
@@ -30,7 +34,13 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
     Make one with ``init`` (all ranks of the job), ``new_group``, ``split`` or ``clone``.
     """
 
+    # How often each kind of child was made. All members count alike, so a child's key is the same for all its ranks.
+    _splits = 0
     _clones = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._made: Counter[str] = Counter()
 
     def new_group(
         self, ranks: Sequence[int], name: str | None = None, timeout: float | timedelta | None = None
@@ -58,10 +68,12 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
             return None
         name = name or f"{self.name}/{'-'.join(map(str, ranks[:8]))}{'-…' if len(ranks) > 8 else ''}"
         members = self._mpi.Get_group().Incl(ranks)
+        kind = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        self._made[kind] += 1
         # The tag keeps two groups apart that two threads make at once.
         mpi = self._mpi.Create_group(members, zlib.crc32(repr((name, ranks)).encode()) % _HIGHEST_CREATE_TAG)
         members.Free()
-        return self._child(mpi, name, timeout)
+        return self._child(mpi, name, f"{self.key}/{kind}#{self._made[kind]}", timeout)
 
     def split(self, color: int | None, key: int = 0, timeout: float | timedelta | None = None) -> ProcessGroup | None:
         """Divide the group: ranks of one ``color`` (≥ 0) form a new one, ordered by ``key``, then by rank; None joins none.
@@ -83,12 +95,15 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
 
     def _split(self, color: int | None, key: int, timeout: float | timedelta | None, name: str) -> ProcessGroup | None:
         self._require_usable("split")
-        if color is not None and (not isinstance(color, int) or color < 0):
+        if color is not None and (isinstance(color, bool) or not hasattr(color, "__index__") or color < 0):
             raise ValueError(f"{self.where('split')} needs a color of None or ≥ 0; got {color!r}")
         made: list[Any] = []
+        self._splits += 1
         mpi_color = MPI.UNDEFINED if color is None else color
         self._launch("split", _split, (), (), (mpi_color, key, made))
-        return None if made[0] == MPI.COMM_NULL else self._child(made[0], name, timeout)
+        return (
+            None if made[0] == MPI.COMM_NULL else self._child(made[0], name, f"{self.key}/split{self._splits}.{color}", timeout)
+        )
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """End the group: let queued operations end, then free its thread and communicator. May be called twice.
@@ -106,11 +121,11 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
         if self._failure is None and not MPI.Is_finalized():
             self._mpi.Free()
 
-    def _child(self, mpi: Any, name: str, timeout: float | timedelta | None) -> ProcessGroup:
+    def _child(self, mpi: Any, name: str, key: str, timeout: float | timedelta | None) -> ProcessGroup:
         places = MPI.Group.Translate_ranks(mpi.Get_group(), list(range(mpi.Get_size())), self._mpi.Get_group())
         world_ranks = [self.world_ranks[place] for place in places]
         limit = self.timeout_s if timeout is None else seconds(timeout)
-        return _make(mpi, name, world_ranks, limit, self._debug)
+        return _make(mpi, name, key, world_ranks, limit, self._debug)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "failed" if self._failure else "open"
@@ -144,7 +159,7 @@ def from_world(name: str, timeout: float | timedelta | None, key: int | None = N
     world = runtime.world()
     mpi = world.comm.Split(0, world.rank if key is None else key)
     places = MPI.Group.Translate_ranks(mpi.Get_group(), list(range(mpi.Get_size())), world.comm.Get_group())
-    return _make(mpi, name, places, seconds(timeout), debug)
+    return _make(mpi, name, f"world{next(_worlds)}", places, seconds(timeout), debug)
 
 
 def default() -> ProcessGroup:
@@ -158,11 +173,11 @@ def default() -> ProcessGroup:
     return _default
 
 
-def _make(mpi: Any, name: str, world_ranks: Sequence[int], timeout_s: float | None, debug: bool | None) -> ProcessGroup:
+def _make(mpi: Any, name: str, key: str, world_ranks: Sequence[int], timeout_s: float | None, debug: bool | None) -> ProcessGroup:
     mpi.Set_errhandler(MPI.ERRORS_RETURN)
     world = runtime.world()
     comm = Communicator(mpi, world.is_single_node, world.highest_tag)
-    group = ProcessGroup(comm, name, world_ranks, timeout_s, debug)
+    group = ProcessGroup(comm, name, key, world_ranks, timeout_s, debug)
     watchdog.watch(group)
     return group
 

@@ -12,6 +12,7 @@ class Entry:
     """One operation under way, or the last that ended, as plain data that can be sent to another rank."""
 
     group: str
+    key: str  # the group's, unique and the same on all its ranks
     sequence: int  # collectives started on this group by this rank, this one included; 0 for point-to-point
     operation: str
     shape: tuple[int, ...] | None
@@ -44,16 +45,18 @@ class Journal:
 
     Attributes:
         group: The group's name.
+        key: Its key, for the watchdogs.
         sequence: Collectives started so far.
         operation: The one that started last.
         tensor: Its tensor while it is under way (None if it has none), else ``IDLE``.
         queued: Asynchronous operations behind it.
     """
 
-    __slots__ = ("_seen", "_waits", "group", "operation", "queued", "sequence", "tensor")
+    __slots__ = ("_seen", "_waits", "group", "key", "operation", "queued", "sequence", "tensor")
 
-    def __init__(self, group: str) -> None:
+    def __init__(self, group: str, key: str) -> None:
         self.group = group
+        self.key = key
         self.sequence = 0
         self.operation = "none"
         self.tensor: Any = IDLE
@@ -95,7 +98,7 @@ class Journal:
         """Return the collective (or that there is none) first, then the point-to-point waits."""
         tensor = self.tensor
         if tensor is IDLE:
-            now = Entry(self.group, self.sequence, self.operation, None, None, None, self.queued)
+            now = Entry(self.group, self.key, self.sequence, self.operation, None, None, None, self.queued)
         else:
             now = self._entry(self.operation, tensor, self.observe(), self.sequence)
         clock = time.monotonic()
@@ -105,4 +108,4 @@ class Journal:
     def _entry(self, operation: str, tensor: Any, seconds: float, sequence: int) -> Entry:
         shape = tuple(tensor.shape) if tensor is not None else None
         dtype = str(tensor.dtype) if tensor is not None else None
-        return Entry(self.group, sequence, operation, shape, dtype, seconds, self.queued)
+        return Entry(self.group, self.key, sequence, operation, shape, dtype, seconds, self.queued)

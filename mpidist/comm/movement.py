@@ -63,10 +63,12 @@ def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
         return
     flat = _as_one(outputs, counts[0])
     held = flat if flat is not None else comm.scratch(sum(counts), torch.uint8)
+    is_in_place = source.nbytes and source.data_ptr() == held.data_ptr() + sum(counts[: comm.rank])
+    send = MPI.IN_PLACE if is_in_place else buffer.as_bytes(source)  # MPI forbids overlap otherwise
     if min(counts) == max(counts):
-        comm.mpi.Allgather(buffer.as_bytes(source), (buffer.memory(held.data_ptr(), sum(counts)), counts[0], MPI.BYTE))
+        comm.mpi.Allgather(send, (buffer.memory(held.data_ptr(), sum(counts)), counts[0], MPI.BYTE))
     else:
-        comm.mpi.Allgatherv(buffer.as_bytes(source), _ragged(held, counts))
+        comm.mpi.Allgatherv(send, _ragged(held, counts))
     if flat is None:
         _unpack(held, outputs, counts)
 

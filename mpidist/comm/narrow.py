@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from mpidist.comm import arithmetic, buffer, operations, shards
+from mpidist.comm import arithmetic, buffer, extremes, operations, shards
 from mpidist.comm.arithmetic import COMBINE, Reduction
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.library import MPI
@@ -44,7 +44,7 @@ def prepared(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> Calla
     None where Python's part of the time does not count, or nothing can be prepared.
     """
     numel = tensor.numel()
-    if not numel or not arithmetic.rounds_once(tensor.dtype, plan):
+    if not numel or not arithmetic.rounds_once(tensor.dtype, plan) or extremes.applies(tensor.dtype, plan):
         return None
     if comm.size == 2 and tensor.nbytes <= WHOLE_BYTES:
         peer, tag, combine = 1 - comm.rank, comm.own_tag(shards.TAG), COMBINE[plan.combine]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -84,12 +83,11 @@ class Progress:
                 f"{timeout_s:.0f} s; wait() for every asynchronous operation before the group is destroyed"
             )
 
-    def drained(self, timeout_s: float) -> bool:
-        """Wait until nothing is queued; say whether that was so in time."""
-        deadline = time.monotonic() + timeout_s
-        while self.pending and time.monotonic() < deadline:
-            time.sleep(1e-3)
-        return not self.pending
+    def abandon(self) -> None:
+        """Let the thread end once what was queued has ended; nobody waits for it."""
+        if not self._closed and self._thread is not None:
+            self._closed = True
+            self._queue.put(None)
 
     def _run(self) -> None:
         self._thread_id = threading.get_ident()

@@ -1,8 +1,9 @@
 """Collectives with arithmetic, over contiguous host tensors: all_reduce, reduce, reduce_scatter.
 
-MPI's own reductions serve every type that MPI can add. Three cases are ours:
+MPI's own reductions serve every type that MPI can add. Four cases are ours:
 
 * ``narrow`` types accumulate in fp32.
+* ``extremes`` (MIN and MAX) of floating-point numbers go as integers, because MPI leaves open what becomes of NaN.
 * Large tensors within a node go by ``shards``: MPI libraries allocate a temporary of the tensor's size in each call, and its page
   faults cost more than the transfer (docs/decisions/0002 has the figures).
 * Counts past ``MAX_COUNT`` elements are cut.
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mpidist.comm import arithmetic, buffer, narrow, operations, shards
+from mpidist.comm import arithmetic, buffer, extremes, narrow, operations, shards
 from mpidist.comm.arithmetic import Operation, Reduction
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.library import MPI
@@ -32,6 +33,11 @@ def all_reduce(comm: Communicator, inputs: Tensors, outputs: Tensors, operation:
         plan = arithmetic.reduction(tensor.dtype, operation)
         arithmetic.scale(tensor, plan)
         if comm.size == 1:
+            continue
+        if extremes.applies(tensor.dtype, plan):
+            ints = extremes.encode(tensor, plan)
+            all_reduce(comm, (), (ints,), operation)
+            extremes.decode(ints, tensor)
             continue
         if plan.wide is not None:
             narrow.all_reduce(comm, tensor.view(-1), plan)
@@ -51,6 +57,7 @@ def is_one_call(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> bo
         plan.wide is None
         and plan.factor is None
         and not plan.divides
+        and not extremes.applies(tensor.dtype, plan)
         and tensor.dtype in buffer.datatypes()
         and tensor.dtype is not torch.bool
         and tensor.numel() <= buffer.MAX_COUNT
@@ -78,6 +85,12 @@ def reduce(comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Ope
     """Reduce to the root's tensor; the others' stay as they were."""
     (tensor,) = inputs
     plan = arithmetic.reduction(tensor.dtype, operation)
+    if extremes.applies(tensor.dtype, plan):
+        ints = extremes.encode(tensor, plan)
+        reduce(comm, (ints,), (ints,), operation, root)
+        if comm.rank == root:
+            extremes.decode(ints, tensor)
+        return
     flat = tensor.view(-1)
     if comm.size > 1 and plan.factor is None and shards.are_faster(comm, flat.nbytes, flat.dtype, plan):
         shards.reduce(comm, flat, plan, root)
@@ -127,6 +140,12 @@ def _reduce_scatter_flat(
     in_place = source.data_ptr() + comm.rank * target.nbytes == target.data_ptr()
     if comm.size == 1:
         target.copy_(source)
+        return
+    if extremes.applies(target.dtype, plan):
+        ints = extremes.encode(source, plan)
+        own = torch.empty_like(ints[:count])
+        _reduce_scatter_flat(comm, ints, own, operation, may_write=True)
+        extremes.decode(own, target)
         return
     if plan.wide is not None or shards.are_faster(comm, source.nbytes, target.dtype, plan):
         if not in_place:

@@ -174,8 +174,11 @@ def _start() -> World:
 
 
 def _install_hooks(size: int) -> None:
-    # mpi4py registered its MPI_Finalize earlier, so ours runs before it.
-    atexit.register(_close_all)
+    # MPI deletes the attributes of COMM_SELF first of all when it ends (MPI-4.1 §11.2.4), so a user's own MPI_Finalize stops our
+    # threads, too. At exit we delete it ourselves, while Python still runs; mpi4py registered its MPI_Finalize earlier.
+    key = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, value: _close_all())
+    MPI.COMM_SELF.Set_attr(key, True)
+    atexit.register(_delete_attribute, key)
     if size == 1:
         return
     previous = sys.excepthook
@@ -195,6 +198,11 @@ def _end_job_for(kind: type[BaseException], error: BaseException, where: str) ->
     if os.environ.get(_ENV_ALL_THREADS) == "1":
         faulthandler.dump_traceback(file=2, all_threads=True)
     abort(f"{kind.__name__} {where}")
+
+
+def _delete_attribute(key: int) -> None:
+    if not MPI.Is_finalized() and MPI.COMM_SELF.Get_attr(key):
+        MPI.COMM_SELF.Delete_attr(key)
 
 
 def _close_all() -> None:

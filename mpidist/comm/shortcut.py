@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mpidist.comm import arithmetic, buffer, narrow, operations, reductions
-from mpidist.comm.arithmetic import SUM, Operation
+from mpidist.comm.arithmetic import Operation
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.journal import IDLE, Journal
 from mpidist.comm.library import MPI
@@ -67,8 +67,7 @@ class Shortcut:
 
         Below autograd: it writes into a leaf.
         """
-        # Negated views: the sum of what lies in memory is the negated sum, its maximum is not the negated maximum.
-        if not tensor.is_cpu or not tensor.is_contiguous() or (op is not SUM and tensor.is_neg()):
+        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
             return False
         address = tensor.data_ptr()
         call = self._calls.get(address)
@@ -102,7 +101,10 @@ class Shortcut:
         # Conjugate views share their original's memory.
         if not self._is_open or type(tensor) is not torch.Tensor or not isinstance(op, str) or dtype.is_complex:
             return None
-        plan = arithmetic.reduction(dtype, op)
+        try:
+            plan = arithmetic.reduction(dtype, op)
+        except (TypeError, ValueError):
+            return None  # the long way says what is wrong, and where
         if reductions.is_one_call(self._comm, tensor, plan):
             message = (buffer.memory(address, tensor.nbytes), buffer.datatypes()[dtype])
             call = _Call(tensor.nbytes, dtype, op, message, operations.types_of(dtype, plan)[1], None)

@@ -73,7 +73,7 @@ class Watchdog:
         if self._thread is None:
             return
         self._thread.join(timeout_s)
-        last = {group.name: group.journal.sequence for group in list(self.groups)}
+        last = {group.key: group.journal.sequence for group in list(self.groups) if not group.is_closed}
         for rank in range(self.world.size):
             if rank != self.world.rank:
                 self._send(rank, (_LEFT, 0, last))
@@ -102,7 +102,8 @@ class Watchdog:
     def _missing(self, group: Execution) -> list[int]:
         """Return the members that have left and did not take part in the group's present collective."""
         sequence = group.journal.sequence
-        return [rank for rank in group.world_ranks if rank in self._left and self._left[rank].get(group.name, 0) < sequence]
+        # A group that such a rank had closed is not in its list: whatever it had to do there was done.
+        return [rank for rank in group.world_ranks if rank in self._left and self._left[rank].get(group.key, sequence) < sequence]
 
     def _report(self, group: Execution, limit_s: float) -> None:
         sequence = group.journal.sequence
@@ -122,7 +123,7 @@ class Watchdog:
         self._answers = {self.world.rank: group.journal.snapshot()}
         others = [rank for rank in group.world_ranks if rank != self.world.rank and rank not in self._left]
         for rank in others:
-            self._send(rank, (_ASK, self._round, group.name))
+            self._send(rank, (_ASK, self._round, group.key))
         deadline = time.monotonic() + _COLLECT_S
         while len(self._answers) <= len(others) and time.monotonic() < deadline:
             self._serve()
@@ -143,12 +144,12 @@ class Watchdog:
                 self._answers[source] = content
         self._sends = [(request, data) for request, data in self._sends if not faults.is_over(request)]
 
-    def _doings(self, name: str) -> list[Entry]:
+    def _doings(self, key: str) -> list[Entry]:
         # Of the group asked about, and of any other in which this rank is inside a call: that is where a hang usually lies.
         entries = []
         for group in list(self.groups):
             told = group.journal.snapshot()
-            entries += told if group.name == name else [entry for entry in told if entry.seconds is not None]
+            entries += told if group.key == key else [entry for entry in told if entry.seconds is not None]
         return entries
 
     def _send(self, rank: int, content: tuple[str, int, Any]) -> None:
@@ -175,6 +176,6 @@ def _describe(group: Execution, limit_s: float, answers: dict[int, list[Entry]],
             lines.append(f"{label}: no answer within {_COLLECT_S:g} s; the process is stopped, dead, or holds the interpreter")
             continue
         lines += [f"{label}: {entry}" for entry in entries] or [f"{label}: does not know this group (closed, or not made yet)"]
-        if any(e.group == group.name and e.seconds is not None and e.seconds > limit_s for e in entries):
+        if any(e.key == group.key and e.seconds is not None and e.seconds > limit_s for e in entries):
             late.append(rank)
     return "\n".join(lines) + "\n", min(late)
