@@ -71,7 +71,11 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
         kind = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         self._made[kind] += 1
         # The tag keeps two groups apart that two threads make at once.
-        mpi = self._mpi.Create_group(members, zlib.crc32(repr((name, ranks)).encode()) % _HIGHEST_CREATE_TAG)
+        self.journal.enter_creation("new_group")
+        try:
+            mpi = self._mpi.Create_group(members, zlib.crc32(repr((name, ranks)).encode()) % _HIGHEST_CREATE_TAG)
+        finally:
+            self.journal.leave_creation()
         members.Free()
         return self._child(mpi, name, f"{self.key}/{kind}#{self._made[kind]}", timeout)
 

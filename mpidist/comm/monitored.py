@@ -57,45 +57,50 @@ class MonitoredBarrier(Execution):
             )
 
     def _collect(self, limit_s: float | None) -> list[int]:
-        space = {peer: bytearray(8) for peer in range(1, self.size)}
-        requests = {peer: self._listen(peer, space[peer]) for peer in space}
+        arrived: dict[int, int] = {}  # peer: the number of its barrier
+        status = MPI.Status()
 
-        def arrived() -> bool:
-            for peer in list(requests):
-                if requests[peer].Test():
-                    # A rank that was late for an earlier barrier may have left its word for that one.
-                    if int.from_bytes(space[peer], "little") == self._barriers:
-                        del requests[peer]
-                    else:
-                        requests[peer] = self._listen(peer, space[peer])
-            return not requests
+        def all_there() -> bool:
+            while (message := self._mpi.Improbe(MPI.ANY_SOURCE, self._comm.own_tag(_ARRIVE), status)) is not None:
+                word, peer = bytearray(8), status.Get_source()
+                message.Recv((word, 8, MPI.BYTE))
+                number = int.from_bytes(word, "little", signed=True)
+                # A rank that gave up says so, in the order of its messages: its arrival counts no more.
+                if number > 0:
+                    arrived[peer] = number
+                else:
+                    arrived.pop(peer, None)
+            return len(arrived) == self.size - 1
 
-        _poll(arrived, limit_s)
-        missing = sorted(requests)
-        for request in requests.values():
-            request.Cancel()
-            request.Wait()
-        verdict = b"".join(number.to_bytes(8, "little") for number in (self._barriers, *missing))
-        for peer in space:
-            if peer not in missing:
-                self._mpi.Send((verdict, len(verdict), MPI.BYTE), peer, self._comm.own_tag(_VERDICT))
+        _poll(all_there, limit_s)
+        missing = [peer for peer in range(1, self.size) if peer not in arrived]
+        for peer, number in arrived.items():
+            verdict = b"".join(word.to_bytes(8, "little") for word in (number, *missing))
+            self._mpi.Send((verdict, len(verdict), MPI.BYTE), peer, self._comm.own_tag(_VERDICT))
         return missing
 
     def _report_arrival(self, limit_s: float | None) -> list[int]:
-        number = self._barriers.to_bytes(8, "little")
-        self._mpi.Send((number, 8, MPI.BYTE), 0, self._comm.own_tag(_ARRIVE))
-        verdict = bytearray(8 * self.size)
+        self._tell_root(self._barriers)
+        words: list[int] = []
         status = MPI.Status()
-        request = self._mpi.Irecv((verdict, len(verdict), MPI.BYTE), 0, self._comm.own_tag(_VERDICT))
-        if not _poll(lambda: request.Test(status), None if limit_s is None else limit_s + _GRACE_S):
-            request.Cancel()
-            request.Wait()
-            return [0]
-        words = status.Get_count(MPI.BYTE) // 8
-        return [int.from_bytes(verdict[8 * i : 8 * i + 8], "little") for i in range(1, words)]
 
-    def _listen(self, peer: int, space: bytearray) -> Any:
-        return self._mpi.Irecv((space, 8, MPI.BYTE), peer, self._comm.own_tag(_ARRIVE))
+        def verdict_there() -> bool:
+            while (message := self._mpi.Improbe(0, self._comm.own_tag(_VERDICT), status)) is not None:
+                data = bytearray(status.Get_count(MPI.BYTE))
+                message.Recv((data, len(data), MPI.BYTE))
+                words[:] = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+                if words[0] == self._barriers:  # else it is about a barrier that this rank gave up
+                    return True
+            return False
+
+        if _poll(verdict_there, None if limit_s is None else limit_s + _GRACE_S):
+            return words[1:]
+        self._tell_root(-self._barriers)
+        return [0]
+
+    def _tell_root(self, number: int) -> None:
+        word = number.to_bytes(8, "little", signed=True)
+        self._mpi.Send((word, 8, MPI.BYTE), 0, self._comm.own_tag(_ARRIVE))
 
 
 def _poll(ready: Any, limit_s: float | None) -> bool:

@@ -7,16 +7,18 @@ pieces. Every object call is collective over the group like its tensor counterpa
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mpidist.comm import arguments, buffer, frame
+from mpidist.comm import arguments, buffer, departures, frame
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.execution import Execution
 from mpidist.comm.library import MPI
-from mpidist.errors import CommTimeout
+from mpidist.comm.work import RequestWork
+from mpidist.errors import CommTimeout, MpidistError, RankFailureError
 
 _TAG = 2
 _SPIN_S, _SLEEP_S = 1e-3, 50e-6  # a receive looks without pause first, then with pauses
@@ -30,10 +32,12 @@ class Objects(Execution):
         """Give rank ``src``'s object to all; the others' argument is ignored."""
         where = self.where("broadcast_object")
         arguments.rank(where, src, "src", self.size)
-        message = frame.encode(obj) if self.rank == src else None
+        message, refusal = _encoded(obj) if self.rank == src else (None, None)
         result: list[Any] = []
         self._launch("broadcast_object", _broadcast, (), (), (message, src, result), facts=(("src", src),))
-        return obj if self.rank == src else frame.decode(result)
+        if refusal is not None:
+            raise refusal
+        return obj if self.rank == src else _accepted(frame.decode(result), where)
 
     def broadcast_object_list(self, object_list: list[Any], src: int = 0) -> None:
         """Overwrite every rank's list with rank ``src``'s."""
@@ -41,43 +45,73 @@ class Objects(Execution):
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return the W ranks' objects, in rank order."""
-        data = frame.to_bytes(obj)
+        where = self.where("all_gather_object")
+        (header, body), refusal = _encoded(obj)
         parts: list[Any] = []
-        self._launch("all_gather_object", _all_gather, (), (), (data, parts))
-        return [frame.from_bytes(part) for part in parts]
+        self._launch("all_gather_object", _all_gather, (), (), (bytearray().join((header, *body)), parts))
+        if refusal is not None:
+            raise refusal
+        return [_accepted(frame.from_bytes(part), where) for part in parts]
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
         """Return the W ranks' objects on rank ``dst``, None elsewhere."""
-        arguments.rank(self.where("gather_object"), dst, "dst", self.size)
-        message = frame.encode(obj)
+        where = self.where("gather_object")
+        arguments.rank(where, dst, "dst", self.size)
+        message, refusal = _encoded(obj)
         bodies: list[Any] = []
         self._launch("gather_object", _gather, (), (), (message, dst, bodies), facts=(("dst", dst),))
-        return [frame.decode(body) for body in bodies] if self.rank == dst else None
+        if refusal is not None:
+            raise refusal
+        return [_accepted(frame.decode(body), where) for body in bodies] if self.rank == dst else None
 
     def scatter_object(self, object_list: Sequence[Any] | None = None, src: int = 0) -> Any:
         """Return the rank's object of rank ``src``'s list of W."""
         where = self.where("scatter_object")
         arguments.rank(where, src, "src", self.size)
-        messages = None
+        messages: list[Message] | None = None
+        refusal: Exception | None = None
         if self.rank == src:
-            if not isinstance(object_list, (list, tuple)) or len(object_list) != self.size:
-                raise ValueError(f"{where} needs object_list to hold {self.size} objects, one a rank")
-            messages = [frame.encode(obj) for obj in object_list]
+            if isinstance(object_list, (list, tuple)) and len(object_list) == self.size:
+                encoded = [_encoded(obj) for obj in object_list]
+                refusal = next((error for _, error in encoded if error is not None), None)
+                messages = [message for message, _ in encoded]
+            else:
+                refusal = ValueError(f"{where} needs object_list to hold {self.size} objects, one a rank")
+            if refusal is not None:  # told to all, not to the one whose object it is
+                messages = [frame.encode(_Refusal(self.rank, repr(refusal)))] * self.size
         body: list[Any] = []
         self._launch("scatter_object", _scatter, (), (), (messages, src, body), facts=(("src", src),))
-        return frame.decode(body)
+        if refusal is not None:
+            raise refusal
+        return _accepted(frame.decode(body), where)
 
     def send_object(self, obj: Any, dst: int) -> None:
         """Send an object to rank ``dst``; matches its ``recv_object``. Not collective.
 
-        Blocks: until the object may be changed.
+        Blocks: until the object may be changed; for large ones, until they are received.
+
+        Raises:
+            CommTimeout: Not received within the group's timeout. The object is still under way.
+            RankFailureError: Rank ``dst`` died, or has come to the end of its program.
         """
         self._require_usable("send_object")
         arguments.rank(self.where("send_object"), dst, "dst", self.size)
         try:
-            _send(self._comm, frame.encode(obj), dst, _OBJECT_TAG)
+            self._send_message(frame.encode(obj), dst)
         except Exception as error:
             raise self._explain(error, "send_object") from error
+
+    def _send_message(self, message: Message, dst: int) -> None:
+        tag = self._comm.own_tag(_OBJECT_TAG)
+        for part in _parts(message):
+            request = self._mpi.Isend((part, memoryview(part).nbytes, MPI.BYTE), dst, tag)
+            where = self.where("send_object")
+            peers = (self.world_ranks[dst],)
+            work = RequestWork("send_object", None, request, where, self.journal, self.timeout_s, peers=peers)
+            work.kept = part
+            _under_way.append(work)  # MPI reads the memory until it has ended, even if waiting for it fails
+            work.wait()
+            _under_way.remove(work)
 
     def recv_object(self, src: int | None = None) -> tuple[Any, int]:
         """Receive an object from rank ``src`` or from any; return it and the sender's rank. Not collective."""
@@ -85,7 +119,9 @@ class Objects(Execution):
         if src is not None:
             arguments.rank(self.where("recv_object"), src, "src", self.size)
         try:
-            body, source = _recv(self._comm, MPI.ANY_SOURCE if src is None else src, _OBJECT_TAG, self.timeout_s)
+            peers = [r for place, r in enumerate(self.world_ranks) if (place == src if src is not None else place != self.rank)]
+            limit = (self.timeout_s, peers)
+            body, source = _recv(self._comm, MPI.ANY_SOURCE if src is None else src, _OBJECT_TAG, limit)
         except Exception as error:
             raise self._explain(error, "recv_object") from error
         return frame.decode(body), source
@@ -93,6 +129,30 @@ class Objects(Execution):
 
 _OBJECT_TAG = 3  # users' object messages must not match the collectives' own
 Message = tuple[bytes, list[memoryview]]
+Limit = tuple[float | None, Sequence[int]]  # seconds, and the world ranks without which nothing can come
+_under_way: list[RequestWork] = []
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Travels in the place of an object that could not be sent, so that whoever waits for it is told."""
+
+    rank: int
+    reason: str
+
+
+def _encoded(obj: Any) -> tuple[Message, Exception | None]:
+    """Return an object's message; or a refusal's, and why."""
+    try:
+        return frame.encode(obj), None
+    except Exception as error:  # pickle raises whatever the object does
+        return frame.encode(_Refusal(-1, repr(error))), error
+
+
+def _accepted(obj: Any, where: str) -> Any:
+    if isinstance(obj, _Refusal):
+        raise MpidistError(f"{where}: a rank could not send its object: {obj.reason}")
+    return obj
 
 
 def _broadcast(comm: Communicator, inputs: Any, outputs: Any, message: Message | None, root: int, result: list[Any]) -> None:
@@ -152,17 +212,22 @@ def _scatter(comm: Communicator, inputs: Any, outputs: Any, messages: list[Messa
 
 
 def _send(comm: Communicator, message: Message, to: int, tag: int) -> None:
+    for part in _parts(message):
+        comm.mpi.Send((part, memoryview(part).nbytes, MPI.BYTE), to, comm.own_tag(tag))
+
+
+def _parts(message: Message) -> Iterator[Any]:
     # Header and pickle in one message, then each buffer from its own memory.
     header, body = message
     first = header + body[0] if body[0].nbytes <= _SMALL_BYTES else header
-    comm.mpi.Send((first, len(first), MPI.BYTE), to, comm.own_tag(tag))
+    yield first
     for part in body[1:] if first is not header else body:
         for start, count in buffer.pieces(part.nbytes):
-            comm.mpi.Send((part[start : start + count], count, MPI.BYTE), to, comm.own_tag(tag))
+            yield part[start : start + count]
 
 
-def _recv(comm: Communicator, source: int, tag: int, timeout_s: float | None = None) -> tuple[list[Any], int]:
-    message, status = _matched(comm, source, comm.own_tag(tag), timeout_s)
+def _recv(comm: Communicator, source: int, tag: int, limit: Limit = (None, ())) -> tuple[list[Any], int]:
+    message, status = _matched(comm, source, comm.own_tag(tag), limit)
     first = bytearray(status.Get_count(MPI.BYTE))
     source = status.Get_source()
     message.Recv((first, len(first), MPI.BYTE))
@@ -180,15 +245,19 @@ def _recv(comm: Communicator, source: int, tag: int, timeout_s: float | None = N
     return body, source
 
 
-def _matched(comm: Communicator, source: int, tag: int, timeout_s: float | None) -> tuple[Any, Any]:
+def _matched(comm: Communicator, source: int, tag: int, limit: Limit) -> tuple[Any, Any]:
     # A matched probe: no other thread can take the message between seeing and receiving it (MPI-4.1 §3.8.2).
     status = MPI.Status()
     start = time.monotonic()
+    timeout_s, peers = limit
     while (message := comm.mpi.Improbe(source, tag, status)) is None:
         waited = time.monotonic() - start
         if timeout_s is not None and waited > timeout_s:
             raise CommTimeout(f"no object came within {timeout_s:g} s")
         if waited > _SPIN_S:
+            if departures.have_left(peers):
+                told = ", ".join(map(str, peers))
+                raise RankFailureError(f"no object came from world ranks {told}, which came to the end of the program", peers)
             time.sleep(_SLEEP_S)
     return message, status
 

@@ -6,6 +6,7 @@ makes MPI advance by itself, so a receive that never comes raises ``CommTimeout`
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,10 @@ class P2POp:
 
 class PointToPoint(Execution):
     """The message calls of a process group."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._outgoing: deque[RequestWork] = deque()
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send a tensor (any shape and dtype) to rank ``dst``.
@@ -97,13 +102,16 @@ class PointToPoint(Execution):
         arguments.tensor(where, tensor, "tensor")
         arguments.rank(where, dst, "dst", self.size)
         arguments.tag(where, tag, self._comm.max_tag)
+        self._release_sent()
         host = tensor
         if not buffer.is_direct(tensor):
             (host,), _ = buffer.HostCopies((tensor,), ()).load()
         requests = [
             self._mpi.Isend(buffer.byte_range(host, start, length), dst, tag) for start, length in buffer.pieces(host.nbytes)
         ]
-        return self._request_work(operation, tensor, requests, lambda status: -1, host)
+        work = self._request_work(operation, tensor, requests, lambda status: -1, host, (self.world_ranks[dst],))
+        self._outgoing.append(work)
+        return work
 
     def _irecv(self, operation: str, tensor: Tensor, src: int | None, tag: int) -> RequestWork:
         self._require_usable(operation)
@@ -113,6 +121,7 @@ class PointToPoint(Execution):
         if src is not None:
             arguments.rank(where, src, "src", self.size)
         arguments.tag(where, tag, self._comm.max_tag)
+        self._release_sent()
         copies: buffer.HostCopies | None = None
         host = tensor
         if not buffer.is_direct(tensor):
@@ -135,13 +144,26 @@ class PointToPoint(Execution):
                 event.wait()
             return int(status.Get_source())
 
-        return self._request_work(operation, tensor, requests, finish, host)
+        peers = self.world_ranks if src is None else (self.world_ranks[src],)
+        peers = tuple(peer for place, peer in enumerate(peers) if src is not None or place != self.rank)
+        return self._request_work(operation, tensor, requests, finish, host, peers)
+
+    def _release_sent(self) -> None:
+        # MPI reads a sent tensor's memory until the request has ended, whether or not the caller keeps the handle.
+        while self._outgoing and self._outgoing[0].is_completed():
+            self._outgoing.popleft()
 
     def _request_work(
-        self, operation: str, tensor: Tensor, requests: list[Any], finish: Callable[[Any], int], host: Tensor
+        self,
+        operation: str,
+        tensor: Tensor,
+        requests: list[Any],
+        finish: Callable[[Any], int],
+        host: Tensor,
+        peers: Sequence[int],
     ) -> RequestWork:
         request = requests[0] if len(requests) == 1 else _Series(requests)
-        work = RequestWork(operation, tensor, request, self.where(operation), self.journal, self.timeout_s, finish)
+        work = RequestWork(operation, tensor, request, self.where(operation), self.journal, self.timeout_s, finish, peers)
         work.kept = host  # MPI works on it, so it must live as long as the request
         return work
 

@@ -23,6 +23,7 @@ from mpidist.errors import CommTimeout
 
 _REQUEST_TAG = 1
 _REPLY_TAGS = range(16, 16 + (1 << 14))  # one for each request under way, so that threads do not take each other's answers
+_BYE = "bye"  # a client's last word, which has no answer
 _BUSY_S = 2e-3  # after a request the server looks without sleeping for this long
 _LONGEST_NAP_S = 10e-3  # an idle server costs a core 100 looks a second
 _DEFAULT_TIMEOUT_S = 300.0
@@ -122,6 +123,14 @@ class MPIStore(dist.Store):
         self._numbers = itertools.count()
         self._timeout_s = _DEFAULT_TIMEOUT_S
         self._server = _Server(self._mpi, world.size) if world.rank == 0 else None
+        if self._server is None:
+            runtime.close_at_exit(self, stage=2)
+
+    def close(self, timeout_s: float) -> None:
+        """Tell the server that this rank asks nothing any more."""
+        word = bytes(frame.to_bytes((0, _BYE, ())))
+        with faults.death_tolerated():
+            self._mpi.Send((word, len(word), MPI.BYTE), 0, _REQUEST_TAG)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long ``get`` and ``wait`` wait."""
@@ -184,7 +193,7 @@ class MPIStore(dist.Store):
         tag = _REPLY_TAGS[next(self._numbers) % len(_REPLY_TAGS)]
         request = bytes(frame.to_bytes((tag, verb, args)))
         self._mpi.Send((request, len(request), MPI.BYTE), 0, _REQUEST_TAG)
-        # The server answers every request, a parked one at its time limit; only its death leaves this without an answer.
+        # The server answers every request, a parked one at its time limit, and stays until all others have said goodbye.
         status, nap = MPI.Status(), 20e-6
         while (message := self._mpi.Improbe(0, tag, status)) is None:
             time.sleep(nap)
@@ -202,11 +211,11 @@ class _Server:
         self._table = KeyValueTable()
         self._changed = threading.Condition()
         self._parked: list[tuple[int, int, list[str], float]] = []  # (rank, reply tag, keys, deadline)
-        self._stop = threading.Event()
+        self._clients = world_size - 1
         if world_size > 1:
             self._thread = threading.Thread(target=runtime.guard_thread(self._run), name="mpidist-store", daemon=True)
             self._thread.start()
-            runtime.close_at_exit(self)
+            runtime.close_at_exit(self, stage=2)
 
     def call(self, verb: str, args: tuple[Any, ...]) -> Any:
         """Execute a verb for rank 0 itself."""
@@ -219,14 +228,13 @@ class _Server:
             return answer
 
     def close(self, timeout_s: float) -> None:
-        """Stop the thread."""
-        self._stop.set()
-        self._thread.join(timeout_s)
+        """Serve until every other rank has said goodbye; whatever it waits for, MPI's own end would wait for, too."""
+        self._thread.join()
 
     def _run(self) -> None:
         status, last = MPI.Status(), time.monotonic()
         nap = _LONGEST_NAP_S
-        while not self._stop.is_set():
+        while self._clients:
             message = faults.matched_probe(self._mpi, _REQUEST_TAG, status)
             if message is not None:
                 self._serve(message, status)
@@ -234,7 +242,7 @@ class _Server:
             elif time.monotonic() - last < _BUSY_S:
                 os.sched_yield()
             else:
-                self._stop.wait(nap)
+                time.sleep(nap)
                 nap = min(nap * 2, _LONGEST_NAP_S)
             if self._parked:
                 self._unpark()
@@ -244,7 +252,9 @@ class _Server:
         source = status.Get_source()
         message.Recv((request, len(request), MPI.BYTE))
         tag, verb, args = frame.from_bytes(request)
-        if verb == "wait":
+        if verb == _BYE:
+            self._clients -= 1
+        elif verb == "wait":
             keys, limit = args
             self._parked.append((source, tag, keys, time.monotonic() + limit))
         else:

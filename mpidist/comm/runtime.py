@@ -29,8 +29,9 @@ _ENV_ALL_THREADS = "MPIDIST_ALL_THREADS"  # "1": an uncaught exception also prin
 
 _lock = threading.RLock()
 _world: World | None = None
-_at_exit: weakref.WeakSet[Any] = weakref.WeakSet()  # what owns threads: its close(timeout_s) runs before MPI ends
-_last_at_exit: weakref.WeakSet[Any] = weakref.WeakSet()
+_at_exit: weakref.WeakKeyDictionary[Any, int] = (
+    weakref.WeakKeyDictionary()
+)  # what owns threads: its close(timeout_s) runs before MPI ends
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,9 @@ def device() -> Any:
     return torch.device("cpu")
 
 
-def close_at_exit(owner: Any, last: bool = False) -> None:
-    """Have ``owner.close(timeout_s)`` called before MPI ends, behind all others if ``last``; only weakly referenced."""
-    (_last_at_exit if last else _at_exit).add(owner)
+def close_at_exit(owner: Any, stage: int = 0) -> None:
+    """Have ``owner.close(timeout_s)`` called before MPI ends, those of stage 0 first; only weakly referenced."""
+    _at_exit[owner] = stage
 
 
 def write_stderr(text: str) -> None:
@@ -209,5 +210,5 @@ def _close_all() -> None:
     if _world is None or _world.pid != os.getpid() or MPI.Is_finalized():
         return
     deadline = time.monotonic() + _DRAIN_S
-    for owner in (*_at_exit, *_last_at_exit):
+    for owner, _ in sorted(_at_exit.items(), key=lambda item: item[1]):
         owner.close(max(deadline - time.monotonic(), 0.1))

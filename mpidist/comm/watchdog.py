@@ -18,7 +18,7 @@ import time
 import weakref
 from typing import Any
 
-from mpidist.comm import faults, frame, runtime
+from mpidist.comm import departures, faults, frame, runtime
 from mpidist.comm.execution import Execution
 from mpidist.comm.journal import Entry
 from mpidist.comm.library import MPI
@@ -65,7 +65,7 @@ class Watchdog:
         if world.size > 1:
             self._thread = threading.Thread(target=runtime.guard_thread(self._run), name="mpidist-watchdog", daemon=True)
             self._thread.start()
-            runtime.close_at_exit(self, last=True)
+            runtime.close_at_exit(self, stage=1)
 
     def close(self, timeout_s: float) -> None:
         """Stop the thread, and tell the others that this process takes part in nothing any more."""
@@ -86,6 +86,10 @@ class Watchdog:
 
     def _look_at(self, group: Execution) -> None:
         limit = group.timeout_s
+        if limit is not None and group.journal.creation_age() > limit:
+            self._ask(group)
+            problem = f"is past its timeout of {limit:g} s"
+            runtime.abort(_describe(group, "new_group", problem, limit, self._answers, [], self.world.rank)[0])
         if self._missing(group):
             limit = _LEFT_S if limit is None else min(limit, _LEFT_S)
         age = group.journal.observe()
@@ -109,7 +113,9 @@ class Watchdog:
         sequence = group.journal.sequence
         self._ask(group)
         missing = self._missing(group)
-        text, lowest = _describe(group, limit_s, self._answers, missing, self.world.rank)
+        what = f"{group.journal.operation} number {group.journal.sequence}"
+        problem = "waits for a rank that has left" if missing else f"is past its timeout of {limit_s:g} s"
+        text, lowest = _describe(group, what, problem, limit_s, self._answers, missing, self.world.rank)
         if group.journal.observe() <= limit_s:
             return  # it ended while the answers came in
         if lowest == self.world.rank:
@@ -140,6 +146,7 @@ class Watchdog:
                 self._send(source, (_ANSWER, number, self._doings(content)))
             elif kind == _LEFT:
                 self._left[source] = content
+                departures.note(source)
             elif number == self._round:
                 self._answers[source] = content
         self._sends = [(request, data) for request, data in self._sends if not faults.is_over(request)]
@@ -158,12 +165,12 @@ class Watchdog:
             self._sends.append((self._mpi.Isend((data, len(data), MPI.BYTE), rank, _TAG), data))
 
 
-def _describe(group: Execution, limit_s: float, answers: dict[int, list[Entry]], missing: list[int], me: int) -> tuple[str, int]:
+def _describe(
+    group: Execution, what: str, problem: str, limit_s: float, answers: dict[int, list[Entry]], missing: list[int], me: int
+) -> tuple[str, int]:
     """Write the report; also return the lowest world rank that is late, who prints it."""
-    problem = "waits for a rank that has left" if missing else f"is past its timeout of {limit_s:g} s"
     lines = [
-        f'mpidist: {group.journal.operation} number {group.journal.sequence} of group "{group.name}" {problem}. '
-        f"What each rank is in (process {os.getpid()} of rank {me} reports):"
+        f'mpidist: {what} of group "{group.name}" {problem}. What each rank is in (process {os.getpid()} of rank {me} reports):'
     ]
     late = [me]
     for place, rank in enumerate(group.world_ranks):

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from mpidist.comm import departures
 from mpidist.comm.faults import is_mpi_error, translate
 from mpidist.comm.journal import Journal
 from mpidist.comm.library import MPI
-from mpidist.errors import CommTimeout
+from mpidist.errors import CommTimeout, RankFailureError
 from mpidist.future import Future
 
 _SPIN_S = 200e-6  # a wait tests without pause for this long: most messages on a node arrive within it
@@ -103,7 +104,7 @@ class RequestWork:
     """A send or receive that MPI carries out; the thread that waits makes it advance."""
 
     __slots__ = (
-        "_done", "_error", "_finish", "_future", "_journal", "_key", "_request", "_source", "_timeout_s", "kept",
+        "_done", "_error", "_finish", "_future", "_journal", "_peers", "_request", "_source", "_timeout_s", "kept",
         "operation", "tensors", "where",
     )  # fmt: skip
 
@@ -116,6 +117,7 @@ class RequestWork:
         journal: Journal,
         timeout_s: float | None,
         finish: Callable[[Any], int] | None = None,
+        peers: Sequence[int] = (),
     ) -> None:
         self.operation = operation
         self.tensors = (tensor,)
@@ -124,6 +126,7 @@ class RequestWork:
         self._journal = journal
         self._timeout_s = timeout_s
         self._finish = finish  # gets the status, brings the data home, returns the sender's rank
+        self._peers = peers  # world ranks without which it cannot end
         self._done = False
         self._error: BaseException | None = None
         self._source = -1
@@ -141,7 +144,7 @@ class RequestWork:
 
         Raises:
             CommTimeout: Not ended in time. The message is still under way, and ``wait`` may be called again.
-            RankFailureError: The peer died.
+            RankFailureError: The peer died, or has come to the end of its program.
         """
         if not self._done and not self._test():
             self._poll(seconds(timeout) or self._timeout_s)
@@ -208,6 +211,12 @@ class RequestWork:
                 if limit_s is not None and waited > limit_s:
                     raise CommTimeout(f"{self.where}: {self.operation} did not end within {limit_s:g} s")
                 if waited > _YIELD_S:
+                    if departures.have_left(self._peers) and not self._test():
+                        raise RankFailureError(
+                            f"{self.where}: {self.operation} waits for world rank{'s' if len(self._peers) > 1 else ''} "
+                            f"{', '.join(map(str, self._peers))}, which came to the end of the program",
+                            self._peers,
+                        )
                     time.sleep(_SLEEP_S)
                 elif waited > _SPIN_S:
                     os.sched_yield()

@@ -72,7 +72,7 @@ def test_a_leaf_may_be_written_under_no_grad(group):
 
 def test_gather_lists_belong_to_the_root(group):
     if group.rank == 0:
-        with pytest.raises(TypeError, match="gather_list to be a non-empty list"):
+        with pytest.raises(TypeError, match="gather_list to be a list of tensors"):
             group.gather(F(2), None, 0)
     else:
         with pytest.raises(ValueError, match="on rank 0 alone"):

@@ -186,3 +186,11 @@ def test_a_barrier_waits_for_the_slowest(group):
     group.barrier()
     waited = time.monotonic() - start
     agree(group, waited >= 0.19, f"left the barrier after {waited} s")
+
+
+@pytest.mark.parametrize("numel", [3, 40_000])
+def test_lists_that_hold_the_own_part_already(group, numel):
+    whole = torch.zeros(group.size, numel)
+    whole[group.rank] = group.rank + 1.0
+    group.all_gather(list(whole), whole[group.rank])
+    agree(group, torch.equal(whole, torch.arange(1.0, group.size + 1).view(-1, 1).expand(-1, numel)))

@@ -101,3 +101,18 @@ def test_an_object_that_never_comes(group):
         group.recv_object()
     group.timeout_s = None
     group.barrier()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda g: g.broadcast_object(lambda: 0 if g.rank == 0 else None),
+        lambda g: g.scatter_object([1] * (g.size + 1) if g.rank == 0 else None),
+        lambda g: g.scatter_object([lambda: 0] * g.size if g.rank == 0 else None),
+        lambda g: g.all_gather_object((lambda: 0) if g.rank == 0 else 1),
+    ],
+    ids=["broadcast", "scatter of a short list", "scatter", "all_gather"],
+)
+def test_what_one_rank_cannot_send_is_told_to_all(group, call):
+    raises_on_all(group, Exception, lambda: call(group))
+    agree(group, group.all_gather_object(group.rank) == list(range(group.size)))  # and the group goes on

@@ -241,3 +241,39 @@ def test_the_shortest_path_sees_that_memory_was_reused(group):
         group.all_reduce(view, op)
         wanted = torch.full_like(before, expected) if expected else before * group.size if op == SUM else before
         agree(group, torch.equal(view, wanted), f"{view} {wanted}")
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("op", [MIN, MAX])
+def test_nan_wins_and_zeros_are_ordered(group, dtype, op):
+    """MPI leaves both open; here all ranks hold the same bits, and NaN is not lost."""
+    W = group.size
+    for numel in (1, 6, 70_001):
+        parts = [part(r, (numel,), torch.float32) for r in range(W)]
+        for r in range(W):
+            parts[r][r % numel :: 7] = float("nan")
+        parts = [p.to(dtype) for p in parts]
+        expected = reduced([p.float() for p in parts], op)
+        tensor = parts[group.rank].clone()
+        group.all_reduce(tensor, op)
+        agree(group, torch.equal(tensor.float().nan_to_num(99), expected.nan_to_num(99)), f"all_reduce {numel}")
+        kept = parts[group.rank].clone()
+        group.reduce(kept, 0, op)
+        wanted = expected if group.rank == 0 else parts[group.rank].float()
+        agree(group, torch.equal(kept.float().nan_to_num(99), wanted.nan_to_num(99)), f"reduce {numel}")
+        target = torch.empty(numel, dtype=dtype)
+        group.reduce_scatter_tensor(target, parts[group.rank].repeat(W), op)
+        agree(group, torch.equal(target.float().nan_to_num(99), expected.nan_to_num(99)), f"reduce_scatter {numel}")
+    zero = torch.tensor([0.0 if group.rank == 0 else -0.0]).to(dtype)
+    group.all_reduce(zero, op)
+    negative = bool(torch.signbit(zero.float()))
+    agree(group, negative == (op == MIN and group.size > 1), f"{zero}")
+
+
+def test_negated_views_of_one_rank_alone(group):
+    own = torch.tensor([3 + 4j]).conj().imag if group.rank == 0 else torch.tensor([-4.0])
+    group.all_reduce(own)
+    agree(group, own.item() == -4.0 * group.size, str(own))
+    large = torch._neg_view(torch.full((5 << 20,), group.rank + 1.0))
+    group.all_reduce(large)
+    agree(group, bool((large == -group.size * (group.size + 1) / 2).all()))

@@ -409,6 +409,116 @@ def test_a_rank_that_ends_its_program_early_is_named():
     assert "rank 2: in number 2 all_reduce(shape=(3,), dtype=torch.float32)" in done.stderr
 
 
+_ENDS = {
+    # what rank 0 does after rank 1 has come to its end: what it is told
+    "recv": ("world.recv(torch.zeros(2), 1)", "recv waits for world rank 1, which came to the end of the program"),
+    "recv_object": ("world.recv_object(1)", "no object came from world ranks 1, which came to the end of the program"),
+    "send_object": (
+        "world.send_object(torch.zeros(5_000_000), 1)",
+        "send_object waits for world rank 1, which came to the end of the program",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", _ENDS)
+def test_a_message_to_or_from_a_rank_that_has_ended_fails(call):
+    code, text = _ENDS[call]
+    done = run(
+        2,
+        f"""
+        import torch, mpidist.comm
+        from mpidist.errors import RankFailureError
+        world = mpidist.comm.init()
+        if world.rank == 0:
+            try:
+                {code}
+            except RankFailureError as error:
+                print(error.ranks, error, flush=True)
+                import os
+                os._exit(0)  # the message is still under way
+        """,
+    )
+    assert "(1,) rank 0 of 2" in done.stdout or "(1,) no object" in done.stdout, done.stdout + done.stderr
+    assert text in done.stdout
+
+
+def test_groups_that_a_rank_has_closed_or_that_share_a_name_are_not_missed():
+    done = run(
+        3,
+        """
+        import gc, time, torch, torch.distributed as dist
+        import mpidist.comm
+        world = mpidist.comm.init()
+        groups = [world.split(0) for _ in range(4)]
+        for _ in range(5):
+            groups[0].all_reduce(torch.ones(2))
+        dist.init_process_group("mpidist")
+        other = dist.new_group()
+        if world.rank == 2:
+            time.sleep(4)
+        tensor = torch.ones(2)
+        groups[3].gather(tensor, [torch.empty(2) for _ in range(3)] if world.rank == 0 else None, 0)
+        dist.gather(tensor, [torch.empty(2) for _ in range(3)] if world.rank == 0 else None, 0, group=other)
+        if world.rank == 1:
+            dist.destroy_process_group(other)
+            del other
+            gc.collect()
+        print("went on", flush=True)
+        """,
+    )
+    assert done.stdout.count("went on") == 3, done.stdout + done.stderr
+    assert "has left" not in done.stderr
+
+
+def test_a_group_that_a_member_does_not_make_ends_the_job_after_the_timeout():
+    done = run(
+        2,
+        """
+        import time, mpidist.comm
+        world = mpidist.comm.init(timeout=1)
+        if world.rank == 0:
+            world.new_group([0, 1])
+        time.sleep(30)
+        """,
+    )
+    assert done.returncode != 0
+    assert 'new_group of group "world" is past its timeout of 1 s' in done.stderr
+
+
+def test_a_users_own_finalize_stops_our_threads():
+    done = run(
+        2,
+        """
+        import time, torch, torch.distributed as dist
+        from mpi4py import MPI
+        dist.init_process_group("mpidist")
+        dist.all_reduce(torch.ones(3), async_op=True).wait()
+        MPI.Finalize()
+        time.sleep(1)
+        print("went on", flush=True)
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("went on") == 2
+
+
+def test_the_store_serves_until_the_last_rank_has_ended():
+    done = run(
+        2,
+        """
+        import time, torch.distributed as dist
+        dist.init_process_group("mpidist")
+        if dist.get_rank() == 1:
+            time.sleep(3)
+            store = dist.distributed_c10d._get_default_store()
+            store.set("key", "value")
+            print(store.get("key"), flush=True)
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "b'value'" in done.stdout
+
+
 def test_with_ulfm_the_others_outlive_a_rank_that_ends_early():
     done = run(3, _LEAVES, *_ULFM)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
