@@ -15,6 +15,11 @@ def note(world_rank: int) -> None:
     _left.setdefault(world_rank, time.monotonic())
 
 
+def among(world_ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return which of these ranks have come to their end."""
+    return tuple(rank for rank in world_ranks if rank in _left)
+
+
 def have_left(world_ranks: Sequence[int]) -> bool:
     """Say whether all of these ranks came to their end at least ``GRACE_S`` ago; False for none at all."""
     if not _left or not world_ranks:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import agreement, buffer, faults
+from mpidist.comm import agreement, buffer, departures, faults
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.journal import Journal
 from mpidist.comm.progress import Progress
@@ -234,7 +234,8 @@ class Execution:
             return self._failure
         told = faults.translate(error, self.where(operation))
         if isinstance(told, RankFailureError):
-            dead = faults.failed_ranks(self._mpi, self.world_ranks)
+            # Another rank may have revoked the group because of one that left in peace, of which MPI has nothing to say.
+            dead = departures.among(self.world_ranks) or faults.failed_ranks(self._mpi, self.world_ranks)
             if dead:
                 told = RankFailureError(f"{told}; world ranks that failed: {', '.join(map(str, dead))}", dead)
             self.fail(told)
