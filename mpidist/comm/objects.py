@@ -109,9 +109,7 @@ class Objects(Execution):
             peers = (self.world_ranks[dst],)
             work = RequestWork("send_object", None, request, where, self.journal, self.timeout_s, peers=peers)
             work.kept = part
-            _under_way.append(work)  # MPI reads the memory until it has ended, even if waiting for it fails
             work.wait()
-            _under_way.remove(work)
 
     def recv_object(self, src: int | None = None) -> tuple[Any, int]:
         """Receive an object from rank ``src`` or from any; return it and the sender's rank. Not collective."""
@@ -130,7 +128,6 @@ class Objects(Execution):
 _OBJECT_TAG = 3  # users' object messages must not match the collectives' own
 Message = tuple[bytes, list[memoryview]]
 Limit = tuple[float | None, Sequence[int]]  # seconds, and the world ranks without which nothing can come
-_under_way: list[RequestWork] = []
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ makes MPI advance by itself, so a receive that never comes raises ``CommTimeout`
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from mpidist.comm import arguments, buffer
 from mpidist.comm.execution import Execution
 from mpidist.comm.library import MPI
-from mpidist.comm.work import RequestWork
+from mpidist.comm.work import RequestWork, release_orphans
 from mpidist.errors import CommTimeout, MpidistError
 
 Tensor = torch.Tensor
@@ -41,10 +40,6 @@ class P2POp:
 
 class PointToPoint(Execution):
     """The message calls of a process group."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._outgoing: deque[RequestWork] = deque()
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send a tensor (any shape and dtype) to rank ``dst``.
@@ -102,16 +97,14 @@ class PointToPoint(Execution):
         arguments.tensor(where, tensor, "tensor")
         arguments.rank(where, dst, "dst", self.size)
         arguments.tag(where, tag, self._comm.max_tag)
-        self._release_sent()
+        release_orphans()
         host = tensor
         if not buffer.is_direct(tensor):
             (host,), _ = buffer.HostCopies((tensor,), ()).load()
         requests = [
             self._mpi.Isend(buffer.byte_range(host, start, length), dst, tag) for start, length in buffer.pieces(host.nbytes)
         ]
-        work = self._request_work(operation, tensor, requests, lambda status: -1, host, (self.world_ranks[dst],))
-        self._outgoing.append(work)
-        return work
+        return self._request_work(operation, tensor, requests, lambda status: -1, host, (self.world_ranks[dst],))
 
     def _irecv(self, operation: str, tensor: Tensor, src: int | None, tag: int) -> RequestWork:
         self._require_usable(operation)
@@ -121,7 +114,7 @@ class PointToPoint(Execution):
         if src is not None:
             arguments.rank(where, src, "src", self.size)
         arguments.tag(where, tag, self._comm.max_tag)
-        self._release_sent()
+        release_orphans()
         copies: buffer.HostCopies | None = None
         host = tensor
         if not buffer.is_direct(tensor):
@@ -148,11 +141,6 @@ class PointToPoint(Execution):
         peers = tuple(peer for place, peer in enumerate(peers) if src is not None or place != self.rank)
         return self._request_work(operation, tensor, requests, finish, host, peers)
 
-    def _release_sent(self) -> None:
-        # MPI reads a sent tensor's memory until the request has ended, whether or not the caller keeps the handle.
-        while self._outgoing and self._outgoing[0].is_completed():
-            self._outgoing.popleft()
-
     def _request_work(
         self,
         operation: str,
@@ -174,7 +162,7 @@ class _Series:
     def __init__(self, requests: list[Any]) -> None:
         self._requests = requests
 
-    def Test(self, status: Any) -> bool:
+    def Test(self, status: Any = None) -> bool:
         while self._requests and self._requests[0].Test(status):
             self._requests.pop(0)
         return not self._requests

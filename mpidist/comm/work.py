@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from mpidist.comm import departures
-from mpidist.comm.faults import is_mpi_error, translate
+from mpidist.comm.faults import is_mpi_error, is_over, translate
 from mpidist.comm.journal import Journal
 from mpidist.comm.library import MPI
 from mpidist.errors import CommTimeout, RankFailureError
@@ -100,8 +102,28 @@ class Work:
         return -1
 
 
+_orphans: deque[tuple[Any, Any]] = deque()  # requests under way whose handles were dropped, and the memory that MPI works on
+_releasing = threading.Lock()
+
+
+def release_orphans() -> None:
+    """Let go of the memory of messages that have ended since their handles were dropped."""
+    if not _orphans or not _releasing.acquire(blocking=False):
+        return
+    try:
+        for _ in range(len(_orphans)):
+            request, memory = _orphans.popleft()
+            if not is_over(request):
+                _orphans.append((request, memory))
+    finally:
+        _releasing.release()
+
+
 class RequestWork:
-    """A send or receive that MPI carries out; the thread that waits makes it advance."""
+    """A send or receive that MPI carries out; the thread that waits makes it advance.
+
+    A handle that is dropped before the end leaves the message under way, and its memory alive.
+    """
 
     __slots__ = (
         "_done", "_error", "_finish", "_future", "_journal", "_peers", "_request", "_source", "_timeout_s", "kept",
@@ -132,6 +154,10 @@ class RequestWork:
         self._source = -1
         self._future: Future[Sequence[Any]] | None = None
         self.kept: Any = None
+
+    def __del__(self) -> None:
+        if not getattr(self, "_done", True):
+            _orphans.append((self._request, (self.kept, self.tensors)))
 
     def is_completed(self) -> bool:
         """Test once whether it has ended."""

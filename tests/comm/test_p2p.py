@@ -1,5 +1,7 @@
 """Messages: tags, any source, batches, time limits."""
 
+import time
+
 import pytest
 import torch
 
@@ -147,3 +149,14 @@ def test_futures_of_messages(group):
     group.send(torch.full((3,), float(group.rank)), right)
     incoming.wait()
     agree(group, future.done() and bool((future.value()[0] == left).all()))
+
+
+def test_a_message_whose_handle_was_dropped_arrives_whole(group):
+    right, left, numel = (group.rank + 1) % group.size, (group.rank - 1) % group.size, 200_000
+    for turn in range(5):
+        group.isend(torch.full((numel,), group.rank + 10.0 * turn), right)
+        junk = [torch.full((numel,), -1.0) for _ in range(3)]
+        time.sleep(0.01)
+        got = torch.zeros(numel)
+        group.recv(got, left)
+        agree(group, bool((got == left + 10.0 * turn).all()) and len(junk) == 3, f"turn {turn}: {got[:3]}")
