@@ -8,7 +8,7 @@ from mpidist.comm.journal import Journal
 
 
 def test_an_operation_is_told_with_its_number_shape_dtype_and_time():
-    journal = Journal("world")
+    journal = Journal("world", "key")
     assert str(journal.snapshot()[0]) == 'outside any collective of group "world"; there was none yet'
     journal.enter("all_reduce", torch.zeros(2, 3))
     assert journal.observe() == 0.0 or journal.observe() >= 0.0
@@ -23,7 +23,7 @@ def test_an_operation_is_told_with_its_number_shape_dtype_and_time():
 
 
 def test_the_clock_starts_anew_with_each_operation():
-    journal = Journal("world")
+    journal = Journal("world", "key")
     journal.enter("barrier", None)
     journal.observe()
     time.sleep(0.02)
@@ -34,7 +34,7 @@ def test_the_clock_starts_anew_with_each_operation():
 
 
 def test_waits_for_messages_stand_beside_it():
-    journal = Journal("world")
+    journal = Journal("world", "key")
     journal.enter_wait(1, "recv", torch.zeros(4))
     journal.queued = 3
     collective, wait = journal.snapshot()
@@ -47,7 +47,7 @@ def test_waits_for_messages_stand_beside_it():
 def test_an_ended_operations_tensor_is_free():
     import weakref
 
-    journal = Journal("world")
+    journal = Journal("world", "key")
     tensor = torch.zeros(3)
     alive = weakref.ref(tensor)
     journal.enter("all_reduce", tensor)
