@@ -106,6 +106,12 @@ class Execution:
         assert work is not None
         return work
 
+    def peers_of(self, rank: int | None) -> tuple[int, ...]:
+        """Return the world ranks without which a message to or from ``rank`` cannot end; all others for any source."""
+        if rank is None:
+            return self.world_ranks[: self.rank] + self.world_ranks[self.rank + 1 :]
+        return (self.world_ranks[rank],)
+
     def where(self, operation: str) -> str:
         """Return the beginning of a message about ``operation``."""
         text = self._wheres.get(operation)

@@ -102,11 +102,9 @@ class Objects(Execution):
             raise self._explain(error, "send_object") from error
 
     def _send_message(self, message: Message, dst: int) -> None:
-        tag = self._comm.own_tag(_OBJECT_TAG)
+        tag, where, peers = self._comm.own_tag(_OBJECT_TAG), self.where("send_object"), self.peers_of(dst)
         for part in _parts(message):
             request = self._mpi.Isend((part, memoryview(part).nbytes, MPI.BYTE), dst, tag)
-            where = self.where("send_object")
-            peers = (self.world_ranks[dst],)
             work = RequestWork("send_object", None, request, where, self.journal, self.timeout_s, peers=peers)
             work.kept = part
             work.wait()
@@ -117,8 +115,7 @@ class Objects(Execution):
         if src is not None:
             arguments.rank(self.where("recv_object"), src, "src", self.size)
         try:
-            peers = [r for place, r in enumerate(self.world_ranks) if (place == src if src is not None else place != self.rank)]
-            limit = (self.timeout_s, peers)
+            limit = (self.timeout_s, self.peers_of(src))
             body, source = _recv(self._comm, MPI.ANY_SOURCE if src is None else src, _OBJECT_TAG, limit)
         except Exception as error:
             raise self._explain(error, "recv_object") from error

@@ -104,7 +104,7 @@ class PointToPoint(Execution):
         requests = [
             self._mpi.Isend(buffer.byte_range(host, start, length), dst, tag) for start, length in buffer.pieces(host.nbytes)
         ]
-        return self._request_work(operation, tensor, requests, lambda status: -1, host, (self.world_ranks[dst],))
+        return self._request_work(operation, tensor, requests, lambda status: -1, host, self.peers_of(dst))
 
     def _irecv(self, operation: str, tensor: Tensor, src: int | None, tag: int) -> RequestWork:
         self._require_usable(operation)
@@ -137,9 +137,7 @@ class PointToPoint(Execution):
                 event.wait()
             return int(status.Get_source())
 
-        peers = self.world_ranks if src is None else (self.world_ranks[src],)
-        peers = tuple(peer for place, peer in enumerate(peers) if src is not None or place != self.rank)
-        return self._request_work(operation, tensor, requests, finish, host, peers)
+        return self._request_work(operation, tensor, requests, finish, host, self.peers_of(src))
 
     def _request_work(
         self,

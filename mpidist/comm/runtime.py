@@ -29,9 +29,8 @@ _ENV_ALL_THREADS = "MPIDIST_ALL_THREADS"  # "1": an uncaught exception also prin
 
 _lock = threading.RLock()
 _world: World | None = None
-_at_exit: weakref.WeakKeyDictionary[Any, int] = (
-    weakref.WeakKeyDictionary()
-)  # what owns threads: its close(timeout_s) runs before MPI ends
+# What owns threads, and its stage: its close(timeout_s) runs before MPI ends.
+_at_exit: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)

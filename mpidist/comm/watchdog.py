@@ -27,7 +27,6 @@ from mpidist.errors import CommTimeout, RankFailureError
 _POLL_S = 0.1  # how often it looks; also how long a question may lie unanswered
 _COLLECT_S = 1.0  # how long it waits for the others' answers
 _ABORT_S = 2.0  # from the report to the end of the job
-_LEFT_S = 2.0  # how long a collective may take without a member that has left: what that one sent before may be under way
 _TAG = 1
 _ASK, _ANSWER, _LEFT = "ask", "answer", "left"
 
@@ -91,7 +90,7 @@ class Watchdog:
             problem = f"is past its timeout of {limit:g} s"
             runtime.abort(_describe(group, "new_group", problem, limit, self._answers, [], self.world.rank)[0])
         if self._missing(group):
-            limit = _LEFT_S if limit is None else min(limit, _LEFT_S)
+            limit = departures.GRACE_S if limit is None else min(limit, departures.GRACE_S)
         age = group.journal.observe()
         if limit is None or age <= limit:
             self._reported.pop(group, None)

@@ -156,9 +156,9 @@ def _compress(state: PowerSGDState, bucket: GradBucket, group: Any, step: int) -
     if not matrices:
         _count(state, whole, [])
         return
-    flat_p = torch.empty(sum(x.m.shape[0] * x.q.shape[1] for x in matrices), dtype=bucket.buffer().dtype)
-    flat_p = flat_p.to(bucket.buffer().device)
-    flat_q = torch.empty(sum(x.q.numel() for x in matrices), dtype=flat_p.dtype, device=flat_p.device)
+    flat = bucket.buffer()
+    flat_p = flat.new_empty(sum(x.m.shape[0] * x.q.shape[1] for x in matrices))
+    flat_q = flat.new_empty(sum(x.q.numel() for x in matrices))
     _place(matrices, flat_p, flat_q)
     if state.use_error_feedback:
         for x in matrices:
