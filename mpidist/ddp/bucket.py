@@ -32,6 +32,72 @@ class Bucket:
             self.views.append(_view(self.flat[start : start + parameter.numel()], parameter))
             start += parameter.numel()
 
+    def adopt(self) -> None:
+        """Make the gradients that exist views of the bucket, with their values."""
+        for view, parameter in zip(self.views, self.parameters, strict=True):
+            if parameter.grad is not None and parameter.grad is not view:
+                view.copy_(parameter.grad.detach())
+                parameter.grad = view
+
+    def give_zeros(self) -> list[int]:
+        """Give parameters without a gradient their view, zeroed: autograd adds to it, and nothing needs a copy.
+
+        Returns:
+            The places of those parameters in the reducer's list.
+        """
+        absent = [at for at, parameter in enumerate(self.parameters) if parameter.grad is None]
+        if len(absent) == len(self.parameters):
+            self.flat.zero_()
+        elif absent:
+            torch._foreach_zero_([self.views[at] for at in absent])
+        for at in absent:
+            self.parameters[at].grad = self.views[at]
+        return [self.indices[at] for at in absent]
+
+    def collect(self, as_views: bool) -> None:
+        """Bring the gradients into the bucket, those that are not there already; zeros for a parameter without.
+
+        Raises:
+            RuntimeError: A gradient is sparse.
+        """
+        views, gradients = [], []
+        for view, parameter in zip(self.views, self.parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is view:
+                continue
+            if gradient is None:
+                view.zero_()
+                continue
+            if gradient.layout is not torch.strided:
+                raise RuntimeError(f"mpidist's DDP takes dense gradients; got layout {gradient.layout} (use sparse=False)")
+            views.append(view)
+            gradients.append(gradient.detach())
+            if as_views:
+                parameter.grad = view
+        if views:
+            torch._foreach_copy_(views, gradients)
+
+    def hand_back(self, used: Sequence[bool], as_views: bool) -> None:
+        """Bring the reduced bucket into the gradients.
+
+        Args:
+            used: For each place in the reducer's list, whether any rank has a gradient; without, it stays as it is.
+        """
+        targets, sources = [], []
+        for place, view, parameter in zip(self.indices, self.views, self.parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is view or not used[place]:
+                continue
+            if as_views:
+                parameter.grad = view
+            elif gradient is None:
+                parameter.grad = view.clone()
+            else:
+                targets.append(gradient.detach())
+                sources.append(view)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
 
 class GradBucket:
     """What a communication hook gets: one bucket of gradients that are complete on this rank.

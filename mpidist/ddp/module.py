@@ -7,81 +7,134 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.distributed.algorithms.join import Join, Joinable
 
-from mpidist.ddp import plan
+from mpidist.ddp import plan, signature
 from mpidist.ddp.agreement import broadcast_state, require_equal_parameters
-from mpidist.ddp.process_group import native_group
+from mpidist.ddp.join import Iteration, TorchJoinHook, exchange, joined
+from mpidist.ddp.outputs import moved, tensors_in
+from mpidist.ddp.process_group import default_group, native_group
 from mpidist.ddp.reducer import Hook, Reducer, Settings
+from mpidist.errors import DisagreementError, MpidistError
 
 
-class DistributedDataParallel(torch.nn.Module):
+class DistributedDataParallel(torch.nn.Module, Joinable):
     """Average the gradients of ``module`` over all ranks of a group in each backward pass.
 
-    Collective: constructed by all ranks of the group, which then run forward and backward the same number of times.
+    Collective: constructed by all ranks of the group, which then run forward and backward the same number of times, or within
+    ``join()``.
 
     Args:
         module: The module; its parameters on this rank's device.
-        process_group: A native group, or a torch group on the backend ``mpidist``; all ranks of the job if None.
+        device_ids: None, or this rank's one GPU: inputs are moved there.
+        output_device: None, or that same GPU.
+        dim: Accepted for torch's sake; a rank has one device, so inputs are not scattered.
+        broadcast_buffers: False: buffers stay each rank's own, from the start. ``forward_sync_buffers`` goes before it.
+        init_sync: Verify names, shapes and dtypes on all ranks, then broadcast rank 0's parameters and buffers.
+        process_group: A native group, or a torch group on the backend ``mpidist``; if None torch's default group if it is ours,
+            else all ranks of the job.
         bucket_cap_mb: MiB of gradients that travel together; 25, and less for the first bucket, if None.
-        bucket_cap_mb_list: MiB of the first, the second, … bucket.
-        most_buckets: Merge buckets until there are no more than these.
-        forward_sync_buffers: Broadcast rank 0's buffers before each forward pass.
-        init_sync: Verify shapes and dtypes on all ranks, then broadcast rank 0's parameters and buffers.
         find_unused_parameters: Parameters may lack a gradient, and not the same ones on all ranks.
-        static_graph: Which parameters are used, and how often, never changes.
+        check_reduction: Deprecated, without effect.
         gradient_as_bucket_view: Gradients are views of the buckets. torch's default is False.
+        static_graph: Which parameters are used, and how often, never changes.
+        delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision: Refused, with what to use instead.
+        device_mesh: Instead of ``process_group``: a mesh of one dimension on the backend ``mpidist``.
+        skip_all_reduce_unused_params: With ``find_unused_parameters`` or ``static_graph``: buckets that no rank used in the first
+            backward pass do not travel in the later ones, which must leave the same parameters unused.
+        bucket_cap_mb_list: MiB of the first, the second, … bucket; the last holds for all that follow.
+        batched_grad_copy: Accepted; gradients that need a copy are always copied together.
+        forward_sync_buffers: Broadcast rank 0's buffers before each forward pass; True if neither it nor ``broadcast_buffers`` is
+            given.
+        most_buckets: Merge buckets until there are no more than these (ours alone).
 
     Raises:
-        ValueError: No parameter requires a gradient.
-        DisagreementError: Parameters differ in shape or dtype between ranks (on all ranks).
+        ValueError: An argument that cannot be honoured; a module with nothing to average, or with sparse gradients.
+        TypeError: ``process_group`` is of another backend.
+        DisagreementError: Parameters differ in name, shape or dtype between ranks (on all ranks).
 
     Source:
-        ``torch.nn.parallel.DistributedDataParallel``, whose names and meanings these are.
+        ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13, whose names and meanings these are.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
-        *,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
         process_group: Any = None,
         bucket_cap_mb: float | None = None,
-        bucket_cap_mb_list: Sequence[float] | None = None,
-        most_buckets: int | None = None,
-        forward_sync_buffers: bool = True,
-        init_sync: bool = True,
         find_unused_parameters: bool = False,
-        static_graph: bool = False,
+        check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        most_buckets: int | None = None,
     ) -> None:
         super().__init__()
-        self.module = module
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        if not named:
-            raise ValueError("DistributedDataParallel needs a module with a parameter that requires a gradient")
-        self.process_group = native_group(process_group)
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
-        self._syncs_buffers = forward_sync_buffers
-        if init_sync:
-            require_equal_parameters(self.process_group, named)
-            broadcast_state(self.process_group, [*module.parameters(), *module.buffers()])
-        settings = Settings(
-            limits=plan.limits_of(bucket_cap_mb, bucket_cap_mb_list),
+        Joinable.__init__(self)
+        if device_mesh is not None:
+            process_group = signature.group_of(device_mesh, process_group)
+        self.process_group = default_group() if process_group is None else process_group
+        self._group = native_group(self.process_group)
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        try:
+            signature.refuse(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
+            named = signature.require_supported(module, self.parameters_to_ignore)
+            self._input_device = signature.input_device(module, device_ids, output_device, check_reduction)
+            limits = plan.limits_of(bucket_cap_mb, bucket_cap_mb_list)
+        except (TypeError, ValueError) as error:
+            if init_sync:  # the others wait in their own comparison
+                with contextlib.suppress(DisagreementError):
+                    require_equal_parameters(self._group, [], str(error))
+            raise
+        self.settings = Settings(
+            limits=limits,
             most_buckets=most_buckets,
             gradient_as_bucket_view=gradient_as_bucket_view,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
-            in_line=self.process_group.is_single_node,
+            skip_unused=skip_all_reduce_unused_params,
         )
-        self.reducer = Reducer([p for _, p in named], [name for name, _ in named], self.process_group, settings)
+        self.device_ids = None if not device_ids else list(device_ids)
+        self.output_device = output_device
+        self.dim = dim
+        self.module = module
+        self.device = named[0][1].device
+        init_buffers, self.forward_sync_buffers = signature.buffer_syncing(broadcast_buffers, forward_sync_buffers)
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self._is_joining = False
+        self._throws_on_join = False
+        self._divides_by_initial = True
+        if init_sync:
+            require_equal_parameters(self._group, named)
+            broadcast_state(self._group, self._state(init_buffers))
+        self.reducer = Reducer([p for _, p in named], [name for name, _ in named], self._group, self.settings)
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """torch's former name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Have ``hook(state, bucket)`` reduce the buckets; again at any time between steps.
 
         Args:
             state: Passed to each call.
-            hook: Gets a ``GradBucket`` and returns a future of the reduced buffer.
+            hook: Gets a ``GradBucket`` and returns a future of the reduced buffer, ours or torch's. Collectives that it starts
+                from a future's callback are executed in the order of the buckets on all ranks.
 
         Raises:
             TypeError: ``hook`` cannot be called.
@@ -101,13 +154,127 @@ class DistributedDataParallel(torch.nn.Module):
             self.require_backward_grad_sync = before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; under no_grad or no_sync nothing else happens."""
-        is_averaged = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if is_averaged:
+        """Call the module.
+
+        Under no_grad or no_sync nothing is averaged. Buffers are broadcast before each pass that follows an averaged one, as in
+        torch: before an evaluation, too, which therefore all ranks must begin.
+        """
+        averages = torch.is_grad_enabled() and self.require_backward_grad_sync
+        syncs_buffers = self.forward_sync_buffers and self.require_forward_param_sync
+        iteration = self._told(averages, syncs_buffers)
+        if averages:
             self.reducer.rebuild()
-        if self._syncs_buffers and self.require_forward_param_sync and self.require_backward_grad_sync:
-            broadcast_state(self.process_group, list(self.module.buffers()))
+        if syncs_buffers:
+            broadcast_state(self._group, self._buffers_in_use(), iteration.root if iteration else 0)
+        self.require_forward_param_sync = averages
+        if self._input_device is not None:
+            args, kwargs = moved((args, kwargs), self._input_device)
         output = self.module(*args, **kwargs)
-        if is_averaged:
-            self.reducer.arm([leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad])
+        if averages:
+            self.reducer.scale = 1.0 if iteration is None else self._scale(iteration)
+            self.reducer.arm([tensor for tensor in tensors_in(output) if tensor.requires_grad])
         return output
+
+    # --- uneven inputs ---
+
+    @contextlib.contextmanager
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Iterator[None]:
+        """Train on inputs of different number: a rank whose loop has ended takes part in the others' collectives.
+
+        At the end all ranks have the weights of one that had inputs to the end.
+
+        Collective: entered and left by all ranks of the group. Collectives of the user's own, and of modules such as
+        SyncBatchNorm, are not mirrored.
+
+        Args:
+            divide_by_initial_world_size: Gradients are divided by W, so that each input counts alike; else by the number of ranks
+                that still have inputs. A communication hook divides by itself.
+            enable: False does nothing, for inputs that are known to be even.
+            throw_on_early_termination: Raise on all ranks when the first has no inputs left.
+
+        Raises:
+            RuntimeError: ``throw_on_early_termination``.
+            DisagreementError: The ranks are in different passes (one under no_sync or no_grad).
+        """
+        self._divides_by_initial = divide_by_initial_world_size
+        self._is_joining, self._throws_on_join = enable, throw_on_early_termination
+        try:
+            with joined(self, self._group, throw_on_early_termination) if enable else contextlib.nullcontext():
+                yield
+        finally:
+            self._is_joining = self._throws_on_join = False
+
+    def join_hook(self, **kwargs: Any) -> TorchJoinHook:
+        """Return what torch's ``Join`` runs on a rank without inputs; see ``join`` for ``divide_by_initial_world_size``."""
+        self._divides_by_initial = kwargs.get("divide_by_initial_world_size", True)
+        return TorchJoinHook(self, self._group)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Return the device of torch's ``Join`` for its own collectives."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """Return the group of torch's ``Join`` for its own collectives."""
+        return self.process_group
+
+    def mirror(self, iteration: Iteration) -> None:
+        """Take part in the collectives of one iteration of the ranks that have inputs. Collective: over the group."""
+        if iteration.averages:
+            self.reducer.rebuild()
+        if iteration.syncs_buffers:
+            broadcast_state(self._group, self._buffers_in_use(), iteration.root)
+        self.require_forward_param_sync = iteration.averages
+        if iteration.averages:
+            self.reducer.scale = self._scale(iteration)
+            self.reducer.mirror()
+
+    def adopt_from(self, root: int) -> None:
+        """Take over ``root``'s parameters and buffers. Collective: over the group."""
+        broadcast_state(self._group, self._state(self.forward_sync_buffers), root)
+
+    def _told(self, averages: bool, syncs_buffers: bool) -> Iteration | None:
+        if not self._is_joining:
+            if not self._join_config.enable:
+                return None
+            Join.notify_join_context(self)
+        iteration = exchange(self._group, True, averages, syncs_buffers)
+        if self._throws_on_join and iteration.members < self._group.size:
+            raise RuntimeError("a rank has no inputs left, and throw_on_early_termination is set")
+        return iteration
+
+    def _scale(self, iteration: Iteration) -> float:
+        return 1.0 if self._divides_by_initial else self._group.size / iteration.members
+
+    # --- state ---
+
+    def _state(self, with_buffers: bool) -> list[torch.Tensor]:
+        ignored = self.parameters_to_ignore
+        parameters = [parameter for name, parameter in self.module.named_parameters() if name not in ignored]
+        return parameters + (self._buffers_in_use() if with_buffers else [])
+
+    def _buffers_in_use(self) -> list[torch.Tensor]:
+        return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the group, the reducer and its hook; as in torch, only a module on the default group can be copied.
+
+        Raises:
+            MpidistError: Another group.
+        """
+        if native_group(self.process_group) is not native_group(default_group()):
+            raise MpidistError(
+                "DistributedDataParallel can be pickled or copied on the default group only, because a copy has no other to go to; "
+                "save its state_dict() instead"
+            )
+        return {name: value for name, value in self.__dict__.items() if name not in ("process_group", "_group", "reducer")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.process_group = default_group()
+        self._group = native_group(self.process_group)
+        named = signature.require_supported(self.module, self.parameters_to_ignore)
+        self.reducer = Reducer([p for _, p in named], [name for name, _ in named], self._group, self.settings)

@@ -18,7 +18,7 @@ def native_group(process_group: Any) -> Any:
         TypeError: A group of another backend.
     """
     if process_group is None:
-        return _default_group()
+        process_group = default_group()
     if isinstance(process_group, comm_group.ProcessGroup):
         return process_group
     native = getattr(process_group, "native", None)
@@ -30,12 +30,13 @@ def native_group(process_group: Any) -> Any:
     )
 
 
-def _default_group() -> Any:
-    # A script that has called torch's init_process_group("mpidist") means that group.
+def default_group() -> Any:
+    """Return torch's default group if it is on our backend, else the native group of all ranks of the job."""
     import torch.distributed as dist
 
+    # A script that has called torch's init_process_group("mpidist") means that group.
     if dist.is_available() and dist.is_initialized():
-        default = getattr(dist.group.WORLD, "native", None)
-        if isinstance(default, comm_group.ProcessGroup):
+        default = dist.group.WORLD
+        if isinstance(getattr(default, "native", None), comm_group.ProcessGroup):
             return default
     return comm_group.init()

@@ -1,7 +1,6 @@
-"""Gradients to their average: marks what is ready, launches buckets in the order of the plan, waits, hands back.
+"""Gradients to their average: notes what is ready, launches buckets in the order of the plan, waits, hands back.
 
-The order of launch is the plan's, whatever the order of arrival, so that all ranks issue the same collectives. A backward pass
-has three moments: ``arm`` (after a forward pass whose gradients are to be averaged), ``_arrived`` (autograd has added to one
+A backward pass has three moments: ``_begin`` (the gradient of an output is there), ``_arrived`` (autograd has added to one
 parameter's gradient) and ``_finish`` (autograd's last act, in which what is missing is completed and the results are waited for).
 
 Letters: W ranks of the group; N elements of a bucket.
@@ -9,6 +8,7 @@ Letters: W ranks of the group; N elements of a bucket.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,17 +16,14 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.arithmetic import AVG, SUM
+from mpidist.comm.arithmetic import AVG
 from mpidist.ddp import plan
+from mpidist.ddp.agreement import require_all_gradients, used_somewhere
+from mpidist.ddp.arrivals import Arrivals
 from mpidist.ddp.bucket import Bucket, GradBucket
 
 Tensor = torch.Tensor
 Hook = Callable[[Any, GradBucket], Any]
-
-_ADVICE = (
-    "Parameters that take no part in the loss need find_unused_parameters=True (or static_graph=True if they never do); "
-    "torch.autograd.grad() is not supported, because it adds to no gradient: call backward()"
-)
 
 
 @dataclass(frozen=True)
@@ -38,17 +35,21 @@ class Settings:
     gradient_as_bucket_view: bool = True  # gradients are views of the buckets; else they are copied back
     find_unused_parameters: bool = False  # parameters may lack a gradient, and not the same ones on all ranks
     static_graph: bool = False  # which parameters are used, and how often, is as in the first backward pass
-    in_line: bool = True  # without a hook: reduce in the backward pass itself; else on the group's thread beside it
+    skip_unused: bool = False  # parameters that no rank used in the first backward pass are not reduced in the later ones
 
 
 class Reducer:
     """The gradients of one module on one group.
 
     Collective: constructed by all ranks of the group with parameters of equal shapes and dtypes; then armed and run through
-    backward the same number of times by all.
+    backward the same number of times by all, or mirrored by those that have no inputs left.
+
+    Attributes:
+        scale: What the average is multiplied by, if no hook reduces: W over the ranks that still have inputs.
     """
 
     def __init__(self, parameters: Sequence[Tensor], names: Sequence[str], group: Any, settings: Settings) -> None:
+        self.scale = 1.0
         self._parameters = list(parameters)
         self._names = list(names)
         self._group = group
@@ -57,11 +58,14 @@ class Reducer:
         self._order: list[int] | None = None  # of arrival in the first backward pass, until the buckets follow it
         self._is_rebuilt = settings.find_unused_parameters and not settings.static_graph
         self._is_armed = self._is_begun = False
-        self._times: list[int] | None = None  # static graph: how often each gradient arrives
+        # How often each gradient arrives; in a static graph that is not known before the first backward pass.
+        self._times: list[int] | None = None if settings.static_graph else [1] * len(self._parameters)
+        self._unused: frozenset[int] | None = None  # places that no rank used, if they are to be skipped
         # Gradients come in the reverse order of use, which is about that of registration.
         self._lay_out(list(reversed(range(len(self._parameters)))))
+        arrived = _without_owner(self)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, place))
+            parameter.register_post_accumulate_grad_hook(partial(arrived, place))
             for place, parameter in enumerate(self._parameters)
         ]
 
@@ -69,14 +73,17 @@ class Reducer:
         """Have ``hook(state, bucket)`` reduce the buckets from the next backward pass on; None for the average."""
         self._hook = None if hook is None else (hook, state)
 
-    def close(self) -> None:
-        """Leave the parameters alone from now on."""
-        for handle in self._handles:
+    def __del__(self) -> None:
+        for handle in getattr(self, "_handles", ()):
             handle.remove()
 
     def buckets(self) -> list[tuple[int, ...]]:
         """Return the places of the parameters in each bucket, in the order of launch."""
         return [bucket.indices for bucket in self._buckets]
+
+    def names(self) -> list[tuple[str, ...]]:
+        """Return the names of the parameters in each bucket, in the order of launch."""
+        return [bucket.names for bucket in self._buckets]
 
     def rebuild(self) -> bool:
         """Lay the buckets out once in the order in which gradients arrived first; say whether that was done.
@@ -88,12 +95,26 @@ class Reducer:
         self._is_rebuilt = True
         order = torch.tensor(self._order)
         self._group.broadcast(order, 0)
-        layout = order.tolist()
         self._order = None
-        if self._planned(layout) == self.buckets():
-            return False
-        self._lay_out(layout)
-        return True
+        return self._lay_out(order.tolist())
+
+    def lay_out_as(self, buckets: Sequence[Sequence[str]]) -> None:
+        """Lay the buckets out as given, by names, and keep them so: to continue a saved run with the same bits.
+
+        Raises:
+            ValueError: Not exactly this module's parameters, or a bucket of several dtypes or devices.
+        """
+        place_of = {name: place for place, name in enumerate(self._names)}
+        given = [name for names in buckets for name in names]
+        if sorted(given) != sorted(place_of):
+            strange = sorted(set(given) ^ set(place_of)) or sorted({name for name in given if given.count(name) > 1})
+            raise ValueError(f"the buckets do not hold each parameter of this module once; look at {', '.join(strange[:10])}")
+        places = [tuple(place_of[name] for name in names) for names in buckets]
+        for index, bucket in enumerate(places):
+            if len({(self._parameters[place].dtype, self._parameters[place].device) for place in bucket}) != 1:
+                raise ValueError(f"bucket {index} holds parameters of several dtypes or devices, or none")
+        self._is_rebuilt, self._order = True, None
+        self._set_buckets(places)
 
     def arm(self, outputs: Sequence[Tensor]) -> None:
         """Average the gradients of the next backward pass; called after the forward pass.
@@ -101,160 +122,159 @@ class Reducer:
         Args:
             outputs: The module's output tensors.
         """
-        self._is_armed, self._is_begun = True, False
-        self._left = list(self._times) if self._times is not None else [1] * len(self._parameters)
-        self._pending = [sum(self._left[place] > 0 for place in bucket.indices) for bucket in self._buckets]
-        self._next = 0
-        self._futures: list[Any] = []
-        self._arrivals: list[int] = []
-        self._counts = [0] * len(self._parameters)
+        self._arm()
         for output in outputs:
             if output.grad_fn is not None:
                 output.register_hook(self._begin)
 
+    def mirror(self) -> None:
+        """Take part in one backward pass of the others, with zeros: for a rank that has no inputs left.
+
+        Collective: over the group. This rank's gradients are overwritten.
+        """
+        self._arm()
+        self._is_armed = False
+        for index in self._arrivals.take_rest():
+            self._buckets[index].flat.zero_()
+            self._reduce(index)
+        self._settle([False] * len(self._parameters), missing=[])
+
     # --- the backward pass ---
+
+    def _arm(self) -> None:
+        self._is_armed, self._is_begun = True, False
+        self._arrivals = Arrivals([bucket.indices for bucket in self._buckets], self._times, self._skipped())
+        self._futures: list[tuple[Bucket, Any]] = []
+        self._given: set[int] = set()  # parameters that had no gradient before
 
     def _begin(self, gradient: Tensor | None = None) -> None:
         # Called by the outermost pass, if the outputs are known: the end of a nested one (a re-entrant checkpoint) is too early.
-        if self._is_armed and not self._is_begun:
-            self._is_begun = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-
-    def _arrived(self, place: int, parameter: Tensor) -> None:
-        if not self._is_armed:
+        if self._is_begun:
             return
+        if not self._is_armed:  # a second backward pass of one forward pass, or of the one before
+            self._arm()
+        self._is_begun = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if self._settings.gradient_as_bucket_view:
+            for bucket in self._buckets:
+                self._given.update(bucket.give_zeros())
+
+    def _arrived(self, place: int) -> None:
+        if not self._is_armed:
+            return  # under no_sync, or the module was called beside DDP
         if not self._is_begun:
             self._begin()
-        self._counts[place] += 1
-        if self._settings.static_graph and self._times is None:
-            return  # how often each will come is known after this pass
-        left = self._left[place] = self._left[place] - 1
+        left = self._arrivals.note(place)
         if left > 0:
             return
         if left < 0:
-            raise RuntimeError(
-                f"the gradient of parameter {self._names[place]!r} arrived twice in one backward pass; a parameter that several "
-                "checkpointed segments share needs static_graph=True, or checkpoint(..., use_reentrant=False)"
-            )
-        self._arrivals.append(place)
-        index = self._bucket_of[place]
-        self._pending[index] -= 1
-        if index == self._next and not self._pending[index]:
-            self._launch_ready()
+            raise RuntimeError(self._told_of_surplus(place))
+        for index in self._arrivals.take_ready():
+            self._launch(index)
 
-    def _launch_ready(self) -> None:
-        while self._next < len(self._buckets) and not self._pending[self._next]:
-            self._next += 1
-            self._launch(self._next - 1)
+    def _told_of_surplus(self, place: int) -> str:
+        name = self._names[place]
+        if self._unused is not None and place in self._unused:
+            return (
+                f"parameter {name!r} received a gradient, but no rank used it in the first backward pass; "
+                "skip_all_reduce_unused_params needs the same unused parameters in all of them"
+            )
+        return (
+            f"the gradient of parameter {name!r} arrived twice in one backward pass; a parameter that several checkpointed "
+            "segments share needs static_graph=True, or checkpoint(..., use_reentrant=False)"
+        )
 
     def _launch(self, index: int) -> None:
-        bucket = self._buckets[index]
-        self._collect(bucket)
-        if self._hook is None:
-            work = self._group.all_reduce(bucket.flat, AVG, async_op=not self._settings.in_line)
-            self._futures.append(work)
-            return
-        hook, state = self._hook
-        seen = GradBucket(bucket, index, index == len(self._buckets) - 1)
-        self._futures.append(hook(state, seen))
+        self._buckets[index].collect(self._settings.gradient_as_bucket_view)
+        self._reduce(index)
 
-    def _collect(self, bucket: Bucket) -> None:
-        """Bring the gradients into the bucket: those that are not there already."""
-        views, gradients = [], []
-        for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
-            gradient = parameter.grad
-            if gradient is view:
-                continue
-            if gradient is None:
-                view.zero_()
-                continue
-            if gradient.layout is not torch.strided:
-                raise RuntimeError(f"mpidist's DDP takes dense gradients; got layout {gradient.layout} (use sparse=False)")
-            views.append(view)
-            gradients.append(gradient.detach())
-            if self._settings.gradient_as_bucket_view:
-                parameter.grad = view
-        if views:
-            torch._foreach_copy_(views, gradients)
+    def _reduce(self, index: int) -> None:
+        bucket = self._buckets[index]
+        if self._hook is None:
+            # On one node a transfer is processor time, which a thread cannot hide; between nodes it runs beside the backward pass.
+            future = self._group.all_reduce(bucket.flat, AVG, async_op=not self._group.is_single_node)
+        else:
+            hook, state = self._hook
+            future = hook(state, GradBucket(bucket, index, self._arrivals.is_last(index)))
+        self._futures.append((bucket, future))
 
     def _finish(self) -> None:
         self._is_armed = self._is_begun = False
-        settings = self._settings
-        if settings.static_graph and self._times is None:
-            self._times = list(self._counts)
+        counts = self._arrivals.counts
+        if self._times is None:
+            self._times = list(counts)
+        # A gradient that this pass did not add to may still be one: of passes under no_sync.
+        has_gradient = [
+            bool(count) or (parameter.grad is not None and place not in self._given)
+            for place, (count, parameter) in enumerate(zip(counts, self._parameters, strict=True))
+        ]
+        for index in self._arrivals.take_rest():
+            self._launch(index)
+        self._settle(has_gradient, [name for name, count in zip(self._names, counts, strict=True) if not count])
+
+    def _settle(self, has_gradient: list[bool], missing: list[str]) -> None:
+        """Wait for all buckets, and hand back what some rank has."""
         if self._order is None and not self._is_rebuilt:
-            absent = [place for place in range(len(self._parameters)) if place not in set(self._arrivals)]
-            self._order = self._arrivals + absent
-        has_gradient = [parameter.grad is not None for parameter in self._parameters]
-        self._pending = [0] * len(self._buckets)
-        self._launch_ready()
-        used = self._used_somewhere(has_gradient)
-        self._hand_back(used)
-
-    def _used_somewhere(self, has_gradient: list[bool]) -> list[bool]:
-        """Return which parameters have a gradient on any rank.
-
-        Raises:
-            RuntimeError: On all ranks, if one lacks a gradient somewhere and none may.
-        """
+            arrived = set(self._arrivals.order)
+            planned = [place for bucket in self._buckets for place in bucket.indices]
+            self._order = self._arrivals.order + [place for place in planned if place not in arrived]
+        used = [True] * len(self._parameters)
         if self._settings.find_unused_parameters or self._settings.static_graph:
-            used = torch.tensor(has_gradient, dtype=torch.int32)
-            self._group.all_reduce(used, SUM)
-            if not int(used.sum()):
-                raise RuntimeError(f"no parameter received a gradient on any rank. {_ADVICE}")
-            return [bool(count) for count in used.tolist()]
-        missing = [name for name, count in zip(self._names, self._counts, strict=True) if not count]
-        absent = torch.tensor([len(missing)])
-        self._group.all_reduce(absent, SUM)
-        if not int(absent):
-            return [True] * len(self._parameters)
-        self._wait()
-        told = self._group.all_gather_object(missing)
-        lines = [f"rank {rank}: {_listed(names)}" for rank, names in enumerate(told) if names]
-        raise RuntimeError(f"parameters received no gradient in this backward pass. {'; '.join(lines)}. {_ADVICE}")
-
-    def _wait(self) -> list[Tensor | None]:
-        return [_result_of(future) for future in self._futures]
-
-    def _hand_back(self, used: list[bool]) -> None:
-        for bucket, result in zip(self._buckets, self._wait(), strict=True):
+            used = used_somewhere(self._group, has_gradient)
+            if self._settings.skip_unused and self._unused is None:
+                self._skip(frozenset(place for place, is_used in enumerate(used) if not is_used))
+        futures, self._futures = self._futures, []
+        results = [(bucket, _result_of(future)) for bucket, future in futures]
+        if not (self._settings.find_unused_parameters or self._settings.static_graph):
+            require_all_gradients(self._group, missing)
+        for bucket, result in results:
             if result is not None and result.data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(result.view(-1))
-            targets, sources = [], []
-            for place, view, parameter in zip(bucket.indices, bucket.views, bucket.parameters, strict=True):
-                gradient = parameter.grad
-                if gradient is view or not used[place]:
-                    continue
-                if self._settings.gradient_as_bucket_view:
-                    parameter.grad = view
-                elif gradient is None:
-                    parameter.grad = view.clone()
-                else:
-                    targets.append(gradient.detach())
-                    sources.append(view)
-            if targets:
-                torch._foreach_copy_(targets, sources)
-        self._futures = []
+            if self.scale != 1 and self._hook is None:
+                bucket.flat.mul_(self.scale)
+            bucket.hand_back(used, self._settings.gradient_as_bucket_view)
+        for place in self._given:
+            if not used[place]:
+                self._parameters[place].grad = None
 
     # --- the buckets ---
 
-    def _planned(self, order: Sequence[int]) -> list[tuple[int, ...]]:
+    def _skip(self, unused: frozenset[int]) -> None:
+        self._unused = unused
+        self._times = [0 if place in unused else times for place, times in enumerate(self._times or [])]
+
+    def _skipped(self) -> frozenset[int]:
+        unused = self._unused or frozenset()
+        return frozenset(index for index, bucket in enumerate(self._buckets) if unused.issuperset(bucket.indices))
+
+    def _lay_out(self, order: Sequence[int]) -> bool:
+        """Plan buckets that are filled in ``order``; say whether they differ from those there are."""
         assigned = plan.assign(self._parameters, self._settings.limits, order)
         if self._settings.most_buckets is not None:
             assigned = plan.merge(self._parameters, assigned, self._settings.most_buckets)
-        return [bucket.indices for bucket in assigned]
+        planned = [bucket.indices for bucket in assigned]
+        if hasattr(self, "_buckets") and planned == self.buckets():
+            return False
+        self._set_buckets(planned)
+        return True
 
-    def _lay_out(self, order: Sequence[int]) -> None:
-        held = [parameter.grad for parameter in self._parameters]
-        self._buckets = [Bucket(indices, self._parameters, self._names) for indices in self._planned(order)]
-        self._bucket_of = [0] * len(self._parameters)
-        for index, bucket in enumerate(self._buckets):
-            for place, view in zip(bucket.indices, bucket.views, strict=True):
-                self._bucket_of[place] = index
-                gradient = held[place]
-                if gradient is not None and self._settings.gradient_as_bucket_view:
-                    view.copy_(gradient.detach())
-                    self._parameters[place].grad = view
+    def _set_buckets(self, planned: Sequence[tuple[int, ...]]) -> None:
+        self._buckets = [Bucket(indices, self._parameters, self._names) for indices in planned]
+        if self._settings.gradient_as_bucket_view:
+            for bucket in self._buckets:
+                bucket.adopt()
+
+
+def _without_owner(reducer: Reducer) -> Callable[[int, Tensor], None]:
+    # Parameters outlive a reducer, and the collector does not see what autograd's hooks refer to.
+    reference = weakref.ref(reducer)
+
+    def arrived(place: int, parameter: Tensor) -> None:
+        owner = reference()
+        if owner is not None:
+            owner._arrived(place)
+
+    return arrived
 
 
 def _result_of(future: Any) -> Tensor | None:
@@ -267,7 +287,3 @@ def _result_of(future: Any) -> Tensor | None:
     if isinstance(value, (list, tuple)):
         (value,) = value
     return value if isinstance(value, torch.Tensor) else None
-
-
-def _listed(names: Sequence[str], most: int = 10) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,74 @@
+"""Which gradients of a backward pass are complete, and which buckets may therefore leave: pure bookkeeping.
+
+Buckets leave in the order of the plan, whatever the order of arrival, so that all ranks issue the same collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+class Arrivals:
+    """One backward pass.
+
+    Args:
+        buckets: For each bucket the places of its parameters.
+        expected: How often the gradient of each parameter will be added to; None if that is not known yet, and then no bucket is
+            ready before the end.
+        skipped: Buckets that do not leave.
+
+    Attributes:
+        counts: How often each parameter's gradient was added to.
+        order: The places of complete gradients, in the order of their completion.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Sequence[int]], expected: Sequence[int] | None, skipped: Collection[int] = frozenset()
+    ) -> None:
+        count = sum(map(len, buckets))
+        self.counts = [0] * count
+        self.order: list[int] = []
+        self._left = None if expected is None else list(expected)
+        self._bucket_of = [0] * count
+        for index, places in enumerate(buckets):
+            for place in places:
+                self._bucket_of[place] = index
+        self._leaving = [index for index in range(len(buckets)) if index not in skipped]
+        self._skipped = skipped
+        # Gradients that a bucket still waits for; a bucket that awaits none goes with the one before it.
+        self._pending = [
+            1 if expected is None else sum(expected[place] > 0 for place in buckets[index]) for index in range(len(buckets))
+        ]
+        self._next = 0  # in ``_leaving``
+
+    def note(self, place: int) -> int:
+        """Count one arrival; return how many more this parameter awaits, less than 0 if it awaited none."""
+        self.counts[place] += 1
+        if self._left is None:
+            self.order.append(place) if self.counts[place] == 1 else None
+            return 1
+        left = self._left[place] = self._left[place] - 1
+        if not left:
+            self.order.append(place)
+            self._pending[self._bucket_of[place]] -= 1
+        return left
+
+    def take_ready(self) -> list[int]:
+        """Return the buckets that may leave now and have not yet, in order."""
+        start = self._next
+        while self._next < len(self._leaving) and not self._pending[self._leaving[self._next]]:
+            self._next += 1
+        return self._leaving[start : self._next]
+
+    def take_rest(self) -> list[int]:
+        """Return all buckets that have not left yet, complete or not."""
+        start, self._next = self._next, len(self._leaving)
+        return self._leaving[start:]
+
+    def is_last(self, index: int) -> bool:
+        """Say whether no bucket leaves after this one."""
+        return index == self._leaving[-1]
+
+    def is_skipped(self, place: int) -> bool:
+        """Say whether the bucket of a parameter does not leave."""
+        return self._bucket_of[place] in self._skipped

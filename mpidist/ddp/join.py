@@ -1,0 +1,102 @@
+"""Uneven inputs: a rank that has none left mirrors the collectives of those that go on, until all are done.
+
+Before each forward pass every rank tells all what it is about to do (``exchange``), the ones without inputs too; so they know
+which collectives to mirror, and how many ranks share the average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+
+from mpidist.comm.arithmetic import MAX
+from mpidist.errors import DisagreementError
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What the ranks that have inputs do in one iteration.
+
+    Attributes:
+        members: How many they are.
+        root: The last of them, whose buffers hold.
+        averages: Whether gradients are averaged.
+        syncs_buffers: Whether buffers are broadcast before the forward pass.
+    """
+
+    members: int
+    root: int
+    averages: bool
+    syncs_buffers: bool
+
+
+def exchange(group: Any, has_inputs: bool, averages: bool = False, syncs_buffers: bool = False) -> Iteration:
+    """Tell all ranks what this one is about to do, and learn the same of them.
+
+    Collective: over the group.
+
+    Raises:
+        DisagreementError: On all ranks, if those with inputs do not do the same.
+    """
+    own = torch.tensor([has_inputs, averages, syncs_buffers], dtype=torch.uint8)
+    table = torch.empty(group.size * 3, dtype=torch.uint8)
+    group.all_gather_into_tensor(table, own)
+    rows = [(rank, plans) for rank, (present, *plans) in enumerate(table.view(-1, 3).tolist()) if present]
+    if not rows:
+        return Iteration(0, -1, False, False)
+    root, plans = rows[-1]
+    other = next((rank for rank, others in rows if others != plans), None)
+    if other is not None:
+        raise DisagreementError(
+            f"DistributedDataParallel.join: ranks {other} and {root} are in different passes; no_sync, no_grad and buffers to "
+            "synchronise must be the same on all ranks in one iteration"
+        )
+    return Iteration(len(rows), root, *map(bool, plans))
+
+
+@contextmanager
+def joined(module: Any, group: Any, throws: bool) -> Iterator[None]:
+    """Run the loop over a rank's inputs, then mirror the other ranks' passes until all have ended theirs.
+
+    Collective: entered and left by all ranks of the group.
+
+    Args:
+        module: Has ``mirror(iteration)`` and ``adopt_from(root)``.
+        throws: Raise on all ranks as soon as the first has no inputs left.
+    """
+    yield
+    is_last = True
+    while (iteration := exchange(group, False)).members:
+        is_last = False
+        if throws:
+            raise RuntimeError(f"rank {group.rank} has no inputs left, and throw_on_early_termination is set")
+        module.mirror(iteration)
+    module.adopt_from(last_joiner(group, is_last))
+
+
+def last_joiner(group: Any, is_last: bool) -> int:
+    """Return the highest rank that had inputs to the end. Collective: over the group."""
+    root = torch.tensor([group.rank if is_last else -1])
+    group.all_reduce(root, MAX)
+    return int(root)
+
+
+class TorchJoinHook(JoinHook):
+    """What torch's ``Join`` calls on a rank without inputs."""
+
+    def __init__(self, module: Any, group: Any) -> None:
+        self._module = module
+        self._group = group
+
+    def main_hook(self) -> None:
+        """Mirror one iteration."""
+        self._module.mirror(exchange(self._group, False))
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Give all ranks the weights of one that had inputs to the end."""
+        self._module.adopt_from(last_joiner(self._group, is_last_joiner))

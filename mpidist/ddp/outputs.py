@@ -1,0 +1,30 @@
+"""Tensors in what a module takes and returns: any nesting of lists, tuples, mappings and dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in ``value``."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for part in value:
+            yield from tensors_in(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return ``value`` with its tensors on ``device``."""
+    return tree_map(lambda part: part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part, value)
