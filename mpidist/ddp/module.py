@@ -125,7 +125,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """torch's former name of ``forward_sync_buffers``."""
+        """Return ``forward_sync_buffers``, by its former name."""
         return self.forward_sync_buffers
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
@@ -267,7 +267,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """
         if native_group(self.process_group) is not native_group(default_group()):
             raise MpidistError(
-                "DistributedDataParallel can be pickled or copied on the default group only, because a copy has no other to go to; "
+                "DistributedDataParallel can be pickled or copied on the default group only, because a copy knows no other; "
                 "save its state_dict() instead"
             )
         return {name: value for name, value in self.__dict__.items() if name not in ("process_group", "_group", "reducer")}

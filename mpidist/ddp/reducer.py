@@ -191,7 +191,7 @@ class Reducer:
     def _reduce(self, index: int) -> None:
         bucket = self._buckets[index]
         if self._hook is None:
-            # On one node a transfer is processor time, which a thread cannot hide; between nodes it runs beside the backward pass.
+            # On one node a transfer is processor time, which a thread cannot hide; between nodes it runs beside backward.
             future = self._group.all_reduce(bucket.flat, AVG, async_op=not self._group.is_single_node)
         else:
             hook, state = self._hook

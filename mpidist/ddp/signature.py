@@ -18,7 +18,7 @@ def refuse(mixed_precision: Any, delayed: Any, hook_of_delayed: Any) -> None:
     """
     if mixed_precision is not None:
         raise ValueError(
-            "mixed_precision is not supported: use torch.autocast around the forward pass, and bf16_compress_hook for the gradients"
+            "mixed_precision is not supported: use torch.autocast around the forward pass, bf16_compress_hook for the gradients"
         )
     if delayed is not None or hook_of_delayed is not None:
         raise ValueError(
@@ -94,10 +94,14 @@ def require_supported(module: torch.nn.Module, ignored: Sequence[str] | set[str]
     if not named:
         raise ValueError("DistributedDataParallel needs a module with a parameter that requires a gradient")
     if len({parameter.device.type for _, parameter in named}) != 1:
-        raise ValueError(f"parameters lie on {', '.join(sorted({str(p.device) for _, p in named}))}; one type of device is needed")
+        raise ValueError(
+            f"parameters lie on {', '.join(sorted({str(p.device) for _, p in named}))}; one type of device is needed"
+        )
     for name, part in module.named_modules():
         if getattr(part, "sparse", False) is True and isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
-            raise ValueError(f"{name or 'the module'} has sparse gradients, which cannot be averaged in buckets: use sparse=False")
+            raise ValueError(
+                f"{name or 'the module'} has sparse gradients, which cannot be averaged in buckets: use sparse=False"
+            )
     return named
 
 

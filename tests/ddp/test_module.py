@@ -4,105 +4,61 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
+from mpidist.ddp.hooks.default import allreduce_hook, bf16_compress_wrapper
+from mpidist.ddp.hooks.powersgd import PowerSGDState, powerSGD_hook
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.errors import DisagreementError
+from tests.ddp.nets import Net, backward, close, data, loss_of, reference, same_everywhere, sgd, train
 from tests.support import agree, raises_on_all
 
 pytestmark = pytest.mark.mpi
-BATCH = 4
+
+HOOKS = {
+    "none": None,
+    "bf16": lambda group: (group, bf16_compress_wrapper(allreduce_hook)),
+    "powersgd": lambda group: (PowerSGDState(group, 32, start_powerSGD_iter=1, min_compression_rate=0.01), powerSGD_hook),
+}
 
 
-class Net(torch.nn.Module):
-    """Shared, frozen, double and batch-dependent parameters; ``branch`` chooses which are used."""
-
-    def __init__(self, checkpointing=None, with_unused=False):
-        super().__init__()
-        torch.manual_seed(3)
-        self.first = torch.nn.Linear(6, 16)
-        self.shared = torch.nn.Linear(16, 16)
-        self.frozen = torch.nn.Linear(16, 16)
-        self.frozen.requires_grad_(False)
-        self.conv = torch.nn.Conv2d(1, 2, 3, padding=1).to(memory_format=torch.channels_last)
-        self.wide = torch.nn.Linear(32, 3).double()
-        self.extra = torch.nn.Linear(6, 3).double() if with_unused else None
-        self.register_buffer("seen", torch.zeros(1))
-        self.checkpointing = checkpointing
-
-    def body(self, x):
-        return torch.tanh(self.shared(torch.tanh(self.shared(x))))
-
-    def forward(self, x, with_extra=False):
-        h = torch.tanh(self.first(x))
-        h = h + torch.tanh(self.frozen(h))
-        h = self.body(h) if self.checkpointing is None else checkpoint(self.body, h, use_reentrant=self.checkpointing)
-        image = self.conv(h.view(-1, 1, 4, 4))
-        y = self.wide(image.flatten(1).double())
-        if with_extra:
-            y = y + self.extra(x.double())
-        return {"y": y, "h": h}
-
-
-def data(rank, step):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 3, generator=generator).double()
-
-
-def loss_of(output, target):
-    return (output["y"] - target).square().mean() + output["h"].mean()
-
-
-def reference(size, steps, extra_ranks=(), **options):
-    net = Net(**options)
-    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for rank in range(size):
-            x, target = data(rank, step)
-            (loss_of(net(x, rank in extra_ranks), target) / size).backward()
-        optimizer.step()
-    return net
-
-
-def train(group, ddp, steps, set_to_none, extra_ranks=()):
-    optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad(set_to_none=set_to_none)
-        x, target = data(group.rank, step)
-        loss_of(ddp(x, group.rank in extra_ranks), target).backward()
-        optimizer.step()
-    return ddp.module
-
-
-def same_everywhere(group, net):
-    flat = torch.cat([p.detach().double().flatten() for p in net.parameters()])
-    all_flat = torch.empty(group.size * flat.numel(), dtype=flat.dtype)
-    group.all_gather_into_tensor(all_flat, flat)
-    return all(torch.equal(row, flat) for row in all_flat.view(group.size, -1))
-
-
-def close(net, expected):
-    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(net.parameters(), expected.parameters(), strict=True))
-
-
-OPTIONS = list(itertools.product([True, False], [False, True], [False, True], [None, 0.0005], [None, False], [True, False]))
-
-
-@pytest.mark.parametrize(("view", "find", "static", "cap", "checkpointing", "set_to_none"), OPTIONS)
-def test_every_combination_of_options(group, view, find, static, cap, checkpointing, set_to_none):
-    ddp = DistributedDataParallel(
-        Net(checkpointing),
-        process_group=group,
-        gradient_as_bucket_view=view,
-        find_unused_parameters=find,
-        static_graph=static,
-        bucket_cap_mb=cap,
-    )
-    net = train(group, ddp, 5, set_to_none)
-    expected = reference(group.size, 5, checkpointing=checkpointing)
-    agree(group, same_everywhere(group, net), "ranks differ")
-    agree(group, close(net, expected), "differs from one process")
+@pytest.mark.parametrize(("view", "find", "static"), list(itertools.product([True, False], repeat=3)))
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_combination_of_options(group, view, find, static, hook):
+    """Full-rank PowerSGD is the average; the other options of the product, and both ways to clear gradients, are within."""
+    tolerance = {"none": 1e-5, "bf16": 3e-2, "powersgd": 1e-3}[hook]
+    for cap, checkpointing, accumulates, is_uneven in itertools.product(
+        [None, 0.0005], [None, False], [False, True], [False, True]
+    ):
+        ddp = DistributedDataParallel(
+            Net(checkpointing),
+            process_group=group,
+            gradient_as_bucket_view=view,
+            find_unused_parameters=find,
+            static_graph=static,
+            bucket_cap_mb=cap,
+        )
+        if HOOKS[hook] is not None:
+            ddp.register_comm_hook(*HOOKS[hook](group))
+        inputs = [2 + rank if is_uneven else 3 for rank in range(group.size)]
+        expected = Net(checkpointing)
+        optimizer, its_optimizer = sgd(ddp), sgd(expected)
+        with ddp.join(enable=is_uneven):
+            for step in range(inputs[group.rank]):
+                optimizer.zero_grad(set_to_none=bool(step % 2))
+                if accumulates:
+                    with ddp.no_sync():
+                        backward(ddp, group.rank, step + 100)
+                backward(ddp, group.rank, step)
+                optimizer.step()
+        for step in range(max(inputs)):
+            its_optimizer.zero_grad()
+            for rank in [rank for rank in range(group.size) if step < inputs[rank]]:
+                for part in [step + 100, step] if accumulates else [step]:
+                    backward(expected, rank, part, 1 / group.size)
+            its_optimizer.step()
+        text = f"cap {cap}, checkpointing {checkpointing}, no_sync {accumulates}, join {is_uneven}"
+        agree(group, same_everywhere(group, ddp.module), f"ranks differ: {text}")
+        agree(group, close(ddp.module, expected, tolerance), f"differs from one process: {text}")
 
 
 @pytest.mark.parametrize("view", [True, False])

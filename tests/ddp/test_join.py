@@ -1,0 +1,141 @@
+"""Uneven inputs: native and under torch's Join, with every way to divide, and what cannot be mirrored says so."""
+
+import pytest
+import torch
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from mpidist.ddp.module import DistributedDataParallel
+from mpidist.errors import DisagreementError
+from tests.ddp.nets import BATCH, Net, backward, close, same_everywhere, sgd
+from tests.support import agree, raises_on_all
+
+pytestmark = pytest.mark.mpi
+
+
+def inputs_of(rank, size, order):
+    """Rank 0 ends first or last; the first to end has none at all."""
+    return 2 * (rank if order == "rising" else size - 1 - rank)
+
+
+def reference(size, order, by_initial, epochs):
+    net = Net()
+    optimizer = sgd(net)
+    for epoch in range(epochs):
+        for step in range(max(inputs_of(rank, size, order) for rank in range(size))):
+            ranks = [rank for rank in range(size) if step < inputs_of(rank, size, order)]
+            optimizer.zero_grad()
+            for rank in ranks:
+                backward(net, rank, step + 10 * epoch, 1 / (size if by_initial else len(ranks)))
+            optimizer.step()
+    return net
+
+
+@pytest.mark.parametrize("by_initial", [True, False])
+@pytest.mark.parametrize("order", ["rising", "falling"])
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_uneven_inputs(group, by_initial, order, in_thread, monkeypatch):
+    monkeypatch.setattr(type(group), "is_single_node", not in_thread)
+    ddp = DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.0005)
+    optimizer = sgd(ddp)
+    for epoch in range(3):  # what one epoch leaves behind, the next finds
+        with ddp.join(divide_by_initial_world_size=by_initial):
+            for step in range(inputs_of(group.rank, group.size, order)):
+                optimizer.zero_grad()
+                backward(ddp, group.rank, step + 10 * epoch)
+                optimizer.step()
+        agree(group, same_everywhere(group, ddp.module), f"ranks differ after epoch {epoch}")
+    agree(group, close(ddp.module, reference(group.size, order, by_initial, 3)), "differs from one process")
+
+
+@pytest.mark.parametrize("order", ["rising", "falling"])
+def test_buffers_come_from_a_rank_that_goes_on(group, order):
+    ddp = DistributedDataParallel(torch.nn.BatchNorm1d(2), process_group=group)
+    with ddp.join():
+        for step in range(inputs_of(group.rank, group.size, order)):
+            ddp(torch.full((BATCH, 2), float(step)) + torch.randn(BATCH, 2)).sum().backward()
+    last = group.size - 1 if order == "rising" else 0
+    expected = inputs_of(last, group.size, order)
+    agree(group, int(ddp.module.num_batches_tracked) == expected, f"{ddp.module.num_batches_tracked} of {expected}")
+    told = group.all_gather_object(ddp.module.running_mean)
+    agree(group, all(torch.equal(mean, told[0]) for mean in told), "buffers differ")
+
+
+def test_evaluation_within(group):
+    ddp = DistributedDataParallel(Net(), process_group=group)
+    with ddp.join():
+        for step in range(1 + group.rank):
+            backward(ddp, group.rank, step)
+            with torch.no_grad():
+                backward_free = ddp(torch.randn(BATCH, 6))["y"]
+            assert not backward_free.requires_grad
+    agree(group, same_everywhere(group, ddp.module))
+
+
+def test_throw_on_early_termination(group):
+    ddp = DistributedDataParallel(Net(), process_group=group)
+
+    def run():
+        with ddp.join(throw_on_early_termination=True):
+            for step in range(3 if group.rank else 1):
+                backward(ddp, group.rank, step)
+
+    if group.size == 1:
+        run()
+        return
+    raises_on_all(group, RuntimeError, run, "no inputs left")
+    backward(ddp, group.rank, 0)  # the context is over, and a pass needs nobody's telling
+    agree(group, True)
+
+
+def test_an_exception_within_passes_at_once(group):
+    ddp = DistributedDataParallel(Net(), process_group=group)
+
+    def run():
+        with ddp.join():
+            raise KeyError("a user's own")
+
+    raises_on_all(group, KeyError, run, "a user's own")
+
+
+def test_different_passes_are_refused(group):
+    if group.size == 1:
+        return
+    ddp = DistributedDataParallel(Net(), process_group=group)
+
+    def run():
+        with ddp.join():
+            if group.rank == 0:
+                with ddp.no_sync():
+                    backward(ddp, group.rank, 0)
+            else:
+                backward(ddp, group.rank, 0)
+
+    raises_on_all(group, DisagreementError, run, "no_sync")
+
+
+@pytest.mark.usefixtures("default_group")
+@pytest.mark.parametrize("by_initial", [True, False])
+def test_torchs_join_with_a_sharded_optimizer(group, by_initial):
+    """A rank without inputs steps its shard with the average of the others' gradients."""
+    net = Net()
+    net.wide.requires_grad_(False)  # this optimizer wants parameters of one dtype
+    ddp = DistributedDataParallel(net)
+    optimizer = ZeroRedundancyOptimizer([p for p in net.parameters() if p.requires_grad], torch.optim.SGD, lr=0.1)
+    for epoch in range(2):
+        with Join([ddp, optimizer], divide_by_initial_world_size=by_initial):
+            for step in range(inputs_of(group.rank, group.size, "rising")):
+                ddp.zero_grad()
+                backward(ddp, group.rank, step + 10 * epoch)
+                optimizer.step()
+    expected = Net()
+    expected.wide.requires_grad_(False)
+    plain = sgd(expected)
+    for epoch in range(2):
+        for step in range(inputs_of(group.size - 1, group.size, "rising")):
+            ranks = [rank for rank in range(group.size) if step < inputs_of(rank, group.size, "rising")]
+            plain.zero_grad()
+            for rank in ranks:
+                backward(expected, rank, step + 10 * epoch, 1 / (group.size if by_initial else len(ranks)))
+            plain.step()
+    agree(group, same_everywhere(group, ddp.module) and close(ddp.module, expected), "differs from one process")

@@ -1,0 +1,194 @@
+"""torch's arguments: what each does here, what is refused, and that a refusal reaches all ranks."""
+
+import inspect
+import warnings
+
+import pytest
+import torch
+
+from mpidist.ddp import signature
+from mpidist.ddp.module import DistributedDataParallel
+from mpidist.errors import DisagreementError
+from tests.support import agree, raises_on_all
+
+
+def test_every_argument_of_torch_is_accepted():
+    theirs = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
+    ours = inspect.signature(DistributedDataParallel.__init__).parameters
+    assert set(theirs) <= set(ours), set(theirs) - set(ours)
+    places = [name for name, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert places[: len(theirs)] == list(theirs), "arguments given by place must mean the same"
+    differing = {name for name, p in theirs.items() if p.default != ours[name].default}
+    assert differing <= {"gradient_as_bucket_view", "broadcast_buffers"}  # the latter was True before torch 2.13
+
+
+REFUSED = {
+    "two devices": ({"device_ids": [0, 1]}, "one rank, one device"),
+    "a device for the CPU": ({"device_ids": [0]}, "leave them out"),
+    "an output device": ({"output_device": 0}, "leave them out"),
+    "mixed precision": ({"mixed_precision": object()}, "torch.autocast"),
+    "delayed": ({"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": None}, "bucket_cap_mb_list"),
+    "no bytes": ({"bucket_cap_mb": 0}, "must be positive"),
+    "negative": ({"bucket_cap_mb_list": [1, -1]}, "must be positive"),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_values(group, name):
+    arguments, match = REFUSED[name]
+    raises_on_all(
+        group, ValueError, lambda: DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group, **arguments), match
+    )
+
+
+def frozen():
+    return torch.nn.Linear(2, 2).requires_grad_(False)
+
+
+MODULES = {
+    "nothing to average": (frozen, "requires a gradient"),
+    "lazy": (lambda: torch.nn.LazyLinear(2), "no shape yet"),
+    "sparse": (lambda: torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=True)), "0 has sparse gradients"),
+    "two types of device": (lambda: torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, device="meta")), "one type"),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", MODULES)
+def test_refused_modules(group, name):
+    make, match = MODULES[name]
+    raises_on_all(group, ValueError, lambda: DistributedDataParallel(make(), process_group=group), match)
+
+
+@pytest.mark.mpi
+def test_a_refusal_on_one_rank_reaches_all(group):
+    last = group.size - 1
+    caught = None
+    try:
+        DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group, bucket_cap_mb=-1 if group.rank == last else None)
+    except (ValueError, DisagreementError) as error:
+        caught = error
+    expected = ValueError if group.rank == last else DisagreementError
+    agree(group, isinstance(caught, expected) and "must be positive" in str(caught), repr(caught))
+
+
+@pytest.mark.mpi
+def test_sparse_gradients_of_a_users_own(group):
+    """Added to a dense view they are right, and dense; where they would have to be copied they are refused."""
+
+    class Sparse(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.zeros(4, 2))
+
+        def forward(self, chosen):
+            return torch.nn.functional.embedding(chosen, self.table, sparse=True)
+
+    ddp = DistributedDataParallel(Sparse(), process_group=group)
+    ddp(torch.tensor([group.rank % 4])).sum().backward()
+    expected = torch.tensor([sum(rank % 4 == row for rank in range(group.size)) / group.size for row in range(4)])
+    agree(group, torch.allclose(ddp.module.table.grad, expected[:, None].expand(4, 2)))
+    ddp = DistributedDataParallel(Sparse(), process_group=group, gradient_as_bucket_view=False)
+    raises_on_all(group, RuntimeError, lambda: ddp(torch.tensor([1])).sum().backward(), "sparse")
+
+
+@pytest.mark.mpi
+def test_values_without_effect(group):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ddp = DistributedDataParallel(
+            torch.nn.Linear(2, 2), [], None, 0, True, True, group, 1, False, True, False, batched_grad_copy=True
+        )
+    agree(group, any("check_reduction" in str(w.message) for w in told))
+    agree(group, ddp.device_ids is None and ddp.broadcast_buffers and not ddp.settings.gradient_as_bucket_view)
+
+
+@pytest.mark.parametrize(
+    ("broadcast", "forward", "expected"),
+    [
+        (None, None, (True, True)),
+        (True, None, (True, True)),
+        (False, None, (False, False)),
+        (None, False, (True, False)),
+        (False, True, (True, True)),
+        (True, False, (True, False)),
+    ],
+)
+def test_when_buffers_are_synchronised(broadcast, forward, expected):
+    assert signature.buffer_syncing(broadcast, forward) == expected
+
+
+class Counting(torch.nn.Module):
+    def __init__(self, start):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.register_buffer("seen", torch.tensor([float(start)]))
+        self.register_buffer("own", torch.tensor([float(start)]))
+
+    def forward(self, x):
+        self.seen += 1
+        return self.linear(x)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("options", "expected"), [({}, "rank 0"), ({"forward_sync_buffers": False}, "init"), ({"broadcast_buffers": False}, "own")]
+)
+def test_buffers(group, options, expected):
+    module = Counting(10 * group.rank)
+    module._ddp_params_and_buffers_to_ignore = ["own"]
+    ddp = DistributedDataParallel(module, process_group=group, **options)
+    for _ in range(2):
+        ddp(torch.ones(1, 2)).sum().backward()
+        module.seen += group.rank  # drifts apart between the passes
+    drift = {"rank 0": group.rank, "init": 2 * group.rank, "own": 12 * group.rank}[expected]
+    agree(group, float(module.seen) == 2 + drift, f"{module.seen}")
+    agree(group, float(module.own) == 10 * group.rank, "an ignored buffer was touched")
+
+
+@pytest.mark.mpi
+def test_buffers_are_broadcast_before_the_first_evaluation(group):
+    module = Counting(0)
+    ddp = DistributedDataParallel(module, process_group=group)
+    ddp(torch.ones(1, 2)).sum().backward()
+    module.seen += group.rank
+    with torch.no_grad():
+        ddp(torch.ones(1, 2))
+        agree(group, float(module.seen) == 2, f"{module.seen}")
+        module.seen += group.rank
+        ddp(torch.ones(1, 2))
+    agree(group, float(module.seen) == 3 + group.rank, "the second evaluation communicates no more")
+
+
+@pytest.mark.mpi
+def test_ignored_parameters_are_each_ranks_own(group):
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    torch.nn.init.constant_(module[1].bias, float(group.rank))
+    module._ddp_params_and_buffers_to_ignore = ["1.bias"]
+    ddp = DistributedDataParallel(module, process_group=group)
+    (ddp(torch.ones(1, 2)) * (group.rank + 1)).sum().backward()
+    agree(group, bool((module[1].bias == group.rank).all()) and bool((module[1].bias.grad == group.rank + 1).all()))
+    agree(group, bool((module[1].weight.grad[0] == module[1].weight.grad[1]).all()))
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("default_group")
+def test_a_mesh_and_torch_groups(group):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (group.size,), mesh_dim_names=("dp",))
+    for arguments in ({"device_mesh": mesh}, {"process_group": mesh.get_group()}, {}):
+        ddp = DistributedDataParallel(torch.nn.Linear(1, 1), **arguments)
+        (ddp(torch.ones(1, 1)) * (group.rank + 1)).sum().backward()
+        mean = (group.size + 1) / 2
+        agree(group, float(ddp.module.bias.grad) == mean, str(ddp.module.bias.grad))
+    both = {"device_mesh": mesh, "process_group": mesh.get_group()}
+    raises_on_all(group, ValueError, lambda: DistributedDataParallel(torch.nn.Linear(1, 1), **both), "exclude each other")
+
+
+@pytest.mark.mpi
+def test_another_backends_group_is_refused(group):
+    raises_on_all(
+        group, TypeError, lambda: DistributedDataParallel(torch.nn.Linear(1, 1), process_group=object()), "needs a group"
+    )
