@@ -68,6 +68,12 @@ class Future(Generic[T]):
         self._seen = True
         return self._exception
 
+    def wait_quietly(self) -> None:
+        """Wait for the end and raise nothing; the exception stays for whoever asks."""
+        if not self._done:
+            self._latch.acquire()
+            self._latch.release()
+
     def set_result(self, value: T) -> None:
         """Complete with a value and run the callbacks in this thread."""
         self._complete(value, None)

@@ -284,7 +284,7 @@ def test_find_cycle_in_a_graph_with_a_diamond():
     assert find_cycle({**diamond, "d": {"b"}}) == ["b", "d", "b"]
 
 
-@pytest.mark.parametrize("statement", ["import mpidist", "import torch", "import mpidist.torch_backend"])
+@pytest.mark.parametrize("statement", ["import mpidist", "import torch", "import mpidist.torch_backend", "import mpidist.ddp"])
 def test_import_starts_neither_mpi_nor_cuda(statement):
     """A DataLoader worker that imports the user's script again must not start MPI."""
     checks = """

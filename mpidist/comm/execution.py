@@ -14,7 +14,7 @@ import torch
 from mpidist.comm import agreement, buffer, departures, faults
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.journal import Journal
-from mpidist.comm.progress import Progress
+from mpidist.comm.progress import Progress, at_once, is_at_once
 from mpidist.comm.work import Work
 from mpidist.errors import GroupError, MpidistError, RankFailureError
 
@@ -95,16 +95,20 @@ class Execution:
         """Say whether ``close`` was called."""
         return self._closed
 
-    def in_order(self, function: Callable[[], None]) -> Work:
-        """Have ``function()`` executed on the group's thread in its turn; collectives that it calls are executed at once.
+    def in_order(self, function: Callable[[], None], async_op: bool = True) -> Work | None:
+        """Execute ``function()`` as one operation of the group: what it issues, on any group, ends before its calls return.
 
         For an operation of several stages that must not mix with others': whatever a rank has queued meanwhile waits behind it.
 
         Collective: over the group, as far as ``function`` is.
+
+        Args:
+            async_op: On the group's thread, in its turn; else in this one, if nothing is queued.
+
+        Returns:
+            A Work if ``async_op``, else None after the end.
         """
-        work = self._launch("in_order", _call, (), (), (function,), async_op=True)
-        assert work is not None
-        return work
+        return self._launch("in_order", _call, (), (), (function,), async_op)
 
     def peers_of(self, rank: int | None) -> tuple[int, ...]:
         """Return the world ranks without which a message to or from ``rank`` cannot end; all others for any source."""
@@ -181,6 +185,9 @@ class Execution:
                 event.wait()
             return None
         work = Work(operation, outputs or inputs, self.where(operation), events)
+        if async_op and is_at_once():
+            self._progress.run(work, self._execute, call)
+            return work
         self.journal.queued += 1
         self._progress.submit(work, self._execute_queued, call)
         if async_op:
@@ -210,7 +217,10 @@ class Execution:
                 agreement.check(self._comm, self.where(operation), line)
             execute(self._comm, inputs, outputs, *args)
         except Exception as error:
-            raise self._explain(error, operation) from error
+            explained = self._explain(error, operation)
+            if explained is error:
+                raise
+            raise explained from error
         finally:
             self.journal.leave()
 
@@ -254,4 +264,5 @@ def _nothing(comm: Communicator, inputs: Any, outputs: Any) -> None:
 
 
 def _call(comm: Communicator, inputs: Any, outputs: Any, function: Callable[[], None]) -> None:
-    function()
+    with at_once():
+        function()

@@ -4,18 +4,40 @@ One group has one communicator, and MPI matches its collectives by the order in 
 per group, an asynchronous call on one rank matches a synchronous one on another, and a synchronous call waits behind the queue.
 An operation issued from the group's own thread (a future's callback) executes at once, ahead of the queue: whatever started it
 has ended, and every rank's callback comes at the same place of the order.
+
+A thread that is ``at_once`` executes several stages as one operation: whatever it issues, on any group, has ended when the call
+returns, asynchronous or not.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mpidist.comm import runtime
 from mpidist.comm.work import Work
 from mpidist.errors import GroupError
+
+_here = threading.local()
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Have all operations that this thread issues meanwhile end before their calls return."""
+    before = is_at_once()
+    _here.is_at_once = True
+    try:
+        yield
+    finally:
+        _here.is_at_once = before
+
+
+def is_at_once() -> bool:
+    """Say whether this thread is within ``at_once``."""
+    return getattr(_here, "is_at_once", False)
 
 
 class Progress:
@@ -63,6 +85,17 @@ class Progress:
                 self._thread = threading.Thread(target=runtime.guard_thread(self._run), name=f"mpidist-{self._name}", daemon=True)
                 self._thread.start()
         self._queue.put((work, execute, args))
+
+    def run(self, work: Work, execute: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Execute ``execute(*args)`` now, behind what is queued, and complete ``work``; what it raises is in ``work`` alone."""
+        if self.try_enter():
+            try:
+                _settle(work, _error_of(execute, args))
+            finally:
+                self.door.release()
+            return
+        self.submit(work, execute, args)
+        work.future.wait_quietly()
 
     def close(self, timeout_s: float) -> None:
         """Let what was queued end, then stop the thread; operations that do not end in time are reported.

@@ -143,6 +143,20 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             raise TypeError(f"register_comm_hook needs a callable; got {type(hook).__name__}")
         self.reducer.register_hook(hook, state)
 
+    def bucket_plan(self) -> dict[str, Any]:
+        """Return which gradients travel together, as plain values; saved, it lets a run go on with the same bits."""
+        return self.reducer.plan()
+
+    def use_bucket_plan(self, plan: dict[str, Any]) -> None:
+        """Lay the buckets out as ``bucket_plan()`` said of a module with the same parameters.
+
+        Collective: called by all ranks with the same plan, between steps.
+
+        Raises:
+            ValueError: Not exactly this module's parameters, or a bucket of several dtypes or devices.
+        """
+        self.reducer.use_plan(plan)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients add up on each rank: forward passes in here are not averaged."""

@@ -132,6 +132,20 @@ def merge(tensors: Sequence[torch.Tensor], buckets: Sequence[Assignment], most: 
     return merged
 
 
+def by_place(buckets: Sequence[Sequence[str]], names: Sequence[str]) -> list[tuple[int, ...]]:
+    """Turn buckets of names into buckets of places in ``names``.
+
+    Raises:
+        ValueError: They do not hold each of ``names`` once.
+    """
+    place_of = {name: place for place, name in enumerate(names)}
+    given = [name for bucket in buckets for name in bucket]
+    strange = set(given) ^ set(place_of) or {name for name in given if given.count(name) > 1}
+    if strange:
+        raise ValueError(f"the plan does not hold each parameter of this module once; look at {', '.join(sorted(strange)[:10])}")
+    return [tuple(place_of[name] for name in bucket) for bucket in buckets]
+
+
 def size_bytes(tensors: Sequence[torch.Tensor], bucket: Assignment) -> int:
     """Return how many bytes a bucket holds."""
     return sum(tensors[place].numel() * tensors[place].element_size() for place in bucket.indices)

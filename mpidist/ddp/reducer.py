@@ -21,6 +21,7 @@ from mpidist.ddp import plan
 from mpidist.ddp.agreement import require_all_gradients, used_somewhere
 from mpidist.ddp.arrivals import Arrivals
 from mpidist.ddp.bucket import Bucket, GradBucket
+from mpidist.ddp.hooks import order
 
 Tensor = torch.Tensor
 Hook = Callable[[Any, GradBucket], Any]
@@ -81,9 +82,27 @@ class Reducer:
         """Return the places of the parameters in each bucket, in the order of launch."""
         return [bucket.indices for bucket in self._buckets]
 
-    def names(self) -> list[tuple[str, ...]]:
-        """Return the names of the parameters in each bucket, in the order of launch."""
-        return [bucket.names for bucket in self._buckets]
+    def plan(self) -> dict[str, Any]:
+        """Return the buckets by names, and the order of arrival if they are still to follow it."""
+        return {
+            "buckets": [list(bucket.names) for bucket in self._buckets],
+            "is_rebuilt": self._is_rebuilt,
+            "arrivals": None if self._order is None else [self._names[place] for place in self._order],
+        }
+
+    def use_plan(self, saved: dict[str, Any]) -> None:
+        """Lay the buckets out as ``plan()`` said, by names.
+
+        Raises:
+            ValueError: Not exactly this module's parameters, or a bucket of several dtypes or devices.
+        """
+        buckets = plan.by_place(saved["buckets"], self._names)
+        for index, places in enumerate(buckets):
+            if len({(self._parameters[place].dtype, self._parameters[place].device) for place in places}) != 1:
+                raise ValueError(f"bucket {index} holds parameters of several dtypes or devices, or none")
+        (order,) = [None] if saved["arrivals"] is None else plan.by_place([saved["arrivals"]], self._names)
+        self._is_rebuilt, self._order = saved["is_rebuilt"], None if order is None else list(order)
+        self._set_buckets(buckets)
 
     def rebuild(self) -> bool:
         """Lay the buckets out once in the order in which gradients arrived first; say whether that was done.
@@ -93,28 +112,10 @@ class Reducer:
         if self._is_rebuilt or self._order is None:
             return False
         self._is_rebuilt = True
-        order = torch.tensor(self._order)
-        self._group.broadcast(order, 0)
+        arrived = torch.tensor(self._order)
+        self._group.broadcast(arrived, 0)
         self._order = None
-        return self._lay_out(order.tolist())
-
-    def lay_out_as(self, buckets: Sequence[Sequence[str]]) -> None:
-        """Lay the buckets out as given, by names, and keep them so: to continue a saved run with the same bits.
-
-        Raises:
-            ValueError: Not exactly this module's parameters, or a bucket of several dtypes or devices.
-        """
-        place_of = {name: place for place, name in enumerate(self._names)}
-        given = [name for names in buckets for name in names]
-        if sorted(given) != sorted(place_of):
-            strange = sorted(set(given) ^ set(place_of)) or sorted({name for name in given if given.count(name) > 1})
-            raise ValueError(f"the buckets do not hold each parameter of this module once; look at {', '.join(strange[:10])}")
-        places = [tuple(place_of[name] for name in names) for names in buckets]
-        for index, bucket in enumerate(places):
-            if len({(self._parameters[place].dtype, self._parameters[place].device) for place in bucket}) != 1:
-                raise ValueError(f"bucket {index} holds parameters of several dtypes or devices, or none")
-        self._is_rebuilt, self._order = True, None
-        self._set_buckets(places)
+        return self._lay_out(arrived.tolist())
 
     def arm(self, outputs: Sequence[Tensor]) -> None:
         """Average the gradients of the next backward pass; called after the forward pass.
@@ -192,10 +193,11 @@ class Reducer:
         bucket = self._buckets[index]
         if self._hook is None:
             # On one node a transfer is processor time, which a thread cannot hide; between nodes it runs beside backward.
-            future = self._group.all_reduce(bucket.flat, AVG, async_op=not self._group.is_single_node)
+            work = self._group.all_reduce(bucket.flat, AVG, async_op=not self._group.is_single_node)
+            future = None if work is None else work.get_future()
         else:
             hook, state = self._hook
-            future = hook(state, GradBucket(bucket, index, self._arrivals.is_last(index)))
+            future = order.call(hook, state, GradBucket(bucket, index, self._arrivals.is_last(index)), self._group)
         self._futures.append((bucket, future))
 
     def _finish(self) -> None:
@@ -224,11 +226,11 @@ class Reducer:
             if self._settings.skip_unused and self._unused is None:
                 self._skip(frozenset(place for place, is_used in enumerate(used) if not is_used))
         futures, self._futures = self._futures, []
-        results = [(bucket, _result_of(future)) for bucket, future in futures]
+        results = [(bucket, bucket.flat if future is None else order.value_of(future)) for bucket, future in futures]
         if not (self._settings.find_unused_parameters or self._settings.static_graph):
             require_all_gradients(self._group, missing)
         for bucket, result in results:
-            if result is not None and result.data_ptr() != bucket.flat.data_ptr():
+            if result.data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(result.view(-1))
             if self.scale != 1 and self._hook is None:
                 bucket.flat.mul_(self.scale)
@@ -247,9 +249,9 @@ class Reducer:
         unused = self._unused or frozenset()
         return frozenset(index for index, bucket in enumerate(self._buckets) if unused.issuperset(bucket.indices))
 
-    def _lay_out(self, order: Sequence[int]) -> bool:
-        """Plan buckets that are filled in ``order``; say whether they differ from those there are."""
-        assigned = plan.assign(self._parameters, self._settings.limits, order)
+    def _lay_out(self, places: Sequence[int]) -> bool:
+        """Plan buckets that are filled in this order; say whether they differ from those there are."""
+        assigned = plan.assign(self._parameters, self._settings.limits, places)
         if self._settings.most_buckets is not None:
             assigned = plan.merge(self._parameters, assigned, self._settings.most_buckets)
         planned = [bucket.indices for bucket in assigned]
@@ -275,15 +277,3 @@ def _without_owner(reducer: Reducer) -> Callable[[int, Tensor], None]:
             owner._arrived(place)
 
     return arrived
-
-
-def _result_of(future: Any) -> Tensor | None:
-    """Wait for what a hook returned: a future of ours or of torch, of a tensor or of a list of one."""
-    if future is None:
-        return None
-    if not hasattr(future, "wait"):
-        raise TypeError(f"a communication hook must return a future of the reduced bucket; got {type(future).__name__}")
-    value = future.wait()
-    if isinstance(value, (list, tuple)):
-        (value,) = value
-    return value if isinstance(value, torch.Tensor) else None

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mpidist.ddp.hooks.default import allreduce_hook, bf16_compress_wrapper
-from mpidist.ddp.hooks.powersgd import PowerSGDState, powerSGD_hook
+from mpidist.ddp.hooks.powersgd import powerSGD_hook
+from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.errors import DisagreementError
 from tests.ddp.nets import Net, backward, close, data, loss_of, reference, same_everywhere, sgd, train

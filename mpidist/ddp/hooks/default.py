@@ -17,6 +17,7 @@ import torch
 
 from mpidist.comm.arithmetic import AVG
 from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.hooks.order import in_order, is_in_order
 from mpidist.ddp.process_group import native_group
 from mpidist.future import Future
 
@@ -24,21 +25,25 @@ Tensor = torch.Tensor
 Hook = Callable[[Any, Any], Any]
 
 
+@in_order
 def allreduce_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
     """Average the bucket."""
     return average(native_group(process_group), bucket.buffer())
 
 
+@in_order
 def fp16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
     """Average the bucket in fp16: half the bytes of fp32."""
     return _compress(process_group, bucket, torch.float16)
 
 
+@in_order
 def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
     """Average the bucket in bf16: half the bytes of fp32, and its range."""
     return _compress(process_group, bucket, torch.bfloat16)
 
 
+@in_order
 def noop_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
     """Leave each rank's gradients as they are: what a step costs without communication."""
     return completed(bucket.buffer())
@@ -46,12 +51,37 @@ def noop_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
     """Return ``hook`` on an fp16 copy of the bucket."""
-    return _wrapped(hook, torch.float16)
+    return Compressed(hook, torch.float16)
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
     """Return ``hook`` on a bf16 copy of the bucket."""
-    return _wrapped(hook, torch.bfloat16)
+    return Compressed(hook, torch.bfloat16)
+
+
+class Compressed:
+    """A hook on a narrow copy of the bucket; saved and loaded like the hook that it holds."""
+
+    def __init__(self, hook: Hook, dtype: torch.dtype) -> None:
+        self.hook = hook
+        self.dtype = dtype
+
+    @property
+    def is_in_order(self) -> bool:
+        """Say whether the hook within is."""
+        return is_in_order(self.hook)
+
+    def __call__(self, state: Any, bucket: GradBucket) -> Any:
+        """Narrow the bucket, call the hook, and widen what comes."""
+        buffer = bucket.buffer()
+        bucket.set_buffer(buffer.to(self.dtype))
+
+        def decompress(future: Any) -> Tensor:
+            value = future.value()
+            bucket.set_buffer(buffer)
+            return buffer.copy_(value[0] if isinstance(value, (list, tuple)) else value)
+
+        return self.hook(state, bucket).then(decompress)
 
 
 def average(group: Any, tensor: Tensor) -> Future[Tensor]:
@@ -72,18 +102,3 @@ def completed(value: Tensor) -> Future[Tensor]:
 def _compress(process_group: Any, bucket: GradBucket, dtype: torch.dtype) -> Future[Tensor]:
     buffer = bucket.buffer()
     return average(native_group(process_group), buffer.to(dtype)).then(lambda future: buffer.copy_(future.value()))
-
-
-def _wrapped(hook: Hook, dtype: torch.dtype) -> Hook:
-    def compressed_hook(state: Any, bucket: GradBucket) -> Any:
-        buffer = bucket.buffer()
-        bucket.set_buffer(buffer.to(dtype))
-
-        def decompress(future: Any) -> Tensor:
-            value = future.value()
-            bucket.set_buffer(buffer)
-            return buffer.copy_(value[0] if isinstance(value, (list, tuple)) else value)
-
-        return hook(state, bucket).then(decompress)
-
-    return compressed_hook

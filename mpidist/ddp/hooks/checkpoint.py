@@ -1,0 +1,98 @@
+"""PowerSGD's state of all ranks, to a folder and back: with the same bits on as many ranks, with the same mean error on others.
+
+folder/powersgd-<rank>-of-<W>.pt: one rank's state, and the buckets of its module.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpidist.ddp.hooks.powersgd_state import PowerSGDState, merged
+from mpidist.ddp.process_group import native_group
+
+_NAME = re.compile(r"powersgd-(\d+)-of-(\d+)\.pt")
+
+
+def save(folder: str | Path, module: Any, state: PowerSGDState) -> Path:
+    """Write this rank's state and its module's buckets; return the file.
+
+    Collective: called by all ranks between steps, with one folder that all of them can read later. Files of another number of
+    ranks that lie there are removed once all have written.
+
+    Args:
+        module: The ``DistributedDataParallel`` that the state serves.
+    """
+    group = native_group(state.process_group)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"powersgd-{group.rank}-of-{group.size}.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the group that is left out
+        partial = path.with_suffix(".part")
+        torch.save({"state": state, "bucket_plan": module.bucket_plan()}, partial)
+    group.barrier()  # the old files go only when all new ones are there
+    partial.replace(path)
+    if group.rank == 0:
+        for other in folder.iterdir():
+            match = _NAME.fullmatch(other.name)
+            if match and int(match[2]) != group.size:
+                other.unlink()
+    group.barrier()
+    return path
+
+
+def load(folder: str | Path, module: Any, map_location: Any = None) -> PowerSGDState:
+    """Read what ``save`` wrote; return this rank's state, on the module's group.
+
+    On as many ranks as wrote it each gets its own back, and the module its buckets: training goes on with the same bits. On
+    another number all get the mean of the errors, and the module keeps its own buckets.
+
+    Collective: called by all ranks, before the first step.
+
+    Args:
+        module: The ``DistributedDataParallel`` that the state shall serve; register the hook with it afterwards.
+
+    Raises:
+        FileNotFoundError: The folder does not hold the files of all ranks of one run.
+        ValueError: The files are of different steps.
+    """
+    group = native_group(module.process_group)
+    paths = _files(Path(folder))
+    if len(paths) == group.size:
+        state, plan = _read(paths[group.rank], map_location)
+        module.use_bucket_plan(plan)
+    else:
+        state = merged([_read(path, map_location)[0] for path in paths])
+    steps = group.all_gather_object(state.iter)
+    if len(set(steps)) > 1:
+        raise ValueError(f"the files in {folder} are of different steps ({steps}): a save was cut short")
+    state.process_group = module.process_group
+    return state
+
+
+def _files(folder: Path) -> list[Path]:
+    found: dict[int, dict[int, Path]] = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match:
+            found.setdefault(int(match[2]), {})[int(match[1])] = path
+    if len(found) != 1:
+        raise FileNotFoundError(f"{folder} must hold the PowerSGD states of one run; found those of {len(found)}")
+    ((size, by_rank),) = found.items()
+    absent = sorted(set(range(size)) - set(by_rank))
+    if absent:
+        raise FileNotFoundError(f"{folder} lacks the PowerSGD states of ranks {', '.join(map(str, absent))} of {size}")
+    return [by_rank[rank] for rank in range(size)]
+
+
+def _read(path: Path, map_location: Any) -> tuple[PowerSGDState, dict[str, Any]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the group, which ``load`` sets
+        with torch.serialization.safe_globals([PowerSGDState]):
+            saved = torch.load(path, map_location=map_location, weights_only=True)
+    return saved["state"], saved["bucket_plan"]

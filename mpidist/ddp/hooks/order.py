@@ -1,0 +1,71 @@
+"""The order of a hook's collectives: the same on all ranks, whatever finishes first.
+
+A hook of several stages starts its second collective when the first has ended, often in a future's callback. Left to itself, one
+rank would then start it before the next bucket's first collective and another after it, and different collectives would meet.
+So a bucket's stages are one operation of the group (``in_order``): whatever a hook issues has ended when the call returns, its
+callbacks run where they are attached, and the next bucket waits behind it. Between nodes that happens on the group's thread,
+beside the backward pass. A hook that promises to need no such care is called in the backward pass itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from mpidist.future import Future
+
+Hook = Callable[[Any, Any], Any]
+H = TypeVar("H", bound=Hook)
+
+
+def in_order(hook: H) -> H:
+    """Mark a hook that starts all its collectives before it returns, or as one ``group.in_order``."""
+    hook.is_in_order = True  # type: ignore[attr-defined]
+    return hook
+
+
+def is_in_order(hook: Hook) -> bool:
+    """Say whether a hook is marked so."""
+    return getattr(hook, "is_in_order", False)
+
+
+def call(hook: Hook, state: Any, bucket: Any, group: Any) -> Future[torch.Tensor]:
+    """Call ``hook(state, bucket)``; return a future of the reduced buffer.
+
+    Blocks: on one node until the bucket is reduced, because a transfer there is processor time; between nodes not.
+
+    Raises:
+        TypeError: The hook returned no future of a tensor (raised by the future, between nodes).
+    """
+    if is_in_order(hook):
+        return hook(state, bucket)
+    values: list[torch.Tensor] = []
+    work = group.in_order(lambda: values.append(value_of(hook(state, bucket))), async_op=not group.is_single_node)
+    if work is None:
+        future: Future[torch.Tensor] = Future()
+        future.set_result(values[0])
+        return future
+
+    def value(ended: Any) -> torch.Tensor:
+        ended.value()  # raises what the hook raised
+        return values[0]
+
+    return work.get_future().then(value)
+
+
+def value_of(future: Any) -> torch.Tensor:
+    """Wait for what a hook returned: a future, ours or torch's, of a tensor or of a list of one.
+
+    Raises:
+        TypeError: Something else.
+    """
+    if not hasattr(future, "wait"):
+        raise TypeError(f"a communication hook must return a future of the reduced bucket; got {type(future).__name__}")
+    value = future.wait()
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        (value,) = value
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"a communication hook's future must hold the reduced bucket, a tensor; got {type(value).__name__}")
+    return value

@@ -1,0 +1,193 @@
+"""``PowerSGDState``: PowerSGD's settings and what it keeps between steps, by parameter name, so that it outlives the buckets."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpidist.comm.arithmetic import AVG
+from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.hooks.lowrank import random_like
+from mpidist.ddp.process_group import default_group, native_group
+
+Tensor = torch.Tensor
+
+_log = logging.getLogger(__name__)
+
+
+class PowerSGDState:
+    """Settings of PowerSGD and what it keeps between steps.
+
+    Saved with ``torch.save`` it leaves its group out; loaded, it has the default group. What each rank left out of the average
+    (``error_dict``) is its own: before rank 0 alone saves, let all ranks call ``consolidated``; to save every rank's, see
+    ``mpidist.ddp.hooks.checkpoint``.
+
+    Args:
+        process_group: A group of mpidist, or None for the default.
+        matrix_approximation_rank: r.
+        start_powerSGD_iter: Steps of plain averaging before compression starts.
+        min_compression_rate: Compress only matrices with (n + m) · r · rate < n · m.
+        use_error_feedback: Add what a step's approximation left out to the next step's gradient.
+        warm_start: Start from the last step's Q instead of a random one.
+        orthogonalization_epsilon: Added to norms in Gram–Schmidt; 0 for QR.
+        random_seed: Of the random Qs; the same on all ranks.
+        compression_stats_logging_frequency: Log the compression rate every so many steps.
+        batch_tensors_with_same_shape: Multiply matrices of one shape in one call.
+
+    Attributes:
+        iter: Steps so far.
+        error_dict: By parameter name, what was left out (the parameter's shape).
+        q_memory_dict: By parameter name, the last Q (m × r).
+
+    Raises:
+        ValueError: A rank below 1, or a negative ``start_powerSGD_iter``, ``min_compression_rate`` or epsilon.
+
+    Source:
+        torch 2.13's ``PowerSGDState``, whose options these are. Unlike there compression may start at any step.
+    """
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+    ) -> None:
+        if matrix_approximation_rank < 1:
+            raise ValueError(f"matrix_approximation_rank must be at least 1; got {matrix_approximation_rank}")
+        for name, value in (
+            ("start_powerSGD_iter", start_powerSGD_iter),
+            ("min_compression_rate", min_compression_rate),
+            ("orthogonalization_epsilon", orthogonalization_epsilon),
+        ):
+            if value < 0:
+                raise ValueError(f"{name} must not be negative; got {value}")
+        self.process_group = process_group
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.random_seed = random_seed
+        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        self.iter = 0
+        self.error_dict: dict[str, Tensor] = {}
+        self.q_memory_dict: dict[str, Tensor] = {}
+        self.total_numel_before_compression = 0
+        self.total_numel_after_compression = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but the group."""
+        warnings.warn("a PowerSGD state is saved or copied without its process group", stacklevel=2)
+        return {name: value for name, value in self.__dict__.items() if name != "process_group"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take everything, and the default group."""
+        self.__dict__.update(state)
+        self.process_group = default_group() if torch.distributed.is_initialized() else None
+        warnings.warn("a loaded PowerSGD state is on the default process group; set process_group for another", stacklevel=2)
+
+    def consolidated(self) -> PowerSGDState:
+        """Return a state with the mean of all ranks' errors, which one file can hold for all.
+
+        Training goes on from it as well: only the mean of the errors enters the average of the gradients.
+
+        Collective: over the state's group, with the same parameters on all ranks.
+        """
+        group = native_group(self.process_group)
+        mean = _sibling(self)
+        for name in sorted(mean.error_dict):
+            group.all_reduce(mean.error_dict[name], AVG)
+        return mean
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """Return (rate, elements before compression, elements sent), over all steps so far."""
+        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        return (before / after if after else 0.0, before, after)
+
+    def count_step(self, bucket: GradBucket) -> int:
+        """Return the number of the step that a bucket belongs to, from 0; its last bucket ends it."""
+        step = self.iter
+        if bucket.is_last():
+            self.iter += 1
+            if self.iter == self.start_powerSGD_iter:
+                _log.info("PowerSGD compresses after %d steps", self.iter)
+            if self.iter % self.compression_stats_logging_frequency == 0:
+                _log.info("PowerSGD: compression rate %.1f, %d elements before, %d sent", *self.compression_stats())
+        return step
+
+    def count_elements(self, before: int, after: int) -> None:
+        """Count the elements of one bucket, before compression and as sent."""
+        self.total_numel_before_compression += before
+        self.total_numel_after_compression += after
+
+    def error_of(self, name: str, gradient: Tensor) -> Tensor:
+        """Return what was left out of a parameter's gradient so far, contiguous; zeros at first.
+
+        Raises:
+            ValueError: What is kept is of another size: a state of another module.
+        """
+        error = self.error_dict.get(name)
+        if error is None:
+            error = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+        elif error.numel() != gradient.numel():
+            raise ValueError(
+                f"the PowerSGD state holds an error of shape {tuple(error.shape)} for {name!r}, whose gradient has "
+                f"{tuple(gradient.shape)}: it is of another module; make a new one"
+            )
+        elif error.device != gradient.device or error.dtype != gradient.dtype:  # loaded, or another hook around this one
+            error = error.to(gradient.device, gradient.dtype)
+        self.error_dict[name] = error
+        return error
+
+    def start_q(self, name: str, q: Tensor, step: int) -> None:
+        """Fill ``q`` with the last step's, or with random values that all ranks share."""
+        last = self.q_memory_dict.get(name) if self.warm_start else None
+        if last is not None and last.shape == q.shape:
+            q.copy_(last)
+        else:
+            q.copy_(random_like(q, f"{self.random_seed} {step} {name}"))
+
+
+def merged(states: Sequence[PowerSGDState]) -> PowerSGDState:
+    """Return one state that stands for those of all ranks, wherever they were saved: with the mean of their errors.
+
+    Args:
+        states: The state of each rank of one run.
+
+    Raises:
+        ValueError: None, or states of different steps.
+    """
+    if not states:
+        raise ValueError("there is no PowerSGD state to merge")
+    steps = {state.iter for state in states}
+    if len(steps) > 1:
+        raise ValueError(f"the PowerSGD states are of different steps ({', '.join(map(str, sorted(steps)))}), not of one run")
+    mean = _sibling(states[0])
+    for name in {name for state in states for name in state.error_dict}:
+        errors = [state.error_dict[name] for state in states if name in state.error_dict]
+        mean.error_dict[name] = torch.stack(errors).sum(0) / len(states)
+    return mean
+
+
+def _sibling(state: PowerSGDState) -> PowerSGDState:
+    """Copy a state and its tensors; the group stays the same object."""
+    sibling = PowerSGDState.__new__(PowerSGDState)
+    sibling.__dict__.update({name: copy.copy(value) for name, value in state.__dict__.items() if name != "process_group"})
+    sibling.process_group = state.process_group
+    sibling.error_dict = {name: error.clone() for name, error in state.error_dict.items()}
+    sibling.q_memory_dict = {name: q.clone() for name, q in state.q_memory_dict.items()}
+    return sibling
