@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from mpidist.comm.node_memory import NodeMemory, NodeTensor
+
 Tensor = torch.Tensor
+
+_LINE_BYTES = 64
 
 
 class Bucket:
@@ -17,15 +21,26 @@ class Bucket:
         parameters: The parameters.
         names: Their names in the module.
         flat: N elements, the gradients one behind the other.
+        node_tensor: ``flat`` of all ranks, where they share a node's memory; else None.
         views: For each parameter its part of ``flat``, in the parameter's shape and, where that is dense, its strides.
     """
 
-    def __init__(self, indices: Sequence[int], parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        indices: Sequence[int],
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        node_tensor: NodeTensor | None = None,
+    ) -> None:
         self.indices = tuple(indices)
         self.parameters = [parameters[place] for place in indices]
         self.names = tuple(names[place] for place in indices)
         first = self.parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
+        self.node_tensor = node_tensor
+        if node_tensor is not None:
+            self.flat = node_tensor.own
+        else:
+            self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
         self.views: list[Tensor] = []
         start = 0
         for parameter in self.parameters:
@@ -128,6 +143,10 @@ class GradBucket:
         """Return the flat tensor of N elements."""
         return self._buffer
 
+    def node_tensor(self) -> NodeTensor | None:
+        """Return the buffer of all ranks, if it lies in memory that they share and no hook has replaced it."""
+        return self._bucket.node_tensor if self._buffer is self._bucket.flat else None
+
     def set_buffer(self, buffer: Tensor) -> None:
         """Replace the flat tensor.
 
@@ -152,6 +171,30 @@ class GradBucket:
     def parameters(self) -> list[Tensor]:
         """Return the parameters whose gradients it holds, in the order in which they lie in the buffer."""
         return list(self._bucket.parameters)
+
+
+def memory_bytes(plan: Sequence[Sequence[int]], parameters: Sequence[Tensor]) -> int:
+    """Return how much memory the buckets of a plan need, each beginning on a cache line of its own."""
+    return sum(_aligned(indices, parameters) for indices in plan)
+
+
+def lay_out(
+    plan: Sequence[tuple[int, ...]], parameters: Sequence[Tensor], names: Sequence[str], memory: NodeMemory | None
+) -> list[Bucket]:
+    """Return the buckets of a plan, in ``memory`` of ``memory_bytes`` if there is some."""
+    buckets, start_bytes = [], 0
+    for indices in plan:
+        node_tensor = None
+        if memory is not None:
+            numel = sum(parameters[place].numel() for place in indices)
+            node_tensor = memory.tensor(start_bytes, numel, parameters[indices[0]].dtype) if numel else None
+            start_bytes += _aligned(indices, parameters)
+        buckets.append(Bucket(indices, parameters, names, node_tensor))
+    return buckets
+
+
+def _aligned(indices: Sequence[int], parameters: Sequence[Tensor]) -> int:
+    return -(-sum(parameters[place].nbytes for place in indices) // _LINE_BYTES) * _LINE_BYTES
 
 
 def _view(part: Tensor, parameter: Tensor) -> Tensor:

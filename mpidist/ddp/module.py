@@ -177,7 +177,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         syncs_buffers = self.forward_sync_buffers and self.require_forward_param_sync
         iteration = self._told(averages, syncs_buffers)
         if averages:
-            self.reducer.rebuild()
+            self.reducer.prepare()
         if syncs_buffers:
             broadcast_state(self._group, self._buffers_in_use(), iteration.root if iteration else 0)
         self.require_forward_param_sync = averages
@@ -238,7 +238,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def mirror(self, iteration: Iteration) -> None:
         """Take part in the collectives of one iteration of the ranks that have inputs. Collective: over the group."""
         if iteration.averages:
-            self.reducer.rebuild()
+            self.reducer.prepare()
         if iteration.syncs_buffers:
             broadcast_state(self._group, self._buffers_in_use(), iteration.root)
         self.require_forward_param_sync = iteration.averages

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from mpidist.comm.arithmetic import AVG
+from mpidist.comm.node_memory import share
 from mpidist.ddp import plan
 from mpidist.ddp.agreement import require_all_gradients, used_somewhere
 from mpidist.ddp.arrivals import Arrivals
-from mpidist.ddp.bucket import Bucket, GradBucket
+from mpidist.ddp.bucket import Bucket, GradBucket, lay_out, memory_bytes
 from mpidist.ddp.hooks import order
 
 Tensor = torch.Tensor
@@ -63,7 +64,8 @@ class Reducer:
         self._times: list[int] | None = None if settings.static_graph else [1] * len(self._parameters)
         self._unused: frozenset[int] | None = None  # places that no rank used, if they are to be skipped
         # Gradients come in the reverse order of use, which is about that of registration.
-        self._lay_out(list(reversed(range(len(self._parameters)))))
+        self._plan = self._planned(list(reversed(range(len(self._parameters)))))
+        self._buckets: list[Bucket] = []  # made before the first pass: their memory is shared, and sharing is collective
         arrived = _without_owner(self)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(arrived, place))
@@ -80,12 +82,12 @@ class Reducer:
 
     def buckets(self) -> list[tuple[int, ...]]:
         """Return the places of the parameters in each bucket, in the order of launch."""
-        return [bucket.indices for bucket in self._buckets]
+        return list(self._plan)
 
     def plan(self) -> dict[str, Any]:
         """Return the buckets by names, and the order of arrival if they are still to follow it."""
         return {
-            "buckets": [list(bucket.names) for bucket in self._buckets],
+            "buckets": [[self._names[place] for place in indices] for indices in self._plan],
             "is_rebuilt": self._is_rebuilt,
             "arrivals": None if self._order is None else [self._names[place] for place in self._order],
         }
@@ -102,20 +104,22 @@ class Reducer:
                 raise ValueError(f"bucket {index} holds parameters of several dtypes or devices, or none")
         (order,) = [None] if saved["arrivals"] is None else plan.by_place([saved["arrivals"]], self._names)
         self._is_rebuilt, self._order = saved["is_rebuilt"], None if order is None else list(order)
-        self._set_buckets(buckets)
+        self._plan, self._buckets = buckets, []
 
-    def rebuild(self) -> bool:
-        """Lay the buckets out once in the order in which gradients arrived first; say whether that was done.
+    def prepare(self) -> None:
+        """Make the buckets; and once more, in the order in which gradients arrived in the first backward pass.
 
         Collective: over the group, before a forward pass. Rank 0's order holds for all.
         """
-        if self._is_rebuilt or self._order is None:
-            return False
-        self._is_rebuilt = True
-        arrived = torch.tensor(self._order)
-        self._group.broadcast(arrived, 0)
-        self._order = None
-        return self._lay_out(arrived.tolist())
+        if not self._is_rebuilt and self._order is not None:
+            arrived = torch.tensor(self._order)
+            self._group.broadcast(arrived, 0)
+            self._is_rebuilt, self._order = True, None
+            planned = self._planned(arrived.tolist())
+            if planned != self._plan:
+                self._plan, self._buckets = planned, []
+        if not self._buckets:
+            self._make_buckets()
 
     def arm(self, outputs: Sequence[Tensor]) -> None:
         """Average the gradients of the next backward pass; called after the forward pass.
@@ -144,7 +148,7 @@ class Reducer:
 
     def _arm(self) -> None:
         self._is_armed, self._is_begun = True, False
-        self._arrivals = Arrivals([bucket.indices for bucket in self._buckets], self._times, self._skipped())
+        self._arrivals = Arrivals(self._plan, self._times, self._skipped())
         self._futures: list[tuple[Bucket, Any]] = []
         self._given: set[int] = set()  # parameters that had no gradient before
 
@@ -191,7 +195,10 @@ class Reducer:
 
     def _reduce(self, index: int) -> None:
         bucket = self._buckets[index]
-        if self._hook is None:
+        if self._hook is None and bucket.node_tensor is not None:
+            bucket.node_tensor.average()
+            future = None
+        elif self._hook is None:
             # On one node a transfer is processor time, which a thread cannot hide; between nodes it runs beside backward.
             work = self._group.all_reduce(bucket.flat, AVG, async_op=not self._group.is_single_node)
             future = None if work is None else work.get_future()
@@ -218,8 +225,8 @@ class Reducer:
         """Wait for all buckets, and hand back what some rank has."""
         if self._order is None and not self._is_rebuilt:
             arrived = set(self._arrivals.order)
-            planned = [place for bucket in self._buckets for place in bucket.indices]
-            self._order = self._arrivals.order + [place for place in planned if place not in arrived]
+            rest = [place for indices in self._plan for place in indices if place not in arrived]
+            self._order = self._arrivals.order + rest
         used = [True] * len(self._parameters)
         if self._settings.find_unused_parameters or self._settings.static_graph:
             used = used_somewhere(self._group, has_gradient)
@@ -247,21 +254,19 @@ class Reducer:
 
     def _skipped(self) -> frozenset[int]:
         unused = self._unused or frozenset()
-        return frozenset(index for index, bucket in enumerate(self._buckets) if unused.issuperset(bucket.indices))
+        return frozenset(index for index, indices in enumerate(self._plan) if unused.issuperset(indices))
 
-    def _lay_out(self, places: Sequence[int]) -> bool:
-        """Plan buckets that are filled in this order; say whether they differ from those there are."""
+    def _planned(self, places: Sequence[int]) -> list[tuple[int, ...]]:
+        """Plan buckets that are filled in this order."""
         assigned = plan.assign(self._parameters, self._settings.limits, places)
         if self._settings.most_buckets is not None:
             assigned = plan.merge(self._parameters, assigned, self._settings.most_buckets)
-        planned = [bucket.indices for bucket in assigned]
-        if hasattr(self, "_buckets") and planned == self.buckets():
-            return False
-        self._set_buckets(planned)
-        return True
+        return [bucket.indices for bucket in assigned]
 
-    def _set_buckets(self, planned: Sequence[tuple[int, ...]]) -> None:
-        self._buckets = [Bucket(indices, self._parameters, self._names) for indices in planned]
+    def _make_buckets(self) -> None:
+        is_on_host = all(parameter.device.type == "cpu" for parameter in self._parameters)
+        memory = share(self._group, memory_bytes(self._plan, self._parameters)) if is_on_host else None
+        self._buckets = lay_out(self._plan, self._parameters, self._names, memory)
         if self._settings.gradient_as_bucket_view:
             for bucket in self._buckets:
                 bucket.adopt()

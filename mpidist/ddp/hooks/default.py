@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.arithmetic import AVG
+from mpidist.comm.node_memory import NodeTensor
 from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks.order import in_order, is_in_order
 from mpidist.ddp.process_group import native_group
@@ -28,7 +29,7 @@ Hook = Callable[[Any, Any], Any]
 @in_order
 def allreduce_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
     """Average the bucket."""
-    return average(native_group(process_group), bucket.buffer())
+    return average(native_group(process_group), bucket.buffer(), bucket.node_tensor())
 
 
 @in_order
@@ -84,8 +85,15 @@ class Compressed:
         return self.hook(state, bucket).then(decompress)
 
 
-def average(group: Any, tensor: Tensor) -> Future[Tensor]:
-    """Start to average a tensor over a native group, in place; return a future of it."""
+def average(group: Any, tensor: Tensor, node_tensor: NodeTensor | None = None) -> Future[Tensor]:
+    """Start to average a tensor over a native group, in place; return a future of it.
+
+    Args:
+        node_tensor: The same memory, as all ranks share it.
+    """
+    if node_tensor is not None and node_tensor.group is group:
+        node_tensor.average()
+        return completed(tensor)
     if group.is_single_node:
         group.all_reduce(tensor, AVG)
         return completed(tensor)

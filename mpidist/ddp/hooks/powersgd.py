@@ -48,7 +48,7 @@ def _after_start(state: PowerSGDState, bucket: GradBucket, compress: Callable[..
     group = native_group(state.process_group)
     step = state.count_step(bucket)
     if step < state.start_powerSGD_iter:
-        return average(group, bucket.buffer())
+        return average(group, bucket.buffer(), bucket.node_tensor())
     # What comes before the first stage's collective happens here, beside the group's thread; the stages are one operation of it.
     stages = compress(state, bucket, group, step)
     if group.is_single_node:

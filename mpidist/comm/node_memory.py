@@ -1,0 +1,162 @@
+"""Memory that all ranks of a group on one node read and write, and its average without any message.
+
+Each rank reduces its shard of all ranks' tensors where they lie, and writes the result into each: every element is read W times
+and written W times, and copied nowhere else. MPI on the same memory needs three to four times as long for large tensors.
+
+The memory is an anonymous file, mapped by all ranks and named nowhere, so nothing remains of it when the last tensor in it is
+gone, however the job ends; it may outlive the group.
+
+Letters: W ranks of the group; N elements.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from typing import Any
+
+import torch
+
+from mpidist.comm.arithmetic import MIN
+
+Tensor = torch.Tensor
+
+_BLOCK_BYTES = 1 << 20  # what the second pass over a shard still finds in the cache
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class NodeMemory:
+    """Bytes of each rank of a group, zeros at first, all within this rank's reach."""
+
+    def __init__(self, group: Any, maps: list[mmap.mmap]) -> None:
+        self._group = group
+        self._maps = maps
+
+    def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> NodeTensor:
+        """Return a part of it as one tensor for each rank.
+
+        Args:
+            offset_bytes: A multiple of the element's size; the same on all ranks, like the rest.
+        """
+        own = [torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset_bytes) for memory in self._maps]
+        return NodeTensor(self._group, own)
+
+
+class NodeTensor:
+    """N elements of each rank of a group.
+
+    Attributes:
+        group: The group.
+        own: This rank's N elements.
+    """
+
+    def __init__(self, group: Any, tensors: list[Tensor]) -> None:
+        self.group = group
+        self.own = tensors[group.rank]
+        self._others = tensors[: group.rank] + tensors[group.rank + 1 :]
+        self._scratch: Tensor | None = None
+
+    def average(self) -> None:
+        """Average ``own`` over all ranks, in place; the same bits everywhere. Half types add up in fp32.
+
+        Collective: over the group, in the order of its operations.
+
+        Blocks: until this rank's result is complete.
+        """
+        self.group.in_order(self._average, async_op=False)
+
+    def _average(self) -> None:
+        group, numel = self.group, self.own.numel()
+        group.barrier()  # all contributions are complete
+        first, end = numel * group.rank // group.size, numel * (group.rank + 1) // group.size
+        step = _BLOCK_BYTES // self.own.element_size()
+        for start in range(first, end, step):
+            self._average_block(start, min(start + step, end))
+        group.barrier()  # all shards are complete
+
+    def _average_block(self, start: int, end: int) -> None:
+        mine = self.own[start:end]
+        total = mine
+        if mine.dtype in _NARROW:
+            if self._scratch is None:
+                self._scratch = torch.empty(_BLOCK_BYTES // mine.element_size())
+            total = self._scratch[: end - start].copy_(mine)
+        for other in self._others:
+            total.add_(other[start:end])
+        total.div_(self.group.size)
+        if total is not mine:
+            mine.copy_(total)
+        for other in self._others:
+            other[start:end].copy_(mine)
+
+
+def share(group: Any, nbytes: int) -> NodeMemory | None:
+    """Make memory of ``nbytes`` for each rank of a group.
+
+    Collective: over the group.
+
+    Returns:
+        None on all ranks if any of them cannot reach another's memory: other nodes, separate containers, an old system.
+    """
+    if group.size == 1 or not group.is_single_node or not nbytes:
+        return None
+    token = secrets.randbits(62)
+    try:
+        file = _anonymous_file(nbytes)
+    except (OSError, AttributeError):
+        file = -1
+    own = _map(file, nbytes)
+    if own is not None:
+        own[:8] = token.to_bytes(8, "little")
+    facts = torch.empty(group.size * 3, dtype=torch.int64)
+    group.all_gather_into_tensor(facts, torch.tensor([os.getpid(), file, token]))
+    maps = _mapped(group.rank, own, facts.view(-1, 3).tolist(), nbytes)
+    reaches_all = torch.tensor([maps is not None], dtype=torch.int64)
+    group.all_reduce(reaches_all, MIN)
+    if file >= 0:
+        os.close(file)  # all have mapped it, or nobody will use it
+    if maps is None or own is None or not int(reaches_all):
+        return None
+    own[:8] = bytes(8)
+    group.barrier()  # until here the others may write nothing
+    return NodeMemory(group, maps)
+
+
+def _anonymous_file(nbytes: int) -> int:
+    file = os.memfd_create("mpidist", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(
+            file, 0, max(nbytes, 8)
+        )  # now, and not by a signal at first touch, it is known whether there is enough
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _map(file: int, nbytes: int) -> mmap.mmap | None:
+    try:
+        return mmap.mmap(file, max(nbytes, 8)) if file >= 0 else None
+    except (OSError, ValueError):  # ValueError: a file of another size
+        return None
+
+
+def _mapped(rank: int, own: mmap.mmap | None, facts: list[list[int]], nbytes: int) -> list[mmap.mmap] | None:
+    """Map all ranks' files; None if one is out of reach, or is another's that only has its number."""
+    if own is None or any(file < 0 for _, file, _ in facts):
+        return None
+    maps = []
+    for other, (process, file, token) in enumerate(facts):
+        memory: mmap.mmap | None = own
+        if other != rank:
+            try:
+                opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+            except OSError:
+                return None
+            memory = _map(opened, nbytes)
+            os.close(opened)
+        if memory is None or memory[:8] != token.to_bytes(8, "little"):
+            return None
+        maps.append(memory)
+    return maps
