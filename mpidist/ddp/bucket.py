@@ -54,43 +54,17 @@ class Bucket:
                 view.copy_(parameter.grad.detach())
                 parameter.grad = view
 
-    def give_zeros(self) -> list[int]:
-        """Give parameters without a gradient their view, zeroed: autograd adds to it, and nothing needs a copy.
-
-        Returns:
-            The places of those parameters in the reducer's list.
-        """
-        absent = [at for at, parameter in enumerate(self.parameters) if parameter.grad is None]
-        if len(absent) == len(self.parameters):
-            self.flat.zero_()
-        elif absent:
-            torch._foreach_zero_([self.views[at] for at in absent])
-        for at in absent:
-            self.parameters[at].grad = self.views[at]
-        return [self.indices[at] for at in absent]
-
     def collect(self, as_views: bool) -> None:
         """Bring the gradients into the bucket, those that are not there already; zeros for a parameter without.
 
         Raises:
             RuntimeError: A gradient is sparse.
         """
-        views, gradients = [], []
         for view, parameter in zip(self.views, self.parameters, strict=True):
-            gradient = parameter.grad
-            if gradient is view:
-                continue
-            if gradient is None:
+            if parameter.grad is None:
                 view.zero_()
-                continue
-            if gradient.layout is not torch.strided:
-                raise RuntimeError(f"mpidist's DDP takes dense gradients; got layout {gradient.layout} (use sparse=False)")
-            views.append(view)
-            gradients.append(gradient.detach())
-            if as_views:
-                parameter.grad = view
-        if views:
-            torch._foreach_copy_(views, gradients)
+            else:
+                take(parameter, view, as_views)
 
     def hand_back(self, used: Sequence[bool], as_views: bool) -> None:
         """Bring the reduced bucket into the gradients.
@@ -112,6 +86,22 @@ class Bucket:
                 sources.append(view)
         if targets:
             torch._foreach_copy_(targets, sources)
+
+
+def take(parameter: Tensor, view: Tensor, as_view: bool) -> None:
+    """Bring one gradient into its bucket, if it is not there already.
+
+    Raises:
+        RuntimeError: It is sparse.
+    """
+    gradient = parameter.grad
+    if gradient is view or gradient is None:
+        return
+    if gradient.layout is not torch.strided:
+        raise RuntimeError(f"mpidist's DDP takes dense gradients; got layout {gradient.layout} (use sparse=False)")
+    view.copy_(gradient.detach() if gradient.requires_grad else gradient)
+    if as_view:
+        parameter.grad = view
 
 
 class GradBucket:

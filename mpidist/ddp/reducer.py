@@ -21,7 +21,7 @@ from mpidist.comm.node_memory import share
 from mpidist.ddp import plan
 from mpidist.ddp.agreement import require_all_gradients, used_somewhere
 from mpidist.ddp.arrivals import Arrivals
-from mpidist.ddp.bucket import Bucket, GradBucket, lay_out, memory_bytes
+from mpidist.ddp.bucket import Bucket, GradBucket, lay_out, memory_bytes, take
 from mpidist.ddp.hooks import order
 
 Tensor = torch.Tensor
@@ -150,7 +150,6 @@ class Reducer:
         self._is_armed, self._is_begun = True, False
         self._arrivals = Arrivals(self._plan, self._times, self._skipped())
         self._futures: list[tuple[Bucket, Any]] = []
-        self._given: set[int] = set()  # parameters that had no gradient before
 
     def _begin(self, gradient: Tensor | None = None) -> None:
         # Called by the outermost pass, if the outputs are known: the end of a nested one (a re-entrant checkpoint) is too early.
@@ -160,9 +159,6 @@ class Reducer:
             self._arm()
         self._is_begun = True
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        if self._settings.gradient_as_bucket_view:
-            for bucket in self._buckets:
-                self._given.update(bucket.give_zeros())
 
     def _arrived(self, place: int) -> None:
         if not self._is_armed:
@@ -174,6 +170,8 @@ class Reducer:
             return
         if left < 0:
             raise RuntimeError(self._told_of_surplus(place))
+        # At once: it is still in the cache, and its memory serves the next one.
+        take(self._parameters[place], self._views[place], self._settings.gradient_as_bucket_view)
         for index in self._arrivals.take_ready():
             self._launch(index)
 
@@ -213,10 +211,7 @@ class Reducer:
         if self._times is None:
             self._times = list(counts)
         # A gradient that this pass did not add to may still be one: of passes under no_sync.
-        has_gradient = [
-            bool(count) or (parameter.grad is not None and place not in self._given)
-            for place, (count, parameter) in enumerate(zip(counts, self._parameters, strict=True))
-        ]
+        has_gradient = [parameter.grad is not None for parameter in self._parameters]
         for index in self._arrivals.take_rest():
             self._launch(index)
         self._settle(has_gradient, [name for name, count in zip(self._names, counts, strict=True) if not count])
@@ -242,9 +237,6 @@ class Reducer:
             if self.scale != 1 and self._hook is None:
                 bucket.flat.mul_(self.scale)
             bucket.hand_back(used, self._settings.gradient_as_bucket_view)
-        for place in self._given:
-            if not used[place]:
-                self._parameters[place].grad = None
 
     # --- the buckets ---
 
@@ -267,8 +259,10 @@ class Reducer:
         is_on_host = all(parameter.device.type == "cpu" for parameter in self._parameters)
         memory = share(self._group, memory_bytes(self._plan, self._parameters)) if is_on_host else None
         self._buckets = lay_out(self._plan, self._parameters, self._names, memory)
-        if self._settings.gradient_as_bucket_view:
-            for bucket in self._buckets:
+        self._views: dict[int, Tensor] = {}
+        for bucket in self._buckets:
+            self._views.update(zip(bucket.indices, bucket.views, strict=True))
+            if self._settings.gradient_as_bucket_view:
                 bucket.adopt()
 
 
