@@ -1,8 +1,7 @@
-"""Train a small convolutional net on scikit-learn's digits, data-parallel over MPI.
+"""Train a small convolutional net on scikit-learn's digits, data-parallel over MPI, with one communication hook or several.
 
 mpirun -n 2 python examples/demo_digits.py
-
-This is stock torch: the only line that knows of mpidist is ``init_process_group``.
+mpirun -n 2 python examples/demo_digits.py --hook powersgd-2
 """
 
 from __future__ import annotations
@@ -10,35 +9,89 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import json
 import resource
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import demo_report
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from tabulate import tabulate
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
-SEED = 0
+import mpidist.comm
+from mpidist.ddp import (
+    DistributedDataParallel,
+    PowerSGDState,
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    powerSGD_hook,
+)
+
 WANTED_ACCURACY = 0.97
+UNCOMPRESSED_SHARE = 0.1  # of the steps: PowerSGD starts when the first, large gradients are over
 
 
-def load_data() -> list[torch.Tensor]:
+@dataclass(frozen=True)
+class Method:
+    """A way to reduce gradients."""
+
+    hook: Callable[..., Any]
+    bytes_per_element: int
+    rank: int | None = None  # of PowerSGD's approximation
+
+    def state(self, group: Any, steps: int) -> Any:
+        """Return what the hook gets beside the bucket: for PowerSGD its state, else the group."""
+        if self.rank is None:
+            return group
+        return PowerSGDState(group, self.rank, start_powerSGD_iter=int(UNCOMPRESSED_SHARE * steps), min_compression_rate=1)
+
+
+METHODS = {
+    "allreduce": Method(allreduce_hook, 4),
+    "fp16": Method(fp16_compress_hook, 2),
+    "bf16": Method(bf16_compress_hook, 2),
+    "powersgd-1": Method(powerSGD_hook, 4, 1),
+    "powersgd-2": Method(powerSGD_hook, 4, 2),
+    "powersgd-4": Method(powerSGD_hook, 4, 4),
+}
+COMPARED = ["allreduce", "fp16", "powersgd-1", "powersgd-2", "powersgd-4"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of training with one method."""
+
+    method: str
+    seed: int
+    losses: list[float]  # one for each epoch, mean over ranks
+    accuracies: list[float]  # on the test set
+    steps: int
+    compressed_steps: int
+    bytes_per_step: float  # what a rank hands to the reduction in a compressed step
+    uncompressed_bytes: int  # the same in fp32
+    exposed_ms: float  # of a step's forward and backward
+    samples_per_s: float  # all ranks together
+    peak_mib: float  # of this rank's memory
+    weights: str  # hash
+
+
+def load_data(seed: int) -> list[torch.Tensor]:
     """Return training images, test images, training labels, test labels; the same on every rank."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # 1797 of 1 x 8 x 8
     labels = torch.tensor(digits.target)
-    return train_test_split(images, labels, test_size=0.2, random_state=SEED, stratify=labels)
+    return train_test_split(images, labels, test_size=0.2, random_state=seed, stratify=labels)
 
 
 def build_net() -> nn.Module:
@@ -49,93 +102,28 @@ def build_net() -> nn.Module:
     )  # fmt: skip
 
 
-def mean_over_ranks(total: float, count: int) -> float:
-    """Divide the sum over ranks of ``total`` by that of ``count``."""
-    sums = torch.tensor([total, count], dtype=torch.float64)
-    dist.all_reduce(sums)
-    return (sums[0] / sums[1]).item()
+def train(group: Any, name: str, seed: int, epochs: int, batch_size: int) -> Result:
+    """Train once. Collective over the group."""
+    torch.manual_seed(seed)
+    train_images, test_images, train_labels, test_labels = load_data(seed)
+    # Each rank gets its own share of a new shuffle per epoch.
+    sampler = DistributedSampler(train_labels, group.size, group.rank, seed=seed)
+    own_batch = max(batch_size // group.size, 1)
+    steps = epochs * -(-len(sampler) // own_batch)
 
-
-@torch.no_grad()
-def accuracy(net: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the share of right answers; each rank looks at every size-th image."""
-    own = slice(dist.get_rank(), None, dist.get_world_size())
-    net.eval()
-    right = (net(images[own]).argmax(1) == labels[own]).sum().item()
-    return mean_over_ranks(right, len(labels[own]))
-
-
-def communication_share(model: DistributedDataParallel, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the part of a step's forward and backward that would be gone without communication.
-
-    That is the step minus the same step under ``no_sync``, over the step, the two in turn. It counts what a step waits for
-    (a slower rank, too), not what runs hidden behind the computation. No optimizer steps: the weights stay as they are.
-    """
-
-    def step_s(sync: bool) -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        with contextlib.nullcontext() if sync else model.no_sync():
-            F.cross_entropy(model(images), labels).backward()
-        return time.perf_counter() - start
-
-    pairs = [(step_s(True), step_s(False)) for _ in range(60)][10:]  # the first ones warm up
-    with_sync, without = torch.tensor(pairs).median(0).values.tolist()
-    return max(mean_over_ranks(1 - without / with_sync, 1), 0.0)
-
-
-def hash_of_weights(net: nn.Module) -> str:
-    data = b"".join(weight.detach().numpy().tobytes() for weight in net.parameters())
-    return hashlib.sha256(data).hexdigest()[:16]
-
-
-def draw_curves(losses: list[float], accuracies: list[float], title: str, path: Path) -> None:
-    figure = Figure(figsize=(9, 3.8), layout="constrained")  # without pyplot matplotlib draws with Agg and needs no display
-    figure.suptitle(title)
-    left, right = figure.subplots(1, 2)
-    epochs = range(1, len(losses) + 1)
-    left.plot(epochs, losses, "o-", color="tab:blue", markersize=4)
-    left.set(xlabel="epoch", ylabel="training loss (cross-entropy)", yscale="log")
-    right.plot(epochs, [100 * value for value in accuracies], "o-", color="tab:green", markersize=4, label="test set")
-    right.axhline(100 * WANTED_ACCURACY, color="grey", linestyle="--", label=f"wanted: {WANTED_ACCURACY:.0%}")
-    right.set(xlabel="epoch", ylabel="accuracy (%)")
-    right.legend(loc="lower right")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together")
-    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder of digits.png")
-    options = parser.parse_args()
-
-    torch.manual_seed(SEED)
-    torch.set_num_threads(1)  # the ranks share the node's cores
-    dist.init_process_group("mpidist")
-    rank, size = dist.get_rank(), dist.get_world_size()
-
-    train_images, test_images, train_labels, test_labels = load_data()
-    sampler = DistributedSampler(train_labels, seed=SEED)  # each rank gets its own share of a new shuffle per epoch
-    batch_size = max(options.batch_size // size, 1)
-    model = DistributedDataParallel(build_net())
+    method = METHODS[name]
+    state = method.state(group, steps)
+    model = DistributedDataParallel(build_net(), process_group=group)
+    model.register_comm_hook(state, method.hook)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    steps_per_epoch = -(-len(sampler) // batch_size)
-    schedule = OneCycleLR(optimizer, max_lr=4e-3, total_steps=options.epochs * steps_per_epoch)
+    schedule = OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps)
 
     losses, accuracies, training_s = [], [], 0.0
-    # mpirun hands the bar on through a pipe: there a few whole lines read better than one that is rewritten.
-    style = {} if sys.stderr.isatty() else {"bar_format": "{l_bar}{bar:20}{r_bar}\n", "mininterval": 2.0}
-    progress = tqdm(range(options.epochs), desc=f"{size} ranks", unit="epoch", disable=rank != 0, **style)
-    for epoch in progress:
+    for epoch in progress(range(epochs), f"{name} on {group.size} ranks", group.rank):
         sampler.set_epoch(epoch)
         model.train()
         start, total, count = time.perf_counter(), 0.0, 0
-        for chosen in torch.tensor(list(sampler)).split(batch_size):
+        for chosen in torch.tensor(list(sampler)).split(own_batch):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(train_images[chosen]), train_labels[chosen])
             loss.backward()
@@ -143,33 +131,119 @@ def main() -> None:
             schedule.step()
             total, count = total + loss.item() * len(chosen), count + len(chosen)
         training_s += time.perf_counter() - start
-        losses.append(mean_over_ranks(total, count))
-        accuracies.append(accuracy(model.module, test_images, test_labels))
-        progress.set_postfix(loss=f"{losses[-1]:.4f}", accuracy=f"{accuracies[-1]:.2%}", refresh=False)
+        losses.append(mean_over_ranks(group, total, count))
+        accuracies.append(accuracy(group, model.module, test_images, test_labels))
 
-    share = communication_share(model, train_images[:batch_size], train_labels[:batch_size])
-    reports: list[tuple[str, int]] = [("", 0)] * size
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    dist.all_gather_object(reports, (hash_of_weights(model.module), peak_kib))
-    hashes = sorted({weights for weights, _ in reports})
-    problem = f"the ranks ended with different weights: {hashes}" if len(hashes) > 1 else ""
-    if accuracies[-1] < WANTED_ACCURACY:
-        problem = problem or f"test accuracy {accuracies[-1]:.2%} is below {WANTED_ACCURACY:.0%}"
-    if rank == 0:
-        title = f"Digits on {size} ranks: {accuracies[-1]:.1%} of the test set right"
-        draw_curves(losses, accuracies, title, options.output / "digits.png")
-        rows = [
-            ("test accuracy", f"{accuracies[-1]:.2%}"),
-            ("speed, all ranks together", f"{options.epochs * len(train_labels) / training_s:,.0f} samples/s"),
-            ("exposed communication", f"{share:.1%} of forward and backward"),
-            ("peak memory of each rank", ", ".join(f"{kib / 1024:.0f} MiB" for _, kib in reports)),
-            ("weights (hash)", f"{'equal' if len(hashes) == 1 else 'NOT equal'} on all ranks ({', '.join(hashes)})"),
-            ("curves", options.output / "digits.png"),
-        ]
-        print(tabulate(rows, tablefmt="rounded_outline", disable_numparse=True), flush=True)
-    dist.destroy_process_group()
-    if problem:
-        sys.exit(problem if rank == 0 else 1)
+    numel = sum(p.numel() for p in model.parameters())
+    compressed, sent = steps if method.bytes_per_element < 4 else 0, float(numel)
+    if isinstance(state, PowerSGDState):
+        compressed = steps - state.start_powerSGD_iter
+        _, _, elements = state.compression_stats()  # of the compressed steps alone
+        sent = elements / compressed
+    return Result(
+        method=name,
+        seed=seed,
+        losses=losses,
+        accuracies=accuracies,
+        steps=steps,
+        compressed_steps=compressed,
+        bytes_per_step=sent * method.bytes_per_element,
+        uncompressed_bytes=4 * numel,
+        exposed_ms=exposed_ms(group, model, train_images[:own_batch], train_labels[:own_batch]),
+        samples_per_s=epochs * len(train_labels) / training_s,
+        peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        weights=hash_of_weights(model.module),
+    )
+
+
+def progress(epochs: range, title: str, rank: int) -> Any:
+    # mpirun hands the bar on through a pipe: there a few whole lines read better than one that is rewritten.
+    style = {} if sys.stderr.isatty() else {"bar_format": "{l_bar}{bar:20}{r_bar}\n", "mininterval": 5.0}
+    return tqdm(epochs, desc=title, unit="epoch", disable=rank != 0, **style)
+
+
+def mean_over_ranks(group: Any, total: float, count: int) -> float:
+    """Divide the sum over ranks of ``total`` by that of ``count``."""
+    sums = torch.tensor([total, count], dtype=torch.float64)
+    group.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
+
+
+@torch.no_grad()
+def accuracy(group: Any, net: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    """Return the share of right answers; each rank looks at every size-th image."""
+    own = slice(group.rank, None, group.size)
+    net.eval()
+    right = (net(images[own]).argmax(1) == labels[own]).sum().item()
+    return mean_over_ranks(group, right, len(labels[own]))
+
+
+def exposed_ms(group: Any, model: Any, images: torch.Tensor, labels: torch.Tensor) -> float:
+    """Return what would be gone of a step's forward and backward without communication.
+
+    That is the step minus the same step under ``no_sync``, the two in turn. It counts what a step waits for (a slower rank, too)
+    and the compression, not what runs hidden behind the computation. No optimizer steps: the weights stay as they are.
+    """
+
+    def step_s(sync: bool) -> float:
+        model.zero_grad()
+        group.barrier()
+        start = time.perf_counter()
+        with contextlib.nullcontext() if sync else model.no_sync():
+            F.cross_entropy(model(images), labels).backward()
+        return time.perf_counter() - start
+
+    pairs = [(step_s(True), step_s(False)) for _ in range(60)][10:]  # the first ones warm up
+    with_sync, without = torch.tensor(pairs).median(0).values.tolist()
+    return mean_over_ranks(group, 1e3 * (with_sync - without), 1)
+
+
+def hash_of_weights(net: nn.Module) -> str:
+    data = b"".join(weight.detach().numpy().tobytes() for weight in net.parameters())
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def problems_of(results: list[Result], told: list[list[str]], epochs: int) -> list[str]:
+    """Return what went wrong: ranks that ended with different weights, too few right answers, too little compression."""
+    problems = []
+    for place, result in enumerate(results):
+        if len({weights[place] for weights in told}) > 1:
+            problems.append(f"{result.method}: the ranks ended with different weights")
+        if epochs >= 20 and result.accuracies[-1] < WANTED_ACCURACY:
+            problems.append(f"{result.method}: accuracy {result.accuracies[-1]:.2%} is below {WANTED_ACCURACY:.0%}")
+        if METHODS[result.method].rank is not None and result.compressed_steps < 0.8 * result.steps:
+            problems.append(f"{result.method}: only {result.compressed_steps} of {result.steps} steps were compressed")
+    return problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hook", nargs="+", choices=list(METHODS), default=COMPARED, metavar="HOOK", help=", ".join(METHODS))
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together")
+    parser.add_argument("--seeds", type=int, default=1, help="train so many times with each hook")
+    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder of digits.png and digits.json")
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)  # the ranks share the node's cores
+    group = mpidist.comm.init()
+    runs = [(name, seed) for name in options.hook for seed in range(options.seeds)]
+    results = [train(group, name, seed, options.epochs, options.batch_size) for name, seed in runs]
+    told = group.all_gather_object([result.weights for result in results])
+    peaks_mib = group.all_gather_object(results[-1].peak_mib)
+    problems = problems_of(results, told, options.epochs)
+    if group.rank == 0:
+        options.output.mkdir(parents=True, exist_ok=True)
+        rows = [asdict(result) for result in results]
+        (options.output / "digits.json").write_text(json.dumps(rows, indent=1) + "\n")
+        demo_report.draw(rows, group.size, WANTED_ACCURACY, options.output / "digits.png")
+        print(demo_report.table(rows), flush=True)
+        print(f"Weights: {'NOT ' * any('weights' in p for p in problems)}equal on all ranks after each run.")
+        print(f"Peak memory of each rank: {', '.join(f'{mib:.0f} MiB' for mib in peaks_mib)}.")
+        print(f"Curves: {options.output / 'digits.png'}", flush=True)
+    group.close()
+    if problems:
+        sys.exit("\n".join(problems) if group.rank == 0 else 1)
 
 
 if __name__ == "__main__":

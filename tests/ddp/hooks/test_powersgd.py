@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mpidist.ddp.bucket import Bucket, GradBucket
+from mpidist.ddp.hooks import lowrank
 from mpidist.ddp.hooks.lowrank import orthogonalize
 from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
@@ -126,6 +127,54 @@ def test_training_with_it_learns_and_keeps_ranks_equal(group, hook, in_thread, m
     agree(group, all(torch.equal(a, b) for other in told for a, b in zip(other, told[0], strict=True)), "ranks differ")
     agree(group, losses[-1] < 0.7 * losses[0], str(losses[::10]))
     agree(group, state.iter == 60 and state.compression_stats()[0] > 1.5, str(state.compression_stats()))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+def test_the_statistics_are_what_is_sent(group, hook, in_thread, monkeypatch):
+    monkeypatch.setattr(type(group), "is_single_node", not in_thread)
+    sent = []
+
+    def spy(name):
+        call = getattr(group, name)
+
+        def counted(what, *args, **kwargs):
+            tensors = what if isinstance(what, list) else [what]
+            sent.append(sum(t.numel() for t in tensors))
+            return call(what, *args, **kwargs)
+
+        return counted
+
+    for name in ("all_reduce", "all_reduce_coalesced"):
+        monkeypatch.setattr(group, name, spy(name))
+    state = state_of(group, 2)
+    before = 0
+    for step in range(3):
+        bucket = bucket_of(group.rank, seed=step)
+        hook(state, GradBucket(bucket, 0, True)).wait()
+        before += bucket.flat.numel()
+    agree(group, state.compression_stats() == (before / sum(sent), before, sum(sent)), f"{state.compression_stats()} {sent}")
+    agree(group, sum(sent) < before / 1.5)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_the_whole_rest_is_reduced_first_and_beside_the_product(group, in_thread, monkeypatch):
+    monkeypatch.setattr(type(group), "is_single_node", not in_thread)
+    happened = []
+
+    def noting(owner, name, text):
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **k: (happened.append((text, k.get("async_op"))), call(*a, **k))[1])
+
+    noting(group, "all_reduce_coalesced", "rest")
+    noting(group, "all_reduce", "thin")
+    noting(lowrank, "compute_ps", "product")
+    powerSGD_hook(state_of(group, 2), GradBucket(bucket_of(group.rank), 0, True)).wait()
+    names = [name for name, _ in happened]
+    agree(group, names == ["rest", "product", "thin", "thin"], str(happened))
+    agree(group, happened[0][1] == in_thread, "between nodes the rest is under way while the product is computed")
 
 
 RESNET18 = [(64, 3, 7, 7)]

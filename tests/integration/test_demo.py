@@ -1,0 +1,57 @@
+"""The demo trains, reports what it sent, and PowerSGD costs no accuracy."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import ROOT, clean_environment, launcher, missing
+
+
+def run(tmp_path, *options):
+    for name in ("matplotlib", "sklearn", "tabulate", "tqdm"):
+        if importlib.util.find_spec(name) is None:
+            missing(f"{name} is not installed")
+    variables = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(
+        [*launcher(2), sys.executable, "examples/demo_digits.py", "--output", str(tmp_path), *options],
+        env={**clean_environment(), **variables},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "digits.png").stat().st_size > 0
+    assert "Weights: equal on all ranks" in done.stdout
+    return done.stdout, json.loads((tmp_path / "digits.json").read_text())
+
+
+@pytest.mark.slow
+def test_hooks_stand_side_by_side(tmp_path):
+    text, results = run(tmp_path, "--epochs", "2")
+    by_method = {result["method"]: result for result in results}
+    assert list(by_method) == ["allreduce", "fp16", "powersgd-1", "powersgd-2", "powersgd-4"]
+    assert all(name in text for name in by_method)
+    whole = by_method["allreduce"]["bytes_per_step"]
+    assert whole == by_method["allreduce"]["uncompressed_bytes"] == 4 * (320 + 18_496 + 131_200 + 1_290)
+    assert by_method["fp16"]["bytes_per_step"] == whole / 2
+    for rank in (1, 2, 4):
+        result = by_method[f"powersgd-{rank}"]
+        matrices = [(32, 9), (64, 288), (128, 1024), (10, 128)]
+        elements = 32 + 64 + 128 + 10 + sum(min(n * m, (n + m) * rank) for n, m in matrices)
+        assert result["bytes_per_step"] == pytest.approx(4 * elements, rel=0.05)  # a matrix that would grow is sent whole
+        assert result["compressed_steps"] >= 0.8 * result["steps"]
+
+
+@pytest.mark.slow
+def test_powersgd_costs_no_accuracy(tmp_path):
+    _, results = run(tmp_path, "--hook", "allreduce", "powersgd-2", "--seeds", "5", "--epochs", "20")
+    accuracies = {name: [r["accuracies"][-1] for r in results if r["method"] == name] for name in ("allreduce", "powersgd-2")}
+    mean = {name: sum(values) / len(values) for name, values in accuracies.items()}
+    assert len(accuracies["powersgd-2"]) == 5
+    assert mean["powersgd-2"] > mean["allreduce"] - 0.01, accuracies
