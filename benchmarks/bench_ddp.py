@@ -6,6 +6,7 @@ mpirun --bind-to none -n 2 python benchmarks/bench_ddp.py
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def main() -> None:
     timing.touch_memory()
     results = []
     for model in [cases.MODELS[name](int(size)) for name, size in (text.split(":") for text in options.models)]:
-        series = measure(raw, model, gloo, options.rounds)
+        series = measure(raw, model, gloo, options.rounds, options.bucket_cap_mb)
         results.append(training_report.result_of(model, series, "bare"))
         if is_first:
             print(training_report.table(results[-1]), flush=True)
@@ -45,20 +46,22 @@ def main() -> None:
             "benchmark": "ddp",
             "link": options.link,
             "environment": about,
+            "bucket_cap_mb": options.bucket_cap_mb,
             "rounds": options.rounds,
             "results_checked": True,  # or measure() had raised
             "results": results,
         }
-        link = f"-{options.link}" if options.link else ""
-        path = options.output / f"ddp-{environment.library_name(about)}-{about['ranks']}{link}.json"
+        settings = [f"cap{options.bucket_cap_mb:g}"] if options.bucket_cap_mb else []
+        name = "-".join(["ddp", environment.library_name(about), str(about["ranks"]), *filter(None, [options.link]), *settings])
+        path = options.output / f"{name}.json"
         training_report.write(record, path)
     raw.Barrier()
     raw.Free()
     dist.destroy_process_group()  # Gloo's threads must be gone before the interpreter goes
 
 
-def measure(raw: Any, model: cases.Model, gloo: Any, rounds: int) -> Sequence[timing.Series]:
-    """Check and time the ways to train one model. Collective over all ranks.
+def measure(raw: Any, model: cases.Model, gloo: Any, rounds: int, cap: float | None) -> Sequence[timing.Series]:
+    """Check and time the ways to train one model, all with the same buckets. Collective over all ranks.
 
     Raises:
         RuntimeError: A contender's gradients are wrong; on this rank.
@@ -67,12 +70,12 @@ def measure(raw: Any, model: cases.Model, gloo: Any, rounds: int) -> Sequence[ti
     ways: dict[str, Callable[[], torch.nn.Module]] = {
         "bare": lambda: cases.build(model),
         "bare, zeroed": lambda: cases.build(model),
-        "noop_hook": lambda: cases.ours(model, None, noop_hook),
-        "noop_hook, zeroed": lambda: cases.ours(model, None, noop_hook),
-        "mpidist": lambda: cases.ours(model),
-        "mpidist, zeroed": lambda: cases.ours(model),
-        "torch on mpidist": lambda: cases.theirs(model, None),
-        "torch on Gloo": lambda: cases.theirs(model, gloo),
+        "noop_hook": lambda: cases.ours(model, None, noop_hook, bucket_cap_mb=cap),
+        "noop_hook, zeroed": lambda: cases.ours(model, None, noop_hook, bucket_cap_mb=cap),
+        "mpidist": lambda: cases.ours(model, bucket_cap_mb=cap),
+        "mpidist, zeroed": lambda: cases.ours(model, bucket_cap_mb=cap),
+        "torch on mpidist": lambda: cases.theirs(model, None, bucket_cap_mb=cap),
+        "torch on Gloo": lambda: cases.theirs(model, gloo, bucket_cap_mb=cap),
     }
     if gloo is None:
         del ways["torch on Gloo"]
@@ -97,7 +100,8 @@ def _arguments() -> argparse.Namespace:
     models = ["mlp:64", "mlp:256", "many:256", "resnet18:8", "transformer:8"]
     parser.add_argument("--models", nargs="+", default=models, metavar="NAME:BATCH", help=", ".join(cases.MODELS))
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--link", default="", help="name of the network, for the file's name")
+    parser.add_argument("--bucket-cap-mb", type=float, help="of all contenders; torch's default, 25, if not given")
+    parser.add_argument("--link", default=os.environ.get("MPIDIST_LINK", ""), help="name of the network, for the record")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON and the plot")
     return parser.parse_args()
 

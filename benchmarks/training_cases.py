@@ -123,9 +123,9 @@ def ours(model: Model, state: Any = None, hook: Any = None, **options: Any) -> n
     return net
 
 
-def theirs(model: Model, group: Any, state: Any = None, hook: Any = None) -> nn.Module:
+def theirs(model: Model, group: Any, state: Any = None, hook: Any = None, **options: Any) -> nn.Module:
     """Return the model in torch's DDP, with gradients as views, which is its faster way."""
-    net = TorchDDP(build(model), process_group=group, gradient_as_bucket_view=True)
+    net = TorchDDP(build(model), process_group=group, gradient_as_bucket_view=True, **options)
     if hook is not None:
         net.register_comm_hook(state, hook)
     return net

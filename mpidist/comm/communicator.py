@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
+
+from mpidist.comm.patience import PatientComm
 
 _RESERVED_TAGS = 64  # the highest tags belong to the library's own algorithms, all below them to the user
 
@@ -27,6 +30,12 @@ class Communicator:
         self.is_single_node = is_single_node
         self.max_tag = highest_tag - _RESERVED_TAGS
         self._scratch: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+
+    def patient(self) -> Communicator:
+        """Return the same communicator, with the same memory, for a thread that gives its core away while it waits."""
+        other = copy.copy(self)
+        other.mpi = PatientComm(self.mpi)
+        return other
 
     def own_tag(self, number: int) -> int:
         """Return the library's ``number``-th reserved tag, out of reach of users' messages."""

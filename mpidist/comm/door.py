@@ -16,7 +16,7 @@ from mpidist.comm.library import MPI
 _door = threading.RLock()
 
 # Calls whose non-blocking twin has the same arguments.
-_TWINS = {
+TWINS = {
     name: "I" + name.lower()
     for name in (
         "Allreduce", "Reduce", "Bcast", "Barrier", "Allgather", "Allgatherv", "Gather", "Gatherv", "Scatter", "Scatterv",
@@ -73,8 +73,8 @@ class SerialComm:
         self._comm = comm
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name in _TWINS:
-            call = self._blocking(_TWINS[name], takes_status=name == "Recv")
+        if name in TWINS:
+            call = self._blocking(TWINS[name], takes_status=name == "Recv")
         else:
             call = self._direct(name)
         # A communicator's calls are few; keeping the wrapper saves building it again.

@@ -73,6 +73,8 @@ class Execution:
         self.journal = Journal(name, key)
         self._comm = comm
         self._mpi = comm.mpi
+        # Between nodes the group's thread lets the computation have the core that it waits on.
+        self._comm_of_thread = comm if comm.is_single_node else comm.patient()
         self._progress = Progress(name)
         self._door = self._progress.door
         self._failure: MpidistError | None = None
@@ -215,7 +217,7 @@ class Execution:
             if self._debug:
                 line = agreement.describe(operation, self.journal.sequence, facts)
                 agreement.check(self._comm, self.where(operation), line)
-            execute(self._comm, inputs, outputs, *args)
+            execute(self._comm_of_thread if self._progress.is_own_thread() else self._comm, inputs, outputs, *args)
         except Exception as error:
             explained = self._explain(error, operation)
             if explained is error:

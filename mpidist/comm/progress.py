@@ -59,6 +59,10 @@ class Progress:
         self.door = threading.RLock()
         runtime.close_at_exit(self)
 
+    def is_own_thread(self) -> bool:
+        """Say whether this is the group's thread."""
+        return self._thread_id == threading.get_ident()
+
     def try_enter(self) -> bool:
         """Take the door for a synchronous call, if it need not wait behind others; the caller releases ``door``.
 
