@@ -1,0 +1,133 @@
+"""Compare communication hooks: what a step takes, and how many bytes it hands to the network.
+
+mpirun --bind-to none -n 2 python benchmarks/bench_powersgd.py
+benchmarks/slow_link.sh 100mbit MPIRUN python benchmarks/bench_powersgd.py      (MPICH's mpirun)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import environment
+import timing
+import torch
+import torch.distributed as dist
+import training_cases as cases
+import training_report
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+
+from mpidist import ddp
+
+_WRONG = {"fp16_compress_hook": 2e-3, "bf16_compress_hook": 2e-2, "torch on mpidist": 1e-4}  # of the largest gradient
+
+
+def main() -> None:
+    options = _arguments()
+    torch.set_num_threads(1)
+    dist.init_process_group("mpidist")
+    # Only now: mpidist prepares the MPI library before it starts, and importing this module would start it.
+    from mpi4py import MPI
+
+    raw = MPI.COMM_WORLD.Dup()
+    about = environment.describe(raw)
+    is_first = raw.Get_rank() == 0
+    timing.touch_memory()
+    results = []
+    for model in [cases.MODELS[name](int(size)) for name, size in (text.split(":") for text in options.models)]:
+        series, sent = measure(raw, model, options.rounds, options.bucket_cap_mb)
+        result = training_report.result_of(model, series, "bare")
+        for name, numel_bytes in sent.items():
+            result["contenders"][name]["bytes_sent"] = numel_bytes
+        results.append(result)
+        if is_first:
+            print(training_report.table(result), flush=True)
+    if is_first:
+        record = {
+            "benchmark": "powersgd",
+            "link": options.link,
+            "environment": about,
+            "bucket_cap_mb": options.bucket_cap_mb,
+            "rounds": options.rounds,
+            "results_checked": True,  # or measure() had raised
+            "results": results,
+        }
+        name = "-".join(["powersgd", environment.library_name(about), str(about["ranks"]), *filter(None, [options.link])])
+        training_report.write(record, options.output / f"{name}.json")
+    raw.Barrier()
+    raw.Free()
+    dist.destroy_process_group()
+
+
+def measure(raw: Any, model: cases.Model, rounds: int, cap: float) -> tuple[Sequence[timing.Series], dict[str, float]]:
+    """Check and time the hooks on one model, all with the same buckets; return the bytes of each as well. Collective.
+
+    Raises:
+        RuntimeError: A hook's gradients are wrong, or what it left out does not add up; on this rank.
+    """
+    batch = cases.own_batch(model)
+    states: dict[str, Any] = {}
+    whole = 4.0 * model.numel()
+
+    def powersgd(name: str, rank: int) -> torch.nn.Module:
+        states[name] = ddp.PowerSGDState(None, rank, start_powerSGD_iter=0)
+        return cases.ours(model, states[name], ddp.powerSGD_hook, bucket_cap_mb=cap)
+
+    def theirs(name: str, rank: int) -> torch.nn.Module:
+        states[name] = torch_powersgd.PowerSGDState(None, rank, start_powerSGD_iter=2)
+        return cases.theirs(model, None, states[name], torch_powersgd.powerSGD_hook, bucket_cap_mb=cap)
+
+    ways: dict[str, Callable[[], torch.nn.Module]] = {
+        "bare": lambda: cases.build(model),
+        "allreduce_hook": lambda: cases.ours(model, None, ddp.allreduce_hook, bucket_cap_mb=cap),
+        "torch on mpidist": lambda: cases.theirs(model, None, bucket_cap_mb=cap),
+        "fp16_compress_hook": lambda: cases.ours(model, None, ddp.fp16_compress_hook, bucket_cap_mb=cap),
+        "bf16_compress_hook": lambda: cases.ours(model, None, ddp.bf16_compress_hook, bucket_cap_mb=cap),
+        **{f"PowerSGD rank {r}": lambda r=r: powersgd(f"PowerSGD rank {r}", r) for r in (1, 2, 4)},  # type: ignore[misc]
+        "torch's PowerSGD rank 4": lambda: theirs("torch's PowerSGD rank 4", 4),
+    }
+    contenders = [cases.contender(name, build(), batch) for name, build in ways.items()]
+    by_name = {one.name: one for one in contenders}
+    for name, tolerance in _WRONG.items():
+        distance = cases.farthest(by_name[name], by_name["allreduce_hook"])
+        if distance > tolerance:
+            raise RuntimeError(f"{model.name}: the gradients of {name} differ from allreduce_hook's by {distance:.1e}")
+    for name, state in states.items():
+        if isinstance(state, ddp.PowerSGDState):
+            _require_nothing_lost(model, name, state, by_name)
+    series = timing.time_rounds(raw, contenders, rounds, 0.02)
+    sent = {"bare": 0.0, "allreduce_hook": whole, "torch on mpidist": whole}
+    sent |= {"fp16_compress_hook": whole / 2, "bf16_compress_hook": whole / 2}
+    sent |= {name: whole / state.compression_stats()[0] for name, state in states.items()}
+    return series, sent
+
+
+def _require_nothing_lost(model: cases.Model, name: str, state: ddp.PowerSGDState, by_name: dict[str, Any]) -> None:
+    """One step more: what it sent and what it left must add up to the average gradient and what was left before."""
+    before = state.consolidated().error_dict
+    by_name[name].calls[0]()
+    after = state.consolidated().error_dict
+    names = [parameter for parameter, _ in cases.build(model).named_parameters()]
+    truth = dict(zip(names, by_name["allreduce_hook"].outputs, strict=True))
+    sent = dict(zip(names, by_name[name].outputs, strict=True))
+    for parameter, error in after.items():
+        lost = truth[parameter] + before[parameter].view_as(truth[parameter]) - sent[parameter] - error.view_as(truth[parameter])
+        if not after or lost.norm() > 1e-3 * truth[parameter].norm():
+            raise RuntimeError(f"{model.name}: {name} loses {lost.norm() / truth[parameter].norm():.1e} of {parameter}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["mlp:64", "resnet18:8", "transformer:8"], metavar="NAME:BATCH")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--bucket-cap-mb", type=float, default=4.0, help="of all contenders")
+    parser.add_argument("--link", default=os.environ.get("MPIDIST_LINK", ""), help="name of the network, for the record")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON and the plot")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
