@@ -10,35 +10,36 @@ import torch
 from mpidist.comm.arithmetic import SUM
 from mpidist.errors import DisagreementError
 
-_ADVICE = (
-    "Parameters that take no part in the loss need find_unused_parameters=True (or static_graph=True if they never do); "
-    "torch.autograd.grad() is not supported, because it adds to no gradient: call backward()"
-)
+_ADVICE = "Parameters that take no part in the loss need find_unused_parameters=True (or static_graph=True if they never do)"
 
 
-def require_equal_parameters(group: Any, named: Sequence[tuple[str, torch.Tensor]], refusal: str | None = None) -> None:
-    """Compare names, shapes, strides and dtypes of the parameters; a bucket holds elements in the order of memory.
+def require_equal(
+    group: Any, named: Sequence[tuple[str, torch.Tensor]], settings: Any = None, refusal: str | None = None
+) -> None:
+    """Compare settings, and names, shapes and dtypes of parameters and buffers; of those that get gradients the strides, too.
 
     Collective: over the group.
 
     Args:
+        settings: Compared by their text.
         refusal: Why this rank cannot go on, which it raises itself afterwards.
 
     Raises:
-        DisagreementError: On all ranks, naming the first parameter that differs and what each rank holds, or who refused.
+        DisagreementError: On all ranks, naming the first tensor that differs and what each rank holds, or who refused.
     """
-    own = refusal or [(name, tuple(p.shape), str(p.dtype), p.stride()) for name, p in named]
-    tables = group.all_gather_object(own)
+    rows = [(name, tuple(t.shape), str(t.dtype), t.stride() if t.requires_grad else None) for name, t in named]
+    tables = group.all_gather_object(refusal or [str(settings), *rows])
     refused = "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(tables) if isinstance(told, str))
     if refused:
         raise DisagreementError(f"DistributedDataParallel was refused. {refused}")
     if all(table == tables[0] for table in tables):
         return
     for place in range(max(len(table) for table in tables)):
-        rows = [table[place] if place < len(table) else None for table in tables]
-        if len(set(rows)) > 1:
-            told = "; ".join(f"rank {rank}: {_text(row)}" for rank, row in enumerate(rows))
-            raise DisagreementError(f"DistributedDataParallel: parameter {place} differs between ranks. {told}")
+        held = [table[place] if place < len(table) else None for table in tables]
+        if len(set(held)) > 1:
+            told = "; ".join(f"rank {rank}: {_text(row)}" for rank, row in enumerate(held))
+            what = f"tensor {place - 1} differs" if place else "the settings differ"
+            raise DisagreementError(f"DistributedDataParallel: {what} between ranks. {told}")
 
 
 def broadcast_state(group: Any, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
@@ -48,43 +49,59 @@ def broadcast_state(group: Any, tensors: Sequence[torch.Tensor], root: int = 0) 
             group.broadcast(tensor.detach(), root)
 
 
-def used_somewhere(group: Any, has_gradient: Sequence[bool]) -> list[bool]:
+def used_somewhere(group: Any, has_gradient: Sequence[bool], surplus: Sequence[str]) -> list[bool]:
     """Return for each parameter whether any rank has a gradient.
 
     Collective: over the group.
 
+    Args:
+        surplus: What this rank has to say of gradients that arrived more often than expected.
+
     Raises:
-        RuntimeError: On all ranks, if there is no gradient at all.
+        RuntimeError: On all ranks, if there is no gradient at all, or a surplus anywhere.
     """
-    used = torch.tensor(has_gradient, dtype=torch.int32)
-    group.all_reduce(used, SUM)
-    if not used.any():
+    table = torch.tensor([*has_gradient, len(surplus)], dtype=torch.int32)
+    group.all_reduce(table, SUM)
+    *used, complaints = table.tolist()
+    if complaints:
+        raise RuntimeError(_told(group, surplus))
+    if not any(used):
         raise RuntimeError(f"no parameter received a gradient on any rank. {_ADVICE}")
-    return [bool(count) for count in used.tolist()]
+    return [bool(count) for count in used]
 
 
-def require_all_gradients(group: Any, missing: Sequence[str]) -> None:
-    """Find out whether any rank lacks a gradient.
+def require_all_gradients(group: Any, missing: Sequence[str], surplus: Sequence[str]) -> None:
+    """Find out whether any rank lacks a gradient, or has one too many.
 
     Collective: over the group.
 
     Args:
         missing: The names of the parameters that received none on this rank.
+        surplus: What this rank has to say of gradients that arrived more often than expected.
 
     Raises:
         RuntimeError: On all ranks, naming the parameters and the ranks.
     """
-    absent = torch.tensor([len(missing)])
-    group.all_reduce(absent, SUM)
-    if not int(absent):
-        return
-    told = group.all_gather_object(list(missing))
-    lines = [f"rank {rank}: {_listed(names)}" for rank, names in enumerate(told) if names]
-    raise RuntimeError(f"parameters received no gradient in this backward pass. {'; '.join(lines)}. {_ADVICE}")
+    table = torch.tensor([len(missing), len(surplus)])
+    group.all_reduce(table, SUM)
+    absent, complaints = table.tolist()
+    if complaints:
+        raise RuntimeError(_told(group, surplus))
+    if absent:
+        text = _told(group, [_listed(missing)] if missing else [])
+        raise RuntimeError(f"parameters received no gradient in this backward pass. {text}. {_ADVICE}")
 
 
-def _text(row: tuple[str, tuple[int, ...], str, tuple[int, ...]] | None) -> str:
-    return "none" if row is None else f"{row[0]} {row[1]} {row[2]} strides {row[3]}"
+def _told(group: Any, lines: Sequence[str]) -> str:
+    told = group.all_gather_object(list(lines))
+    return "; ".join(f"rank {rank}: {' '.join(lines)}" for rank, lines in enumerate(told) if lines)
+
+
+def _text(row: Any) -> str:
+    if not isinstance(row, tuple):
+        return str(row)
+    name, shape, dtype, strides = row
+    return f"{name} {shape} {dtype}" + (f" strides {strides}" if strides is not None else "")
 
 
 def _listed(names: Sequence[str], most: int = 10) -> str:

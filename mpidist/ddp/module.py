@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable
 
 from mpidist.ddp import plan, signature
-from mpidist.ddp.agreement import broadcast_state, require_equal_parameters
+from mpidist.ddp.agreement import broadcast_state, require_equal
 from mpidist.ddp.join import Iteration, TorchJoinHook, exchange, joined
 from mpidist.ddp.outputs import moved, tensors_in
 from mpidist.ddp.process_group import default_group, native_group
@@ -30,7 +31,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         output_device: None, or that same GPU.
         dim: Accepted for torch's sake; a rank has one device, so inputs are not scattered.
         broadcast_buffers: False: buffers stay each rank's own, from the start. ``forward_sync_buffers`` goes before it.
-        init_sync: Verify names, shapes and dtypes on all ranks, then broadcast rank 0's parameters and buffers.
+        init_sync: Verify names, shapes and dtypes of parameters and buffers on all ranks, then broadcast rank 0's.
         process_group: A native group, or a torch group on the backend ``mpidist``; if None torch's default group if it is ours,
             else all ranks of the job.
         bucket_cap_mb: MiB of gradients that travel together; 25, and less for the first bucket, if None.
@@ -51,7 +52,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     Raises:
         ValueError: An argument that cannot be honoured; a module with nothing to average, or with sparse gradients.
         TypeError: ``process_group`` is of another backend.
-        DisagreementError: Parameters differ in name, shape or dtype between ranks (on all ranks).
+        DisagreementError: Parameters, buffers or settings differ between ranks (on all ranks, with ``init_sync``).
 
     Source:
         ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13, whose names and meanings these are.
@@ -84,44 +85,42 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        if device_mesh is not None:
-            process_group = signature.group_of(device_mesh, process_group)
-        self.process_group = default_group() if process_group is None else process_group
-        self._group = native_group(self.process_group)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.process_group = signature.group_of(device_mesh, process_group)
+        self._group = native_group(self.process_group)
+        init_buffers, self.forward_sync_buffers = signature.buffer_syncing(broadcast_buffers, forward_sync_buffers)
+        self.module = module
         try:
             signature.refuse(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
             named = signature.require_supported(module, self.parameters_to_ignore)
             self._input_device = signature.input_device(module, device_ids, output_device, check_reduction)
-            limits = plan.limits_of(bucket_cap_mb, bucket_cap_mb_list)
+            self.settings = Settings(
+                limits=plan.limits_of(bucket_cap_mb, bucket_cap_mb_list),
+                most_buckets=plan.require_count(most_buckets),
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                find_unused_parameters=find_unused_parameters,
+                static_graph=static_graph,
+                skip_unused=skip_all_reduce_unused_params,
+            )
         except (TypeError, ValueError) as error:
             if init_sync:  # the others wait in their own comparison
                 with contextlib.suppress(DisagreementError):
-                    require_equal_parameters(self._group, [], str(error))
+                    require_equal(self._group, [], refusal=str(error))
             raise
-        self.settings = Settings(
-            limits=limits,
-            most_buckets=most_buckets,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            skip_unused=skip_all_reduce_unused_params,
-        )
         self.device_ids = None if not device_ids else list(device_ids)
         self.output_device = output_device
         self.dim = dim
-        self.module = module
         self.device = named[0][1].device
-        init_buffers, self.forward_sync_buffers = signature.buffer_syncing(broadcast_buffers, forward_sync_buffers)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._is_joining = False
         self._throws_on_join = False
         self._divides_by_initial = True
         if init_sync:
-            require_equal_parameters(self._group, named)
-            broadcast_state(self._group, self._state(init_buffers))
-        self.reducer = Reducer([p for _, p in named], [name for name, _ in named], self._group, self.settings)
+            state = self._state(init_buffers)
+            require_equal(self._group, state, (self.settings, self.forward_sync_buffers))
+            broadcast_state(self._group, [tensor for _, tensor in state])
+        self._make_reducer()
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -248,7 +247,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def adopt_from(self, root: int) -> None:
         """Take over ``root``'s parameters and buffers. Collective: over the group."""
-        broadcast_state(self._group, self._state(self.forward_sync_buffers), root)
+        broadcast_state(self._group, [tensor for _, tensor in self._state(self.forward_sync_buffers)], root)
 
     def _told(self, averages: bool, syncs_buffers: bool) -> Iteration | None:
         if not self._is_joining:
@@ -265,13 +264,28 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     # --- state ---
 
-    def _state(self, with_buffers: bool) -> list[torch.Tensor]:
-        ignored = self.parameters_to_ignore
-        parameters = [parameter for name, parameter in self.module.named_parameters() if name not in ignored]
-        return parameters + (self._buffers_in_use() if with_buffers else [])
+    def _state(self, with_buffers: bool) -> list[tuple[str, torch.Tensor]]:
+        named: list[tuple[str, torch.Tensor]] = list(self.module.named_parameters())
+        if with_buffers:
+            named += self.module.named_buffers()
+        return [(name, tensor) for name, tensor in named if name not in self.parameters_to_ignore]
 
     def _buffers_in_use(self) -> list[torch.Tensor]:
         return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
+
+    # What frameworks call of torch's.
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: torch.nn.Module, names: Sequence[str]) -> None:
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+
+    def _set_static_graph(self) -> None:
+        self.settings = dataclasses.replace(self.settings, static_graph=True)
+        self._make_reducer()
+
+    def _make_reducer(self) -> None:
+        named = signature.require_supported(self.module, self.parameters_to_ignore)
+        self.reducer = Reducer([p for _, p in named], [name for name, _ in named], self._group, self.settings)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the group, the reducer and its hook; as in torch, only a module on the default group can be copied.
@@ -290,5 +304,4 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         super().__setstate__(state)
         self.process_group = default_group()
         self._group = native_group(self.process_group)
-        named = signature.require_supported(self.module, self.parameters_to_ignore)
-        self.reducer = Reducer([p for _, p in named], [name for name, _ in named], self._group, self.settings)
+        self._make_reducer()

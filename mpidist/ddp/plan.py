@@ -44,11 +44,14 @@ def limits_of(
 
     Raises:
         ValueError: A cap that is not positive.
+        TypeError: One that is no number.
 
     Source:
         torch 2.13's ``_BucketCapacityConfig``.
     """
     caps = tuple(bucket_cap_mb_list or (bucket_cap_mb if bucket_cap_mb is not None else DEFAULT_BUCKET_CAP_MB,))
+    if not all(isinstance(cap, (int, float)) for cap in caps):
+        raise TypeError(f"a bucket's cap must be a number of MiB; got {', '.join(type(cap).__name__ for cap in caps)}")
     limits = tuple(int(cap * _MIB) for cap in caps)
     if min(limits) <= 0:
         raise ValueError(f"a bucket's cap must be positive; got {', '.join(f'{cap:g}' for cap in caps)} MiB")
@@ -115,8 +118,7 @@ def merge(tensors: Sequence[torch.Tensor], buckets: Sequence[Assignment], most: 
     Raises:
         ValueError: ``most`` is not positive.
     """
-    if most < 1:
-        raise ValueError(f"the number of buckets must be at least 1; got {most}")
+    require_count(most)
     merged = list(buckets)
     while len(merged) > most:
         pairs = [
@@ -130,6 +132,17 @@ def merge(tensors: Sequence[torch.Tensor], buckets: Sequence[Assignment], most: 
         left, right = merged[place : place + 2]
         merged[place : place + 2] = [Assignment(left.indices + right.indices, max(left.limit_bytes, right.limit_bytes))]
     return merged
+
+
+def require_count(most: int | None) -> int | None:
+    """Return the cap on the number of buckets.
+
+    Raises:
+        ValueError: It is not positive.
+    """
+    if most is not None and most < 1:
+        raise ValueError(f"the number of buckets must be at least 1; got {most}")
+    return most
 
 
 def by_place(buckets: Sequence[Sequence[str]], names: Sequence[str]) -> list[tuple[int, ...]]:

@@ -127,10 +127,13 @@ class Reducer:
         Args:
             outputs: The module's output tensors.
         """
+        if not any(parameter.requires_grad for parameter in self._parameters):
+            self._is_armed = False  # frozen since: gradients flow through it, and none arrive
+            return
         self._arm()
         for output in outputs:
             if output.grad_fn is not None:
-                output.register_hook(self._begin)
+                output.register_hook(self._began)
 
     def mirror(self) -> None:
         """Take part in one backward pass of the others, with zeros: for a rank that has no inputs left.
@@ -150,11 +153,34 @@ class Reducer:
         self._is_armed, self._is_begun = True, False
         self._arrivals = Arrivals(self._plan, self._times, self._skipped())
         self._futures: list[tuple[Bucket, Any]] = []
+        self._surplus: list[str] = []
 
-    def _begin(self, gradient: Tensor | None = None) -> None:
+    def _began(self, gradient: Tensor) -> None:
         # Called by the outermost pass, if the outputs are known: the end of a nested one (a re-entrant checkpoint) is too early.
-        if self._is_begun:
-            return
+        if not self._is_begun and self._adds_to_gradients():
+            self._begin()
+
+    def _adds_to_gradients(self) -> bool:
+        """Say whether the pass under way adds to any parameter's gradient; one that is for the inputs alone does not.
+
+        Raises:
+            RuntimeError: It is ``torch.autograd.grad`` of parameters.
+        """
+        for parameter in self._parameters:
+            if not parameter.requires_grad:
+                continue
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            try:
+                if torch._C._will_engine_execute_node(node):
+                    return True
+            except RuntimeError:  # torch cannot say it of a leaf whose gradient autograd.grad() returns
+                raise RuntimeError(
+                    "torch.autograd.grad() of parameters is not supported by DistributedDataParallel, because it adds to no "
+                    "gradient, and nothing would be averaged: call backward(), or run the forward pass under no_sync()"
+                ) from None
+        return False
+
+    def _begin(self) -> None:
         if not self._is_armed:  # a second backward pass of one forward pass, or of the one before
             self._arm()
         self._is_begun = True
@@ -169,7 +195,8 @@ class Reducer:
         if left > 0:
             return
         if left < 0:
-            raise RuntimeError(self._told_of_surplus(place))
+            self._surplus.append(self._told_of_surplus(place))  # raised on all ranks, at the end
+            return
         # At once: it is still in the cache, and its memory serves the next one.
         take(self._parameters[place], self._views[place], self._settings.gradient_as_bucket_view)
         for index in self._arrivals.take_ready():
@@ -222,16 +249,20 @@ class Reducer:
             arrived = set(self._arrivals.order)
             rest = [place for indices in self._plan for place in indices if place not in arrived]
             self._order = self._arrivals.order + rest
-        used = [True] * len(self._parameters)
-        if self._settings.find_unused_parameters or self._settings.static_graph:
-            used = used_somewhere(self._group, has_gradient)
-            if self._settings.skip_unused and self._unused is None:
-                self._skip(frozenset(place for place, is_used in enumerate(used) if not is_used))
         futures, self._futures = self._futures, []
         results = [(bucket, bucket.flat if future is None else order.value_of(future)) for bucket, future in futures]
-        if not (self._settings.find_unused_parameters or self._settings.static_graph):
-            require_all_gradients(self._group, missing)
+        if self._settings.find_unused_parameters or self._settings.static_graph:
+            used = used_somewhere(self._group, has_gradient, self._surplus)
+            if self._settings.skip_unused and self._unused is None:
+                self._skip(frozenset(place for place, is_used in enumerate(used) if not is_used))
+        else:
+            require_all_gradients(self._group, missing, self._surplus)
+            used = [True] * len(self._parameters)
         for bucket, result in results:
+            if result.numel() != bucket.flat.numel():
+                raise ValueError(
+                    f"a communication hook must return {bucket.flat.numel()} elements; got shape {tuple(result.shape)}"
+                )
             if result.data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(result.view(-1))
             if self.scale != 1 and self._hook is None:
@@ -242,7 +273,8 @@ class Reducer:
 
     def _skip(self, unused: frozenset[int]) -> None:
         self._unused = unused
-        self._times = [0 if place in unused else times for place, times in enumerate(self._times or [])]
+        if self._times is not None:  # a rank that only mirrors a static graph does not know them
+            self._times = [0 if place in unused else times for place, times in enumerate(self._times)]
 
     def _skipped(self) -> frozenset[int]:
         unused = self._unused or frozenset()

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from mpidist.ddp.process_group import default_group
+
 
 def refuse(mixed_precision: Any, delayed: Any, hook_of_delayed: Any) -> None:
     """Refuse what would be ignored otherwise.
@@ -28,13 +30,18 @@ def refuse(mixed_precision: Any, delayed: Any, hook_of_delayed: Any) -> None:
 
 
 def group_of(device_mesh: Any, process_group: Any) -> Any:
-    """Return the group of a mesh.
+    """Return the group that the arguments name, or the default one.
 
     Raises:
-        ValueError: A group as well, or a mesh of several dimensions.
+        ValueError: Both are given, or a mesh of several dimensions.
+        TypeError: The mesh is none.
     """
+    if device_mesh is None:
+        return default_group() if process_group is None else process_group
     if process_group is not None:
         raise ValueError("process_group and device_mesh exclude each other; pass one of them")
+    if not hasattr(device_mesh, "get_group"):
+        raise TypeError(f"device_mesh must be a torch.distributed.device_mesh.DeviceMesh; got {type(device_mesh).__name__}")
     if device_mesh.ndim != 1:
         raise ValueError(f"device_mesh must have one dimension (slice it first: mesh['dp']); got {device_mesh.ndim}")
     return device_mesh.get_group(mesh_dim=0)

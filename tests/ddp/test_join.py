@@ -48,6 +48,22 @@ def test_uneven_inputs(group, by_initial, order, in_thread, monkeypatch):
     agree(group, close(ddp.module, reference(group.size, order, by_initial, 3)), "differs from one process")
 
 
+@pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize("skip", [False, True])
+def test_unused_parameters_and_a_rank_without_inputs(group, options, skip):
+    ddp = DistributedDataParallel(
+        Net(with_unused=True), process_group=group, bucket_cap_mb=1e-5, skip_all_reduce_unused_params=skip, **options
+    )
+    optimizer = sgd(ddp)
+    for epoch in range(2):
+        with ddp.join():
+            for step in range(inputs_of(group.rank, group.size, "rising") + epoch):
+                optimizer.zero_grad()
+                backward(ddp, group.rank, step)
+                optimizer.step()
+    agree(group, same_everywhere(group, ddp.module) and ddp.module.extra.weight.grad is None)
+
+
 @pytest.mark.parametrize("order", ["rising", "falling"])
 def test_buffers_come_from_a_rank_that_goes_on(group, order):
     ddp = DistributedDataParallel(torch.nn.BatchNorm1d(2), process_group=group)

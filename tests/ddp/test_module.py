@@ -94,14 +94,49 @@ def test_an_unused_parameter_is_named_with_its_ranks(group):
     agree(group, f"rank {group.size - 1}: extra.weight, extra.bias" in text and "find_unused_parameters=True" in text, text)
 
 
-def test_autograd_grad_is_refused_with_the_reason(group):
-    ddp = DistributedDataParallel(Net(), process_group=group)
+@pytest.mark.parametrize("find", [False, True])
+def test_autograd_grad_of_parameters_is_refused_with_the_reason(group, find):
+    ddp = DistributedDataParallel(Net(), process_group=group, find_unused_parameters=find)
 
     def call():
         x, target = data(group.rank, 0)
         torch.autograd.grad(loss_of(ddp(x), target), [ddp.module.first.weight])
 
-    raises_on_all(group, RuntimeError, call, "torch.autograd.grad() is not supported")
+    raises_on_all(group, RuntimeError, call, "torch.autograd.grad() of parameters is not supported")
+    agree(group, close(train(group, ddp, 2), reference(group.size, 2)), "and the next step is right")
+
+
+@pytest.mark.parametrize("find", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+def test_gradients_of_inputs_pass_through(group, find, static):
+    """A gradient penalty (WGAN-GP), saliency, and a generator's step through a frozen discriminator."""
+    options = {"find_unused_parameters": find, "static_graph": static}
+    ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh()), process_group=group, **options)
+    alone = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh())
+    alone.load_state_dict(ddp.module.state_dict())
+
+    def penalty(net, rank):
+        x = torch.full((2, 3), 0.1 * (rank + 1), requires_grad=True)
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        return slope.square().sum() + net(x).sum()
+
+    for _ in range(3):
+        ddp.zero_grad()
+        alone.zero_grad()
+        x = torch.ones(2, 3, requires_grad=True)
+        ddp(x).sum().backward(inputs=[x])
+        agree(group, x.grad is not None and ddp.module[0].weight.grad is None)
+        for parameter in ddp.parameters():
+            parameter.requires_grad_(False)
+        ddp(x).sum().backward()
+        for parameter in ddp.parameters():
+            parameter.requires_grad_(True)
+        agree(group, ddp.module[0].weight.grad is None)
+        penalty(ddp, group.rank).backward()
+        for rank in range(group.size):
+            (penalty(alone, rank) / group.size).backward()
+        pairs = zip(ddp.parameters(), alone.parameters(), strict=True)
+        agree(group, all(torch.allclose(a.grad, b.grad, atol=1e-5) for a, b in pairs))
 
 
 @pytest.mark.parametrize("view", [True, False])
@@ -152,11 +187,41 @@ def test_buckets_are_launched_in_the_order_of_the_plan(group):
     agree(group, same_everywhere(group, net) and close(net, reference(group.size, 3)))
 
 
-def test_parameters_that_differ_are_named(group):
+def differing(kind, rank):
+    module = torch.nn.Linear(3, 4)
+    if kind == "shape":
+        return torch.nn.Linear(3, 4 + rank)
+    if kind == "frozen shape":
+        module.extra = torch.nn.Parameter(torch.zeros(2 + rank), requires_grad=False)
+    elif kind == "buffer shape":
+        module.register_buffer("extra", torch.zeros(2 + rank))
+    elif kind == "buffer dtype":
+        module.register_buffer("extra", torch.zeros(2, dtype=torch.float64 if rank else torch.float32))
+    elif kind == "one buffer more":
+        module.register_buffer("first", torch.zeros(2))
+        if rank:
+            module.register_buffer("extra", torch.zeros(2))
+    elif kind == "order":
+        for name in ("extra", "first") if rank else ("first", "extra"):
+            module.register_buffer(name, torch.zeros(2))
+    return module
+
+
+@pytest.mark.parametrize("kind", ["shape", "frozen shape", "buffer shape", "buffer dtype", "one buffer more", "order"])
+def test_what_differs_is_named(group, kind):
     if group.size == 1:
         return
-    module = torch.nn.Linear(3, 4 if group.rank == 0 else 5)
-    raises_on_all(group, DisagreementError, lambda: DistributedDataParallel(module, process_group=group), "rank 0: weight (4, 3)")
+    module = differing(kind, group.rank)
+    text = raises_on_all(group, DisagreementError, lambda: DistributedDataParallel(module, process_group=group), "rank 1: ")
+    agree(group, ("weight (4, 3)" if kind == "shape" else "extra") in text, text)
+
+
+def test_settings_that_differ_are_named(group):
+    if group.size == 1:
+        return
+    options = {"find_unused_parameters": group.rank == 0, "process_group": group}
+    call = lambda: DistributedDataParallel(torch.nn.Linear(1, 1), **options)  # noqa: E731
+    raises_on_all(group, DisagreementError, call, "the settings differ between ranks")
 
 
 def test_rank_0s_parameters_and_buffers_hold(group):

@@ -29,8 +29,18 @@ REFUSED = {
     "mixed precision": ({"mixed_precision": object()}, "torch.autocast"),
     "delayed": ({"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": None}, "bucket_cap_mb_list"),
     "no bytes": ({"bucket_cap_mb": 0}, "must be positive"),
+    "no buckets": ({"most_buckets": 0}, "at least 1"),
     "negative": ({"bucket_cap_mb_list": [1, -1]}, "must be positive"),
 }
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("arguments", "match"), [({"bucket_cap_mb": "25"}, "a number of MiB"), ({"device_mesh": 3}, "DeviceMesh; got int")]
+)
+def test_wrong_types(group, arguments, match):
+    options = arguments if "device_mesh" in arguments else {"process_group": group, **arguments}
+    raises_on_all(group, TypeError, lambda: DistributedDataParallel(torch.nn.Linear(2, 2), **options), match)
 
 
 @pytest.mark.mpi

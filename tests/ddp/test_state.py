@@ -95,6 +95,15 @@ def test_gradients_cleared_between_forward_and_backward(group):
         agree(group, bool((ddp.module.weight.grad == (group.size + 1) / 2).all()), str(ddp.module.weight.grad))
 
 
+def test_frameworks_find_torchs_own_methods(group):
+    net = Net(with_unused=True)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["extra.weight", "extra.bias"])
+    ddp = DistributedDataParallel(net, process_group=group)
+    ddp._set_static_graph()
+    agree(group, ddp.settings.static_graph and not any("extra.weight" in names for names in ddp.bucket_plan()["buckets"]))
+    agree(group, close(train(group, ddp, 2), reference(group.size, 2, with_unused=True)))
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_unused_buckets_do_not_travel(group, static):
     ddp = DistributedDataParallel(
@@ -120,6 +129,8 @@ def test_unused_buckets_do_not_travel(group, static):
     if not static:
         extra = tuple(range(group.size))
         raises_on_all(group, RuntimeError, lambda: train(group, ddp, 1, True, extra), "no rank used it in the first")
+        raises_on_all(group, RuntimeError, lambda: train(group, ddp, 1, True, (0,)), "rank 0: parameter 'extra.")
+        agree(group, same_everywhere(group, train(group, ddp, 2)), "and the next step is right")
 
 
 def test_without_a_group_all_ranks_take_part(world):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState, merged
 from mpidist.ddp.process_group import native_group
+from mpidist.errors import MpidistError
 
 _NAME = re.compile(r"powersgd-(\d+)-of-(\d+)\.pt")
 
@@ -29,13 +32,12 @@ def save(folder: str | Path, module: Any, state: PowerSGDState) -> Path:
     """
     group = native_group(state.process_group)
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"powersgd-{group.rank}-of-{group.size}.pt"
-    with warnings.catch_warnings():
+    partial = path.with_suffix(".part")
+    with _agreed(group), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the group that is left out
-        partial = path.with_suffix(".part")
+        folder.mkdir(parents=True, exist_ok=True)
         torch.save({"state": state, "bucket_plan": module.bucket_plan()}, partial)
-    group.barrier()  # the old files go only when all new ones are there
     partial.replace(path)
     if group.rank == 0:
         for other in folder.iterdir():
@@ -59,20 +61,38 @@ def load(folder: str | Path, module: Any, map_location: Any = None) -> PowerSGDS
 
     Raises:
         FileNotFoundError: The folder does not hold the files of all ranks of one run.
-        ValueError: The files are of different steps.
+        ValueError: The files are of different steps, or of another module; a file cannot be read.
+        MpidistError: Another rank could not load its part.
     """
     group = native_group(module.process_group)
-    paths = _files(Path(folder))
-    if len(paths) == group.size:
-        state, plan = _read(paths[group.rank], map_location)
-        module.use_bucket_plan(plan)
-    else:
-        state = merged([_read(path, map_location)[0] for path in paths])
+    with _agreed(group):
+        paths = _files(Path(folder))
+        if len(paths) == group.size:
+            state, plan = _read(paths[group.rank], map_location)
+            module.use_bucket_plan(plan)
+        else:
+            state = merged([_read(path, map_location)[0] for path in paths])
     steps = group.all_gather_object(state.iter)
     if len(set(steps)) > 1:
         raise ValueError(f"the files in {folder} are of different steps ({steps}): a save was cut short")
     state.process_group = module.process_group
     return state
+
+
+@contextmanager
+def _agreed(group: Any) -> Iterator[None]:
+    """Raise on all ranks what goes wrong on any: there as it is, on the others as what was told."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    told = group.all_gather_object(None if problem is None else f"{type(problem).__name__}: {problem}")
+    if problem is not None:
+        raise problem
+    wrong = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None)
+    if wrong:
+        raise MpidistError(f"the PowerSGD state cannot be saved or loaded. {wrong}")
 
 
 def _files(folder: Path) -> list[Path]:
@@ -94,5 +114,8 @@ def _read(path: Path, map_location: Any) -> tuple[PowerSGDState, dict[str, Any]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the group, which ``load`` sets
         with torch.serialization.safe_globals([PowerSGDState]):
-            saved = torch.load(path, map_location=map_location, weights_only=True)
+            try:
+                saved = torch.load(path, map_location=map_location, weights_only=True)
+            except Exception as error:  # whatever a damaged file makes of the unpickler
+                raise ValueError(f"{path.name} is no PowerSGD state, or damaged: {type(error).__name__}") from error
     return saved["state"], saved["bucket_plan"]

@@ -34,13 +34,13 @@ def allreduce_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
 
 @in_order
 def fp16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Average the bucket in fp16: half the bytes of fp32."""
+    """Average the bucket in fp16: half the bytes of fp32. Complex numbers travel as they are."""
     return _compress(process_group, bucket, torch.float16)
 
 
 @in_order
 def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Average the bucket in bf16: half the bytes of fp32, and its range."""
+    """Average the bucket in bf16: half the bytes of fp32, and its range. Complex numbers travel as they are."""
     return _compress(process_group, bucket, torch.bfloat16)
 
 
@@ -75,6 +75,8 @@ class Compressed:
     def __call__(self, state: Any, bucket: GradBucket) -> Any:
         """Narrow the bucket, call the hook, and widen what comes."""
         buffer = bucket.buffer()
+        if buffer.is_complex():
+            return self.hook(state, bucket)
         bucket.set_buffer(buffer.to(self.dtype))
 
         def decompress(future: Any) -> Tensor:
@@ -109,4 +111,6 @@ def completed(value: Tensor) -> Future[Tensor]:
 
 def _compress(process_group: Any, bucket: GradBucket, dtype: torch.dtype) -> Future[Tensor]:
     buffer = bucket.buffer()
+    if buffer.is_complex():
+        return average(native_group(process_group), buffer, bucket.node_tensor())
     return average(native_group(process_group), buffer.to(dtype)).then(lambda future: buffer.copy_(future.value()))

@@ -42,14 +42,24 @@ def is_worth_it(shape: Sequence[int], rank: int, least_rate: float) -> bool:
     return (n + columns) * rank_of(n, columns, rank) * least_rate < n * columns
 
 
-def as_matrix(gradient: Tensor) -> Tensor | None:
-    """Return a view of a gradient as n × m, its first dimension by the others; None if its layout allows none."""
+def is_matrix(gradient: Tensor) -> bool:
+    """Say whether ``as_matrix`` can be had of a gradient's layout."""
+    try:
+        as_matrix(gradient)
+    except RuntimeError:  # no view of it is a matrix, and a copy would not bring the result home
+        return False
+    return True
+
+
+def as_matrix(gradient: Tensor) -> Tensor:
+    """Return a view of a gradient as n × m, its first dimension by the others.
+
+    Raises:
+        RuntimeError: Its layout allows none.
+    """
     # A permuted layout (channels last) is a matrix, too: its columns in another order.
     order = sorted(range(1, gradient.dim()), key=gradient.stride, reverse=True)
-    try:
-        return gradient.permute(0, *order).view(gradient.shape[0], -1)
-    except RuntimeError:  # no view of it is a matrix, and a copy would not bring the result home
-        return None
+    return gradient.permute(0, *order).view(gradient.shape[0], -1)
 
 
 def place(matrices: Iterable[tuple[str, Tensor]], wanted_rank: int) -> tuple[list[Matrix], Tensor, Tensor]:

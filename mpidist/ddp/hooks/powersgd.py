@@ -7,8 +7,8 @@ and goes on beside the first product.
 Letters: W ranks; n × m the matrix; r the approximation's rank.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS
-2019 (arXiv 1905.13727), algorithm 1; names and options of torch's ``powerSGD_hook``. Difference: errors of parameters that are
-sent whole are not kept (they are zero on average).
+2019 (arXiv 1905.13727), algorithm 1; names and options of torch's ``powerSGD_hook``. Differences: errors of parameters that are
+sent whole are not kept (they are zero on average); complex buckets are sent whole.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Te
 def _after_start(state: PowerSGDState, bucket: GradBucket, compress: Callable[..., Callable[[], None]]) -> Future[Tensor]:
     group = native_group(state.process_group)
     step = state.count_step(bucket)
-    if step < state.start_powerSGD_iter:
+    if step < state.start_powerSGD_iter or bucket.buffer().is_complex():
         return average(group, bucket.buffer(), bucket.node_tensor())
     # What comes before the first stage's collective happens here, beside the group's thread; the stages are one operation of it.
     stages = compress(state, bucket, group, step)
@@ -72,9 +72,11 @@ def _compress(state: PowerSGDState, bucket: GradBucket, group: Any, step: int) -
     batched = state.batch_tensors_with_same_shape
     matrices, flat_p, flat_q = lowrank.place(worth_it, state.matrix_approximation_rank)
     state.count_elements(sent_whole + sum(x.m.numel() for x in matrices), sent_whole + flat_p.numel() + flat_q.numel())
+    gradients = dict(zip(bucket.names(), bucket.gradients(), strict=True))
+    errors: dict[str, Tensor] = {}
     for x in matrices:
         if state.use_error_feedback:
-            error = state.error_of(x.name, x.m).view_as(x.m)
+            error = errors[x.name] = lowrank.as_matrix(state.error_of(x.name, gradients[x.name]))
             x.m.add_(error)
             error.copy_(x.m)
         state.start_q(x.name, x.q, step)
@@ -91,7 +93,7 @@ def _compress(state: PowerSGDState, bucket: GradBucket, group: Any, step: int) -
         lowrank.reconstruct(matrices, batched)
         for x in matrices:
             if state.use_error_feedback:
-                state.error_dict[x.name].view_as(x.m).sub_(x.m)
+                errors[x.name].sub_(x.m)
             if state.warm_start:
                 state.q_memory_dict[x.name] = x.q
 
@@ -106,9 +108,11 @@ def _compress_as_square(state: PowerSGDState, bucket: GradBucket, group: Any, st
     name = "square of " + ", ".join(bucket.names())  # Q is of this bucket; after a change of the buckets there is a new one
     sizes = [p.numel() for p in bucket.parameters()]
     parts = list(zip(bucket.names(), square[: flat.numel()].split(sizes), strict=True))
+    errors: dict[str, Tensor] = {}
     if state.use_error_feedback:
-        for parameter, part in parts:
-            part.add_(state.error_of(parameter, part).view(-1))
+        for (parameter, part), gradient in zip(parts, bucket.gradients(), strict=True):
+            errors[parameter] = in_memory_order(state.error_of(parameter, gradient))
+            part.add_(errors[parameter])
     (x,), flat_p, flat_q = lowrank.place([(name, square.view(side, side))], state.matrix_approximation_rank)
     state.count_elements(flat.numel(), flat_p.numel() + flat_q.numel())
     state.start_q(name, x.q, step)
@@ -122,11 +126,11 @@ def _compress_as_square(state: PowerSGDState, bucket: GradBucket, group: Any, st
         group.all_reduce(flat_q, AVG)
         if state.use_error_feedback:
             for parameter, part in parts:
-                state.error_dict[parameter].view(-1).copy_(part)
+                errors[parameter].copy_(part)
         lowrank.reconstruct([x], False)
         if state.use_error_feedback:
             for parameter, part in parts:
-                state.error_dict[parameter].view(-1).sub_(part)
+                errors[parameter].sub_(part)
         if state.warm_start:
             state.q_memory_dict[name] = x.q
         flat.copy_(square[: flat.numel()])
@@ -139,12 +143,16 @@ def _sorted_out(state: PowerSGDState, bucket: GradBucket) -> tuple[list[Tensor],
     whole, matrices = [], []
     for name, gradient in zip(bucket.names(), bucket.gradients(), strict=True):
         is_worth_it = lowrank.is_worth_it(gradient.shape, state.matrix_approximation_rank, state.min_compression_rate)
-        m = lowrank.as_matrix(gradient) if is_worth_it else None
-        if m is None:
-            whole.append(gradient)
+        if is_worth_it and lowrank.is_matrix(gradient):
+            matrices.append((name, lowrank.as_matrix(gradient)))
         else:
-            matrices.append((name, m))
+            whole.append(gradient)
     return whole, matrices
+
+
+def in_memory_order(dense: Tensor) -> Tensor:
+    """Return a view of a dense tensor's elements one behind the other, as they lie in a bucket."""
+    return dense.as_strided((dense.numel(),), (1,))
 
 
 def _average_whole(group: Any, whole: Sequence[Tensor]) -> Any:

@@ -135,21 +135,21 @@ class PowerSGDState:
         self.total_numel_after_compression += after
 
     def error_of(self, name: str, gradient: Tensor) -> Tensor:
-        """Return what was left out of a parameter's gradient so far, contiguous; zeros at first.
+        """Return what was left out of a parameter's gradient so far, in its shape and layout; zeros at first.
 
         Raises:
-            ValueError: What is kept is of another size: a state of another module.
+            ValueError: What is kept is of another shape: a state of another module.
         """
         error = self.error_dict.get(name)
         if error is None:
-            error = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-        elif error.numel() != gradient.numel():
+            error = torch.zeros_like(gradient)
+        elif error.shape != gradient.shape:
             raise ValueError(
                 f"the PowerSGD state holds an error of shape {tuple(error.shape)} for {name!r}, whose gradient has "
                 f"{tuple(gradient.shape)}: it is of another module; make a new one"
             )
-        elif error.device != gradient.device or error.dtype != gradient.dtype:  # loaded, or another hook around this one
-            error = error.to(gradient.device, gradient.dtype)
+        elif (error.device, error.dtype, error.stride()) != (gradient.device, gradient.dtype, gradient.stride()):
+            error = torch.empty_like(gradient).copy_(error)  # loaded, or another hook around this one
         self.error_dict[name] = error
         return error
 

@@ -11,6 +11,7 @@ from mpidist import ddp as mddp
 from mpidist.ddp.hooks import checkpoint
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState, merged
 from mpidist.ddp.module import DistributedDataParallel
+from mpidist.errors import MpidistError
 from tests.ddp.nets import same_everywhere
 from tests.support import agree, raises_on_all
 
@@ -153,7 +154,18 @@ def test_what_cannot_be_loaded(group, folder):
     path = checkpoint.save(folder, ddp, state)
     other = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
     raises_on_all(group, ValueError, lambda: checkpoint.load(folder, other), "each parameter of this module once")
+    if group.rank == group.size - 1:
+        path.write_bytes(b"damaged")
     group.barrier()
+    caught = None
+    try:
+        checkpoint.load(folder, ddp)
+    except (ValueError, MpidistError) as error:
+        caught = error
+    expected = ValueError if group.rank == group.size - 1 else MpidistError
+    agree(
+        group, isinstance(caught, expected) and f"powersgd-{group.size - 1}-of-{group.size}.pt is no" in str(caught), repr(caught)
+    )
     if group.rank == group.size - 1:
         path.rename(path.with_name(f"powersgd-{group.size}-of-{group.size + 1}.pt"))
     group.barrier()

@@ -66,3 +66,20 @@ def test_torchs_own_hooks_run(group, name):
     got = gradients(group, dist.group.WORLD, getattr(torch_hooks, name))
     ok = all(torch.allclose(a, b, rtol=tolerance, atol=tolerance * b.abs().max()) for a, b in zip(got, expected, strict=True))
     agree(group, ok, name)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_complex_buckets_travel_as_they_are(group, name):
+    class Phase(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((5,), 1 + 2j))
+
+        def forward(self, x):
+            return (self.weight * x).abs().square().sum()
+
+    ddp = DistributedDataParallel(Phase(), process_group=group)
+    ddp.register_comm_hook(group, HOOKS[name][0])
+    ddp(torch.full((5,), 1.0 + group.rank)).backward()
+    mean = sum((1 + rank) ** 2 for rank in range(group.size)) / group.size
+    agree(group, torch.allclose(ddp.module.weight.grad, torch.full((5,), 2 * mean * (1 + 2j))), str(ddp.module.weight.grad))

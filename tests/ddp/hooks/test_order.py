@@ -165,6 +165,7 @@ WRONG = {
     "no future": (lambda state, bucket: None, TypeError, "must return a future"),
     "no tensor": (lambda state, bucket: default.completed("text"), TypeError, "a tensor; got str"),
     "too short": (lambda state, bucket: bucket.set_buffer(torch.zeros(1)), ValueError, "set_buffer needs"),
+    "too short a result": (lambda state, bucket: default.completed(bucket.buffer()[:1]), ValueError, "elements; got shape (1,)"),
     "its own error": (lambda state, bucket: {}["key"], KeyError, "key"),
 }
 

@@ -177,6 +177,31 @@ def test_the_whole_rest_is_reduced_first_and_beside_the_product(group, in_thread
     agree(group, happened[0][1] == in_thread, "between nodes the rest is under way while the product is computed")
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+def test_complex_gradients_are_averaged(group, hook):
+    parameter = torch.nn.Parameter(torch.zeros(20, 30, dtype=torch.complex64))
+    bucket = Bucket([0], [parameter], ["a"])
+    bucket.flat.copy_(torch.complex(torch.randn(600), torch.randn(600)) + group.rank)
+    (expected,) = mean_of(group, [bucket.flat])
+    hook(state_of(group, 1), GradBucket(bucket, 0, True)).wait()
+    agree(group, torch.allclose(bucket.flat, expected, atol=1e-5))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+def test_an_error_goes_on_in_another_layout(group, hook):
+    """What a channels-last model has left out, a contiguous one adds to the same elements."""
+    state, names = state_of(group, 2), ("conv",)
+    hook(state, GradBucket(bucket_of(group.rank, names, channels_last=True), 0, True)).wait()
+    before = state.error_dict["conv"].clone()
+    agree(group, before.shape == SHAPES["conv"] and not before.is_contiguous() and bool(before.any()))
+    bucket = bucket_of(group.rank, names, 1)
+    given = bucket.views[0].clone()
+    hook(state, GradBucket(bucket, 0, True)).wait()
+    agree(group, torch.allclose(bucket.views[0] + state.error_dict["conv"], given + before, atol=1e-5))
+
+
 RESNET18 = [(64, 3, 7, 7)]
 for width, before in ((64, 64), (128, 64), (256, 128), (512, 256)):
     RESNET18 += [(width, before, 3, 3), (width, width, 3, 3), (width, width, 3, 3), (width, width, 3, 3)]
