@@ -20,6 +20,7 @@ class Arrivals:
     Attributes:
         counts: How often each parameter's gradient was added to.
         order: The places of complete gradients, in the order of their completion.
+        may_leave: Whether a bucket has become complete since ``take_ready`` was asked last.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Arrivals:
         count = sum(map(len, buckets))
         self.counts = [0] * count
         self.order: list[int] = []
+        self.may_leave = False
         self._left = None if expected is None else list(expected)
         self._bucket_of = [0] * count
         for index, places in enumerate(buckets):
@@ -50,11 +52,15 @@ class Arrivals:
         left = self._left[place] = self._left[place] - 1
         if not left:
             self.order.append(place)
-            self._pending[self._bucket_of[place]] -= 1
+            index = self._bucket_of[place]
+            self._pending[index] -= 1
+            if not self._pending[index]:
+                self.may_leave = True
         return left
 
     def take_ready(self) -> list[int]:
         """Return the buckets that may leave now and have not yet, in order."""
+        self.may_leave = False
         start = self._next
         while self._next < len(self._leaving) and not self._pending[self._leaving[self._next]]:
             self._next += 1

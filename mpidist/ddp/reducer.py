@@ -56,6 +56,7 @@ class Reducer:
         self._names = list(names)
         self._group = group
         self._settings = settings
+        self._as_views = settings.gradient_as_bucket_view
         self._hook: tuple[Hook, Any] | None = None
         self._order: list[int] | None = None  # of arrival in the first backward pass, until the buckets follow it
         self._is_rebuilt = settings.find_unused_parameters and not settings.static_graph
@@ -186,7 +187,7 @@ class Reducer:
         self._is_begun = True
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
-    def _arrived(self, place: int) -> None:
+    def _arrived(self, place: int, parameter: Tensor) -> None:
         if not self._is_armed:
             return  # under no_sync, or the module was called beside DDP
         if not self._is_begun:
@@ -198,9 +199,10 @@ class Reducer:
             self._surplus.append(self._told_of_surplus(place))  # raised on all ranks, at the end
             return
         # At once: it is still in the cache, and its memory serves the next one.
-        take(self._parameters[place], self._views[place], self._settings.gradient_as_bucket_view)
-        for index in self._arrivals.take_ready():
-            self._launch(index)
+        take(parameter, self._views[place], self._as_views)
+        if self._arrivals.may_leave:
+            for index in self._arrivals.take_ready():
+                self._launch(index)
 
     def _told_of_surplus(self, place: int) -> str:
         name = self._names[place]
@@ -215,7 +217,7 @@ class Reducer:
         )
 
     def _launch(self, index: int) -> None:
-        self._buckets[index].collect(self._settings.gradient_as_bucket_view)
+        self._buckets[index].collect(self._as_views)
         self._reduce(index)
 
     def _reduce(self, index: int) -> None:
@@ -267,7 +269,7 @@ class Reducer:
                 bucket.flat.copy_(result.view(-1))
             if self.scale != 1 and self._hook is None:
                 bucket.flat.mul_(self.scale)
-            bucket.hand_back(used, self._settings.gradient_as_bucket_view)
+            bucket.hand_back(used, self._as_views)
 
     # --- the buckets ---
 
@@ -294,7 +296,7 @@ class Reducer:
         self._views: dict[int, Tensor] = {}
         for bucket in self._buckets:
             self._views.update(zip(bucket.indices, bucket.views, strict=True))
-            if self._settings.gradient_as_bucket_view:
+            if self._as_views:
                 bucket.adopt()
 
 
@@ -305,6 +307,6 @@ def _without_owner(reducer: Reducer) -> Callable[[int, Tensor], None]:
     def arrived(place: int, parameter: Tensor) -> None:
         owner = reference()
         if owner is not None:
-            owner._arrived(place)
+            owner._arrived(place, parameter)
 
     return arrived
