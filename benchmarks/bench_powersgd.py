@@ -113,9 +113,11 @@ def _require_nothing_lost(model: cases.Model, name: str, state: ddp.PowerSGDStat
     names = [parameter for parameter, _ in cases.build(model).named_parameters()]
     truth = dict(zip(names, by_name["allreduce_hook"].outputs, strict=True))
     sent = dict(zip(names, by_name[name].outputs, strict=True))
+    if not after:
+        raise RuntimeError(f"{model.name}: {name} compressed nothing")
     for parameter, error in after.items():
-        lost = truth[parameter] + before[parameter].view_as(truth[parameter]) - sent[parameter] - error.view_as(truth[parameter])
-        if not after or lost.norm() > 1e-3 * truth[parameter].norm():
+        lost = truth[parameter] + before[parameter] - sent[parameter] - error
+        if lost.norm() > 1e-3 * truth[parameter].norm():
             raise RuntimeError(f"{model.name}: {name} loses {lost.norm() / truth[parameter].norm():.1e} of {parameter}")
 
 

@@ -130,6 +130,13 @@ class Future(Generic[T]):
             sys.stderr.write(f"mpidist: an exception was never retrieved: {self._exception!r}\n")
 
 
+def completed(value: T) -> Future[T]:
+    """Return a future that holds ``value`` already."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
 def _call(callback: Callable[[Future[T]], Any], future: Future[T]) -> None:
     try:
         callback(future)

@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from mpidist.comm.work import RequestWork
 from mpidist.comm.work import Work as NativeWork
-from mpidist.future import Future as NativeFuture
+from mpidist.future import completed
 
 
 class _Ended(Work):
@@ -122,10 +122,4 @@ class Several:
     def get_future(self) -> Any:
         """Return the last one's future."""
         # One order per group: when the last has ended, all have.
-        return self._works[-1].get_future() if self._works else _completed()
-
-
-def _completed() -> NativeFuture[Any]:
-    future: NativeFuture[Any] = NativeFuture()
-    future.set_result([])
-    return future
+        return self._works[-1].get_future() if self._works else completed([])

@@ -36,7 +36,6 @@ class Arrivals:
             for place in places:
                 self._bucket_of[place] = index
         self._leaving = [index for index in range(len(buckets)) if index not in skipped]
-        self._skipped = skipped
         # Gradients that a bucket still waits for; a bucket that awaits none goes with the one before it.
         self._pending = [
             1 if expected is None else sum(expected[place] > 0 for place in buckets[index]) for index in range(len(buckets))
@@ -74,7 +73,3 @@ class Arrivals:
     def is_last(self, index: int) -> bool:
         """Say whether no bucket leaves after this one."""
         return index == self._leaving[-1]
-
-    def is_skipped(self, place: int) -> bool:
-        """Say whether the bucket of a parameter does not leave."""
-        return self._bucket_of[place] in self._skipped

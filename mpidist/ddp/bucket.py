@@ -50,9 +50,7 @@ class Bucket:
     def adopt(self) -> None:
         """Make the gradients that exist views of the bucket, with their values."""
         for view, parameter in zip(self.views, self.parameters, strict=True):
-            if parameter.grad is not None and parameter.grad is not view:
-                view.copy_(parameter.grad.detach())
-                parameter.grad = view
+            take(parameter, view, as_view=True)
 
     def collect(self, as_views: bool) -> None:
         """Bring the gradients into the bucket, those that are not there already; zeros for a parameter without.

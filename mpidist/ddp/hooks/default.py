@@ -20,7 +20,7 @@ from mpidist.comm.node_memory import NodeTensor
 from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks.order import in_order, is_in_order
 from mpidist.ddp.process_group import native_group
-from mpidist.future import Future
+from mpidist.future import Future, completed
 
 Tensor = torch.Tensor
 Hook = Callable[[Any, Any], Any]
@@ -102,15 +102,8 @@ def average(group: Any, tensor: Tensor, node_tensor: NodeTensor | None = None) -
     return group.all_reduce(tensor, AVG, async_op=True).get_future().then(lambda future: future.value()[0])
 
 
-def completed(value: Tensor) -> Future[Tensor]:
-    """Return a future that holds ``value`` already."""
-    future: Future[Tensor] = Future()
-    future.set_result(value)
-    return future
-
-
 def _compress(process_group: Any, bucket: GradBucket, dtype: torch.dtype) -> Future[Tensor]:
     buffer = bucket.buffer()
     if buffer.is_complex():
-        return average(native_group(process_group), buffer, bucket.node_tensor())
+        return allreduce_hook(process_group, bucket)
     return average(native_group(process_group), buffer.to(dtype)).then(lambda future: buffer.copy_(future.value()))

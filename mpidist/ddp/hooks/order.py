@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mpidist.future import Future
+from mpidist.future import Future, completed
 
 Hook = Callable[[Any, Any], Any]
 H = TypeVar("H", bound=Hook)
@@ -44,9 +44,7 @@ def call(hook: Hook, state: Any, bucket: Any, group: Any) -> Future[torch.Tensor
     values: list[torch.Tensor] = []
     work = group.in_order(lambda: values.append(value_of(hook(state, bucket))), async_op=not group.is_single_node)
     if work is None:
-        future: Future[torch.Tensor] = Future()
-        future.set_result(values[0])
-        return future
+        return completed(values[0])
 
     def value(ended: Any) -> torch.Tensor:
         ended.value()  # raises what the hook raised

@@ -22,12 +22,12 @@ import torch
 from mpidist.comm.arithmetic import AVG, SUM
 from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks import lowrank
-from mpidist.ddp.hooks.default import average, completed
+from mpidist.ddp.hooks.default import average
 from mpidist.ddp.hooks.lowrank import orthogonalize
 from mpidist.ddp.hooks.order import in_order
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.process_group import native_group
-from mpidist.future import Future
+from mpidist.future import Future, completed
 
 Tensor = torch.Tensor
 

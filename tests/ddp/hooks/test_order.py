@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 from mpidist.ddp.hooks import default
 from mpidist.ddp.module import DistributedDataParallel
-from mpidist.future import Future
+from mpidist.future import Future, completed
 from tests.ddp.nets import same_everywhere
 from tests.support import agree, raises_on_all
 
@@ -163,9 +163,9 @@ def test_a_result_in_other_memory_is_taken(group):
 
 WRONG = {
     "no future": (lambda state, bucket: None, TypeError, "must return a future"),
-    "no tensor": (lambda state, bucket: default.completed("text"), TypeError, "a tensor; got str"),
+    "no tensor": (lambda state, bucket: completed("text"), TypeError, "a tensor; got str"),
     "too short": (lambda state, bucket: bucket.set_buffer(torch.zeros(1)), ValueError, "set_buffer needs"),
-    "too short a result": (lambda state, bucket: default.completed(bucket.buffer()[:1]), ValueError, "elements; got shape (1,)"),
+    "too short a result": (lambda state, bucket: completed(bucket.buffer()[:1]), ValueError, "elements; got shape (1,)"),
     "its own error": (lambda state, bucket: {}["key"], KeyError, "key"),
 }
 
