@@ -7,17 +7,13 @@ benchmarks/slow_link.sh 100mbit MPIRUN python benchmarks/bench_powersgd.py      
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import environment
 import timing
 import torch
-import torch.distributed as dist
 import training_cases as cases
-import training_report
+import training_run
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from mpidist import ddp
@@ -26,48 +22,17 @@ _WRONG = {"fp16_compress_hook": 2e-3, "bf16_compress_hook": 2e-2, "torch on mpid
 
 
 def main() -> None:
-    options = _arguments()
-    torch.set_num_threads(1)
-    dist.init_process_group("mpidist")
-    # Only now: mpidist prepares the MPI library before it starts, and importing this module would start it.
-    from mpi4py import MPI
-
-    raw = MPI.COMM_WORLD.Dup()
-    about = environment.describe(raw)
-    is_first = raw.Get_rank() == 0
-    timing.touch_memory()
-    results = []
-    for model in [cases.MODELS[name](int(size)) for name, size in (text.split(":") for text in options.models)]:
-        series, sent = measure(raw, model, options.rounds, options.bucket_cap_mb)
-        result = training_report.result_of(model, series, "bare")
-        for name, numel_bytes in sent.items():
-            result["contenders"][name]["bytes_sent"] = numel_bytes
-        results.append(result)
-        if is_first:
-            print(training_report.table(result), flush=True)
-    if is_first:
-        record = {
-            "benchmark": "powersgd",
-            "link": options.link,
-            "environment": about,
-            "bucket_cap_mb": options.bucket_cap_mb,
-            "rounds": options.rounds,
-            "results_checked": True,  # or measure() had raised
-            "results": results,
-        }
-        name = "-".join(["powersgd", environment.library_name(about), str(about["ranks"]), *filter(None, [options.link])])
-        training_report.write(record, options.output / f"{name}.json")
-    raw.Barrier()
-    raw.Free()
-    dist.destroy_process_group()
+    models = ["mlp:64", "resnet18:8", "transformer:8"]
+    training_run.run("powersgd", measure, training_run.arguments(__doc__.splitlines()[0], models, rounds=15, bucket_cap_mb=4.0))
 
 
-def measure(raw: Any, model: cases.Model, rounds: int, cap: float) -> tuple[Sequence[timing.Series], dict[str, float]]:
+def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> training_run.Measured:
     """Check and time the hooks on one model, all with the same buckets; return the bytes of each as well. Collective.
 
     Raises:
         RuntimeError: A hook's gradients are wrong, or what it left out does not add up; on this rank.
     """
+    cap = options.bucket_cap_mb
     batch = cases.own_batch(model)
     states: dict[str, Any] = {}
     whole = 4.0 * model.numel()
@@ -98,7 +63,7 @@ def measure(raw: Any, model: cases.Model, rounds: int, cap: float) -> tuple[Sequ
     for name, state in states.items():
         if isinstance(state, ddp.PowerSGDState):
             _require_nothing_lost(model, name, state, by_name)
-    series = timing.time_rounds(raw, contenders, rounds, 0.02)
+    series = timing.time_rounds(raw, contenders, options.rounds, 0.02)
     sent = {"bare": 0.0, "allreduce_hook": whole, "torch on mpidist": whole}
     sent |= {"fp16_compress_hook": whole / 2, "bf16_compress_hook": whole / 2}
     sent |= {name: whole / state.compression_stats()[0] for name, state in states.items()}
@@ -119,16 +84,6 @@ def _require_nothing_lost(model: cases.Model, name: str, state: ddp.PowerSGDStat
         lost = truth[parameter] + before[parameter] - sent[parameter] - error
         if lost.norm() > 1e-3 * truth[parameter].norm():
             raise RuntimeError(f"{model.name}: {name} loses {lost.norm() / truth[parameter].norm():.1e} of {parameter}")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=["mlp:64", "resnet18:8", "transformer:8"], metavar="NAME:BATCH")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--bucket-cap-mb", type=float, default=4.0, help="of all contenders")
-    parser.add_argument("--link", default=os.environ.get("MPIDIST_LINK", ""), help="name of the network, for the record")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON and the plot")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -74,17 +74,16 @@ def job(
     command: Sequence[str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python text as an MPI job of its own and return what it printed; the job is ended if it outlasts ``timeout_s``."""
-    full = {
-        **clean_environment(),
-        "OMP_NUM_THREADS": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        **(env or {}),
-    }
     start = list(command) if command is not None else launcher(ranks, *options)
+    return started([*start, sys.executable, "-c", textwrap.dedent(script)], timeout_s, env)
+
+
+def started(command: Sequence[str], timeout_s: float, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command line in the repository's root as a job of its own; it is ended if it outlasts ``timeout_s``."""
+    variables = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return subprocess.run(
-        [*start, sys.executable, "-c", textwrap.dedent(script)],
-        env=full,
+        list(command),
+        env={**clean_environment(), **variables, **(env or {})},
         cwd=ROOT,
         capture_output=True,
         text=True,

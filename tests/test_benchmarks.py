@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import ROOT, clean_environment, launcher, missing
+from tests.support import ROOT, launcher, missing, started
 
 BENCHMARKS = ROOT / "benchmarks"
 FOUR_WAYS = ["gloo", "mpi4py", "mpidist", "native"]
@@ -33,24 +33,8 @@ def _libraries(monkeypatch):
 
 
 def run(program: str, tmp_path, *options: str) -> subprocess.CompletedProcess[str]:
-    variables = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return subprocess.run(
-        [
-            *launcher(2, "--bind-to", "none"),
-            sys.executable,
-            str(BENCHMARKS / program),
-            "--output",
-            str(tmp_path),
-            *options,
-        ],
-        env={**clean_environment(), **variables},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+    command = [*launcher(2, "--bind-to", "none"), sys.executable, str(BENCHMARKS / program), "--output", str(tmp_path), *options]
+    return started(command, timeout_s=100)
 
 
 @pytest.mark.slow

@@ -2,29 +2,19 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 
 import pytest
 
-from tests.support import ROOT, clean_environment, launcher, missing
+from tests.support import launcher, missing, started
 
 
 def run(tmp_path, *options):
     for name in ("matplotlib", "sklearn", "tabulate", "tqdm"):
         if importlib.util.find_spec(name) is None:
             missing(f"{name} is not installed")
-    variables = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = subprocess.run(
-        [*launcher(2), sys.executable, "examples/demo_digits.py", "--output", str(tmp_path), *options],
-        env={**clean_environment(), **variables},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+    command = [*launcher(2), sys.executable, "examples/demo_digits.py", "--output", str(tmp_path), *options]
+    done = started(command, timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "digits.png").stat().st_size > 0
     assert "Weights: equal on all ranks" in done.stdout

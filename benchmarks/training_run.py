@@ -1,0 +1,73 @@
+"""One run of a benchmark of training steps: from the command line to the record."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import environment
+import timing
+import torch
+import torch.distributed as dist
+import training_cases as cases
+import training_report
+
+Measured = tuple[Sequence[timing.Series], dict[str, float]]
+
+
+def run(benchmark: str, measure: Callable[[Any, cases.Model, argparse.Namespace], Measured], options: argparse.Namespace) -> None:
+    """Measure each model, and write the record. Called by all ranks.
+
+    Args:
+        measure: Gets an mpi4py communicator, a model and the options; returns the contenders' times, and the bytes each sends
+            where that is known.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("mpidist")
+    # Only now: mpidist prepares the MPI library before it starts, and importing this module would start it.
+    from mpi4py import MPI
+
+    raw = MPI.COMM_WORLD.Dup()
+    about = environment.describe(raw)
+    is_first = raw.Get_rank() == 0
+    timing.touch_memory()
+    results = []
+    for model in [cases.MODELS[name](int(size)) for name, size in (text.split(":") for text in options.models)]:
+        series, sent = measure(raw, model, options)
+        result = training_report.result_of(model, series, "bare")
+        for name, sent_bytes in sent.items():
+            result["contenders"][name]["bytes_sent"] = sent_bytes
+        results.append(result)
+        if is_first:
+            print(training_report.table(result), flush=True)
+    if is_first:
+        record = {
+            "benchmark": benchmark,
+            "link": options.link,
+            "environment": about,
+            "bucket_cap_mb": options.bucket_cap_mb,
+            "rounds": options.rounds,
+            "results_checked": True,  # or measure() had raised
+            "results": results,
+        }
+        parts = [benchmark, environment.library_name(about), str(about["ranks"]), options.link, options.suffix]
+        training_report.write(record, options.output / f"{'-'.join(filter(None, parts))}.json")
+    raw.Barrier()
+    raw.Free()
+    dist.destroy_process_group()  # Gloo's threads must be gone before the interpreter goes
+
+
+def arguments(description: str, models: Sequence[str], rounds: int, bucket_cap_mb: float | None) -> argparse.Namespace:
+    """Read the command line; a cap other than the default is named in the file's name."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--models", nargs="+", default=models, metavar="NAME:BATCH", help=", ".join(cases.MODELS))
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--bucket-cap-mb", type=float, default=bucket_cap_mb, help="of all contenders; 25 if there is no default")
+    parser.add_argument("--link", default=os.environ.get("MPIDIST_LINK", ""), help="name of the network, for the record")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON and the plot")
+    options = parser.parse_args()
+    options.suffix = "" if options.bucket_cap_mb == bucket_cap_mb else f"cap{options.bucket_cap_mb:g}"
+    return options
