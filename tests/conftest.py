@@ -20,6 +20,12 @@ def pytest_configure(config):
             plugin._is_testing_mpi = False
 
 
+def pytest_collection_finish(session):
+    # Modules stay; without them the collection after each test takes microseconds instead of a third of a second on busy cores.
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
