@@ -1,18 +1,29 @@
-// y += a * x, computed in fp32 (fp64 for double) and rounded once. Any grid works: each thread strides over the n elements.
+// y += a * x, computed in fp32 (fp64 for double) and rounded once to y's type. One block for each chunk.
 #include "common.cuh"
 
-template <class T>
-__device__ __forceinline__ void accumulate(T* y, const T* x, long long n, typename Compute<T>::type a) {
-    const long long step = (long long)gridDim.x * blockDim.x;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
-        // Never fused: the product is rounded before the sum, so that the torch twin gives the same bits.
-        narrow(add_rounded(widen(y[i]), multiply_rounded(widen(x[i]), a)), y + i);
-    }
+template <class Y, class X>
+__device__ __forceinline__ void accumulate(Y* y, const X* x, long long n, typename Compute<Y>::type a) {
+    constexpr int chunk = chunk_numel<X, Y>();
+    const long long start = (long long)blockIdx.x * chunk;
+    const int count = n - start < chunk ? (int)(n - start) : chunk;
+    // Never fused: the product is rounded before the sum, so that the torch twin gives the same bits.
+    transform<true>(x + start, y + start, count, [a](X from, Y* to) {
+        narrow(add_rounded(widen(*to), multiply_rounded(widen(from), a)), to);
+    });
 }
 
-extern "C" __global__ void accumulate_float(float* y, const float* x, long long n, float a) { accumulate(y, x, n, a); }
-extern "C" __global__ void accumulate_double(double* y, const double* x, long long n, double a) { accumulate(y, x, n, a); }
-extern "C" __global__ void accumulate_half(__half* y, const __half* x, long long n, float a) { accumulate(y, x, n, a); }
-extern "C" __global__ void accumulate_bfloat16(__nv_bfloat16* y, const __nv_bfloat16* x, long long n, float a) {
-    accumulate(y, x, n, a);
-}
+#define ACCUMULATE(Y, X)                                                                                                      \
+    extern "C" __global__ void accumulate_##Y##_##X(Y* y, const X* x, long long n, typename Compute<Y>::type a) {             \
+        accumulate(y, x, n, a);                                                                                               \
+    }
+
+ACCUMULATE(float, float)
+ACCUMULATE(float, float16)
+ACCUMULATE(float, bfloat16)
+ACCUMULATE(float16, float)
+ACCUMULATE(float16, float16)
+ACCUMULATE(float16, bfloat16)
+ACCUMULATE(bfloat16, float)
+ACCUMULATE(bfloat16, float16)
+ACCUMULATE(bfloat16, bfloat16)
+ACCUMULATE(double, double)

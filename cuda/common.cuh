@@ -1,20 +1,42 @@
-// Shared by all kernels: how each element type is read into, and written from, the type it is computed in.
+// Shared by all kernels: how each element type is read into, and written from, the type it is computed in; 16-byte accesses.
+//
+// Needs no header of the CUDA toolkit, so that NVRTC alone compiles it.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
+struct float16 { unsigned short bits; };
+struct bfloat16 { unsigned short bits; };
+
+#ifndef MPIDIST_HOST
+// On the CPU (tests) the shim brings these.
+__device__ __forceinline__ float half_to_float(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+__device__ __forceinline__ unsigned short float_to_half(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+#endif
+
+// What a type is computed in.
 template <class T> struct Compute { using type = float; };
 template <> struct Compute<double> { using type = double; };
 
 __device__ __forceinline__ float widen(float v) { return v; }
-__device__ __forceinline__ float widen(__half v) { return __half2float(v); }
-__device__ __forceinline__ float widen(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float widen(float16 v) { return half_to_float(v.bits); }
+__device__ __forceinline__ float widen(bfloat16 v) { return __uint_as_float((unsigned)v.bits << 16); }
 __device__ __forceinline__ double widen(double v) { return v; }
 
 // Rounds to nearest, ties to even, as torch does.
 __device__ __forceinline__ void narrow(float v, float* out) { *out = v; }
-__device__ __forceinline__ void narrow(float v, __half* out) { *out = __float2half_rn(v); }
-__device__ __forceinline__ void narrow(float v, __nv_bfloat16* out) { *out = __float2bfloat16_rn(v); }
+__device__ __forceinline__ void narrow(float v, float16* out) { out->bits = float_to_half(v); }
+__device__ __forceinline__ void narrow(float v, bfloat16* out) {
+    const unsigned bits = __float_as_uint(v);
+    out->bits = v != v ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
 __device__ __forceinline__ void narrow(double v, double* out) { *out = v; }
 
 // The compiler may not contract these two into one fused operation.
@@ -22,3 +44,68 @@ __device__ __forceinline__ float add_rounded(float a, float b) { return __fadd_r
 __device__ __forceinline__ double add_rounded(double a, double b) { return __dadd_rn(a, b); }
 __device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double multiply_rounded(double a, double b) { return __dmul_rn(a, b); }
+
+// N elements that are read or written at once.
+template <class T, int N> struct alignas(sizeof(T) * N) Vector { T at[N]; };
+
+template <int N, class T> __device__ __forceinline__ bool is_aligned(const T* p) {
+    return (unsigned long long)p % (sizeof(T) * N) == 0;
+}
+
+// A block's share of an element-wise kernel.
+constexpr int UNROLL = 4;             // vectors in flight in each thread
+constexpr int CHUNK_BYTES = 16384;    // of the wider type; kernels/launch.py knows it, too
+
+template <int N, bool IS_ALIGNED, class T> __device__ __forceinline__ Vector<T, N> load(const T* p) {
+    if constexpr (IS_ALIGNED) {
+        return *(const Vector<T, N>*)p;
+    } else {
+        Vector<T, N> v;
+#pragma unroll
+        for (int k = 0; k < N; k++) v.at[k] = p[k];
+        return v;
+    }
+}
+
+template <int N, bool READS_Y, bool IS_ALIGNED, class X, class Y, class F>
+__device__ __forceinline__ void transform_vectors(const X* x, Y* y, int vectors, F f) {
+    for (int first = threadIdx.x; first < vectors; first += blockDim.x * UNROLL) {
+        Vector<X, N> in[UNROLL];
+        Vector<Y, N> out[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            const int i = first + u * blockDim.x;
+            if (i >= vectors) continue;
+            in[u] = load<N, IS_ALIGNED>(x + i * N);
+            if constexpr (READS_Y) out[u] = load<N, true>(y + i * N);
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            const int i = first + u * blockDim.x;
+            if (i >= vectors) continue;
+#pragma unroll
+            for (int k = 0; k < N; k++) f(in[u].at[k], &out[u].at[k]);
+            *(Vector<Y, N>*)(y + i * N) = out[u];
+        }
+    }
+}
+
+// f(x[i], &y[i]) for all n elements of a block's chunk, whatever the two alignments: single elements up to the first where y
+// may be written 16 bytes at once, vectors (read one by one where x is aligned otherwise), single elements.
+template <bool READS_Y, class X, class Y, class F> __device__ __forceinline__ void transform(const X* x, Y* y, int n, F f) {
+    constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
+    int head = 0;
+    while (head < n && !is_aligned<N>(y + head)) head++;
+    const int vectors = (n - head) / N;
+    if (is_aligned<N>(x + head)) transform_vectors<N, READS_Y, true>(x + head, y + head, vectors, f);
+    else transform_vectors<N, READS_Y, false>(x + head, y + head, vectors, f);
+    const int tail = head + vectors * N;
+    for (int i = threadIdx.x; i < head + n - tail; i += blockDim.x) {
+        const int at = i < head ? i : i - head + tail;
+        f(x[at], y + at);
+    }
+}
+
+template <class X, class Y> __device__ constexpr int chunk_numel() {
+    return CHUNK_BYTES / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
+}

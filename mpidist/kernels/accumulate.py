@@ -1,17 +1,14 @@
-"""``y += a * x`` with fp32 accumulation: the step of a reduction whose types are narrow.
+"""``y += a * x`` with fp32 accumulation: the step of a reduction whose types are narrow, or differ.
 
-``cuda/accumulate.cu`` does it on the device; the torch twin in this file gives the same numbers on the CPU.
+``cuda/accumulate.cu`` does it on the device; the torch twin in this file gives the same numbers.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from mpidist.kernels import load
-
-_THREADS = 256
-_MAX_BLOCKS = 4096
-_NAMES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16", torch.float64: "double"}
+from mpidist.kernels.launch import NAMES, chunk_numel, compute_dtype, has_kernels, launch, scalar
 
 
 def accumulate(y: torch.Tensor, x: torch.Tensor, a: float = 1.0) -> torch.Tensor:
@@ -23,7 +20,7 @@ def accumulate(y: torch.Tensor, x: torch.Tensor, a: float = 1.0) -> torch.Tensor
 
     Args:
         y: Contiguous tensor of N elements; float16, bfloat16, float32 or float64.
-        x: Contiguous tensor of N elements of the same dtype, on the same device.
+        x: Contiguous tensor of N elements on the same device; of one of these dtypes, float64 if and only if ``y`` is.
         a: Factor.
 
     Returns:
@@ -31,35 +28,29 @@ def accumulate(y: torch.Tensor, x: torch.Tensor, a: float = 1.0) -> torch.Tensor
 
     Raises:
         ValueError: Sizes or devices differ, or a tensor is not contiguous.
-        TypeError: Dtypes differ or have no kernel.
+        TypeError: The dtypes have no kernel.
     """
     if y.numel() != x.numel() or y.device != x.device or not (y.is_contiguous() and x.is_contiguous()):
         raise ValueError(
             f"accumulate needs contiguous tensors of one size and device; got {tuple(y.shape)} on {y.device} and "
             f"{tuple(x.shape)} on {x.device}"
         )
-    if y.dtype is not x.dtype or y.dtype not in _NAMES:
-        raise TypeError(f"accumulate needs one of {sorted(map(str, _NAMES))} for both tensors; got {y.dtype} and {x.dtype}")
-    if y.numel() and y.is_cuda and load.is_available():
-        _launch(y, x, a)
+    if y.dtype not in NAMES or x.dtype not in NAMES or compute_dtype(y.dtype) != compute_dtype(x.dtype):
+        raise TypeError(f"accumulate needs tensors of {sorted(map(str, NAMES))}, float64 alone; got {y.dtype} and {x.dtype}")
+    if y.numel() and has_kernels(y):
+        blocks = -(-y.numel() // chunk_numel(y.dtype, x.dtype))
+        args = (y.data_ptr(), x.data_ptr(), np.int64(y.numel()), scalar(a, y.dtype))
+        launch("accumulate.cu", f"accumulate_{NAMES[y.dtype]}_{NAMES[x.dtype]}", y.device, blocks, args)
         return y
     return twin(y, x, a)
 
 
 def twin(y: torch.Tensor, x: torch.Tensor, a: float = 1.0) -> torch.Tensor:
     """Do the same with torch's own operations."""
-    if y.dtype in (torch.float16, torch.bfloat16):
-        return y.copy_(torch.add(y.float(), x.float() * a).view(y.shape))
-    return y.add_((x * a).view(y.shape))
-
-
-def _launch(y: torch.Tensor, x: torch.Tensor, a: float) -> None:
-    import cupy
-
-    kernel = load.function("accumulate.cu", f"accumulate_{_NAMES[y.dtype]}", y.device.index)
-    numel = y.numel()
-    blocks = min(-(-numel // _THREADS), _MAX_BLOCKS)
-    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(y.device).cuda_stream, y.device.index)
-    factor = cupy.float64(a) if y.dtype is torch.float64 else cupy.float32(a)
-    with cupy.cuda.Device(y.device.index), stream:
-        kernel((blocks,), (_THREADS,), (y.data_ptr(), x.data_ptr(), cupy.int64(numel), factor))
+    wide = compute_dtype(y.dtype)
+    term = x.to(wide).view(y.shape)
+    if a != 1:
+        term = term * a
+    if y.dtype is wide:
+        return y.add_(term)
+    return y.copy_(y.to(wide).add_(term))

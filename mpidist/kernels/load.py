@@ -36,6 +36,7 @@ def source(name: str) -> str:
     return path.read_text()
 
 
+@functools.cache
 def is_available() -> bool:
     """Say whether kernels can be launched: CuPy is installed and sees a device."""
     try:
@@ -49,24 +50,38 @@ def is_available() -> bool:
 
 
 @functools.cache
-def function(file: str, name: str, device: int) -> Any:
-    """Return a compiled kernel; CuPy keeps the machine code on disk by the digest of the text.
+def function(file: str, name: str, device: int, defines: tuple[str, ...] = ()) -> Any:
+    """Return a compiled kernel; CuPy keeps the machine code on disk by the digest of the text and the options.
 
     Args:
         file: The ``.cu`` file.
         name: An ``extern "C"`` entry point of it.
         device: The CUDA device's index.
+        defines: Macros, as ``"NAME=value"``.
 
     Raises:
         KernelError: It does not compile; carries file, line and the compiler's text.
     """
+    return _module(file, device, defines).get_function(name)
+
+
+@functools.cache
+def _module(file: str, device: int, defines: tuple[str, ...]) -> Any:
     import cupy
 
-    # #line makes the compiler name the real file.
-    text = f'#line 1 "{folder() / file}"\n{source(file)}'
+    options = ("--std=c++17", *(f"-D{define}" for define in defines))
     try:
         with cupy.cuda.Device(device):
-            module = cupy.RawModule(code=text, options=("--std=c++17", f"-I{folder()}"))
-            return module.get_function(name)
+            module = cupy.RawModule(code=_text(file), options=options)
+            module.compile()
     except cupy.cuda.compiler.CompileException as error:
         raise KernelError(f"{file} does not compile:\n{error}") from error
+    return module
+
+
+def _text(file: str) -> str:
+    # Whole, because the digest by which CuPy keeps the machine code does not see what is included; #line makes the compiler name
+    # the real files.
+    header = f'#line 1 "{folder() / "common.cuh"}"\n{source("common.cuh")}'.replace("#pragma once", "")
+    body = source(file).replace('#include "common.cuh"', "")
+    return f'{header}\n#line 1 "{folder() / file}"\n{body}'

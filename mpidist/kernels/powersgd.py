@@ -1,0 +1,213 @@
+"""PowerSGD's arithmetic on all matrices of a bucket: X = M·s + E, P = X·Q, Q = Xᵀ·P, M = P·Qᵀ, E = X − M.
+
+On CUDA each function is one launch of ``cuda/powersgd.cu``, whatever the number of matrices and their shapes; the twins in this
+file do the same with torch's operations. Tensors that are not worth compressing travel beside the Ps.
+
+Letters: n × m a matrix; r the approximation's rank, at most 32 on CUDA.
+
+Source: Vogels, Karimireddy, Jaggi, NeurIPS 2019 (arXiv 1905.13727), algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpidist.kernels import powersgd_plan
+from mpidist.kernels.launch import NAMES, chunk_numel, compute_dtype, has_kernels, launch, scalar, to_device
+from mpidist.kernels.pack import pack, unpack
+
+Tensor = torch.Tensor
+
+_SWEEP_THREADS = 1024  # of the one block that orthogonalises a matrix
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One gradient as a matrix, what was left out of it so far, and its thin factors."""
+
+    m: Tensor  # n × m, contiguous
+    e: Tensor | None  # n × m, contiguous: E, and X between ``project`` and ``reconstruct``; None without error feedback
+    p: Tensor  # n × r, column by column in memory
+    q: Tensor  # m × r, the same
+
+
+class Bucket:
+    """The matrices of one bucket, all of one dtype on one device; float16, bfloat16, float32 or float64.
+
+    Args:
+        matrices: They share no memory with each other.
+        whole: Tensors that are sent as they are.
+        slots: A flat tensor that holds them all, one behind the other, beside the Ps.
+        batched: Let the twins multiply matrices of one shape together.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], whole: Sequence[Tensor], slots: Tensor, batched: bool = False) -> None:
+        self.matrices = list(matrices)
+        self.whole = list(whole)
+        self.slots = slots
+        self.batched = batched
+        first = self.matrices[0].m
+        self.dtype, self.device = first.dtype, first.device
+        highest = max(x.p.shape[1] for x in self.matrices)
+        self.on_device: _OnDevice | None = None
+        if has_kernels(first) and self.dtype in NAMES and highest <= powersgd_plan.HIGHEST_RANK:
+            self.on_device = _OnDevice(self)
+
+
+def project(bucket: Bucket, scale: float = 1.0) -> None:
+    """E = M·scale + E, P = E·Q, for each matrix; without E, P = M·scale·Q. Whole tensors, times ``scale``, go to their slots."""
+    if bucket.on_device is not None:
+        bucket.on_device.launch("project", scalar(scale, bucket.dtype))
+        return
+    xs = []
+    for x in bucket.matrices:
+        m = x.m if scale == 1 else (x.m.to(compute_dtype(bucket.dtype)) * scale).to(bucket.dtype)
+        xs.append(m if x.e is None else x.e.add_(m))
+    for some in _together(bucket):
+        _multiply([xs[i] for i in some], [bucket.matrices[i].q for i in some], [bucket.matrices[i].p for i in some])
+    pack(bucket.whole, bucket.slots, scale)
+
+
+def backproject(bucket: Bucket, scale: float = 1.0) -> None:
+    """Q = Xᵀ·P for each matrix; ``scale`` as it was given to ``project``."""
+    if bucket.on_device is not None:
+        bucket.on_device.backproject(scale)
+        return
+    for some in _together(bucket):
+        matrices = [bucket.matrices[i] for i in some]
+        _multiply([(x.m if x.e is None else x.e).t() for x in matrices], [x.p for x in matrices], [x.q for x in matrices])
+        if scale != 1:
+            for x in matrices:
+                if x.e is None:
+                    x.q.mul_(scale)
+
+
+def reconstruct(bucket: Bucket) -> None:
+    """M = P·Qᵀ and E = X − M for each matrix; whole tensors come back from their slots."""
+    if bucket.on_device is not None:
+        bucket.on_device.launch("reconstruct")
+        return
+    for some in _together(bucket):
+        matrices = [bucket.matrices[i] for i in some]
+        _multiply([x.p for x in matrices], [x.q.t() for x in matrices], [x.m for x in matrices])
+    for x in bucket.matrices:
+        if x.e is not None:
+            x.e.sub_(x.m)
+    unpack(bucket.slots, bucket.whole)
+
+
+def orthogonalize_p(bucket: Bucket, epsilon: float = 0) -> None:
+    """Make the columns of each P orthonormal, in place; see ``orthogonalize``."""
+    if bucket.on_device is not None:
+        bucket.on_device.orthogonalize(0, epsilon)
+        return
+    for x in bucket.matrices:
+        orthogonalize(x.p, epsilon)
+
+
+def orthogonalize_q(bucket: Bucket, epsilon: float = 0) -> None:
+    """Make the columns of each Q orthonormal, in place; see ``orthogonalize``."""
+    if bucket.on_device is not None:
+        bucket.on_device.orthogonalize(1, epsilon)
+        return
+    for x in bucket.matrices:
+        orthogonalize(x.q, epsilon)
+
+
+def orthogonalize(matrix: Tensor, epsilon: float = 0) -> Tensor:
+    """Make the columns of an n × r matrix orthonormal, in place, with torch's operations.
+
+    Args:
+        epsilon: 0: by QR, the fastest on the host; the signs of columns, and what becomes of dependent ones, may differ from
+            Gram–Schmidt's, P·Qᵀ does not. Else by Gram–Schmidt with ``epsilon`` added to each norm, which keeps a column of zeros
+            finite.
+    """
+    if epsilon == 0:
+        q, _ = torch.linalg.qr(matrix.to(compute_dtype(matrix.dtype)))
+        return matrix.copy_(q)
+    return gram_schmidt(matrix, epsilon, sweeps=1)
+
+
+def gram_schmidt(matrix: Tensor, epsilon: float = 0, sweeps: int = 2) -> Tensor:
+    """Do what the kernel does: modified Gram–Schmidt in fp32 (fp64), a second sweep for what rounding left; in place.
+
+    Without ``epsilon`` a column of zeros stays one.
+    """
+    values = matrix.to(compute_dtype(matrix.dtype))
+    for step in range(sweeps * matrix.shape[1]):
+        i = step % matrix.shape[1]
+        column = values[:, i : i + 1]
+        norm = column.norm() + epsilon
+        column *= torch.where(norm == 0, 0, 1 / norm)
+        rest = values[:, i + 1 :]
+        rest -= column @ (column.t() @ rest)
+    return matrix.copy_(values)
+
+
+class _OnDevice:
+    """A bucket's table on its device, and the launches."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._dtype, self._device = bucket.dtype, bucket.device
+        plan = powersgd_plan.plan(items_of(bucket), chunk_numel(bucket.dtype))
+        self._defines = (f"RANK={plan.rank}",)
+        self._count = len(bucket.matrices)
+        self._items = to_device(plan.items, self._device)
+        self._row_owners, self._column_owners = (to_device(o, self._device) for o in (plan.row_owners, plan.column_owners))
+        self._partials = torch.empty(plan.partials_numel, dtype=compute_dtype(bucket.dtype), device=self._device)
+        self._counters = torch.zeros(plan.counters, dtype=torch.int32, device=self._device)
+
+    def launch(self, name: str, *args: Any) -> None:
+        self._launch(name, self._row_owners.numel(), (self._items.data_ptr(), self._row_owners.data_ptr(), *args))
+
+    def backproject(self, scale: float) -> None:
+        owners, space = self._column_owners, (self._partials.data_ptr(), self._counters.data_ptr())
+        self._launch(
+            "backproject", owners.numel(), (self._items.data_ptr(), owners.data_ptr(), scalar(scale, self._dtype), *space)
+        )
+
+    def orthogonalize(self, is_q: int, epsilon: float) -> None:
+        import numpy as np
+
+        args = (self._items.data_ptr(), np.int32(is_q), scalar(epsilon, self._dtype))
+        self._launch("orthogonalize", self._count, args, _SWEEP_THREADS)
+
+    def _launch(self, name: str, blocks: int, args: Sequence[Any], threads: int = powersgd_plan.THREADS) -> None:
+        launch("powersgd.cu", f"{name}_{NAMES[self._dtype]}", self._device, blocks, args, threads, self._defines)
+
+
+def items_of(bucket: Bucket) -> list[powersgd_plan.Item]:
+    """Return the kernels' view of a bucket; matrices first, so that orthogonalisation finds them without a map."""
+    items = []
+    for x in bucket.matrices:
+        addresses = (x.m.data_ptr(), 0 if x.e is None else x.e.data_ptr(), x.p.data_ptr(), x.q.data_ptr())
+        items.append(powersgd_plan.Item(addresses, x.m.shape[0], x.m.shape[1], x.p.shape[1]))
+    slot = bucket.slots.data_ptr()
+    for tensor in bucket.whole:
+        items.append(powersgd_plan.Item((tensor.data_ptr(), 0, slot, 0), tensor.numel(), 1, 0))
+        slot += tensor.nbytes
+    return items
+
+
+def _together(bucket: Bucket) -> Iterator[list[int]]:
+    """Yield the places of matrices one by one, or of those of one shape together."""
+    if not bucket.batched:
+        yield from ([i] for i in range(len(bucket.matrices)))
+        return
+    by_shape: dict[Any, list[int]] = {}
+    for i, x in enumerate(bucket.matrices):
+        by_shape.setdefault((x.m.shape, x.q.shape), []).append(i)
+    yield from by_shape.values()
+
+
+def _multiply(left: Sequence[Tensor], right: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    if len(left) == 1:
+        torch.mm(left[0], right[0], out=out[0])
+        return
+    by_column = torch.stack([matrix.t() for matrix in right]).transpose(1, 2)
+    for target, product in zip(out, torch.bmm(torch.stack(list(left)), by_column), strict=True):
+        target.copy_(product)

@@ -1,0 +1,31 @@
+"""The places where a kernel's test runs: the torch twin, the CUDA text on the CPU, the kernel on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mpidist.kernels import accumulate, launch, load, pack, powersgd
+from tests.kernels import host
+
+
+def use_cuda_text_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the public functions launch their kernels on CPU tensors, through the shim."""
+
+    def on_the_cpu(file, name, device, blocks, args, threads=launch.THREADS, defines=()):
+        host.run(file, name, blocks, args, threads, defines)
+
+    for module in (accumulate, pack, powersgd):
+        monkeypatch.setattr(module, "has_kernels", lambda tensor: True)
+        monkeypatch.setattr(module, "launch", on_the_cpu)
+
+
+@pytest.fixture(params=["twin", "text", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch) -> torch.device:
+    """Return where to put tensors; the functions then take this parameter's way."""
+    if request.param == "cuda":
+        assert load.is_available(), "CuPy is missing"
+        return torch.device("cuda", 0)
+    if request.param == "text":
+        use_cuda_text_on_the_cpu(monkeypatch)
+    return torch.device("cpu")

@@ -1,0 +1,82 @@
+"""Runs the CUDA text on the CPU: compiled by g++ with a shim, called with NumPy scalars and tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpidist.kernels import load
+from mpidist.kernels.launch import THREADS
+from tests.support import require_tool
+
+_SHIM = Path(__file__).with_name("host_shim.h")
+
+
+def run(
+    file: str, name: str, blocks: int, args: Sequence[Any], threads: int = THREADS, defines: Sequence[str] = (), seed: int = 1
+) -> None:
+    """Do what ``kernels.launch`` does, at once and here.
+
+    Args:
+        args: Tensors for pointers (None for a null pointer), NumPy scalars of the kernel's types for all else.
+        seed: Chooses the order in which threads run; 0 for their natural one.
+    """
+    held = [ctypes.c_void_p(_address(arg)) if _is_pointer(arg) else np.asarray(arg) for arg in args]
+    places = [ctypes.addressof(value) if isinstance(value, ctypes.c_void_p) else value.ctypes.data for value in held]
+    launcher = getattr(_library(file, tuple(defines)), f"launch_{name}")
+    launcher(ctypes.c_uint(blocks), ctypes.c_uint(threads), ctypes.c_uint(seed), (ctypes.c_void_p * len(places))(*places))
+
+
+def _is_pointer(arg: Any) -> bool:
+    return arg is None or isinstance(arg, (torch.Tensor, int))
+
+
+def _address(arg: torch.Tensor | int | None) -> int:
+    return arg.data_ptr() if isinstance(arg, torch.Tensor) else arg or 0
+
+
+@functools.cache
+def _library(file: str, defines: tuple[str, ...]) -> ctypes.CDLL:
+    names = re.findall(r"__global__ void (\w+)\(", _expanded(file, defines))
+    text = [f'#include "{_SHIM}"', f'#include "{load.folder() / file}"']
+    text += [_launcher(name) for name in names]
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "host.cpp"), Path(folder, "host.so")
+        source.write_text("\n".join(text))
+        _compile([*_options(defines), "-shared", "-fPIC", "-o", str(library), str(source)])
+        return ctypes.CDLL(str(library))
+
+
+def _launcher(name: str) -> str:
+    head = f'extern "C" __attribute__((visibility("default"))) void launch_{name}(unsigned b, unsigned t, unsigned s, void** a)'
+    return f"{head} {{ shim::Launcher<{name}>::launch(b, t, s, a); }}"
+
+
+def _options(defines: Sequence[str]) -> list[str]:
+    # A vector at a wrong address traps, as it would on the device; products and sums stay apart.
+    checks = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-ffp-contract=off"]
+    # Libraries compiled for different ranks have variables of the same names and of other sizes.
+    own = ["-fno-gnu-unique", "-fvisibility=hidden"]
+    return ["-std=c++17", "-O1", "-Wno-unknown-pragmas", *checks, *own, *(f"-D{define}" for define in defines)]
+
+
+def _expanded(file: str, defines: Sequence[str]) -> str:
+    # Entry points are written by macros.
+    text = (load.folder() / file).read_text().replace('#include "common.cuh"', "")
+    done = _compile(["-E", "-P", "-x", "c++", *(f"-D{define}" for define in defines), "-"], text)
+    return re.sub(r"\s+", " ", done)
+
+
+def _compile(options: Sequence[str], text: str | None = None) -> str:
+    done = subprocess.run([require_tool("g++"), *options], input=text, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,68 @@
+"""The shim itself: it must notice what a GPU would not forgive."""
+
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels import host
+from tests.support import ROOT
+
+SUM = """
+extern "C" __global__ void block_sum(const int* x, int* out, int n) {
+    __shared__ int held[256];
+    held[threadIdx.x] = blockIdx.x * blockDim.x + threadIdx.x < n ? x[blockIdx.x * blockDim.x + threadIdx.x] : 0;
+    BARRIER
+    int total = 0;
+    if (threadIdx.x == 0) {
+        for (unsigned i = 0; i < blockDim.x; i++) total += held[i];
+        out[blockIdx.x] = total;
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("threads", [1, 33, 256])
+def test_barriers_wait_for_all(tmp_path, seed, threads):
+    file = tmp_path / "sum.cu"
+    file.write_text(SUM.replace("BARRIER", "__syncthreads();"))
+    x, out = torch.arange(1000, dtype=torch.int32), torch.zeros(1000, dtype=torch.int32)
+    blocks = -(-1000 // threads)
+    host.run(str(file), "block_sum", blocks, [x, out, np.int32(1000)], threads, seed=seed)
+    wanted = [part.sum() for part in x.split(threads)]
+    assert out[:blocks].tolist() == wanted
+
+
+def test_a_forgotten_barrier_is_seen(tmp_path):
+    file = tmp_path / "sum.cu"
+    file.write_text(SUM.replace("BARRIER", ""))
+    x, out = torch.ones(256, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    host.run(str(file), "block_sum", 1, [x, out, np.int32(256)], 256, seed=0)
+    assert out.item() != 256
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("if (threadIdx.x < 5) __shfl_xor_sync(~0u, 1, 1); else __syncthreads();", "wait for each other in vain"),
+        ("*(Pair*)((char*)out + 4) = Pair{1, 2};", ""),
+    ],
+    ids=["barriers that do not meet", "a misaligned vector"],
+)
+def test_what_would_hang_or_fault_ends_the_process(tmp_path, body, words):
+    file = tmp_path / "bad.cu"
+    pair = "struct alignas(8) Pair { int a, b; };"
+    file.write_text(f'{pair}\nextern "C" __global__ void bad(int* out) {{ {body} }}\n')
+    script = f"""
+        import torch
+        from tests.kernels import host
+        host.run({str(file)!r}, "bad", 1, [torch.zeros(8, dtype=torch.int32)], 32)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode < 0 and words in done.stderr

@@ -1,0 +1,113 @@
+"""Many tensors into one and back, by the twin, the CUDA text and the kernel."""
+
+import numpy as np
+import pytest
+import torch
+
+from mpidist.kernels.pack import in_memory_order, pack, table, unpack
+
+NARROW = [torch.float16, torch.bfloat16, torch.float32]
+PAIRS = [(tensor, flat) for tensor in NARROW for flat in NARROW] + [(torch.float64, torch.float64)]
+OTHERS = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.complex64, torch.float8_e5m2]
+SHAPES = [(3,), (), (0,), (17, 5), (64, 64), (1,), (4097,), (130, 33), (2, 3, 5, 7)]
+
+
+def values(dtype, device, shapes=SHAPES):
+    made = [(torch.randn(shape) * 50).to(dtype).to(device) for shape in shapes]
+    return [t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in made]
+
+
+def flat_of(tensors, dtype, scale):
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    return torch.cat([in_memory_order(t).cpu().to(wide) * scale for t in tensors]).to(dtype)
+
+
+@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
+def test_there_and_back_with_a_factor_and_a_cast(device, dtypes):
+    tensors = values(dtypes[0], device)
+    numel = sum(t.numel() for t in tensors)
+    for scale in (1.0, 0.3):
+        flat = torch.full((numel,), 9.0).to(dtypes[1]).to(device)
+        assert pack(tensors, flat, scale) is flat
+        assert torch.equal(flat.cpu(), flat_of(tensors, dtypes[1], scale))
+        back = [torch.empty_like(t) for t in tensors]
+        unpack(flat, back, 1 / scale)
+        wide = torch.float64 if dtypes[1] is torch.float64 else torch.float32
+        factor = np.float64(1 / scale) if wide is torch.float64 else np.float32(1 / scale)
+        wanted = (flat.cpu().to(wide).numpy() * factor).astype(np.float64)
+        got = torch.cat([in_memory_order(t).cpu() for t in back])
+        assert torch.equal(got, torch.from_numpy(wanted).to(wide).to(dtypes[0]))
+
+
+@pytest.mark.parametrize("dtype", OTHERS, ids=str)
+def test_any_other_type_moves_as_it_is(device, dtype):
+    tensors = values(dtype, device)
+    flat = torch.empty(sum(t.numel() for t in tensors), dtype=dtype, device=device)
+    pack(tensors, flat)
+    back = [torch.zeros_like(t) for t in tensors]
+    unpack(flat, back)
+    for mine, theirs in zip(tensors, back, strict=True):
+        assert torch.equal(mine.cpu().view(torch.uint8) if dtype is torch.float8_e5m2 else mine.cpu(),
+                           theirs.cpu().view(torch.uint8) if dtype is torch.float8_e5m2 else theirs.cpu())  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_any_alignment_and_nothing_beside(device, dtype):
+    memory = torch.randn(60_000).to(dtype).to(device)
+    places = [(1, 5000), (5003, 9001), (20_001, 3), (20_006, 20_000), (50_000, 1), (50_008, 4096)]
+    tensors = [memory[start : start + numel] for start, numel in places]
+    numel = sum(n for _, n in places)
+    for offset in (0, 1, 2, 3, 5, 7):
+        held = torch.full((numel + 20,), 7.0, dtype=dtype, device=device)
+        pack(tensors, held[offset : offset + numel])
+        assert torch.equal(held[offset : offset + numel].cpu(), flat_of(tensors, dtype, 1))
+        assert bool((held[:offset] == 7).all()) and bool((held[offset + numel :] == 7).all())
+        other = torch.full_like(memory, 3.0)
+        unpack(held[offset : offset + numel], [other[start : start + n] for start, n in places])
+        wanted = torch.full_like(memory, 3.0)
+        for start, n in places:
+            wanted[start : start + n] = memory[start : start + n]
+        assert torch.equal(other, wanted)
+
+
+def test_many_small_ones(device):
+    tensors = [torch.full((numel % 7,), float(numel), device=device) for numel in range(600)]
+    flat = torch.empty(sum(t.numel() for t in tensors), device=device)
+    assert torch.equal(pack(tensors, flat).cpu(), flat_of(tensors, torch.float32, 1))
+
+
+def test_nothing_at_all(device):
+    assert pack([], torch.empty(0, device=device)).numel() == 0
+    unpack(torch.empty(0, device=device), [torch.empty(0, device=device)])
+
+
+def test_parameters_are_copied_below_autograd(device):
+    parameter = torch.nn.Parameter(torch.randn(5, 3, device=device))
+    flat = pack([parameter], torch.empty(15, device=device))
+    unpack(flat, [parameter], 2.0)
+    assert not flat.requires_grad and torch.equal(parameter.detach().view(-1), flat * 2)
+
+
+def test_the_table_gives_each_chunk_to_one_tensor():
+    parts = [torch.empty(n) for n in (10, 0, 4096, 4097, 1)]
+    rows, owners = table(parts, 4096)
+    assert owners.tolist() == [0, 2, 3, 3, 4]
+    assert rows[:, 1].tolist() == [0, 10, 10, 4106, 8203] and rows[:, 3].tolist() == [0, 1, 1, 2, 4]
+    assert rows[:, 0].tolist() == [part.data_ptr() for part in parts] and rows.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("tensors", "flat", "scale", "error", "words"),
+    [
+        ([torch.zeros(3)], torch.zeros(4), 1, ValueError, "3 elements"),
+        ([torch.zeros(4)], torch.zeros(8)[::2], 1, ValueError, "contiguous"),
+        ([torch.zeros(8)[::2]], torch.zeros(4), 1, ValueError, "not dense"),
+        ([torch.zeros(1).expand(4)], torch.zeros(4), 1, ValueError, "not dense"),
+        ([torch.zeros(2), torch.zeros(2).double()], torch.zeros(4), 1, ValueError, "one dtype"),
+        ([torch.zeros(4)], torch.zeros(4).double(), 1, TypeError, "neither casts"),
+        ([torch.zeros(4).int()], torch.zeros(4).int(), 2, TypeError, "neither casts"),
+    ],
+)
+def test_bad_arguments(tensors, flat, scale, error, words):
+    with pytest.raises(error, match=words):
+        pack(tensors, flat, scale)

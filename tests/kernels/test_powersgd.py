@@ -1,0 +1,145 @@
+"""PowerSGD's stages over a bucket, by the twin, the CUDA text and the kernels, against plain matrix products."""
+
+import pytest
+import torch
+
+from mpidist.kernels import powersgd
+from mpidist.kernels.powersgd import Bucket, Matrix, gram_schmidt, orthogonalize
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+# Odd, tiny, wide, tall; rows past one tile of backproject, columns past one strip.
+SHAPES = [(5, 7), (33, 150), (300, 64), (1, 40), (2, 1), (17, 129), (131, 36)]
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def bucket_of(shapes, rank, dtype, device, feedback=True, whole=(40, 1, 5001), offset=0, batched=False):
+    def thin(n, r):
+        return torch.randn(n * r).to(dtype).to(device).view(r, n).t()
+
+    matrices = []
+    for n, m in shapes:
+        r = min(n, m, rank)
+        memory = torch.randn(offset + n * m).to(dtype).to(device)
+        error = torch.randn(n, m).to(dtype).to(device) if feedback else None
+        matrices.append(Matrix(memory[offset:].view(n, m), error, thin(n, r), thin(m, r)))
+    tensors = [torch.randn(numel).to(dtype).to(device) for numel in whole]
+    return Bucket(matrices, tensors, torch.empty(sum(whole), dtype=dtype, device=device), batched)
+
+
+def is_close(got, wanted, dtype):
+    scale = float(wanted.abs().max()) + 1e-30
+    return float((got.double().cpu() - wanted.cpu()).abs().max()) <= TOLERANCE[dtype] * scale
+
+
+def doubles(tensors):
+    return [t.double().cpu().clone() for t in tensors]
+
+
+CASES = [(rank, torch.float32) for rank in (1, 3, 4, 7, 16, 32)] + [(rank, dtype) for rank in (4, 32) for dtype in DTYPES[1:]]
+
+
+@pytest.mark.parametrize(("rank", "dtype"), CASES, ids=str)
+def test_the_stages_are_the_products_they_stand_for(device, rank, dtype):
+    for feedback, scale, offset in [(True, 0.5, 0), (False, 1.0, 1), (False, 2.0, 0)]:
+        bucket = bucket_of(SHAPES, rank, dtype, device, feedback, offset=offset)
+        xs = [x.m.double().cpu() * scale + (x.e.double().cpu() if feedback else 0) for x in bucket.matrices]
+        qs, whole = doubles(x.q for x in bucket.matrices), doubles(bucket.whole)
+        powersgd.project(bucket, scale)
+        for x, wanted, q in zip(bucket.matrices, xs, qs, strict=True):
+            assert x.e is None or is_close(x.e, wanted, dtype)
+            assert is_close(x.p, wanted @ q, dtype), x.m.shape
+        assert is_close(bucket.slots, torch.cat(whole) * scale, dtype)
+        ps = doubles(x.p for x in bucket.matrices)
+        powersgd.backproject(bucket, scale)
+        powersgd.backproject(bucket, scale)  # what the first one left behind must not matter
+        for x, wanted, p in zip(bucket.matrices, xs, ps, strict=True):
+            assert is_close(x.q, wanted.t() @ p, dtype), x.m.shape
+        for x in bucket.matrices:
+            x.q.mul_(0.01)
+        bucket.slots.mul_(3)
+        qs = doubles(x.q for x in bucket.matrices)
+        powersgd.reconstruct(bucket)
+        for x, wanted, p, q in zip(bucket.matrices, xs, ps, qs, strict=True):
+            assert is_close(x.m, p @ q.t(), dtype)
+            if feedback:
+                sizes = float(wanted.abs().max() + (p @ q.t()).abs().max())
+                assert float((x.m.double() + x.e.double()).cpu().sub(wanted).abs().max()) <= TOLERANCE[dtype] * sizes
+        assert is_close(torch.cat(bucket.whole), torch.cat(whole) * scale * 3, dtype)
+
+
+def test_many_rows_are_shared_among_blocks(device):
+    bucket = bucket_of([(9000, 12), (700, 300)], 4, torch.float32, device)
+    for _ in range(3):
+        powersgd.backproject(bucket)
+        for x in bucket.matrices:
+            assert is_close(x.q, x.e.double().cpu().t() @ x.p.double().cpu(), torch.float32)
+        first = [x.q.clone() for x in bucket.matrices]
+        powersgd.backproject(bucket)
+        assert all(torch.equal(x.q, q) for x, q in zip(bucket.matrices, first, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rank", [1, 2, 5, 32])
+def test_columns_become_orthonormal_and_span_the_same(device, rank, dtype):
+    bucket = bucket_of([(200, 40), (33, 1500), (64, 33)], rank, dtype, device)
+    before = doubles(x.p for x in bucket.matrices), doubles(x.q for x in bucket.matrices)
+    powersgd.orthogonalize_p(bucket)
+    powersgd.orthogonalize_q(bucket)
+    limit = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    for olds, news in zip(before, ([x.p for x in bucket.matrices], [x.q for x in bucket.matrices]), strict=True):
+        for old, new in zip(olds, doubles(news), strict=True):
+            identity = torch.eye(new.shape[1], dtype=torch.float64)
+            assert float((new.t() @ new - identity).abs().max()) < limit
+            outside = old - new @ (new.t() @ old)
+            assert float(outside.abs().max()) < limit * float(old.abs().max())
+
+
+def test_nearly_dependent_columns(device):
+    bucket = bucket_of([(500, 60)], 4, torch.float32, device)
+    p = bucket.matrices[0].p
+    p[:, 1] = p[:, 0] + 1e-6 * p[:, 1]
+    p[:, 3] = p[:, 2]
+    powersgd.orthogonalize_p(bucket)
+    wide = p.double().cpu()
+    assert float((wide.t() @ wide - torch.eye(4)).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("epsilon", [0, 1e-8])
+def test_zeros_stay_finite(device, epsilon):
+    bucket = bucket_of([(50, 30)], 3, torch.float32, device)
+    x = bucket.matrices[0]
+    x.m.zero_()
+    x.e.zero_()
+    powersgd.orthogonalize_q(bucket, epsilon)
+    powersgd.project(bucket)
+    powersgd.orthogonalize_p(bucket, epsilon)
+    powersgd.backproject(bucket)
+    powersgd.reconstruct(bucket)
+    assert not x.m.any() and not x.e.any() and bool(x.p.isfinite().all())
+
+
+def test_gram_schmidt_has_the_kernels_numbers(device):
+    bucket = bucket_of([(400, 90)], 6, torch.float32, device)
+    p = bucket.matrices[0].p
+    wanted = gram_schmidt(p.cpu().clone())
+    powersgd.orthogonalize_p(bucket)
+    signs = (wanted * p.cpu()).sum(0).sign()  # QR, the host's way, may turn a column
+    assert torch.allclose(p.cpu(), wanted * signs, atol=1e-5)
+
+
+def test_batched_twins_multiply_the_same(device):
+    one, other = (bucket_of([(20, 30), (20, 30), (8, 9)], 2, torch.float32, device, batched=b) for b in (False, True))
+    for mine, theirs in zip(one.matrices, other.matrices, strict=True):
+        for name in ("m", "e", "p", "q"):
+            getattr(theirs, name).copy_(getattr(mine, name))
+    for stage in (powersgd.project, powersgd.backproject, powersgd.reconstruct):
+        stage(one)
+        stage(other)
+    for mine, theirs in zip(one.matrices, other.matrices, strict=True):
+        assert torch.allclose(mine.m, theirs.m, atol=1e-3) and torch.allclose(mine.e, theirs.e, atol=1e-3)
+
+
+def test_orthogonalize_alone():
+    matrix = torch.randn(40, 3)
+    assert orthogonalize(matrix) is matrix
+    assert torch.allclose(matrix.t() @ matrix, torch.eye(3), atol=1e-6)
