@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from mpidist.comm.launch import without_launcher
+
 ROOT = Path(__file__).resolve().parents[1]
-# A job started from inside a job must not find the outer launcher's variables: it would hang or abort.
-_LAUNCHERS = ("OMPI_", "PMIX", "PRTE", "PMI_", "HYDI", "MPI_LOCAL", "SLURM_", "MPIEXEC_")
 
 
 def require_tool(name: str) -> str:
@@ -52,11 +52,6 @@ def raises_on_all(group, error: type[BaseException], call, match: str = "") -> s
     return str(caught)
 
 
-def clean_environment() -> dict[str, str]:
-    """Return this process's environment without the launcher's variables."""
-    return {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHERS)}
-
-
 def launcher(ranks: int, *options: str) -> list[str]:
     """Return the beginning of a command line that starts ``ranks`` ranks with the embedded Open MPI."""
     mpirun = Path(sys.executable).with_name("mpirun")
@@ -83,7 +78,7 @@ def started(command: Sequence[str], timeout_s: float, env: dict[str, str] | None
     variables = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return subprocess.run(
         list(command),
-        env={**clean_environment(), **variables, **(env or {})},
+        env={**without_launcher(os.environ), **variables, **(env or {})},
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,13 +1,35 @@
-"""What the MPI library of this job can do, asked of the library itself."""
+"""What the MPI library of this job can do, asked of the library itself; on device memory, tried out as well.
+
+A library that calls itself CUDA-aware may still crash in one operation. So each is tried once in a job of its own (``probe``),
+and what came out is kept in the user's cache, for each MPI library, version, device and setting that matters.
+``MPIDIST_CUDA_AWARE=0`` and ``=1``, the same on all ranks, take the library's and the cache's place.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from mpidist.comm import runtime
+import torch
+
+from mpidist import cache
+from mpidist.comm import launch, probe, runtime
+from mpidist.comm.communicator import Communicator
+from mpidist.comm.door import TWINS, SerialComm
 from mpidist.comm.library import MPI
+from mpidist.comm.patience import PatientComm
+from mpidist.errors import MpidistError
+
+_ENV_CUDA_AWARE = "MPIDIST_CUDA_AWARE"  # "0": no operation takes device pointers; "1": all do; unset: ask and try
+_UNSET, _OFF, _ON, _UNREADABLE = range(4)  # what the environment forces, as one byte that ranks can compare
+_FORCED = {"": _UNSET, "0": _OFF, "1": _ON}
+_FORCED_WORDS = ("unset", "0", "1", "neither 0 nor 1")
+
+_KIND = "device-operations"  # in the cache
+_tables: dict[str, dict[str, str]] = {}  # by device: what this process has tried, whether or not it could be stored
 
 
 @dataclass(frozen=True)
@@ -21,6 +43,8 @@ class Capabilities:
         survives_failures: ULFM is there and switched on: calls under way can be revoked, a group can shrink.
         cuda_aware: It takes device pointers; None if it does not say.
         cuda_source: Who says so.
+        operations: For each operation of ``probe.OPERATIONS``, on memory of this rank's CUDA device: "works …", why it does not,
+            or "unknown" as long as nobody has tried.
     """
 
     library: str
@@ -29,24 +53,181 @@ class Capabilities:
     survives_failures: bool
     cuda_aware: bool | None
     cuda_source: str
+    operations: Mapping[str, str] = field(hash=False)
 
 
 def capabilities() -> Capabilities:
-    """Ask the MPI library.
+    """Ask the MPI library; nothing is tried.
 
     Collective: if MPI has not started, like ``init``.
     """
-    world = runtime.world()
     cuda_aware, source = _cuda_support()
-    level = "MPI_THREAD_MULTIPLE" if world.thread_level == MPI.THREAD_MULTIPLE else "MPI_THREAD_SERIALIZED"
     return Capabilities(
-        library=_library(), standard=MPI.Get_version(), thread_level=level, survives_failures=_has_ulfm(),
-        cuda_aware=cuda_aware, cuda_source=source,
+        library=_library(), standard=MPI.Get_version(), thread_level=_thread_level(), survives_failures=_has_ulfm(),
+        cuda_aware=cuda_aware, cuda_source=source, operations=_told_of_device(runtime.device()),
     )  # fmt: skip
+
+
+# --- operations on device memory ---
+
+
+def known_operations(device: torch.device) -> frozenset[str] | None:
+    """Return the operations that work on memory of a device, as far as this rank knows; None if it has to be tried.
+
+    Local. What the environment forces comes first, then the library's own "no", then the cache.
+
+    Raises:
+        ValueError: ``MPIDIST_CUDA_AWARE`` is neither 0 nor 1.
+    """
+    table = _known_table(device)
+    return None if table is None else _working(table)
+
+
+def agreed_operations(comm: Communicator, device: torch.device) -> frozenset[str]:
+    """Return the operations that may be called on memory of a device; the same set on all ranks.
+
+    What is not in it goes over the host. Rank 0 decides for all: the first time in a job that has no cached table it tries each
+    operation in a job of its own on its node. Reductions are in the set as blocking calls only, because under Open MPI a
+    non-blocking reduction of device memory crashes: where ``comm`` turns blocking calls into their non-blocking twins, no
+    reduction is, and another collective is if its twin works.
+
+    Collective: over ``comm``, the first time for a device type; later calls are local.
+    Blocks: the first time up to some minutes, if operations are tried and hang.
+
+    Raises:
+        MpidistError: ``MPIDIST_CUDA_AWARE`` differs between ranks, or rank 0 failed (all ranks).
+        ValueError: It is neither 0 nor 1 (all ranks).
+    """
+    held = comm.device_operations.get(device.type)
+    if held is None:
+        held = comm.device_operations[device.type] = _agree(comm, device)
+    return held if takes_blocking_calls(comm) else _as_twins(held)
+
+
+def takes_blocking_calls(comm: Communicator) -> bool:
+    """Say whether a blocking call on ``comm.mpi`` reaches MPI as such; a wrapper makes it non-blocking."""
+    return not isinstance(comm.mpi, (SerialComm, PatientComm))
+
+
+def _as_twins(working: frozenset[str]) -> frozenset[str]:
+    return frozenset(name for name in working if name not in probe.REDUCTIONS and TWINS.get(name, name) in working)
+
+
+def _agree(comm: Communicator, device: torch.device) -> frozenset[str]:
+    _require_one_environment(comm)
+    # One byte for an answer at all, one for each operation.
+    told = bytearray(1 + len(probe.OPERATIONS))
+    failure: Exception | None = None
+    if comm.rank == 0:
+        try:
+            working = _working(_known_table(device) or _tried_table(device))
+            told[:] = bytes([1, *(operation in working for operation in probe.OPERATIONS)])
+        except Exception as error:  # the others wait for an answer
+            failure = error
+    comm.mpi.Bcast((told, len(told), MPI.BYTE), 0)
+    if not told[0]:
+        raise MpidistError("rank 0 could not find out what MPI does with device memory: see its error") from failure
+    return frozenset(operation for operation, works in zip(probe.OPERATIONS, told[1:], strict=True) if works)
+
+
+def _require_one_environment(comm: Communicator) -> None:
+    every = bytearray(comm.size)
+    comm.mpi.Allgather((bytes([_forced_code()]), 1, MPI.BYTE), (every, 1, MPI.BYTE))
+    if len(set(every)) > 1:
+        words = ", ".join(f"{_FORCED_WORDS[code]} on rank {every.index(code)}" for code in sorted(set(every)))
+        raise MpidistError(f"{_ENV_CUDA_AWARE} must be the same on all ranks; it is {words}")
+    _forced()
+
+
+def _forced_code() -> int:
+    return _FORCED.get(os.environ.get(_ENV_CUDA_AWARE, ""), _UNREADABLE)
+
+
+def _forced() -> bool | None:
+    code = _forced_code()
+    if code == _UNREADABLE:
+        raise ValueError(f"{_ENV_CUDA_AWARE} must be 0 or 1, or unset; got {os.environ[_ENV_CUDA_AWARE]!r}")
+    return None if code == _UNSET else code == _ON
+
+
+# --- tables: operation -> "works …" or why not ---
+
+
+def _told_of_device(device: torch.device) -> dict[str, str]:
+    if device.type != "cuda":
+        return _all("this rank has no CUDA device")
+    return _known_table(device) or _all("unknown")
+
+
+def _all(told: str) -> dict[str, str]:
+    return dict.fromkeys(probe.OPERATIONS, told)
+
+
+def _working(table: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(operation for operation, told in table.items() if told.startswith(probe.WORKS))
+
+
+def _known_table(device: torch.device) -> dict[str, str] | None:
+    forced = _forced()
+    if forced is not None:
+        return _all(f"{probe.WORKS}, says {_ENV_CUDA_AWARE}=1" if forced else f"switched off by {_ENV_CUDA_AWARE}=0")
+    cuda_aware, source = _cuda_support()
+    if device.type == "cuda" and cuda_aware is False:
+        return _all(f"the library is not CUDA-aware ({source})")
+    if _name(device) in _tables:
+        return _tables[_name(device)]
+    held = cache.load(_KIND, _key(device))
+    return held if _is_table(held) else None
+
+
+def _tried_table(device: torch.device) -> dict[str, str]:
+    table = _tables[_name(device)] = probe.try_operations(_name(device), _library())
+    # A job that could not be started says nothing about the library: the next one may be.
+    if not any(told.startswith(probe.NOT_TRIED) for told in table.values()):
+        cache.store(_KIND, _key(device), table)
+    return table
+
+
+def _is_table(held: Any) -> bool:
+    # Another version of mpidist may have tried others.
+    return isinstance(held, dict) and tuple(held) == probe.OPERATIONS and all(isinstance(told, str) for told in held.values())
+
+
+def _name(device: torch.device) -> str:
+    return f"cuda:{torch.cuda.current_device()}" if str(device) == "cuda" else str(device)
+
+
+def _key(device: torch.device) -> dict[str, Any]:
+    is_cuda = device.type == "cuda"
+    return {
+        "library": _library(),
+        "thread_level": _thread_level(),
+        "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
+        "devices": torch.cuda.device_count() if is_cuda else 0,  # one: both ranks of the trial share it
+        "driver": _driver_version(),
+        "cuda": torch.version.cuda,
+        "settings": launch.device_settings(os.environ),
+    }
+
+
+def _driver_version() -> int:
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value
+
+
+# --- what the library says ---
 
 
 def _library() -> str:
     return " ".join(MPI.Get_library_version().split("\n")[0].replace("\0", "").split())
+
+
+def _thread_level() -> str:
+    return "MPI_THREAD_MULTIPLE" if runtime.world().thread_level == MPI.THREAD_MULTIPLE else "MPI_THREAD_SERIALIZED"
 
 
 def _has_ulfm() -> bool:

@@ -21,6 +21,7 @@ class Communicator:
         size: W, its number of ranks.
         is_single_node: All ranks share one node's memory.
         max_tag: Highest tag that a user may give to a message.
+        device_operations: What ``capability.agreed_operations`` has found out, by device type.
     """
 
     def __init__(self, mpi: Any, is_single_node: bool, highest_tag: int) -> None:
@@ -29,6 +30,7 @@ class Communicator:
         self.size: int = mpi.Get_size()
         self.is_single_node = is_single_node
         self.max_tag = highest_tag - _RESERVED_TAGS
+        self.device_operations: dict[str, frozenset[str]] = {}
         self._scratch: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
     def patient(self) -> Communicator:

@@ -1,4 +1,7 @@
-"""What the launcher told this process through environment variables; pure, so that it is known before MPI starts."""
+"""What the launcher told this process through environment variables, and how a job inside the job is kept from hearing it.
+
+Pure, so that it is known before MPI starts.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,44 @@ _LAUNCHERS = (
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("mpiexec (PMI)", "PMI_SIZE", "PMI_SIZE", "PMI_LOCAL_RANK"),
 )
+
+# What launchers leave with their ranks, by how the names begin. A process that is started from a rank and inherits them takes
+# itself for a part of the outer job: it hangs under Open MPI and aborts under MPICH, unless its own launcher overwrites all.
+# Batch systems' variables would have it started on other nodes.
+_LEFT_BY_LAUNCHERS = (
+    "OMPI_", "PMIX", "PRTE", "PMI_", "HYDI", "HYDRA_", "MPI_LOCAL", "MPIEXEC_", "MPICH_INTERFACE_HOSTNAME", "MV2_COMM_WORLD_",
+    "PALS_", "FLUX_", "SLURM", "PBS_", "LSB_", "PE_HOSTFILE",
+)  # fmt: skip
+# These begin like them, but are the user's: where the library lies, and what carries a message or a reduction.
+_KEPT = (
+    "OMPI_ALLOW_RUN_AS_ROOT", "PMIX_PREFIX", "PRTE_PREFIX", "OMPI_MCA_mca_base_component_",
+    *(f"OMPI_MCA_{name}" for name in (
+        "pml", "btl", "mtl", "coll", "osc", "bml", "smsc", "accelerator", "opal_", "mpool", "rcache", "common_", "op_",
+    )),
+)  # fmt: skip
+# Settings on which it depends what the library does with memory of a device.
+_FOR_DEVICES = (
+    "OMPI_MCA_", "UCX_", "MPICH_", "MV2_", "FI_", "OPAL_PREFIX", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI",
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+)  # fmt: skip
+
+
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a job that is started from inside a job.
+
+    Args:
+        environ: Usually ``os.environ``.
+
+    Returns:
+        All of it but what a launcher or batch system left there; the user's settings of the MPI library stay.
+    """
+    return {name: text for name, text in environ.items() if name.startswith(_KEPT) or not name.startswith(_LEFT_BY_LAUNCHERS)}
+
+
+def device_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return those of the user's settings on which it depends what MPI does with memory of a device, by name."""
+    kept = without_launcher(environ)
+    return {name: kept[name] for name in sorted(kept) if name.startswith(_FOR_DEVICES)}
 
 
 def from_environment(environ: Mapping[str, str]) -> Launch:

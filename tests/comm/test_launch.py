@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpidist.comm.launch import Launch, from_environment, singleton_problem
+from mpidist.comm.launch import Launch, device_settings, from_environment, singleton_problem, without_launcher
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,25 @@ def test_a_foreign_launcher_is_named():
     problem = singleton_problem(Launch("srun", 4, 0), 1)
     assert problem is not None
     assert "srun started 4 tasks" in problem and "--mpi=pmix" in problem
+
+
+# --- a job inside the job ---
+
+# As a rank finds them: Open MPI's and MPICH's launchers, Slurm.
+_LEFT = (
+    "OMPI_COMM_WORLD_RANK", "OMPI_MCA_num_procs", "OMPI_MCA_PREFIXES", "OMPI_UNIVERSE_SIZE", "PMIX_RANK", "PMIX_SERVER_URI41",
+    "PRTE_LAUNCHED", "PMI_FD", "PMI_RANK", "HYDI_CONTROL_FD", "HYDRA_HOST_FILE", "MPI_LOCALRANKID", "MPIEXEC_TIMEOUT",
+    "MV2_COMM_WORLD_RANK", "SLURM_JOB_ID", "SLURMD_NODENAME", "PBS_NODEFILE", "MPICH_INTERFACE_HOSTNAME",
+)  # fmt: skip
+_OF_THE_USER = (
+    "FI_PROVIDER", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "OMPI_MCA_accelerator",
+    "OMPI_MCA_btl_smcuda_use_cuda_ipc", "OMPI_MCA_coll_cuda_priority", "OMPI_MCA_mtl", "OMPI_MCA_opal_cuda_verbose",
+    "OMPI_MCA_osc", "OMPI_MCA_pml", "OMPI_MCA_smsc", "OPAL_PREFIX", "UCX_TLS",
+)  # fmt: skip
+_WITHOUT_EFFECT = ("CUDA_VISIBLE_DEVICES", "HOME", "OMPI_ALLOW_RUN_AS_ROOT", "PATH", "PMIX_PREFIX", "PRTE_PREFIX")
+
+
+def test_a_job_inside_the_job_hears_the_user_and_not_the_launcher():
+    environ = dict.fromkeys((*_LEFT, *_OF_THE_USER, *_WITHOUT_EFFECT), "x")
+    assert set(without_launcher(environ)) == {*_OF_THE_USER, *_WITHOUT_EFFECT}
+    assert tuple(device_settings(environ)) == _OF_THE_USER
