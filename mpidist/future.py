@@ -2,6 +2,9 @@
 
 It differs from torch's in two ways: ``wait`` takes a timeout, and a callback that raises does not vanish:
 the exception is the result of the future that ``then`` returned, or is printed with its traceback.
+
+A value on a device may be complete before the device has computed it. Such a future carries the places in the device's streams
+(events) behind which the value is there; whoever asks for the value lets its own stream wait for them.
 """
 
 from __future__ import annotations
@@ -22,11 +25,18 @@ _callbacks_lock = threading.Lock()
 
 
 class Future(Generic[T]):
-    """A result that one thread sets once and any number of threads wait for."""
+    """A result that one thread sets once and any number of threads wait for.
 
-    __slots__ = ("__weakref__", "_callbacks", "_done", "_exception", "_latch", "_seen", "_value")
+    Args:
+        events: Objects with ``hold()``, which lets the calling thread's stream wait; filled before the future is completed.
+        fence: Returns such an object for all that the calling thread has queued; called behind each callback of ``then``.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("__weakref__", "_callbacks", "_done", "_events", "_exception", "_fence", "_latch", "_seen", "_value")
+
+    def __init__(self, events: list[Any] | None = None, fence: Callable[[], Any] | None = None) -> None:
+        self._events = events
+        self._fence = fence
         self._done = False
         self._value: Any = None
         self._exception: BaseException | None = None
@@ -61,6 +71,8 @@ class Future(Generic[T]):
         if self._exception is not None:
             self._seen = True
             raise self._exception
+        for event in self._events or ():
+            event.hold()
         return self._value
 
     def exception(self) -> BaseException | None:
@@ -98,7 +110,8 @@ class Future(Generic[T]):
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """Return a future of ``callback(self)``, which runs when this one is complete."""
-        made: list[Future[S]] = [Future()]
+        events: list[Any] = []
+        made: list[Future[S]] = [Future(events, self._fence)]
         result = made[0]
 
         def run(parent: Future[T]) -> None:
@@ -108,6 +121,8 @@ class Future(Generic[T]):
             except BaseException as error:
                 made.pop().set_exception(error)
             else:
+                if self._fence is not None:
+                    events.append(self._fence())
                 made.pop().set_result(value)
 
         self.add_done_callback(run)

@@ -17,14 +17,15 @@ REFUSAL = "arguments refused"  # the fact under which a rank tells that it could
 def describe(operation: str, sequence: int, facts: Sequence[tuple[str, Any]]) -> str:
     """Write the facts on which all ranks must agree as one line: ``name=value; …``.
 
-    A fact named ``tensor`` or ``tensors`` stands for shape and dtype; whoever collects facts need not spell them out each time.
+    A fact named ``tensor`` or ``tensors`` stands for shape, dtype and kind of device; whoever collects facts need not spell them out each time.
     """
     told: list[tuple[str, Any]] = [("operation", operation), ("sequence", sequence)]
     for name, value in facts:
         if name == "tensor":
-            told += [("shape", tuple(value.shape)), ("dtype", value.dtype)]
+            told += [("shape", tuple(value.shape)), ("dtype", value.dtype), ("device", value.device.type)]
         elif name == "tensors":
             told += [("shapes", [tuple(t.shape) for t in value]), ("dtypes", [t.dtype for t in value])]
+            told += [("devices", [t.device.type for t in value])]
         else:
             told.append((name, value))
     return "; ".join(f"{name}={value}" for name, value in told)

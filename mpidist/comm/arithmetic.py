@@ -72,7 +72,8 @@ def reduction(dtype: torch.dtype, operation: Operation) -> Reduction:
         plan = _reduction(dtype, SUM)
         if dtype == torch.bool:
             raise TypeError("PREMUL_SUM has no meaning for torch.bool; use SUM, which is a logical or")
-        return Reduction(plan.combine, plan.wide, False, operation.factor)
+        factor = operation.factor.item() if isinstance(operation.factor, torch.Tensor) else operation.factor
+        return Reduction(plan.combine, plan.wide, False, factor)
     if not isinstance(operation, str):
         raise TypeError(f"a reduction is one of mpidist.comm.SUM, AVG, … (strings), or PremulSum(factor); got {operation!r}")
     return _reduction(dtype, operation)

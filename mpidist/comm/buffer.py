@@ -1,17 +1,20 @@
 """From tensors to memory that MPI may touch: address, count and datatype; contiguous host copies; large counts; streams.
 
-This is the one place that decides how a tensor reaches MPI. A contiguous CPU tensor goes in by address. Anything else (strided,
-expanded, on a CUDA device) is executed on a host copy, and outputs are written back.
+This is the one place that decides how a tensor reaches MPI. A contiguous CPU tensor goes in by address. A strided or expanded one
+is executed on a host copy, and outputs are written back. For one on a CUDA device ``on_device`` decides; ``Order`` waits for it.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from mpidist.comm.device import Device
 from mpidist.comm.library import MPI
 
 # MPI's classic interface counts in a C int. Half of it keeps every sum of two counts inside, too.
@@ -83,65 +86,90 @@ def is_direct(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-class HostCopies:
-    """Host twins of the operands of one operation.
+class Order:
+    """When an operation on a device's tensors may begin, and when its results are there: the one place that waits by event.
 
-    Made by the thread that issues the operation, so that the order against the caller's stream is known; used by the thread that
-    executes it: ``load``, the operation, ``store``.
+    Made by the thread that issues the operation, so that what its current stream has been given so far comes first. MPI knows
+    no streams: whoever executes lets the host wait (``begin``) before MPI reads or writes device memory, and never for more than that.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, device: Device, tensors: Sequence[torch.Tensor]) -> None:
+        self.device = device
+        self._tensors = tensors
+        self._ready = device.here()
+        self._issuer = threading.get_ident()
+
+    def enter(self) -> None:
+        """Let the device's streams wait for what produces the tensors; called by the thread that executes."""
+        if threading.get_ident() != self._issuer:
+            self.device.leave_default_stream()
+        self.device.down.wait(self._ready)
+        self.device.up.wait(self._ready)
+
+    def enter_here(self) -> None:
+        """Let the executing thread's current stream wait for what the issuing thread's has been given."""
+        if threading.get_ident() != self._issuer:
+            self.device.leave_default_stream()
+            self._ready.hold()
+
+    def begin(self) -> None:
+        """Block the host until the tensors, and what ``down`` has been given, are there."""
+        self.device.down.record().synchronize()
+
+    def leave(self) -> list[Any]:
+        """Return the events behind which the results are there, and keep the tensors' memory until then."""
+        for stream in {id(s): s for s in (self.device.down, self.device.up)}.values():
+            for tensor in self._tensors:
+                stream.keep(tensor)
+        return [self.device.down.record(), self.device.up.record()]
+
+
+class HostCopies:
+    """Host twins of the operands of one operation: ``load``, the operation, ``store``.
+
+    Args:
+        order: Of operands on a device.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], order: Order | None = None) -> None:
         self._inputs = inputs
         self._outputs = outputs
+        self._order = order
         self._twins: dict[int, torch.Tensor] = {}
-        devices = {t.device for t in (*inputs, *outputs) if t.is_cuda}
-        self._ready = {device: _record_event(device) for device in devices}
-        self._streams = {device: _copy_stream(device) for device in devices}
 
     def load(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return contiguous host tensors in the place of inputs and outputs; inputs hold their data.
 
-        Blocks: until the work that produces a CUDA input has ended on the stream that was current when the operation was issued.
+        Blocks: until the work that produces an input on a device has ended on the stream that was current when the operation was
+        issued.
         """
-        for device, stream in self._streams.items():
-            stream.wait_event(self._ready[device])
         inputs = [self._twin(t, filled=True) for t in self._inputs]
         outputs = [self._twin(t, filled=False) for t in self._outputs]
-        for stream in self._streams.values():
-            stream.synchronize()
+        if self._order is not None and inputs:
+            self._order.begin()
         return inputs, outputs
 
-    def store(self) -> list[Any]:
-        """Write the outputs back; return the CUDA events after which they are on the device."""
+    def store(self) -> None:
+        """Write the outputs back; on a device in the order of its ``up``."""
         for tensor in self._outputs:
             twin = self._twins[id(tensor)]
             if twin is tensor:
                 continue
-            if tensor.is_cuda:
-                stream = self._streams[tensor.device]
-                with torch.cuda.stream(stream):
-                    _overwrite(tensor, twin)
-                    tensor.record_stream(stream)
+            if self._order is not None:
+                self._order.device.up.do(partial(overwrite, tensor, twin))
             else:
-                _overwrite(tensor, twin)
-        events = []
-        for stream in self._streams.values():
-            events.append(stream.record_event())
-        return events
+                overwrite(tensor, twin)
 
     def _twin(self, tensor: torch.Tensor, filled: bool) -> torch.Tensor:
         twin = self._twins.get(id(tensor))
         if twin is not None:
             return twin
-        if is_direct(tensor):
-            twin = tensor
-        elif tensor.is_cuda:
-            twin = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        if self._order is not None:
+            twin = self._order.device.staging(tensor.numel(), tensor.dtype).view(tensor.shape)
             if filled:
-                stream = self._streams[tensor.device]
-                with torch.cuda.stream(stream):
-                    twin.copy_(tensor.detach(), non_blocking=True)
-                    tensor.record_stream(stream)
+                self._order.device.down.do(partial(twin.copy_, tensor.detach(), non_blocking=True))
+        elif is_direct(tensor):
+            twin = tensor
         elif filled:
             twin = tensor.detach().resolve_conj().resolve_neg().contiguous()
         else:
@@ -150,30 +178,21 @@ class HostCopies:
         return twin
 
 
-def on_host(execute: Callable[..., None], copies: HostCopies, events: list[Any]) -> Callable[..., None]:
-    """Wrap an executor so that it works on host twins; ``events`` receives what the caller's stream has to wait for."""
+def on_host(execute: Callable[..., None], order: Order | None = None) -> Callable[..., None]:
+    """Wrap an executor so that it works on host twins."""
 
     def run(comm: Any, inputs: Any, outputs: Any, *args: Any) -> None:
-        del inputs, outputs
+        copies = HostCopies(inputs, outputs, order)
         execute(comm, *copies.load(), *args)
-        events.extend(copies.store())
+        copies.store()
 
     return run
 
 
-def _overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    # Several elements of an expanded tensor are one in memory: write it once.
+def overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy ``values`` into a tensor, each element in memory once: several elements of an expanded tensor are one."""
     target, source = tensor.detach(), values
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if stride == 0 and size > 1:
             target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-    target.copy_(source, non_blocking=tensor.is_cuda)
-
-
-def _record_event(device: torch.device) -> Any:
-    return torch.cuda.current_stream(device).record_event()
-
-
-@functools.cache
-def _copy_stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)
+    target.copy_(source, non_blocking=True)

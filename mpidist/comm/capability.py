@@ -8,6 +8,7 @@ and what came out is kept in the user's cache, for each MPI library, version, de
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -236,6 +237,7 @@ def _has_ulfm() -> bool:
     return "Open MPI" in _library() and switch.lower() in ("1", "true", "yes")
 
 
+@functools.cache
 def _cuda_support() -> tuple[bool | None, str]:
     # The most portable answer first: MPI-4.1 §11.4.3, then the libraries' own query, then vendors' switches.
     info = runtime.world().comm.Get_info()

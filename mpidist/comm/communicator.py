@@ -31,6 +31,7 @@ class Communicator:
         self.is_single_node = is_single_node
         self.max_tag = highest_tag - _RESERVED_TAGS
         self.device_operations: dict[str, frozenset[str]] = {}
+        self.tuning_tables: dict[str, Any] = {}  # by device type: which all-reduce is the fastest at which size
         self._scratch: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
     def patient(self) -> Communicator:

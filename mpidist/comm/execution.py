@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import agreement, buffer, departures, faults
+from mpidist.comm import agreement, buffer, departures, faults, on_device
+from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
+from mpidist.comm.device import Device, device_at, device_of
 from mpidist.comm.journal import Journal
 from mpidist.comm.progress import Progress, at_once, is_at_once
 from mpidist.comm.work import Work
@@ -97,7 +99,7 @@ class Execution:
         """Say whether ``close`` was called."""
         return self._closed
 
-    def in_order(self, function: Callable[[], None], async_op: bool = True) -> Work | None:
+    def in_order(self, function: Callable[[], None], async_op: bool = True, device: torch.device | None = None) -> Work | None:
         """Execute ``function()`` as one operation of the group: what it issues, on any group, ends before its calls return.
 
         For an operation of several stages that must not mix with others': whatever a rank has queued meanwhile waits behind it.
@@ -106,11 +108,18 @@ class Execution:
 
         Args:
             async_op: On the group's thread, in its turn; else in this one, if nothing is queued.
+            device: A CUDA device on which ``function`` queues work: there it comes behind what the current stream has been given,
+                and before what it is given after ``wait``.
 
         Returns:
             A Work if ``async_op``, else None after the end.
         """
-        return self._launch("in_order", _call, (), (), (function,), async_op)
+        here = device_at(device)
+        if here is None:
+            return self._launch("in_order", _call, (), (), (function,), async_op)
+        events: list[Any] = []
+        order = Order(here, ())
+        return self._launch("in_order", _call_on_device, (), (), (function, order, events), async_op, (), events, here)
 
     def peers_of(self, rank: int | None) -> tuple[int, ...]:
         """Return the world ranks without which a message to or from ``rank`` cannot end; all others for any source."""
@@ -163,20 +172,25 @@ class Execution:
         args: tuple[Any, ...] = (),
         async_op: bool = False,
         facts: Facts = (),
+        events: list[Any] | None = None,
+        device: Device | None = None,
     ) -> Work | None:
         """Execute ``execute(comm, inputs, outputs, *args)`` in the group's order.
 
         Args:
             facts: What must be equal on all ranks, beside the operation and its number; compared in debug mode.
+            events: Receives, from whoever executes, what the caller's stream has to wait for.
+            device: Where it works, if the tensors do not tell.
 
         Returns:
             A Work if ``async_op``, else None after the end.
         """
         self._require_usable(operation)
         self._entered = True
-        events: list[Any] = []
+        events = [] if events is None else events
         if not all(buffer.is_direct(t) for t in inputs) or not all(buffer.is_direct(t) for t in outputs):
-            execute = buffer.on_host(execute, buffer.HostCopies(inputs, outputs), events)
+            device = device_of((*inputs, *outputs))
+            execute = buffer.on_host(execute) if device is None else on_device.placed(execute, device, inputs, outputs, events)
         call = (operation, execute, inputs, outputs, args, facts)
         if not async_op and self._progress.try_enter():
             try:
@@ -184,9 +198,9 @@ class Execution:
             finally:
                 self._door.release()
             for event in events:
-                event.wait()
+                event.hold()
             return None
-        work = Work(operation, outputs or inputs, self.where(operation), events)
+        work = Work(operation, outputs or inputs, self.where(operation), events, None if device is None else device.here)
         if async_op and is_at_once():
             self._progress.run(work, self._execute, call)
             return work
@@ -268,3 +282,11 @@ def _nothing(comm: Communicator, inputs: Any, outputs: Any) -> None:
 def _call(comm: Communicator, inputs: Any, outputs: Any, function: Callable[[], None]) -> None:
     with at_once():
         function()
+
+
+def _call_on_device(
+    comm: Communicator, inputs: Any, outputs: Any, function: Callable[[], None], order: Order, events: list[Any]
+) -> None:
+    order.enter_here()
+    _call(comm, inputs, outputs, function)
+    events.append(order.device.here())

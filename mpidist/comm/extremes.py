@@ -10,7 +10,7 @@ import torch
 
 from mpidist.comm.arithmetic import MAX, MIN, Reduction
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def applies(dtype: torch.dtype, plan: Reduction) -> bool:
@@ -21,7 +21,7 @@ def applies(dtype: torch.dtype, plan: Reduction) -> bool:
 def encode(tensor: torch.Tensor, plan: Reduction) -> torch.Tensor:
     """Return integers of the tensor's shape whose MIN or MAX is that of its numbers; NaN is the winner."""
     numbers = tensor.float() if tensor.element_size() == 1 else tensor
-    ints = _flip(numbers.view(_INTEGERS[numbers.element_size()]).clone())
+    ints = _flip(numbers.view(INTEGERS[numbers.element_size()]).clone())
     limits = torch.iinfo(ints.dtype)
     return ints.masked_fill_(numbers.isnan(), limits.max if plan.combine == MAX else limits.min)
 

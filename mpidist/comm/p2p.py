@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import arguments, buffer
+from mpidist.comm import arguments, buffer, on_device
 from mpidist.comm.execution import Execution
 from mpidist.comm.library import MPI
 from mpidist.comm.work import RequestWork, release_orphans
@@ -98,9 +98,7 @@ class PointToPoint(Execution):
         arguments.rank(where, dst, "dst", self.size)
         arguments.tag(where, tag, self._comm.max_tag)
         release_orphans()
-        host = tensor
-        if not buffer.is_direct(tensor):
-            (host,), _ = buffer.HostCopies((tensor,), ()).load()
+        host = on_device.to_send(tensor)
         requests = [
             self._mpi.Isend(buffer.byte_range(host, start, length), dst, tag) for start, length in buffer.pieces(host.nbytes)
         ]
@@ -115,11 +113,7 @@ class PointToPoint(Execution):
             arguments.rank(where, src, "src", self.size)
         arguments.tag(where, tag, self._comm.max_tag)
         release_orphans()
-        copies: buffer.HostCopies | None = None
-        host = tensor
-        if not buffer.is_direct(tensor):
-            copies = buffer.HostCopies((), (tensor,))
-            _, (host,) = copies.load()
+        host, arrive = on_device.to_receive(tensor)
         spans = list(buffer.pieces(host.nbytes))
         if src is None and len(spans) > 1:
             raise ValueError(f"{where} from any source takes at most {buffer.MAX_COUNT} bytes; got {host.nbytes}; name src")
@@ -133,8 +127,7 @@ class PointToPoint(Execution):
                     f"{where} expected {host.nbytes} bytes (shape {tuple(tensor.shape)}, {tensor.dtype}); "
                     f"rank {status.Get_source()} sent {host.nbytes - spans[-1][1] + received}"
                 )
-            for event in copies.store() if copies is not None else ():
-                event.wait()
+            arrive()
             return int(status.Get_source())
 
         return self._request_work(operation, tensor, requests, finish, host, self.peers_of(src))

@@ -48,14 +48,21 @@ class Work:
         tensors: Its outputs; kept alive until the handle is dropped.
     """
 
-    __slots__ = ("_events", "future", "operation", "tensors", "where")
+    __slots__ = ("future", "operation", "tensors", "where")
 
-    def __init__(self, operation: str, tensors: Sequence[Any], where: str, events: list[Any] | None = None) -> None:
+    def __init__(
+        self,
+        operation: str,
+        tensors: Sequence[Any],
+        where: str,
+        events: list[Any] | None = None,
+        fence: Callable[[], Any] | None = None,
+    ) -> None:
         self.operation = operation
         self.tensors = tensors
         self.where = where
-        self.future: Future[Sequence[Any]] = Future()
-        self._events = events  # filled by the executing thread: CUDA events after which the outputs are ready
+        # The executing thread fills ``events``: on a device, the results are behind them.
+        self.future: Future[Sequence[Any]] = Future(events, fence)
 
     def is_completed(self) -> bool:
         """Say whether it has ended, well or not."""
@@ -81,8 +88,6 @@ class Work:
                 if not self.future.done():
                     raise CommTimeout(f"{self.where}: {self.operation} did not end within {limit:g} s") from None
                 self.future.wait()
-        for event in self._events or ():
-            event.wait()
         return True
 
     def exception(self) -> BaseException | None:

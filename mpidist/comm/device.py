@@ -1,0 +1,203 @@
+"""A device as comm sees it: queues of work (streams), marks in them (events), and memory.
+
+The host is the simplest device: whatever is queued is done at once. The algorithms know only ``Device``, ``Stream`` and ``Event``,
+so that their order can be tested on a device of the tests that delays its work.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+Tensor = torch.Tensor
+
+_here = threading.local()
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def synchronize(self) -> None:
+        """Block the host until the work before it has ended."""
+
+    def hold(self) -> None:
+        """Let the calling thread's current stream wait for it; the host goes on."""
+
+
+class Stream(Protocol):
+    """A queue of work on the device."""
+
+    def do(self, function: Callable[[], Any]) -> None:
+        """Queue what ``function`` does with tensors."""
+
+    def wait(self, event: Any) -> None:
+        """Let what is queued from now on wait for an event."""
+
+    def record(self) -> Event:
+        """Return the place behind what has been queued so far."""
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep the tensor's memory from other uses until what has been queued so far has ended."""
+
+
+class Device(Protocol):
+    """Where tensors live that the CPU cannot, or should not, touch."""
+
+    @property
+    def down(self) -> Any:
+        """The stream for copies to the host, and for arithmetic."""
+
+    @property
+    def up(self) -> Any:
+        """The stream for copies to the device."""
+
+    def here(self) -> Event:
+        """Return the place behind what the calling thread's current stream has been given so far."""
+
+    def leave_default_stream(self) -> None:
+        """Give the calling thread, one of ours, a current stream of its own: the user's work must not wait for its callbacks."""
+
+    def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return host memory that copies reach without the CPU."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return device memory for use on ``down``."""
+
+
+class CudaEvent:
+    """An event of CUDA; ``torch.cuda.Event.wait`` would take the current device's stream, whichever that is."""
+
+    def __init__(self, device: torch.device, event: Any) -> None:
+        self.device = device
+        self.event = event
+
+    def synchronize(self) -> None:
+        """See Event.synchronize."""
+        self.event.synchronize()
+
+    def hold(self) -> None:
+        """See Event.hold."""
+        torch.cuda.current_stream(self.device).wait_event(self.event)
+
+
+class CudaStream:
+    """A stream of CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def do(self, function: Callable[[], Any]) -> None:
+        """See Stream.do."""
+        with torch.cuda.stream(self.stream):
+            function()
+
+    def wait(self, event: CudaEvent) -> None:
+        """See Stream.wait."""
+        self.stream.wait_event(event.event)
+
+    def record(self) -> CudaEvent:
+        """See Stream.record."""
+        return CudaEvent(self.device, self.stream.record_event())
+
+    def keep(self, tensor: Tensor) -> None:
+        """See Stream.keep."""
+        tensor.record_stream(self.stream)
+
+
+class CudaDevice:
+    """A GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.down = CudaStream(device)
+        self.up = CudaStream(device)
+
+    def here(self) -> CudaEvent:
+        """See Device.here."""
+        return CudaEvent(self.device, torch.cuda.current_stream(self.device).record_event())
+
+    def leave_default_stream(self) -> None:
+        """See Device.leave_default_stream."""
+        if self.device not in _here.__dict__.setdefault("devices", set()):
+            _here.devices.add(self.device)
+            torch.cuda.set_stream(torch.cuda.Stream(self.device))
+
+    def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See Device.staging; torch keeps pinned memory for later calls, and knows which copies are under way."""
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See Device.empty."""
+        with torch.cuda.stream(self.down.stream):
+            return torch.empty(numel, dtype=dtype, device=self.device)
+
+
+class HostEvent:
+    """A place in a queue that is always empty."""
+
+    def synchronize(self) -> None:
+        """See Event.synchronize."""
+
+    def hold(self) -> None:
+        """See Event.hold."""
+
+
+class HostStream:
+    """A queue whose work is done at once."""
+
+    def do(self, function: Callable[[], Any]) -> None:
+        """See Stream.do."""
+        function()
+
+    def wait(self, event: HostEvent) -> None:
+        """See Stream.wait."""
+
+    def record(self) -> HostEvent:
+        """See Stream.record."""
+        return HostEvent()
+
+    def keep(self, tensor: Tensor) -> None:
+        """See Stream.keep."""
+
+
+class HostDevice:
+    """The host as a device: for the algorithms on CPU tensors."""
+
+    def __init__(self) -> None:
+        self.down = self.up = HostStream()
+
+    def here(self) -> HostEvent:
+        """See Device.here."""
+        return HostEvent()
+
+    def leave_default_stream(self) -> None:
+        """See Device.leave_default_stream."""
+
+    def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See Device.staging."""
+        return torch.empty(numel, dtype=dtype)
+
+    empty = staging
+
+
+def device_of(tensors: Iterable[Tensor]) -> Device | None:
+    """Return the device of an operation's tensors, all on one; None if MPI can be given their memory without asking."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            return _cuda_device(tensor.device)
+    return None
+
+
+def device_at(device: torch.device | None) -> Device | None:
+    """Return the device of a name, or None for the host."""
+    return None if device is None or device.type != "cuda" else _cuda_device(device)
+
+
+@functools.cache
+def _cuda_device(device: torch.device) -> CudaDevice:
+    return CudaDevice(device)

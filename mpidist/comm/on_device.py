@@ -1,0 +1,270 @@
+"""Collectives on CUDA tensors: by device pointer where this MPI can, around our own ring, or staged through pinned memory.
+
+Which way is decided by what all ranks of a group know alike (``capability.agreed_operations``, the tuning table, sizes), because
+all must enter the same calls of MPI. Operations without a way of their own are staged as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from mpidist.comm import arithmetic, buffer, capability, extremes, movement, operations, reductions, ring, staging, tuning
+from mpidist.comm.arithmetic import Operation, Reduction
+from mpidist.comm.buffer import Order
+from mpidist.comm.communicator import Communicator
+from mpidist.comm.device import Device, device_of
+from mpidist.comm.library import MPI
+from mpidist.kernels.pack import pack, unpack
+
+Tensor = torch.Tensor
+Tensors = Sequence[torch.Tensor]
+Execute = Callable[..., None]
+Way = Callable[..., bool]  # does what an executor does, or says that it cannot and leaves everything as it was
+
+
+def placed(execute: Execute, device: Device, inputs: Tensors, outputs: Tensors, events: list[Any]) -> Execute:
+    """Return an executor that does what ``execute`` does, for tensors on a device.
+
+    Called by the thread that issues the operation.
+
+    Args:
+        events: Receives the events behind which the results are there.
+    """
+    order = Order(device, (*inputs, *outputs))
+    way = _WAYS.get(execute)
+    staged = buffer.on_host(execute, order)
+
+    def run(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any) -> None:
+        order.enter()
+        if way is None or not way(comm, order, inputs, outputs, *args):
+            staged(comm, inputs, outputs, *args)
+        events.extend(order.leave())
+
+    return run
+
+
+# --- reductions ---
+
+
+def _all_reduce(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, operation: Operation) -> bool:
+    for tensor in outputs:
+        flat = _dense(order, tensor, filled=True)
+        algorithm(comm, tensor.dtype, tensor.nbytes, operation, tensor.device)(comm, order, flat, operation)
+        _write_back(order, tensor, flat)
+    return True
+
+
+def _all_reduce_flat(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, operation: Operation) -> bool:
+    if len(outputs) == 1:
+        return _all_reduce(comm, order, inputs, outputs, operation)
+    # One launch brings them together, whatever their number.
+    parts = [_dense(order, tensor, filled=True) for tensor in outputs]
+    flat = order.device.empty(sum(part.numel() for part in parts), parts[0].dtype)
+    order.device.down.do(partial(pack, parts, flat))
+    algorithm(comm, flat.dtype, flat.nbytes, operation, flat.device)(comm, order, flat, operation)
+    stream = order.device.down
+    stream.wait(order.device.up.record())  # staged chunks go up there
+    stream.do(partial(unpack, flat, parts))
+    for tensor, part in zip(outputs, parts, strict=True):
+        _write_back(order, tensor, part)
+    return True
+
+
+def _reduce_scatter_tensor(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, operation: Operation) -> bool:
+    plan = arithmetic.reduction(outputs[0].dtype, operation)
+    if "point_to_point" not in _able(comm, outputs[0]) or not ring.applies(outputs[0].dtype, plan):
+        return False
+    for source, target in zip(inputs, outputs, strict=True):
+        flat = _dense(order, target, filled=False)
+        ring.reduce_scatter(comm, order, _dense(order, source, filled=True), flat, operation)
+        _write_back(order, target, flat)
+    return True
+
+
+def algorithm(
+    comm: Communicator, dtype: torch.dtype, nbytes: int, operation: Operation, device: torch.device, name: str | None = None
+) -> Callable[..., None]:
+    """Return the all-reduce that the tuning table names for this size, among those that can do it.
+
+    Collective: over ``comm``, the first time for a device.
+
+    Args:
+        name: Take this one, if it can; else the table's choice.
+    """
+    able, plan = _able(comm, device), arithmetic.reduction(dtype, operation)
+    can = {
+        tuning.LIBRARY: "Allreduce" in able and _is_mpis(dtype, plan),
+        tuning.RING: "point_to_point" in able and ring.applies(dtype, plan),
+        tuning.STAGED: True,
+    }
+    if name is None or not can[name]:
+        name = tuning.agreed_table(comm, device).choose(nbytes, [each for each, is_able in can.items() if is_able])
+    return _ALGORITHMS[name]
+
+
+def _is_mpis(dtype: torch.dtype, plan: Reduction) -> bool:
+    # Booleans and NaN are where MPI libraries differ; integers are averaged on the host.
+    if plan.wide is not None or dtype not in buffer.datatypes() or dtype is torch.bool or extremes.applies(dtype, plan):
+        return False
+    return not plan.divides or dtype.is_floating_point or dtype.is_complex
+
+
+def _by_library(comm: Communicator, order: Order, flat: Tensor, operation: Operation) -> None:
+    """All-reduce by one blocking call of MPI: under Open MPI its non-blocking twin crashes on device memory."""
+    plan = arithmetic.reduction(flat.dtype, operation)
+    order.device.down.do(partial(arithmetic.scale, flat, plan))
+    order.begin()
+    if comm.size > 1:
+        datatype, op = operations.types_of(flat.dtype, plan)
+        for start, count in buffer.pieces(flat.numel()):
+            comm.mpi.Allreduce(MPI.IN_PLACE, buffer.elements(flat, start, count, datatype), op)
+    order.device.down.do(partial(arithmetic.divide, flat, plan, comm.size))
+
+
+# --- movement: the executors work on addresses, whosever memory it is ---
+
+
+def _broadcast(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, root: int) -> bool:
+    is_root = comm.rank == root
+    for tensor in inputs or outputs:
+        flat = _dense(order, tensor, filled=is_root)
+        if "Bcast" in _able(comm, tensor):
+            order.begin()
+            movement.broadcast(comm, (flat,) if is_root else (), () if is_root else (flat,), root)
+        else:
+            staging.through_host(order, flat, partial(_broadcast_chunk, comm, root), reads=is_root, writes=not is_root)
+        if not is_root:
+            _write_back(order, tensor, flat)
+    return True
+
+
+def _broadcast_chunk(comm: Communicator, root: int, chunk: Tensor) -> None:
+    movement.broadcast(comm, (chunk,), (), root)
+
+
+def _moved(needed: tuple[str, ...], execute: Execute) -> Way:
+    """Return the way of an executor that moves contiguous tensors by these operations of MPI."""
+
+    def way(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, *args: Any) -> bool:
+        if not _able(comm, (*inputs, *outputs)[0]).issuperset(needed):
+            return False
+        sources = [_dense(order, tensor, filled=True) for tensor in inputs]
+        targets = [_dense(order, tensor, filled=False) for tensor in outputs]
+        order.begin()
+        order.device.down.do(partial(execute, comm, sources, targets, *args))  # a rank's own part is copied on the device
+        order.begin()
+        for tensor, target in zip(outputs, targets, strict=True):
+            _write_back(order, tensor, target)
+        return True
+
+    return way
+
+
+def _all_gather(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors) -> bool:
+    # Short ones go through one flat host buffer.
+    if max(tensor.nbytes for tensor in outputs) <= movement.FLAT_BYTES:
+        return False
+    return _moved(("point_to_point",), movement.all_gather)(comm, order, inputs, outputs)
+
+
+_ALGORITHMS: dict[str, Callable[..., None]] = {
+    tuning.LIBRARY: _by_library,
+    tuning.RING: ring.all_reduce,
+    tuning.STAGED: staging.all_reduce,
+}
+
+_WAYS: dict[Execute, Way] = {
+    reductions.all_reduce: _all_reduce,
+    reductions.all_reduce_flat: _all_reduce_flat,
+    reductions.reduce_scatter_tensor: _reduce_scatter_tensor,
+    movement.broadcast: _broadcast,
+    movement.all_gather: _all_gather,
+    movement.all_gather_into: _moved(("Allgather", "point_to_point"), movement.all_gather_into),
+    movement.all_to_all: _moved(("point_to_point",), movement.all_to_all),
+    movement.all_to_all_single: _moved(("Alltoallv", "point_to_point"), movement.all_to_all_single),
+}
+
+
+def _able(comm: Communicator, where: Tensor | torch.device) -> frozenset[str]:
+    return capability.agreed_operations(comm, where.device if isinstance(where, Tensor) else where)
+
+
+# --- messages: each side decides for itself, MPI matches bytes ---
+
+
+def to_send(tensor: Tensor) -> Tensor:
+    """Return memory that MPI may read: the tensor's own, or a copy that holds what it holds.
+
+    Blocks: until the work that produces a tensor on a device has ended.
+    """
+    if buffer.is_direct(tensor):
+        return tensor
+    device = device_of((tensor,))
+    order = None if device is None else Order(device, (tensor,))
+    if order is not None:
+        order.enter()
+        if _takes_messages(tensor):
+            order.begin()
+            return tensor
+    (host,), _ = buffer.HostCopies((tensor,), (), order).load()
+    return host
+
+
+def to_receive(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """Return memory that MPI may write, and what to call when it has: it brings the message into the tensor.
+
+    Blocks: until earlier work on a tensor on a device has ended.
+    """
+    if buffer.is_direct(tensor):
+        return tensor, lambda: None
+    device = device_of((tensor,))
+    order = None if device is None else Order(device, (tensor,))
+    if order is not None:
+        order.enter()
+        if _takes_messages(tensor):
+            order.begin()
+            return tensor, lambda: None
+    copies = buffer.HostCopies((), (tensor,), order)
+    _, (host,) = copies.load()
+
+    def arrive() -> None:
+        copies.store()
+        for event in order.leave() if order is not None else ():
+            event.hold()
+
+    return host, arrive
+
+
+def _takes_messages(tensor: Tensor) -> bool:
+    known = capability.known_operations(tensor.device)
+    return (
+        known is not None
+        and "point_to_point" in known
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+# --- tensors whose elements do not lie one behind the other ---
+
+
+def _dense(order: Order, tensor: Tensor, filled: bool) -> Tensor:
+    """Return a tensor's elements as a flat one on the device; its own memory if they lie there in order."""
+    plain = tensor.detach()
+    if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
+        return plain.view(-1)
+    dense = order.device.empty(plain.numel(), plain.dtype)
+    if filled:
+        order.device.down.do(lambda: dense.view(plain.shape).copy_(plain))
+    return dense
+
+
+def _write_back(order: Order, tensor: Tensor, dense: Tensor) -> None:
+    if dense.data_ptr() != tensor.data_ptr():
+        order.device.down.wait(order.device.up.record())
+        order.device.down.do(lambda: buffer.overwrite(tensor, dense.view(tensor.shape)))

@@ -1,0 +1,223 @@
+"""All-reduce and reduce-scatter of device memory around a ring, with our own arithmetic; MPI only moves bytes.
+
+Rank i starts the sum of shard i - 1 and sends it to rank i + 1, which adds its own part and sends it on; after W - 1 steps rank i
+holds the whole sum of shard i, and all-gather takes it around again (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations", JPDC 2009). A shard travels in chunks: one is added while the next is under way. Sums of
+narrow types travel in fp32 wherever they would be rounded more than once. Each element is computed once, so all ranks hold the
+same bits.
+
+Letters: W ranks of the group; N elements of a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from mpidist.comm import arithmetic, buffer, extremes
+from mpidist.comm.arithmetic import COMBINE, SUM, Operation, Reduction
+from mpidist.comm.buffer import Order
+from mpidist.comm.communicator import Communicator
+from mpidist.comm.device import Event
+from mpidist.comm.door import wait_all
+from mpidist.comm.shards import shard_bounds
+from mpidist.kernels.accumulate import accumulate
+from mpidist.kernels.launch import NAMES
+
+Tensor = torch.Tensor
+
+CHUNK_BYTES = 1 << 20
+_TAG = 2
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One chunk's way in one step: which part of which shard goes out, and which comes in."""
+
+    step: int
+    sent: int
+    received: int
+    start: int  # within the shard
+    numel: int  # at most; a shorter shard ends earlier
+
+
+def legs(size: int, longest: int, chunk: int, first_sent: int) -> list[Leg]:
+    """Plan W - 1 steps around the ring, each shard in chunks.
+
+    Args:
+        size: W.
+        longest: Elements of the longest shard.
+        first_sent: The shard that this rank sends first; it receives the one before it, and sends that in the next step.
+    """
+    starts = range(0, longest, chunk)
+    return [
+        Leg(step, (first_sent - step) % size, (first_sent - step - 1) % size, start, min(chunk, longest - start))
+        for step in range(size - 1)
+        for start in starts
+    ]
+
+
+def applies(dtype: torch.dtype, plan: Reduction) -> bool:
+    """Say whether torch has the arithmetic on a device."""
+    if plan.combine not in COMBINE or dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.complex32):
+        return False
+    if plan.divides and not (dtype.is_floating_point or dtype.is_complex):
+        return False  # integers are averaged as NCCL does, which is host arithmetic here
+    return plan.wide is None or dtype in arithmetic.HALVES
+
+
+def all_reduce(comm: Communicator, order: Order, flat: Tensor, operation: Operation) -> None:
+    """Reduce a flat tensor of N elements over all ranks, in place.
+
+    Collective: over the group. Blocks: until MPI has returned; the last copy may be under way on ``order.device.down``.
+    """
+    plan = arithmetic.reduction(flat.dtype, operation)
+    if comm.size == 1:
+        order.device.down.do(partial(arithmetic.scale, flat, plan))
+        return
+    if extremes.applies(flat.dtype, plan):
+        ints = _integers(order, flat, plan)
+        all_reduce(comm, order, ints, operation)
+        order.device.down.do(partial(extremes.decode, ints, flat))
+        return
+    bounds = shard_bounds(flat.numel(), comm.size)
+    shards = [flat[bounds[i] : bounds[i + 1]] for i in range(comm.size)]
+    _reduce_scatter(comm, order, shards, shards[comm.rank], operation)
+    _all_gather(comm, shards)
+
+
+def reduce_scatter(comm: Communicator, order: Order, source: Tensor, target: Tensor, operation: Operation) -> None:
+    """Reduce a flat tensor of W·N elements and keep the rank's own N in ``target``; the source stays as it is.
+
+    Collective: over the group.
+    """
+    plan = arithmetic.reduction(target.dtype, operation)
+    if comm.size == 1:
+        order.device.down.do(partial(_scaled_copy, target, source, plan))
+        return
+    if extremes.applies(target.dtype, plan):
+        ints = _integers(order, source, plan)
+        own = order.device.empty(target.numel(), ints.dtype)
+        reduce_scatter(comm, order, ints, own, operation)
+        order.device.down.do(partial(extremes.decode, own, target))
+        return
+    _reduce_scatter(comm, order, list(source.view(comm.size, -1)), target, operation)
+
+
+def _reduce_scatter(comm: Communicator, order: Order, shards: list[Tensor], target: Tensor, operation: Operation) -> None:
+    plan = arithmetic.reduction(target.dtype, operation)
+    device, rank, size = order.device, comm.rank, comm.size
+    travels_as = _travels_as(target.dtype, plan, size)
+    longest = max(shard.numel() for shard in shards)
+    chunk = max(CHUNK_BYTES // travels_as.itemsize, 1)
+    route = legs(size, longest, chunk, first_sent=(rank - 1) % size)
+    in_step = -(-longest // chunk)
+    # What a step receives, the next one sends: two buffers take turns.
+    held = [device.empty(longest, travels_as) for _ in range(min(size, 2))]
+    device.down.do(partial(_scaled_copy, held[1][: shards[(rank - 1) % size].numel()], shards[(rank - 1) % size], plan))
+    order.begin()
+    messages = _Messages(comm)
+    added: list[Event] = []
+    for place, leg in enumerate(route):
+        if leg.step:
+            added[place - in_step].synchronize()
+        messages.send(_part(held[(leg.step + 1) % 2], shards[leg.sent], leg))
+        # One receive ahead; its memory was sent from in the step before.
+        for ahead in route[len(messages.receives) : place + 2]:
+            messages.sent(len(messages.receives) - in_step)
+            messages.receive(_part(held[ahead.step % 2], shards[ahead.received], ahead))
+        messages.received(place)
+        theirs = _part(held[leg.step % 2], shards[leg.received], leg)
+        mine = _part(shards[leg.received], shards[leg.received], leg)
+        device.down.do(partial(_combine, theirs, mine, plan))
+        added.append(device.down.record())
+    total = held[(size - 2) % 2][: shards[rank].numel()]
+    device.down.do(partial(_finish, target, total, plan, size))
+    messages.end()
+    order.begin()  # the buffers are not used by MPI or the device any more
+
+
+def _all_gather(comm: Communicator, shards: list[Tensor]) -> None:
+    rank, size = comm.rank, comm.size
+    longest = max(shard.numel() for shard in shards)
+    chunk = max(CHUNK_BYTES // shards[0].element_size(), 1)
+    route = legs(size, longest, chunk, first_sent=rank)
+    in_step = -(-longest // chunk)
+    messages = _Messages(comm)
+    for place, leg in enumerate(route):
+        for ahead in route[len(messages.receives) : place + 2]:
+            messages.receive(_part(shards[ahead.received], shards[ahead.received], ahead))
+        if leg.step:
+            messages.received(place - in_step)
+        messages.send(_part(shards[leg.sent], shards[leg.sent], leg))
+    messages.end()
+
+
+class _Messages:
+    """Messages with the neighbours, in order."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._tag = comm.own_tag(_TAG)
+        self._left, self._right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        self.sends: list[Any] = []
+        self.receives: list[Any] = []
+
+    def send(self, part: Tensor) -> None:
+        self.sends.append(self._comm.mpi.Isend(buffer.as_bytes(part), self._right, self._tag))
+
+    def receive(self, part: Tensor) -> None:
+        self.receives.append(self._comm.mpi.Irecv(buffer.as_bytes(part), self._left, self._tag))
+
+    def sent(self, place: int) -> None:
+        self._wait(self.sends, place)
+
+    def received(self, place: int) -> None:
+        self._wait(self.receives, place)
+
+    def end(self) -> None:
+        wait_all([request for request in (*self.sends, *self.receives) if request is not None])
+
+    def _wait(self, requests: list[Any], place: int) -> None:
+        if place >= 0 and requests[place] is not None:
+            requests[place].Wait()
+            requests[place] = None
+
+
+def _integers(order: Order, flat: Tensor, plan: Reduction) -> Tensor:
+    ints = order.device.empty(flat.numel(), extremes.INTEGERS[flat.element_size()])
+    order.device.down.do(lambda: ints.copy_(extremes.encode(flat, plan)))
+    return ints
+
+
+def _part(memory: Tensor, shard: Tensor, leg: Leg) -> Tensor:
+    return memory[leg.start : min(leg.start + leg.numel, shard.numel())]
+
+
+def _travels_as(dtype: torch.dtype, plan: Reduction, size: int) -> torch.dtype:
+    if plan.wide is None or (size == 2 and arithmetic.rounds_once(dtype, plan) and plan.factor is None):
+        return dtype
+    return plan.wide
+
+
+def _scaled_copy(target: Tensor, source: Tensor, plan: Reduction) -> None:
+    target.copy_(source)
+    arithmetic.scale(target, plan)
+
+
+def _combine(theirs: Tensor, mine: Tensor, plan: Reduction) -> None:
+    # A rank's own part is widened on the way.
+    if plan.factor is not None:
+        mine = mine.to(theirs.dtype) * plan.factor
+    if plan.combine == SUM and theirs.dtype in NAMES and mine.dtype in NAMES:
+        accumulate(theirs, mine)
+    else:
+        COMBINE[plan.combine](theirs, mine.to(theirs.dtype))
+
+
+def _finish(target: Tensor, total: Tensor, plan: Reduction, size: int) -> None:
+    arithmetic.divide(total, plan, size)
+    target.copy_(total)
