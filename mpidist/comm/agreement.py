@@ -17,7 +17,8 @@ REFUSAL = "arguments refused"  # the fact under which a rank tells that it could
 def describe(operation: str, sequence: int, facts: Sequence[tuple[str, Any]]) -> str:
     """Write the facts on which all ranks must agree as one line: ``name=value; …``.
 
-    A fact named ``tensor`` or ``tensors`` stands for shape, dtype and kind of device; whoever collects facts need not spell them out each time.
+    A fact named ``tensor`` or ``tensors`` stands for shape, dtype and kind of device; whoever collects facts need not spell them
+    out each time.
     """
     told: list[tuple[str, Any]] = [("operation", operation), ("sequence", sequence)]
     for name, value in facts:

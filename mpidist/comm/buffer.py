@@ -90,7 +90,7 @@ class Order:
     """When an operation on a device's tensors may begin, and when its results are there: the one place that waits by event.
 
     Made by the thread that issues the operation, so that what its current stream has been given so far comes first. MPI knows
-    no streams: whoever executes lets the host wait (``begin``) before MPI reads or writes device memory, and never for more than that.
+    no streams: whoever executes lets the host wait (``begin``) before MPI touches device memory, and for no more than that.
     """
 
     def __init__(self, device: Device, tensors: Sequence[torch.Tensor]) -> None:

@@ -1,6 +1,6 @@
 """A device as comm sees it: queues of work (streams), marks in them (events), and memory.
 
-The host is the simplest device: whatever is queued is done at once. The algorithms know only ``Device``, ``Stream`` and ``Event``,
+The host is the simplest device: what is queued is done at once. The algorithms know ``Device``, ``Stream`` and ``Event`` alone,
 so that their order can be tested on a device of the tests that delays its work.
 """
 
@@ -135,6 +135,13 @@ class CudaDevice:
         """See Device.empty."""
         with torch.cuda.stream(self.down.stream):
             return torch.empty(numel, dtype=dtype, device=self.device)
+
+
+def used_here(tensor: Tensor) -> Tensor:
+    """Keep a tensor's memory until what the calling thread's current stream has been given has ended; return the tensor."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
 
 
 class HostEvent:

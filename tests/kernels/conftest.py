@@ -9,15 +9,18 @@ from mpidist.kernels import accumulate, launch, load, pack, powersgd
 from tests.kernels import host
 
 
-def use_cuda_text_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the public functions launch their kernels on CPU tensors, through the shim."""
+def use_cuda_text_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let the public functions launch their kernels on CPU tensors, through the shim; return a list that gets their names."""
+    launched: list[str] = []
 
     def on_the_cpu(file, name, device, blocks, args, threads=launch.THREADS, defines=()):
+        launched.append(name)
         host.run(file, name, blocks, args, threads, defines)
 
     for module in (accumulate, pack, powersgd):
         monkeypatch.setattr(module, "has_kernels", lambda tensor: True)
         monkeypatch.setattr(module, "launch", on_the_cpu)
+    return launched
 
 
 @pytest.fixture(params=["twin", "text", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -139,7 +139,10 @@ def test_batched_twins_multiply_the_same(device):
         assert torch.allclose(mine.m, theirs.m, atol=1e-3) and torch.allclose(mine.e, theirs.e, atol=1e-3)
 
 
-def test_orthogonalize_alone():
-    matrix = torch.randn(40, 3)
-    assert orthogonalize(matrix) is matrix
-    assert torch.allclose(matrix.t() @ matrix, torch.eye(3), atol=1e-6)
+@pytest.mark.parametrize("epsilon", [0, 1e-8])
+@pytest.mark.parametrize("shape", [(7, 1), (7, 3), (5, 5), (40, 3)])
+def test_orthogonalize_alone(shape, epsilon):
+    matrix = torch.randn(shape)
+    product = orthogonalize(matrix.clone(), epsilon)
+    assert torch.allclose(product.t() @ product, torch.eye(shape[1]), atol=1e-4)
+    assert torch.allclose(product @ (product.t() @ matrix), matrix, atol=1e-4)  # the same space

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from mpidist.comm.arithmetic import AVG
+from mpidist.comm.device import used_here
 from mpidist.comm.node_memory import NodeTensor
 from mpidist.ddp.bucket import GradBucket
-from mpidist.ddp.hooks.order import in_order, is_in_order
+from mpidist.ddp.hooks.order import in_order, is_in_order, runs_beside, stages_of
 from mpidist.ddp.process_group import native_group
 from mpidist.future import Future, completed
 
@@ -66,6 +67,9 @@ class Compressed:
     def __init__(self, hook: Hook, dtype: torch.dtype) -> None:
         self.hook = hook
         self.dtype = dtype
+        self._narrow: dict[
+            int, Tensor
+        ] = {}  # by bucket, for all steps: fresh memory is dear, and hooks know a buffer by its address
 
     @property
     def is_in_order(self) -> bool:
@@ -77,14 +81,20 @@ class Compressed:
         buffer = bucket.buffer()
         if buffer.is_complex():
             return self.hook(state, bucket)
-        bucket.set_buffer(buffer.to(self.dtype))
+        bucket.set_buffer(self._narrow_of(bucket.index(), buffer).copy_(buffer))
 
         def decompress(future: Any) -> Tensor:
             value = future.value()
             bucket.set_buffer(buffer)
-            return buffer.copy_(value[0] if isinstance(value, (list, tuple)) else value)
+            return buffer.copy_(used_here(value[0] if isinstance(value, (list, tuple)) else value))
 
         return self.hook(state, bucket).then(decompress)
+
+    def _narrow_of(self, index: int, buffer: Tensor) -> Tensor:
+        held = self._narrow.get(index)
+        if held is None or held.shape != buffer.shape or held.device != buffer.device:
+            held = self._narrow[index] = torch.empty_like(buffer, dtype=self.dtype)
+        return held
 
 
 def average(group: Any, tensor: Tensor, node_tensor: NodeTensor | None = None) -> Future[Tensor]:
@@ -96,7 +106,7 @@ def average(group: Any, tensor: Tensor, node_tensor: NodeTensor | None = None) -
     if node_tensor is not None and node_tensor.group is group:
         node_tensor.average()
         return completed(tensor)
-    if group.is_single_node:
+    if not runs_beside(group, tensor):
         group.all_reduce(tensor, AVG)
         return completed(tensor)
     return group.all_reduce(tensor, AVG, async_op=True).get_future().then(lambda future: future.value()[0])
@@ -106,4 +116,11 @@ def _compress(process_group: Any, bucket: GradBucket, dtype: torch.dtype) -> Fut
     buffer = bucket.buffer()
     if buffer.is_complex():
         return allreduce_hook(process_group, bucket)
-    return average(native_group(process_group), buffer.to(dtype)).then(lambda future: buffer.copy_(future.value()))
+    group = native_group(process_group)
+
+    def stages() -> None:
+        narrow = buffer.to(dtype)
+        group.all_reduce(narrow, AVG)
+        buffer.copy_(narrow)
+
+    return stages_of(group, buffer, stages)

@@ -3,8 +3,8 @@
 A hook of several stages starts its second collective when the first has ended, often in a future's callback. Left to itself, one
 rank would then start it before the next bucket's first collective and another after it, and different collectives would meet.
 So a bucket's stages are one operation of the group (``in_order``): whatever a hook issues has ended when the call returns, its
-callbacks run where they are attached, and the next bucket waits behind it. Between nodes that happens on the group's thread,
-beside the backward pass. A hook that promises to need no such care is called in the backward pass itself.
+callbacks run where they are attached, and the next bucket waits behind it. Between nodes, and on CUDA, that happens on the
+group's thread, beside the backward pass. A hook that promises to need no such care is called in the backward pass itself.
 """
 
 from __future__ import annotations
@@ -31,10 +31,31 @@ def is_in_order(hook: Hook) -> bool:
     return getattr(hook, "is_in_order", False)
 
 
+def runs_beside(group: Any, tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is reduced beside the backward pass, on the group's thread.
+
+    On one node a transfer of host memory is processor time, which a thread cannot hide. Between nodes it is waiting; and if the
+    tensor is on a device, the host must go on to feed the device.
+    """
+    return tensor.is_cuda or not group.is_single_node
+
+
+def stages_of(group: Any, buffer: torch.Tensor, stages: Callable[[], Any]) -> Future[torch.Tensor]:
+    """Execute ``stages()``, which reduces ``buffer`` in place, as one operation of the group; return a future of the buffer.
+
+    Blocks: until it has ended, unless it ``runs_beside``.
+    """
+    if not runs_beside(group, buffer):
+        stages()
+        return completed(buffer)
+    work = group.in_order(stages, device=buffer.device)
+    return work.get_future().then(lambda ended: (ended.value(), buffer)[1])  # raises what a stage raised
+
+
 def call(hook: Hook, state: Any, bucket: Any, group: Any) -> Future[torch.Tensor]:
     """Call ``hook(state, bucket)``; return a future of the reduced buffer.
 
-    Blocks: on one node until the bucket is reduced, because a transfer there is processor time; between nodes not.
+    Blocks: until the bucket is reduced, unless it ``runs_beside``.
 
     Raises:
         TypeError: The hook returned no future of a tensor (raised by the future, between nodes).
@@ -42,15 +63,11 @@ def call(hook: Hook, state: Any, bucket: Any, group: Any) -> Future[torch.Tensor
     if is_in_order(hook):
         return hook(state, bucket)
     values: list[torch.Tensor] = []
-    work = group.in_order(lambda: values.append(value_of(hook(state, bucket))), async_op=not group.is_single_node)
+    is_beside, device = runs_beside(group, bucket.buffer()), bucket.buffer().device
+    work = group.in_order(lambda: values.append(value_of(hook(state, bucket))), async_op=is_beside, device=device)
     if work is None:
         return completed(values[0])
-
-    def value(ended: Any) -> torch.Tensor:
-        ended.value()  # raises what the hook raised
-        return values[0]
-
-    return work.get_future().then(value)
+    return work.get_future().then(lambda ended: (ended.value(), values[0])[1])  # raises what the hook raised
 
 
 def value_of(future: Any) -> torch.Tensor:

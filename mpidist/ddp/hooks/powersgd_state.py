@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,9 @@ from mpidist.ddp.hooks.lowrank import random_like
 from mpidist.ddp.process_group import default_group, native_group
 
 Tensor = torch.Tensor
+T = TypeVar("T")
+
+_OWN = ("process_group", "_kept")  # what neither a file nor a copy takes along
 
 _log = logging.getLogger(__name__)
 
@@ -88,17 +91,30 @@ class PowerSGDState:
         self.q_memory_dict: dict[str, Tensor] = {}
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
+        self._kept: dict[int, tuple[Any, Any]] = {}  # by bucket; made again when the bucket has changed
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the group."""
         warnings.warn("a PowerSGD state is saved or copied without its process group", stacklevel=2)
-        return {name: value for name, value in self.__dict__.items() if name != "process_group"}
+        return {name: value for name, value in self.__dict__.items() if name not in _OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take everything, and the default group."""
         self.__dict__.update(state)
+        self._kept = {}
         self.process_group = default_group() if torch.distributed.is_initialized() else None
         warnings.warn("a loaded PowerSGD state is on the default process group; set process_group for another", stacklevel=2)
+
+    def kept(self, index: int, what: Any, make: Callable[[], T]) -> T:
+        """Return what ``make()`` returned for a bucket when it was last made, if that was for the same ``what``."""
+        held = self._kept.get(index)
+        if held is None or held[0] != what:
+            held = self._kept[index] = (what, make())
+        return held[1]
+
+    def forget(self, index: int) -> None:
+        """Have what is ``kept`` for a bucket made again."""
+        self._kept.pop(index, None)
 
     def consolidated(self) -> PowerSGDState:
         """Return a state with the mean of all ranks' errors, which one file can hold for all.
@@ -156,6 +172,8 @@ class PowerSGDState:
     def start_q(self, name: str, q: Tensor, step: int) -> None:
         """Fill ``q`` with the last step's, or with random values that all ranks share."""
         last = self.q_memory_dict.get(name) if self.warm_start else None
+        if last is q:
+            return
         if last is not None and last.shape == q.shape:
             q.copy_(last)
         else:
@@ -186,7 +204,8 @@ def merged(states: Sequence[PowerSGDState]) -> PowerSGDState:
 def _sibling(state: PowerSGDState) -> PowerSGDState:
     """Copy a state and its tensors; the group stays the same object."""
     sibling = PowerSGDState.__new__(PowerSGDState)
-    sibling.__dict__.update({name: copy.copy(value) for name, value in state.__dict__.items() if name != "process_group"})
+    sibling.__dict__.update({name: copy.copy(value) for name, value in state.__dict__.items() if name not in _OWN})
+    sibling._kept = {}
     sibling.process_group = state.process_group
     sibling.error_dict = {name: error.clone() for name, error in state.error_dict.items()}
     sibling.q_memory_dict = {name: q.clone() for name, q in state.q_memory_dict.items()}

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from mpidist.ddp.bucket import Bucket, GradBucket
-from mpidist.ddp.hooks import lowrank
-from mpidist.ddp.hooks.lowrank import orthogonalize
 from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.module import DistributedDataParallel
+from tests.kernels.conftest import use_cuda_text_on_the_cpu
 from tests.support import agree
 
 SHAPES = {"a": (12, 20), "b": (12,), "conv": (8, 3, 5, 5), "c": (12, 20), "empty": (0, 4), "scalar": ()}
@@ -159,22 +158,39 @@ def test_the_statistics_are_what_is_sent(group, hook, in_thread, monkeypatch):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_the_whole_rest_is_reduced_first_and_beside_the_product(group, in_thread, monkeypatch):
-    monkeypatch.setattr(type(group), "is_single_node", not in_thread)
-    happened = []
+def test_a_bucket_takes_two_collectives_and_five_launches(group, monkeypatch):
+    """On the CUDA text, run on the CPU: as many as on a GPU, and the numbers of torch's operations."""
+    twin, text = state_of(group, 2), state_of(group, 2)
+    wanted = [bucket_of(group.rank, seed=step) for step in range(3)]
+    for bucket in wanted:
+        powerSGD_hook(twin, GradBucket(bucket, 0, True)).wait()
+    launched = use_cuda_text_on_the_cpu(monkeypatch)
+    sent = []
+    call = group.all_reduce
+    monkeypatch.setattr(group, "all_reduce", lambda *args, **kwargs: (sent.append(args), call(*args, **kwargs))[1])
+    bucket = bucket_of(group.rank)
+    for step in range(3):
+        bucket.flat.copy_(bucket_of(group.rank, seed=step).flat)
+        powerSGD_hook(text, GradBucket(bucket, 0, True)).wait()
+        agree(group, torch.allclose(bucket.flat, wanted[step].flat, atol=1e-4), f"step {step}")
+        agree(group, len(launched) == 5 * (step + 1) and len(sent) == 2 * (step + 1), f"{launched} {len(sent)}")
+    for name, error in twin.error_dict.items():
+        agree(group, torch.allclose(error, text.error_dict[name], atol=1e-4), name)
 
-    def noting(owner, name, text):
-        call = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a, **k: (happened.append((text, k.get("async_op"))), call(*a, **k))[1])
 
-    noting(group, "all_reduce_coalesced", "rest")
-    noting(group, "all_reduce", "thin")
-    noting(lowrank, "compute_ps", "product")
-    powerSGD_hook(state_of(group, 2), GradBucket(bucket_of(group.rank), 0, True)).wait()
-    names = [name for name, _ in happened]
-    agree(group, names == ["rest", "product", "thin", "thin"], str(happened))
-    agree(group, happened[0][1] == in_thread, "between nodes the rest is under way while the product is computed")
+@pytest.mark.mpi
+def test_nothing_is_made_again_in_a_later_step(group):
+    state = state_of(group, 2)
+    bucket = bucket_of(group.rank)
+    powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
+    kept, q = dict(state._kept), dict(state.q_memory_dict)
+    powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
+    agree(group, state._kept == kept and all(state.q_memory_dict[name] is q[name] for name in q))
+    state.error_dict["a"] = torch.ones(SHAPES["a"])  # as loaded from a file
+    view = bucket.views[0]
+    given = view.clone()
+    powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
+    agree(group, torch.allclose(view + state.error_dict["a"], given + 1, atol=1e-5))
 
 
 @pytest.mark.mpi
@@ -217,15 +233,6 @@ def test_volume_on_resnet18(rank, rate):
     before = vectors + sum(n * m for n, m in matrices)
     after = vectors + sum(min(n * m, (n + m) * min(n, m, rank)) for n, m in matrices)
     assert round(before / after) == pytest.approx(rate, rel=0.03)
-
-
-@pytest.mark.parametrize("epsilon", [0, 1e-8])
-@pytest.mark.parametrize("shape", [(7, 1), (7, 3), (5, 5)])
-def test_orthogonalize(shape, epsilon):
-    matrix = torch.randn(shape)
-    product = orthogonalize(matrix.clone(), epsilon)
-    assert torch.allclose(product.t() @ product, torch.eye(shape[1]), atol=1e-4)
-    assert torch.allclose(product @ (product.t() @ matrix), matrix, atol=1e-4)  # the same space
 
 
 @pytest.mark.parametrize(

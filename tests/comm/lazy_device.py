@@ -1,0 +1,90 @@
+"""A device whose streams put work off until somebody waits for it, or do it at a moment nobody chose: code that forgets to wait
+reads old values. Its memory is the host's, so MPI can be given it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class LazyEvent:
+    def __init__(self, device: LazyDevice, stream: LazyStream, place: int) -> None:
+        self.device, self.stream, self.place = device, stream, place
+
+    def synchronize(self) -> None:
+        with self.device.lock:
+            self.stream.run_to(self.place)
+
+    def hold(self) -> None:
+        self.device.current().wait(self)
+
+
+class LazyStream:
+    def __init__(self, device: LazyDevice) -> None:
+        self.device = device
+        self.queue: list[Callable[[], Any]] = []
+        self.done = 0
+        device.streams.append(self)
+
+    def do(self, function: Callable[[], Any]) -> None:
+        with self.device.lock:
+            self.queue.append(function)
+            self.device.drift()
+
+    def wait(self, event: LazyEvent) -> None:
+        self.do(event.synchronize)
+
+    def record(self) -> LazyEvent:
+        with self.device.lock:
+            event = LazyEvent(self.device, self, len(self.queue))
+            self.device.drift()
+            return event
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """The host's memory is kept by those who refer to it."""
+
+    def run_to(self, place: int) -> None:
+        while self.done < place:
+            function = self.queue[self.done]
+            self.done += 1
+            function()
+
+
+class LazyDevice:
+    """A device; ``seed`` None does nothing before it must, a number draws what is done when."""
+
+    def __init__(self, seed: int | None) -> None:
+        self.lock = threading.RLock()
+        self.streams: list[LazyStream] = []
+        self.down, self.up = LazyStream(self), LazyStream(self)
+        self._of_thread = threading.local()
+        self._default = LazyStream(self)
+        self._random = None if seed is None else random.Random(seed)
+
+    def current(self) -> LazyStream:
+        return getattr(self._of_thread, "stream", self._default)
+
+    def here(self) -> LazyEvent:
+        return self.current().record()
+
+    def leave_default_stream(self) -> None:
+        if not hasattr(self._of_thread, "stream"):
+            self._of_thread.stream = LazyStream(self)
+
+    def staging(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        # Whoever reads what was not written yet must not find the right values by luck.
+        return torch.randint(-100, 100, (numel * dtype.itemsize,), dtype=torch.int8).view(dtype)
+
+    empty = staging
+
+    def drift(self) -> None:
+        """Let some streams go on, by chance."""
+        if self._random is None:
+            return
+        for stream in self.streams:
+            if self._random.random() < 0.3:
+                stream.run_to(min(len(stream.queue), stream.done + self._random.randint(1, 3)))
