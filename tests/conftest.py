@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import agree
+from tests.support import OnDevice, agree
 
 
 @pytest.hookimpl(trylast=True)
@@ -50,6 +50,16 @@ def group(world, request):
     gc.collect()
     left = [t.name for t in threading.enumerate() if t.name == f"mpidist-{name}"]
     agree(world, not left, f"threads left by {name}: {left}")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Return where the test's tensors are: those that it makes without naming a device, values of the host's generators."""
+    if request.param == "cpu":
+        yield torch.device("cpu")
+        return
+    with OnDevice(torch.device("cuda", 0)) as mode:
+        yield mode.device
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from mpidist.comm.launch import without_launcher
 
@@ -86,6 +88,21 @@ def started(command: Sequence[str], timeout_s: float, env: dict[str, str] | None
         stdin=subprocess.DEVNULL,
         check=False,
     )
+
+
+class OnDevice(TorchFunctionMode):
+    """Has tensors made on a device, but computed on the host, so that random ones are the same on all devices."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if func not in _device_constructors() or kwargs.get("device") is not None:
+            return made
+        return made.detach().to(self.device).requires_grad_(made.requires_grad)
 
 
 # --- naive twins: short and obviously right ---

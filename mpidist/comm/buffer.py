@@ -173,7 +173,7 @@ class HostCopies:
         elif filled:
             twin = tensor.detach().resolve_conj().resolve_neg().contiguous()
         else:
-            twin = torch.empty(tensor.shape, dtype=tensor.dtype)
+            twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         self._twins[id(tensor)] = twin
         return twin
 

@@ -52,6 +52,6 @@ class Communicator:
         """
         held = self._scratch.get((dtype, slot))
         if held is None or held.numel() < numel:
-            held = torch.empty(numel, dtype=dtype)
+            held = torch.empty(numel, dtype=dtype, device="cpu")
             self._scratch[dtype, slot] = held
         return held[:numel]

@@ -129,7 +129,7 @@ class CudaDevice:
 
     def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See Device.staging; torch keeps pinned memory for later calls, and knows which copies are under way."""
-        return torch.empty(numel, dtype=dtype, pin_memory=True)
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See Device.empty."""
@@ -187,7 +187,7 @@ class HostDevice:
 
     def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See Device.staging."""
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     empty = staging
 

@@ -44,7 +44,7 @@ class _Pickler(pickle.Pickler):
 
 def _rebuild_tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
     if memoryview(raw).nbytes == 0:
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
     else:
         view = memoryview(raw)
         # In-band pickles hand out read-only bytes; a tensor must own memory it may write.

@@ -80,7 +80,7 @@ class NodeTensor:
         total = mine
         if mine.dtype in _NARROW:
             if self._scratch is None:
-                self._scratch = torch.empty(_BLOCK_BYTES // mine.element_size())
+                self._scratch = torch.empty(_BLOCK_BYTES // mine.element_size(), dtype=torch.float32, device="cpu")
             total = self._scratch[: end - start].copy_(mine)
         for other in self._others:
             total.add_(other[start:end])
@@ -109,10 +109,10 @@ def share(group: Any, nbytes: int) -> NodeMemory | None:
     own = _map(file, nbytes)
     if own is not None:
         own[:8] = token.to_bytes(8, "little")
-    facts = torch.empty(group.size * 3, dtype=torch.int64)
-    group.all_gather_into_tensor(facts, torch.tensor([os.getpid(), file, token]))
+    facts = torch.empty(group.size * 3, dtype=torch.int64, device="cpu")
+    group.all_gather_into_tensor(facts, torch.tensor([os.getpid(), file, token], device="cpu"))
     maps = _mapped(group.rank, own, facts.view(-1, 3).tolist(), nbytes)
-    reaches_all = torch.tensor([maps is not None], dtype=torch.int64)
+    reaches_all = torch.tensor([maps is not None], dtype=torch.int64, device="cpu")
     group.all_reduce(reaches_all, MIN)
     if file >= 0:
         os.close(file)  # all have mapped it, or nobody will use it

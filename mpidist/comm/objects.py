@@ -167,8 +167,8 @@ def _broadcast(comm: Communicator, inputs: Any, outputs: Any, message: Message |
 
 
 def _all_gather(comm: Communicator, inputs: Any, outputs: Any, data: bytearray, parts: list[Any]) -> None:
-    mine = torch.tensor([len(data)], dtype=torch.int64)
-    lengths = torch.empty(comm.size, dtype=torch.int64)
+    mine = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+    lengths = torch.empty(comm.size, dtype=torch.int64, device="cpu")
     comm.mpi.Allgather(buffer.as_bytes(mine), (buffer.memory(lengths.data_ptr(), lengths.nbytes), 8, MPI.BYTE))
     counts = lengths.tolist()
     if max(counts) <= _SMALL_BYTES:

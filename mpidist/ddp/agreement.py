@@ -60,7 +60,7 @@ def used_somewhere(group: Any, has_gradient: Sequence[bool], surplus: Sequence[s
     Raises:
         RuntimeError: On all ranks, if there is no gradient at all, or a surplus anywhere.
     """
-    table = torch.tensor([*has_gradient, len(surplus)], dtype=torch.int32)
+    table = torch.tensor([*has_gradient, len(surplus)], dtype=torch.int32, device="cpu")
     group.all_reduce(table, SUM)
     *used, complaints = table.tolist()
     if complaints:
@@ -82,7 +82,7 @@ def require_all_gradients(group: Any, missing: Sequence[str], surplus: Sequence[
     Raises:
         RuntimeError: On all ranks, naming the parameters and the ranks.
     """
-    table = torch.tensor([len(missing), len(surplus)])
+    table = torch.tensor([len(missing), len(surplus)], device="cpu")
     group.all_reduce(table, SUM)
     absent, complaints = table.tolist()
     if complaints:

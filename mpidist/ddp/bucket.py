@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mpidist.comm.node_memory import NodeMemory, NodeTensor
+from mpidist.kernels.pack import pack, unpack
 
 Tensor = torch.Tensor
 
@@ -58,11 +59,33 @@ class Bucket:
         Raises:
             RuntimeError: A gradient is sparse.
         """
+        if self.flat.is_cuda:
+            self._collect_together(as_views)
+            return
         for view, parameter in zip(self.views, self.parameters, strict=True):
             if parameter.grad is None:
                 view.zero_()
             else:
                 take(parameter, view, as_views)
+
+    def _collect_together(self, as_views: bool) -> None:
+        """Do the same in as few launches as possible: one, if every gradient is there and in its parameter's layout."""
+        views, gradients, missing = [], [], []
+        for view, parameter in zip(self.views, self.parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                missing.append(view)
+            elif gradient is not view:
+                require_dense(gradient)
+                views.append(view)
+                gradients.append(gradient.detach())
+        if missing:
+            torch._foreach_zero_(missing)
+        copy_together(views, gradients, self.flat, is_pack=True)
+        if as_views:
+            for view, parameter in zip(self.views, self.parameters, strict=True):
+                if parameter.grad is not None:
+                    parameter.grad = view
 
     def hand_back(self, used: Sequence[bool], as_views: bool) -> None:
         """Bring the reduced bucket into the gradients.
@@ -82,8 +105,7 @@ class Bucket:
             else:
                 targets.append(gradient.detach())
                 sources.append(view)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        copy_together(sources, targets, self.flat, is_pack=False)
 
 
 def take(parameter: Tensor, view: Tensor, as_view: bool) -> None:
@@ -95,11 +117,37 @@ def take(parameter: Tensor, view: Tensor, as_view: bool) -> None:
     gradient = parameter.grad
     if gradient is view or gradient is None:
         return
-    if gradient.layout is not torch.strided:
-        raise RuntimeError(f"mpidist's DDP takes dense gradients; got layout {gradient.layout} (use sparse=False)")
+    require_dense(gradient)
     view.copy_(gradient.detach() if gradient.requires_grad else gradient)
     if as_view:
         parameter.grad = view
+
+
+def require_dense(gradient: Tensor) -> None:
+    """Refuse a sparse gradient.
+
+    Raises:
+        RuntimeError: It is one.
+    """
+    if gradient.layout is not torch.strided:
+        raise RuntimeError(f"mpidist's DDP takes dense gradients; got layout {gradient.layout} (use sparse=False)")
+
+
+def copy_together(views: Sequence[Tensor], tensors: Sequence[Tensor], flat: Tensor, is_pack: bool) -> None:
+    """Copy tensors into views of ``flat``, or back; one launch if they are all of it and laid out as the views are."""
+    if not views:
+        return
+    is_all = sum(view.numel() for view in views) == flat.numel()
+    if is_all and all(_alike(view, tensor) for view, tensor in zip(views, tensors, strict=True)):
+        pack(tensors, flat) if is_pack else unpack(flat, tensors)
+    elif is_pack:
+        torch._foreach_copy_(list(views), list(tensors))
+    else:
+        torch._foreach_copy_(list(tensors), list(views))
+
+
+def _alike(view: Tensor, tensor: Tensor) -> bool:
+    return view.stride() == tensor.stride() and view.dtype == tensor.dtype
 
 
 class GradBucket:

@@ -43,8 +43,8 @@ def exchange(group: Any, has_inputs: bool, averages: bool = False, syncs_buffers
     Raises:
         DisagreementError: On all ranks, if those with inputs do not do the same.
     """
-    own = torch.tensor([has_inputs, averages, syncs_buffers], dtype=torch.uint8)
-    table = torch.empty(group.size * 3, dtype=torch.uint8)
+    own = torch.tensor([has_inputs, averages, syncs_buffers], dtype=torch.uint8, device="cpu")
+    table = torch.empty(group.size * 3, dtype=torch.uint8, device="cpu")
     group.all_gather_into_tensor(table, own)
     rows = [(rank, plans) for rank, (present, *plans) in enumerate(table.view(-1, 3).tolist()) if present]
     if not rows:
@@ -81,7 +81,7 @@ def joined(module: Any, group: Any, throws: bool) -> Iterator[None]:
 
 def last_joiner(group: Any, is_last: bool) -> int:
     """Return the highest rank that had inputs to the end. Collective: over the group."""
-    root = torch.tensor([group.rank if is_last else -1])
+    root = torch.tensor([group.rank if is_last else -1], device="cpu")
     group.all_reduce(root, MAX)
     return int(root)
 

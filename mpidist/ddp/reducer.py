@@ -113,7 +113,7 @@ class Reducer:
         Collective: over the group, before a forward pass. Rank 0's order holds for all.
         """
         if not self._is_rebuilt and self._order is not None:
-            arrived = torch.tensor(self._order)
+            arrived = torch.tensor(self._order, device="cpu")
             self._group.broadcast(arrived, 0)
             self._is_rebuilt, self._order = True, None
             planned = self._planned(arrived.tolist())
@@ -198,8 +198,9 @@ class Reducer:
         if left < 0:
             self._surplus.append(self._told_of_surplus(place))  # raised on all ranks, at the end
             return
-        # At once: it is still in the cache, and its memory serves the next one.
-        take(parameter, self._views[place], self._as_views)
+        if not parameter.is_cuda:  # there the whole bucket is one launch
+            # At once: it is still in the cache, and its memory serves the next one.
+            take(parameter, self._views[place], self._as_views)
         if self._arrivals.may_leave:
             for index in self._arrivals.take_ready():
                 self._launch(index)
@@ -226,8 +227,7 @@ class Reducer:
             bucket.node_tensor.average()
             future = None
         elif self._hook is None:
-            # On one node a transfer is processor time, which a thread cannot hide; between nodes it runs beside backward.
-            work = self._group.all_reduce(bucket.flat, AVG, async_op=not self._group.is_single_node)
+            work = self._group.all_reduce(bucket.flat, AVG, async_op=order.runs_beside(self._group, bucket.flat))
             future = None if work is None else work.get_future()
         else:
             hook, state = self._hook

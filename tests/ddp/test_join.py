@@ -10,7 +10,7 @@ from mpidist.errors import DisagreementError
 from tests.ddp.nets import BATCH, Net, backward, close, same_everywhere, sgd
 from tests.support import agree, raises_on_all
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 
 
 def inputs_of(rank, size, order):

@@ -13,7 +13,7 @@ from mpidist.errors import DisagreementError
 from tests.ddp.nets import Net, backward, close, data, loss_of, reference, same_everywhere, sgd, train
 from tests.support import agree, raises_on_all
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 
 HOOKS = {
     "none": None,

@@ -15,7 +15,7 @@ from mpidist.errors import MpidistError
 from tests.ddp.nets import Net, backward, close, reference, same_everywhere, sgd, train
 from tests.support import agree, raises_on_all
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 
 
 def test_state_dict_has_torchs_names(group):

@@ -7,7 +7,7 @@ from mpidist import ddp as mddp
 from mpidist.ddp.module import DistributedDataParallel
 from tests.support import agree
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 
 BATCH, STEPS = 6, 10
 OPTIMIZERS = {
@@ -34,7 +34,7 @@ def batches(rank, step):
 
 
 def hash_of(module):
-    return b"".join(p.detach().numpy().tobytes() for p in module.parameters())
+    return b"".join(p.detach().cpu().numpy().tobytes() for p in module.parameters())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

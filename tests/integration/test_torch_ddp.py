@@ -18,7 +18,7 @@ from tests.integration.training import (
     share,
 )
 
-pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group", "device")]
 
 
 def train(world, model, branch=None):

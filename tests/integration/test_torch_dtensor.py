@@ -7,7 +7,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 from tests.support import agree
 
-pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group", "device")]
 
 
 def matrix(rows, columns, seed=0):
@@ -17,17 +17,17 @@ def matrix(rows, columns, seed=0):
 
 @pytest.mark.parametrize("source", [Replicate(), Shard(0), Shard(1)], ids=str)
 @pytest.mark.parametrize("target", [Replicate(), Shard(0), Shard(1)], ids=str)
-def test_redistribute(world, source, target):
-    mesh = init_device_mesh("cpu", (world.size,))
+def test_redistribute(world, device, source, target):
+    mesh = init_device_mesh(device.type, (world.size,))
     whole = matrix(7, 5)  # divided evenly by no number of ranks in 2, 3, 4
     moved = distribute_tensor(whole, mesh, [source]).redistribute(placements=[target])
     agree(world, moved.placements == (target,) and torch.equal(moved.full_tensor(), whole), f"{moved}")
 
 
-def test_partial_sums_become_whole(world):
+def test_partial_sums_become_whole(world, device):
     from torch.distributed.tensor import DTensor
 
-    mesh = init_device_mesh("cpu", (world.size,))
+    mesh = init_device_mesh(device.type, (world.size,))
     mine = matrix(4, 3) * (world.rank + 1)
     expected = matrix(4, 3) * sum(range(1, world.size + 1))
     partial = DTensor.from_local(mine, mesh, [Partial()])
@@ -37,15 +37,15 @@ def test_partial_sums_become_whole(world):
 
 @pytest.mark.parametrize("left", [Replicate(), Shard(0), Shard(1)], ids=str)
 @pytest.mark.parametrize("right", [Replicate(), Shard(0), Shard(1)], ids=str)
-def test_matmul(world, left, right):
-    mesh = init_device_mesh("cpu", (world.size,))
+def test_matmul(world, device, left, right):
+    mesh = init_device_mesh(device.type, (world.size,))
     a, b = matrix(6, 7), matrix(7, 4, seed=1)
     product = distribute_tensor(a, mesh, [left]) @ distribute_tensor(b, mesh, [right])
     agree(world, torch.equal(product.full_tensor(), a @ b), f"{product}")
 
 
-def test_gradients_flow_through_a_sharded_product(world):
-    mesh = init_device_mesh("cpu", (world.size,))
+def test_gradients_flow_through_a_sharded_product(world, device):
+    mesh = init_device_mesh(device.type, (world.size,))
     a, b = matrix(6, 7).requires_grad_(), matrix(7, 4, seed=1).requires_grad_()
     (a @ b).sum().backward()
     there = [distribute_tensor(t.detach(), mesh, [Shard(0)]).requires_grad_() for t in (a, b)]
@@ -55,10 +55,10 @@ def test_gradients_flow_through_a_sharded_product(world):
 
 
 @pytest.mark.mpi(min_size=4)
-def test_two_dimensions(world):
+def test_two_dimensions(world, device):
     if world.size % 2:
         pytest.skip("needs an even number of ranks")
-    mesh = init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("rows", "columns"))
+    mesh = init_device_mesh(device.type, (2, world.size // 2), mesh_dim_names=("rows", "columns"))
     a, b = matrix(6, 7), matrix(7, 4, seed=1)
     for left in ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Replicate(), Shard(0)]):
         there = distribute_tensor(a, mesh, left)

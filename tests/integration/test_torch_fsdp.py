@@ -8,7 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.integration.training import STEPS, assert_trained, loss, net, reference, sgd, share
 from tests.support import agree
 
-pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group", "device")]
 
 
 def sharded(mesh, **options):
@@ -29,29 +29,29 @@ def train(world, model):
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_fully_shard(world, reshard):
-    mesh = init_device_mesh("cpu", (world.size,))
+def test_fully_shard(world, device, reshard):
+    mesh = init_device_mesh(device.type, (world.size,))
     weights = train(world, sharded(mesh, reshard_after_forward=reshard))
     assert_trained(world, weights, reference(world.size))
 
 
 @pytest.mark.mpi(min_size=4)
-def test_sharded_in_rows_and_replicated_in_columns(world):
+def test_sharded_in_rows_and_replicated_in_columns(world, device):
     if world.size % 2:
         pytest.skip("needs an even number of ranks")
-    mesh = init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, (2, world.size // 2), mesh_dim_names=("replicate", "shard"))
     assert_trained(world, train(world, sharded(mesh)), reference(world.size))
 
 
-def test_mixed_precision(world):
-    mesh = init_device_mesh("cpu", (world.size,))
+def test_mixed_precision(world, device):
+    mesh = init_device_mesh(device.type, (world.size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float64)
     weights = train(world, sharded(mesh, mp_policy=policy))
     assert_trained(world, weights, reference(world.size), 5e-2)
 
 
-def test_shards_are_small_and_whole(world):
-    model = sharded(init_device_mesh("cpu", (world.size,)))
+def test_shards_are_small_and_whole(world, device):
+    model = sharded(init_device_mesh(device.type, (world.size,)))
     weight = model.first.weight
     rows = world.all_gather_object(weight.to_local().shape[0])
     whole = weight.full_tensor()

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.integration.training import assert_trained, loss, net, sgd, share
 from tests.support import agree
 
-pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group", "device")]
 
 _ROUNDS = 3
 

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.integration.training import STEPS, assert_trained, loss, net, reference, share
 from tests.support import agree
 
-pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group", "device")]
 
 
 def adam(parameters):

@@ -82,7 +82,7 @@ def assert_trained(world, weights: Iterable[torch.Tensor], expected: nn.Module, 
     """Require the same bits on every rank, and values within ``tolerance`` of the reference's."""
     mine = torch.cat([w.detach().reshape(-1) for w in weights])
     wanted = torch.cat([w.detach().reshape(-1) for w in expected.parameters()])
-    digests = world.all_gather_object(hashlib.sha256(mine.numpy().tobytes()).hexdigest())
+    digests = world.all_gather_object(hashlib.sha256(mine.cpu().numpy().tobytes()).hexdigest())
     agree(world, len(set(digests)) == 1, f"weights differ between ranks: {digests}")
     far = (mine - wanted).abs().max().item()
     agree(world, far <= tolerance, f"weights differ from one process's by {far:g}")

@@ -108,4 +108,6 @@ def random_like(matrix: Tensor, seed: str) -> Tensor:
     # ``hash`` differs between processes.
     number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=7).digest(), "little")
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(matrix.shape, generator=generator).to(dtype=matrix.dtype, device=matrix.device)
+    return torch.randn(matrix.shape, generator=generator, dtype=torch.float32, device="cpu").to(
+        dtype=matrix.dtype, device=matrix.device
+    )

@@ -9,7 +9,7 @@ from mpidist.ddp.hooks import default
 from mpidist.ddp.module import DistributedDataParallel
 from tests.support import agree
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 
 
 def gradients(group, state, hook):

@@ -15,7 +15,7 @@ from mpidist.future import Future, completed
 from tests.ddp.nets import same_everywhere
 from tests.support import agree, raises_on_all
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 
 
 @pytest.fixture(params=[False, True], ids=["in line", "on the group's thread"])
