@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import devices
 import timing
 import torch
 import torch.distributed as dist
@@ -64,8 +65,13 @@ def _gloo() -> Any:
 
 def _communication_alone(trained: timing.Contender) -> timing.Contender:
     """Return the all-reduce of all gradients in one piece: what a step would wait for if it could hide nothing."""
-    flat = torch.zeros(sum(t.numel() for t in trained.outputs))
-    return timing.Contender("communication alone", (lambda: dist.all_reduce(flat),), (flat,))
+    flat = trained.outputs[0].new_zeros(sum(t.numel() for t in trained.outputs))
+
+    def call() -> None:
+        dist.all_reduce(flat)
+        devices.synchronize(flat.device)
+
+    return timing.Contender("communication alone", (call,), (flat,))
 
 
 if __name__ == "__main__":

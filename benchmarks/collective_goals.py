@@ -74,9 +74,9 @@ GOALS = (
 )
 
 
-def judge(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def judge(results: Sequence[dict[str, Any]], goals: Sequence[Goal] = GOALS) -> list[dict[str, Any]]:
     """Hold each goal against the results of a run, as they stand in its JSON; the worst size decides."""
-    return [_judge(goal, results) for goal in GOALS]
+    return [_judge(goal, results) for goal in goals]
 
 
 def _judge(goal: Goal, results: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import devices
 import numpy as np
 import psutil
 import torch
@@ -18,11 +19,16 @@ import mpidist
 _SETTINGS = ("OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_mpi_ft_enable", "GLOO_SOCKET_IFNAME")
 
 
-def describe(comm: Any) -> dict[str, Any]:
-    """Describe the job. Collective over ``comm``, an mpi4py communicator of all ranks."""
+def describe(comm: Any, device: torch.device | None = None) -> dict[str, Any]:
+    """Describe the job. Collective over ``comm``, an mpi4py communicator of all ranks.
+
+    Args:
+        device: Named in the description if it is a GPU.
+    """
     from mpi4py import MPI
 
     vendor, numbers = MPI.get_vendor()
+    on_gpu = {"device": devices.describe(device)} if device is not None and device.type == "cuda" else {}
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "ranks": comm.Get_size(),
@@ -43,7 +49,13 @@ def describe(comm: Any) -> dict[str, Any]:
         "load_average": [round(load, 2) for load in psutil.getloadavg()],
         "cores_of_ranks": comm.allgather(sorted(os.sched_getaffinity(0))),
         "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
+        **on_gpu,
     }
+
+
+def processor(record: dict[str, Any]) -> str:
+    """Return the name of what computed: the GPU, or the CPU."""
+    return record["device"]["name"] if "device" in record else record["cpu"]
 
 
 def binding(record: dict[str, Any]) -> str:

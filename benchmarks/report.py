@@ -22,6 +22,8 @@ _PAIRS = (
     ("native", "mpi4py"),
     ("mpidist", "mpidist fp32"),
     ("native", "native fp32"),
+    ("staged", "library"),
+    ("staged", "ring"),
 )
 _COLORS = {
     "gloo": "tab:red",
@@ -30,6 +32,9 @@ _COLORS = {
     "native": "tab:cyan",
     "mpidist fp32": "tab:green",
     "native fp32": "tab:olive",
+    "library": "tab:blue",
+    "ring": "tab:green",
+    "staged": "tab:red",
 }
 
 
@@ -87,7 +92,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(4.2 * columns, 3.4 * lines + 1), layout="constrained")
     about = record["environment"]
     figure.suptitle(
-        f"Collectives on {about['ranks']} ranks, {about['mpi_library']}, torch {about['torch']}, {about['cpu']}\n"
+        f"Collectives on {about['ranks']} ranks, {about['mpi_library']}, torch {about['torch']}, {environment.processor(about)}\n"
         f"slowest rank, median of {record['rounds']} rounds and p10–p90; {environment.binding(about).split(':')[0]}",
         fontsize="medium",
     )

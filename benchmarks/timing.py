@@ -30,6 +30,9 @@ class Contender:
     outputs: tuple[torch.Tensor, ...]  # where its results appear
 
 
+RunBurst = Callable[[Any, Contender, int], float]  # (communicator, contender, passes) to seconds
+
+
 @dataclass(frozen=True)
 class Series:
     """What one contender took, in microseconds a call."""
@@ -76,16 +79,23 @@ def touch_memory() -> None:
     torch.empty(TOUCHED_BYTES, dtype=torch.uint8).fill_(1)
 
 
-def time_rounds(comm: Any, contenders: Sequence[Contender], rounds: int, burst_s: float) -> list[Series]:
-    """Warm up, size the bursts, and time ``rounds`` rounds. Collective over ``comm``, an mpi4py communicator."""
-    passes = [_size_burst(comm, contender, burst_s) for contender in contenders]
+def time_rounds(
+    comm: Any, contenders: Sequence[Contender], rounds: int, burst_s: float, run_burst: RunBurst | None = None
+) -> list[Series]:
+    """Warm up, size the bursts, and time ``rounds`` rounds. Collective over ``comm``, an mpi4py communicator.
+
+    Args:
+        run_burst: Runs passes of a contender and says what they took; by the host's clock if None.
+    """
+    run = run_burst or _run_burst
+    passes = [_size_burst(comm, contender, burst_s, run) for contender in contenders]
     elapsed_s = np.zeros((len(contenders), rounds))
     gc.collect()
     gc.disable()
     try:
         for round_number in range(rounds):
             for place in _order(len(contenders), round_number):
-                elapsed_s[place, round_number] = _run_burst(comm, contenders[place], passes[place])
+                elapsed_s[place, round_number] = run(comm, contenders[place], passes[place])
     finally:
         gc.enable()
     # The slowest rank counts. A rank without a part in a pass (ping-pong has two players) makes no calls.
@@ -117,12 +127,12 @@ def _run_burst(comm: Any, contender: Contender, passes: int) -> float:
     return time.perf_counter() - start
 
 
-def _size_burst(comm: Any, contender: Contender, burst_s: float) -> int:
+def _size_burst(comm: Any, contender: Contender, burst_s: float, run: RunBurst) -> int:
     """Return after how many passes the slowest rank has worked for ``burst_s``; finding out is the warm-up."""
-    _run_burst(comm, contender, 2)
+    run(comm, contender, 2)
     passes = 1
     while True:
-        elapsed_s = max(comm.allgather(_run_burst(comm, contender, passes)))
+        elapsed_s = max(comm.allgather(run(comm, contender, passes)))
         if elapsed_s >= burst_s or passes == _LONGEST_BURST:
             return passes
         wanted = math.ceil(1.1 * passes * burst_s / elapsed_s)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import devices
 import torch
 import torch.distributed as dist
 from timing import Contender
@@ -28,6 +29,10 @@ class Model:
     def numel(self) -> int:
         """Return the number of parameters."""
         return sum(p.numel() for p in self.build().parameters())
+
+    def on(self, device: torch.device) -> Model:
+        """Return the same network and batch on a device; the random numbers are the host's on all of them."""
+        return replace(self, build=lambda: self.build().to(device), batch=lambda: self.batch().to(device))
 
 
 def mlp(batch: int) -> Model:
@@ -97,6 +102,7 @@ def contender(name: str, net: nn.Module, batch: Tensor, set_to_none: bool = True
     def step() -> None:
         net.zero_grad(set_to_none=set_to_none)
         net(batch).square().mean().backward()
+        devices.synchronize(batch.device)
 
     step()
     step()  # buckets are laid out again after the first

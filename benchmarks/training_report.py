@@ -70,7 +70,7 @@ def _draw(record: dict[str, Any], path: Path) -> None:
     about = record["environment"]
     link = f", {record['link']}" if record["link"] else ""
     figure.suptitle(
-        f"Steps on {about['ranks']} ranks, {about['mpi_library']}{link}, torch {about['torch']}, {about['cpu']}\n"
+        f"Steps on {about['ranks']} ranks, {about['mpi_library']}{link}, torch {about['torch']}, {environment.processor(about)}\n"
         f"slowest rank, median of {record['rounds']} rounds and p10–p90; {environment.binding(about).split(':')[0]}",
         fontsize="medium",
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import devices
 import environment
 import timing
 import torch
@@ -26,20 +27,22 @@ def run(benchmark: str, measure: Callable[[Any, cases.Model, argparse.Namespace]
             where that is known.
     """
     torch.set_num_threads(1)
+    device = devices.chosen(options.device)
     dist.init_process_group("mpidist")
     # Only now: mpidist prepares the MPI library before it starts, and importing this module would start it.
     from mpi4py import MPI
 
     raw = MPI.COMM_WORLD.Dup()
-    about = environment.describe(raw)
+    about = environment.describe(raw, device)
     is_first = raw.Get_rank() == 0
     timing.touch_memory()
     results = []
-    for model in [cases.MODELS[name](int(size)) for name, size in (text.split(":") for text in options.models)]:
+    for name, size in (text.split(":") for text in options.models):
+        model = cases.MODELS[name](int(size)).on(device)
         series, sent = measure(raw, model, options)
         result = training_report.result_of(model, series, "bare")
-        for name, sent_bytes in sent.items():
-            result["contenders"][name]["bytes_sent"] = sent_bytes
+        for contender, sent_bytes in sent.items():
+            result["contenders"][contender]["bytes_sent"] = sent_bytes
         results.append(result)
         if is_first:
             print(training_report.table(result), flush=True)
@@ -53,7 +56,8 @@ def run(benchmark: str, measure: Callable[[Any, cases.Model, argparse.Namespace]
             "results_checked": True,  # or measure() had raised
             "results": results,
         }
-        parts = [benchmark, environment.library_name(about), str(about["ranks"]), options.link, options.suffix]
+        on = "" if device.type == "cpu" else devices.name_of(device)
+        parts = [benchmark, environment.library_name(about), str(about["ranks"]), on, options.link, options.suffix]
         training_report.write(record, options.output / f"{'-'.join(filter(None, parts))}.json")
     raw.Barrier()
     raw.Free()
@@ -66,6 +70,9 @@ def arguments(description: str, models: Sequence[str], rounds: int, bucket_cap_m
     parser.add_argument("--models", nargs="+", default=models, metavar="NAME:BATCH", help=", ".join(cases.MODELS))
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--bucket-cap-mb", type=float, default=bucket_cap_mb, help="of all contenders; 25 if there is no default")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the models are; a GPU is named in the file's name"
+    )
     parser.add_argument("--link", default=os.environ.get("MPIDIST_LINK", ""), help="name of the network, for the record")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON and the plot")
     options = parser.parse_args()

@@ -1,0 +1,71 @@
+"""The shapes of three well-known networks' parameters, in the order in which their modules name them; no weights, no download.
+
+Sources, and what the tests hold each list against: ResNet-50 is torchvision's ``resnet50`` (He et al., arXiv 1512.03385; the
+stride that it moved to the 3 × 3 convolution changes no shape), 161 tensors, 25 557 032 parameters. BERT-large is
+``bert-large-uncased`` without a head (Devlin et al., arXiv 1810.04805), 391 tensors, 335 141 888. GPT-2 is the smallest of its
+four (Radford et al., 2019; the head shares the embedding), 148 tensors, 124 439 808.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+
+Shape = tuple[int, ...]
+
+
+def resnet50() -> list[Shape]:
+    """Convolutions without bias, each with the weight and bias of its normalisation; one linear layer."""
+    return [*_convolution(64, 3, 7), *_bottlenecks(), (1000, 2048), (1000,)]
+
+
+def _bottlenecks() -> Iterator[Shape]:
+    inside = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            yield from (*_convolution(width, inside, 1), *_convolution(width, width, 3), *_convolution(4 * width, width, 1))
+            if block == 0:
+                yield from _convolution(4 * width, inside, 1)  # the shortcut's
+            inside = 4 * width
+
+
+def _convolution(outside: int, inside: int, side: int) -> tuple[Shape, ...]:
+    return (outside, inside, side, side), (outside,), (outside,)
+
+
+def bert_large() -> list[Shape]:
+    """24 layers of width 1024 over 30 522 words, and the pooler."""
+    width, wide = 1024, 4096
+    norm = ((width,), (width,))
+    attention = _linear(width, width) * 4
+    layer = (*attention, *norm, *_linear(wide, width), *_linear(width, wide), *norm)
+    return [(30522, width), (512, width), (2, width), *norm, *layer * 24, *_linear(width, width)]
+
+
+def gpt2() -> list[Shape]:
+    """12 layers of width 768 over 50 257 words; its linear layers keep their weights transposed."""
+    width, wide = 768, 3072
+    norm = ((width,), (width,))
+    attention = ((width, 3 * width), (3 * width,), (width, width), (width,))
+    mlp = ((width, wide), (wide,), (wide, width), (width,))
+    return [(50257, width), (1024, width), *(*norm, *attention, *norm, *mlp) * 12, *norm]
+
+
+def _linear(outside: int, inside: int) -> tuple[Shape, ...]:
+    return (outside, inside), (outside,)
+
+
+LISTS = {"ResNet-50": resnet50, "BERT-large": bert_large, "GPT-2": gpt2}
+
+
+def cut(shapes: Sequence[Shape], numel: int) -> list[Shape]:
+    """Return the beginning of a list that has ``numel`` elements: the last tensor is cut, a short list begins again."""
+    taken: list[Shape] = []
+    for shape in cycle(shapes):
+        size = math.prod(shape)
+        if size >= numel:
+            return [*taken, shape if size == numel else (numel,)]
+        taken.append(shape)
+        numel -= size
+    raise ValueError("an empty list has no beginning")
