@@ -1,0 +1,172 @@
+"""Compare our kernels with torch and with the device's own copy: pack, unpack, accumulate, and PowerSGD without a network.
+
+python benchmarks/bench_kernels.py --device cuda        (one process; an MPI library must be there, a launcher need not)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import devices
+import environment
+import kernel_cases
+import kernel_report
+import powersgd_cases
+import report
+import timing
+import torch
+import torch.distributed as dist
+from gradient_lists import LISTS, cut
+
+_MI = 1 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, and how long."""
+
+    copied_lists: tuple[str, ...] = ("ResNet-50", "GPT-2")
+    sizes_bytes: tuple[int, ...] = (1 * _MI, 4 * _MI, 16 * _MI, 64 * _MI, 256 * _MI)
+    # The goals' cases first, in case time runs out.
+    powersgd: tuple[tuple[str, int], ...] = tuple(
+        (name, rank) for rank in (4, 1, 2, 8) for name in ("ResNet-50", "GPT-2", "BERT-large")
+    )
+    most_numel: int | None = None  # of a list that PowerSGD compresses; None for all of it
+    bucket_bytes: int = 25 * _MI
+    rounds: int = 9
+    burst_s: float = 0.001
+
+
+QUICK = Plan(("ResNet-50",), (_MI,), (("ResNet-50", 4), ("ResNet-50", 1)), _MI // 2, _MI, 2, 0.0005)
+
+
+@dataclass
+class Run:
+    """What the cases share, and what has come of them."""
+
+    plan: Plan
+    device: torch.device
+    deadline: float  # of time.monotonic(); no case begins after it
+    alone: Any  # an mpi4py communicator of this process
+    left_out: list[str]
+
+    def has_time_for(self, what: str) -> bool:
+        """Say whether a case may begin; note it if not."""
+        if time.monotonic() < self.deadline:
+            return True
+        self.left_out.append(what)
+        return False
+
+    def times(self, contenders: list[timing.Contender], run_burst: timing.RunBurst | None) -> dict[str, timing.Series]:
+        """Time contenders against each other; return their series by name."""
+        series = timing.time_rounds(self.alone, contenders, self.plan.rounds, self.plan.burst_s, run_burst)
+        return {one.name: one for one in series}
+
+
+def main() -> None:
+    options = _arguments()
+    plan = _plan(options)
+    torch.set_num_threads(1)
+    device = devices.chosen(options.device)
+    dist.init_process_group("mpidist")
+    # Only now: mpidist prepares the MPI library before it starts, and importing this module would start it.
+    from mpi4py import MPI
+
+    if dist.get_world_size() > 1:
+        raise SystemExit("start one process: the launches of several would share the device")
+    about = environment.describe(MPI.COMM_SELF, device)
+    print(f"{environment.processor(about)}, torch {about['torch']}", flush=True)
+    run = Run(plan, device, time.monotonic() + options.limit_s, MPI.COMM_SELF, [])
+    copied = list(_printed(copies(run), kernel_report.copy_row))
+    # The fastest copy is what the device's memory gives.
+    best = max((kernel_report.rate(result, kernel_cases.COPY) for result in copied), default=None)
+    compressed = list(_printed(compressions(run, best), kernel_report.powersgd_row))
+    verdicts = kernel_report.judge(copied, compressed)
+    print(f"\n{kernel_report.goals_table(verdicts)}", flush=True)
+    record = {
+        "benchmark": "kernels",
+        "environment": about,
+        "rounds": plan.rounds,
+        "burst_s": plan.burst_s,
+        "bucket_bytes": plan.bucket_bytes,
+        "results_checked": True,  # or a case had raised
+        "left_out_for_time": run.left_out,
+        "copies": copied,
+        "powersgd": compressed,
+        "goals": verdicts,
+    }
+    path = options.output / f"kernels-{devices.name_of(device)}.json"
+    report.write_json(record, path)
+    kernel_report.draw(record, path.with_suffix(".png"))
+    print(f"\nwritten to {options.output.name}: {path.name} and {path.with_suffix('.png').name}", flush=True)
+    dist.destroy_process_group()
+
+
+def copies(run: Run) -> Iterator[dict[str, Any]]:
+    """Check and time what moves tensors.
+
+    Raises:
+        RuntimeError: A contender's result is wrong.
+    """
+    for case in kernel_cases.cases(run.plan.copied_lists, run.plan.sizes_bytes, run.device):
+        what = f"{case.operation} of {case.tensors_of}, {case.dtypes}, {case.size_bytes} bytes"
+        if not run.has_time_for(what):
+            continue
+        wrong = case.wrong()
+        if wrong:
+            raise RuntimeError(f"{what}: wrong result of {', '.join(wrong)}")
+        issued = run.times(case.contenders, devices.as_issued(run.device))
+        alone = run.times(case.contenders, devices.ahead(run.device)) if run.device.type == "cuda" else issued
+        yield kernel_report.copy_result(case, issued, alone)
+
+
+def compressions(run: Run, best_rate: float | None) -> Iterator[dict[str, Any]]:
+    """Check and time PowerSGD.
+
+    Raises:
+        RuntimeError: A contender's result is wrong.
+    """
+    for name, rank in run.plan.powersgd:
+        if not run.has_time_for(f"PowerSGD of {name} at rank {rank}"):
+            continue
+        shapes = LISTS[name]()
+        if run.plan.most_numel is not None:
+            shapes = cut(shapes, run.plan.most_numel)
+        case = powersgd_cases.case(name, shapes, run.plan.bucket_bytes, rank, run.device)
+        issued = run.times(case.contenders, devices.as_issued(run.device))
+        alone = None
+        if run.device.type == "cuda":  # the hooks wait for the device, so a head start would tell nothing of them
+            alone = run.times(case.contenders[:1], devices.ahead(run.device))[powersgd_cases.KERNELS]
+        yield kernel_report.powersgd_result(case, issued, alone, best_rate)
+
+
+def _printed(results: Iterator[dict[str, Any]], row: Callable[[dict[str, Any]], str]) -> Iterator[dict[str, Any]]:
+    # Row by row: whoever ends a run early keeps what it had found.
+    for result in results:
+        print(row(result), flush=True)
+        yield result
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="on the CPU the kernels' torch twins work")
+    parser.add_argument("--rounds", type=int, help=f"for each case; {Plan.rounds} if not given")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no case after so many seconds")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON and the plot")
+    parser.add_argument("--quick", action="store_true", help="see that it runs: few sizes, few rounds, figures of no worth")
+    return parser.parse_args()
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    basis = QUICK if options.quick else Plan()
+    return basis if options.rounds is None else dataclasses.replace(basis, rounds=options.rounds)
+
+
+if __name__ == "__main__":
+    main()

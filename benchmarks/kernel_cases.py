@@ -1,0 +1,135 @@
+"""Many tensors into one flat buffer, back, and sums across dtypes: ours and torch's beside a plain copy of as many bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from gradient_lists import LISTS, Shape, cut
+from timing import Contender
+
+from mpidist.kernels.accumulate import accumulate
+from mpidist.kernels.pack import pack, unpack
+
+Tensor = torch.Tensor
+Call = Callable[[], object]
+
+OURS, THEIRS, COPY = "mpidist", "torch", "device copy"
+# A GPU's cache must not hold what the next pass reads: passes go around buffers of this size together.
+_COLD_BYTES = 192 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation on one list of tensors."""
+
+    operation: str
+    tensors_of: str
+    tensors: int
+    dtypes: str  # of the tensors and of the flat buffer
+    size_bytes: int  # of the tensors, in fp32
+    moved_bytes: int  # read and written by one call, at least
+    contenders: list[Contender]
+    wrong: Callable[[], list[str]]  # names of contenders whose results are not what they should be
+
+
+class Buffers:
+    """Tensors of a list and a flat buffer for them."""
+
+    def __init__(self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> None:
+        self.tensors = [torch.randn(shape, device=device) for shape in shapes]
+        self.parts = [tensor.view(-1) for tensor in self.tensors]
+        self.truth = torch.cat(self.parts).to(dtype)
+        self.flat = torch.empty_like(self.truth)
+        self.views = list(self.flat.split([part.numel() for part in self.parts]))
+
+
+def cases(lists: Sequence[str], sizes_bytes: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """Yield all cases; each holds its memory until the next is asked for."""
+    for size_bytes in sizes_bytes:
+        for name in lists:
+            shapes = cut(LISTS[name](), size_bytes // 4)
+            for dtype in (torch.float32, torch.bfloat16):
+                yield from _both_ways(name, shapes, size_bytes, dtype, device)
+        for y, x in ((torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)):
+            yield _accumulation(size_bytes, y, x, device)
+
+
+def _both_ways(name: str, shapes: Sequence[Shape], size_bytes: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    moved_bytes = sum(math.prod(shape) for shape in shapes) * (4 + dtype.itemsize)
+    sets = [Buffers(shapes, dtype, device) for _ in range(_sets(moved_bytes, device))]
+    copies = _copies(moved_bytes, len(sets), device)
+    about = (name, len(shapes), f"float32, {_name(dtype)}", size_bytes, moved_bytes)
+
+    calls: dict[str, list[Call]] = {
+        OURS: [partial(pack, s.tensors, s.flat) for s in sets],
+        THEIRS: [partial(torch._foreach_copy_, s.views, s.parts) for s in sets],
+    }
+    results = [(s.flat, s.truth) for s in sets]
+    yield Case("pack", *about, [*_contenders(calls), copies], partial(_wrong, calls, lambda: results))
+
+    calls = {
+        OURS: [partial(unpack, s.flat, s.tensors) for s in sets],
+        THEIRS: [partial(torch._foreach_copy_, s.parts, s.views) for s in sets],
+    }
+    for s in sets:
+        s.flat.copy_(s.truth)
+    pairs = [pair for s in sets for pair in zip(s.parts, s.truth.float().split([p.numel() for p in s.parts]), strict=True)]
+    yield Case("unpack", *about, [*_contenders(calls), copies], partial(_wrong, calls, lambda: pairs))
+
+
+def _accumulation(size_bytes: int, y: torch.dtype, x: torch.dtype, device: torch.device) -> Case:
+    numel = size_bytes // 4
+    moved_bytes = numel * (2 * y.itemsize + x.itemsize)
+    sets = [(torch.zeros(numel, dtype=y, device=device), torch.randn(numel, device=device).to(x))]
+    sets += [tuple(t.clone() for t in sets[0]) for _ in range(_sets(moved_bytes, device) - 1)]  # type: ignore[misc]
+    calls: dict[str, list[Call]] = {
+        OURS: [partial(accumulate, *pair) for pair in sets],
+        THEIRS: [partial(pair[0].add_, pair[1]) for pair in sets],
+    }
+
+    def results() -> list[tuple[Tensor, Tensor]]:
+        # ``_wrong`` has filled y with what does not matter to a sum that begins here.
+        for target, _ in sets:
+            target.fill_(0.5)
+        return [(target, (0.5 + term.float()).to(y)) for target, term in sets]
+
+    copies = _copies(moved_bytes, len(sets), device)
+    wrong = partial(_wrong, calls, results)
+    return Case(
+        "accumulate", "one tensor", 1, f"{_name(y)}, {_name(x)}", size_bytes, moved_bytes, [*_contenders(calls), copies], wrong
+    )
+
+
+def _sets(moved_bytes: int, device: torch.device) -> int:
+    return max(_COLD_BYTES // moved_bytes, 1) if device.type == "cuda" else 1
+
+
+def _copies(moved_bytes: int, count: int, device: torch.device) -> Contender:
+    pairs = [torch.randn(2, moved_bytes // 8, device=device) for _ in range(count)]
+    return Contender(COPY, tuple(partial(to.copy_, source) for to, source in pairs), ())
+
+
+def _contenders(calls: dict[str, list[Call]]) -> list[Contender]:
+    return [Contender(name, tuple(own), ()) for name, own in calls.items()]
+
+
+def _wrong(calls: dict[str, list[Call]], results: Callable[[], list[tuple[Tensor, Tensor]]]) -> list[str]:
+    """Let each contender fill memory that held NaN; return the names of those that left something else than the truth."""
+    names = []
+    for name, own in calls.items():
+        for got, _ in results():
+            got.fill_(math.nan)
+        pairs = results()
+        for call in own:
+            call()
+        if not all(torch.equal(got, truth) for got, truth in pairs):
+            names.append(name)
+    return names
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,231 @@
+"""Results of the kernels as rows, as JSON, against their goals, and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import environment
+import kernel_cases as copies
+import powersgd_cases as powersgd
+from collective_goals import format_bytes
+from matplotlib.figure import Figure
+from tabulate import tabulate
+from timing import Series, compare
+
+_MI = 1 << 20
+_COLORS = {
+    copies.OURS: "tab:blue",
+    copies.THEIRS: "tab:red",
+    copies.COPY: "tab:grey",
+    powersgd.KERNELS: "tab:cyan",
+    powersgd.OURS: "tab:blue",
+    powersgd.THEIRS: "tab:red",
+    powersgd.BATCHED: "tab:orange",
+}
+
+
+# --- the JSON's entries ---
+
+
+def copy_result(case: copies.Case, issued: Mapping[str, Series], alone: Mapping[str, Series]) -> dict[str, Any]:
+    """Return one case's entry.
+
+    Args:
+        issued: Times of a burst on an idle device, the host's part in them.
+        alone: Times of the device's work; the same on the CPU.
+    """
+    return {
+        "operation": case.operation,
+        "tensors_of": case.tensors_of,
+        "tensors": case.tensors,
+        "dtypes": case.dtypes,
+        "size_bytes": case.size_bytes,
+        "moved_bytes": case.moved_bytes,
+        "contenders": {
+            name: {
+                "device": _times(series),
+                "issued": _times(issued[name]),
+                "bytes_per_s": case.moved_bytes / series.median_us * 1e6,
+                "over_copy": compare(alone[copies.COPY], series).ratio_of_rounds,
+            }
+            for name, series in alone.items()
+        },
+    }
+
+
+def powersgd_result(
+    case: powersgd.Case, issued: Mapping[str, Series], alone: Series | None, best_rate: float | None
+) -> dict[str, Any]:
+    """Return one list's entry at one rank.
+
+    Args:
+        alone: The device's time of the kernels.
+        best_rate: Bytes per second of the fastest copy.
+    """
+    fewest_us = case.moved_bytes / best_rate * 1e6 if best_rate else None
+    kernels = alone or issued[powersgd.KERNELS]
+    return {
+        "tensors_of": case.tensors_of,
+        "rank": case.rank,
+        "buckets": case.buckets,
+        "tensors": case.tensors,
+        "matrices": case.matrices,
+        "numel": case.numel,
+        "fewest_bytes": case.moved_bytes,
+        "fewest_us": fewest_us,  # at the rate of the fastest copy
+        "kernels_on_device": _times(kernels),
+        "kernels_over_fewest": kernels.median_us / fewest_us if fewest_us else None,
+        "launches_per_bucket": case.launches,
+        "contenders": {
+            name: {"issued": _times(one), "torchs_over_it": compare(issued[powersgd.THEIRS], one).ratio_of_rounds}
+            for name, one in issued.items()
+        },
+    }
+
+
+def rate(result: dict[str, Any], name: str) -> float:
+    """Return the bytes per second that a contender read and wrote."""
+    return result["contenders"][name]["bytes_per_s"]
+
+
+def _times(series: Series) -> dict[str, Any]:
+    return {
+        "median_us": series.median_us,
+        "p10_us": series.percentile_us(10),
+        "p90_us": series.percentile_us(90),
+        "rounds_us": [float(f"{value:.5g}") for value in series.rounds_us],
+    }
+
+
+# --- rows ---
+
+
+def copy_row(result: dict[str, Any]) -> str:
+    """Return one line: rates of bytes read and written, and over the copy's."""
+    parts = [
+        f"{name} {values['bytes_per_s'] / 1e9:.1f} GB/s ({values['over_copy']:.2f}, {values['issued']['median_us']:.0f} us issued)"
+        for name, values in result["contenders"].items()
+    ]
+    what = f"{result['operation']:10} {result['tensors_of']:10} {result['tensors']:4} tensors {result['dtypes']:18}"
+    return f"{what} {format_bytes(result['size_bytes']):>7}  {'  '.join(parts)}"
+
+
+def powersgd_row(result: dict[str, Any]) -> str:
+    """Return one line: milliseconds of all buckets."""
+    parts = [f"{name} {values['issued']['median_us'] / 1e3:.2f}" for name, values in result["contenders"].items()]
+    fewest = "" if result["fewest_us"] is None else f"  fewest bytes {result['fewest_us'] / 1e3:.2f}"
+    on_device = f"  kernels on the device {result['kernels_on_device']['median_us'] / 1e3:.2f}"
+    return f"PowerSGD {result['tensors_of']:10} rank {result['rank']} ms:  {'  '.join(parts)}{on_device}{fewest}"
+
+
+# --- goals ---
+
+
+def judge(copied: Sequence[dict[str, Any]], compressed: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Hold a run against the figures to reach; nothing fails on them."""
+    large = [result for result in copied if result["operation"] != "accumulate" and result["size_bytes"] >= 16 * _MI]
+    shares = {_copy_case(result): result["contenders"][copies.OURS]["over_copy"] for result in large}
+    verdicts = [_verdict("pack, unpack ≥ 0.85 of the device copy's rate, from 16 MiB", shares, 0.85, True)]
+    for name in (powersgd.OURS, powersgd.KERNELS):
+        factors = {
+            f"{result['tensors_of']}, rank {result['rank']}": result["contenders"][name]["torchs_over_it"]
+            for result in compressed
+            if result["rank"] == 4 and result["tensors_of"] in ("ResNet-50", "GPT-2")
+        }
+        verdicts.append(_verdict(f"PowerSGD, rank 4: time of torch's hook over {name} ≥ 3", factors, 3, True))
+    counts = {
+        f"{result['tensors_of']}, rank {result['rank']}": float(max(result["launches_per_bucket"].values()))
+        for result in compressed
+        if None not in result["launches_per_bucket"].values()
+    }
+    verdicts.append(_verdict("PowerSGD: launches of our kernels a bucket ≤ 6", counts, 6, False))
+    return verdicts
+
+
+def _verdict(goal: str, values: Mapping[str, float], bound: float, at_least: bool) -> dict[str, Any]:
+    if not values:
+        return {"goal": goal, "verdict": "not measured", "worst": None, "worst_case": "", "missed": []}
+    missed = [case for case, value in values.items() if (value < bound if at_least else value > bound)]
+    worst = min(values, key=values.__getitem__) if at_least else max(values, key=values.__getitem__)
+    verdict = "not reached" if missed else "reached"
+    return {"goal": goal, "verdict": verdict, "worst": values[worst], "worst_case": worst, "missed": missed}
+
+
+def _copy_case(result: dict[str, Any]) -> str:
+    return f"{result['operation']}, {result['tensors_of']}, {result['dtypes']}, {format_bytes(result['size_bytes'])}"
+
+
+def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
+    """Return the table of what was to be reached."""
+    rows = [
+        (one["goal"], "" if one["worst"] is None else f"{one['worst']:.2f} ({one['worst_case']})", one["verdict"])
+        for one in verdicts
+    ]
+    return tabulate(rows, ("to reach", "worst", "verdict"), tablefmt="simple", disable_numparse=True)
+
+
+# --- the plot ---
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Plot rates over sizes above, PowerSGD's times below."""
+    operations = list(dict.fromkeys((r["operation"], r["tensors_of"], r["dtypes"]) for r in record["copies"]))
+    lists = list(dict.fromkeys(r["tensors_of"] for r in record["powersgd"]))
+    columns = max(-(-len(operations) // 2), len(lists), 1)
+    figure = Figure(figsize=(3.4 * columns, 10), layout="constrained")
+    about = record["environment"]
+    figure.suptitle(
+        f"Kernels on {environment.processor(about)}, torch {about['torch']}; median of {record['rounds']} rounds and p10–p90",
+        fontsize="medium",
+    )
+    panels = figure.subplots(3, columns, squeeze=False)
+    for axes, operation in zip(panels[:2].ravel().tolist(), operations, strict=False):
+        chosen = [r for r in record["copies"] if (r["operation"], r["tensors_of"], r["dtypes"]) == operation]
+        _draw_rates(axes, ", ".join(operation), chosen)
+    for axes, name in zip(panels[2].tolist(), lists, strict=False):
+        _draw_times(axes, name, sorted((r for r in record["powersgd"] if r["tensors_of"] == name), key=lambda r: r["rank"]))
+    for axes in panels.ravel().tolist():
+        if not axes.has_data():
+            figure.delaxes(axes)
+    handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_rates(axes: Any, title: str, results: Sequence[dict[str, Any]]) -> None:
+    sizes = [result["size_bytes"] / _MI for result in results]
+    for name in results[0]["contenders"]:
+        moved = [result["moved_bytes"] / 1e3 for result in results]  # over microseconds: GB/s
+        times = [result["contenders"][name]["device"] for result in results]
+        axes.plot(sizes, [m / t["median_us"] for m, t in zip(moved, times, strict=True)], ".-", color=_COLORS[name], label=name)
+        low, high = ([m / t[key] for m, t in zip(moved, times, strict=True)] for key in ("p90_us", "p10_us"))
+        axes.fill_between(sizes, low, high, color=_COLORS[name], alpha=0.2, linewidth=0)
+    axes.set_title(title, fontsize="small")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+    axes.set(xlabel="MiB of tensors", ylabel="GB/s read and written", ylim=(0, None))
+    axes.grid(alpha=0.3)
+
+
+def _draw_times(axes: Any, title: str, results: Sequence[dict[str, Any]]) -> None:
+    names = list(results[0]["contenders"])
+    for place, name in enumerate(names):
+        places = [row + (place - len(names) / 2) * 0.2 for row in range(len(results))]
+        times = [result["contenders"][name]["issued"] for result in results]
+        medians = [t["median_us"] / 1e3 for t in times]
+        spread = [
+            [max(m - t["p10_us"] / 1e3, 0) for m, t in zip(medians, times, strict=True)],
+            [max(t["p90_us"] / 1e3 - m, 0) for m, t in zip(medians, times, strict=True)],
+        ]
+        axes.bar(places, medians, 0.2, align="edge", yerr=spread, color=_COLORS[name], label=name, capsize=2)
+    if all(result["fewest_us"] for result in results):
+        fewest = [result["fewest_us"] / 1e3 for result in results]
+        axes.plot(range(len(results)), fewest, "_k", markersize=24, label="fewest bytes at the copy's rate")
+    axes.set_title(f"PowerSGD of {title}", fontsize="small")
+    axes.set_xticks(range(len(results)), [f"rank {result['rank']}" for result in results])
+    axes.set_yscale("log")
+    axes.set(ylabel="ms, all buckets")
+    axes.grid(axis="y", alpha=0.3)
