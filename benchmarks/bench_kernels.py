@@ -84,9 +84,7 @@ def main() -> None:
     print(f"{environment.processor(about)}, torch {about['torch']}", flush=True)
     run = Run(plan, device, time.monotonic() + options.limit_s, MPI.COMM_SELF, [])
     copied = list(_printed(copies(run), kernel_report.copy_row))
-    # The fastest copy is what the device's memory gives.
-    best = max((kernel_report.rate(result, kernel_cases.COPY) for result in copied), default=None)
-    compressed = list(_printed(compressions(run, best), kernel_report.powersgd_row))
+    compressed = list(_printed(compressions(run, kernel_report.memory_rate(copied)), kernel_report.powersgd_row))
     verdicts = kernel_report.judge(copied, compressed)
     print(f"\n{kernel_report.goals_table(verdicts)}", flush=True)
     record = {
@@ -126,7 +124,7 @@ def copies(run: Run) -> Iterator[dict[str, Any]]:
         yield kernel_report.copy_result(case, issued, alone)
 
 
-def compressions(run: Run, best_rate: float | None) -> Iterator[dict[str, Any]]:
+def compressions(run: Run, copy_rate: float | None) -> Iterator[dict[str, Any]]:
     """Check and time PowerSGD.
 
     Raises:
@@ -143,7 +141,7 @@ def compressions(run: Run, best_rate: float | None) -> Iterator[dict[str, Any]]:
         alone = None
         if run.device.type == "cuda":  # the hooks wait for the device, so a head start would tell nothing of them
             alone = run.times(case.contenders[:1], devices.ahead(run.device))[powersgd_cases.KERNELS]
-        yield kernel_report.powersgd_result(case, issued, alone, best_rate)
+        yield kernel_report.powersgd_result(case, issued, alone, copy_rate)
 
 
 def _printed(results: Iterator[dict[str, Any]], row: Callable[[dict[str, Any]], str]) -> Iterator[dict[str, Any]]:

@@ -56,15 +56,15 @@ def copy_result(case: copies.Case, issued: Mapping[str, Series], alone: Mapping[
 
 
 def powersgd_result(
-    case: powersgd.Case, issued: Mapping[str, Series], alone: Series | None, best_rate: float | None
+    case: powersgd.Case, issued: Mapping[str, Series], alone: Series | None, copy_rate: float | None
 ) -> dict[str, Any]:
     """Return one list's entry at one rank.
 
     Args:
         alone: The device's time of the kernels.
-        best_rate: Bytes per second of the fastest copy.
+        copy_rate: Bytes per second of the device's copy.
     """
-    fewest_us = case.moved_bytes / best_rate * 1e6 if best_rate else None
+    fewest_us = case.moved_bytes / copy_rate * 1e6 if copy_rate else None
     kernels = alone or issued[powersgd.KERNELS]
     return {
         "tensors_of": case.tensors_of,
@@ -74,7 +74,7 @@ def powersgd_result(
         "matrices": case.matrices,
         "numel": case.numel,
         "fewest_bytes": case.moved_bytes,
-        "fewest_us": fewest_us,  # at the rate of the fastest copy
+        "fewest_us": fewest_us,  # at the copy's rate
         "kernels_on_device": _times(kernels),
         "kernels_over_fewest": kernels.median_us / fewest_us if fewest_us else None,
         "launches_per_bucket": case.launches,
@@ -85,9 +85,11 @@ def powersgd_result(
     }
 
 
-def rate(result: dict[str, Any], name: str) -> float:
-    """Return the bytes per second that a contender read and wrote."""
-    return result["contenders"][name]["bytes_per_s"]
+def memory_rate(results: Sequence[dict[str, Any]]) -> float | None:
+    """Return the bytes per second that the device's own copy read and wrote, of the largest size: no cache helps it there."""
+    largest = max((result["size_bytes"] for result in results), default=0)
+    rates = [r["contenders"][copies.COPY]["bytes_per_s"] for r in results if r["size_bytes"] == largest]
+    return max(rates, default=None)
 
 
 def _times(series: Series) -> dict[str, Any]:
@@ -104,10 +106,10 @@ def _times(series: Series) -> dict[str, Any]:
 
 def copy_row(result: dict[str, Any]) -> str:
     """Return one line: rates of bytes read and written, and over the copy's."""
-    parts = [
-        f"{name} {values['bytes_per_s'] / 1e9:.1f} GB/s ({values['over_copy']:.2f}, {values['issued']['median_us']:.0f} us issued)"
-        for name, values in result["contenders"].items()
-    ]
+    parts = []
+    for name, values in result["contenders"].items():
+        told = f"{values['over_copy']:.2f}, {values['issued']['median_us']:.0f} us issued"
+        parts.append(f"{name} {values['bytes_per_s'] / 1e9:.1f} GB/s ({told})")
     what = f"{result['operation']:10} {result['tensors_of']:10} {result['tensors']:4} tensors {result['dtypes']:18}"
     return f"{what} {format_bytes(result['size_bytes']):>7}  {'  '.join(parts)}"
 

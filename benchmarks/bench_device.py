@@ -1,0 +1,264 @@
+"""Compare the ways that a tensor on a device takes to another rank: by device pointer, around our ring, staged through the host.
+
+mpirun --bind-to none -n 2 python benchmarks/bench_device.py --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import collective_goals
+import devices
+import environment
+import report
+import timing
+import torch
+from collective_goals import Goal
+from timing import Contender
+
+from mpidist.comm import SUM, buffer, capability, on_device, runtime, tuning
+from mpidist.comm.buffer import HostCopies, Order
+from mpidist.comm.communicator import Communicator
+from mpidist.comm.device import Device, HostDevice, device_of
+
+Tensor = torch.Tensor
+
+_KI, _MI = 1 << 10, 1 << 20
+_TAG = 1
+
+
+def _ahead(operation: str, name: str) -> Goal:
+    text = f"{operation} from 1 MiB: time of staged over {name} ≥ 1"
+    return Goal(text, operation, "staged", name, "ratio_of_rounds", 1.0, True, lambda size: size >= _MI)
+
+
+GOALS = (_ahead("ping_pong", "library"), _ahead("all_reduce", "library"), _ahead("all_reduce", "ring"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, and how long."""
+
+    sizes_bytes: tuple[int, ...] = (4 * _KI, 16 * _KI, 64 * _KI, 256 * _KI, 1 * _MI, 4 * _MI, 16 * _MI, 64 * _MI)
+    rounds: int = 11
+    burst_s: float = 0.01
+
+
+QUICK = Plan((4 * _KI, 1 * _MI), 2, 0.001)
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank, its device, and what MPI can do there."""
+
+    comm: Communicator
+    device: torch.device
+    queues: Device  # the device as comm sees it
+    able: frozenset[str]  # operations of MPI that take device memory
+
+    def given(self, numel: int, rank: int) -> Tensor:
+        """Return what ``rank`` gives: sums of it are exact."""
+        return (torch.arange(numel, device=self.device) % 1000 + rank).float()
+
+
+# --- all-reduce ---
+
+
+def all_reduce(place: Place, numel: int) -> list[Contender]:
+    """Return the algorithms that can be had, on one tensor."""
+    tensor = torch.zeros(numel, device=place.device)
+    needs = {tuning.LIBRARY: {"Allreduce"}, tuning.RING: {"point_to_point"}, tuning.STAGED: set[str]()}
+    contenders = []
+    for name, operations in needs.items():
+        if operations <= place.able:
+            reduce = on_device.algorithm(place.comm, tensor.dtype, tensor.nbytes, SUM, place.device, name)
+            contenders.append(Contender(name, (partial(_reduced, place, reduce, tensor),), (tensor,)))
+    return contenders
+
+
+def _reduced(place: Place, reduce: Callable[..., None], tensor: Tensor) -> None:
+    order = Order(place.queues, (tensor,))
+    order.enter()
+    reduce(place.comm, order, tensor, SUM)
+    _finish(order)
+
+
+def is_sum(place: Place, contender: Contender) -> bool:
+    """Say whether an all-reduce gives the sum of what the ranks give."""
+    (tensor,) = contender.outputs
+    tensor.copy_(place.given(tensor.numel(), place.comm.rank))
+    contender.calls[0]()
+    truth = torch.stack([place.given(tensor.numel(), rank) for rank in range(place.comm.size)]).sum(0)
+    return torch.equal(tensor, truth)
+
+
+# --- ping-pong ---
+
+
+def ping_pong(place: Place, numel: int) -> list[Contender]:
+    """Rank 0 sends to rank 1, which sends it back; one call is one way."""
+    out, back = place.given(numel, 7), torch.zeros(numel, device=place.device)
+    ways = {tuning.LIBRARY: (_send, _receive), tuning.STAGED: (_send_staged, _receive_staged)}
+    if "point_to_point" not in place.able:
+        del ways[tuning.LIBRARY]
+    contenders = []
+    for name, (send, receive) in ways.items():
+        calls: tuple[Callable[[], object], ...] = ()
+        if place.comm.rank == 0:
+            calls = partial(send, place, out, 1), partial(receive, place, back, 1)
+        elif place.comm.rank == 1:
+            calls = partial(receive, place, back, 0), partial(send, place, back, 0)
+        contenders.append(Contender(name, calls, (back,)))
+    return contenders
+
+
+def _send(place: Place, tensor: Tensor, peer: int) -> None:
+    order = Order(place.queues, (tensor,))
+    order.enter()
+    order.begin()
+    place.comm.mpi.Send(buffer.as_bytes(tensor), peer, _TAG)
+
+
+def _receive(place: Place, tensor: Tensor, peer: int) -> None:
+    order = Order(place.queues, (tensor,))
+    order.enter()
+    order.begin()
+    place.comm.mpi.Recv(buffer.as_bytes(tensor), peer, _TAG)
+
+
+def _send_staged(place: Place, tensor: Tensor, peer: int) -> None:
+    order = Order(place.queues, (tensor,))
+    order.enter()
+    (host,), _ = HostCopies((tensor,), (), order).load()
+    place.comm.mpi.Send(buffer.as_bytes(host), peer, _TAG)
+
+
+def _receive_staged(place: Place, tensor: Tensor, peer: int) -> None:
+    order = Order(place.queues, (tensor,))
+    order.enter()
+    copies = HostCopies((), (tensor,), order)
+    _, (host,) = copies.load()
+    place.comm.mpi.Recv(buffer.as_bytes(host), peer, _TAG)
+    copies.store()
+    _finish(order)
+
+
+def _finish(order: Order) -> None:
+    for event in order.leave():
+        event.synchronize()
+
+
+def is_back(place: Place, contender: Contender) -> bool:
+    """Say whether the message comes back as it went."""
+    (back,) = contender.outputs
+    back.fill_(-1)
+    for call in contender.calls:
+        call()
+    return place.comm.rank > 1 or torch.equal(back, place.given(back.numel(), 7))
+
+
+# --- the run ---
+
+
+_OPERATIONS: dict[str, tuple[Callable[[Place, int], list[Contender]], Callable[[Place, Contender], bool]]] = {
+    "all_reduce": (all_reduce, is_sum),
+    "ping_pong": (ping_pong, is_back),
+}
+
+
+def main() -> None:
+    options = _arguments()
+    plan = QUICK if options.quick else Plan()
+    torch.set_num_threads(1)
+    device = devices.chosen(options.device)
+    if options.device == "cpu":
+        os.environ["MPIDIST_CUDA_AWARE"] = "1"  # any MPI can do all of it on the host's memory
+    world = runtime.world()
+    if world.size < 2:
+        raise SystemExit("start at least 2 ranks: mpirun --bind-to none -n 2 python benchmarks/bench_device.py")
+    raw = world.comm.Dup()
+    about = environment.describe(raw, device)
+    place = _place(Communicator(raw, world.is_single_node, world.highest_tag), device)
+    told = capability.capabilities()
+    is_first = world.rank == 0
+    if is_first:
+        print(f"{environment.processor(about)}, {about['mpi_library']}, CUDA-aware: {told.cuda_aware} ({told.cuda_source})")
+    results = []
+    for operation in _OPERATIONS:
+        rows = list(measure(operation, place, plan))
+        results += rows
+        if is_first:
+            print(f"\n{operation}\n{report.table(rows)}", flush=True)
+    if is_first:
+        _write(options.output, about, plan, place, told, results)
+    raw.Barrier()
+
+
+def _place(comm: Communicator, device: torch.device) -> Place:
+    queues = device_of((torch.empty(0, device=device),)) or HostDevice()
+    return Place(comm, device, queues, capability.agreed_operations(comm, device))
+
+
+def measure(operation: str, place: Place, plan: Plan) -> Iterator[dict[str, Any]]:
+    """Check and time one operation at each size. Collective over all ranks.
+
+    Raises:
+        RuntimeError: A contender's result is wrong; on all ranks.
+    """
+    make, is_right = _OPERATIONS[operation]
+    raw = place.comm.mpi
+    for size_bytes in plan.sizes_bytes:
+        contenders = make(place, size_bytes // 4)
+        for contender in contenders:
+            wrong = [rank for rank, right in enumerate(raw.allgather(is_right(place, contender))) if not right]
+            if wrong:
+                raise RuntimeError(f"{operation} of {size_bytes} bytes by {contender.name}: wrong result on ranks {wrong}")
+        for contender in contenders:
+            contender.outputs[0].zero_()  # sums of sums would overflow
+        series = timing.time_rounds(raw, contenders, plan.rounds, plan.burst_s)
+        yield report.result_of(operation, size_bytes // 4, size_bytes, series)
+
+
+def _write(
+    folder: Path, about: dict[str, Any], plan: Plan, place: Place, told: capability.Capabilities, results: list[dict[str, Any]]
+) -> None:
+    verdicts = collective_goals.judge(results, GOALS)
+    print(f"\n{report.goals_table(verdicts)}\n\noperations on this device's memory:")
+    print("\n".join(f"  {name}: {words}" for name, words in told.operations.items()))
+    record = {
+        "benchmark": "device",
+        "environment": about,
+        "rounds": plan.rounds,
+        "burst_s": plan.burst_s,
+        "cuda_aware": told.cuda_aware,
+        "cuda_source": told.cuda_source,
+        "operations": dict(told.operations),  # why a way is missing
+        "results_checked": True,  # or measure() had raised
+        "results": results,
+        "goals": verdicts,
+    }
+    parts = ["device", environment.library_name(about), str(about["ranks"]), devices.name_of(place.device)]
+    path = folder / f"{'-'.join(parts)}{'' if place.able else '-staged'}.json"
+    report.write_json(record, path)
+    report.draw(record, path.with_suffix(".png"))
+    print(f"\nwritten to {folder.name}: {path.name} and {path.with_suffix('.png').name}", flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda", help="cpu: see that it runs, with the host as the device"
+    )
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON and the plot")
+    parser.add_argument("--quick", action="store_true", help="see that it runs: few sizes, few rounds, figures of no worth")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
