@@ -9,7 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import mpi_marks
 from tests.support import OnDevice, agree
+
+
+def pytest_addoption(parser, pluginmanager):
+    if not pluginmanager.hasplugin("pytest_mpi"):
+        mpi_marks.add_options(parser)
+        pluginmanager.register(mpi_marks.MpiMarks())
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,0 +1,21 @@
+"""A rank of ``make gpu``: starts CUDA, then MPI, then a module. An MPI that starts after CUDA finds the context it needs.
+
+python tests/gpu_rank.py pytest -x …      does what     python -m mpi4py -m pytest -x …      does.
+"""
+
+import os
+import runpy
+import sys
+
+import torch
+
+from mpidist.comm import runtime
+
+if __name__ == "__main__":
+    if torch.cuda.is_available():
+        torch.cuda.set_device(runtime.device())
+        torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
+    sys.path[0] = os.getcwd()  # not this folder
+    sys.argv = ["mpi4py", "-m", *sys.argv[1:]]
+    runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
