@@ -22,7 +22,7 @@ LAYERS = [
     ["torch_backend", "autograd"],
     ["optim"],
     ["nn", "elastic", "trace"],
-    ["cli", "__main__"],
+    ["cli", "tune", "__main__"],
     ["mpidist"],  # the package's own __init__: its public face
 ]
 LEVEL = {part: level for level, row in enumerate(LAYERS) for part in row}

@@ -118,7 +118,13 @@ class CudaDevice:
         self.up = CudaStream(device)
 
     def here(self) -> CudaEvent:
-        """See Device.here."""
+        """See Device.here.
+
+        Raises:
+            RuntimeError: The stream is being captured into a CUDA graph, which MPI cannot be part of.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("MPI cannot be captured into a CUDA graph; call the collective outside of torch.cuda.graph()")
         return CudaEvent(self.device, torch.cuda.current_stream(self.device).record_event())
 
     def leave_default_stream(self) -> None:

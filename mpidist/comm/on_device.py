@@ -95,15 +95,24 @@ def algorithm(
     Args:
         name: Take this one, if it can; else the table's choice.
     """
+    able = able_algorithms(comm, dtype, operation, device)
+    if name is None or name not in able:
+        name = tuning.agreed_table(comm, device).choose(nbytes, able)
+    return ALGORITHMS[name]
+
+
+def able_algorithms(comm: Communicator, dtype: torch.dtype, operation: Operation, device: torch.device) -> list[str]:
+    """Return the names of the all-reduces that can reduce such tensors on this MPI.
+
+    Collective: over ``comm``, the first time for a device.
+    """
     able, plan = _able(comm, device), arithmetic.reduction(dtype, operation)
     can = {
         tuning.LIBRARY: "Allreduce" in able and _is_mpis(dtype, plan),
         tuning.RING: "point_to_point" in able and ring.applies(dtype, plan),
         tuning.STAGED: True,
     }
-    if name is None or not can[name]:
-        name = tuning.agreed_table(comm, device).choose(nbytes, [each for each, is_able in can.items() if is_able])
-    return _ALGORITHMS[name]
+    return [name for name, is_able in can.items() if is_able]
 
 
 def _is_mpis(dtype: torch.dtype, plan: Reduction) -> bool:
@@ -171,7 +180,9 @@ def _all_gather(comm: Communicator, order: Order, inputs: Tensors, outputs: Tens
     return _moved(("point_to_point",), movement.all_gather)(comm, order, inputs, outputs)
 
 
-_ALGORITHMS: dict[str, Callable[..., None]] = {
+_ALONE = frozenset({"point_to_point"})  # a rank by itself sends nothing, so what is built on messages is all done on the device
+
+ALGORITHMS: dict[str, Callable[..., None]] = {
     tuning.LIBRARY: _by_library,
     tuning.RING: ring.all_reduce,
     tuning.STAGED: staging.all_reduce,
@@ -190,6 +201,8 @@ _WAYS: dict[Execute, Way] = {
 
 
 def _able(comm: Communicator, where: Tensor | torch.device) -> frozenset[str]:
+    if comm.size == 1:
+        return _ALONE
     return capability.agreed_operations(comm, where.device if isinstance(where, Tensor) else where)
 
 
