@@ -74,7 +74,7 @@ class Execution:
         self.timeout_s = timeout_s
         self.journal = Journal(name, key)
         self._comm = comm
-        self._mpi = comm.mpi
+        self._mpi = comm.plain
         # Between nodes the group's thread lets the computation have the core that it waits on.
         self._comm_of_thread = comm if comm.is_single_node else comm.patient()
         self._progress = Progress(name)

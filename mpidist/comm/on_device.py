@@ -39,6 +39,10 @@ def placed(execute: Execute, device: Device, inputs: Tensors, outputs: Tensors, 
     staged = buffer.on_host(execute, order)
 
     def run(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any) -> None:
+        # All ranks alike: whether a call is synchronous or not, and so which thread executes it, is each rank's own affair.
+        comm = comm.blocking()
+        if not order.is_issuers():
+            device.leave_default_stream()
         order.enter()
         if way is None or not way(comm, order, inputs, outputs, *args):
             staged(comm, inputs, outputs, *args)
@@ -245,6 +249,8 @@ def to_receive(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
     _, (host,) = copies.load()
 
     def arrive() -> None:
+        if order is not None:
+            order.enter()  # whoever waits for a message need not be who started it
         copies.store()
         for event in order.leave() if order is not None else ():
             event.hold()
