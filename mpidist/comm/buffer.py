@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.device import Device
 from mpidist.comm.library import MPI
+from mpidist.comm.stream import Device
 
 # MPI's classic interface counts in a C int. Half of it keeps every sum of two counts inside, too.
 MAX_COUNT = 1 << 30

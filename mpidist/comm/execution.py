@@ -14,9 +14,9 @@ import torch
 from mpidist.comm import agreement, buffer, departures, faults, on_device
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
-from mpidist.comm.device import Device, device_at, device_of
 from mpidist.comm.journal import Journal
 from mpidist.comm.progress import Progress, at_once, is_at_once
+from mpidist.comm.stream import Device, device_at, device_of
 from mpidist.comm.work import Work
 from mpidist.errors import GroupError, MpidistError, RankFailureError
 

@@ -16,8 +16,8 @@ from mpidist.comm import arithmetic, buffer, capability, extremes, movement, ope
 from mpidist.comm.arithmetic import Operation, Reduction
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
-from mpidist.comm.device import Device, device_of
 from mpidist.comm.library import MPI
+from mpidist.comm.stream import Device, device_of
 from mpidist.kernels.pack import pack, unpack
 
 Tensor = torch.Tensor

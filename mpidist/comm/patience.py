@@ -1,9 +1,9 @@
 """How a rank waits between nodes: every collective as its non-blocking twin, and what is done until the twin has ended.
 
 A synchronous call on one rank meets an asynchronous one on another, and MPI does not match a blocking collective with a
-non-blocking one (MPI-4.1 §6.12). So between nodes all are non-blocking. The caller's thread waits in MPI. The group's thread works
-beside the backward pass, from which MPI's polling would take half of a core: it tests with growing pauses. There a transfer takes
-milliseconds, and the pauses are shorter than what the network's buffers hold.
+non-blocking one (MPI-4.1 §6.12). So between nodes all are non-blocking. The caller's thread waits in MPI. The group's thread
+works beside the backward pass, from which MPI's polling would take half of a core: it tests with growing pauses. There a transfer
+takes milliseconds, and the pauses are shorter than what the network's buffers hold.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from mpidist.comm import on_device, tuning
 from mpidist.comm.arithmetic import SUM
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
-from mpidist.comm.device import Device, HostDevice, device_at
 from mpidist.comm.library import MPI
+from mpidist.comm.stream import Device, HostDevice, device_at
 
 _DTYPE = torch.float32
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpidist.comm import AVG, MAX, PRODUCT, SUM, PremulSum, buffer, execution, on_device, ring, shortcut, staging
-from mpidist.comm.device import device_at
+from mpidist.comm.stream import device_at
 from tests.comm.lazy_device import LazyDevice
 from tests.support import agree, reduced
 
