@@ -22,7 +22,7 @@ LAYERS = [
     ["torch_backend", "autograd"],
     ["optim"],
     ["nn", "elastic", "trace"],
-    ["cli", "__main__"],
+    ["cli", "tune", "__main__"],
     ["mpidist"],  # the package's own __init__: its public face
 ]
 LEVEL = {part: level for level, row in enumerate(LAYERS) for part in row}
@@ -297,3 +297,10 @@ print("quiet")
     command = [sys.executable, "-c", statement + checks]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "quiet\n"), done.stderr
+
+
+def test_no_module_hides_a_public_name():
+    """Importing ``mpidist.comm.device`` would put that module in the place of the function ``mpidist.comm.device``."""
+    import mpidist.comm
+
+    assert not set(mpidist.comm.__all__) & {path.stem for path in (ROOT / "mpidist" / "comm").glob("*.py")}

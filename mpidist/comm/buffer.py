@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.device import Device
 from mpidist.comm.library import MPI
+from mpidist.comm.stream import Device
 
 # MPI's classic interface counts in a C int. Half of it keeps every sum of two counts inside, too.
 MAX_COUNT = 1 << 30
@@ -99,16 +99,18 @@ class Order:
         self._ready = device.here()
         self._issuer = threading.get_ident()
 
+    def is_issuers(self) -> bool:
+        """Say whether the calling thread has issued the operation."""
+        return threading.get_ident() == self._issuer
+
     def enter(self) -> None:
-        """Let the device's streams wait for what produces the tensors; called by the thread that executes."""
-        if threading.get_ident() != self._issuer:
-            self.device.leave_default_stream()
+        """Let the executing thread's streams wait for what produces the tensors."""
         self.device.down.wait(self._ready)
         self.device.up.wait(self._ready)
 
     def enter_here(self) -> None:
         """Let the executing thread's current stream wait for what the issuing thread's has been given."""
-        if threading.get_ident() != self._issuer:
+        if not self.is_issuers():
             self.device.leave_default_stream()
             self._ready.hold()
 

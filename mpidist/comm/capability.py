@@ -21,7 +21,7 @@ from mpidist.comm import launch, probe, runtime
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.door import TWINS, SerialComm
 from mpidist.comm.library import MPI
-from mpidist.comm.patience import PatientComm
+from mpidist.comm.patience import TwinComm
 from mpidist.errors import MpidistError
 
 _ENV_CUDA_AWARE = "MPIDIST_CUDA_AWARE"  # "0": no operation takes device pointers; "1": all do; unset: ask and try
@@ -107,7 +107,7 @@ def agreed_operations(comm: Communicator, device: torch.device) -> frozenset[str
 
 def takes_blocking_calls(comm: Communicator) -> bool:
     """Say whether a blocking call on ``comm.mpi`` reaches MPI as such; a wrapper makes it non-blocking."""
-    return not isinstance(comm.mpi, (SerialComm, PatientComm))
+    return not isinstance(comm.mpi, (SerialComm, TwinComm))
 
 
 def _as_twins(working: frozenset[str]) -> frozenset[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.patience import PatientComm
+from mpidist.comm.patience import TwinComm, patiently, promptly
 
 _RESERVED_TAGS = 64  # the highest tags belong to the library's own algorithms, all below them to the user
 
@@ -16,7 +16,8 @@ class Communicator:
     """One MPI communicator, as executors see it.
 
     Attributes:
-        mpi: The ``MPI.Comm``.
+        plain: The ``MPI.Comm``, or at MPI_THREAD_SERIALIZED its wrapper.
+        mpi: The same for executors; between nodes with non-blocking twins in the place of blocking calls (``patience``).
         rank: This rank in it.
         size: W, its number of ranks.
         is_single_node: All ranks share one node's memory.
@@ -25,7 +26,8 @@ class Communicator:
     """
 
     def __init__(self, mpi: Any, is_single_node: bool, highest_tag: int) -> None:
-        self.mpi = mpi
+        self.plain = mpi
+        self.mpi = mpi if is_single_node else TwinComm(mpi, promptly)
         self.rank: int = mpi.Get_rank()
         self.size: int = mpi.Get_size()
         self.is_single_node = is_single_node
@@ -37,7 +39,15 @@ class Communicator:
     def patient(self) -> Communicator:
         """Return the same communicator, with the same memory, for a thread that gives its core away while it waits."""
         other = copy.copy(self)
-        other.mpi = PatientComm(self.mpi)
+        other.mpi = TwinComm(self.plain, patiently)
+        return other
+
+    def blocking(self) -> Communicator:
+        """Return the same communicator, with the same memory, for blocking calls: those of device memory, on all ranks."""
+        if self.mpi is self.plain:
+            return self
+        other = copy.copy(self)
+        other.mpi = self.plain
         return other
 
     def own_tag(self, number: int) -> int:

@@ -14,9 +14,9 @@ import torch
 from mpidist.comm import agreement, buffer, departures, faults, on_device
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
-from mpidist.comm.device import Device, device_at, device_of
 from mpidist.comm.journal import Journal
 from mpidist.comm.progress import Progress, at_once, is_at_once
+from mpidist.comm.stream import Device, device_at, device_of
 from mpidist.comm.work import Work
 from mpidist.errors import GroupError, MpidistError, RankFailureError
 
@@ -74,7 +74,7 @@ class Execution:
         self.timeout_s = timeout_s
         self.journal = Journal(name, key)
         self._comm = comm
-        self._mpi = comm.mpi
+        self._mpi = comm.plain
         # Between nodes the group's thread lets the computation have the core that it waits on.
         self._comm_of_thread = comm if comm.is_single_node else comm.patient()
         self._progress = Progress(name)

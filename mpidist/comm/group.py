@@ -6,11 +6,13 @@ import hashlib
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from mpidist.comm import arguments, runtime, watchdog
+import torch
+
+from mpidist.comm import arguments, runtime, timing, tuning, watchdog
 from mpidist.comm.collectives import Collectives
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.library import MPI
@@ -109,6 +111,24 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
             None if made[0] == MPI.COMM_NULL else self._child(made[0], name, f"{self.key}/split{self._splits}.{color}", timeout)
         )
 
+    def tune(
+        self, device: torch.device, sizes: Sequence[int], rounds: int, source: str, told: Callable[[str], Any] = lambda line: None
+    ) -> tuning.Table:
+        """Measure which all-reduce of device memory is the fastest at each size; this job and later ones then use the table.
+
+        Collective: over this group. Waits behind what is queued.
+
+        Args:
+            device: This rank's GPU; the CPU for a dry run.
+            sizes: Bytes of a tensor.
+            rounds: Calls of each algorithm.
+            source: Who says so, for the record.
+            told: Gets a line for each size.
+        """
+        tables: list[tuning.Table] = []
+        self._launch("tune", _tune, (), (), (device, sizes, rounds, source, told, tables))
+        return tables[0]
+
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """End the group: let queued operations end, then free its thread and communicator. May be called twice.
 
@@ -184,6 +204,20 @@ def _make(mpi: Any, name: str, key: str, world_ranks: Sequence[int], timeout_s: 
     group = ProcessGroup(comm, name, key, world_ranks, timeout_s, debug)
     watchdog.watch(group)
     return group
+
+
+def _tune(
+    comm: Communicator,
+    inputs: Any,
+    outputs: Any,
+    device: torch.device,
+    sizes: Sequence[int],
+    rounds: int,
+    source: str,
+    told: Callable[[str], Any],
+    tables: list[tuning.Table],
+) -> None:
+    tables.append(timing.measured_table(comm, device, timing.seconds(comm, device, sizes, rounds, told), source))
 
 
 def _split(comm: Communicator, inputs: Any, outputs: Any, color: int, key: int, made: list[Any]) -> None:

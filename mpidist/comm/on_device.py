@@ -16,8 +16,8 @@ from mpidist.comm import arithmetic, buffer, capability, extremes, movement, ope
 from mpidist.comm.arithmetic import Operation, Reduction
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
-from mpidist.comm.device import Device, device_of
 from mpidist.comm.library import MPI
+from mpidist.comm.stream import Device, device_of
 from mpidist.kernels.pack import pack, unpack
 
 Tensor = torch.Tensor
@@ -39,6 +39,10 @@ def placed(execute: Execute, device: Device, inputs: Tensors, outputs: Tensors, 
     staged = buffer.on_host(execute, order)
 
     def run(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any) -> None:
+        # All ranks alike: whether a call is synchronous or not, and so which thread executes it, is each rank's own affair.
+        comm = comm.blocking()
+        if not order.is_issuers():
+            device.leave_default_stream()
         order.enter()
         if way is None or not way(comm, order, inputs, outputs, *args):
             staged(comm, inputs, outputs, *args)
@@ -95,15 +99,24 @@ def algorithm(
     Args:
         name: Take this one, if it can; else the table's choice.
     """
+    able = able_algorithms(comm, dtype, operation, device)
+    if name is None or name not in able:
+        name = tuning.agreed_table(comm, device).choose(nbytes, able)
+    return ALGORITHMS[name]
+
+
+def able_algorithms(comm: Communicator, dtype: torch.dtype, operation: Operation, device: torch.device) -> list[str]:
+    """Return the names of the all-reduces that can reduce such tensors on this MPI.
+
+    Collective: over ``comm``, the first time for a device.
+    """
     able, plan = _able(comm, device), arithmetic.reduction(dtype, operation)
     can = {
         tuning.LIBRARY: "Allreduce" in able and _is_mpis(dtype, plan),
         tuning.RING: "point_to_point" in able and ring.applies(dtype, plan),
         tuning.STAGED: True,
     }
-    if name is None or not can[name]:
-        name = tuning.agreed_table(comm, device).choose(nbytes, [each for each, is_able in can.items() if is_able])
-    return _ALGORITHMS[name]
+    return [name for name, is_able in can.items() if is_able]
 
 
 def _is_mpis(dtype: torch.dtype, plan: Reduction) -> bool:
@@ -171,7 +184,9 @@ def _all_gather(comm: Communicator, order: Order, inputs: Tensors, outputs: Tens
     return _moved(("point_to_point",), movement.all_gather)(comm, order, inputs, outputs)
 
 
-_ALGORITHMS: dict[str, Callable[..., None]] = {
+_ALONE = frozenset({"point_to_point"})  # a rank by itself sends nothing, so what is built on messages is all done on the device
+
+ALGORITHMS: dict[str, Callable[..., None]] = {
     tuning.LIBRARY: _by_library,
     tuning.RING: ring.all_reduce,
     tuning.STAGED: staging.all_reduce,
@@ -190,6 +205,8 @@ _WAYS: dict[Execute, Way] = {
 
 
 def _able(comm: Communicator, where: Tensor | torch.device) -> frozenset[str]:
+    if comm.size == 1:
+        return _ALONE
     return capability.agreed_operations(comm, where.device if isinstance(where, Tensor) else where)
 
 
@@ -232,6 +249,8 @@ def to_receive(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
     _, (host,) = copies.load()
 
     def arrive() -> None:
+        if order is not None:
+            order.enter()  # whoever waits for a message need not be who started it
         copies.store()
         for event in order.leave() if order is not None else ():
             event.hold()

@@ -1,8 +1,9 @@
-"""MPI's blocking calls for a thread that works beside another: it gives its core away while it waits.
+"""How a rank waits between nodes: every collective as its non-blocking twin, and what is done until the twin has ended.
 
-A blocking call polls without pause, and takes half of a core from the backward pass that it should run beside. So it becomes its
-non-blocking twin and a loop of tests with growing pauses. Only the group's own thread waits like this, and only between nodes:
-there a transfer takes milliseconds, and the pauses are shorter than what the network's buffers hold.
+A synchronous call on one rank meets an asynchronous one on another, and MPI does not match a blocking collective with a
+non-blocking one (MPI-4.1 §6.12). So between nodes all are non-blocking. The caller's thread waits in MPI. The group's thread
+works beside the backward pass, from which MPI's polling would take half of a core: it tests with growing pauses. There a transfer
+takes milliseconds, and the pauses are shorter than what the network's buffers hold.
 """
 
 from __future__ import annotations
@@ -18,15 +19,23 @@ _SPIN_S = 50e-6
 _YIELD_S = 500e-6
 _SLEEP_S = 50e-6
 
+Wait = Callable[[Any, Any], None]
 
-class PatientComm:
-    """A communicator whose blocking calls wait with pauses; all others are the communicator's own."""
 
-    def __init__(self, comm: Any) -> None:
+class TwinComm:
+    """A communicator whose blocking calls are their non-blocking twins; all others are the communicator's own.
+
+    Args:
+        comm: What the twins are called on.
+        wait: Called with a request and a status (or None); returns when the request has ended.
+    """
+
+    def __init__(self, comm: Any, wait: Wait) -> None:
         self._comm = comm
+        self._wait = wait
 
     def __getattr__(self, name: str) -> Any:
-        found = self._patient(name) if name in TWINS else getattr(self._comm, name)
+        found = self._twin(name) if name in TWINS else getattr(self._comm, name)
         self.__dict__[name] = found
         return found
 
@@ -34,11 +43,11 @@ class PatientComm:
         """See MPI_Sendrecv."""
         incoming = self._comm.Irecv(recv, source, recvtag)
         outgoing = self._comm.Isend(send, dest, sendtag)
-        wait(incoming, status)
-        wait(outgoing)
+        self._wait(incoming, status)
+        self._wait(outgoing, None)
 
-    def _patient(self, name: str) -> Callable[..., None]:
-        start = getattr(self._comm, TWINS[name])
+    def _twin(self, name: str) -> Callable[..., None]:
+        start, wait = getattr(self._comm, TWINS[name]), self._wait
         takes_status = name == "Recv"
 
         def call(*args: Any, **kwargs: Any) -> None:
@@ -50,7 +59,12 @@ class PatientComm:
         return call
 
 
-def wait(request: Any, status: Any = None) -> None:
+def promptly(request: Any, status: Any = None) -> None:
+    """Wait in MPI, without pause."""
+    request.Wait(status)
+
+
+def patiently(request: Any, status: Any = None) -> None:
     """Test a request until it has ended, with growing pauses."""
     start = time.perf_counter()
     while not request.Test(status):

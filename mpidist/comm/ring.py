@@ -21,9 +21,9 @@ from mpidist.comm import arithmetic, buffer, extremes
 from mpidist.comm.arithmetic import COMBINE, SUM, Operation, Reduction
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
-from mpidist.comm.device import Event
 from mpidist.comm.door import wait_all
 from mpidist.comm.shards import shard_bounds
+from mpidist.comm.stream import Event
 from mpidist.kernels.accumulate import accumulate
 from mpidist.kernels.launch import NAMES
 

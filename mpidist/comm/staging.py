@@ -14,7 +14,7 @@ from mpidist.comm import reductions
 from mpidist.comm.arithmetic import Operation
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
-from mpidist.comm.device import Event
+from mpidist.comm.stream import Event
 
 CHUNK_BYTES = 4 << 20  # a copy of this size takes ten times what it takes to start one
 _SLOTS = 3  # one comes down, one is at MPI, one goes up

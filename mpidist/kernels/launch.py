@@ -5,6 +5,7 @@ Letters: N elements of a tensor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,9 +75,15 @@ def launch(
     import cupy
 
     kernel = load.function(file, name, device.index, tuple(defines))
-    stream = cupy.cuda.ExternalStream(stream_of(device), device.index)
-    with cupy.cuda.Device(device.index), stream:
+    with cupy.cuda.Device(device.index), _stream(stream_of(device), device.index):
         kernel((blocks,), (threads,), tuple(args))
+
+
+@functools.lru_cache(maxsize=256)
+def _stream(handle: int, device: int) -> Any:
+    import cupy
+
+    return cupy.cuda.ExternalStream(handle, device)  # torch's streams live as long as the process
 
 
 def stream_of(device: torch.device) -> int:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from mpidist.comm import AVG, MAX, PRODUCT, SUM, PremulSum, buffer, execution, on_device, ring, shortcut, staging
-from mpidist.comm.device import device_at
+from mpidist.comm.stream import device_at
 from tests.comm.lazy_device import LazyDevice
 from tests.support import agree, reduced
 
 pytestmark = pytest.mark.mpi
 
-SLOW_CYCLES = 50_000_000
+SLOW_CYCLES = 4_000_000  # about 2 ms
 
 
 class Lazy:
@@ -39,6 +39,11 @@ class Lazy:
     def blank(self, like):
         return torch.full_like(like, 55)
 
+    def read_later(self, tensor):
+        values = []
+        self.device.current().do(lambda: values.append(tensor.clone()))
+        return lambda: values[0]
+
     def consume(self, function):
         seen = []
         self.device.current().do(lambda: seen.append(function()))
@@ -57,6 +62,11 @@ class Cuda:
 
     def blank(self, like):
         return torch.full_like(like, 55, device="cuda")
+
+    def read_later(self, tensor):
+        torch.cuda._sleep(SLOW_CYCLES)
+        values = tensor.clone()
+        return lambda: values
 
     def consume(self, function):
         result = function()
@@ -212,6 +222,16 @@ def test_messages(place, group, numel):
     receive.wait()
     send.wait()
     agree(group, torch.equal(place.consume(target.clone), torch.arange(float(numel)) + left))
+
+
+def test_a_slow_consumer_reads_before_the_next_call_overwrites(place, group):
+    tensor = place.produce(torch.full((700,), 1.0))
+    seen = []
+    for _ in range(3):
+        group.all_reduce(tensor)
+        seen.append(place.read_later(tensor))
+    got = place.consume(lambda: [read() for read in seen])
+    agree(group, [float(values[-1]) for values in got] == [float(group.size**n) for n in (1, 2, 3)], str(got))
 
 
 def test_callbacks_see_the_results(place, group):

@@ -6,16 +6,19 @@ import time
 import pytest
 import torch
 
-from mpidist.comm import patience
+from mpidist.comm import patience, runtime
 from tests.support import agree
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture
-def patient(group):
-    group._comm_of_thread = group._comm.patient()
-    return group
+def patient(world, monkeypatch):
+    """A group that takes its ranks to be on several nodes."""
+    monkeypatch.setattr(runtime.World, "is_single_node", False)
+    group = world.clone("far")
+    yield group
+    group.close()
 
 
 def calls(group, numel):
@@ -46,13 +49,36 @@ def calls(group, numel):
 
 
 @pytest.mark.parametrize("numel", [1, 3000, 600_000])
-def test_same_results(world, patient, numel):
+def test_same_results(world, patient, numel, monkeypatch):
+    monkeypatch.setattr(runtime.World, "is_single_node", True)
     plain = world.clone("plain")
     for (name, call, result), (_, expected_call, expected) in zip(calls(patient, numel), calls(plain, numel), strict=True):
         call().wait()
         expected_call().wait()
         agree(world, all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), name)
     plain.close()
+
+
+def test_synchronous_calls_meet_asynchronous_ones(world, patient):
+    """MPI matches no blocking collective with a non-blocking one; each rank may choose for itself."""
+    size = patient.size
+    for numel in (1, 3000, 300_000):
+        for turn in range(4):
+            is_async = bool((turn + patient.rank) % 2)
+            for dtype in (torch.float32, torch.bfloat16):
+                tensor = torch.full((numel,), patient.rank + 1.0, dtype=dtype)
+                finished(patient.all_reduce(tensor, async_op=is_async))
+                agree(world, bool((tensor == size * (size + 1) / 2).all()), f"all_reduce {dtype}")
+            finished(patient.broadcast(tensor.fill_(patient.rank), size - 1, async_op=is_async))
+            gathered = torch.empty(numel * size)
+            finished(patient.all_gather_into_tensor(gathered, torch.full((numel,), float(patient.rank)), async_op=is_async))
+            finished(patient.barrier(async_op=is_async))
+            agree(world, bool((tensor == size - 1).all()) and torch.equal(gathered[::numel], torch.arange(float(size))))
+
+
+def finished(work):
+    if work is not None:
+        work.wait()
 
 
 def test_it_leaves_the_core_to_others(patient, monkeypatch):
@@ -82,5 +108,5 @@ def test_wait_hands_the_status_on():
             return not self.left
 
     seen = []
-    patience.wait(Request(), seen)
+    patience.patiently(Request(), seen)
     assert seen == [3, 2, 1]

@@ -159,6 +159,20 @@ def test_the_statistics_are_what_is_sent(group, hook, in_thread, monkeypatch):
 
 
 @pytest.mark.mpi
+def test_a_transposed_parameter_is_compressed_as_its_transpose(group):
+    parameter = torch.nn.Parameter(torch.zeros(20, 12).t())
+    bucket = Bucket([0], [parameter], ["turned"])
+    state = state_of(group, 2)
+    for step in range(2):
+        given = torch.randn(12, 20, generator=torch.Generator().manual_seed(10 * step + group.rank))
+        before = state.error_dict.get("turned", torch.zeros(1)).clone()
+        bucket.views[0].copy_(given)
+        powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
+        agree(group, torch.allclose(bucket.views[0] + state.error_dict["turned"], given + before, atol=1e-5), f"step {step}")
+    agree(group, state.q_memory_dict["turned"].shape == (12, 2) and bucket.views[0].stride() == (1, 12))
+
+
+@pytest.mark.mpi
 def test_nothing_is_made_again_in_a_later_step(group):
     state = state_of(group, 2)
     bucket = bucket_of(group.rank)

@@ -15,8 +15,6 @@ import torch
 
 Tensor = torch.Tensor
 
-_here = threading.local()
-
 
 class Event(Protocol):
     """A place in a stream."""
@@ -114,17 +112,39 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.down = CudaStream(device)
-        self.up = CudaStream(device)
+        self._of_thread = threading.local()  # what one group waits for is not to hold up another's
+
+    @property
+    def down(self) -> CudaStream:
+        """See Device.down; one for each thread."""
+        return self._stream("down")
+
+    @property
+    def up(self) -> CudaStream:
+        """See Device.up; one for each thread."""
+        return self._stream("up")
+
+    def _stream(self, name: str) -> CudaStream:
+        held = getattr(self._of_thread, name, None)
+        if held is None:
+            held = CudaStream(self.device)
+            setattr(self._of_thread, name, held)
+        return held
 
     def here(self) -> CudaEvent:
-        """See Device.here."""
+        """See Device.here.
+
+        Raises:
+            RuntimeError: The stream is being captured into a CUDA graph, which MPI cannot be part of.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("MPI cannot be captured into a CUDA graph; call the collective outside of torch.cuda.graph()")
         return CudaEvent(self.device, torch.cuda.current_stream(self.device).record_event())
 
     def leave_default_stream(self) -> None:
         """See Device.leave_default_stream."""
-        if self.device not in _here.__dict__.setdefault("devices", set()):
-            _here.devices.add(self.device)
+        if not hasattr(self._of_thread, "has_own"):
+            self._of_thread.has_own = True
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
 
     def staging(self, numel: int, dtype: torch.dtype) -> Tensor:

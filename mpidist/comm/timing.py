@@ -1,0 +1,83 @@
+"""Times the all-reduces of device memory, for the tuning table.
+
+Letters: N elements of a tensor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from mpidist.comm import on_device, tuning
+from mpidist.comm.arithmetic import SUM
+from mpidist.comm.buffer import Order
+from mpidist.comm.communicator import Communicator
+from mpidist.comm.library import MPI
+from mpidist.comm.stream import Device, HostDevice, device_at
+
+_DTYPE = torch.float32
+
+
+def seconds(
+    comm: Communicator, where: torch.device, sizes: Sequence[int], rounds: int, told: Callable[[str], Any] = lambda line: None
+) -> dict[int, dict[str, float]]:
+    """Time each algorithm that can, at each size; return the medians of what the slowest rank took.
+
+    Collective: over ``comm``, with the same arguments on all ranks.
+
+    Args:
+        where: The device; the host for a dry run.
+        sizes: Bytes of a tensor.
+        rounds: Calls of each algorithm, in turn, after one that is not counted.
+        told: Gets a line for each size.
+    """
+    device: Device = device_at(where) or HostDevice()
+    measured: dict[int, dict[str, float]] = {}
+    for nbytes in sizes:
+        flat = torch.zeros(max(nbytes // _DTYPE.itemsize, 1), dtype=_DTYPE, device=where)
+        able = on_device.able_algorithms(comm, _DTYPE, SUM, where)
+        times: dict[str, list[float]] = {name: [] for name in able}
+        for turn in range(rounds + 1):
+            for name in able:
+                elapsed_s = _once(comm, device, on_device.ALGORITHMS[name], flat)
+                if turn:
+                    times[name].append(elapsed_s)
+        measured[nbytes] = {name: median(taken) for name, taken in times.items()}
+        told(f"{nbytes:>11} B  " + "  ".join(f"{name} {1e6 * s:.0f} us" for name, s in measured[nbytes].items()))
+    return measured
+
+
+def _once(comm: Communicator, device: Device, all_reduce: Callable[..., None], flat: torch.Tensor) -> float:
+    order = Order(device, (flat,))
+    order.enter()
+    order.begin()
+    comm.mpi.Barrier()
+    start = time.perf_counter()
+    all_reduce(comm, order, flat, SUM)
+    for event in order.leave():
+        event.synchronize()
+    slowest = bytearray(8)
+    comm.mpi.Allreduce((_as_bytes(time.perf_counter() - start), 1, MPI.DOUBLE), (slowest, 1, MPI.DOUBLE), MPI.MAX)
+    return memoryview(slowest).cast("d")[0]
+
+
+def _as_bytes(value: float) -> bytearray:
+    space = bytearray(8)
+    memoryview(space).cast("d")[0] = value
+    return space
+
+
+def measured_table(comm: Communicator, where: torch.device, measured: dict[int, dict[str, float]], source: str) -> tuning.Table:
+    """Make the table of measured times the one that is used, in this job and in later ones.
+
+    Collective: over ``comm``.
+    """
+    table = tuning.table_of(measured, source)
+    if comm.rank == 0:
+        tuning.store(comm, where, table)
+    comm.tuning_tables[where.type] = table
+    return table

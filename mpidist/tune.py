@@ -1,0 +1,49 @@
+"""``python -m mpidist.tune``: measure which all-reduce of device memory is the fastest at which size, and keep the table.
+
+Start it as the job is started, one rank a GPU: ``srun python -m mpidist.tune`` or ``mpirun -n 4 python -m mpidist.tune``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from datetime import date
+
+import torch
+
+from mpidist import cache, comm
+from mpidist.comm import runtime
+
+_SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table, and keep it. Collective: over all ranks of the job."""
+    options = _parser().parse_args(arguments)
+    group = comm.init()
+    where = torch.device("cpu") if options.device == "cpu" else runtime.device()
+    if where.type != options.device:
+        raise SystemExit("mpidist.tune needs a CUDA device on each rank; --device cpu shows only that it runs")
+
+    def told(line: str) -> None:
+        if group.rank == 0:
+            print(line, flush=True)
+
+    told(f"all-reduce of fp32 on {group.size} ranks, {where}; medians of {options.rounds} rounds")
+    table = group.tune(where, options.sizes, options.rounds, f"measured {date.today()}", told)
+    for nbytes, ranking in table.rows:
+        told(f"{nbytes:>11} B: {', '.join(ranking)}")
+    told(f"kept in {cache.folder()}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m mpidist.tune", description=main.__doc__)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--sizes", type=int, nargs="+", default=_SIZES, metavar="BYTES", help="of a tensor")
+    parser.add_argument("--rounds", type=int, default=20)
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
