@@ -1,7 +1,7 @@
 """The device that a benchmark measures: chosen, described, named in files, and its clock.
 
 Two clocks tell a GPU's times, both by events. ``as_issued`` runs a burst on an idle device, so what the host takes to start the
-work counts. ``ahead`` gives the host a head start, so that the device never waits for it: the work's own time.
+work counts. ``HeadStart`` gives the host time, so that the device never waits for it: the work's own time.
 """
 
 from __future__ import annotations
@@ -74,22 +74,32 @@ def as_issued(device: torch.device) -> RunBurst | None:
     return run
 
 
-def ahead(device: torch.device) -> RunBurst:
-    """Return the clock that counts a GPU's part alone; what waits for the device in the host's code counts still."""
-    naps: dict[str, int] = {}  # cycles, by contender
+class HeadStart:
+    """The clock that counts a GPU's part alone.
 
-    def run(comm: Any, contender: Contender, passes: int) -> float:
+    Attributes:
+        behind: Names of contenders whose host's part counts still: they wait for the device, or fill its queue.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._naps: dict[str, int] = {}  # cycles, by contender
+        self.behind: set[str] = set()
+
+    def __call__(self, comm: Any, contender: Contender, passes: int) -> float:
+        name = contender.name
         while True:
-            nap = naps.setdefault(contender.name, _SHORTEST_NAP)
-            torch.cuda.synchronize(device)
+            nap = self._naps.setdefault(name, _SHORTEST_NAP)
+            torch.cuda.synchronize(self._device)
             torch.cuda._sleep(nap)
             elapsed_s, was_ahead = _between_events(contender, passes)
-            if was_ahead or nap == 0:
+            if was_ahead or name in self.behind:
                 return elapsed_s
-            # Who is not ahead after the longest nap waits for the device, or fills its queue: no nap would help.
-            naps[contender.name] = 2 * nap if nap < _LONGEST_NAP else 0
-
-    return run
+            if nap >= _LONGEST_NAP:
+                self.behind.add(name)
+                self._naps[name] = _SHORTEST_NAP
+            else:
+                self._naps[name] = 2 * nap
 
 
 def _between_events(contender: Contender, passes: int) -> tuple[float, bool]:

@@ -19,7 +19,7 @@ Call = Callable[[], object]
 
 OURS, THEIRS, COPY = "mpidist", "torch", "device copy"
 # A GPU's cache must not hold what the next pass reads: passes go around buffers of this size together.
-_COLD_BYTES = 192 << 20
+_COLD_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,15 @@ _COLORS = {
 # --- the JSON's entries ---
 
 
-def copy_result(case: copies.Case, issued: Mapping[str, Series], alone: Mapping[str, Series]) -> dict[str, Any]:
+def copy_result(
+    case: copies.Case, issued: Mapping[str, Series], alone: Mapping[str, Series], behind: Collection[str]
+) -> dict[str, Any]:
     """Return one case's entry.
 
     Args:
         issued: Times of a burst on an idle device, the host's part in them.
         alone: Times of the device's work; the same on the CPU.
+        behind: Names of contenders whose host's part is in these, too.
     """
     return {
         "operation": case.operation,
@@ -46,6 +49,7 @@ def copy_result(case: copies.Case, issued: Mapping[str, Series], alone: Mapping[
         "contenders": {
             name: {
                 "device": _times(series),
+                "waits_for_host": name in behind,
                 "issued": _times(issued[name]),
                 "bytes_per_s": case.moved_bytes / series.median_us * 1e6,
                 "over_copy": compare(alone[copies.COPY], series).ratio_of_rounds,

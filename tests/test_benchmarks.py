@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from mpidist.kernels import powersgd
 from tests.support import ROOT, launcher, missing, started
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -188,6 +189,37 @@ def test_a_loss_and_a_wrong_factor_are_found():
     x.q.mul_(1.01)
     wrong = {what for what, distance in powersgd_cases._distances(x, total, old_q).items() if distance > 1e-3}
     assert wrong == {"Q = Xᵀ·P", "M = P·Qᵀ"}
+
+
+def test_launches_of_a_bucket_are_counted(monkeypatch):
+    powersgd_cases = importlib.import_module("powersgd_cases")
+    monkeypatch.setattr(powersgd, "has_kernels", lambda tensor: True)
+    monkeypatch.setattr(powersgd, "launch", lambda *args: None)
+    (bucket,) = powersgd_cases.buckets_of([(60, 70), (9,), (80, 50)], 1 << 20, torch.device("cpu"))
+    calls = [powersgd_cases._stages_of(powersgd_cases._factors(bucket, 2))]
+    assert powersgd_cases._most_launches(calls, torch.device("cuda")) == 5
+    assert powersgd_cases._most_launches(calls, torch.device("cpu")) is None
+
+
+def test_a_head_start_grows_until_the_host_is_ahead(monkeypatch):
+    devices, timing = importlib.import_module("devices"), importlib.import_module("timing")
+    naps, enough = [], 1 << 22
+
+    def event(enable_timing):
+        times = {"record": lambda: None, "synchronize": lambda: None, "elapsed_time": lambda last: 3.0}
+        return SimpleNamespace(query=lambda: naps[-1] < enough, **times)
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "_sleep", naps.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    clock = devices.HeadStart(torch.device("cuda"))
+    assert clock(None, timing.Contender("it", (lambda: None,), ()), 2) == pytest.approx(3e-3)
+    assert naps == [1 << 20, 1 << 21, 1 << 22] and not clock.behind
+    enough = 1 << 40
+    clock(None, timing.Contender("late", (lambda: None,), ()), 2)
+    before = len(naps)
+    clock(None, timing.Contender("late", (lambda: None,), ()), 2)
+    assert clock.behind == {"late"} and len(naps) == before + 1
 
 
 def test_kernel_goals_are_reached_missed_or_not_measured():
