@@ -15,6 +15,7 @@
 #   DEVICE    cuda; cpu is a dry run: a few tests of the CPU take the place of the GPU's, the benchmarks only show that they run
 #   BUDGET_S  570: steps for which no time is left are not run
 #   PARALLEL  1: tests and sanitizers run at the same time, 0: they do not; 1 from eight cores on. Benchmarks always run alone
+#   MAXFAIL   1: failures after which a test run of two ranks ends; behind the first one the ranks may be out of step
 #   RECORD    1: copy the benchmarks' records to benchmarks/results, too; 0 in a dry run
 set -u
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -118,7 +119,7 @@ print(f"{sys.argv[1]}: {gpu}, Python {sys.version.split()[0]}, torch {torch.__ve
 # --- tests and sanitizers ---
 
 tests=(-m pytest -q --color=no -p no:cacheprovider -o console_output_style=classic)
-ranks=(tests/gpu_rank.py pytest -q -x --color=no -p no:cacheprovider -o console_output_style=classic --only-mpi)
+ranks=(tests/gpu_rank.py pytest -q --maxfail="${MAXFAIL:-1}" --color=no -p no:cacheprovider -o console_output_style=classic --only-mpi)
 # Each tensor is an allocation of its own, so that what is beside it is seen.
 sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 --print-limit 20 --tool)
 has_sanitizer=$(command -v compute-sanitizer)
