@@ -142,17 +142,33 @@ def _by_library(comm: Communicator, order: Order, flat: Tensor, operation: Opera
 
 
 def _broadcast(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, root: int) -> bool:
-    is_root = comm.rank == root
-    for tensor in inputs or outputs:
-        flat = _dense(order, tensor, filled=is_root)
-        if "Bcast" in _able(comm, tensor):
-            order.begin()
-            movement.broadcast(comm, (flat,) if is_root else (), () if is_root else (flat,), root)
-        else:
-            staging.through_host(order, flat, partial(_broadcast_chunk, comm, root), reads=is_root, writes=not is_root)
-        if not is_root:
-            _write_back(order, tensor, flat)
+    tensors, is_root = inputs or outputs, comm.rank == root
+    if len(tensors) == 1:
+        _broadcast_one(comm, order, tensors[0], root)
+        return True
+    parts = [_dense(order, tensor, filled=is_root) for tensor in tensors]
+    flat = order.device.empty(sum(part.numel() for part in parts), parts[0].dtype)
+    if is_root:
+        order.device.down.do(partial(pack, parts, flat))
+    _broadcast_one(comm, order, flat, root)
+    if not is_root:
+        order.device.down.wait(order.device.up.record())
+        order.device.down.do(partial(unpack, flat, parts))
+        for tensor, part in zip(tensors, parts, strict=True):
+            _write_back(order, tensor, part)
     return True
+
+
+def _broadcast_one(comm: Communicator, order: Order, tensor: Tensor, root: int) -> None:
+    is_root = comm.rank == root
+    flat = _dense(order, tensor, filled=is_root)
+    if "Bcast" in _able(comm, tensor):
+        order.begin()
+        movement.broadcast(comm, (flat,) if is_root else (), () if is_root else (flat,), root)
+    else:
+        staging.through_host(order, flat, partial(_broadcast_chunk, comm, root), reads=is_root, writes=not is_root)
+    if not is_root:
+        _write_back(order, tensor, flat)
 
 
 def _broadcast_chunk(comm: Communicator, root: int, chunk: Tensor) -> None:

@@ -16,7 +16,7 @@ _ADVICE = "Parameters that take no part in the loss need find_unused_parameters=
 def require_equal(
     group: Any, named: Sequence[tuple[str, torch.Tensor]], settings: Any = None, refusal: str | None = None
 ) -> None:
-    """Compare settings, and names, shapes and dtypes of parameters and buffers; of those that get gradients the strides, too.
+    """Compare settings, and names, shapes, dtypes and kinds of device of parameters and buffers; strides where gradients come.
 
     Collective: over the group.
 
@@ -27,7 +27,7 @@ def require_equal(
     Raises:
         DisagreementError: On all ranks, naming the first tensor that differs and what each rank holds, or who refused.
     """
-    rows = [(name, tuple(t.shape), str(t.dtype), t.stride() if t.requires_grad else None) for name, t in named]
+    rows = [(name, tuple(t.shape), f"{t.dtype} on {t.device.type}", t.stride() if t.requires_grad else None) for name, t in named]
     tables = group.all_gather_object(refusal or [str(settings), *rows])
     refused = "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(tables) if isinstance(told, str))
     if refused:
@@ -44,9 +44,14 @@ def require_equal(
 
 def broadcast_state(group: Any, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
     """Give ``root``'s values to all. Collective: over the group."""
+    together: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
-        if tensor.numel():
+        if tensor.is_cuda:  # each message would be a copy for which the host waits
+            together.setdefault(tensor.dtype, []).append(tensor.detach())
+        elif tensor.numel():
             group.broadcast(tensor.detach(), root)
+    for some in together.values():
+        group.broadcast_coalesced(some, root)
 
 
 def used_somewhere(group: Any, has_gradient: Sequence[bool], surplus: Sequence[str]) -> list[bool]:

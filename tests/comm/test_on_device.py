@@ -181,6 +181,11 @@ def test_movement(place, group, numel):
     group.broadcast(tensor, group.size - 1)
     agree(group, torch.equal(place.consume(tensor.clone), parts[-1]), "broadcast")
 
+    many = [place.produce(mine[:n]) for n in (1, 0, numel)]
+    group.broadcast_coalesced(many, 0)
+    got = place.consume(lambda: [t.clone() for t in many])
+    agree(group, all(torch.equal(g, parts[0][: g.numel()]) for g in got), "broadcast_coalesced")
+
     output = place.blank(every.view(-1))
     group.all_gather_into_tensor(output, place.produce(mine))
     agree(group, torch.equal(place.consume(output.clone), every.view(-1)), "all_gather_into_tensor")
