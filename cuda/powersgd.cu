@@ -28,6 +28,10 @@ struct Item {
     long long counters;      // where the counts of their arrivals begin
 };
 
+#ifndef SWEEP_THREADS
+#define SWEEP_THREADS 512  // of the block that orthogonalises a matrix; set with RANK
+#endif
+
 constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int ROWS = RANK <= 8 ? 4 : 32 / RANK;   // rows that a warp takes at once, so that each element of Q serves several
@@ -360,7 +364,8 @@ template <class T> __device__ __forceinline__ void orthogonalize(T* v, long long
         backproject<T>(items, owners, scale, partials, counters);                                                             \
     }                                                                                                                         \
     extern "C" __global__ void reconstruct_##T(const Item* items, const int* owners) { reconstruct<T>(items, owners); }       \
-    extern "C" __global__ void orthogonalize_##T(const Item* items, int is_q, typename Compute<T>::type epsilon) {            \
+    extern "C" __global__ void __launch_bounds__(SWEEP_THREADS)                                                               \
+        orthogonalize_##T(const Item* items, int is_q, typename Compute<T>::type epsilon) {                                   \
         const Item item = items[blockIdx.x];                                                                                  \
         if (item.rank == 0) return;                                                                                           \
         orthogonalize<T>((T*)(is_q ? item.q : item.p), is_q ? item.columns : item.rows, (int)item.rank, epsilon);             \

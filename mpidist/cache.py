@@ -42,8 +42,8 @@ def load(kind: str, key: Mapping[str, Any]) -> Any:
         return None
 
 
-def store(kind: str, key: Mapping[str, Any], value: Any) -> None:
-    """Write a value that ``load`` returns in later jobs; where nothing can be written, do nothing.
+def store(kind: str, key: Mapping[str, Any], value: Any) -> bool:
+    """Write a value that ``load`` returns in later jobs; say whether that could be done.
 
     A reader meets the old file or the new one, whole: it takes its name when it is complete.
     """
@@ -56,8 +56,10 @@ def store(kind: str, key: Mapping[str, Any], value: Any) -> None:
             with open(handle, "w", encoding="utf-8") as file:
                 file.write(text)
             os.replace(name, path)
+            return True
         except OSError:
             os.unlink(name)
+    return False
 
 
 def _path(kind: str, key: Mapping[str, Any]) -> Path:

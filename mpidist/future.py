@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from mpidist.errors import CommTimeout
@@ -34,7 +34,7 @@ class Future(Generic[T]):
 
     __slots__ = ("__weakref__", "_callbacks", "_done", "_events", "_exception", "_fence", "_latch", "_seen", "_value")
 
-    def __init__(self, events: list[Any] | None = None, fence: Callable[[], Any] | None = None) -> None:
+    def __init__(self, events: Sequence[Any] | None = None, fence: Callable[[], Any] | None = None) -> None:
         self._events = events
         self._fence = fence
         self._done = False

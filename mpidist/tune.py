@@ -11,7 +11,7 @@ from datetime import date
 
 import torch
 
-from mpidist import cache, comm
+from mpidist import comm
 from mpidist.comm import runtime
 
 _SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
@@ -33,16 +33,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = group.tune(where, options.sizes, options.rounds, f"measured {date.today()}", told)
     for nbytes, ranking in table.rows:
         told(f"{nbytes:>11} B: {', '.join(ranking)}")
-    told(f"kept in {cache.folder()}")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mpidist.tune", description=main.__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--sizes", type=int, nargs="+", default=_SIZES, metavar="BYTES", help="of a tensor")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--sizes", type=_positive, nargs="+", default=_SIZES, metavar="BYTES", help="of a tensor")
+    parser.add_argument("--rounds", type=_positive, default=20)
     return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
 
 
 if __name__ == "__main__":

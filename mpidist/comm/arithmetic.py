@@ -24,6 +24,11 @@ class PremulSum:
 
     factor: Any
 
+    def __post_init__(self) -> None:
+        # Now and here: whoever executes may be another thread, whose stream does not wait for what computes it.
+        if isinstance(self.factor, torch.Tensor):
+            object.__setattr__(self, "factor", self.factor.item())
+
     def __str__(self) -> str:
         return "premul_sum"  # each rank has a factor of its own: not a fact on which ranks must agree
 
@@ -72,8 +77,7 @@ def reduction(dtype: torch.dtype, operation: Operation) -> Reduction:
         plan = _reduction(dtype, SUM)
         if dtype == torch.bool:
             raise TypeError("PREMUL_SUM has no meaning for torch.bool; use SUM, which is a logical or")
-        factor = operation.factor.item() if isinstance(operation.factor, torch.Tensor) else operation.factor
-        return Reduction(plan.combine, plan.wide, False, factor)
+        return Reduction(plan.combine, plan.wide, False, operation.factor)
     if not isinstance(operation, str):
         raise TypeError(f"a reduction is one of mpidist.comm.SUM, AVG, … (strings), or PremulSum(factor); got {operation!r}")
     return _reduction(dtype, operation)

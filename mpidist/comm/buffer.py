@@ -169,7 +169,7 @@ class HostCopies:
         if self._order is not None:
             twin = self._order.device.staging(tensor.numel(), tensor.dtype).view(tensor.shape)
             if filled:
-                self._order.device.down.do(partial(twin.copy_, tensor.detach(), non_blocking=True))
+                self._order.device.down.do(partial(_copy_plain, twin, tensor.detach()))
         elif is_direct(tensor):
             twin = tensor
         elif filled:
@@ -189,6 +189,11 @@ def on_host(execute: Callable[..., None], order: Order | None = None) -> Callabl
         copies.store()
 
     return run
+
+
+def _copy_plain(twin: torch.Tensor, tensor: torch.Tensor) -> None:
+    # Conjugated on the device: torch would do it to the host's copy at once, before the data has come.
+    twin.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
 
 
 def overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -30,7 +30,7 @@ _FORCED = {"": _UNSET, "0": _OFF, "1": _ON}
 _FORCED_WORDS = ("unset", "0", "1", "neither 0 nor 1")
 
 _KIND = "device-operations"  # in the cache
-_tables: dict[str, dict[str, str]] = {}  # by device: what this process has tried, whether or not it could be stored
+_tables: dict[str, dict[str, str] | None] = {}  # by device: what this process has tried or loaded; None: nothing was there
 
 
 @dataclass(frozen=True)
@@ -175,10 +175,11 @@ def _known_table(device: torch.device) -> dict[str, str] | None:
     cuda_aware, source = _cuda_support()
     if device.type == "cuda" and cuda_aware is False:
         return _all(f"the library is not CUDA-aware ({source})")
-    if _name(device) in _tables:
-        return _tables[_name(device)]
-    held = cache.load(_KIND, _key(device))
-    return held if _is_table(held) else None
+    name = _name(device)
+    if name not in _tables:  # each message asks
+        held = cache.load(_KIND, _key(device))
+        _tables[name] = held if _is_table(held) else None
+    return _tables[name]
 
 
 def _tried_table(device: torch.device) -> dict[str, str]:

@@ -217,7 +217,8 @@ def _tune(
     told: Callable[[str], Any],
     tables: list[tuning.Table],
 ) -> None:
-    tables.append(timing.measured_table(comm, device, timing.seconds(comm, device, sizes, rounds, told), source))
+    comm = comm.blocking()  # as collectives of device memory have it
+    tables.append(timing.measured_table(comm, device, timing.seconds(comm, device, sizes, rounds, told), source, told))
 
 
 def _split(comm: Communicator, inputs: Any, outputs: Any, color: int, key: int, made: list[Any]) -> None:

@@ -79,8 +79,8 @@ def _all_reduce_flat(comm: Communicator, order: Order, inputs: Tensors, outputs:
 
 
 def _reduce_scatter_tensor(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, operation: Operation) -> bool:
-    plan = arithmetic.reduction(outputs[0].dtype, operation)
-    if "point_to_point" not in _able(comm, outputs[0]) or not ring.applies(outputs[0].dtype, plan):
+    applies = all(ring.applies(target.dtype, arithmetic.reduction(target.dtype, operation)) for target in outputs)
+    if "point_to_point" not in _able(comm, outputs[0]) or not applies:
         return False
     for source, target in zip(inputs, outputs, strict=True):
         flat = _dense(order, target, filled=False)
@@ -184,8 +184,7 @@ def _moved(needed: tuple[str, ...], execute: Execute) -> Way:
         sources = [_dense(order, tensor, filled=True) for tensor in inputs]
         targets = [_dense(order, tensor, filled=False) for tensor in outputs]
         order.begin()
-        order.device.down.do(partial(execute, comm, sources, targets, *args))  # a rank's own part is copied on the device
-        order.begin()
+        order.device.down.run(partial(execute, comm, sources, targets, *args))  # a rank's own part is copied on the device
         for tensor, target in zip(outputs, targets, strict=True):
             _write_back(order, tensor, target)
         return True
@@ -247,29 +246,30 @@ def to_send(tensor: Tensor) -> Tensor:
     return host
 
 
-def to_receive(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """Return memory that MPI may write, and what to call when it has: it brings the message into the tensor.
+def to_receive(tensor: Tensor) -> tuple[Tensor, Callable[[], list[Any]]]:
+    """Return memory that MPI may write, and what to call when it has.
+
+    That brings the message into the tensor, and returns the events behind which it is there.
 
     Blocks: until earlier work on a tensor on a device has ended.
     """
     if buffer.is_direct(tensor):
-        return tensor, lambda: None
+        return tensor, list
     device = device_of((tensor,))
     order = None if device is None else Order(device, (tensor,))
     if order is not None:
         order.enter()
         if _takes_messages(tensor):
             order.begin()
-            return tensor, lambda: None
+            return tensor, list
     copies = buffer.HostCopies((), (tensor,), order)
     _, (host,) = copies.load()
 
-    def arrive() -> None:
+    def arrive() -> list[Any]:
         if order is not None:
             order.enter()  # whoever waits for a message need not be who started it
         copies.store()
-        for event in order.leave() if order is not None else ():
-            event.hold()
+        return order.leave() if order is not None else []
 
     return host, arrive
 

@@ -114,6 +114,7 @@ class PointToPoint(Execution):
         arguments.tag(where, tag, self._comm.max_tag)
         release_orphans()
         host, arrive = on_device.to_receive(tensor)
+        events: list[Any] = []
         spans = list(buffer.pieces(host.nbytes))
         if src is None and len(spans) > 1:
             raise ValueError(f"{where} from any source takes at most {buffer.MAX_COUNT} bytes; got {host.nbytes}; name src")
@@ -127,10 +128,10 @@ class PointToPoint(Execution):
                     f"{where} expected {host.nbytes} bytes (shape {tuple(tensor.shape)}, {tensor.dtype}); "
                     f"rank {status.Get_source()} sent {host.nbytes - spans[-1][1] + received}"
                 )
-            arrive()
+            events.extend(arrive())
             return int(status.Get_source())
 
-        return self._request_work(operation, tensor, requests, finish, host, self.peers_of(src))
+        return self._request_work(operation, tensor, requests, finish, host, self.peers_of(src), events)
 
     def _request_work(
         self,
@@ -140,9 +141,10 @@ class PointToPoint(Execution):
         finish: Callable[[Any], int],
         host: Tensor,
         peers: Sequence[int],
+        events: Sequence[Any] = (),
     ) -> RequestWork:
         request = requests[0] if len(requests) == 1 else _Series(requests)
-        work = RequestWork(operation, tensor, request, self.where(operation), self.journal, self.timeout_s, finish, peers)
+        work = RequestWork(operation, tensor, request, self.where(operation), self.journal, self.timeout_s, finish, peers, events)
         work.kept = host  # MPI works on it, so it must live as long as the request
         return work
 

@@ -251,7 +251,9 @@ def main(args: Sequence[str] | None = None) -> None:
         try:
             verdict = attempt(world.comm, operation, device)
         except Exception as error:
-            print(f"{_SIGN} ended {operation} {type(error).__name__}: {' '.join(str(error).split())}", flush=True)
+            # A full or busy device says nothing about MPI.
+            learned = NOT_TRIED if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)) else ""
+            print(f"{_SIGN} ended {operation} {learned}{type(error).__name__}: {' '.join(str(error).split())}", flush=True)
             raise  # ends the job: the other rank may still be in the operation
         _report(world, "ended", operation, verdict)
 

@@ -32,6 +32,9 @@ class Stream(Protocol):
     def do(self, function: Callable[[], Any]) -> None:
         """Queue what ``function`` does with tensors."""
 
+    def run(self, function: Callable[[], Any]) -> None:
+        """Do at once what ``function`` does on the host, and queue what it does with tensors."""
+
     def wait(self, event: Any) -> None:
         """Let what is queued from now on wait for an event."""
 
@@ -93,6 +96,8 @@ class CudaStream:
         """See Stream.do."""
         with torch.cuda.stream(self.stream):
             function()
+
+    run = do
 
     def wait(self, event: CudaEvent) -> None:
         """See Stream.wait."""
@@ -180,6 +185,8 @@ class HostStream:
     def do(self, function: Callable[[], Any]) -> None:
         """See Stream.do."""
         function()
+
+    run = do
 
     def wait(self, event: HostEvent) -> None:
         """See Stream.wait."""

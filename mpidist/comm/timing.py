@@ -38,7 +38,7 @@ def seconds(
     device: Device = device_at(where) or HostDevice()
     measured: dict[int, dict[str, float]] = {}
     for nbytes in sizes:
-        flat = torch.zeros(max(nbytes // _DTYPE.itemsize, 1), dtype=_DTYPE, device=where)
+        flat = torch.zeros(nbytes // _DTYPE.itemsize, dtype=_DTYPE, device=where)
         able = on_device.able_algorithms(comm, _DTYPE, SUM, where)
         times: dict[str, list[float]] = {name: [] for name in able}
         for turn in range(rounds + 1):
@@ -71,13 +71,20 @@ def _as_bytes(value: float) -> bytearray:
     return space
 
 
-def measured_table(comm: Communicator, where: torch.device, measured: dict[int, dict[str, float]], source: str) -> tuning.Table:
+def measured_table(
+    comm: Communicator,
+    where: torch.device,
+    measured: dict[int, dict[str, float]],
+    source: str,
+    told: Callable[[str], Any] = lambda line: None,
+) -> tuning.Table:
     """Make the table of measured times the one that is used, in this job and in later ones.
 
     Collective: over ``comm``.
     """
     table = tuning.table_of(measured, source)
     if comm.rank == 0:
-        tuning.store(comm, where, table)
+        is_kept = tuning.store(comm, where, table)
+        told("kept for later jobs" if is_kept else "not kept: MPIDIST_CACHE, or the user's cache folder, cannot be written")
     comm.tuning_tables[where.type] = table
     return table

@@ -74,9 +74,9 @@ def key(comm: Communicator, device: torch.device) -> dict[str, Any]:
     }
 
 
-def store(comm: Communicator, device: torch.device, table: Table) -> None:
-    """Keep a table for later jobs."""
-    cache.store(_KIND, key(comm, device), _as_plain(table))
+def store(comm: Communicator, device: torch.device, table: Table) -> bool:
+    """Keep a table for later jobs; say whether that could be done."""
+    return cache.store(_KIND, key(comm, device), _as_plain(table))
 
 
 def agreed_table(comm: Communicator, device: torch.device) -> Table:

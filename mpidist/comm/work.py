@@ -131,7 +131,7 @@ class RequestWork:
     """
 
     __slots__ = (
-        "_done", "_error", "_finish", "_future", "_journal", "_peers", "_request", "_source", "_timeout_s", "kept",
+        "_done", "_error", "_events", "_finish", "_future", "_journal", "_peers", "_request", "_source", "_timeout_s", "kept",
         "operation", "tensors", "where",
     )  # fmt: skip
 
@@ -145,6 +145,7 @@ class RequestWork:
         timeout_s: float | None,
         finish: Callable[[Any], int] | None = None,
         peers: Sequence[int] = (),
+        events: Sequence[Any] = (),
     ) -> None:
         self.operation = operation
         self.tensors = (tensor,)
@@ -153,6 +154,7 @@ class RequestWork:
         self._journal = journal
         self._timeout_s = timeout_s
         self._finish = finish  # gets the status, brings the data home, returns the sender's rank
+        self._events = events  # filled by ``finish``: on a device, the data is behind them
         self._peers = peers  # world ranks without which it cannot end
         self._done = False
         self._error: BaseException | None = None
@@ -181,6 +183,8 @@ class RequestWork:
             self._poll(seconds(timeout) or self._timeout_s)
         if self._error is not None:
             raise self._error
+        for event in self._events:
+            event.hold()
         return True
 
     def cancel(self) -> None:
@@ -204,7 +208,7 @@ class RequestWork:
     def get_future(self) -> Future[Sequence[Any]]:
         """Return a future of the tensors, complete by the time ``wait`` returns."""
         if self._future is None:
-            self._future = Future()
+            self._future = Future(self._events)
             if self._done:
                 self._settle()
         return self._future

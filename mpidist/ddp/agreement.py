@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from mpidist.comm.arithmetic import SUM
 from mpidist.errors import DisagreementError
 
+_BATCH_BYTES = 250 << 20  # as torch's DDP has it
 _ADVICE = "Parameters that take no part in the loss need find_unused_parameters=True (or static_graph=True if they never do)"
 
 
@@ -51,7 +52,19 @@ def broadcast_state(group: Any, tensors: Sequence[torch.Tensor], root: int = 0) 
         elif tensor.numel():
             group.broadcast(tensor.detach(), root)
     for some in together.values():
-        group.broadcast_coalesced(some, root)
+        for batch in _batches(some):
+            group.broadcast_coalesced(batch, root)
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Cut a list where its tensors would need too much memory for a copy of them all."""
+    batch: list[torch.Tensor] = []
+    for tensor in tensors:
+        if batch and sum(t.nbytes for t in batch) + tensor.nbytes > _BATCH_BYTES:
+            yield batch
+            batch = []
+        batch.append(tensor)
+    yield batch
 
 
 def used_somewhere(group: Any, has_gradient: Sequence[bool], surplus: Sequence[str]) -> list[bool]:

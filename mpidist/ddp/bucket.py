@@ -147,7 +147,8 @@ def copy_together(views: Sequence[Tensor], tensors: Sequence[Tensor], flat: Tens
 
 
 def _alike(view: Tensor, tensor: Tensor) -> bool:
-    return view.stride() == tensor.stride() and view.dtype == tensor.dtype
+    is_plain = not tensor.is_conj() and not tensor.is_neg()
+    return is_plain and view.stride() == tensor.stride() and view.dtype == tensor.dtype
 
 
 class GradBucket:

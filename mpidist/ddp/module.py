@@ -17,6 +17,7 @@ from mpidist.ddp.outputs import moved, tensors_in
 from mpidist.ddp.process_group import default_group, native_group
 from mpidist.ddp.reducer import Hook, Reducer, Settings
 from mpidist.errors import DisagreementError, MpidistError
+from mpidist.kernels.launch import has_kernels
 
 
 class DistributedDataParallel(torch.nn.Module, Joinable):
@@ -118,7 +119,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._divides_by_initial = True
         if init_sync:
             state = self._state(init_buffers)
-            require_equal(self._group, state, (self.settings, self.forward_sync_buffers))
+            arithmetic = "kernels" if has_kernels(named[0][1]) else "torch"  # hooks need the same on all ranks
+            require_equal(self._group, state, (self.settings, self.forward_sync_buffers, arithmetic))
             broadcast_state(self._group, [tensor for _, tensor in state])
         self._make_reducer()
 

@@ -18,6 +18,7 @@ import torch
 
 from mpidist.comm.arithmetic import AVG
 from mpidist.comm.node_memory import share
+from mpidist.comm.stream import used_here
 from mpidist.ddp import plan
 from mpidist.ddp.agreement import require_all_gradients, used_somewhere
 from mpidist.ddp.arrivals import Arrivals
@@ -155,6 +156,7 @@ class Reducer:
         self._arrivals = Arrivals(self._plan, self._times, self._skipped())
         self._futures: list[tuple[Bucket, Any]] = []
         self._surplus: list[str] = []
+        self._producers: set[Any] = set()  # streams on which gradients arrived
 
     def _began(self, gradient: Tensor) -> None:
         # Called by the outermost pass, if the outputs are known: the end of a nested one (a re-entrant checkpoint) is too early.
@@ -198,7 +200,9 @@ class Reducer:
         if left < 0:
             self._surplus.append(self._told_of_surplus(place))  # raised on all ranks, at the end
             return
-        if not parameter.is_cuda:  # there the whole bucket is one launch
+        if parameter.is_cuda:  # the whole bucket will be one launch
+            self._producers.add(torch.cuda.current_stream(parameter.device))
+        else:
             # At once: it is still in the cache, and its memory serves the next one.
             take(parameter, self._views[place], self._as_views)
         if self._arrivals.may_leave:
@@ -218,6 +222,8 @@ class Reducer:
         )
 
     def _launch(self, index: int) -> None:
+        for stream in self._producers:  # a model may compute on several
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
         self._buckets[index].collect(self._as_views)
         self._reduce(index)
 
@@ -266,7 +272,7 @@ class Reducer:
                     f"a communication hook must return {bucket.flat.numel()} elements; got shape {tuple(result.shape)}"
                 )
             if result.data_ptr() != bucket.flat.data_ptr():
-                bucket.flat.copy_(result.view(-1))
+                bucket.flat.copy_(used_here(result).view(-1))
             if self.scale != 1 and self._hook is None:
                 bucket.flat.mul_(self.scale)
             bucket.hand_back(used, self._as_views)

@@ -35,6 +35,8 @@ def accumulate(y: torch.Tensor, x: torch.Tensor, a: float = 1.0) -> torch.Tensor
             f"accumulate needs contiguous tensors of one size and device; got {tuple(y.shape)} on {y.device} and "
             f"{tuple(x.shape)} on {x.device}"
         )
+    if y.is_neg() or x.is_neg():
+        raise ValueError("accumulate adds memory as it lies: resolve_neg() comes first")
     if y.dtype not in NAMES or x.dtype not in NAMES or compute_dtype(y.dtype) != compute_dtype(x.dtype):
         raise TypeError(f"accumulate needs tensors of {sorted(map(str, NAMES))}, float64 alone; got {y.dtype} and {x.dtype}")
     if y.numel() and has_kernels(y):

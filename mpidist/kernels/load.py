@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,19 @@ def source(name: str) -> str:
 
 @functools.cache
 def is_available() -> bool:
-    """Say whether kernels can be launched: CuPy is installed and sees a device."""
+    """Say whether kernels can be launched: CuPy is installed, sees a device, and can compile; if it cannot, warn once."""
     try:
         import cupy
     except ImportError:
         return False
     try:
-        return bool(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError:
+        if not cupy.cuda.runtime.getDeviceCount():
+            return False
+        cupy.RawModule(code='extern "C" __global__ void nothing() {}').compile()
+    except Exception as error:  # no driver, no compiler, no place for CuPy's cache: whatever it is, torch can do the work
+        warnings.warn(f"CuPy cannot compile, so torch's operations take the place of mpidist's kernels: {error}", stacklevel=2)
         return False
+    return True
 
 
 @functools.cache

@@ -92,6 +92,8 @@ def _checked(name: str, tensors: Sequence[Tensor], flat: Tensor, scale: float) -
         is_known = dtype in NAMES and flat.dtype in NAMES and compute_dtype(dtype) == compute_dtype(flat.dtype)
         if not is_known and (dtype != flat.dtype or scale != 1):
             raise TypeError(f"{name} neither casts nor scales from {dtype} to {flat.dtype}")
+    if any(t.is_conj() or t.is_neg() for t in (*tensors, flat)):
+        raise ValueError(f"{name} copies memory as it lies: resolve_conj() and resolve_neg() come first")
     return [in_memory_order(t.detach()) for t in tensors]
 
 

@@ -22,8 +22,6 @@ from mpidist.kernels.pack import pack, unpack
 
 Tensor = torch.Tensor
 
-_SWEEP_THREADS = 1024  # of the one block that orthogonalises a matrix
-
 
 @dataclass(frozen=True)
 class Matrix:
@@ -106,7 +104,7 @@ def orthogonalize_p(bucket: Bucket, epsilon: float = 0) -> None:
         bucket.on_device.orthogonalize(0, epsilon)
         return
     for x in bucket.matrices:
-        orthogonalize(x.p, epsilon)
+        _orthogonalize_alike(x.p, epsilon)
 
 
 def orthogonalize_q(bucket: Bucket, epsilon: float = 0) -> None:
@@ -115,7 +113,7 @@ def orthogonalize_q(bucket: Bucket, epsilon: float = 0) -> None:
         bucket.on_device.orthogonalize(1, epsilon)
         return
     for x in bucket.matrices:
-        orthogonalize(x.q, epsilon)
+        _orthogonalize_alike(x.q, epsilon)
 
 
 def orthogonalize(matrix: Tensor, epsilon: float = 0) -> Tensor:
@@ -130,6 +128,11 @@ def orthogonalize(matrix: Tensor, epsilon: float = 0) -> Tensor:
         q, _ = torch.linalg.qr(matrix.to(compute_dtype(matrix.dtype)))
         return matrix.copy_(q)
     return gram_schmidt(matrix, epsilon, sweeps=1)
+
+
+def _orthogonalize_alike(matrix: Tensor, epsilon: float) -> Tensor:
+    # On a device QR would turn columns that the kernel leaves, and another rank may have the kernel.
+    return gram_schmidt(matrix, epsilon) if matrix.is_cuda else orthogonalize(matrix, epsilon)
 
 
 def gram_schmidt(matrix: Tensor, epsilon: float = 0, sweeps: int = 2) -> Tensor:
@@ -154,7 +157,8 @@ class _OnDevice:
     def __init__(self, bucket: Bucket) -> None:
         self._dtype, self._device = bucket.dtype, bucket.device
         plan = powersgd_plan.plan(items_of(bucket), chunk_numel(bucket.dtype))
-        self._defines = (f"RANK={plan.rank}",)
+        self._sweep_threads = powersgd_plan.sweep_threads(plan.rank)
+        self._defines = (f"RANK={plan.rank}", f"SWEEP_THREADS={self._sweep_threads}")
         self._count = len(bucket.matrices)
         self._items = to_device(plan.items, self._device)
         self._row_owners, self._column_owners = (to_device(o, self._device) for o in (plan.row_owners, plan.column_owners))
@@ -174,7 +178,7 @@ class _OnDevice:
         import numpy as np
 
         args = (self._items.data_ptr(), np.int32(is_q), scalar(epsilon, self._dtype))
-        self._launch("orthogonalize", self._count, args, _SWEEP_THREADS)
+        self._launch("orthogonalize", self._count, args, self._sweep_threads)
 
     def _launch(self, name: str, blocks: int, args: Sequence[Any], threads: int = powersgd_plan.THREADS) -> None:
         launch("powersgd.cu", f"{name}_{NAMES[self._dtype]}", self._device, blocks, args, threads, self._defines)

@@ -51,6 +51,11 @@ def compiled_rank(highest: int) -> int:
     return 1 << max(highest - 1, 0).bit_length()
 
 
+def sweep_threads(rank: int) -> int:
+    """Return how many threads orthogonalise a matrix, for a compiled rank: as many as its registers leave room for."""
+    return 1024 if rank <= 8 else 512
+
+
 def plan(items: Sequence[Item], chunk_numel: int, threads: int = THREADS) -> Plan:
     """Give each item its blocks in each kernel.
 

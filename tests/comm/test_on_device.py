@@ -239,6 +239,90 @@ def test_a_slow_consumer_reads_before_the_next_call_overwrites(place, group):
     agree(group, [float(values[-1]) for values in got] == [float(group.size**n) for n in (1, 2, 3)], str(got))
 
 
+def test_memory_is_kept_until_the_last_copy(monkeypatch, group):
+    """What torch's allocator would be told: nobody else gets the memory before the copies to it have ended."""
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "0")
+    place = Lazy(monkeypatch, None)
+    tensor, gathered = place.produce(torch.ones(500)), place.blank(torch.ones(500 * group.size))
+    for call in (lambda: group.all_reduce(tensor, async_op=True), lambda: group.all_gather_into_tensor(gathered, tensor, True)):
+        call().wait()
+        for stream in (place.device.down, place.device.up):
+            agree(group, stream.kept.get(tensor.data_ptr(), -1) == len(stream.queue), "the tensor is let go too early")
+    agree(group, place.device.up.kept.get(gathered.data_ptr(), -1) == len(place.device.up.queue))
+
+
+@pytest.mark.gpu
+def test_memory_that_was_dropped_is_not_given_away(group):
+    for turn in range(20):
+        tensor = torch.full((1 << 20,), 1.0, device="cuda")
+        work = group.all_reduce(tensor, async_op=True)
+        address = tensor.data_ptr()
+        work.tensors = ()
+        del tensor
+        other = torch.full((1 << 20,), -5.0, device="cuda")
+        work.wait()
+        agree(group, bool((other == -5).all()), f"turn {turn}, the same memory: {other.data_ptr() == address}")
+
+
+def test_outputs_are_not_overwritten_before_they_were_read(monkeypatch, group):
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "0")
+    for seed in range(12):
+        with pytest.MonkeyPatch.context() as patches:
+            place = Lazy(patches, seed)
+            output = place.produce(torch.full((300,), 5.0))
+            read = place.read_later(output)
+            parts = [place.produce(torch.full((300,), float(rank))) for rank in range(group.size)]
+            group.scatter(output, parts if group.rank == 0 else None, 0)
+            for _ in range(5):
+                place.device.drift()
+            agree(group, bool((place.consume(read) == 5).all()), f"seed {seed}")
+
+
+def test_long_messages_around_the_ring(monkeypatch, group):
+    """Past MPI's eager size, in several chunks."""
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 400_000)
+    place = Lazy(monkeypatch, 4)
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = place.produce((torch.arange(900_000) % 100 + group.rank).to(dtype))
+        group.all_reduce(tensor, async_op=True).wait()
+        wanted = ((torch.arange(900_000) % 100) * group.size + group.size * (group.size - 1) // 2).to(dtype)
+        agree(group, torch.equal(place.consume(tensor.clone), wanted), str(dtype))
+
+
+def test_pairs_of_several_types(place, group):
+    sources = [place.produce(torch.full((4 * group.size,), 3).to(dtype)) for dtype in (torch.float32, torch.int64)]
+    outputs = [place.blank(torch.empty(4, dtype=source.dtype)) for source in sources]
+    group.reduce_scatter_tensor_coalesced(outputs, sources, AVG)
+    agree(group, all(bool((got == 3).all()) for got in place.consume(lambda: [o.clone() for o in outputs])))
+
+
+def test_conjugated_and_negated_tensors(place, group):
+    plain = torch.complex(torch.arange(6.0), torch.ones(6)) + group.rank
+    outputs = [place.blank(plain) for _ in range(group.size)] if group.rank == 0 else None
+    group.gather(place.produce(plain).conj(), outputs, 0)
+    if outputs is not None:
+        got = place.consume(lambda: [o.clone() for o in outputs])
+        assert all(torch.equal(g, (plain + rank).conj().resolve_conj()) for rank, g in enumerate(got))
+    tensor = place.produce(plain).conj()
+    group.broadcast(tensor.imag, 0)
+    agree(group, bool((place.consume(lambda: tensor.imag.clone()) == -1).all()))
+
+
+def test_every_wait_for_a_message_orders_its_own_stream(place, group):
+    if not isinstance(place, Lazy):
+        pytest.skip("the lazy device shows it")
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    target = place.blank(torch.ones(300))
+    receive = group.irecv(target, left)
+    group.isend(place.produce(torch.full((300,), 3.0)), right).wait()
+    while not receive.is_completed():
+        pass
+    place.device.leave_default_stream()  # another stream than that of the first look
+    receive.wait()
+    agree(group, bool((place.consume(target.clone) == 3).all()))
+
+
 def test_callbacks_see_the_results(place, group):
     tensor = place.produce(torch.full((500,), float(group.rank)))
     future = group.all_reduce(tensor, async_op=True).get_future()

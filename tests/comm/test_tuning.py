@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpidist import cache, tune
-from mpidist.comm import tuning
+from mpidist.comm import runtime, tuning
 from mpidist.comm.tuning import ALGORITHMS, LIBRARY, RING, STAGED, UNMEASURED, Table, table_of
 from tests.support import agree
 
@@ -67,9 +67,31 @@ def test_the_command_measures_and_keeps(world, monkeypatch, tmp_path, capsys):
     agree(world, held is not None and [row[0] for row in held["rows"]] == [64, 100000], str(held))
     agree(world, all(sorted(row[1]) == sorted(ALGORITHMS) for row in held["rows"]))
     told = capsys.readouterr().out
-    agree(world, ("kept in" in told) == (world.rank == 0), told)
+    agree(world, ("kept for later jobs" in told) == (world.rank == 0), told)
     world._comm.tuning_tables.clear()
     world._comm.device_operations.clear()
+
+
+@pytest.mark.mpi
+def test_between_nodes_the_library_takes_part_as_it_will(world, monkeypatch, tmp_path):
+    """Collectives of device memory are blocking calls on all ranks, so those are what is measured."""
+    monkeypatch.setattr(runtime.World, "is_single_node", False)
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
+    monkeypatch.setenv("MPIDIST_CACHE", str(tmp_path / "a file"))
+    (tmp_path / "a file").write_text("")
+    group, lines = world.clone("far"), []
+    table = group.tune(torch.device("cpu"), [4096], 1, "a test", lines.append)
+    measured = lines[0].split()
+    agree(world, group.size == 1 or {LIBRARY, RING, STAGED} <= set(measured), str(lines))
+    agree(world, table.source == "a test" and (group.rank > 0 or "not kept" in lines[-1]), str(lines))
+    group.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("option", [["--rounds", "0"], ["--sizes", "-4"]])
+def test_bad_options_are_refused(world, option):
+    with pytest.raises(SystemExit):
+        tune.main(option)
 
 
 @pytest.mark.mpi

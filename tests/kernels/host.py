@@ -46,7 +46,7 @@ def _address(arg: torch.Tensor | int | None) -> int:
 
 @functools.cache
 def _library(file: str, defines: tuple[str, ...]) -> ctypes.CDLL:
-    names = re.findall(r"__global__ void (\w+)\(", _expanded(file, defines))
+    names = re.findall(r"__global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(", _expanded(file, defines))
     text = [f'#include "{_SHIM}"', f'#include "{load.folder() / file}"']
     text += [_launcher(name) for name in names]
     with tempfile.TemporaryDirectory() as folder:

@@ -3,6 +3,8 @@
 // A fiber runs until it has to wait for others, in an order that the test chooses; so a kernel that forgets a barrier computes
 // something else in another order. Fibers that wait for each other in vain, and misaligned vectors (by the compiler's check), end the
 // process.
+//
+// Blocks run one after another, so a fence between them that is missing cannot be seen here.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -20,6 +22,7 @@
 #define __device__
 #define __shared__ static
 #define __forceinline__ inline
+#define __launch_bounds__(threads)
 
 namespace shim {
 struct Index { unsigned x, y, z; };

@@ -2,6 +2,7 @@
 
 import ctypes
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,17 @@ from pathlib import Path
 import pytest
 
 from mpidist.errors import KernelError
-from mpidist.kernels import load
+from mpidist.kernels import launch, load, powersgd_plan
 from tests.support import missing
 
-FILES = [("accumulate.cu", ()), ("pack.cu", ()), ("powersgd.cu", ("RANK=4",))]
+
+def of_rank(rank):
+    return (f"RANK={rank}", f"SWEEP_THREADS={powersgd_plan.sweep_threads(rank)}")
+
+
+FILES = [("accumulate.cu", ()), ("pack.cu", ()), ("powersgd.cu", of_rank(4))]
 CASES = [(file, defines, architecture) for file, defines in FILES for architecture in ("sm_80", "sm_90")]
-CASES += [("powersgd.cu", (f"RANK={rank}",), "sm_90") for rank in (1, 32)]
+CASES += [("powersgd.cu", of_rank(rank), "sm_90") for rank in (1, 32)]
 
 
 def test_every_file_is_compiled():
@@ -23,9 +29,16 @@ def test_every_file_is_compiled():
 
 @pytest.mark.parametrize(("file", "defines", "architecture"), CASES, ids=str)
 def test_nvrtc(file, defines, architecture):
+    """It compiles without a word, and a block of the size that is launched finds room in a multiprocessor's registers."""
     log, code = compiled_by_nvrtc(load._text(file), [f"--gpu-architecture={architecture}", *(f"-D{d}" for d in defines)])
     assert code[:4] == b"\x7fELF", log
     assert "warning" not in log, log
+    found = registers(code)
+    assert found
+    for name, count in found.items():
+        is_sweep = name.startswith("orthogonalize")
+        threads = powersgd_plan.sweep_threads(int(defines[0].removeprefix("RANK="))) if is_sweep else launch.THREADS
+        assert -(-count // 8) * 8 * threads <= 65536, f"{name}: {count} registers in {threads} threads"
 
 
 def test_a_mistake_is_told_with_its_file_and_line():
@@ -67,6 +80,28 @@ def compiled_by_nvrtc(text: str, options: list[str]) -> tuple[str, bytes]:
         code = space.raw
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     return log.value.decode(), code
+
+
+def registers(cubin: bytes) -> dict[str, int]:
+    """Return the registers of a thread of each kernel, as the machine code's ELF file tells them (EIATTR_REGCOUNT)."""
+    start, (size, count) = struct.unpack_from("<Q", cubin, 0x28)[0], struct.unpack_from("<HH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQII", cubin, start + i * size) for i in range(count)]
+    names = sections[struct.unpack_from("<H", cubin, 0x3E)[0]]
+
+    def text(table: int, place: int) -> str:
+        return cubin[table + place : cubin.index(b"\0", table + place)].decode()
+
+    symbols = next(section for section in sections if section[1] == 2)
+    words = sections[symbols[6]]
+    info = next(section for section in sections if text(names[4], section[0]) == ".nv.info")
+    found, at = {}, info[4]
+    while at < info[4] + info[5]:
+        form, attribute, length = struct.unpack_from("<BBH", cubin, at)
+        if (form, attribute, length) == (4, 0x2F, 8):
+            symbol, number = struct.unpack_from("<II", cubin, at + 4)
+            found[text(words[4], struct.unpack_from("<I", cubin, symbols[4] + 24 * symbol)[0])] = number
+        at += 4 + (length if form == 4 else 0)
+    return found
 
 
 def _nvrtc() -> ctypes.CDLL:

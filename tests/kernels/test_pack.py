@@ -105,6 +105,8 @@ def test_the_table_gives_each_chunk_to_one_tensor():
         ([torch.zeros(1).expand(4)], torch.zeros(4), 1, ValueError, "not dense"),
         ([torch.zeros(2), torch.zeros(2).double()], torch.zeros(4), 1, ValueError, "one dtype"),
         ([torch.zeros(4)], torch.zeros(4).double(), 1, TypeError, "neither casts"),
+        ([torch._neg_view(torch.zeros(4))], torch.zeros(4), 1, ValueError, "resolve_neg"),
+        ([torch.zeros(4, dtype=torch.complex64).conj()], torch.zeros(4, dtype=torch.complex64), 1, ValueError, "resolve_conj"),
         ([torch.zeros(4).int()], torch.zeros(4).int(), 2, TypeError, "neither casts"),
     ],
 )
