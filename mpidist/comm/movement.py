@@ -9,6 +9,7 @@ Letters: W ranks of the group; N bytes of one contribution.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from ctypes import memmove
 from itertools import accumulate
@@ -115,14 +116,24 @@ def all_to_all(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
 def all_to_all_single(
     comm: Communicator, inputs: Tensors, outputs: Tensors, send_bytes: Sequence[int], recv_bytes: Sequence[int]
 ) -> None:
-    """Exchange slices of one tensor: ``send_bytes[i]`` to rank i, ``recv_bytes[i]`` from it."""
+    """Exchange slices of one tensor: ``send_bytes[i]`` to rank i, ``recv_bytes[i]`` from it.
+
+    Raises:
+        ValueError: More bytes than MPI can count, in slices that have no unit in common.
+    """
     (source,), (target,) = inputs, outputs
     if max(source.nbytes, target.nbytes) <= buffer.MAX_COUNT:
         comm.mpi.Alltoallv(_ragged(source, send_bytes), _ragged(target, recv_bytes))
-    else:
-        flat_in = source.view(-1).view(torch.uint8)
-        flat_out = target.view(-1).view(torch.uint8)
-        exchange(comm, flat_in.split(list(send_bytes)), flat_out.split(list(recv_bytes)))
+        return
+    # A rank with more than it can count in bytes counts in larger units. The others need not know: only bytes must match.
+    unit = math.gcd(*send_bytes, *recv_bytes)
+    if max(source.nbytes, target.nbytes) // unit > buffer.MAX_COUNT:
+        raise ValueError(f"all_to_all_single cannot count {max(source.nbytes, target.nbytes)} bytes in units of {unit}")
+    datatype = MPI.BYTE.Create_contiguous(unit).Commit()
+    try:
+        comm.mpi.Alltoallv(_ragged(source, send_bytes, unit, datatype), _ragged(target, recv_bytes, unit, datatype))
+    finally:
+        datatype.Free()
 
 
 def exchange(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
@@ -185,9 +196,12 @@ def _as_one(tensors: Tensors, nbytes: int) -> torch.Tensor | None:
         return None
 
 
-def _ragged(tensor: torch.Tensor, counts: Sequence[int]) -> tuple[Any, tuple[list[int], list[int]], Any]:
+def _ragged(
+    tensor: torch.Tensor, nbytes: Sequence[int], unit: int = 1, datatype: Any = None
+) -> tuple[Any, tuple[list[int], list[int]], Any]:
+    counts = [n // unit for n in nbytes] if unit > 1 else list(nbytes)
     starts = [0, *accumulate(counts)][:-1]
-    return (buffer.memory(tensor.data_ptr(), tensor.nbytes), (list(counts), starts), MPI.BYTE)
+    return (buffer.memory(tensor.data_ptr(), tensor.nbytes), (counts, starts), datatype or MPI.BYTE)
 
 
 def _flat_shape(tensor: torch.Tensor, parts: int) -> tuple[int, ...]:

@@ -235,13 +235,10 @@ def to_send(tensor: Tensor) -> Tensor:
     """
     if buffer.is_direct(tensor):
         return tensor
-    device = device_of((tensor,))
-    order = None if device is None else Order(device, (tensor,))
-    if order is not None:
-        order.enter()
-        if _takes_messages(tensor):
-            order.begin()
-            return tensor
+    order = _entered(tensor)
+    if order is not None and _takes_messages(tensor):
+        order.begin()
+        return tensor
     (host,), _ = buffer.HostCopies((tensor,), (), order).load()
     return host
 
@@ -255,13 +252,10 @@ def to_receive(tensor: Tensor) -> tuple[Tensor, Callable[[], list[Any]]]:
     """
     if buffer.is_direct(tensor):
         return tensor, list
-    device = device_of((tensor,))
-    order = None if device is None else Order(device, (tensor,))
-    if order is not None:
-        order.enter()
-        if _takes_messages(tensor):
-            order.begin()
-            return tensor, list
+    order = _entered(tensor)
+    if order is not None and _takes_messages(tensor):
+        order.begin()
+        return tensor, list
     copies = buffer.HostCopies((), (tensor,), order)
     _, (host,) = copies.load()
 
@@ -272,6 +266,15 @@ def to_receive(tensor: Tensor) -> tuple[Tensor, Callable[[], list[Any]]]:
         return order.leave() if order is not None else []
 
     return host, arrive
+
+
+def _entered(tensor: Tensor) -> Order | None:
+    device = device_of((tensor,))
+    if device is None:
+        return None
+    order = Order(device, (tensor,))
+    order.enter()
+    return order
 
 
 def _takes_messages(tensor: Tensor) -> bool:

@@ -100,20 +100,12 @@ def reconstruct(bucket: Bucket) -> None:
 
 def orthogonalize_p(bucket: Bucket, epsilon: float = 0) -> None:
     """Make the columns of each P orthonormal, in place; see ``orthogonalize``."""
-    if bucket.on_device is not None:
-        bucket.on_device.orthogonalize(0, epsilon)
-        return
-    for x in bucket.matrices:
-        _orthogonalize_alike(x.p, epsilon)
+    _orthogonalize(bucket, [x.p for x in bucket.matrices], 0, epsilon)
 
 
 def orthogonalize_q(bucket: Bucket, epsilon: float = 0) -> None:
     """Make the columns of each Q orthonormal, in place; see ``orthogonalize``."""
-    if bucket.on_device is not None:
-        bucket.on_device.orthogonalize(1, epsilon)
-        return
-    for x in bucket.matrices:
-        _orthogonalize_alike(x.q, epsilon)
+    _orthogonalize(bucket, [x.q for x in bucket.matrices], 1, epsilon)
 
 
 def orthogonalize(matrix: Tensor, epsilon: float = 0) -> Tensor:
@@ -130,9 +122,14 @@ def orthogonalize(matrix: Tensor, epsilon: float = 0) -> Tensor:
     return gram_schmidt(matrix, epsilon, sweeps=1)
 
 
-def _orthogonalize_alike(matrix: Tensor, epsilon: float) -> Tensor:
+def _orthogonalize(bucket: Bucket, thin: Sequence[Tensor], is_q: int, epsilon: float) -> None:
+    if bucket.on_device is not None:
+        bucket.on_device.orthogonalize(is_q, epsilon)
+        return
     # On a device QR would turn columns that the kernel leaves, and another rank may have the kernel.
-    return gram_schmidt(matrix, epsilon) if matrix.is_cuda else orthogonalize(matrix, epsilon)
+    one = gram_schmidt if bucket.device.type == "cuda" else orthogonalize
+    for matrix in thin:
+        one(matrix, epsilon)
 
 
 def gram_schmidt(matrix: Tensor, epsilon: float = 0, sweeps: int = 2) -> Tensor:

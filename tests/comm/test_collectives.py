@@ -140,6 +140,18 @@ def test_strided_and_expanded_tensors(group):
     agree(group, bool((transposed == W - 1).all()) and all((outs[r] == r).all() for r in range(W)) and bool((wide == 0).all()))
 
 
+def test_one_rank_counts_in_larger_units_than_the_others(group, monkeypatch):
+    """Which rank has more than MPI can count in bytes is not known to the others."""
+    if group.rank == 0:
+        monkeypatch.setattr(buffer, "MAX_COUNT", 200)
+    rows = [1 + (group.rank + to) % 3 for to in range(group.size)]  # as many as come back
+    source = torch.cat([torch.full((n, 25), 10.0 * group.rank + to) for to, n in enumerate(rows)])
+    target = torch.zeros(sum(rows), 25)
+    group.all_to_all_single(target, source, rows, rows)
+    wanted = torch.cat([torch.full((n, 25), 10.0 * source_rank + group.rank) for source_rank, n in enumerate(rows)])
+    agree(group, torch.equal(target, wanted), str(target[:, 0]))
+
+
 def test_counts_past_the_limit_of_mpi(group, monkeypatch):
     """The same code that takes 2**31 bytes, with the limit brought down to where a test can afford it."""
     monkeypatch.setattr(buffer, "MAX_COUNT", 40)
