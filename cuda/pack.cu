@@ -11,29 +11,38 @@ struct Part {
     long long first_chunk;
 };
 
-template <bool IS_PACK, class Tensor, class Flat>
-__device__ __forceinline__ void copy(const Part* parts, const int* owners, Flat* flat, typename Compute<Flat>::type scale) {
+// One value from here to there.
+template <class A> struct Scaled {
+    A scale;
+    template <class X, class Y> __device__ __forceinline__ void operator()(X x, Y* y) const {
+        narrow(multiply_rounded(widen(x), scale), y);
+    }
+};
+
+struct AsItIs {
+    template <class X> __device__ __forceinline__ void operator()(X x, X* y) const { *y = x; }
+};
+
+template <bool IS_PACK, class Tensor, class Flat, class F>
+__device__ __forceinline__ void copy(const Part* parts, const int* owners, Flat* flat, F f) {
     constexpr int chunk = chunk_numel<Tensor, Flat>();
     const Part part = parts[owners[blockIdx.x]];
     const long long offset = (blockIdx.x - part.first_chunk) * chunk;
     const int count = part.numel - offset < chunk ? (int)(part.numel - offset) : chunk;
     Tensor* tensor = (Tensor*)part.data + offset;
     flat += part.start + offset;
-    if constexpr (IS_PACK) {
-        transform<false>(tensor, flat, count, [scale](Tensor x, Flat* y) { narrow(multiply_rounded(widen(x), scale), y); });
-    } else {
-        transform<false>(flat, tensor, count, [scale](Flat x, Tensor* y) { narrow(multiply_rounded(widen(x), scale), y); });
-    }
+    if constexpr (IS_PACK) transform<false>(tensor, flat, count, f);
+    else transform<false>(flat, tensor, count, f);
 }
 
 #define PACK(Tensor, Flat)                                                                                                    \
     extern "C" __global__ void pack_##Tensor##_##Flat(const Part* parts, const int* owners, Flat* flat,                       \
                                                       typename Compute<Flat>::type scale) {                                   \
-        copy<true, Tensor>(parts, owners, flat, scale);                                                                       \
+        copy<true, Tensor>(parts, owners, flat, Scaled<typename Compute<Flat>::type>{scale});                                 \
     }                                                                                                                         \
     extern "C" __global__ void unpack_##Tensor##_##Flat(const Part* parts, const int* owners, Flat* flat,                     \
                                                         typename Compute<Flat>::type scale) {                                 \
-        copy<false, Tensor>(parts, owners, flat, scale);                                                                      \
+        copy<false, Tensor>(parts, owners, flat, Scaled<typename Compute<Flat>::type>{scale});                                \
     }
 
 PACK(float, float)
@@ -50,22 +59,9 @@ PACK(double, double)
 // Any other type moves as bytes; there is nothing to scale.
 struct byte { unsigned char bits; };
 
-template <bool IS_PACK>
-__device__ __forceinline__ void copy_bytes(const Part* parts, const int* owners, byte* flat) {
-    constexpr int chunk = chunk_numel<byte, byte>();
-    const Part part = parts[owners[blockIdx.x]];
-    const long long offset = (blockIdx.x - part.first_chunk) * chunk;
-    const int count = part.numel - offset < chunk ? (int)(part.numel - offset) : chunk;
-    byte* tensor = (byte*)part.data + offset;
-    flat += part.start + offset;
-    const auto move = [](byte x, byte* y) { *y = x; };
-    if constexpr (IS_PACK) transform<false>(tensor, flat, count, move);
-    else transform<false>(flat, tensor, count, move);
-}
-
 extern "C" __global__ void pack_byte_byte(const Part* parts, const int* owners, byte* flat, float) {
-    copy_bytes<true>(parts, owners, flat);
+    copy<true, byte>(parts, owners, flat, AsItIs{});
 }
 extern "C" __global__ void unpack_byte_byte(const Part* parts, const int* owners, byte* flat, float) {
-    copy_bytes<false>(parts, owners, flat);
+    copy<false, byte>(parts, owners, flat, AsItIs{});
 }

@@ -83,7 +83,12 @@ def elements(tensor: torch.Tensor, start: int, count: int, datatype: Any) -> tup
 
 def is_direct(tensor: torch.Tensor) -> bool:
     """Say whether MPI can work on the tensor's own memory."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and is_plain(tensor)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Say whether the elements lie in memory in their order and as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class Order:

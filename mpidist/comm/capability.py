@@ -20,7 +20,7 @@ from mpidist import cache
 from mpidist.comm import launch, probe, runtime
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.door import TWINS, SerialComm
-from mpidist.comm.library import MPI
+from mpidist.comm.library import MPI, library_name
 from mpidist.comm.patience import TwinComm
 from mpidist.errors import MpidistError
 
@@ -64,7 +64,7 @@ def capabilities() -> Capabilities:
     """
     cuda_aware, source = _cuda_support()
     return Capabilities(
-        library=_library(), standard=MPI.Get_version(), thread_level=_thread_level(), survives_failures=_has_ulfm(),
+        library=library_name(), standard=MPI.Get_version(), thread_level=_thread_level(), survives_failures=_has_ulfm(),
         cuda_aware=cuda_aware, cuda_source=source, operations=_told_of_device(runtime.device()),
     )  # fmt: skip
 
@@ -183,7 +183,7 @@ def _known_table(device: torch.device) -> dict[str, str] | None:
 
 
 def _tried_table(device: torch.device) -> dict[str, str]:
-    table = _tables[_name(device)] = probe.try_operations(_name(device), _library())
+    table = _tables[_name(device)] = probe.try_operations(_name(device), library_name())
     # A job that could not be started says nothing about the library: the next one may be.
     if not any(told.startswith(probe.NOT_TRIED) for told in table.values()):
         cache.store(_KIND, _key(device), table)
@@ -202,7 +202,7 @@ def _name(device: torch.device) -> str:
 def _key(device: torch.device) -> dict[str, Any]:
     is_cuda = device.type == "cuda"
     return {
-        "library": _library(),
+        "library": library_name(),
         "thread_level": _thread_level(),
         "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
         "devices": torch.cuda.device_count() if is_cuda else 0,  # one: both ranks of the trial share it
@@ -224,10 +224,6 @@ def _driver_version() -> int:
 # --- what the library says ---
 
 
-def _library() -> str:
-    return " ".join(MPI.Get_library_version().split("\n")[0].replace("\0", "").split())
-
-
 def _thread_level() -> str:
     return "MPI_THREAD_MULTIPLE" if runtime.world().thread_level == MPI.THREAD_MULTIPLE else "MPI_THREAD_SERIALIZED"
 
@@ -235,7 +231,7 @@ def _thread_level() -> str:
 def _has_ulfm() -> bool:
     # Without ``mpirun --with-ft ulfm`` Open MPI has the calls, but Revoke silently does nothing.
     switch = os.environ.get("OMPI_MCA_mpi_ft_enable", "0")  # noqa: SIM112
-    return "Open MPI" in _library() and switch.lower() in ("1", "true", "yes")
+    return "Open MPI" in library_name() and switch.lower() in ("1", "true", "yes")
 
 
 @functools.cache
@@ -246,7 +242,7 @@ def _cuda_support() -> tuple[bool | None, str]:
     info.Free()
     if kinds is not None and any(kind.split(":")[0] == "cuda" for kind in kinds.split(",")):
         return True, f"mpi_memory_alloc_kinds={kinds}"
-    for name in (None, os.environ.get("MPI4PY_LIBMPI"), "libmpi.so.40" if "Open MPI" in _library() else "libmpi.so.12"):
+    for name in (None, os.environ.get("MPI4PY_LIBMPI"), "libmpi.so.40" if "Open MPI" in library_name() else "libmpi.so.12"):
         if name == "":
             continue
         try:

@@ -73,3 +73,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI as MPI
 else:
     MPI = _Library()
+
+
+def library_name() -> str:
+    """Return the library's name and version: the first line of what it says of itself."""
+    return " ".join(MPI.Get_library_version().split("\n")[0].replace("\0", "").split())

@@ -17,7 +17,7 @@ from mpidist.comm.arithmetic import Operation, Reduction
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.library import MPI
-from mpidist.comm.stream import Device, device_of
+from mpidist.comm.stream import Device
 from mpidist.kernels.pack import pack, unpack
 
 Tensor = torch.Tensor
@@ -65,16 +65,9 @@ def _all_reduce(comm: Communicator, order: Order, inputs: Tensors, outputs: Tens
 def _all_reduce_flat(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, operation: Operation) -> bool:
     if len(outputs) == 1:
         return _all_reduce(comm, order, inputs, outputs, operation)
-    # One launch brings them together, whatever their number.
-    parts = [_dense(order, tensor, filled=True) for tensor in outputs]
-    flat = order.device.empty(sum(part.numel() for part in parts), parts[0].dtype)
-    order.device.down.do(partial(pack, parts, flat))
+    parts, flat = _together(order, outputs, filled=True)
     algorithm(comm, flat.dtype, flat.nbytes, operation, flat.device)(comm, order, flat, operation)
-    stream = order.device.down
-    stream.wait(order.device.up.record())  # staged chunks go up there
-    stream.do(partial(unpack, flat, parts))
-    for tensor, part in zip(outputs, parts, strict=True):
-        _write_back(order, tensor, part)
+    _apart(order, flat, parts, outputs)
     return True
 
 
@@ -146,16 +139,10 @@ def _broadcast(comm: Communicator, order: Order, inputs: Tensors, outputs: Tenso
     if len(tensors) == 1:
         _broadcast_one(comm, order, tensors[0], root)
         return True
-    parts = [_dense(order, tensor, filled=is_root) for tensor in tensors]
-    flat = order.device.empty(sum(part.numel() for part in parts), parts[0].dtype)
-    if is_root:
-        order.device.down.do(partial(pack, parts, flat))
+    parts, flat = _together(order, tensors, filled=is_root)
     _broadcast_one(comm, order, flat, root)
     if not is_root:
-        order.device.down.wait(order.device.up.record())
-        order.device.down.do(partial(unpack, flat, parts))
-        for tensor, part in zip(tensors, parts, strict=True):
-            _write_back(order, tensor, part)
+        _apart(order, flat, parts, tensors)
     return True
 
 
@@ -225,81 +212,35 @@ def _able(comm: Communicator, where: Tensor | torch.device) -> frozenset[str]:
     return capability.agreed_operations(comm, where.device if isinstance(where, Tensor) else where)
 
 
-# --- messages: each side decides for itself, MPI matches bytes ---
-
-
-def to_send(tensor: Tensor) -> Tensor:
-    """Return memory that MPI may read: the tensor's own, or a copy that holds what it holds.
-
-    Blocks: until the work that produces a tensor on a device has ended.
-    """
-    if buffer.is_direct(tensor):
-        return tensor
-    order = _entered(tensor)
-    if order is not None and _takes_messages(tensor):
-        order.begin()
-        return tensor
-    (host,), _ = buffer.HostCopies((tensor,), (), order).load()
-    return host
-
-
-def to_receive(tensor: Tensor) -> tuple[Tensor, Callable[[], list[Any]]]:
-    """Return memory that MPI may write, and what to call when it has.
-
-    That brings the message into the tensor, and returns the events behind which it is there.
-
-    Blocks: until earlier work on a tensor on a device has ended.
-    """
-    if buffer.is_direct(tensor):
-        return tensor, list
-    order = _entered(tensor)
-    if order is not None and _takes_messages(tensor):
-        order.begin()
-        return tensor, list
-    copies = buffer.HostCopies((), (tensor,), order)
-    _, (host,) = copies.load()
-
-    def arrive() -> list[Any]:
-        if order is not None:
-            order.enter()  # whoever waits for a message need not be who started it
-        copies.store()
-        return order.leave() if order is not None else []
-
-    return host, arrive
-
-
-def _entered(tensor: Tensor) -> Order | None:
-    device = device_of((tensor,))
-    if device is None:
-        return None
-    order = Order(device, (tensor,))
-    order.enter()
-    return order
-
-
-def _takes_messages(tensor: Tensor) -> bool:
-    known = capability.known_operations(tensor.device)
-    return (
-        known is not None
-        and "point_to_point" in known
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
-
-
 # --- tensors whose elements do not lie one behind the other ---
 
 
 def _dense(order: Order, tensor: Tensor, filled: bool) -> Tensor:
     """Return a tensor's elements as a flat one on the device; its own memory if they lie there in order."""
     plain = tensor.detach()
-    if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
+    if buffer.is_plain(plain):
         return plain.view(-1)
     dense = order.device.empty(plain.numel(), plain.dtype)
     if filled:
         order.device.down.do(lambda: dense.view(plain.shape).copy_(plain))
     return dense
+
+
+def _together(order: Order, tensors: Tensors, filled: bool) -> tuple[list[Tensor], Tensor]:
+    """Return each tensor as ``_dense`` does, and one for all of them; one launch fills that, whatever their number."""
+    parts = [_dense(order, tensor, filled) for tensor in tensors]
+    flat = order.device.empty(sum(part.numel() for part in parts), parts[0].dtype)
+    if filled:
+        order.device.down.do(partial(pack, parts, flat))
+    return parts, flat
+
+
+def _apart(order: Order, flat: Tensor, parts: list[Tensor], tensors: Tensors) -> None:
+    """Bring what is in the one for all back into the tensors."""
+    order.device.down.wait(order.device.up.record())  # staged chunks go up there
+    order.device.down.do(partial(unpack, flat, parts))
+    for tensor, part in zip(tensors, parts, strict=True):
+        _write_back(order, tensor, part)
 
 
 def _write_back(order: Order, tensor: Tensor, dense: Tensor) -> None:

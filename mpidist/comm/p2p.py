@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import arguments, buffer, on_device
+from mpidist.comm import arguments, buffer, device_messages
 from mpidist.comm.execution import Execution
 from mpidist.comm.library import MPI
 from mpidist.comm.work import RequestWork, release_orphans
@@ -98,7 +98,7 @@ class PointToPoint(Execution):
         arguments.rank(where, dst, "dst", self.size)
         arguments.tag(where, tag, self._comm.max_tag)
         release_orphans()
-        host = on_device.to_send(tensor)
+        host = device_messages.to_send(tensor)
         requests = [
             self._mpi.Isend(buffer.byte_range(host, start, length), dst, tag) for start, length in buffer.pieces(host.nbytes)
         ]
@@ -113,7 +113,7 @@ class PointToPoint(Execution):
             arguments.rank(where, src, "src", self.size)
         arguments.tag(where, tag, self._comm.max_tag)
         release_orphans()
-        host, arrive = on_device.to_receive(tensor)
+        host, arrive = device_messages.to_receive(tensor)
         events: list[Any] = []
         spans = list(buffer.pieces(host.nbytes))
         if src is None and len(spans) > 1:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpidist.comm import on_device, tuning
@@ -60,15 +61,9 @@ def _once(comm: Communicator, device: Device, all_reduce: Callable[..., None], f
     all_reduce(comm, order, flat, SUM)
     for event in order.leave():
         event.synchronize()
-    slowest = bytearray(8)
-    comm.mpi.Allreduce((_as_bytes(time.perf_counter() - start), 1, MPI.DOUBLE), (slowest, 1, MPI.DOUBLE), MPI.MAX)
-    return memoryview(slowest).cast("d")[0]
-
-
-def _as_bytes(value: float) -> bytearray:
-    space = bytearray(8)
-    memoryview(space).cast("d")[0] = value
-    return space
+    slowest_s = np.array([time.perf_counter() - start])
+    comm.mpi.Allreduce(MPI.IN_PLACE, slowest_s, MPI.MAX)
+    return float(slowest_s[0])
 
 
 def measured_table(

@@ -14,7 +14,7 @@ import torch
 
 from mpidist import cache
 from mpidist.comm.communicator import Communicator
-from mpidist.comm.library import MPI
+from mpidist.comm.library import MPI, library_name
 
 LIBRARY, RING, STAGED = "library", "ring", "staged"
 ALGORITHMS = (LIBRARY, RING, STAGED)
@@ -67,7 +67,7 @@ def table_of(seconds: Mapping[int, Mapping[str, float]], source: str) -> Table:
 def key(comm: Communicator, device: torch.device) -> dict[str, Any]:
     """Return what a measured table depends on."""
     return {
-        "library": " ".join(MPI.Get_library_version().split("\n")[0].replace("\0", "").split()),
+        "library": library_name(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "ranks": comm.size,
         "is_single_node": comm.is_single_node,

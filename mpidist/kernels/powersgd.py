@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpidist.kernels import powersgd_plan
@@ -172,8 +173,6 @@ class _OnDevice:
         )
 
     def orthogonalize(self, is_q: int, epsilon: float) -> None:
-        import numpy as np
-
         args = (self._items.data_ptr(), np.int32(is_q), scalar(epsilon, self._dtype))
         self._launch("orthogonalize", self._count, args, self._sweep_threads)
 

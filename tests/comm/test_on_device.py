@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpidist.comm import AVG, MAX, PRODUCT, SUM, PremulSum, buffer, execution, on_device, ring, shortcut, staging
+from mpidist.comm import AVG, MAX, PRODUCT, SUM, PremulSum, buffer, device_messages, execution, ring, shortcut, staging
 from mpidist.comm.stream import device_at
 from tests.comm.lazy_device import LazyDevice
 from tests.support import agree, reduced
@@ -23,7 +23,7 @@ class Lazy:
 
     def __init__(self, monkeypatch, seed):
         self.device = LazyDevice(seed)
-        for module in (execution, on_device):
+        for module in (execution, device_messages):
             monkeypatch.setattr(module, "device_of", lambda tensors: self.device if list(tensors) else None)
         monkeypatch.setattr(execution, "device_at", lambda device: self.device if device is not None else None)
         monkeypatch.setattr(buffer, "is_direct", lambda tensor: False)

@@ -124,7 +124,8 @@ def _compress_as_square(state: PowerSGDState, bucket: GradBucket, group: Any, st
         square, error = flat.new_zeros(2, side, side)
         return lowrank.place([(name, square, error if state.use_error_feedback else None)], (), state.matrix_approximation_rank)
 
-    factors = state.kept(bucket.index(), (name, flat.dtype, flat.device, state.matrix_approximation_rank), placed)
+    options = (state.matrix_approximation_rank, state.use_error_feedback)
+    factors = state.kept(bucket.index(), (name, flat.dtype, flat.device, options), placed)
     (x,) = factors.bucket.matrices
     state.count_elements(numel, factors.flat_p.numel() + factors.flat_q.numel())
     x.m.view(-1)[:numel].copy_(flat)
