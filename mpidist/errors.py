@@ -41,5 +41,23 @@ class FrameError(MpidistError):
     """Bytes that are not a message of ours: truncated, too long, or of an unknown version."""
 
 
+class RemoteError(MpidistError):
+    """A call failed on another worker, and what it raised there cannot be rebuilt here.
+
+    Attributes:
+        rank: The worker's rank.
+        type_name: The name of the exception's type there.
+    """
+
+    def __init__(self, message: str, rank: int = -1, type_name: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.type_name = type_name
+
+
+class RRefError(MpidistError):
+    """A remote reference cannot be used so: its creation failed, it was deleted, or this worker is not its owner."""
+
+
 class KernelError(MpidistError):
     """A CUDA kernel could not be found or compiled."""

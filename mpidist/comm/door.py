@@ -45,10 +45,20 @@ class SerialRequest:
             os.sched_yield()
         return True
 
+    def Start(self) -> None:
+        """See MPI_Start."""
+        with _door:
+            self._request.Start()
+
     def Cancel(self) -> None:
         """See MPI_Cancel."""
         with _door:
             self._request.Cancel()
+
+    def Free(self) -> None:
+        """See MPI_Request_free."""
+        with _door:
+            self._request.Free()
 
 
 class SerialMessage:

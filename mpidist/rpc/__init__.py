@@ -1,0 +1,41 @@
+"""api → codec → message → agent → comm/mailbox ⇝ the peer's agent → dispatch → the function → back. torch.distributed.rpc's names."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "init_rpc": "api",
+    "shutdown": "api",
+    "rpc_sync": "api",
+    "rpc_async": "api",
+    "remote": "api",
+    "get_worker_info": "api",
+    "get_rpc_timeout": "api",
+    "wait_all": "api",
+    "_wait_all": "api",
+    "_set_rpc_timeout": "api",
+    "_get_debug_info": "api",
+    "_rref_context_get_debug_info": "api",
+    "_get_current_rpc_agent": "api",
+    "_is_current_rpc_agent_set": "api",
+    "_delete_all_user_and_unforked_owner_rrefs": "api",
+    "RRef": "rref",
+    "PyRRef": "rref",
+    "WorkerInfo": "worker",
+    "RpcBackendOptions": "options",
+    "BackendType": "options",
+}
+_ALIASES = {"TensorPipeRpcBackendOptions": ("options", "RpcBackendOptions")}  # so that only the import needs to change
+_MODULES = ("api", "functions", "options")
+__all__ = sorted(name for name in (*_HOMES, *_ALIASES) if not name.startswith("_"))
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"mpidist.rpc.{name}")
+    module, attribute = _ALIASES.get(name) or (_HOMES.get(name), name)
+    if module is None:
+        raise AttributeError(f"module 'mpidist.rpc' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"mpidist.rpc.{module}"), attribute)

@@ -1,0 +1,23 @@
+"""The agent of this process, if RPC is initialised."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpidist.errors import MpidistError
+
+if TYPE_CHECKING:
+    from mpidist.rpc.agent import Agent
+
+agent: Agent | None = None
+
+
+def require() -> Agent:
+    """Return it.
+
+    Raises:
+        MpidistError: ``init_rpc`` was not called, or ``shutdown`` was.
+    """
+    if agent is None:
+        raise MpidistError("RPC has not been initialized. Call mpidist.rpc.init_rpc first.")
+    return agent

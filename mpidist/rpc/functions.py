@@ -1,0 +1,50 @@
+"""Functions that answer later: ``@rpc.functions.async_execution``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mpidist.errors import MpidistError
+
+_MARK = "_wrapped_async_rpc_function"  # torch's name: functions that its decorator has marked are served as well
+
+
+def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function whose result is a ``torch.futures.Future``; the caller gets what that future brings.
+
+    The thread that runs the function is free as soon as it returns; the answer goes out when the future is complete. Works under
+    ``staticmethod`` and ``classmethod`` (which come first), for methods, and through the proxies of an ``RRef``.
+    """
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    setattr(wrapper, _MARK, fn)
+    return wrapper
+
+
+class Later:
+    """The result of a function that answers later."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: Any, name: str) -> None:
+        if not isinstance(future, torch._C.Future):
+            raise MpidistError(
+                f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+                f"but {name} returned {type(future).__name__}"
+            )
+        self.future = future
+
+
+def called(function: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function; return its result, or a ``Later``."""
+    result = function(*args, **kwargs)
+    if hasattr(function, _MARK) and not isinstance(result, Later):
+        return Later(result, getattr(function, "__qualname__", repr(function)))
+    return result

@@ -1,0 +1,111 @@
+"""One object from each of some workers to all of them, by calls: a leader collects and tells the others (torch's ``_all_gather``)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from mpidist.errors import MpidistError
+from mpidist.rpc import current
+from mpidist.rpc.options import UNSET_RPC_TIMEOUT
+
+logger = logging.getLogger("mpidist.rpc")
+
+
+class _State:
+    """One gathering.
+
+    Attributes:
+        gathered: By worker name.
+        proceed: Set when all are there.
+    """
+
+    def __init__(self) -> None:
+        self.gathered: dict[str, Any] = {}
+        self.proceed = threading.Event()
+
+
+_lock = threading.RLock()
+_counts: dict[str, int] = {}  # by the names of those who gather: they count alike
+_states: dict[str, _State] = {}
+
+
+def _state(sequence_id: str) -> _State:
+    with _lock:
+        return _states.setdefault(sequence_id, _State())
+
+
+def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str]) -> None:
+    state = _state(sequence_id)
+    with _lock:
+        if worker_name in state.gathered:
+            raise MpidistError(f"{worker_name} has given its part of gathering {sequence_id} already")
+        state.gathered[worker_name] = obj
+        if set(state.gathered) == set(worker_names):
+            state.proceed.set()
+
+
+def _broadcast_to_followers(sequence_id: str, gathered: dict[str, Any]) -> None:
+    state = _state(sequence_id)
+    state.gathered = gathered
+    state.proceed.set()
+
+
+def all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
+    """Return each worker's object by its name.
+
+    Collective: over the named workers; None for all.
+
+    Raises:
+        MpidistError: A worker was late.
+    """
+    agent = current.require()
+    names = set(worker_names) if worker_names else {worker.name for worker in agent.get_worker_infos()}
+    leader, me = min(names), agent.me.name
+    with _lock:
+        joined = " ".join(sorted(names))
+        number = _counts.get(joined, 0)
+        _counts[joined] = number + 1
+    sequence_id = f"{agent.generation}:{number}:{joined}"
+    limit = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
+    if me == leader:
+        _gather_to_leader(sequence_id, me, obj, names)
+    else:
+        agent.invoke(agent.rank_of(leader), _gather_to_leader, (sequence_id, me, obj, names), {}, timeout)
+    state = _state(sequence_id)
+    if not state.proceed.wait(timeout if timeout > 0 else None):
+        raise MpidistError(f"{me} timed out in _all_gather after {limit:.2f} seconds: {sorted(names - set(state.gathered))} missing")
+    if me == leader:
+        _tell_followers(names - {leader}, sequence_id, state.gathered, timeout, limit)
+    with _lock:
+        _states.pop(sequence_id, None)
+    return state.gathered
+
+
+def _tell_followers(followers: set[str], sequence_id: str, gathered: Any, timeout: float, limit: float) -> None:
+    agent = current.require()
+    told = {
+        name: agent.invoke_async(agent.rank_of(name), _broadcast_to_followers, (sequence_id, gathered), {}, timeout)
+        for name in sorted(followers)
+    }
+    errors = []
+    for name, future in told.items():
+        try:
+            future.wait()
+        except RuntimeError as error:
+            errors.append((name, error))
+    if errors:
+        raise MpidistError(
+            f"Followers {[name for name, _ in errors]} timed out in _all_gather after {limit:.2f} seconds. "
+            f"The first exception is {errors[0][1]}"
+        )
+
+
+def barrier(worker_names: Iterable[str]) -> None:
+    """Wait until all of the named workers have called this; a failure is logged, as torch does."""
+    try:
+        all_gather(None, set(worker_names))
+    except RuntimeError:
+        logger.exception("Failed to complete barrier")

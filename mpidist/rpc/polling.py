@@ -1,0 +1,332 @@
+"""Who looks for messages, and who runs what they ask for.
+
+One thread at a time has the **turn** and polls:
+
+- A thread that waits for an answer takes it, polls for itself, and gives it back with its answer. Requests that come meanwhile go
+  to the pool: they may take long. A wait longer than a few milliseconds gives the turn back and sleeps.
+- Else a thread of the pool, the *leader*. It runs what it receives by itself, because waking another thread costs more than most
+  handlers take. Without messages it polls briefly, then yields its core, then sleeps in growing naps up to 1 ms.
+- Beside the leader one thread *stands by*. While messages come it looks once in a tick whether the leader is still in the handler
+  of its last look, and then takes the turn; so a handler that blocks, holds up the polling for two ticks at most. When nothing
+  comes, it sleeps without a clock until the leader wakes it. All other threads sleep without a clock.
+
+The measurements behind this are in docs/decisions/0008.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mpidist.comm import runtime
+from mpidist.rpc.call import Call
+
+TICK_S = 5e-4  # how often the thread that stands by looks
+_SPIN_S = 5e-5  # the leader polls so long without a pause, …
+_YIELD_S = 5e-4  # … so long with its core given away in between, …
+_NAP_S = 1e-3  # … and then in naps, at most so long: an idle worker costs about 1 % of a core
+_WAIT_S = 3e-3  # a thread that waits longer than this for an answer sleeps instead of polling
+_CALM_TICKS = 8  # after so many looks without a message the thread that stands by needs no clock
+
+
+class Action:
+    """What a message asks for.
+
+    Attributes:
+        run: Does it.
+        may_block: It runs users' code.
+    """
+
+    __slots__ = ("may_block", "run")
+
+    def __init__(self, run: Callable[[], None], may_block: bool) -> None:
+        self.run = run
+        self.may_block = may_block
+
+
+NOTHING_LEFT = Action(lambda: None, False)  # a message came, and needs no more
+
+
+class _Turn:
+    """A thread's claim to the turn.
+
+    Attributes:
+        acting: The number of the action it is running; 0 while it polls.
+        is_pools: It is a thread of the pool, which anybody who waits may take the turn from.
+        was_superseded: It was in a handler for too long; another thread has its place.
+    """
+
+    __slots__ = ("acting", "is_pools", "was_superseded")
+
+    def __init__(self, is_pools: bool) -> None:
+        self.acting = 0
+        self.is_pools = is_pools
+        self.was_superseded = False
+
+
+_here = threading.local()
+
+
+class Polling:
+    """The threads of one agent.
+
+    Args:
+        poll: Looks once; returns an Action, or None if nothing has come. Called by one thread at a time.
+        threads: How many actions that may block run at once. Those that wait for an answer do not count.
+        name: For the threads' names.
+    """
+
+    def __init__(self, poll: Callable[[], Action | None], threads: int, name: str) -> None:
+        self._poll = poll
+        self._limit = threads
+        self._name = name
+        self._turn: _Turn | None = None
+        self._turn_lock = threading.Lock()
+        self._poll_lock = threading.Lock()
+        self._standby_lock = threading.Lock()
+        self._wake = threading.Semaphore(0)
+        self._is_calm = False  # the thread that stands by sleeps until it is woken
+        self._is_resting = False  # the leader has had no message for a while
+        self._actions = itertools.count(1)
+        self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
+        self._count_lock = threading.Lock()
+        self._running = 0  # actions that may block and do not wait for an answer
+        self._idle = 0  # threads that wait for the queue
+        self._threads: list[threading.Thread] = []
+        self._stopping = False
+        self._numbers = itertools.count()
+
+    def start(self) -> None:
+        """Start the two threads that are always there."""
+        for _ in range(2):
+            self._start_thread(self._serve)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Stop polling and let the threads end; say whether all did. Those in users' code end after it."""
+        self._stopping = True
+        for _ in self._threads:
+            self._wake.release()
+            self._queue.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return the number of threads, of those without work, and of actions queued or running."""
+        with self._count_lock:
+            return len(self._threads), self._idle, self._running + self._queue.qsize()
+
+    def submit(self, run: Callable[[], None]) -> None:
+        """Have a thread of the pool do something that may block."""
+        self._enqueue(Action(run, True))
+
+    def wait(self, call: Call, deadline: float) -> None:
+        """Wait until a call is done.
+
+        Blocks: at most until ``deadline`` (``time.monotonic``); whether it is done then is the caller's to ask.
+        """
+        turn = getattr(_here, "turn", None)
+        is_pools = turn is not None
+        if is_pools:
+            self._step_aside()
+        try:
+            if self._wait_with_turn(call, deadline):
+                return
+            while not call.done and (left := deadline - time.monotonic()) > 0 and not self._stopping:
+                call.park(min(left, 1.0))
+        finally:
+            if is_pools:
+                self._come_back()
+
+    def _wait_with_turn(self, call: Call, deadline: float) -> bool:
+        """Poll for a while; say whether the call is done."""
+        mine = _Turn(False)
+        with self._turn_lock:
+            before = self._turn
+            own = getattr(_here, "turn", None)
+            if before is not None and not before.is_pools:
+                return False  # another thread waits, and polls for both
+            self._turn = mine
+        self._rouse()
+        clock = time.monotonic
+        until = min(clock() + _WAIT_S, deadline)
+        poll, lock, rounds = self._poll, self._poll_lock, 0
+        try:
+            while not call.done:
+                if self._turn is not mine:
+                    return call.done
+                with lock:
+                    if call.done:
+                        break
+                    action = poll()
+                if action is not None:
+                    if action is not NOTHING_LEFT:
+                        self._hand_on(action, mine)
+                    continue
+                rounds += 1
+                if rounds > 20:
+                    if clock() > until or self._stopping:
+                        return False
+                    os.sched_yield()
+            return True
+        finally:
+            with self._turn_lock:
+                if self._turn is mine:
+                    self._turn = before if before is own else None
+
+    def _hand_on(self, action: Action, mine: _Turn) -> None:
+        if action.may_block:
+            self._enqueue(action)
+        else:
+            mine.acting = next(self._actions)
+            action.run()
+            mine.acting = 0
+
+    def _rouse(self) -> None:
+        if self._is_calm:
+            self._is_calm = False
+            self._wake.release()
+
+    def _step_aside(self) -> None:
+        # A handler that waits for an answer must not keep others from running: calls may nest deeper than the pool.
+        with self._count_lock:
+            self._running -= 1
+            needs_thread = self._queue.qsize() > 0 and self._idle == 0
+        if needs_thread:
+            self._start_thread(self._work)
+
+    def _come_back(self) -> None:
+        with self._count_lock:
+            self._running += 1
+
+    def _enqueue(self, action: Action) -> None:
+        self._queue.put(action)
+        with self._count_lock:
+            needs_thread = self._idle < self._queue.qsize() and self._running < self._limit
+        if needs_thread:
+            self._start_thread(self._work)
+
+    def _start_thread(self, target: Callable[[], None]) -> None:
+        if self._stopping:
+            return
+        thread = threading.Thread(
+            target=runtime.guard_thread(target), name=f"mpidist-{self._name}-{next(self._numbers)}", daemon=True
+        )
+        with self._count_lock:
+            self._threads = [other for other in self._threads if other.is_alive() or other.ident is None]
+            self._threads.append(thread)
+        thread.start()
+
+    def _run(self, action: Action) -> None:
+        if not action.may_block:
+            action.run()
+            return
+        with self._count_lock:
+            self._running += 1
+        try:
+            action.run()
+        finally:
+            with self._count_lock:
+                self._running -= 1
+
+    # A thread of the pool that has no turn.
+
+    def _work(self) -> None:
+        _here.turn = _Turn(True)
+        while not self._stopping:
+            with self._count_lock:
+                self._idle += 1
+            action = self._queue.get()
+            with self._count_lock:
+                self._idle -= 1
+            if action is None:
+                return
+            self._run(action)
+            action = None  # while the thread sleeps, it must not keep the last tensors alive
+
+    # The two threads that lead and stand by, in turns.
+
+    def _serve(self) -> None:
+        mine = _here.turn = _Turn(True)
+        while not self._stopping:
+            self._stand_by(mine)
+            if not self._lead(mine):
+                # The other has taken the turn while this one was in a handler, and has found a new one to stand by.
+                self._work()
+                return
+
+    def _stand_by(self, mine: _Turn) -> None:
+        """Sleep until the turn is free, or its thread stuck in a handler; then take it."""
+        with self._standby_lock:
+            seen = calm = 0
+            while not self._stopping:
+                time.sleep(TICK_S)
+                with self._turn_lock:
+                    turn = self._turn
+                    is_stuck = turn is not None and turn.acting != 0 and turn.acting == seen
+                    if turn is None or is_stuck:
+                        self._turn = mine
+                if turn is None:
+                    return
+                if is_stuck:
+                    if turn.is_pools:
+                        turn.was_superseded = True
+                        self._start_thread(self._serve)
+                    return
+                seen = turn.acting
+                calm = calm + 1 if self._is_resting else 0
+                if calm > _CALM_TICKS:
+                    self._is_calm = True
+                    # Whoever acts, or takes the turn, says so first and looks for a sleeper then: one of the two sees the other.
+                    if self._turn is turn and turn.is_pools and not turn.acting:
+                        self._wake.acquire()
+                    self._is_calm = False
+                    calm = 0
+
+    def _lead(self, mine: _Turn) -> bool:
+        """Poll until the turn is lost; say whether this thread may stand by again."""
+        clock, poll, lock = time.monotonic, self._poll, self._poll_lock
+        since, rounds = clock(), 0
+        while not self._stopping:
+            if self._turn is not mine:
+                self._is_resting = False
+                return True
+            with lock:
+                action = poll() if self._turn is mine else None
+            if action is not None:
+                rounds = 0
+                if action is not NOTHING_LEFT and not self._act(mine, action):
+                    return False
+                continue
+            rounds += 1
+            if rounds == 1:
+                since = clock()
+                self._is_resting = False
+                continue
+            idle = clock() - since
+            if idle < _SPIN_S:
+                continue
+            if idle < _YIELD_S:
+                os.sched_yield()
+            else:
+                self._is_resting = True
+                time.sleep(min(idle / 8, _NAP_S))
+        return True
+
+    def _act(self, mine: _Turn, action: Action) -> bool:
+        """Run an action in the leader's thread; say whether the thread keeps its place."""
+        if action.may_block and self._running >= self._limit:
+            self._enqueue(action)
+            return True
+        mine.acting = next(self._actions)
+        self._rouse()
+        self._run(action)
+        mine.acting = 0
+        return not mine.was_superseded
