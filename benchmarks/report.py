@@ -24,10 +24,12 @@ _PAIRS = (
     ("native", "native fp32"),
     ("staged", "library"),
     ("staged", "ring"),
+    ("tensorpipe", "mpidist"),
 )
 _COLORS = {
     "gloo": "tab:red",
     "mpi4py": "tab:grey",
+    "tensorpipe": "tab:red",
     "mpidist": "tab:blue",
     "native": "tab:cyan",
     "mpidist fp32": "tab:green",

@@ -232,6 +232,7 @@ class Agent:
         """Call a function on a worker and return a future of its result."""
         kind, named, what = target_of(function)
         call = self.request(to, kind, (named, args, kwargs), timeout, f"{what} on {self._workers[to].name}", future=True)
+        self.polling.help()
         assert call.future is not None
         return call.future
 

@@ -17,6 +17,7 @@ import pickle
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ Tensor = torch.Tensor
 _SMALL_BYTES = 16 << 10  # memory up to this size is copied into the body
 _COUNTS = struct.Struct("<II")  # tensors, references
 _REFERENCE = struct.Struct("<QQI")  # reference, fork, owner's rank
-_TENSOR = struct.Struct("<IBBHq")  # part, dtype, flags, dimensions, offset in elements
+_TENSOR = struct.Struct("<IBBHq")  # part, dtype, flags, dimensions, offset in elements; then the shape, then the strides
 _REQUIRES_GRAD = 1
+_WHOLE = 2  # flag: contiguous, and alone in its part; no strides follow
 # Their places are the wire's numbers: new ones go to the end.
 _DTYPE_NAMES = (
     "float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32", "uint8", "int8", "int16", "int32",
@@ -74,17 +76,21 @@ class Encoding:
         forks: (reference, fork, owner's rank) of each, once ``content`` was called.
     """
 
+    __slots__ = ("buffers", "forks", "pickled", "references", "tensors")
+
     def __init__(self, obj: Any) -> None:
         self.tensors: list[Tensor] = []
         self.references: list[Reference] = []
         self.forks: list[tuple[int, int, int]] = []
-        self._buffers: list[pickle.PickleBuffer] = []
-        stream = io.BytesIO()
+        self.buffers: list[pickle.PickleBuffer] = []
+        # A pickler costs as much as what it does to a small message: a thread keeps its own, unless it is at work already.
+        pickler = _place.__dict__.pop("pickler", None) or _Pickler(io.BytesIO())
         try:
-            _Pickler(stream, self).dump(obj)
+            self.pickled = pickler.pickled(obj, self)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            self._pickle_by_value(obj, error, stream)
-        self._pickled = stream.getvalue()
+            self.pickled = self._pickled_by_value(obj, error)
+        finally:
+            _place.pickler = pickler
 
     def content(self, to: int, device_map: Mapping[int, int] | None = None) -> Content:
         """Lay the memory out, and count the references' new holders.
@@ -96,31 +102,31 @@ class Encoding:
         Raises:
             ValueError: A tensor on a device that ``device_map`` does not name.
         """
-        content = Content(self._pickled)
-        for reference in self.references:
-            reference.require_shareable()
+        content = Content(self.pickled)
         if self.tensors or self.references:
+            for reference in self.references:
+                reference.require_shareable()
             rows, content.parts, content.devices = _laid_out(self.tensors, device_map or {})
             # Last of all: nothing can fail any more, and no holder is counted that never comes to be.
             self.forks = [reference.fork(to) for reference in self.references]
             counts = _COUNTS.pack(len(self.tensors), len(self.references))
             content.table = b"".join((counts, *(_REFERENCE.pack(*numbers) for numbers in self.forks), *rows))
-        for item in self._buffers:
+        for item in self.buffers:
             view = item.raw()
             content.parts.append(bytes(view) if view.nbytes <= _SMALL_BYTES else view)
             content.devices.append(None)
         return content
 
-    def _pickle_by_value(self, obj: Any, error: Exception, stream: io.BytesIO) -> None:
+    def _pickled_by_value(self, obj: Any, error: Exception) -> bytes:
         try:
             cloudpickle: Any = importlib.import_module("cloudpickle")
         except ImportError:
             raise error from None
-        for held in (self.tensors, self.references, self._buffers):
+        for held in (self.tensors, self.references, self.buffers):
             held.clear()
-        stream.seek(0)
-        stream.truncate()
+        stream = io.BytesIO()
         _value_pickler(cloudpickle.Pickler)(stream, self).dump(obj)
+        return stream.getvalue()
 
 
 def decode(
@@ -221,11 +227,30 @@ REBUILDERS = (_tensor, _reference, _with_attributes, _sparse, _quantized, _scrip
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO, sink: Encoding) -> None:
-        super().__init__(stream, 5, buffer_callback=sink._buffers.append)
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, 5, buffer_callback=self._take_buffer)
+        self._stream = stream
+        self._sink: Any = None
+
+    def pickled(self, obj: Any, sink: Encoding) -> bytes:
+        """Pickle an object; what travels beside the pickle goes to ``sink``."""
         self._sink = sink
+        try:
+            self.dump(obj)
+            return self._stream.getvalue()
+        finally:
+            self._sink = None
+            self.clear_memo()
+            self._stream.seek(0)
+            self._stream.truncate()
+
+    def _take_buffer(self, item: pickle.PickleBuffer) -> None:
+        self._sink.buffers.append(item)
 
     def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is FunctionType or kind is type or kind is BuiltinFunctionType:
+            return NotImplemented
         return _reduced(obj, self._sink)
 
 
@@ -234,7 +259,7 @@ def _value_pickler(base: Any) -> Any:
 
     class ValuePickler(base):  # type: ignore[misc]
         def __init__(self, stream: io.BytesIO, sink: Encoding) -> None:
-            super().__init__(stream, 5, buffer_callback=sink._buffers.append)
+            super().__init__(stream, 5, buffer_callback=sink.buffers.append)
             self._sink = sink
 
         def reducer_override(self, obj: Any) -> Any:
@@ -311,22 +336,32 @@ def _laid_out(tensors: Sequence[Tensor], device_map: Mapping[int, int]) -> tuple
     rows: list[bytes] = [b""] * len(plain)
     for members in _clusters(plain):
         first = plain[members[0]]
-        low = min(_span(plain[place])[0] for place in members)
-        high = max(_span(plain[place])[1] for place in members)
-        if len(members) == 1 and high - low > 2 * first.nbytes:
-            first = plain[members[0]] = first.contiguous()
-            low, high = _span(first)
+        low, high = _span(first)
+        if len(members) == 1:
+            if high - low > 2 * first.nbytes:
+                first = first.contiguous()  # scattered: what lies between need not travel
+                low, high = _span(first)
+            if first.is_contiguous():
+                rows[members[0]] = _row(first, len(parts), _WHOLE | tensors[members[0]].requires_grad, 0, first.shape)
+                parts.append(_memory(first, low, high))
+                devices.append(_receivers_device(first, device_map))
+                continue
+        for place in members[1:]:
+            span = _span(plain[place])
+            low, high = min(low, span[0]), max(high, span[1])
         for place in members:
             tensor = plain[place]
             offset = (tensor.data_ptr() - low) // tensor.element_size() if tensor.numel() else 0
-            flags = _REQUIRES_GRAD if tensors[place].requires_grad else 0
-            shape, strides = tensor.shape, tensor.stride()
-            rows[place] = _TENSOR.pack(len(parts), _DTYPE_NUMBERS[tensor.dtype], flags, len(shape), offset) + struct.pack(
-                f"<{2 * len(shape)}q", *shape, *strides
-            )
+            sizes = (*tensor.shape, *tensor.stride())
+            rows[place] = _row(tensor, len(parts), int(tensors[place].requires_grad), offset, sizes)
         parts.append(_memory(first, low, high))
         devices.append(_receivers_device(first, device_map))
     return rows, parts, devices
+
+
+def _row(tensor: Tensor, part: int, flags: int, offset: int, sizes: Sequence[int]) -> bytes:
+    row = _TENSOR.pack(part, _DTYPE_NUMBERS[tensor.dtype], flags, tensor.dim(), offset)
+    return row + struct.pack(f"<{len(sizes)}q", *sizes)
 
 
 def _resolved(tensor: Tensor) -> Tensor:
@@ -366,7 +401,7 @@ def _clusters(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 def _memory(tensor: Tensor, low: int, high: int) -> Any:
     nbytes = high - low
-    if tensor.is_cpu and nbytes <= _SMALL_BYTES:
+    if nbytes <= _SMALL_BYTES and tensor.is_cpu:
         return ctypes.string_at(low, nbytes) if nbytes else b""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -398,14 +433,29 @@ def _read_table(content: Content) -> tuple[list[Tensor], list[tuple[int, int, in
         shared = -1
         for _ in range(count):
             number, dtype, flags, dims, offset = _TENSOR.unpack_from(table, place)
-            sizes = struct.unpack_from(f"<{2 * dims}q", table, place + _TENSOR.size)
-            place += _TENSOR.size + 16 * dims
-            tensor = _rebuilt(content.parts[number], number, storages, _DTYPES[dtype], sizes[:dims], sizes[dims:], offset)
+            place += _TENSOR.size
+            numbers = dims if flags & _WHOLE else 2 * dims
+            sizes = struct.unpack_from(f"<{numbers}q", table, place)
+            place += 8 * numbers
+            part = content.parts[number]
+            if flags & _WHOLE:
+                tensor = _whole(part, _DTYPES[dtype], sizes)
+            else:
+                tensor = _rebuilt(part, number, storages, _DTYPES[dtype], sizes[:dims], sizes[dims:], offset)
             tensors.append(tensor.requires_grad_() if flags & _REQUIRES_GRAD else tensor)
             shared = max(shared, number)
     except (struct.error, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise FrameError(f"the table of {len(table)} bytes does not describe what came with it: {error}") from error
     return tensors, references, shared + 1
+
+
+def _whole(part: Any, dtype: Any, shape: tuple[int, ...]) -> Tensor:
+    if isinstance(part, Tensor):
+        return part.view(dtype).view(shape)
+    if part.nbytes == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    flat = torch.frombuffer(part, dtype=dtype)
+    return flat if len(shape) == 1 and shape[0] == flat.shape[0] else flat.view(shape)
 
 
 def _rebuilt(part: Any, number: int, storages: Any, dtype: Any, shape: Any, strides: Any, offset: int) -> Tensor:

@@ -31,6 +31,7 @@ _SPIN_S = 5e-5  # the leader polls so long without a pause, …
 _YIELD_S = 5e-4  # … so long with its core given away in between, …
 _NAP_S = 1e-3  # … and then in naps, at most so long: an idle worker costs about 1 % of a core
 _WAIT_S = 3e-3  # a thread that waits longer than this for an answer sleeps instead of polling
+_HELP_S = 3e-4  # the leader leaves the polling to a thread that has issued a call within this time
 _CALM_TICKS = 8  # after so many looks without a message the thread that stands by needs no clock
 
 
@@ -92,6 +93,7 @@ class Polling:
         self._wake = threading.Semaphore(0)
         self._is_calm = False  # the thread that stands by sleeps until it is woken
         self._is_resting = False  # the leader has had no message for a while
+        self._helped = 0.0  # when a thread that issues calls has last polled by itself
         self._actions = itertools.count(1)
         self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
         self._count_lock = threading.Lock()
@@ -126,6 +128,23 @@ class Polling:
     def submit(self, run: Callable[[], None]) -> None:
         """Have a thread of the pool do something that may block."""
         self._enqueue(Action(run, True))
+
+    def help(self) -> None:
+        """Look once, from a thread that has just issued a call; while it goes on so, the leader keeps out of its way.
+
+        Two threads of one process that both poll hand Python's lock to and fro, which costs more than the calls.
+        """
+        self._helped = time.monotonic()
+        if self._poll_lock.acquire(blocking=False):
+            try:
+                action = self._poll()
+            finally:
+                self._poll_lock.release()
+            if action is not None and action is not NOTHING_LEFT:
+                if action.may_block:
+                    self._enqueue(action)
+                else:
+                    action.run()
 
     def wait(self, call: Call, deadline: float) -> None:
         """Wait until a call is done.
@@ -298,6 +317,8 @@ class Polling:
             if self._turn is not mine:
                 self._is_resting = False
                 return True
+            if clock() - self._helped < _HELP_S:
+                time.sleep(_HELP_S)
             with lock:
                 action = poll() if self._turn is mine else None
             if action is not None:
