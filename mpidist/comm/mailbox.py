@@ -186,7 +186,10 @@ class Mailbox:
             request.Free()
 
     def _received(self, source: int, message: memoryview) -> Arrival:
-        if len(message) < _FIXED.size:
+        nbytes = len(message)
+        if nbytes >= _ALIGNMENT and _FIXED.unpack_from(message) == (0, nbytes - _ALIGNMENT):
+            return Arrival(source, message)
+        if nbytes < _FIXED.size:
             raise FrameError(f"truncated message of {len(message)} bytes from rank {source}")
         count, letter_bytes = _FIXED.unpack_from(message)
         start = envelope_bytes(count)

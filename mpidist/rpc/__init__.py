@@ -38,4 +38,5 @@ def __getattr__(name: str) -> Any:
     module, attribute = _ALIASES.get(name) or (_HOMES.get(name), name)
     if module is None:
         raise AttributeError(f"module 'mpidist.rpc' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"mpidist.rpc.{module}"), attribute)
+    found = globals()[name] = getattr(importlib.import_module(f"mpidist.rpc.{module}"), attribute)
+    return found

@@ -30,6 +30,7 @@ from mpidist.rpc.call import Call, RpcFuture
 from mpidist.rpc.message import MAX_FORKS, Content, Header, Kind
 from mpidist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, seconds
 from mpidist.rpc.polling import NOTHING_LEFT, Action, Polling
+from mpidist.rpc.quickness import Quickness
 from mpidist.rpc.quiescence import Board
 from mpidist.rpc.rref_store import Entry, RRefStore
 from mpidist.rpc.worker import WorkerInfo
@@ -73,6 +74,7 @@ class Agent:
         self.store = RRefStore(self.me.id)
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.polling = Polling(self._poll, options.num_worker_threads, f"rpc-{self.me.name}")
+        self.quickness = Quickness()
         self.board = Board()
         self.world_ranks = mailbox.group.world_ranks if mailbox.group is not None else (0,)
         self.creations = 0  # calls of ``remote`` that the owner has not answered
@@ -190,7 +192,7 @@ class Agent:
             raise MpidistError(f"RPC was shut down; {what} cannot be sent")
         if to in self.left:
             raise RankFailureError(f"{self._workers[to].name} has left RPC (shutdown without graceful, or its end); {what}", (to,))
-        encoding = codec.Encoding(obj) if obj is not None else None
+        encoding = codec.Encoding(obj, interceptor.registered() is not None) if obj is not None else None
         call = Call(to, what, self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout))
         if future:
             call.future = RpcFuture(self.wait, call, self.options.devices or None)
@@ -276,7 +278,9 @@ class Agent:
         """Answer a request with an object; with the reason if that cannot be pickled."""
         header = Header(kind, self.generation, sequence)
         try:
-            content = self._content(codec.Encoding(obj) if obj is not None else None, to, header, outer)
+            content = self._content(
+                codec.Encoding(obj, interceptor.registered() is not None) if obj is not None else None, to, header, outer
+            )
         except Exception as error:
             self.answer_error(to, sequence, error)
             return
@@ -407,6 +411,8 @@ class Agent:
         if engine is not None:
             header.outer = engine.leaving(to, encoding.tensors, answered)
         content = encoding.content(to, self._device_maps.get(to))
+        if not encoding.forks:
+            return content
         pairs = [(reference, fork) for reference, fork, owner in encoding.forks if owner == to]
         for reference, fork in pairs[MAX_FORKS:]:
             self.announce(to, reference, fork)

@@ -3,7 +3,8 @@
 The pickle (protocol 5) names tensors and remote references by number. Their table holds dtype, shape, strides and place of each
 tensor, and the ids of each reference. What tensors cover of a storage travels once: views that overlap or adjoin in one message
 still share memory on the other side; far apart ones do not drag along what lies between. Memory of arrays goes out of band as
-PEP 574 has it. Values are copied to encode only if they are small, or lie scattered.
+PEP 574 has it. Values are copied to encode only if they are small, or lie scattered. A small tensor that shares its storage with
+no other of the message stands in the pickle itself: that takes a third of the time.
 
 Functions and classes travel by name. What has no importable name (lambdas, local classes) needs cloudpickle.
 """
@@ -28,6 +29,7 @@ from mpidist.rpc.message import Content
 Tensor = torch.Tensor
 
 _SMALL_BYTES = 16 << 10  # memory up to this size is copied into the body
+_IN_PICKLE_BYTES = 8 << 10  # a tensor up to this size may stand in the pickle
 _COUNTS = struct.Struct("<II")  # tensors, references
 _REFERENCE = struct.Struct("<QQI")  # reference, fork, owner's rank
 _TENSOR = struct.Struct("<IBBHq")  # part, dtype, flags, dimensions, offset in elements; then the shape, then the strides
@@ -56,6 +58,10 @@ class Reference:
         raise NotImplementedError
 
 
+class _Shares(Exception):
+    """A tensor shares its storage with one that stands in the pickle already."""
+
+
 class _Place(threading.local):
     """What the numbers in the pickle that this thread is reading stand for."""
 
@@ -71,26 +77,35 @@ class Encoding:
     """An object on its way out.
 
     Attributes:
-        tensors: All plain tensors in it, in the order in which the pickle names them.
+        tensors: The plain tensors that the pickle names, in their order: all if ``needs_tensors``.
         references: All remote references in it.
         forks: (reference, fork, owner's rank) of each, once ``content`` was called.
     """
 
-    __slots__ = ("buffers", "forks", "pickled", "references", "tensors")
+    __slots__ = ("buffers", "forks", "in_pickle", "pickled", "references", "tensors")
 
-    def __init__(self, obj: Any) -> None:
-        self.tensors: list[Tensor] = []
-        self.references: list[Reference] = []
-        self.forks: list[tuple[int, int, int]] = []
-        self.buffers: list[pickle.PickleBuffer] = []
+    def __init__(self, obj: Any, needs_tensors: bool = False) -> None:
+        # Storages of the tensors that stand in the pickle; None: all tensors go into the table.
+        self.in_pickle: set[int] | None = None if needs_tensors else set()
+        self._clear()
         # A pickler costs as much as what it does to a small message: a thread keeps its own, unless it is at work already.
         pickler = _place.__dict__.pop("pickler", None) or _Pickler(io.BytesIO())
         try:
+            self.pickled = pickler.pickled(obj, self)
+        except _Shares:
+            self.in_pickle = None
+            self._clear()
             self.pickled = pickler.pickled(obj, self)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             self.pickled = self._pickled_by_value(obj, error)
         finally:
             _place.pickler = pickler
+
+    def _clear(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.references: list[Reference] = []
+        self.forks: list[tuple[int, int, int]] = []
+        self.buffers: list[pickle.PickleBuffer] = []
 
     def content(self, to: int, device_map: Mapping[int, int] | None = None) -> Content:
         """Lay the memory out, and count the references' new holders.
@@ -122,8 +137,8 @@ class Encoding:
             cloudpickle: Any = importlib.import_module("cloudpickle")
         except ImportError:
             raise error from None
-        for held in (self.tensors, self.references, self.buffers):
-            held.clear()
+        self.in_pickle = None
+        self._clear()
         stream = io.BytesIO()
         _value_pickler(cloudpickle.Pickler)(stream, self).dump(obj)
         return stream.getvalue()
@@ -159,6 +174,8 @@ def decode(
     try:
         _place.tensors = attach(tensors) if attach is not None and tensors else tensors
         _place.references = references
+        if unpickler is pickle.Unpickler:
+            return pickle.loads(content.pickled, buffers=content.parts[used:])
         return unpickler(io.BytesIO(content.pickled), buffers=content.parts[used:]).load()
     finally:
         _place.tensors, _place.references = before
@@ -192,6 +209,13 @@ class _Adopted:
         return self._made
 
 
+def _small(raw: bytes, dtype: int, shape: tuple[int, ...], requires_grad: bool) -> Tensor:
+    # Memory of its own, which may be written.
+    flat = torch.frombuffer(bytearray(raw), dtype=_DTYPES[dtype]) if raw else torch.empty(0, dtype=_DTYPES[dtype], device="cpu")
+    tensor = flat if len(shape) == 1 else flat.view(shape)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
 def _tensor(number: int) -> Tensor:
     return _place.tensors[number]
 
@@ -223,7 +247,7 @@ def _script_module(data: bytes) -> Any:
     return torch.jit.load(io.BytesIO(data))
 
 
-REBUILDERS = (_tensor, _reference, _with_attributes, _sparse, _quantized, _script_module)
+REBUILDERS = (_small, _tensor, _reference, _with_attributes, _sparse, _quantized, _script_module)
 
 
 class _Pickler(pickle.Pickler):
@@ -283,6 +307,18 @@ def _reduced(obj: Any, sink: Encoding) -> Any:
 
 
 def _reduced_tensor(tensor: Tensor, sink: Encoding) -> Any:
+    held = sink.in_pickle
+    if held is not None:
+        if tensor.layout is torch.strided and tensor.is_cpu:
+            storage = tensor.untyped_storage().data_ptr()
+            if storage in held:
+                raise _Shares
+            nbytes = tensor.nbytes
+            if nbytes <= _IN_PICKLE_BYTES and tensor.is_contiguous() and not sink.tensors and _is_simple(tensor):
+                if nbytes:
+                    held.add(storage)
+                raw = ctypes.string_at(tensor.data_ptr(), nbytes) if nbytes else b""
+                return _small, (raw, _DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), tensor.requires_grad)
     if tensor.layout is not torch.strided:
         return _reduced_sparse(tensor)
     if tensor.is_quantized:
@@ -301,6 +337,10 @@ def _reduced_tensor(tensor: Tensor, sink: Encoding) -> Any:
     number = len(sink.tensors) - 1
     # A tensor whose attributes are set has a dict of its own; asking for it makes none.
     return (_with_attributes, (_Numbered(number), tensor.__dict__)) if tensor.__dict__ else (_tensor, (number,))
+
+
+def _is_simple(tensor: Tensor) -> bool:
+    return tensor.dtype in _DTYPE_NUMBERS and not (tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.__dict__)
 
 
 class _Numbered:

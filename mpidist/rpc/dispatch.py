@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 
 from mpidist.comm.mailbox import Arrival
 from mpidist.errors import MpidistError
-from mpidist.rpc import codec, functions, interceptor, message, quiescence
+from mpidist.rpc import codec, functions, interceptor, message, quickness, quiescence
 from mpidist.rpc.agent import Agent
 from mpidist.rpc.message import Header, Kind
 from mpidist.rpc.polling import NOTHING_LEFT, Action
@@ -41,6 +42,10 @@ class Handler:
     act: Callable[[Agent, Arrival, Header], Action] | None = None
 
 
+Find = Callable[[Agent, Any], Any]  # from what names a function in a message to the function
+Succeed = Callable[[Agent, int, Header, Any], None]
+Fail = Callable[[Agent, int, Header, BaseException], None]
+
 # Calls.
 
 
@@ -48,58 +53,89 @@ def _note_request(agent: Agent, source: int, header: Header) -> None:
     agent.take()
 
 
-def _call(find: Callable[[Agent, Any], Any]) -> Callable[[Agent, Arrival, Header], Action]:
+def _call(find: Find) -> Callable[[Agent, Arrival, Header], Action]:
     def act(agent: Agent, arrival: Arrival, header: Header) -> Action:
         return Action(partial(_serve, agent, arrival, header, find), True)
 
     return act
 
 
-def _serve(agent: Agent, arrival: Arrival, header: Header, find: Callable[[Agent, Any], Any]) -> None:
+def _serve(agent: Agent, arrival: Arrival, header: Header, find: Find) -> None:
     """Run the function of a request, and answer; or let its future answer."""
-    source, sequence = arrival.source, header.sequence
+    _execute(agent, arrival, header, find, _answer_with, _answer_with_error)
+
+
+def _answer_with(agent: Agent, source: int, header: Header, value: Any) -> None:
+    agent.answer(source, header.sequence, Kind.RESULT, value, header.outer)
+
+
+def _answer_with_error(agent: Agent, source: int, header: Header, error: BaseException) -> None:
+    agent.answer_error(source, header.sequence, error)
+
+
+def _execute(agent: Agent, arrival: Arrival, header: Header, find: Find, succeed: Succeed, fail: Fail) -> None:
+    """Decode a call and run it: here, or on another thread if it may take long."""
     try:
-        result = _run(agent, arrival, header, find)
+        named, args, kwargs = _decoded(agent, arrival)
+        function = find(agent, named)
     except BaseException as error:
         _tell(agent, error)
-        agent.answer_error(source, sequence, error)
+        fail(agent, arrival.source, header, error)
         return
-    if isinstance(result, functions.Later):
-        result.future.then(partial(_answer_of_future, agent, source, header))
+    key = quickness.key_of(function, args)
+    run = partial(_run, agent, arrival.source, header, function, args, kwargs, key, succeed, fail)
+    if agent.quickness.is_quick(key) or not agent.polling.is_leading():
+        run()
     else:
-        agent.answer(source, sequence, Kind.RESULT, result, header.outer)
+        agent.polling.submit(run)
 
 
-def _run(agent: Agent, arrival: Arrival, header: Header, find: Callable[[Agent, Any], Any]) -> Any:
+def _decoded(agent: Agent, arrival: Arrival) -> Any:
     try:
-        named, args, kwargs = agent.decoded(arrival)
+        return agent.decoded(arrival)
     except AttributeError as error:
         raise MpidistError(
             f"{error}. Default RPC pickler does not serialize function code. "
             f"Ensure that UDFs are defined on both caller and callee modules"
         ) from error
-    function = find(agent, named)
-    with _context(arrival.source, header):
-        return functions.called(function, args or (), kwargs or {})
+
+
+def _run(
+    agent: Agent, source: int, header: Header, function: Any, args: Any, kwargs: Any, key: Any, succeed: Succeed, fail: Fail
+) -> None:
+    start = time.monotonic()
+    try:
+        if header.outer is None:
+            result = functions.called(function, args or (), kwargs or {})
+        else:
+            with _context(source, header):
+                result = functions.called(function, args or (), kwargs or {})
+    except BaseException as error:
+        _tell(agent, error)
+        fail(agent, source, header, error)
+        return
+    finally:
+        agent.quickness.note(key, time.monotonic() - start)
+    if isinstance(result, functions.Later):
+        result.future.then(partial(_finish, agent, source, header, succeed, fail))
+    else:
+        succeed(agent, source, header, result)
+
+
+def _finish(agent: Agent, source: int, header: Header, succeed: Succeed, fail: Fail, future: Any) -> None:
+    try:
+        value = future.value()
+    except BaseException as error:
+        fail(agent, source, header, error)
+    else:
+        succeed(agent, source, header, value)
 
 
 def _context(source: int, header: Header) -> Any:
     engine = interceptor.registered()
     if header.outer is None or engine is None:
-        return _NO_CONTEXT
+        return contextlib.nullcontext()
     return engine.serving(source, header.outer)
-
-
-_NO_CONTEXT = contextlib.nullcontext()
-
-
-def _answer_of_future(agent: Agent, source: int, header: Header, future: Any) -> None:
-    try:
-        value = future.value()
-    except BaseException as error:
-        agent.answer_error(source, header.sequence, error)
-    else:
-        agent.answer(source, header.sequence, Kind.RESULT, value, header.outer)
 
 
 def _python(agent: Agent, named: Any) -> Any:
@@ -143,50 +179,29 @@ def _note_remote(agent: Agent, source: int, header: Header) -> Entry:
     return agent.store.create(*header.ids)
 
 
-def _remote(find: Callable[[Agent, Any], Any]) -> Callable[[Agent, Arrival, Header], Action]:
+def _remote(find: Find) -> Callable[[Agent, Arrival, Header], Action]:
     def act(agent: Agent, arrival: Arrival, header: Header) -> Action:
         return Action(partial(_serve_remote, agent, arrival, header, find), True)
 
     return act
 
 
-def _serve_remote(agent: Agent, arrival: Arrival, header: Header, find: Callable[[Agent, Any], Any]) -> None:
-    source, sequence, entry = arrival.source, header.sequence, header.noted
-    try:
-        result = _run(agent, arrival, header, find)
-    except BaseException as error:
-        _tell(agent, error)
-        entry.set(error=error)
-        agent.answer_error(source, sequence, error)
+def _serve_remote(agent: Agent, arrival: Arrival, header: Header, find: Find) -> None:
+    _execute(agent, arrival, header, find, _keep, _keep_error)
+
+
+def _keep(agent: Agent, source: int, header: Header, value: Any) -> None:
+    if isinstance(value, torch._C.Future):
+        error = MpidistError("Can not pickle torch.futures.Future; mark the function with rpc.functions.async_execution")
+        _keep_error(agent, source, header, error)
         return
-    if isinstance(result, functions.Later):
-        result.future.then(partial(_set_of_future, agent, source, header, entry))
-        return
-    try:
-        refuse_unsendable(result)
-    except MpidistError as error:
-        entry.set(error=error)
-        agent.answer_error(source, sequence, error)
-        return
-    entry.set(result)
-    agent.answer(source, sequence, Kind.REMOTE_DONE, None, None)
+    header.noted.set(value)
+    agent.answer(source, header.sequence, Kind.REMOTE_DONE, None, None)
 
 
-def _set_of_future(agent: Agent, source: int, header: Header, entry: Entry, future: Any) -> None:
-    try:
-        value = future.value()
-    except BaseException as error:
-        entry.set(error=error)
-        agent.answer_error(source, header.sequence, error)
-    else:
-        entry.set(value)
-        agent.answer(source, header.sequence, Kind.REMOTE_DONE, None, None)
-
-
-def refuse_unsendable(result: Any) -> None:
-    """Raise for a result that no holder could ever fetch: a future."""
-    if isinstance(result, torch._C.Future):
-        raise MpidistError("Can not pickle torch.futures.Future; mark the function with rpc.functions.async_execution")
+def _keep_error(agent: Agent, source: int, header: Header, error: BaseException) -> None:
+    header.noted.set(error=error)
+    agent.answer_error(source, header.sequence, error)
 
 
 # References.

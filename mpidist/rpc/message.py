@@ -26,6 +26,7 @@ from mpidist.errors import FrameError
 
 _MAGIC, _VERSION = b"RP", 1
 _HEADER = struct.Struct("<2sBBIQBBHHHIIII")
+_PLAIN_START = 16  # where the header of a letter without parts stands
 _FAR_BODY = 1  # flag: the body is the first part
 _OWN_PART = 1 << 63
 _ALIGNMENT = 16
@@ -103,13 +104,15 @@ class Header:
     sizes: tuple[int, int, int, int] = (0, 0, 0, 0)  # table, pickle, number of parts, where their lengths stand in the letter
 
 
-def written(header: Header, content: Content) -> tuple[bytearray, list[Any], list[int | None]]:
+def written(header: Header, content: Content) -> tuple[bytearray, Sequence[Any], Sequence[int | None]]:
     """Write a message as a letter, the parts that follow it, and their devices.
 
     Args:
         header: At most ``MAX_FORKS`` forks.
         content: Its object, encoded.
     """
+    if not (content.parts or header.outer or header.forks) and len(content.pickled) < _PLAIN_BYTES and not content.table:
+        return _plainly_written(header, content.pickled), (), ()
     outer_kind, outer_ids = header.outer or (0, ())
     numbers = [*outer_ids, *header.ids]
     for pair in header.forks:
@@ -140,6 +143,23 @@ def written(header: Header, content: Content) -> tuple[bytearray, list[Any], lis
     if not is_far:
         _body(letter, content)
     return letter, parts, devices
+
+
+_PLAIN_BYTES = mailbox.LETTER_BYTES - 1024
+_ROOM = bytes(_PLAIN_START)
+
+
+def _plainly_written(header: Header, pickled: bytes) -> bytearray:
+    """Write what most letters are: a pickle alone."""
+    ids = header.ids
+    letter = bytearray(_ROOM)
+    letter += _HEADER.pack(
+        _MAGIC, _VERSION, header.kind, header.generation, header.sequence, 0, 0, 0, len(ids), 0, 0, len(pickled), 0, 0
+    )
+    if ids:
+        letter += struct.pack(f"<{len(ids)}Q", *ids)
+    letter += pickled
+    return letter
 
 
 def header_of(letter: memoryview) -> Header:
@@ -185,6 +205,8 @@ def content_of(header: Header, letter: memoryview, parts: Sequence[Any]) -> Cont
         FrameError: Lengths that do not fit what has come.
     """
     table_bytes, pickle_bytes, count, place = header.sizes
+    if not (count or table_bytes or header.flags) and len(letter) == place + pickle_bytes:
+        return Content(letter[place:])
     end = place + 8 * count
     if len(letter) < end:
         raise FrameError(f"letter of kind {header.kind}: {count} parts announced, cut off after {len(letter)} bytes")

@@ -4,12 +4,14 @@ One thread at a time has the **turn** and polls:
 
 - A thread that waits for an answer takes it, polls for itself, and gives it back with its answer. Requests that come meanwhile go
   to the pool: they may take long. A wait longer than a few milliseconds gives the turn back and sleeps.
-- Else a thread of the pool, the *leader*. It runs what it receives by itself, because waking another thread costs more than most
-  handlers take. Without messages it polls briefly, then yields its core, then sleeps in growing naps up to 1 ms.
-- Beside the leader one thread *stands by*. While messages come it looks once in a tick whether the leader is still in the handler
-  of its last look, and then takes the turn; so a handler that blocks, holds up the polling for two ticks at most. When nothing
-  comes, it sleeps without a clock until the leader wakes it. All other threads sleep without a clock.
+- Else a thread of the pool, the *leader*. What is known to be quick it runs by itself, because waking another thread costs more
+  than most handlers take (``quickness``); the rest goes to the pool. Without messages it polls briefly, then yields its core, then
+  sleeps in growing naps up to 1 ms. While a thread of the user issues calls and looks for answers in between, it sleeps as well.
+- Beside the leader one thread *stands by*. While messages come it looks once in a tick whether the turn is free, or the leader is
+  still in the handler of its last look, and then takes the turn; so one that blocks against all experience holds up the polling for
+  two ticks at most. When nothing comes, it sleeps without a clock until the leader wakes it. All other threads sleep without one.
 
+Every wake-up of a second thread costs the first one Python's lock, and ten to fifty microseconds: hence the long tick.
 The measurements behind this are in docs/decisions/0008.
 """
 
@@ -26,12 +28,12 @@ from typing import Any
 from mpidist.comm import runtime
 from mpidist.rpc.call import Call
 
-TICK_S = 5e-4  # how often the thread that stands by looks
+TICK_S = 2e-3  # how often the thread that stands by looks
 _SPIN_S = 5e-5  # the leader polls so long without a pause, …
 _YIELD_S = 5e-4  # … so long with its core given away in between, …
 _NAP_S = 1e-3  # … and then in naps, at most so long: an idle worker costs about 1 % of a core
 _WAIT_S = 3e-3  # a thread that waits longer than this for an answer sleeps instead of polling
-_HELP_S = 3e-4  # the leader leaves the polling to a thread that has issued a call within this time
+_HELP_S = 2e-3  # the leader leaves the polling to a thread that has issued a call within this time
 _CALM_TICKS = 8  # after so many looks without a message the thread that stands by needs no clock
 
 
@@ -70,7 +72,11 @@ class _Turn:
         self.was_superseded = False
 
 
-_here = threading.local()
+class _Here(threading.local):
+    turn: _Turn | None = None  # of a thread of the pool
+
+
+_here = _Here()
 
 
 class Polling:
@@ -125,6 +131,11 @@ class Polling:
         with self._count_lock:
             return len(self._threads), self._idle, self._running + self._queue.qsize()
 
+    def is_leading(self) -> bool:
+        """Say whether the calling thread has the turn, and ought not to be kept for long."""
+        turn = _here.turn
+        return turn is not None and turn is self._turn
+
     def submit(self, run: Callable[[], None]) -> None:
         """Have a thread of the pool do something that may block."""
         self._enqueue(Action(run, True))
@@ -151,25 +162,27 @@ class Polling:
 
         Blocks: at most until ``deadline`` (``time.monotonic``); whether it is done then is the caller's to ask.
         """
-        turn = getattr(_here, "turn", None)
-        is_pools = turn is not None
-        if is_pools:
-            self._step_aside()
+        own = _here.turn
+        if own is None:
+            self._wait(call, deadline, None)
+            return
+        self._step_aside()
         try:
-            if self._wait_with_turn(call, deadline):
-                return
-            while not call.done and (left := deadline - time.monotonic()) > 0 and not self._stopping:
-                call.park(min(left, 1.0))
+            self._wait(call, deadline, own)
         finally:
-            if is_pools:
-                self._come_back()
+            self._come_back()
 
-    def _wait_with_turn(self, call: Call, deadline: float) -> bool:
+    def _wait(self, call: Call, deadline: float, own: _Turn | None) -> None:
+        if self._wait_with_turn(call, deadline, own):
+            return
+        while not call.done and (left := deadline - time.monotonic()) > 0 and not self._stopping:
+            call.park(min(left, 1.0))
+
+    def _wait_with_turn(self, call: Call, deadline: float, own: _Turn | None) -> bool:
         """Poll for a while; say whether the call is done."""
         mine = _Turn(False)
         with self._turn_lock:
             before = self._turn
-            own = getattr(_here, "turn", None)
             if before is not None and not before.is_pools:
                 return False  # another thread waits, and polls for both
             self._turn = mine
@@ -319,6 +332,7 @@ class Polling:
                 return True
             if clock() - self._helped < _HELP_S:
                 time.sleep(_HELP_S)
+                continue
             with lock:
                 action = poll() if self._turn is mine else None
             if action is not None:
