@@ -16,6 +16,7 @@ _HOMES = {
     "wait_all": "api",
     "_wait_all": "api",
     "_set_rpc_timeout": "api",
+    "enable_gil_profiling": "api",
     "_get_debug_info": "api",
     "_rref_context_get_debug_info": "api",
     "_get_current_rpc_agent": "api",
@@ -28,7 +29,7 @@ _HOMES = {
     "BackendType": "options",
 }
 _ALIASES = {"TensorPipeRpcBackendOptions": ("options", "RpcBackendOptions")}  # so that only the import needs to change
-_MODULES = ("api", "functions", "options")
+_MODULES = ("api", "constants", "functions", "options")
 __all__ = sorted(name for name in (*_HOMES, *_ALIASES) if not name.startswith("_"))
 
 

@@ -28,7 +28,8 @@ from mpidist.rpc import codec, interceptor, message, remote_error
 from mpidist.rpc.allowed import Allowed
 from mpidist.rpc.call import Call, RpcFuture
 from mpidist.rpc.message import MAX_FORKS, Content, Header, Kind
-from mpidist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, seconds
+from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
+from mpidist.rpc.options import RpcBackendOptions, seconds
 from mpidist.rpc.polling import NOTHING_LEFT, Action, Polling
 from mpidist.rpc.quickness import Quickness
 from mpidist.rpc.quiescence import Board
@@ -96,7 +97,7 @@ class Agent:
         self._taken = self._answered = self._one_way_sent = self._one_way_taken = self._started = 0
         self._device_maps = {self.rank_of(name): made for name, made in options.device_maps.items() if name in self._ranks}
         self._switch_interval = sys.getswitchinterval()
-        self.gil_waits: list[float] | None = None
+        self.gil_waits: list[float] | None = None  # seconds; None: not measured
 
     def start(self) -> None:
         """Begin to answer."""
@@ -110,7 +111,7 @@ class Agent:
         if self.is_stopped:
             return
         self.is_stopped = True
-        self._fail_calls(lambda call: True, "RPC was shut down on this worker")
+        self._fail_calls(lambda call: True, lambda call: MpidistError(f"{call.what}: RPC was shut down on this worker"))
         self.polling.stop(_STOP_S)
         sys.setswitchinterval(self._switch_interval)
         self.store.clear()
@@ -190,13 +191,14 @@ class Agent:
         """
         if self.is_stopped:
             raise MpidistError(f"RPC was shut down; {what} cannot be sent")
-        if to in self.left:
-            raise RankFailureError(f"{self._workers[to].name} has left RPC (shutdown without graceful, or its end); {what}", (to,))
         encoding = codec.Encoding(obj, interceptor.registered() is not None) if obj is not None else None
         call = Call(to, what, self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout))
         if future:
             call.future = RpcFuture(self.wait, call, self.options.devices or None)
         call.settle = settle
+        if to in self.left:
+            self._fail(call, self._has_left(call))
+            return call
         call.sequence = next(self._sequence)
         header = Header(kind, self.generation, call.sequence, ids)
         content = self._content(encoding, to, header, None)
@@ -205,6 +207,8 @@ class Agent:
         if call.deadline < self._next_deadline:
             self._next_deadline = call.deadline
         self.post(to, header, content)
+        if to in self.left and self._pending.pop(call.sequence, None) is not None:
+            self._fail(call, self._has_left(call))
         return call
 
     def wait(self, call: Call, deadline: float) -> None:
@@ -378,8 +382,7 @@ class Agent:
     def worker_left(self, rank: int) -> None:
         """Fail what waits for a worker that answers no more."""
         self.left.add(rank)
-        name = self._workers[rank].name
-        self._fail_calls(lambda call: call.to == rank, f"{name} has left RPC (shutdown without graceful, or its end)", (rank,))
+        self._fail_calls(lambda call: call.to == rank, self._has_left)
 
     def totals(self) -> tuple[int, int, int, int, int]:
         """Return calls and requests under way, and how many calls, answers, and one-way messages there have been."""
@@ -495,10 +498,15 @@ class Agent:
                 nearest = call.deadline
         self._next_deadline = nearest
 
-    def _fail_calls(self, concerns: Callable[[Call], bool], reason: str, ranks: Sequence[int] = ()) -> None:
+    def _has_left(self, call: Call) -> MpidistError:
+        name = self._workers[call.to].name
+        rank = self.world_ranks[call.to]
+        return RankFailureError(f"{call.what}: {name} has left RPC (shutdown without graceful, or the end of its program)", (rank,))
+
+    def _fail_calls(self, concerns: Callable[[Call], bool], error_of: Callable[[Call], MpidistError]) -> None:
         for call in list(self._pending.values()):
             if concerns(call) and self._pending.pop(call.sequence, None) is not None:
-                self._fail(call, RankFailureError(f"{call.what}: {reason}", ranks))
+                self._fail(call, error_of(call))
 
     def _fail(self, call: Call, error: BaseException) -> None:
         call.error = error

@@ -18,7 +18,8 @@ from mpidist.rpc import current, gathering, interceptor, quiescence, rref
 from mpidist.rpc.agent import Agent
 from mpidist.rpc.allowed import Allowed
 from mpidist.rpc.dispatch import HANDLERS
-from mpidist.rpc.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, BackendType, RpcBackendOptions, seconds
+from mpidist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from mpidist.rpc.options import BackendType, RpcBackendOptions, seconds
 from mpidist.rpc.worker import WorkerInfo, check_name, doubled
 
 _ignore_rref_leak = True  # torch's switch: False makes ``shutdown`` raise for references that nobody deleted
@@ -95,8 +96,10 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             _wait_all_workers(timeout)
             _delete_all_user_and_unforked_owner_rrefs()
             quiescence.wait_for_quiet(agent, timeout)
-            _check_for_leaks(agent)
+            # All are here: nobody needs to be told that this worker leaves.
+            leaks = agent.store.leaks()
             agent.stop()
+            _refuse_leaks(agent, leaks)
     finally:
         agent.leave()
         current.agent = None
@@ -175,6 +178,11 @@ def _set_rpc_timeout(timeout: float) -> None:
     current.require().rpc_timeout = seconds(timeout)
 
 
+def enable_gil_profiling(flag: bool) -> None:
+    """Have the threads that answer measure how long they wait for Python's lock: ``agent.gil_average_wait_time_us``."""
+    current.require().gil_waits = [] if flag else None
+
+
 def _get_current_rpc_agent() -> Agent:
     return current.require()
 
@@ -222,8 +230,7 @@ def _get_debug_info() -> dict[str, str]:
     return info | engine.debug_info() if engine is not None else info
 
 
-def _check_for_leaks(agent: Agent) -> None:
-    leaks = agent.store.leaks()
+def _refuse_leaks(agent: Agent, leaks: Sequence[Any]) -> None:
     if leaks and not _ignore_rref_leak:
         names = ", ".join(repr(rref.owned(agent, entry)) for entry in leaks[:8])
         raise MpidistError(
@@ -237,7 +244,10 @@ def _options(backend: Any, options: Any) -> RpcBackendOptions:
     if options is None:
         return RpcBackendOptions()
     if not isinstance(options, RpcBackendOptions):
-        raise TypeError(f"Argument rpc_backend_options must be an instance of RpcBackendOptions of mpidist.rpc; got {type(options)}")
+        raise TypeError(
+            f"Could not infer backend for options. Argument rpc_backend_options must be an instance of RpcBackendOptions of "
+            f"mpidist.rpc; got {type(options)}"
+        )
     return options
 
 

@@ -84,9 +84,9 @@ class RpcFuture(torch.futures.Future):
 
         Blocks: until the answer is there, at most the call's timeout.
         """
-        call = self._call
-        if not call.done:
-            self._wait_for(call, call.deadline)
+        # Not whether the call is done: within a callback the future is complete, and the call not yet.
+        if not self.done():
+            self._wait_for(self._call, self._call.deadline)
         return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:

@@ -29,6 +29,7 @@ from mpidist.rpc.message import Content
 Tensor = torch.Tensor
 
 _SMALL_BYTES = 16 << 10  # memory up to this size is copied into the body
+_WASTE_BYTES = 64 << 10  # what may travel unused between a tensor's elements, beside as much as the tensor itself
 _IN_PICKLE_BYTES = 8 << 10  # a tensor up to this size may stand in the pickle
 _COUNTS = struct.Struct("<II")  # tensors, references
 _REFERENCE = struct.Struct("<QQI")  # reference, fork, owner's rank
@@ -378,7 +379,7 @@ def _laid_out(tensors: Sequence[Tensor], device_map: Mapping[int, int]) -> tuple
         first = plain[members[0]]
         low, high = _span(first)
         if len(members) == 1:
-            if high - low > 2 * first.nbytes:
+            if high - low > 2 * first.nbytes + _WASTE_BYTES:
                 first = first.contiguous()  # scattered: what lies between need not travel
                 low, high = _span(first)
             if first.is_contiguous():

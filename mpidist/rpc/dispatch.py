@@ -103,6 +103,8 @@ def _decoded(agent: Agent, arrival: Arrival) -> Any:
 def _run(
     agent: Agent, source: int, header: Header, function: Any, args: Any, kwargs: Any, key: Any, succeed: Succeed, fail: Fail
 ) -> None:
+    if agent.gil_waits is not None:
+        _measure_lock(agent.gil_waits)
     start = time.monotonic()
     try:
         if header.outer is None:
@@ -120,6 +122,14 @@ def _run(
         result.future.then(partial(_finish, agent, source, header, succeed, fail))
     else:
         succeed(agent, source, header, result)
+
+
+def _measure_lock(waits: list[float]) -> None:
+    """Give Python's lock away, and note how long it takes to come back."""
+    start = time.perf_counter()
+    time.sleep(0)
+    waits.append(time.perf_counter() - start)
+    del waits[:-1000]
 
 
 def _finish(agent: Agent, source: int, header: Header, succeed: Succeed, fail: Fail, future: Any) -> None:

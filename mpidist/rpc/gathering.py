@@ -9,7 +9,7 @@ from typing import Any
 
 from mpidist.errors import MpidistError
 from mpidist.rpc import current
-from mpidist.rpc.options import UNSET_RPC_TIMEOUT
+from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 
 logger = logging.getLogger("mpidist.rpc")
 

@@ -9,12 +9,8 @@ from typing import Any
 
 import torch
 
+from mpidist.rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
 from mpidist.rpc.worker import WorkerInfo
-
-DEFAULT_RPC_TIMEOUT_SEC = 60.0
-DEFAULT_NUM_WORKER_THREADS = 16
-DEFAULT_SHUTDOWN_TIMEOUT = 0.0  # none
-UNSET_RPC_TIMEOUT = -1.0
 
 Device = int | str | torch.device
 

@@ -88,8 +88,9 @@ def wait_for_quiet(agent: Agent, timeout_s: float) -> None:
         board.news.clear()
         agent.post(_COORDINATOR, Header(Kind.QUIET_REPORT, agent.generation, 0, (number, *agent.totals()[1:])), Content())
         while number not in board.verdicts:
-            board.news.wait(0.1)
-            _check(agent, deadline, _who_is_missing(agent, number))
+            if not board.news.wait(0.1):
+                _check(agent, deadline, _who_is_missing(agent, number))
+            board.news.clear()
         if board.verdicts.pop(number) == _PROCEED:
             return
         time.sleep(_NAP_S)

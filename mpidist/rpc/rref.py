@@ -12,7 +12,7 @@ import torch
 from mpidist.errors import CommTimeout, MpidistError, RRefError
 from mpidist.rpc import codec, current, interceptor, proxy
 from mpidist.rpc.message import Kind
-from mpidist.rpc.options import UNSET_RPC_TIMEOUT
+from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 from mpidist.rpc.rref_store import Entry, id_parts
 from mpidist.rpc.worker import WorkerInfo
 
@@ -96,7 +96,7 @@ class RRef(codec.Reference, Generic[T]):
         self._fork = fork
         self._entry = entry
         self._creation = creation
-        self._type: type | None = None
+        self._type: Any = None  # a future
         self._deleted = False
         if fork is not None:
             agent.users.add(self)
@@ -131,8 +131,8 @@ class RRef(codec.Reference, Generic[T]):
         """
         if self._entry is None:
             raise RRefError(
-                f"For {self!r}, can't call localValue() on user {self._agent.me}: the value lives on {self._owner}; "
-                "use to_here() for a copy, or call a function there"
+                f"For UserRRef(rref_id={_unique(self._reference)}, fork_id={_unique(self._fork or 0)}), can't call localValue() on "
+                f"user {self._agent.me}. Call it on owner {self._owner}, or to_here() for a copy"
             )
         return self._own_value(0.0)
 
@@ -254,21 +254,16 @@ class RRef(codec.Reference, Generic[T]):
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """Return the value's type, or a future of it; asked of the owner once."""
-        if self._type is None and self.is_owner():
-            if not blocking:
-                return self._agent.future_of_entry(self._entry, type)
-            self._type = type(self.local_value())
-        if self._type is not None:
-            if blocking:
-                return self._type
-            future: torch.futures.Future[Any] = torch.futures.Future()
-            future.set_result(self._type)
-            return future
-        asked = self._agent.invoke_async(self._owner.id, proxy.type_of, (self,), {}, timeout)
-        if not blocking:
-            return asked
-        self._type = asked.wait()
-        return self._type
+        if self._type is None:
+            if self._entry is not None:
+                self._type = self._agent.future_of_entry(self._entry, type)
+            else:
+                self._type = self._agent.invoke_async(self._owner.id, proxy.type_of, (self,), {}, timeout)
+        return self._type.wait() if blocking else self._type
+
+    def _serialize(self) -> None:
+        """Raise what would keep this reference from being passed on (torch's name)."""
+        self.require_shareable()
 
 
 PyRRef = RRef

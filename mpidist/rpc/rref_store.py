@@ -155,9 +155,9 @@ class RRefStore:
             return len(entries), sum(len(entry.forks) for entry in entries)
 
     def leaks(self) -> list[Entry]:
-        """Return the entries that are still in the table."""
+        """Return the entries that somebody still holds; not what was noted of a reference that never came to be."""
         with self._lock:
-            return list(self._entries.values())
+            return [entry for entry in self._entries.values() if entry.forks]
 
     def clear(self) -> None:
         """Forget all entries."""

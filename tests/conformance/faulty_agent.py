@@ -1,0 +1,65 @@
+"""An agent that delays some kinds of messages and drops others, as torch's faulty agent does."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from unittest import mock
+
+from mpidist.errors import CommTimeout
+from mpidist.rpc import RpcBackendOptions
+from mpidist.rpc.agent import Agent
+from mpidist.rpc.message import Kind
+
+# torch's names of messages, and our kinds.
+KINDS = {
+    "PYTHON_CALL": (Kind.CALL_PYTHON,),
+    "SCRIPT_CALL": (Kind.CALL_BUILTIN, Kind.CALL_SCRIPT),
+    "PYTHON_REMOTE_CALL": (Kind.REMOTE_PYTHON,),
+    "SCRIPT_REMOTE_CALL": (Kind.REMOTE_BUILTIN, Kind.REMOTE_SCRIPT),
+    "SCRIPT_RREF_FETCH_CALL": (Kind.RREF_FETCH,),
+    "PYTHON_RREF_FETCH_CALL": (Kind.RREF_FETCH,),
+    "RREF_FORK_REQUEST": (Kind.RREF_FORK,),
+    "RREF_USER_DELETE": (Kind.RREF_USER_DELETE,),
+    "RREF_CHILD_ACCEPT": (),
+    "CLEANUP_AUTOGRAD_CONTEXT_REQ": (Kind.CLEANUP_AUTOGRAD,),
+}
+
+
+class FaultyOptions(RpcBackendOptions):
+    """Options that name torch's kinds of messages to drop, and seconds of delay."""
+
+    def __init__(self, init_method, rpc_timeout, messages_to_fail, messages_to_delay):
+        super().__init__(rpc_timeout=rpc_timeout, init_method=init_method, num_worker_threads=8)
+        self.messages_to_fail = list(messages_to_fail)
+        self.messages_to_delay = dict(messages_to_delay)
+
+
+@contextlib.contextmanager
+def faults() -> Iterator[None]:
+    """Have agents with ``FaultyOptions`` behave so."""
+    post = Agent.post
+
+    def faulty_post(self, to, header, content):
+        options = self.options
+        if not isinstance(options, FaultyOptions):
+            post(self, to, header, content)
+            return
+        dropped = {kind for name in options.messages_to_fail for kind in KINDS[name]}
+        if header.kind in dropped:
+            call = self.pop_call(header.sequence)
+            if call is not None:
+                self._fail(call, CommTimeout("the message was dropped"))
+            return
+        delay = max((s for name, s in options.messages_to_delay.items() if header.kind in KINDS[name]), default=0.0)
+        if delay:
+            # Later messages overtake it, as they do torch's.
+            timer = threading.Timer(delay, lambda: self.is_stopped or post(self, to, header, content))
+            timer.daemon = True
+            timer.start()
+        else:
+            post(self, to, header, content)
+
+    with mock.patch.object(Agent, "post", faulty_post):
+        yield

@@ -1,0 +1,20 @@
+"""The lists of what does not apply, and of what fails, say the truth about the suites of this torch."""
+
+from __future__ import annotations
+
+import re
+
+from tests.conformance import rpc_suite
+from tests.conformance.test_rpc import KNOWN_FAILURES, NOT_APPLICABLE, applicable
+
+
+def test_listed_tests_exist():
+    names = rpc_suite.names_of(rpc_suite.RpcSuite) + rpc_suite.names_of(rpc_suite.FaultySuite)
+    for pattern in NOT_APPLICABLE:
+        assert any(re.fullmatch(pattern, name) for name in names), pattern
+    assert set(KNOWN_FAILURES) <= set(names)
+
+
+def test_at_least_98_percent_of_what_applies_is_to_pass():
+    names = applicable("RpcSuite") + applicable("FaultySuite")
+    assert len(names) > 170 and len(KNOWN_FAILURES) <= 0.02 * len(names)
