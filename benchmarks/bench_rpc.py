@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any
 
 import collective_goals
 import environment
+import numpy as np
 import report
 import timing
 import torch
 from collective_goals import Goal
-from rpc_cases import Case, cases, modules
+from rpc_cases import Case, begin, cases, end_of_phase, follow_phases, modules, noop, processor_seconds
+from tabulate import tabulate
 from timing import Contender
 
 import mpidist.comm
@@ -51,9 +54,10 @@ class Plan:
     burst: int = 2000
     rounds: int = 15
     burst_s: float = 0.05
+    busy_s: float = 5.0  # for a callee that computes, and for one that idles
 
 
-QUICK = Plan((_KI, 256 * _KI), 50, 2, 0.001)
+QUICK = Plan((_KI, 256 * _KI), 50, 2, 0.001, 0.2)
 
 
 def main() -> None:
@@ -71,8 +75,13 @@ def main() -> None:
     _start_tensorpipe(group, name)
     mpidist.rpc.init_rpc(name)
     if group.rank == 0:
-        _measure(MPI.COMM_SELF, plan, about, group.size, options.output)
-    # The others answer in here: TensorPipe's threads by themselves, ours too.
+        try:
+            _measure(MPI.COMM_SELF, plan, about, group.size, options.output)
+        finally:
+            for rank in range(1, group.size):
+                mpidist.rpc.rpc_sync(rank, begin, args=("leave",))
+    else:
+        follow_phases()  # threads of TensorPipe and of ours answer meanwhile
     mpidist.rpc.shutdown()
     modules()["tensorpipe"].shutdown()
 
@@ -91,11 +100,16 @@ def _free_port() -> int:
 
 
 def _measure(comm: Any, plan: Plan, about: dict[str, Any], ranks: int, output: Path) -> None:
-    print(f"{about['mpi_library']}, torch {about['torch']}, {ranks} ranks, {about['cpu']}; {environment.binding(about)}", flush=True)
+    print(
+        f"{about['mpi_library']}, torch {about['torch']}, {ranks} ranks, {about['cpu']}; {environment.binding(about)}", flush=True
+    )
     results = []
     for case in cases(plan.sizes_bytes, plan.burst, ranks - 1):
         results.append(_measured(case, comm, plan))
         print(report.table(results[-1:]), flush=True)
+    busy = [_busy_callee(name, rpc, plan) for name, rpc in modules().items()]
+    idle = _idle_share(plan)
+    print(tabulate(busy, "keys", floatfmt=".3f"), f"\nan idle worker uses {100 * idle:.2f} % of a core", flush=True)
     verdicts = collective_goals.judge(results, GOALS)
     print(f"\n{report.goals_table(verdicts)}")
     record = {
@@ -106,6 +120,8 @@ def _measure(comm: Any, plan: Plan, about: dict[str, Any], ranks: int, output: P
         "calls_in_async": plan.burst,
         "results_checked": True,  # or _measured() had raised
         "results": results,
+        "callee_computes_in_python": busy,
+        "idle_share_of_a_core": idle,
         "goals": verdicts,
     }
     path = output / f"rpc-{environment.library_name(about)}-{ranks}.json"
@@ -122,6 +138,29 @@ def _measured(case: Case, comm: Any, plan: Plan) -> dict[str, Any]:
     series = timing.time_rounds(comm, contenders, plan.rounds, plan.burst_s)
     each = [timing.Series(s.name, s.passes_per_burst, case.calls, tuple(us / case.calls for us in s.rounds_us)) for s in series]
     return report.result_of(case.name, case.size_bytes // 4, case.size_bytes, each)
+
+
+def _busy_callee(name: str, rpc: Any, plan: Plan) -> dict[str, Any]:
+    """Time no-ops, one by one, while the callee's main thread computes in Python."""
+    rpc.rpc_sync("worker1", begin, args=("compute",))
+    times_ms = []
+    end = time.perf_counter() + plan.busy_s
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        rpc.rpc_sync("worker1", noop)
+        times_ms.append(1e3 * (time.perf_counter() - start))
+        time.sleep(1e-3)  # else the main thread would compute between two calls only
+    rpc.rpc_sync("worker1", end_of_phase)
+    median, p99 = np.percentile(times_ms, (50, 99))
+    return {"callee computes in Python": name, "median_ms": float(median), "p99_ms": float(p99), "calls": len(times_ms)}
+
+
+def _idle_share(plan: Plan) -> float:
+    """Return which part of a core a worker uses that nobody calls; TensorPipe's idle threads are counted in."""
+    rpc = modules()["mpidist"]
+    before = rpc.rpc_sync("worker1", processor_seconds)
+    time.sleep(plan.busy_s)
+    return float(rpc.rpc_sync("worker1", processor_seconds) - before) / plan.busy_s
 
 
 def _arguments() -> argparse.Namespace:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +36,34 @@ def flood(module: str, to: str, calls: int) -> int:
     for _ in repeat(None, calls):
         rpc.rpc_sync(to, noop)
     return calls
+
+
+phases: queue.SimpleQueue[str] = queue.SimpleQueue()
+_busy = threading.Event()
+
+
+def begin(phase: str) -> None:
+    """Have this worker's main thread do something else: ``compute`` in Python until ``end_of_phase``, or ``leave``."""
+    if phase == "compute":
+        _busy.set()
+    phases.put(phase)
+
+
+def end_of_phase() -> None:
+    """Let the main thread end what it does."""
+    _busy.clear()
+
+
+def follow_phases() -> None:
+    """Do what ``begin`` says, until it says ``leave``; the main thread of workers that answer."""
+    while phases.get() != "leave":
+        while _busy.is_set():
+            sum(range(2000))
+
+
+def processor_seconds() -> float:
+    """Return what this process has used of processors so far."""
+    return time.process_time()
 
 
 def modules() -> dict[str, Any]:

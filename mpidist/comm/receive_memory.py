@@ -1,7 +1,7 @@
 """Memory to receive into that comes back when its last user drops it.
 
-What a message brings belongs to whoever gets it, for as long as he likes. Fresh memory of some MiB costs a page fault every 4 KiB,
-more than the transfer itself (docs/decisions/0008), so memory that has served is kept for the next message of its size.
+What a message brings belongs to whoever gets it, for as long as he likes. Fresh memory of some MiB costs a page fault every
+4 KiB, more than the transfer itself (docs/decisions/0008): memory that has served is kept for the next message of its size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ReceiveMemory:
                 self._idle_bytes -= size
         if block is None:
             block = np.empty(size, np.uint8)
-        lease = block[:nbytes]
+        lease: Any = block[:nbytes]
         weakref.finalize(lease, self._take_back, block).atexit = False
         # Not the array itself: numpy lets a view of a view refer to the first owner, and the lease would end under its user.
         # All that is made of a memoryview keeps its exporter, which is the lease.

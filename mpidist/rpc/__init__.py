@@ -1,4 +1,4 @@
-"""api → codec → message → agent → comm/mailbox ⇝ the peer's agent → dispatch → the function → back. torch.distributed.rpc's names."""
+"""api → codec → message → agent → comm/mailbox ⇝ the peer's agent → dispatch → the function → back. The names are torch's."""
 
 from __future__ import annotations
 

@@ -1,18 +1,16 @@
 """One worker's end of all calls: what it has asked, what it is asked, and the threads that see to both.
 
 A request leaves in the caller's thread. Letters are taken up in the order of their arrival, by whoever polls (``polling``): what
-must keep that order (forks, deletes, the entries that calls of ``remote`` make) happens there and then (``Handler.note``), all else
-as an action afterwards (``dispatch``).
+must keep that order (forks, deletes, the entries that calls of ``remote`` make) happens there and then (``Handler.note``), all
+else as an action afterwards (``dispatch``).
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import pickle
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,21 +24,22 @@ from mpidist.comm.mailbox import Arrival, Mailbox
 from mpidist.errors import FrameError, MpidistError, RankFailureError
 from mpidist.rpc import codec, interceptor, message, remote_error
 from mpidist.rpc.allowed import Allowed
+from mpidist.rpc.board import Board
 from mpidist.rpc.call import Call, RpcFuture
-from mpidist.rpc.message import MAX_FORKS, Content, Header, Kind
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
+from mpidist.rpc.message import MAX_FORKS, Content, Header, Kind
 from mpidist.rpc.options import RpcBackendOptions, seconds
+from mpidist.rpc.pending import PendingCalls
 from mpidist.rpc.polling import NOTHING_LEFT, Action, Polling
 from mpidist.rpc.quickness import Quickness
-from mpidist.rpc.quiescence import Board
 from mpidist.rpc.rref_store import Entry, RRefStore
+from mpidist.rpc.target import target_of
 from mpidist.rpc.worker import WorkerInfo
 
 logger = logging.getLogger("mpidist.rpc")
 
 _SWITCH_INTERVAL_S = 5e-4  # a thread that has seen a message waits so long for a thread that computes in Python
 _STOP_S = 5.0
-_NEVER = float("inf")
 _EMPTY = Content()
 
 
@@ -78,7 +77,7 @@ class Agent:
         self.quickness = Quickness()
         self.board = Board()
         self.world_ranks = mailbox.group.world_ranks if mailbox.group is not None else (0,)
-        self.creations = 0  # calls of ``remote`` that the owner has not answered
+        self.creations: set[Any] = set()  # calls of ``remote`` that the owner has not answered
         self.left: set[int] = set()
         self.is_stopped = False
         self._mailbox = mailbox
@@ -89,9 +88,7 @@ class Agent:
         self._handlers = handlers
         self._adopt = partial(adopt, self)
         self._unpickler = pickle.Unpickler if allowed is None else allowed.unpickler
-        self._sequence = itertools.count(1)
-        self._pending: dict[int, Call] = {}
-        self._next_deadline = _NEVER
+        self._pending = PendingCalls()
         self._deletes: deque[tuple[int, int, int]] = deque()
         self._count_lock = threading.Lock()
         self._taken = self._answered = self._one_way_sent = self._one_way_taken = self._started = 0
@@ -111,7 +108,8 @@ class Agent:
         if self.is_stopped:
             return
         self.is_stopped = True
-        self._fail_calls(lambda call: True, lambda call: MpidistError(f"{call.what}: RPC was shut down on this worker"))
+        for call in self._pending.taken(lambda call: True):
+            self._fail(call, MpidistError(f"{call.what}: RPC was shut down on this worker"))
         self.polling.stop(_STOP_S)
         sys.setswitchinterval(self._switch_interval)
         self.store.clear()
@@ -199,15 +197,13 @@ class Agent:
         if to in self.left:
             self._fail(call, self._has_left(call))
             return call
-        call.sequence = next(self._sequence)
+        call.sequence = self._pending.next_sequence()
         header = Header(kind, self.generation, call.sequence, ids)
         content = self._content(encoding, to, header, None)
         self._started += 1
-        self._pending[call.sequence] = call
-        if call.deadline < self._next_deadline:
-            self._next_deadline = call.deadline
+        self._pending.add(call)
         self.post(to, header, content)
-        if to in self.left and self._pending.pop(call.sequence, None) is not None:
+        if to in self.left and self._pending.pop(call.sequence) is not None:
             self._fail(call, self._has_left(call))
         return call
 
@@ -241,40 +237,6 @@ class Agent:
         self.polling.help()
         assert call.future is not None
         return call.future
-
-    def remote(self, to: int, function: Any, args: Any, kwargs: Any, timeout: float) -> Any:
-        """Call a function on a worker and return a reference to its result, which stays there."""
-        from mpidist.rpc import rref
-
-        kind, named, what = target_of(function)
-        reference, fork, creation = self.store.make_id(), self.store.make_id(), rref.Creation()
-        entry = self.store.create(reference, fork) if to == self.me.id else None
-
-        def settle(call: Call) -> None:
-            with self._count_lock:
-                self.creations -= 1
-            error = call.error
-            if error is None and call.arrival is not None and call.arrival.note.kind == Kind.EXCEPTION:
-                self.polling.submit(lambda: creation.settle(self._error_of(call)))
-            else:
-                creation.settle(error)
-            if entry is not None:
-                self.store.delete_fork(reference, fork)
-
-        try:
-            with self._count_lock:
-                self.creations += 1
-            self.request(
-                to, kind + _TO_REMOTE, (named, args, kwargs), timeout, f"remote {what} on {self._workers[to].name}",
-                (reference, fork), settle=settle,
-            )  # fmt: skip
-        except BaseException:
-            with self._count_lock:
-                self.creations -= 1
-            if entry is not None:
-                self.store.delete_fork(reference, fork)
-            raise
-        return rref.owned(self, entry, creation) if entry else rref.user(self, self._workers[to], reference, fork, creation)
 
     # Answers.
 
@@ -366,7 +328,7 @@ class Agent:
 
     def pop_call(self, sequence: int) -> Call | None:
         """Return the call that an answer is for, once; None if it has timed out."""
-        return self._pending.pop(sequence, None)
+        return self._pending.pop(sequence)
 
     def complete(self, call: Call) -> None:
         """Complete the future of an asynchronous call whose answer has come."""
@@ -382,7 +344,8 @@ class Agent:
     def worker_left(self, rank: int) -> None:
         """Fail what waits for a worker that answers no more."""
         self.left.add(rank)
-        self._fail_calls(lambda call: call.to == rank, self._has_left)
+        for call in self._pending.taken(lambda call: call.to == rank):
+            self._fail(call, self._has_left(call))
 
     def totals(self) -> tuple[int, int, int, int, int]:
         """Return calls and requests under way, and how many calls, answers, and one-way messages there have been."""
@@ -440,7 +403,7 @@ class Agent:
                 if self._deletes:
                     self._flush_deletes()
                     return NOTHING_LEFT
-                if self._next_deadline != _NEVER and time.monotonic() >= self._next_deadline:
+                if self._pending.has_expired():
                     self._expire()
                 return None
             return self._taken_up(arrival)
@@ -480,33 +443,24 @@ class Agent:
 
     def _result_of(self, call: Call) -> Any:
         if call.arrival.note.kind == Kind.EXCEPTION:
-            raise self._error_of(call)
+            raise self.error_of(call)
         return self.decoded(call.arrival)
 
-    def _error_of(self, call: Call) -> BaseException:
+    def error_of(self, call: Call) -> BaseException:
+        """Return what a call raised on the other worker."""
         description = self.decoded(call.arrival)
         return remote_error.rebuilt(description, self._workers[call.to], self._unpickler)
 
     def _expire(self) -> None:
-        now = time.monotonic()
-        nearest = _NEVER
-        for call in list(self._pending.values()):
-            if call.deadline <= now:
-                if self._pending.pop(call.sequence, None) is not None:
-                    self._fail(call, call.timed_out())
-            elif call.deadline < nearest:
-                nearest = call.deadline
-        self._next_deadline = nearest
+        for call in self._pending.expired():
+            self._fail(call, call.timed_out())
 
     def _has_left(self, call: Call) -> MpidistError:
         name = self._workers[call.to].name
         rank = self.world_ranks[call.to]
-        return RankFailureError(f"{call.what}: {name} has left RPC (shutdown without graceful, or the end of its program)", (rank,))
-
-    def _fail_calls(self, concerns: Callable[[Call], bool], error_of: Callable[[Call], MpidistError]) -> None:
-        for call in list(self._pending.values()):
-            if concerns(call) and self._pending.pop(call.sequence, None) is not None:
-                self._fail(call, error_of(call))
+        return RankFailureError(
+            f"{call.what}: {name} has left RPC (shutdown without graceful, or the end of its program)", (rank,)
+        )
 
     def _fail(self, call: Call, error: BaseException) -> None:
         call.error = error
@@ -524,24 +478,3 @@ def _fail_future(call: Call, error: BaseException) -> None:
     assert call.future is not None
     call.future.set_exception(error)
     call.finish()
-
-
-_TO_REMOTE = Kind.REMOTE_PYTHON - Kind.CALL_PYTHON
-
-
-def target_of(function: Any) -> tuple[int, Any, str]:
-    """Say how a function is called: the kind, what names it in the message, and what messages call it.
-
-    Builtin operators of torch and script functions go by their qualified names, all others by pickle.
-    """
-    name = torch.jit._builtins._find_builtin(function)
-    if name is not None:
-        return Kind.CALL_BUILTIN, name, name
-    if isinstance(function, torch.jit.ScriptFunction):
-        name = torch._jit_internal._qualified_name(function)
-        return Kind.CALL_SCRIPT, name, name
-    if not callable(function):
-        raise TypeError(f"function should be callable; got {function!r}")
-    return Kind.CALL_PYTHON, function, getattr(function, "__qualname__", None) or repr(function)
-
-

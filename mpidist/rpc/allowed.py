@@ -15,10 +15,23 @@ from mpidist.errors import MpidistError
 from mpidist.rpc import codec
 
 _SAFE_BUILTINS = {
-    name
-    for name in dir(builtins)
-    if isinstance(getattr(builtins, name), type) and issubclass(getattr(builtins, name), Exception)
-} | {"bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "range", "set", "slice", "str", "tuple"}
+    name for name in dir(builtins) if isinstance(getattr(builtins, name), type) and issubclass(getattr(builtins, name), Exception)
+} | {
+    "bool",
+    "bytearray",
+    "bytes",
+    "complex",
+    "dict",
+    "float",
+    "frozenset",
+    "int",
+    "list",
+    "range",
+    "set",
+    "slice",
+    "str",
+    "tuple",
+}
 _SAFE = {
     "builtins": _SAFE_BUILTINS,
     "collections": {"OrderedDict", "defaultdict", "deque"},

@@ -17,8 +17,8 @@ from mpidist.errors import MpidistError
 from mpidist.rpc import current, gathering, interceptor, quiescence, rref
 from mpidist.rpc.agent import Agent
 from mpidist.rpc.allowed import Allowed
-from mpidist.rpc.dispatch import HANDLERS
 from mpidist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from mpidist.rpc.dispatch import HANDLERS
 from mpidist.rpc.options import BackendType, RpcBackendOptions, seconds
 from mpidist.rpc.worker import WorkerInfo, check_name, doubled
 
@@ -79,8 +79,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     Collective: if ``graceful``, over all workers.
 
     Blocks: if ``graceful``, until all workers have called it and nothing is under way between them, calls that handlers still
-    make included. Other calls are answered meanwhile. Else it tells the others that this worker has left, and returns; their calls
-    to it fail.
+    make included. Other calls are answered meanwhile. Else it tells the others that this worker has left, and returns; their
+    calls to it fail.
 
     Args:
         graceful: Wait for the others.
@@ -137,14 +137,15 @@ def rpc_async(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any =
     return future
 
 
-def remote(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> rref.RRef[Any]:
+def remote(
+    to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> rref.RRef[Any]:
     """Call ``func(*args, **kwargs)`` on worker ``to``; return a reference to its result, which stays there.
 
     Returns at once. What goes wrong, a timeout included, is raised at the reference's first use.
     """
     agent = current.require()
-    made: rref.RRef[Any] = agent.remote(agent.rank_of(to), func, args, kwargs, timeout)
-    return made
+    return rref.create(agent, agent.rank_of(to), func, args, kwargs, timeout)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
@@ -155,7 +156,7 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 @contextlib.contextmanager
 def wait_all() -> Iterator[None]:
-    """Wait, at the end of the block, for all futures of calls of ``rpc_async`` that this thread made in it; raise the first error."""
+    """Wait, at the end of the block, for all calls of ``rpc_async`` that this thread made in it; raise the first error."""
     _thread_local_var.future_list = []
     try:
         yield
@@ -216,8 +217,8 @@ def _rref_context_get_debug_info() -> dict[str, str]:
     entries, forks = agent.store.counts()
     return {
         "num_owner_rrefs": str(entries),
-        "num_pending_users": str(agent.creations),
-        "num_pending_futures": str(agent.creations),
+        "num_pending_users": str(len(agent.creations)),
+        "num_pending_futures": str(len(agent.creations)),
         "num_pending_children": "0",  # nothing is confirmed: see rref_store
         "num_forks": str(forks),
     }
@@ -261,7 +262,9 @@ def _mailbox(rank: int, world_size: int | None, group: ProcessGroup | None) -> t
         group = group or _group(world_size)
         key = group.world_ranks
         if rank not in (-1, group.rank):
-            raise MpidistError(f"init_rpc was given rank {rank}, but MPI has started this process as rank {group.rank}; leave it out")
+            raise MpidistError(
+                f"init_rpc was given rank {rank}, but MPI has started this process as rank {group.rank}; leave it out"
+            )
         if world_size not in (None, group.size):
             raise MpidistError(f"init_rpc was given world_size {world_size}, but the group has {group.size} ranks; leave it out")
     with _lock:
@@ -277,8 +280,8 @@ def _group(world_size: int | None) -> ProcessGroup:
         told = launch.from_environment(os.environ).size
         if told is not None and told != world_size:
             raise MpidistError(
-                f"init_rpc was given world_size {world_size}, but the job has {told} ranks; for fewer, call mpidist.comm.init() on "
-                "all ranks first, or give group="
+                f"init_rpc was given world_size {world_size}, but the job has {told} ranks; for fewer, call mpidist.comm.init() "
+                "on all ranks first, or give group="
             )
     world = groups.init()
     if world_size is None or world_size == world.size:
@@ -302,10 +305,14 @@ def _workers(mailbox: Mailbox, name: str, generation: int) -> list[WorkerInfo]:
     workers = [WorkerInfo(told_name, rank) for rank, (told_name, _) in enumerate(told)]
     twice = doubled(workers)
     if twice:
-        raise MpidistError(f"RPC worker name is not unique: {', '.join(map(repr, twice))} among {[worker.name for worker in workers]}")
+        raise MpidistError(
+            f"RPC worker name is not unique: {', '.join(map(repr, twice))} among {[worker.name for worker in workers]}"
+        )
     counts = {count for _, count in told}
     if len(counts) > 1:
-        raise MpidistError(f"ranks have initialised RPC a different number of times: {sorted(counts)}; a rank has missed an init_rpc")
+        raise MpidistError(
+            f"ranks have initialised RPC a different number of times: {sorted(counts)}; a rank has missed an init_rpc"
+        )
     return workers
 
 

@@ -18,7 +18,7 @@ import torch
 
 from mpidist.comm.mailbox import Arrival
 from mpidist.errors import MpidistError
-from mpidist.rpc import codec, functions, interceptor, message, quickness, quiescence
+from mpidist.rpc import functions, interceptor, message, quickness, quiescence, tensor_table
 from mpidist.rpc.agent import Agent
 from mpidist.rpc.message import Header, Kind
 from mpidist.rpc.polling import NOTHING_LEFT, Action
@@ -263,7 +263,7 @@ def _answered(agent: Agent, arrival: Arrival, header: Header) -> Action:
 
 def _drop(agent: Agent, arrival: Arrival, header: Header) -> None:
     """Let an answer go that nobody waits for any more, and the references in it."""
-    for numbers in codec.references_in(message.content_of(header, arrival.letter, arrival.parts)):
+    for numbers in tensor_table.references_in(message.content_of(header, arrival.letter, arrival.parts)):
         agent.forget(*numbers)
 
 
@@ -281,7 +281,9 @@ def _serve_extension(agent: Agent, arrival: Arrival, header: Header, response: i
     try:
         engine = interceptor.registered()
         if engine is None:
-            raise MpidistError(f"{agent.me.name} does not handle messages of kind {Kind(header.kind).name}: no autograd is in use")
+            raise MpidistError(
+                f"{agent.me.name} does not handle messages of kind {Kind(header.kind).name}: no autograd is in use"
+            )
         result = engine.handle(arrival.source, header.kind, header.ids, agent.decoded(arrival))
     except BaseException as error:
         agent.answer_error(arrival.source, header.sequence, error)

@@ -1,4 +1,4 @@
-"""One object from each of some workers to all of them, by calls: a leader collects and tells the others (torch's ``_all_gather``)."""
+"""One object from each of some workers to all of them, by calls: a leader collects and tells the others."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: flo
         agent.invoke(agent.rank_of(leader), _gather_to_leader, (sequence_id, me, obj, names), {}, timeout)
     state = _state(sequence_id)
     if not state.proceed.wait(timeout if timeout > 0 else None):
-        raise MpidistError(f"{me} timed out in _all_gather after {limit:.2f} seconds: {sorted(names - set(state.gathered))} missing")
+        raise MpidistError(
+            f"{me} timed out in _all_gather after {limit:.2f} seconds: {sorted(names - set(state.gathered))} missing"
+        )
     if me == leader:
         _tell_followers(names - {leader}, sequence_id, state.gathered, timeout, limit)
     with _lock:

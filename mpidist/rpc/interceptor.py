@@ -1,7 +1,7 @@
 """The seam for distributed autograd: what is done to tensors on their way, and the kinds of messages that it adds.
 
-``rpc`` knows nothing of autograd. Whoever registers here sees the tensors of every call and answer, wraps the message in metadata,
-and handles message kinds of its own.
+``rpc`` knows nothing of autograd. Whoever registers here sees the tensors of every call and answer, wraps the message in
+metadata, and handles message kinds of its own.
 """
 
 from __future__ import annotations

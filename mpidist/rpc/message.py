@@ -4,13 +4,13 @@ Pure: from a header and a content to a letter with its parts, and back.
 
 ::
 
-    magic "RP" | version u8 | kind u8 | generation u32 | sequence u64 | outer kind u8 | flags u8 | outer ids u16 | ids u16 | forks u16 |
-    table bytes u32 | pickle bytes u32 | parts n u32 | reserved u32                                                     (the header)
+    magic "RP" | version u8 | kind u8 | generation u32 | sequence u64 | outer kind u8 | flags u8 | outer ids u16 | ids u16 |
+    forks u16 | table bytes u32 | pickle bytes u32 | parts n u32 | reserved u32                                 (the header)
     outer ids u64 … | ids u64 … | forks (reference u64, fork u64) … | n part lengths u64 (top bit: a part of its own)
-    table | pickle | small parts, each from a multiple of 16 bytes                            (the body; if too large, the first part)
+    table | pickle | small parts, each from a multiple of 16 bytes                    (the body; if too large, the first part)
 
-A request may be wrapped: ``outer`` says which kind of metadata (autograd's) it carries, and its ids; the inner request is complete
-in itself.
+A request may be wrapped: ``outer`` says which kind of metadata (autograd's) it carries, and its ids; the inner request is
+complete in itself.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Content:
     Attributes:
         pickled: The pickle.
         table: The tensors and references that the pickle names by number.
-        parts: Memory that the table and the pickle refer to: ``bytes`` lie in the body, anything else that a mailbox takes follows.
+        parts: Memory that the table and the pickle refer to: ``bytes`` lie in the body, what else a mailbox takes follows it.
         devices: The receiver's device index of each part; None for host memory.
     """
 
@@ -171,11 +171,13 @@ def header_of(letter: memoryview) -> Header:
     start = _start(letter)
     if len(letter) < start + _HEADER.size:
         raise FrameError(f"truncated letter of {len(letter)} bytes")
-    magic, version, kind, generation, sequence, outer, flags, n_outer, n_ids, n_forks, table, pickled, n_parts, _ = _HEADER.unpack_from(
-        letter, start
+    magic, version, kind, generation, sequence, outer, flags, n_outer, n_ids, n_forks, table, pickled, n_parts, _ = (
+        _HEADER.unpack_from(letter, start)
     )
     if magic != _MAGIC or version != _VERSION:
-        raise FrameError(f"a letter that starts with {magic!r}, version {version}; this side writes {_MAGIC!r}, version {_VERSION}")
+        raise FrameError(
+            f"a letter that starts with {magic!r}, version {version}; this side writes {_MAGIC!r}, version {_VERSION}"
+        )
     if kind not in KINDS:
         raise FrameError(f"a letter of unknown kind {kind}")
     count = n_outer + n_ids + 2 * n_forks

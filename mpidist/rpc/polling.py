@@ -5,10 +5,10 @@ One thread at a time has the **turn** and polls:
 - A thread that waits for an answer takes it, polls for itself, and gives it back with its answer. Requests that come meanwhile go
   to the pool: they may take long. A wait longer than a few milliseconds gives the turn back and sleeps.
 - Else a thread of the pool, the *leader*. What is known to be quick it runs by itself, because waking another thread costs more
-  than most handlers take (``quickness``); the rest goes to the pool. Without messages it polls briefly, then yields its core, then
-  sleeps in growing naps up to 1 ms. While a thread of the user issues calls and looks for answers in between, it sleeps as well.
-- Beside the leader one thread *stands by*. While messages come it looks once in a tick whether the turn is free, or the leader is
-  still in the handler of its last look, and then takes the turn; so one that blocks against all experience holds up the polling for
+  than most handlers take (``quickness``); the rest goes to the pool. Without messages it polls briefly, then yields its core,
+  then sleeps in growing naps up to 1 ms. While a thread of the user issues calls and looks for answers itself, it sleeps as well.
+- Beside the leader one thread *stands by*. While messages come it looks once in a tick whether the turn is free, or the leader
+  is still in the handler of its last look, and then takes the turn: what blocks against all experience holds up the polling for
   two ticks at most. When nothing comes, it sleeps without a clock until the leader wakes it. All other threads sleep without one.
 
 Every wake-up of a second thread costs the first one Python's lock, and ten to fifty microseconds: hence the long tick.
@@ -23,7 +23,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from mpidist.comm import runtime
 from mpidist.rpc.call import Call
@@ -34,6 +33,7 @@ _YIELD_S = 5e-4  # … so long with its core given away in between, …
 _NAP_S = 1e-3  # … and then in naps, at most so long: an idle worker costs about 1 % of a core
 _WAIT_S = 3e-3  # a thread that waits longer than this for an answer sleeps instead of polling
 _HELP_S = 2e-3  # the leader leaves the polling to a thread that has issued a call within this time
+_SPINS = 20  # a thread that waits polls so often without giving its core away
 _CALM_TICKS = 8  # after so many looks without a message the thread that stands by needs no clock
 
 
@@ -92,7 +92,7 @@ class Polling:
         self._poll = poll
         self._limit = threads
         self._name = name
-        self._turn: _Turn | None = None
+        self._turn: Any = None  # a _Turn, or None; other threads set it, too
         self._turn_lock = threading.Lock()
         self._poll_lock = threading.Lock()
         self._standby_lock = threading.Lock()
@@ -193,7 +193,7 @@ class Polling:
         try:
             while not call.done:
                 if self._turn is not mine:
-                    return call.done
+                    return False
                 with lock:
                     if call.done:
                         break
@@ -203,8 +203,8 @@ class Polling:
                         self._hand_on(action, mine)
                     continue
                 rounds += 1
-                if rounds > 20:
-                    if clock() > until or self._stopping:
+                if rounds > _SPINS:
+                    if clock() > until:
                         return False
                     os.sched_yield()
             return True

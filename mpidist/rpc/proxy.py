@@ -43,7 +43,7 @@ def _call(rref: Any, mode: str, name: str, timeout: float, /, *args: Any, **kwar
     kind = rref._get_type(timeout=timeout)
     if not hasattr(kind, name) and not agent.invoke(to, has_attribute, (rref, name), {}, timeout):
         raise AttributeError(f"type object '{kind.__name__}' has no attribute '{name}', and neither has the value of {rref}")
-    return agent.remote(to, call_method, arguments, {}, timeout)
+    return rref.create(agent, to, call_method, arguments, {}, timeout)
 
 
 def call_method(rref: Any, name: str, args: Any, kwargs: Any) -> Any:

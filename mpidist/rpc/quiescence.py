@@ -8,7 +8,6 @@ rounds and nothing can move again (Mattern, "Algorithms for distributed terminat
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -24,24 +23,6 @@ _COORDINATOR = 0
 _PROCEED, _AGAIN = 1, 0
 
 
-class Board:
-    """What one worker knows of the others' reports, and what rank 0 says.
-
-    Attributes:
-        reports: By round and rank: (started, answered, one-way sent, one-way taken). Rank 0's alone.
-        last: The sums of the round before.
-        verdicts: By round.
-        news: Set when something came.
-    """
-
-    def __init__(self) -> None:
-        self.reports: dict[int, dict[int, tuple[int, ...]]] = {}
-        self.last: tuple[int, ...] | None = None
-        self.verdicts: dict[int, int] = {}
-        self.news = threading.Event()
-        self.round = 0
-
-
 def note_report(agent: Agent, source: int, header: Header) -> None:
     """Take a worker's report, on rank 0; with the last one, tell all."""
     board = agent.board
@@ -55,7 +36,9 @@ def note_report(agent: Agent, source: int, header: Header) -> None:
     is_over = sums == board.last and sums[2] == sums[3]
     board.last = None if is_over else sums
     for worker in agent.get_worker_infos():
-        agent.post(worker.id, Header(Kind.QUIET_VERDICT, agent.generation, 0, (number, _PROCEED if is_over else _AGAIN)), Content())
+        agent.post(
+            worker.id, Header(Kind.QUIET_VERDICT, agent.generation, 0, (number, _PROCEED if is_over else _AGAIN)), Content()
+        )
 
 
 def note_verdict(agent: Agent, source: int, header: Header) -> None:

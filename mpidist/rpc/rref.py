@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from mpidist.errors import CommTimeout, MpidistError, RRefError
 from mpidist.rpc import codec, current, interceptor, proxy
-from mpidist.rpc.message import Kind
+from mpidist.rpc.call import Call
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
+from mpidist.rpc.message import Kind
 from mpidist.rpc.rref_store import Entry, id_parts
+from mpidist.rpc.target import TO_REMOTE, target_of
 from mpidist.rpc.worker import WorkerInfo
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class Creation:
 class RRef(codec.Reference, Generic[T]):
     """A remote reference. Made of a value, it is the owner's; ``remote`` and messages make users'.
 
-    It can be passed to any worker in arguments and results, alone or within containers and objects, and to nothing else. The value
-    lives until the last holder has dropped it. Calls on the value go by ``rref.rpc_sync().method(…)`` and its kin.
+    It can be passed to any worker in arguments and results, alone or within containers and objects, and to nothing else. The
+    value lives until the last holder has dropped it. Calls on the value go by ``rref.rpc_sync().method(…)`` and its kin.
 
     Args:
         value: Any object; it stays where it is.
@@ -131,8 +131,8 @@ class RRef(codec.Reference, Generic[T]):
         """
         if self._entry is None:
             raise RRefError(
-                f"For UserRRef(rref_id={_unique(self._reference)}, fork_id={_unique(self._fork or 0)}), can't call localValue() on "
-                f"user {self._agent.me}. Call it on owner {self._owner}, or to_here() for a copy"
+                f"For UserRRef(rref_id={_unique(self._reference)}, fork_id={_unique(self._fork or 0)}), can't call localValue() "
+                f"on user {self._agent.me}. Call it on owner {self._owner}, or to_here() for a copy"
             )
         return self._own_value(0.0)
 
@@ -156,6 +156,11 @@ class RRef(codec.Reference, Generic[T]):
         self._require_made()
         call = self._agent.request(self._owner.id, Kind.RREF_FETCH, None, timeout, f"to_here of {self!r}", ids=(self._reference,))
         return self._agent.wait_for_result(call)
+
+    @staticmethod
+    def create(agent: Agent, to: int, function: Any, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
+        """See ``create``; for the proxies."""
+        return create(agent, to, function, args, kwargs, timeout)
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """Return a helper whose methods are the value's, called on the owner; they return results."""
@@ -203,15 +208,15 @@ class RRef(codec.Reference, Generic[T]):
 
     def delete(self) -> None:
         """Tell the owner that this holder is gone; the reference cannot be used any more. Again does nothing."""
-        if self._fork is not None and not self._deleted:
+        fork = self._fork
+        if fork is not None and not self._deleted:
             self._deleted = True
-            self._agent.queue_delete(self._owner.id, self._reference, self._fork)
+            self._agent.queue_delete(self._owner.id, self._reference, fork)
 
     def __del__(self) -> None:
-        # A finalizer runs anywhere, MPI's calls included: it only puts down what others send.
-        if getattr(self, "_fork", None) is not None and not self._deleted:
-            self._deleted = True
-            self._agent.queue_delete(self._owner.id, self._reference, self._fork)
+        # A finalizer runs anywhere, within MPI's calls, too: it only puts down what others send.
+        if getattr(self, "_fork", None) is not None:
+            self.delete()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._deleted:
@@ -237,7 +242,8 @@ class RRef(codec.Reference, Generic[T]):
             raise entry.error
         for event in entry.events:
             event.hold()
-        return entry.value  # type: ignore[no-any-return]
+        value: T = entry.value
+        return value
 
     def _require_made(self) -> None:
         creation = self._creation
@@ -267,6 +273,35 @@ class RRef(codec.Reference, Generic[T]):
 
 
 PyRRef = RRef
+
+
+def create(agent: Agent, to: int, function: Any, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
+    """Call a function on a worker and return a reference to its result, which stays there."""
+    kind, named, what = target_of(function)
+    reference, fork, creation = agent.store.make_id(), agent.store.make_id(), Creation()
+    owner = agent.worker(to)
+    entry = agent.store.create(reference, fork) if owner == agent.me else None
+
+    def settle(call: Call) -> None:
+        agent.creations.discard(creation)
+        if call.error is None and call.arrival.note.kind == Kind.EXCEPTION:
+            agent.polling.submit(lambda: creation.settle(agent.error_of(call)))
+        else:
+            creation.settle(call.error)
+        if entry is not None:
+            agent.store.delete_fork(reference, fork)
+
+    agent.creations.add(creation)
+    try:
+        what = f"remote {what} on {owner.name}"
+        agent.request(to, kind + TO_REMOTE, (named, args, kwargs), timeout, what, (reference, fork), settle=settle)
+    except BaseException:
+        agent.creations.discard(creation)
+        if entry is not None:
+            agent.store.delete_fork(reference, fork)
+        raise
+    agent.polling.help()
+    return owned(agent, entry, creation) if entry is not None else user(agent, owner, reference, fork, creation)
 
 
 def user(agent: Agent, owner: WorkerInfo, reference: int, fork: int, creation: Creation | None) -> RRef[Any]:
@@ -316,5 +351,3 @@ def _complete(future: torch.futures.Future[Any], error: BaseException | None) ->
         future.set_result(None)
     else:
         future.set_exception(error)
-
-

@@ -1,7 +1,7 @@
 """Who holds which remote reference: the owner's table of values and forks. Pure: what is to be sent is returned as data.
 
-**Names.** A *reference* names one value on its owner; a *fork* names one holder of it on another worker. Both ids are unique in the
-job: the rank that made it, and a number of that rank. The value lives while a fork is known, or the owner's own code holds it.
+**Names.** A *reference* names one value on its owner; a *fork* names one holder of it on another worker. Both ids are unique in
+the job: the rank that made it, and a number of that rank. The value lives while a fork is known, or the owner's code holds it.
 
 **Messages**, counted per event. MPI keeps the order of two messages of one pair of ranks (MPI-4.1 §3.5), and letters are
 taken up in that order. That is all the protocol needs, so nothing is confirmed:
@@ -17,8 +17,8 @@ a holder drops it                         RREF_USER_DELETE (holder→O)         
 ``to_here``                               RREF_FETCH and RESULT                                                    2
 ========================================  =======================================================================  =========
 
-**Why no value is freed too early.** A fork of B that A makes is announced by A (A→O) before A can drop its own fork (A→O, later in
-the same order). So at O, B's fork is known before A's is gone, whatever B's own messages do meanwhile.
+**Why no value is freed too early.** A fork of B that A makes is announced by A (A→O) before A can drop its own fork (A→O, later
+in the same order). So at O, B's fork is known before A's is gone, whatever B's own messages do meanwhile.
 
 **What may come early.** B's RREF_FETCH, or B's RREF_USER_DELETE, may reach O before A's messages. A fetch of a reference that O
 does not know waits for it. A delete of a fork that O does not know is noted, and meets its fork later; A's own fork keeps the

@@ -40,7 +40,13 @@ def ours_in_place_of_torchs() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in (rpc_test, faulty_test, dist_utils):
             stack.enter_context(mock.patch.object(module, "rpc", bound()))
-            for name in ("RRef", "WorkerInfo", "_get_debug_info", "_rref_context_get_debug_info", "_delete_all_user_and_unforked_owner_rrefs"):
+            for name in (
+                "RRef",
+                "WorkerInfo",
+                "_get_debug_info",
+                "_rref_context_get_debug_info",
+                "_delete_all_user_and_unforked_owner_rrefs",
+            ):
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, getattr(rpc, name)))
         for name in ("_thread_local_var", "_wait_all"):
@@ -115,7 +121,7 @@ def run(suite, name: str, group) -> None:
 
     Collective: over ``group``.
     """
-    file_name = group.broadcast_object(tempfile.NamedTemporaryFile(delete=False).name if group.rank == 0 else None)
+    file_name = group.broadcast_object(tempfile.mktemp() if group.rank == 0 else None)
     test = made(suite, name, group.rank, group.size, file_name)
     faulthandler.dump_traceback_later(100, exit=True)
     leaks = api._ignore_rref_leak

@@ -20,7 +20,7 @@ NOT_APPLICABLE = {
     r"test_async_record_function_.*": _PROFILER,
     r"test_rref_type_(non_)?blocking": _PROFILER,
     r"test_owner_rref_backward|test_user_rref_backward|test_debug_info": _AUTOGRAD,
-    r"test_register_rpc_backend_and_set_and_start_rpc_backend|test_verify_backend_options": "is about torch's registry of backends",
+    r"test_register_rpc_backend_and_set_and_start_rpc_backend|test_verify_backend_options": "asks for torch's registry",
     r"test_duplicate_name": "starts torch's backend with a store of torch's; test_duplicate_name_2 asks the same of init_rpc",
     r"test_use_rpc_pickler": "replaces an object inside torch's module",
     r"test_shutdown_errors": "breaks functions by which torch's shutdown gathers; ours does not gather by calls",
