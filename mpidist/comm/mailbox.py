@@ -96,6 +96,7 @@ class Mailbox:
         self._arriving: list[Arrival] = []
         self._part_order = threading.Lock()
         self._posted: deque[tuple[Any, memoryview]] = deque()
+        self._read: Any = None  # the receive whose letter was read last, to be posted again
         self._status: Any = None
         if group is not None:
             self._mpi = group._comm.plain
@@ -148,6 +149,11 @@ class Mailbox:
             return self._own.popleft()
         if not self._posted:
             return None
+        # Only now, and not as soon as the last letter was read: every call of MPI gives Python's lock away, and while the main
+        # thread computes it takes half a millisecond to come back. The other posted receives bridge the gap.
+        if self._read is not None:
+            self._read.Start()
+            self._read = None
         request, space = self._posted[0]
         try:
             is_there = request.Test(self._status)
@@ -162,7 +168,7 @@ class Mailbox:
             self._posted.rotate(-1)
             source, count = self._status.source, self._status.Get_count(MPI.BYTE)
             letter = bytearray(space[:count])
-            request.Start()
+            self._read = request
             return self._received(source, memoryview(letter))
         return self._look_after() if self._sending or self._arriving else None
 
@@ -181,8 +187,9 @@ class Mailbox:
         """Withdraw the receives, so that MPI can end."""
         posted, self._posted = self._posted, deque()
         for request, _ in posted:
-            request.Cancel()
-            request.Wait()
+            if request is not self._read:
+                request.Cancel()
+                request.Wait()
             request.Free()
 
     def _received(self, source: int, message: memoryview) -> Arrival:

@@ -2,8 +2,8 @@
 
 The pickle (protocol 5) names tensors and remote references by number. Their table holds dtype, shape, strides and place of each
 tensor, and the ids of each reference (``tensor_table``). Memory of arrays goes out of band as PEP 574 has it. Values are copied
-to encode only if they are small, or lie scattered. A small tensor that shares its storage with no other of the message stands in the
-pickle itself: that takes a third of the time.
+to encode only if they are small, or lie scattered. A small tensor that shares its storage with no other of the message stands in
+the pickle itself: that takes a third of the time.
 
 Functions and classes travel by name. What has no importable name (lambdas, local classes) needs cloudpickle.
 """

@@ -6,7 +6,7 @@ One thread at a time has the **turn** and polls:
   to the pool: they may take long. A wait longer than a few milliseconds gives the turn back and sleeps.
 - Else a thread of the pool, the *leader*. What is known to be quick it runs by itself, because waking another thread costs more
   than most handlers take (``quickness``); the rest goes to the pool. Without messages it polls briefly, then yields its core,
-  then sleeps in growing naps up to 1 ms. While a thread of the user issues calls and looks for answers itself, it sleeps as well.
+  then sleeps in naps that grow to 2.5 ms. While a user's thread issues calls and looks for answers itself, it sleeps as well.
 - Beside the leader one thread *stands by*. While messages come it looks once in a tick whether the turn is free, or the leader
   is still in the handler of its last look, and then takes the turn: what blocks against all experience holds up the polling for
   two ticks at most. When nothing comes, it sleeps without a clock until the leader wakes it. All other threads sleep without one.
@@ -23,6 +23,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from mpidist.comm import runtime
 from mpidist.rpc.call import Call
@@ -30,7 +31,7 @@ from mpidist.rpc.call import Call
 TICK_S = 2e-3  # how often the thread that stands by looks
 _SPIN_S = 5e-5  # the leader polls so long without a pause, …
 _YIELD_S = 5e-4  # … so long with its core given away in between, …
-_NAP_S = 1e-3  # … and then in naps, at most so long: an idle worker costs about 1 % of a core
+_NAP_S = 2.5e-3  # … and then in naps, at most so long: an idle worker costs between 1 and 2 % of a core
 _WAIT_S = 3e-3  # a thread that waits longer than this for an answer sleeps instead of polling
 _HELP_S = 2e-3  # the leader leaves the polling to a thread that has issued a call within this time
 _SPINS = 20  # a thread that waits polls so often without giving its core away
@@ -192,11 +193,9 @@ class Polling:
         poll, lock, rounds = self._poll, self._poll_lock, 0
         try:
             while not call.done:
-                if self._turn is not mine:
-                    return False
                 with lock:
-                    if call.done:
-                        break
+                    if self._turn is not mine or call.done:
+                        return call.done
                     action = poll()
                 if action is not None:
                     if action is not NOTHING_LEFT:
