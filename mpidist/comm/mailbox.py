@@ -120,6 +120,9 @@ class Mailbox:
 
         Blocks: no; for parts on a device, until the work that produces them has ended.
         """
+        if len(letter) > LETTER_BYTES:
+            # The receiver could only refuse it, and Open MPI would write past its memory before it says so.
+            raise ValueError(f"a letter of {len(letter)} bytes; at most {LETTER_BYTES} travel in one")
         if not parts:
             _FIXED.pack_into(letter, 0, 0, len(letter) - _ALIGNMENT)
             if to == self.rank:

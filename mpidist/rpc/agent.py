@@ -38,7 +38,7 @@ from mpidist.rpc.worker import WorkerInfo
 
 logger = logging.getLogger("mpidist.rpc")
 
-_SWITCH_INTERVAL_S = 5e-4  # a thread that has seen a message waits so long for a thread that computes in Python
+_SWITCH_INTERVAL_S = 2e-4  # a thread that has seen a message waits so long for a thread that computes in Python
 _STOP_S = 5.0
 _EMPTY = Content()
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from mpidist.errors import MpidistError
 from mpidist.rpc import codec
+from mpidist.rpc.message import Kind
+from mpidist.rpc.target import target_of
 
 _SAFE_BUILTINS = {
     name for name in dir(builtins) if isinstance(getattr(builtins, name), type) and issubclass(getattr(builtins, name), Exception)
@@ -59,7 +61,7 @@ class Allowed:
 
     Args:
         names: ``"package.module"`` for all that is defined there, ``"package.module.name"`` for one function or class,
-            ``"aten::add"`` for an operator of torch, ``"aten"`` for all; or functions, classes and modules themselves.
+            ``"torch.add"`` for an operator of torch; or functions, classes and modules themselves.
     """
 
     def __init__(self, names: Sequence[Any]) -> None:
@@ -99,8 +101,8 @@ class Allowed:
     def require_operator(self, qualified_name: str) -> None:
         """Refuse an operator or a script function by its qualified name."""
         namespace = qualified_name.split("::")[0]
-        script = qualified_name.removeprefix("__torch__.").rpartition(".")
-        if qualified_name not in self.names and namespace not in self.names and not self._lists(script[0], script[2]):
+        plain = qualified_name.removeprefix("__torch__.").rpartition(".")
+        if qualified_name not in self.names and namespace not in self.names and not self._lists(plain[0], plain[2]):
             raise Refused(f'"{qualified_name}" may not be called: it is not in the list of what this worker allows')
 
     def require_method(self, value: Any, name: str) -> None:
@@ -121,6 +123,9 @@ def _name_of(item: Any) -> str:
         return item
     if isinstance(item, type(pickle)):
         return item.__name__
+    kind, named, _ = target_of(item) if callable(item) else (None, None, None)
+    if kind is not None and kind != Kind.CALL_PYTHON:
+        return str(named).removeprefix("__torch__.")
     module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
     if not module or not name:
         raise TypeError(f"allowed names functions, classes and modules; got {item!r}")

@@ -54,7 +54,7 @@ def init_rpc(
             been called on all ranks before.
         rpc_backend_options: Timeouts, threads, device maps.
         group: The ranks that take part; the job's if None.
-        allowed: What others may call here: names (``"module"``, ``"module.function"``, ``"aten::add"``), functions, classes or
+        allowed: What others may call here: names (``"module"``, ``"module.function"``, ``"torch.add"``), functions, classes or
             modules; anything if None. Whatever else a message names is refused before it is made.
 
     Raises:

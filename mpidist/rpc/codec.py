@@ -71,8 +71,8 @@ class Encoding:
     __slots__ = ("buffers", "forks", "in_pickle", "pickled", "references", "tensors")
 
     def __init__(self, obj: Any, needs_tensors: bool = False) -> None:
-        # Storages of the tensors that stand in the pickle; None: all tensors go into the table.
-        self.in_pickle: set[int] | None = None if needs_tensors else set()
+        # The tensors that stand in the pickle; None: all go into the table.
+        self.in_pickle: list[Tensor] | None = None if needs_tensors else []
         self._clear()
         # A pickler costs as much as what it does to a small message: a thread keeps its own, unless it is at work already.
         pickler = _place.__dict__.pop("pickler", None) or _Pickler(io.BytesIO())
@@ -289,13 +289,11 @@ def _reduced(obj: Any, sink: Encoding) -> Any:
 def _reduced_tensor(tensor: Tensor, sink: Encoding) -> Any:
     held = sink.in_pickle
     if held is not None and tensor.layout is torch.strided and tensor.is_cpu:
-        storage = tensor.untyped_storage().data_ptr()
-        if storage in held:
+        if held and _shares_storage(tensor, held):
             raise _Shares
         nbytes = tensor.nbytes
         if nbytes <= _IN_PICKLE_BYTES and tensor.is_contiguous() and not sink.tensors and _is_simple(tensor):
-            if nbytes:
-                held.add(storage)
+            held.append(tensor)
             raw = ctypes.string_at(tensor.data_ptr(), nbytes) if nbytes else b""
             return _small, (raw, DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), tensor.requires_grad)
     if tensor.layout is not torch.strided:
@@ -316,6 +314,11 @@ def _reduced_tensor(tensor: Tensor, sink: Encoding) -> Any:
     number = len(sink.tensors) - 1
     # A tensor whose attributes are set has a dict of its own; asking for it makes none.
     return (_with_attributes, (_Numbered(number), tensor.__dict__)) if tensor.__dict__ else (_tensor, (number,))
+
+
+def _shares_storage(tensor: Tensor, others: Sequence[Tensor]) -> bool:
+    mine = tensor.untyped_storage().data_ptr()
+    return mine != 0 and any(other.untyped_storage().data_ptr() == mine for other in others)
 
 
 def _is_simple(tensor: Tensor) -> bool:

@@ -23,6 +23,7 @@ from mpidist.rpc.agent import Agent
 from mpidist.rpc.message import Header, Kind
 from mpidist.rpc.polling import NOTHING_LEFT, Action
 from mpidist.rpc.rref_store import Entry
+from mpidist.rpc.target import builtin
 
 logger = logging.getLogger("mpidist.rpc")
 
@@ -157,14 +158,7 @@ def _python(agent: Agent, named: Any) -> Any:
 def _builtin(agent: Agent, named: str) -> Any:
     if agent.allowed is not None:
         agent.allowed.require_operator(named)
-    found = _operators.get(named)
-    if found is None:
-        namespace, _, name = named.partition("::")
-        found = _operators[named] = getattr(getattr(torch.ops, namespace), name)
-    return found
-
-
-_operators: dict[str, Any] = {}
+    return builtin(named)
 
 
 def _script(agent: Agent, named: str) -> Any:

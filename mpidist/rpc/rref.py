@@ -118,7 +118,8 @@ class RRef(codec.Reference, Generic[T]):
 
         Of a reference that came in a message that is certain: the owner is told before its value could go (``rref_store``).
         """
-        return self._creation is None or (self._creation.done and self._creation.error is None)
+        creation = self._creation
+        return self._entry is not None or creation is None or (creation.done and creation.error is None)
 
     def local_value(self) -> T:
         """Return the value itself, on its owner.
@@ -300,7 +301,6 @@ def create(agent: Agent, to: int, function: Any, args: Any, kwargs: Any, timeout
         if entry is not None:
             agent.store.delete_fork(reference, fork)
         raise
-    agent.polling.help()
     return owned(agent, entry, creation) if entry is not None else user(agent, owner, reference, fork, creation)
 
 

@@ -1,0 +1,320 @@
+"""Calls: results, errors, timeouts, depth, size; and how RPC begins and ends."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import mpidist.rpc as rpc
+from mpidist.comm.library import library_name
+from mpidist.errors import CommTimeout, MpidistError, RankFailureError, RemoteError
+from mpidist.rpc import api
+from tests.support import agree
+
+pytestmark = pytest.mark.mpi(min_size=1)
+_event = threading.Event()
+_notes: list[object] = []
+
+
+def echo(*args, **kwargs):
+    return (*args, kwargs) if kwargs or len(args) != 1 else args[0]
+
+
+def note(value):
+    _notes.append(value)
+
+
+def fail(kind=ValueError, *args):
+    raise kind(*args)
+
+
+class Odd(Exception):
+    def __init__(self, code, words):
+        super().__init__(words)
+        self.code = code
+
+
+class Unreadable(Exception):
+    def __reduce__(self):
+        return open, ("/nonexistent/by/design",)
+
+
+def nested(names, depth):
+    """Call the next worker from within a call."""
+    if depth == 0:
+        return 0
+    mine = int(rpc.get_worker_info().id)
+    return 1 + rpc.rpc_sync(names[(mine + 1) % len(names)], nested, args=(names, depth - 1))
+
+
+def waits_for_event():
+    return _event.wait(20)
+
+
+def sets_event():
+    _event.set()
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor, k: int) -> torch.Tensor:
+    return x * k
+
+
+def test_results_of_all_kinds_of_functions(workers, to):
+    assert rpc.rpc_sync(to, echo, args=(1, "a"), kwargs={"k": None}) == (1, "a", {"k": None})
+    assert torch.equal(rpc.rpc_sync(to, torch.add, args=(torch.ones(3), 2), kwargs={"alpha": 2}), torch.full((3,), 5.0))
+    assert torch.equal(rpc.rpc_sync(to, scripted, args=(torch.ones(2), 3)), torch.full((2,), 3.0))
+    assert rpc.rpc_sync(to, operator.add, args=(2, 3)) == 5 and rpc.rpc_sync(to, dict, kwargs={"a": 1}) == {"a": 1}
+    assert rpc.rpc_sync(api.get_worker_info(to), max, args=(1, 2)) == 2
+    assert rpc.rpc_sync(api.get_worker_info(to).id, echo, args=(None,)) is None
+    array = rpc.rpc_sync(to, echo, args=(np.arange(100_000),))
+    assert (array == np.arange(100_000)).all()
+    assert rpc.rpc_sync(to, lambda x: x + 1, args=(1,)) == 2  # by cloudpickle
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2047, 2048, 8192, 8193, 1_000_000])
+def test_tensors_of_any_size_all_to_all_at_once(group, workers, numel):
+    """Every worker calls every worker, itself included, before any waits."""
+    mine = torch.arange(numel, dtype=torch.float32) + group.rank
+    futures = [rpc.rpc_async(name, torch.add, args=(mine, rank)) for rank, name in enumerate(workers)]
+    for rank, future in enumerate(futures):
+        assert torch.equal(future.wait(), mine + rank)
+
+
+def test_caller_and_callee_share_no_memory(group, workers):
+    tensor = torch.zeros(100_000)
+    there = rpc.rpc_sync(workers[group.rank], echo, args=(tensor,))
+    there.fill_(1)
+    assert tensor.count_nonzero() == 0
+
+
+def test_an_exception_has_its_type_its_place_and_its_worker(workers, to):
+    with pytest.raises(KeyError, match="missing") as caught:
+        rpc.rpc_sync(to, fail, args=(KeyError, "missing"))
+    cause = caught.value.__cause__
+    assert cause.worker == to and "in fail" in str(cause) and f'on worker "{to}"' in str(cause)
+    with pytest.raises(RemoteError, match=r"Odd, which cannot be raised here.*Original exception.*words") as caught:
+        rpc.rpc_sync(to, fail, args=(Odd, 3, "words"))
+    assert caught.value.type_name == "Odd" and caught.value.rank == int(to[6:])
+    with pytest.raises(RemoteError, match="cannot be raised here"):
+        rpc.rpc_sync(to, fail, args=(Unreadable,))
+    with pytest.raises(RemoteError, match="SystemExit"):
+        rpc.rpc_sync(to, fail, args=(SystemExit, 3))
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        rpc.rpc_sync(to, torch.add, args=(torch.ones(2), torch.ones(3)))
+    assert rpc.rpc_sync(to, echo, args=(1,)) == 1
+
+
+def test_what_cannot_be_pickled_fails_at_the_caller(workers, to):
+    lock = threading.Lock()
+    before = api._get_current_rpc_agent().totals()[1]
+    for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+        with pytest.raises(TypeError, match=r"cannot pickle|can't pickle"):
+            call(to, echo, args=(lock,))
+    assert api._get_current_rpc_agent().totals()[1] == before  # nothing was sent
+    with pytest.raises(TypeError, match="pickle"):
+        rpc.rpc_sync(to, threading.Lock)
+    with pytest.raises(TypeError, match="callable"):
+        rpc.rpc_sync(to, 3)
+
+
+def test_timeouts(workers, to):
+    start = time.monotonic()
+    with pytest.raises(CommTimeout, match="RPC ran for more than set timeout"):
+        rpc.rpc_sync(to, time.sleep, args=(1.0,), timeout=0.05)
+    late = rpc.rpc_async(to, time.sleep, args=(1.0,), timeout=0.05)
+    seen = []
+    late.then(lambda future: seen.append(future))
+    with pytest.raises(CommTimeout):
+        late.wait()
+    assert time.monotonic() - start < 1.0
+    assert rpc.rpc_sync(to, time.sleep, args=(0.2,), timeout=0) is None  # 0: none
+    assert len(seen) == 1
+    with pytest.raises(ValueError, match="timeout"):
+        rpc.rpc_sync(to, echo, args=(1,), timeout=-3)
+
+
+def test_calls_nest_deeper_than_the_pool(group):
+    options = rpc.RpcBackendOptions(num_worker_threads=2)
+    rpc.init_rpc(f"worker{group.rank}", group=group, rpc_backend_options=options)
+    names = [f"worker{rank}" for rank in range(group.size)]
+    assert nested(names, 60) == 60
+    rpc.shutdown()
+
+
+def test_a_handler_that_blocks_does_not_keep_others_waiting(group, workers, to):
+    _event.clear()
+    group.barrier()
+    blocked = [rpc.rpc_async(to, waits_for_event) for _ in range(3)]
+    assert rpc.rpc_sync(to, echo, args=(5,)) == 5
+    # A function that has always been quick may block as well.
+    for _ in range(20):
+        rpc.rpc_sync(to, echo, args=(1,))
+    rpc.rpc_sync(to, sets_event)
+    assert [future.wait() for future in blocked] == [True] * 3
+
+
+def add_later(to, x, y, z):
+    return rpc.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + z)
+
+
+later = rpc.functions.async_execution(add_later)
+
+
+def test_functions_that_answer_later(workers, to):
+    one = torch.ones(2)
+    assert torch.equal(rpc.rpc_sync(to, later, args=(to, one, one, 1)), one * 3)
+    assert torch.equal(rpc.remote(to, later, args=(to, one, one, 1)).to_here(), one * 3)
+    with pytest.raises(RuntimeError, match=r"must return a torch\.futures\.Future"):
+        rpc.rpc_sync(to, rpc.functions.async_execution(echo), args=(3,))
+
+
+def test_wait_all_waits_and_raises(workers, to):
+    with rpc.wait_all():
+        futures = [rpc.rpc_async(to, time.sleep, args=(0.01,)) for _ in range(5)]
+    assert all(future.done() for future in futures)
+    with pytest.raises(ValueError, match="x"), rpc.wait_all():
+        rpc.rpc_async(to, fail, args=(ValueError, "x"))
+
+
+def test_threads_of_the_user_call_side_by_side(workers, to):
+    wrong = []
+
+    def call(place):
+        for number in range(30):
+            if rpc.rpc_sync(to, echo, args=((place, number),)) != (place, number):
+                wrong.append((place, number))
+
+    threads = [threading.Thread(target=call, args=(place,)) for place in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_wrong_workers_and_states(group, workers, to):
+    for wrong in ("nobody", group.size, -1):
+        with pytest.raises(MpidistError, match=r"could not find destination.*worker0"):
+            rpc.rpc_sync(wrong, echo)
+    with pytest.raises(ValueError, match="a name, a rank or a WorkerInfo"):
+        rpc.rpc_sync(1.5, echo)
+    with pytest.raises(MpidistError, match="already initialized"):
+        rpc.init_rpc("again", group=group)
+    rpc.shutdown()
+    for call in (lambda: rpc.rpc_sync(to, echo), rpc.get_worker_info, rpc.shutdown):
+        with pytest.raises(MpidistError, match=r"RPC has not been initialized"):
+            call()
+
+
+def test_wrong_beginnings(group):
+    with pytest.raises(MpidistError, match="MPI has started this process as rank"):
+        rpc.init_rpc("x", rank=group.size, group=group)
+    with pytest.raises(MpidistError, match="the group has"):
+        rpc.init_rpc("x", world_size=group.size + 1, group=group)
+    for name, words in (("", "non-empty"), ("a b", "must match"), ("x" * 200, "shorter")):
+        with pytest.raises(MpidistError, match=words):
+            rpc.init_rpc(name, group=group)
+    with pytest.raises(TypeError, match="backend"):
+        rpc.init_rpc("x", backend="gloo", group=group)
+    with pytest.raises(TypeError, match="rpc_backend_options"):
+        rpc.init_rpc("x", rpc_backend_options={}, group=group)
+    if group.size > 1:
+        with pytest.raises(MpidistError, match="not unique"):
+            rpc.init_rpc("same", group=group)
+
+
+def test_begins_and_ends_many_times(group):
+    for turn in range(40):
+        rpc.init_rpc(f"w{group.rank}", group=group)
+        assert rpc.rpc_sync((group.rank + 1) % group.size, echo, args=(turn,)) == turn
+        rpc.shutdown()
+
+
+def test_alone(group):
+    if group.rank == group.size - 1:
+        rpc.init_rpc("me", rank=0, world_size=1)
+        assert rpc.rpc_sync("me", echo, args=(torch.ones(3),)).sum() == 3
+        assert rpc.remote("me", echo, args=(4,)).to_here() == 4
+        rpc.shutdown()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_worker_that_has_left_fails_calls_at_once(group):
+    rpc.init_rpc(f"worker{group.rank}", group=group)
+    group.barrier()
+    if group.rank == 1:
+        rpc.shutdown(graceful=False)
+        rpc_error = ""
+    else:
+        start = time.monotonic()
+        with pytest.raises(RankFailureError, match="worker1 has left RPC") as caught:
+            for _ in range(1000):
+                rpc.rpc_sync("worker1", echo, args=(1,))
+        rpc_error = "" if time.monotonic() - start < 5 else str(caught.value)
+        with pytest.raises(RankFailureError, match="has left without a graceful shutdown"):
+            rpc.shutdown()
+    agree(group, not rpc_error, rpc_error)
+    # What came too late for one agent is not taken for the next one's.
+    rpc.init_rpc(f"worker{group.rank}", group=group)
+    assert rpc.rpc_sync((group.rank + 1) % group.size, echo, args=(2,)) == 2
+    rpc.shutdown()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_shutdown_answers_others_until_all_have_come(group, workers):
+    _notes.clear()
+    group.barrier()
+    if group.rank == 0:
+        time.sleep(0.3)  # all others are in their fixture's shutdown by now
+        for rank in range(1, group.size):
+            rpc.rpc_sync(rank, spreads, args=(2, group.size))
+
+
+def spreads(depth, size):
+    """Leave calls behind that nobody waits for."""
+    if depth:
+        for rank in range(size):
+            rpc.rpc_async(rank, spreads, args=(depth - 1, size))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_damaged_letters_are_refused_and_the_agent_lives(group, workers, to, caplog):
+    mailbox = api._get_current_rpc_agent()._mailbox
+    peer = (group.rank + 1) % group.size
+    damaged = [b"", b"abc", b"\xff" * 40, bytes(100), b"x" * 16]
+    if "Open MPI" not in library_name():  # Open MPI 5.0 writes past the receive's memory before it reports the truncation
+        damaged.append(b"x" * 60_000)
+    with pytest.raises(ValueError, match="60000 bytes"):
+        mailbox.send(peer, bytearray(60_000))
+    for data in damaged:
+        mailbox._mpi.Isend((data, len(data), mailbox_byte()), peer, mailbox._letter_tag).Wait()
+    # Envelope right, inside wrong.
+    for inside in (b"", b"RP", b"XX" + bytes(60), b"RP\x01\xf0" + bytes(60)):
+        letter = bytearray(16) + inside
+        mailbox.send(peer, letter)
+    assert rpc.rpc_sync(to, echo, args=(1,)) == 1
+    group.barrier()
+    refused = [record.message for record in caplog.records if f"{api.get_worker_info()} refused a message" in record.message]
+    assert len(refused) == len(damaged) + 4, refused
+
+
+def mailbox_byte():
+    from mpidist.comm.library import MPI
+
+    return MPI.BYTE
+
+
+@pytest.mark.mpi(min_size=1)
+def test_counters_have_torchs_names(workers):
+    from mpidist.rpc import _get_debug_info
+
+    info = _get_debug_info()
+    assert {"num_owner_rrefs", "num_forks", "num_pending_users", "agent.num_pending_requests", "agent.thread_pool_size"} <= set(
+        info
+    )

@@ -1,0 +1,195 @@
+"""The protocol of references under any delay that keeps the order of each pair: no value goes too early, none stays."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+
+import pytest
+
+from mpidist.rpc.rref_store import RRefStore, id_parts, new_id
+
+
+class Network:
+    """Letters between workers: those of one pair in order, all else in any."""
+
+    def __init__(self, rng):
+        self.rng = rng
+        self.queues = defaultdict(deque)
+
+    def send(self, source, to, act):
+        self.queues[source, to].append(act)
+
+    def deliver_one(self):
+        busy = [pair for pair, queue in self.queues.items() if queue]
+        if not busy:
+            return False
+        self.queues[self.rng.choice(busy)].popleft()()
+        return True
+
+
+class Worker:
+    """Follows the protocol as ``rref`` and ``agent`` do; holds references as (reference, fork, owner), its own with fork None."""
+
+    def __init__(self, rank, network, workers):
+        self.rank, self.network, self.workers = rank, network, workers
+        self.store = RRefStore(rank)
+        self.held = []
+        self.entries = {}  # those that its own code holds
+
+    def remote(self, owner):
+        reference, fork = self.store.make_id(), self.store.make_id()
+        there = self.workers[owner]
+
+        def arrive():
+            there.store.create(reference, fork).set(("value", reference))
+
+        if owner == self.rank:
+            arrive()
+            self.entries[reference] = self.store.find(reference)
+            self.store.delete_fork(reference, fork)
+            self.held.append((reference, None, owner))
+        else:
+            self.network.send(self.rank, owner, arrive)
+            self.held.append((reference, fork, owner))
+
+    def share(self, holding, to):
+        reference, _, owner = holding
+        fork = self.store.make_id()
+        there = self.workers[to]
+        pairs = []
+        if owner == self.rank:
+            self.store.keep(self.entries[reference], fork)
+        elif owner == to:
+            pairs = [(reference, fork)]
+        else:
+            self.network.send(self.rank, owner, lambda: self.workers[owner].store.add_forks([(reference, fork)]))
+
+        def arrive():
+            there.store.add_forks(pairs)
+            if owner == to:
+                there.entries[reference] = there.store.find(reference)
+                there.store.delete_fork(reference, fork)
+                there.held.append((reference, None, owner))
+            else:
+                there.held.append((reference, fork, owner))
+
+        self.network.send(self.rank, to, arrive)
+
+    def drop(self, holding):
+        self.held.remove(holding)
+        reference, fork, owner = holding
+        if fork is None:
+            if not any(other[0] == reference for other in self.held):
+                del self.entries[reference]
+        else:
+            self.network.send(self.rank, owner, lambda: self.workers[owner].store.delete_fork(reference, fork))
+
+    def fetch(self, holding, seen):
+        reference, fork, owner = holding
+        if fork is None:
+            self.entries[reference].when_set(lambda entry: seen.append(entry.value == ("value", reference)))
+        else:
+            entry_of = self.workers[owner].store.find
+            self.network.send(
+                self.rank,
+                owner,
+                lambda: entry_of(reference).when_set(lambda entry: seen.append(entry.value == ("value", reference))),
+            )
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_histories(seed):
+    rng = random.Random(seed)
+    network = Network(rng)
+    workers = []
+    workers += [Worker(rank, network, workers) for rank in range(rng.choice([2, 3, 4]))]
+    seen, asked = [], 0
+    for _ in range(rng.choice([30, 200])):
+        worker = rng.choice(workers)
+        action = rng.random()
+        if action < 0.15 or not worker.held:
+            worker.remote(rng.randrange(len(workers)))
+        elif action < 0.5:
+            worker.share(rng.choice(worker.held), rng.randrange(len(workers)))
+        elif action < 0.7:
+            worker.drop(rng.choice(worker.held))
+        elif action < 0.8:
+            worker.fetch(rng.choice(worker.held), seen)
+            asked += 1
+        for _ in range(rng.randrange(4)):
+            network.deliver_one()
+    while network.deliver_one():
+        pass
+    # Every fetch has been answered with its value: none was freed before.
+    assert seen == [True] * asked
+    for worker in workers:
+        while worker.held:
+            worker.drop(rng.choice(worker.held))
+    while network.deliver_one():
+        pass
+    assert [worker.store.counts() for worker in workers] == [(0, 0)] * len(workers)
+
+
+def test_the_simulation_notices_a_fork_that_is_told_too_late():
+    """Were the new holder told before the owner, a value could go under it: the random test must be able to fail."""
+
+    class Hasty(Worker):
+        def share(self, holding, to):
+            reference, fork, owner = holding
+            if fork is None or owner == to:
+                super().share(holding, to)
+                return
+            self.drop(holding)  # its own fork goes first
+            new = self.store.make_id()
+            there = self.workers[to]
+            self.network.send(self.rank, to, lambda: there.held.append((reference, new, owner)))
+            self.network.send(self.rank, owner, lambda: self.workers[owner].store.add_forks([(reference, new)]))
+
+    lost = 0
+    for seed in range(50):
+        rng = random.Random(seed)
+        network = Network(rng)
+        workers = []
+        workers += [Hasty(rank, network, workers) for rank in range(3)]
+        seen = []
+        workers[0].remote(1)
+        while network.deliver_one():
+            pass
+        workers[0].share(workers[0].held[0], 2)
+        while network.deliver_one():
+            pass
+        workers[2].fetch(workers[2].held[0], seen)
+        while network.deliver_one():
+            pass
+        lost += seen != [True]
+    assert lost
+
+
+def test_deletes_are_idempotent_and_may_come_first():
+    store = RRefStore(0)
+    entry = store.create(5, 1)
+    entry.set("value")
+    store.delete_fork(5, 2)  # of a fork that is announced later
+    assert store.counts() == (1, 1)
+    store.delete_fork(5, 2)
+    store.add_forks([(5, 2)])
+    assert store.counts() == (1, 1)
+    store.delete_fork(5, 1)
+    assert store.counts() == (0, 0) and store.leaks() == []
+
+
+def test_waiting_for_a_value_costs_no_thread():
+    store, seen = RRefStore(0), []
+    entry = store.find(9)  # asked for before it is made
+    entry.when_set(lambda made: seen.append(made.value))
+    assert store.create(9, 1) is entry and seen == []
+    entry.set(3)
+    entry.when_set(lambda made: seen.append(made.value))
+    assert seen == [3, 3]
+
+
+def test_ids_are_unique_over_ranks():
+    stores = [RRefStore(rank) for rank in (0, 1, 70_000)]
+    ids = [store.make_id() for store in stores for _ in range(100)]
+    assert len(set(ids)) == 300 and id_parts(new_id(70_000, 12)) == (70_000, 12)
