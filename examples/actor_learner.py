@@ -1,4 +1,4 @@
-"""A bandit's actors and its learner: actors play on their own workers and send what they saw; the learner answers with its policy.
+"""A bandit's actors and its learner: actors play and send what they saw; the learner answers with its policy.
 
 mpirun -n 4 python examples/actor_learner.py
 """
@@ -68,10 +68,8 @@ def main() -> None:
         places = range(1, size) if size > 1 else range(1)
         actors = [rpc.remote(place, Actor, args=(learner, place)) for place in places]
         won = [call.wait() for call in [actor.rpc_async(timeout=0).play(options.rounds, 64) for actor in actors]]
-        policy = learner.local_value().policy()
-        print(
-            f"{len(actors)} actor(s) won {sum(won) / len(won):.2f} of their plays; policy {[round(p, 2) for p in policy.tolist()]}"
-        )
+        policy = [round(chance, 2) for chance in learner.local_value().policy().tolist()]
+        print(f"{len(actors)} actor(s) won {sum(won) / len(won):.2f} of their plays; policy {policy}")
     rpc.shutdown()
 
 

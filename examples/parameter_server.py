@@ -77,9 +77,8 @@ def main() -> None:
         trainers = range(1, size) if size > 1 else range(1)
         calls = [rpc.rpc_async(trainer, train, args=(server, options.steps, trainer)) for trainer in trainers]
         losses = [call.wait() for call in calls]
-        print(
-            f"{len(losses)} trainer(s), {options.steps} steps: loss {max(losses):.2e}, weights {server.local_value().weights()[0]}"
-        )
+        weights = server.local_value().weights()[0]
+        print(f"{len(losses)} trainer(s), {options.steps} steps: loss {max(losses):.2e}, weights {weights}")
     rpc.shutdown()
 
 

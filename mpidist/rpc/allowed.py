@@ -11,6 +11,8 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from mpidist.errors import MpidistError
 from mpidist.rpc import codec
 from mpidist.rpc.message import Kind
@@ -37,7 +39,7 @@ _SAFE_BUILTINS = {
 _SAFE = {
     "builtins": _SAFE_BUILTINS,
     "collections": {"OrderedDict", "defaultdict", "deque"},
-    "torch": {"Size", "device", "Tensor"},
+    "torch": {"Size", "device", "Tensor"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
     "torch._utils": {"_rebuild_parameter", "_rebuild_parameter_with_state"},
     "numpy": {"dtype", "ndarray"},
     "numpy.core.multiarray": {"_reconstruct", "scalar"},
@@ -76,9 +78,9 @@ class Allowed:
             def find_class(self, module: str, name: str) -> Any:
                 allowed.require(module, name)
                 found = super().find_class(module, name)
-                # A dotted name could leave a listed module by what it imports.
-                if "." in name and getattr(found, "__module__", module) != module:
-                    raise Refused(f"{module}.{name} leads out of {module}")
+                # What a listed module imports is not listed with it, and no attribute of what it defines but classes and functions.
+                if name not in _SAFE.get(module, ()) and getattr(found, "__module__", None) != module:
+                    raise Refused(f'"{module}.{name}" leads out of {module}, and is not in the list of what this worker allows')
                 return found
 
         self.unpickler = Unpickler

@@ -69,8 +69,8 @@ def init_rpc(
     mailbox, generation = _mailbox(rank, world_size, group)
     workers = _workers(mailbox, name, generation)
     agent = Agent(mailbox, generation, workers, options, made_allowed, rref.adopt, HANDLERS)
+    current.agent = agent  # first: the others may call as soon as it starts
     agent.start()
-    current.agent = agent
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:

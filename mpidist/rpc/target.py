@@ -20,11 +20,12 @@ def target_of(function: Any) -> tuple[int, Any, str]:
     Builtin operators of torch and script functions go by their qualified names, all others by pickle.
     """
     kind = type(function)
-    if kind is BuiltinFunctionType and getattr(torch, function.__name__, None) is function:
-        name = f"torch.{function.__name__}"
+    own_name = getattr(function, "__name__", "")
+    if kind is BuiltinFunctionType and getattr(torch, own_name, None) is function:
+        name: Any = f"torch.{own_name}"
         return Kind.CALL_BUILTIN, name, name
     if kind is OpOverloadPacket or kind is OpOverload:
-        name = str(function._qualified_op_name) if kind is OpOverloadPacket else function.name()
+        name = function._qualified_op_name if kind is OpOverloadPacket else function.name()
         return Kind.CALL_BUILTIN, name, name
     if isinstance(function, torch.jit.ScriptFunction):
         name = torch._jit_internal._qualified_name(function)

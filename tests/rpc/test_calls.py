@@ -254,8 +254,7 @@ def test_a_worker_that_has_left_fails_calls_at_once(group):
     else:
         start = time.monotonic()
         with pytest.raises(RankFailureError, match="worker1 has left RPC") as caught:
-            for _ in range(1000):
-                rpc.rpc_sync("worker1", echo, args=(1,))
+            call_on_and_on("worker1")
         rpc_error = "" if time.monotonic() - start < 5 else str(caught.value)
         with pytest.raises(RankFailureError, match="has left without a graceful shutdown"):
             rpc.shutdown()
@@ -264,6 +263,11 @@ def test_a_worker_that_has_left_fails_calls_at_once(group):
     rpc.init_rpc(f"worker{group.rank}", group=group)
     assert rpc.rpc_sync((group.rank + 1) % group.size, echo, args=(2,)) == 2
     rpc.shutdown()
+
+
+def call_on_and_on(name):
+    for _ in range(10_000):
+        rpc.rpc_sync(name, echo, args=(1,))
 
 
 @pytest.mark.mpi(min_size=2)
