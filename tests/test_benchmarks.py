@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mpidist.kernels import powersgd
-from tests.support import ROOT, launcher, missing, started
+from tests.support import ROOT, job, launcher, missing, started
 
 BENCHMARKS = ROOT / "benchmarks"
 FOUR_WAYS = ["gloo", "mpi4py", "mpidist", "native"]
@@ -126,6 +126,49 @@ def test_ways_from_device_memory_are_compared_and_recorded(tmp_path):
     contenders = {result["operation"]: list(result["contenders"]) for result in record["results"]}
     assert contenders == {"all_reduce": ["library", "ring", "staged"], "ping_pong": ["library", "staged"]}
     assert record["results_checked"] is True and record["operations"] and len(record["goals"]) == 3
+
+
+@pytest.mark.slow
+def test_calls_are_compared_and_recorded(tmp_path):
+    done = run("bench_rpc.py", tmp_path, "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("rpc-*-2.json")
+    record = json.loads(path.read_text())
+    assert {result["operation"] for result in record["results"]} == {"no-op", "echo", "async", "remote + to_here", "many to one"}
+    assert all(set(result["contenders"]) == {"tensorpipe", "mpidist"} for result in record["results"])
+    assert (
+        record["results_checked"] is True
+        and len(record["goals"]) == 5
+        and set(record["idle_share_of_a_core"])
+        == {
+            "tensorpipe",
+            "mpidist",
+        }
+    )
+
+
+@pytest.mark.slow
+def test_a_soak_ends_with_nothing_left(tmp_path):
+    command = [*launcher(2), sys.executable, str(BENCHMARKS / "soak_rpc.py"), "--calls", "10000", "--references", "1000"]
+    done = started(command, timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "10000 calls, 1000 references" in done.stdout and "nothing left" in done.stdout
+
+
+@pytest.mark.slow
+def test_many_workers_begin_and_end_on_few_cores():
+    script = """
+        import mpidist.comm, mpidist.rpc as rpc
+        rank, size = mpidist.comm.init().rank, mpidist.comm.init().size
+        rpc.init_rpc(f"worker{rank}")
+        answers = [rpc.rpc_async(other, max, args=(rank, other)) for other in range(size)]
+        assert [answer.wait() for answer in answers] == [max(rank, other) for other in range(size)]
+        rpc.shutdown()
+        print("ended", rank)
+    """
+    done = job(32, script, timeout_s=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert sorted(int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("ended")) == list(range(32))
 
 
 @pytest.mark.slow

@@ -234,10 +234,10 @@ class Mailbox:
         arrival = Arrival(self.rank, memoryview(letter))
         for place, part in enumerate(parts):
             device = devices[place] if devices else None
-            if isinstance(part, torch.Tensor):
-                arrival.parts.append(part.to(torch.device("cpu") if device is None else torch.device("cuda", device), copy=True))
+            if device is not None:
+                arrival.parts.append(part.to(torch.device("cuda", device), copy=True))
                 continue
-            source = memoryview(part).cast("B")
+            source = memoryview(part.numpy() if isinstance(part, torch.Tensor) else part).cast("B")
             space = self._memory.lend(source.nbytes)
             space[:] = source
             arrival.parts.append(space)

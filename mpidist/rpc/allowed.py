@@ -78,7 +78,7 @@ class Allowed:
             def find_class(self, module: str, name: str) -> Any:
                 allowed.require(module, name)
                 found = super().find_class(module, name)
-                # What a listed module imports is not listed with it, and no attribute of what it defines but classes and functions.
+                # What a listed module imports is not listed with it.
                 if name not in _SAFE.get(module, ()) and getattr(found, "__module__", None) != module:
                     raise Refused(f'"{module}.{name}" leads out of {module}, and is not in the list of what this worker allows')
                 return found

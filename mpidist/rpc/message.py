@@ -182,7 +182,7 @@ def header_of(letter: memoryview) -> Header:
         raise FrameError(f"a letter of unknown kind {kind}")
     count = n_outer + n_ids + 2 * n_forks
     place = start + _HEADER.size
-    if not count:
+    if not count and not outer:
         return Header(kind, generation, sequence, flags=flags, sizes=(table, pickled, n_parts, place))
     if len(letter) < place + 8 * count:
         raise FrameError(f"letter of kind {kind}: {count} numbers announced, cut off after {len(letter)} bytes")

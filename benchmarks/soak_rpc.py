@@ -1,0 +1,114 @@
+"""Call, reference and drop for long, and see that nothing grows: memory, tables, threads.
+
+mpirun -n 2 python benchmarks/soak_rpc.py --calls 1000000 --references 100000
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import threading
+import time
+from typing import Any
+
+import psutil
+import torch
+
+import mpidist.comm
+import mpidist.rpc as rpc
+from mpidist.rpc import api
+
+_PARTS = 10  # memory is read so often
+_GROWTH = 0.05  # what the second half may add to the memory of the first
+_SLACK_BYTES = 16 << 20  # … beside what the allocator keeps
+
+
+def echo(value: Any) -> Any:
+    """Give back what came."""
+    return value
+
+
+def hold(reference: Any) -> float:
+    """Use a reference on a worker that is not its owner, and drop it."""
+    return float(reference.to_here().sum())
+
+
+def main() -> None:
+    options = _arguments()
+    torch.set_num_threads(1)
+    group = mpidist.comm.init()
+    rpc.init_rpc(f"worker{group.rank}", group=group)
+    rng = random.Random(group.rank)
+    memory = [_soak(options.calls // _PARTS, options.references // _PARTS, group, rng) for _ in range(_PARTS)]
+    agent = api._get_current_rpc_agent()
+    rpc.shutdown()
+    problem = _problem(memory, agent)
+    told = group.all_gather_object((memory, problem))
+    if group.rank == 0:
+        print(f"{options.calls} calls, {options.references} references on each of {group.size} workers")
+        for rank, (values, _) in enumerate(told):
+            print(f"rank {rank}: resident MiB " + " ".join(f"{value / 2**20:.0f}" for value in values))
+        print("; ".join(text for _, text in told if text) or "nothing left, memory flat")
+    if any(text for _, text in told):
+        raise SystemExit(1)
+
+
+def _soak(calls: int, references: int, group: Any, rng: random.Random) -> int:
+    """Make calls of all kinds and sizes; return this process's resident memory in bytes."""
+    others = [rank for rank in range(group.size) if rank != group.rank] or [0]
+    tensors = [torch.ones(size) for size in (1, 100, 5000, 50_000)]
+    pending = []
+    for number in range(calls):
+        to, way = rng.choice(others), number % 20
+        if way == 0:
+            tensor = rng.choice(tensors)
+            if rpc.rpc_sync(to, echo, args=(tensor,)).shape != tensor.shape:
+                raise RuntimeError("an echo has another shape")
+        elif way < 4:
+            if rpc.rpc_sync(to, echo, args=(number,)) != number:
+                raise RuntimeError("an echo has another value")
+        else:
+            pending.append(rpc.rpc_async(to, echo, args=(number,)))
+            if len(pending) == 200:
+                _ = [future.wait() for future in pending]
+                pending.clear()
+    _ = [future.wait() for future in pending]
+    for _ in range(references):
+        reference = rpc.remote(rng.choice(others), torch.ones, args=(10,))
+        if rpc.rpc_sync(rng.choice(others), hold, args=(reference,)) != 10.0:
+            raise RuntimeError("a reference has another value")
+    gc.collect()
+    group.barrier()
+    return int(psutil.Process().memory_info().rss)
+
+
+def _problem(memory: list[int], agent: Any) -> str:
+    """Say what is left, or has grown; empty if nothing."""
+    half = max(memory[1 : _PARTS // 2])
+    if memory[-1] > half * (1 + _GROWTH) + _SLACK_BYTES:
+        return f"resident memory grew from {half >> 20} to {memory[-1] >> 20} MiB"
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(thread.name.startswith("mpidist-rpc") for thread in threading.enumerate()):
+        time.sleep(0.01)
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("mpidist-rpc")]
+    entries, forks = agent.store.counts()
+    left = {
+        "calls": len(agent._pending),
+        "references": entries,
+        "forks": forks,
+        "creations": len(agent.creations),
+        "threads": threads,
+    }
+    return "" if not any(left.values()) else f"left: {left}"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=1_000_000, help="of each worker")
+    parser.add_argument("--references", type=int, default=100_000, help="of each worker")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
