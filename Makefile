@@ -34,7 +34,7 @@ help:
 	@echo 'make mpi-N    the MPI tests on N ranks of Open MPI;  make mpich-N: of MPICH'
 	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'
 	@echo '              CUDA_MPI=PREFIX of a CUDA-aware Open MPI; PY=python3 without a network; DEVICE=cpu to see that it runs'
-	@echo 'make bench    the benchmarks on two ranks: collectives, who executes them, training steps, hooks'
+	@echo 'make bench    the benchmarks on two ranks: collectives, who executes them, training steps, hooks, calls'
 	@echo 'make bench-link  training steps on slow links between network namespaces (root, iproute2)'
 	@echo 'make clean    remove what the targets wrote;  make distclean: the environments too'
 
@@ -76,6 +76,7 @@ bench: $(VENV)/.stamp-bench
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_ddp.py
 	$(OPENMPI_RUN) -n 1 $(PY) benchmarks/bench_ddp.py --models mlp:256 many:256
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_powersgd.py
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_rpc.py
 
 # Status 77: namespaces are not allowed here, as the script has said.
 bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp

@@ -237,7 +237,8 @@ class Mailbox:
             if device is not None:
                 arrival.parts.append(part.to(torch.device("cuda", device), copy=True))
                 continue
-            source = memoryview(part.numpy() if isinstance(part, torch.Tensor) else part).cast("B")
+            plain: Any = part.numpy() if isinstance(part, torch.Tensor) else part
+            source = memoryview(plain).cast("B")
             space = self._memory.lend(source.nbytes)
             space[:] = source
             arrival.parts.append(space)

@@ -27,7 +27,7 @@ from mpidist.rpc.allowed import Allowed
 from mpidist.rpc.board import Board
 from mpidist.rpc.call import Call, RpcFuture
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
-from mpidist.rpc.message import MAX_FORKS, Content, Header, Kind
+from mpidist.rpc.message import MAX_FORKS, RESPONSES, Content, Header, Kind
 from mpidist.rpc.options import RpcBackendOptions, seconds
 from mpidist.rpc.pending import PendingCalls
 from mpidist.rpc.polling import NOTHING_LEFT, Action, Polling
@@ -38,7 +38,7 @@ from mpidist.rpc.worker import WorkerInfo
 
 logger = logging.getLogger("mpidist.rpc")
 
-_SWITCH_INTERVAL_S = 2e-4  # a thread that has seen a message waits so long for a thread that computes in Python
+_SWITCH_INTERVAL_S = 2e-4  # a thread that has seen a message waits so long for one that computes in Python
 _STOP_S = 5.0
 _EMPTY = Content()
 
@@ -50,6 +50,7 @@ class Agent:
         mailbox: What carries the letters.
         generation: How many agents have used the mailbox before; the same on all ranks.
         workers: All workers, by rank.
+        device_maps: All workers' device maps, by rank: where each sends its tensors, by worker name.
         options: This worker's settings.
         allowed: What others may call here; None for anything.
         adopt: Makes the reference of an (agent, reference, fork, owner).
@@ -61,6 +62,7 @@ class Agent:
         mailbox: Mailbox,
         generation: int,
         workers: Sequence[WorkerInfo],
+        device_maps: Sequence[Mapping[str, Mapping[int, int]]],
         options: RpcBackendOptions,
         allowed: Allowed | None,
         adopt: Callable[[Agent, int, int, int], Any],
@@ -92,7 +94,11 @@ class Agent:
         self._deletes: deque[tuple[int, int, int]] = deque()
         self._count_lock = threading.Lock()
         self._taken = self._answered = self._one_way_sent = self._one_way_taken = self._started = 0
-        self._device_maps = {self.rank_of(name): made for name, made in options.device_maps.items() if name in self._ranks}
+        # Requests go by our own map, answers back by the inverse of the caller's.
+        self._request_maps = {self._ranks[name]: made for name, made in options.device_maps.items() if name in self._ranks}
+        self._answer_maps = {
+            rank: {there: here for here, there in maps.get(self.me.name, {}).items()} for rank, maps in enumerate(device_maps)
+        }
         self._switch_interval = sys.getswitchinterval()
         self.gil_waits: list[float] | None = None  # seconds; None: not measured
 
@@ -376,7 +382,8 @@ class Agent:
         engine = interceptor.registered()
         if engine is not None:
             header.outer = engine.leaving(to, encoding.tensors, answered)
-        content = encoding.content(to, self._device_maps.get(to))
+        maps = self._answer_maps if header.kind in RESPONSES else self._request_maps
+        content = encoding.content(to, maps.get(to))
         if not encoding.forks:
             return content
         pairs = [(reference, fork) for reference, fork, owner in encoding.forks if owner == to]

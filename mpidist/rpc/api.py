@@ -67,8 +67,8 @@ def init_rpc(
     if current.agent is not None:
         raise MpidistError("RPC is already initialized: call mpidist.rpc.shutdown() first")
     mailbox, generation = _mailbox(rank, world_size, group)
-    workers = _workers(mailbox, name, generation)
-    agent = Agent(mailbox, generation, workers, options, made_allowed, rref.adopt, HANDLERS)
+    workers, device_maps = _workers(mailbox, name, generation, options)
+    agent = Agent(mailbox, generation, workers, device_maps, options, made_allowed, rref.adopt, HANDLERS)
     current.agent = agent  # first: the others may call as soon as it starts
     agent.start()
 
@@ -300,20 +300,27 @@ def _group(world_size: int | None) -> ProcessGroup:
 _groups: dict[int, ProcessGroup] = {}
 
 
-def _workers(mailbox: Mailbox, name: str, generation: int) -> list[WorkerInfo]:
-    told = mailbox.group.all_gather_object((name, generation)) if mailbox.group is not None else [(name, generation)]
-    workers = [WorkerInfo(told_name, rank) for rank, (told_name, _) in enumerate(told)]
+def _workers(
+    mailbox: Mailbox, name: str, generation: int, options: RpcBackendOptions
+) -> tuple[list[WorkerInfo], list[dict[str, dict[int, int]]]]:
+    """Tell all workers of this one; return all, and where they send tensors of their devices."""
+    mine = (name, generation, options.device_maps)
+    told = mailbox.group.all_gather_object(mine) if mailbox.group is not None else [mine]
+    workers = [WorkerInfo(told_name, rank) for rank, (told_name, _, _) in enumerate(told)]
     twice = doubled(workers)
     if twice:
         raise MpidistError(
             f"RPC worker name is not unique: {', '.join(map(repr, twice))} among {[worker.name for worker in workers]}"
         )
-    counts = {count for _, count in told}
+    counts = {count for _, count, _ in told}
     if len(counts) > 1:
         raise MpidistError(
             f"ranks have initialised RPC a different number of times: {sorted(counts)}; a rank has missed an init_rpc"
         )
-    return workers
+    unknown = sorted({worker for _, _, maps in told for worker in maps} - {worker.name for worker in workers})
+    if unknown:
+        raise MpidistError(f"device maps name workers that there are not: {unknown}; the workers are {workers}")
+    return workers, [maps for _, _, maps in told]
 
 
 __all__ = [

@@ -1,0 +1,64 @@
+"""CUDA tensors in calls and references: by device pointer or through pinned memory, where a device map says to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mpidist.rpc as rpc
+from mpidist.errors import MpidistError
+
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.gpu]
+SIZES = [0, 1, 3000, 1_000_003]
+
+
+def echo(x):
+    return x
+
+
+def slow_double(x):
+    """Queue work that is not done when the function returns."""
+    torch.cuda._sleep(50_000_000)
+    return x * 2
+
+
+@pytest.fixture
+def on_gpu(group):
+    options = rpc.RpcBackendOptions(device_maps={f"worker{rank}": {0: 0} for rank in range(group.size)})
+    rpc.init_rpc(f"worker{group.rank}", group=group, rpc_backend_options=options)
+    yield f"worker{(group.rank + 1) % group.size}"
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_tensors_come_to_their_device_and_back(on_gpu, numel):
+    tensor = torch.arange(numel, device="cuda", dtype=torch.float32)
+    for there in (rpc.rpc_sync(on_gpu, echo, args=(tensor,)), rpc.rpc_async(on_gpu, echo, args=(tensor,)).wait()):
+        assert there.is_cuda and torch.equal(there, tensor)
+
+
+def test_values_wait_for_the_kernels_that_make_them(on_gpu):
+    tensor = torch.ones(1_000_000, device="cuda")
+    torch.cuda._sleep(50_000_000)
+    tensor += 1  # behind the sleep when the call begins
+    assert rpc.rpc_sync(on_gpu, slow_double, args=(tensor,)).eq(4).all()
+    reference = rpc.remote(on_gpu, slow_double, args=(tensor,))
+    assert reference.to_here().eq(4).all()
+    assert rpc.rpc_async(on_gpu, slow_double, args=(tensor,)).then(lambda future: future.wait() + 1).wait().eq(5).all()
+
+
+def test_views_share_and_mixed_devices_travel(on_gpu):
+    base = torch.zeros(1000, 10, device="cuda")
+    whole, part, host = rpc.rpc_sync(on_gpu, echo, args=([base, base[5], torch.ones(3)],))
+    part.fill_(1)
+    assert whole[5].eq(1).all() and not host.is_cuda and torch.equal(rpc.rpc_sync(on_gpu, echo, args=(base.t(),)), base.t())
+
+
+def test_a_device_without_a_map_is_refused(group):
+    rpc.init_rpc(f"worker{group.rank}", group=group)
+    with pytest.raises(ValueError, match="set_device_map"):
+        rpc.rpc_sync(f"worker{(group.rank + 1) % group.size}", echo, args=(torch.ones(1, device="cuda"),))
+    rpc.shutdown()
+    options = rpc.RpcBackendOptions(device_maps={"nobody": {0: 0}})
+    with pytest.raises(MpidistError, match="device maps name workers"):
+        rpc.init_rpc(f"worker{group.rank}", group=group, rpc_backend_options=options)
