@@ -22,6 +22,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,7 @@ class Action:
 
 
 NOTHING_LEFT = Action(lambda: None, False)  # a message came, and needs no more
+_STAND_BY = Action(lambda: None, False)  # what a thread is given that is to stand by and lead
 
 
 class _Turn:
@@ -62,15 +64,13 @@ class _Turn:
     Attributes:
         acting: The number of the action it is running; 0 while it polls.
         is_pools: It is a thread of the pool, which anybody who waits may take the turn from.
-        was_superseded: It was in a handler for too long; another thread has its place.
     """
 
-    __slots__ = ("acting", "is_pools", "was_superseded")
+    __slots__ = ("acting", "is_pools")
 
     def __init__(self, is_pools: bool) -> None:
         self.acting = 0
         self.is_pools = is_pools
-        self.was_superseded = False
 
 
 class _Here(threading.local):
@@ -102,10 +102,12 @@ class Polling:
         self._is_resting = False  # the leader has had no message for a while
         self._helped = 0.0  # when a thread that issues calls has last polled by itself
         self._actions = itertools.count(1)
-        self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
-        self._count_lock = threading.Lock()
+        self._count_lock = threading.Lock()  # guards the next five
         self._running = 0  # actions that may block and do not wait for an answer
-        self._idle = 0  # threads that wait for the queue
+        self._backlog: deque[Action] = deque()  # those that have to wait for others to end
+        self._idle = 0  # threads that wait for the queue and that nothing was put there for
+        self._standing = 0  # threads that stand by
+        self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()  # one item for each thread that is not idle any more
         self._threads: list[threading.Thread] = []
         self._stopping = False
         self._numbers = itertools.count()
@@ -113,7 +115,7 @@ class Polling:
     def start(self) -> None:
         """Start the two threads that are always there."""
         for _ in range(2):
-            self._start_thread(self._serve)
+            self._start_thread(_STAND_BY)
 
     def stop(self, timeout_s: float) -> bool:
         """Stop polling and let the threads end; say whether all did. Those in users' code end after it."""
@@ -130,7 +132,7 @@ class Polling:
     def counts(self) -> tuple[int, int, int]:
         """Return the number of threads, of those without work, and of actions queued or running."""
         with self._count_lock:
-            return len(self._threads), self._idle, self._running + self._queue.qsize()
+            return len(self._threads), self._idle, self._running + len(self._backlog)
 
     def is_leading(self) -> bool:
         """Say whether the calling thread has the turn, and ought not to be kept for long."""
@@ -225,73 +227,89 @@ class Polling:
             self._is_calm = False
             self._wake.release()
 
+    # The pool. An action counts as running from when a thread was found for it.
+
     def _step_aside(self) -> None:
         # A handler that waits for an answer must not keep others from running: calls may nest deeper than the pool.
         with self._count_lock:
             self._running -= 1
-            needs_thread = self._queue.qsize() > 0 and self._idle == 0
-        if needs_thread:
-            self._start_thread(self._work)
+            action = self._next()
+        if action is not None:
+            self._give(action)
 
     def _come_back(self) -> None:
         with self._count_lock:
             self._running += 1
 
     def _enqueue(self, action: Action) -> None:
-        self._queue.put(action)
         with self._count_lock:
-            needs_thread = self._idle < self._queue.qsize() and self._running < self._limit
-        if needs_thread:
-            self._start_thread(self._work)
+            if self._running >= self._limit:
+                self._backlog.append(action)
+                return
+            self._running += 1
+        self._give(action)
 
-    def _start_thread(self, target: Callable[[], None]) -> None:
+    def _next(self) -> Action | None:
+        """Return an action that may run now, if there is one; called with the lock."""
+        if not self._backlog or self._running >= self._limit:
+            return None
+        self._running += 1
+        return self._backlog.popleft()
+
+    def _give(self, action: Action) -> None:
+        """Hand an action to a thread without work, or to a new one."""
+        with self._count_lock:
+            is_new = self._idle == 0
+            self._idle -= not is_new
+        if is_new:
+            self._start_thread(action)
+        else:
+            self._queue.put(action)
+
+    def _start_thread(self, first: Action) -> None:
         if self._stopping:
             return
-        thread = threading.Thread(
-            target=runtime.guard_thread(target), name=f"mpidist-{self._name}-{next(self._numbers)}", daemon=True
-        )
+        name = f"mpidist-{self._name}-{next(self._numbers)}"
+        thread = threading.Thread(target=runtime.guard_thread(self._live), args=(first,), name=name, daemon=True)
         with self._count_lock:
             self._threads = [other for other in self._threads if other.is_alive() or other.ident is None]
             self._threads.append(thread)
         thread.start()
 
-    def _run(self, action: Action) -> None:
-        if not action.may_block:
-            action.run()
-            return
-        with self._count_lock:
-            self._running += 1
-        try:
-            action.run()
-        finally:
-            with self._count_lock:
-                self._running -= 1
-
-    # A thread of the pool that has no turn.
-
-    def _work(self) -> None:
-        _here.turn = _Turn(True)
-        while not self._stopping:
-            with self._count_lock:
-                self._idle += 1
-            action = self._queue.get()
-            with self._count_lock:
-                self._idle -= 1
-            if action is None:
-                return
-            self._run(action)
-            action = None  # while the thread sleeps, it must not keep the last tensors alive
-
-    # The two threads that lead and stand by, in turns.
-
-    def _serve(self) -> None:
+    def _live(self, first: Action) -> None:
+        """Do one thing after the other; the body of all threads."""
         mine = _here.turn = _Turn(True)
+        action: Action | None = first
+        while action is not None and not self._stopping:
+            is_ours = action is _STAND_BY
+            if is_ours:
+                self._serve(mine)
+            else:
+                action.run()
+            with self._count_lock:
+                self._running -= not is_ours
+                action = self._next()
+                self._idle += action is None
+            if action is None:
+                action = self._queue.get()
+
+    # Threads that lead and stand by, in turns.
+
+    def _serve(self, mine: _Turn) -> None:
+        """Stand by and lead, until others stand by while this thread is in a handler."""
         while not self._stopping:
+            with self._count_lock:
+                if self._standing >= 2:
+                    return
+                self._standing += 1
             self._stand_by(mine)
-            if not self._lead(mine):
-                # The other has taken the turn while this one was in a handler, and has found a new one to stand by.
-                self._work()
-                return
+            with self._count_lock:
+                self._standing -= 1
+                is_last = self._standing == 0
+            # Whoever stood by before may be in a handler, and stay there: there must always be one.
+            if is_last and not self._stopping:
+                self._give(_STAND_BY)
+            self._lead(mine)
 
     def _stand_by(self, mine: _Turn) -> None:
         """Sleep until the turn is free, or its thread stuck in a handler; then take it."""
@@ -304,13 +322,7 @@ class Polling:
                     is_stuck = turn is not None and turn.acting != 0 and turn.acting == seen
                     if turn is None or is_stuck:
                         self._turn = mine
-                if turn is None:
-                    return
-                if is_stuck:
-                    if turn.is_pools:
-                        turn.was_superseded = True
-                        self._start_thread(self._serve)
-                    return
+                        return
                 seen = turn.acting
                 calm = calm + 1 if self._is_resting else 0
                 if calm > _CALM_TICKS:
@@ -321,14 +333,13 @@ class Polling:
                     self._is_calm = False
                     calm = 0
 
-    def _lead(self, mine: _Turn) -> bool:
-        """Poll until the turn is lost; say whether this thread may stand by again."""
+    def _lead(self, mine: _Turn) -> None:
+        """Poll until the turn is lost."""
         clock, poll, lock = time.monotonic, self._poll, self._poll_lock
         since, rounds = clock(), 0
         while not self._stopping:
             if self._turn is not mine:
-                self._is_resting = False
-                return True
+                break
             if clock() - self._helped < _HELP_S:
                 time.sleep(_HELP_S)
                 continue
@@ -336,8 +347,8 @@ class Polling:
                 action = poll() if self._turn is mine else None
             if action is not None:
                 rounds = 0
-                if action is not NOTHING_LEFT and not self._act(mine, action):
-                    return False
+                if action is not NOTHING_LEFT:
+                    self._act(mine, action)
                 continue
             rounds += 1
             if rounds == 1:
@@ -352,15 +363,23 @@ class Polling:
             else:
                 self._is_resting = True
                 time.sleep(min(idle / 8, _NAP_S))
-        return True
+        self._is_resting = False
 
-    def _act(self, mine: _Turn, action: Action) -> bool:
-        """Run an action in the leader's thread; say whether the thread keeps its place."""
-        if action.may_block and self._running >= self._limit:
-            self._enqueue(action)
-            return True
+    def _act(self, mine: _Turn, action: Action) -> None:
+        """Run an action in the leader's thread, unless as many run already as may."""
+        if action.may_block:
+            with self._count_lock:
+                if self._running >= self._limit:
+                    self._backlog.append(action)
+                    return
+                self._running += 1
         mine.acting = next(self._actions)
         self._rouse()
-        self._run(action)
+        action.run()
         mine.acting = 0
-        return not mine.was_superseded
+        if action.may_block:
+            with self._count_lock:
+                self._running -= 1
+                following = self._next()
+            if following is not None:
+                self._give(following)
