@@ -10,7 +10,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 READY  := $(VENV)/.stamp
 # --foreground: Ctrl-C reaches the job.
-LIMIT  := timeout --foreground -k 10 600
+LIMIT  := timeout --foreground -k 10 900
 # -m mpi4py: a rank that raises ends the whole job. -x: one failure, and no rank runs ahead of the others.
 PYTEST_MPI := $(PY) -m mpi4py -m pytest -q -x --color=no -o console_output_style=classic
 
