@@ -107,7 +107,7 @@ class Mailbox:
                 request = self._mpi.Recv_init((space, LETTER_BYTES, MPI.BYTE), MPI.ANY_SOURCE, self._letter_tag)
                 request.Start()
                 self._posted.append((request, memoryview(space)))
-            runtime.close_at_exit(self)
+            runtime.close_at_exit(self, stage=1)  # after those who poll
 
     def send(self, to: int, letter: bytes | bytearray, parts: Sequence[Part] = (), devices: Sequence[int | None] = ()) -> None:
         """Send a letter and what belongs to it; ``parts`` must stay unchanged until the receiver has answered.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -206,7 +205,6 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 def _delete_all_user_and_unforked_owner_rrefs() -> None:
     """Drop all references to other workers' values."""
-    gc.collect()
     for user in list(current.require().users):
         user.delete()
 

@@ -34,7 +34,8 @@ _SPIN_S = 5e-5  # the leader polls so long without a pause, …
 _YIELD_S = 5e-4  # … so long with its core given away in between, …
 _NAP_S = 2.5e-3  # … and then in naps, at most so long: an idle worker costs between 1 and 2 % of a core
 _WAIT_S = 3e-3  # a thread that waits longer than this for an answer sleeps instead of polling
-_HELP_S = 2e-3  # the leader leaves the polling to a thread that has issued a call within this time
+_BURST_S = 3e-4  # calls that follow each other this closely …
+_HELP_S = 2e-3  # … keep the leader from polling for so long
 _SPINS = 20  # a thread that waits polls so often without giving its core away
 _CALM_TICKS = 8  # after so many looks without a message the thread that stands by needs no clock
 
@@ -100,7 +101,8 @@ class Polling:
         self._wake = threading.Semaphore(0)
         self._is_calm = False  # the thread that stands by sleeps until it is woken
         self._is_resting = False  # the leader has had no message for a while
-        self._helped = 0.0  # when a thread that issues calls has last polled by itself
+        self._issued = 0.0  # when a user's thread has last issued a call
+        self._helped = 0.0  # … and so soon after the one before that it may be left to poll by itself
         self._actions = itertools.count(1)
         self._count_lock = threading.Lock()  # guards the next five
         self._running = 0  # actions that may block and do not wait for an answer
@@ -144,11 +146,16 @@ class Polling:
         self._enqueue(Action(run, True))
 
     def help(self) -> None:
-        """Look once, from a thread that has just issued a call; while it goes on so, the leader keeps out of its way.
+        """Look once, from a user's thread that has just issued a call; while calls follow each other, the leader keeps away.
 
         Two threads of one process that both poll hand Python's lock to and fro, which costs more than the calls.
         """
-        self._helped = time.monotonic()
+        if _here.turn is not None:
+            return  # a handler: the leader is needed for the others
+        now = time.monotonic()
+        if now - self._issued < _BURST_S:
+            self._helped = now
+        self._issued = now
         if self._poll_lock.acquire(blocking=False):
             try:
                 action = self._poll()
