@@ -49,10 +49,13 @@ class Doubling:
 
 
 @pytest.fixture
-def doubling():
+def doubling(group, workers):
     interceptor.register(made := Doubling())
+    group.barrier()  # no message may come to a worker that has none yet
     yield made
+    group.barrier()
     interceptor.register(None)
+    group.barrier()
 
 
 def add_one(x):
