@@ -84,9 +84,7 @@ class Agent:
         self.is_stopped = False
         self._mailbox = mailbox
         self._workers = tuple(workers)
-        self._ranks: dict[Any, int] = {}
-        for worker in workers:
-            self._ranks[worker.name] = worker.id
+        self._ranks = {worker.name: worker.id for worker in workers}
         self._handlers = handlers
         self._adopt = partial(adopt, self)
         self._unpickler = pickle.Unpickler if allowed is None else allowed.unpickler
@@ -195,7 +193,7 @@ class Agent:
         """
         if self.is_stopped:
             raise MpidistError(f"RPC was shut down; {what} cannot be sent")
-        encoding = codec.Encoding(obj, interceptor.registered() is not None) if obj is not None else None
+        encoding = _encoded(obj)
         call = Call(to, what, self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout))
         if future:
             call.future = RpcFuture(self.wait, call, self.options.devices or None)
@@ -250,9 +248,7 @@ class Agent:
         """Answer a request with an object; with the reason if that cannot be pickled."""
         header = Header(kind, self.generation, sequence)
         try:
-            content = self._content(
-                codec.Encoding(obj, interceptor.registered() is not None) if obj is not None else None, to, header, outer
-            )
+            content = self._content(_encoded(obj), to, header, outer)
         except Exception as error:
             self.answer_error(to, sequence, error)
             return
@@ -479,6 +475,10 @@ class Agent:
             self.polling.submit(partial(_fail_future, call, error))
         else:
             _fail_future(call, error)
+
+
+def _encoded(obj: Any) -> codec.Encoding | None:
+    return codec.Encoding(obj, needs_tensors=interceptor.registered() is not None) if obj is not None else None
 
 
 def _fail_future(call: Call, error: BaseException) -> None:

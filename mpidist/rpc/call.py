@@ -11,8 +11,6 @@ import torch
 
 from mpidist.errors import CommTimeout
 
-NO_TIMEOUT = 0.0  # torch's: the call may take for ever
-
 
 class Call:
     """One request under way.
@@ -27,7 +25,6 @@ class Call:
         done: An answer or an error is there; of a call with a future, the future is complete.
         future: Of an asynchronous call.
         settle: Called in the polling thread with the call in place of completing anything; must not block.
-        owned: A thread waits for it, and may complete it by itself.
     """
 
     __slots__ = ("arrival", "deadline", "done", "error", "future", "latch", "sequence", "settle", "timeout_s", "to", "what")

@@ -54,16 +54,13 @@ def _note_request(agent: Agent, source: int, header: Header) -> None:
     agent.take()
 
 
-def _call(find: Find) -> Callable[[Agent, Arrival, Header], Action]:
+def _calling(find: Find, succeed: Succeed, fail: Fail) -> Callable[[Agent, Arrival, Header], Action]:
+    """Run the function that ``find`` returns; what becomes of its result, or of its exception, is the callers' to say."""
+
     def act(agent: Agent, arrival: Arrival, header: Header) -> Action:
-        return Action(partial(_serve, agent, arrival, header, find), True)
+        return Action(partial(_execute, agent, arrival, header, find, succeed, fail), True)
 
     return act
-
-
-def _serve(agent: Agent, arrival: Arrival, header: Header, find: Find) -> None:
-    """Run the function of a request, and answer; or let its future answer."""
-    _execute(agent, arrival, header, find, _answer_with, _answer_with_error)
 
 
 def _answer_with(agent: Agent, source: int, header: Header, value: Any) -> None:
@@ -183,17 +180,6 @@ def _note_remote(agent: Agent, source: int, header: Header) -> Entry:
     return agent.store.create(*header.ids)
 
 
-def _remote(find: Find) -> Callable[[Agent, Arrival, Header], Action]:
-    def act(agent: Agent, arrival: Arrival, header: Header) -> Action:
-        return Action(partial(_serve_remote, agent, arrival, header, find), True)
-
-    return act
-
-
-def _serve_remote(agent: Agent, arrival: Arrival, header: Header, find: Find) -> None:
-    _execute(agent, arrival, header, find, _keep, _keep_error)
-
-
 def _keep(agent: Agent, source: int, header: Header, value: Any) -> None:
     if isinstance(value, torch._C.Future):
         error = MpidistError("Can not pickle torch.futures.Future; mark the function with rpc.functions.async_execution")
@@ -224,8 +210,6 @@ def _answer_fetch(agent: Agent, source: int, header: Header, entry: Entry) -> No
     if entry.error is not None:
         agent.answer_error(source, header.sequence, entry.error)
         return
-    for event in entry.events:
-        event.hold()
     agent.answer(source, header.sequence, Kind.RESULT, entry.value, header.outer)
 
 
@@ -293,12 +277,12 @@ def _note_left(agent: Agent, source: int, header: Header) -> None:
 
 
 HANDLERS: dict[int, Handler] = {
-    Kind.CALL_PYTHON: Handler(Kind.RESULT, _note_request, _call(_python)),
-    Kind.CALL_BUILTIN: Handler(Kind.RESULT, _note_request, _call(_builtin)),
-    Kind.CALL_SCRIPT: Handler(Kind.RESULT, _note_request, _call(_script)),
-    Kind.REMOTE_PYTHON: Handler(Kind.REMOTE_DONE, _note_remote, _remote(_python)),
-    Kind.REMOTE_BUILTIN: Handler(Kind.REMOTE_DONE, _note_remote, _remote(_builtin)),
-    Kind.REMOTE_SCRIPT: Handler(Kind.REMOTE_DONE, _note_remote, _remote(_script)),
+    Kind.CALL_PYTHON: Handler(Kind.RESULT, _note_request, _calling(_python, _answer_with, _answer_with_error)),
+    Kind.CALL_BUILTIN: Handler(Kind.RESULT, _note_request, _calling(_builtin, _answer_with, _answer_with_error)),
+    Kind.CALL_SCRIPT: Handler(Kind.RESULT, _note_request, _calling(_script, _answer_with, _answer_with_error)),
+    Kind.REMOTE_PYTHON: Handler(Kind.REMOTE_DONE, _note_remote, _calling(_python, _keep, _keep_error)),
+    Kind.REMOTE_BUILTIN: Handler(Kind.REMOTE_DONE, _note_remote, _calling(_builtin, _keep, _keep_error)),
+    Kind.REMOTE_SCRIPT: Handler(Kind.REMOTE_DONE, _note_remote, _calling(_script, _keep, _keep_error)),
     Kind.RREF_FETCH: Handler(Kind.RESULT, _note_request, _fetch),
     Kind.RREF_FORK: Handler(note=_note_fork),
     Kind.RREF_USER_DELETE: Handler(note=_note_delete),

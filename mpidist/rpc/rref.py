@@ -241,8 +241,6 @@ class RRef(codec.Reference, Generic[T]):
                 self._require_made()
         if entry.error is not None:
             raise entry.error
-        for event in entry.events:
-            event.hold()
         value: T = entry.value
         return value
 

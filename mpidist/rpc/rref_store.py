@@ -55,10 +55,9 @@ class Entry:
         error: What its creation raised.
         forks: The known forks.
         early: Forks that were deleted before they were known.
-        events: On a device, the value is behind these events.
     """
 
-    __slots__ = ("_waiting", "created", "early", "error", "events", "forks", "is_set", "reference", "value")
+    __slots__ = ("_waiting", "created", "early", "error", "forks", "is_set", "reference", "value")
 
     def __init__(self, reference: int) -> None:
         self.reference = reference
@@ -68,7 +67,6 @@ class Entry:
         self.created = False  # its REMOTE_* message, or its value, has been seen
         self.forks: set[int] = set()
         self.early: set[int] = set()
-        self.events: tuple[Any, ...] = ()
         self._waiting: list[Callable[[Entry], None]] = []
 
     def when_set(self, act: Callable[[Entry], None]) -> None:
