@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mpidist.comm import autograd_mode
 from mpidist.comm.library import MPI
 from mpidist.comm.stream import Device
 
@@ -207,4 +208,5 @@ def overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if stride == 0 and size > 1:
             target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-    target.copy_(source, non_blocking=True)
+    with autograd_mode.writing((target,)):
+        target.copy_(source, non_blocking=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mpidist.comm import autograd_mode
 from mpidist.comm.patience import TwinComm, patiently, promptly
 
 _RESERVED_TAGS = 64  # the highest tags belong to the library's own algorithms, all below them to the user
@@ -62,6 +63,7 @@ class Communicator:
         """
         held = self._scratch.get((dtype, slot))
         if held is None or held.numel() < numel:
-            held = torch.empty(numel, dtype=dtype, device="cpu")
+            with autograd_mode.allocating():
+                held = torch.empty(numel, dtype=dtype, device="cpu")
             self._scratch[dtype, slot] = held
         return held[:numel]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mpidist.comm import autograd_mode
 from mpidist.comm.arithmetic import MIN
 
 Tensor = torch.Tensor
@@ -39,7 +40,8 @@ class NodeMemory:
         Args:
             offset_bytes: A multiple of the element's size; the same on all ranks, like the rest.
         """
-        own = [torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset_bytes) for memory in self._maps]
+        with autograd_mode.allocating():
+            own = [torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset_bytes) for memory in self._maps]
         return NodeTensor(self._group, own)
 
 
@@ -80,7 +82,8 @@ class NodeTensor:
         total = mine
         if mine.dtype in _NARROW:
             if self._scratch is None:
-                self._scratch = torch.empty(_BLOCK_BYTES // mine.element_size(), dtype=torch.float32, device="cpu")
+                with autograd_mode.allocating():
+                    self._scratch = torch.empty(_BLOCK_BYTES // mine.element_size(), dtype=torch.float32, device="cpu")
             total = self._scratch[: end - start].copy_(mine)
         for other in self._others:
             total.add_(other[start:end])

@@ -75,8 +75,8 @@ class Shortcut:
             call = self._remember(address, tensor, op)
             if call is None:
                 return False
-        if call.run is not None and tensor.requires_grad:
-            return False  # torch's arithmetic would record it
+        if call.run is not None and (tensor.requires_grad or tensor.is_inference()):
+            return False  # torch's arithmetic would record it, or needs inference mode
         if self._progress.pending or not self._enter(False):
             return False
         journal = self._journal

@@ -1,0 +1,36 @@
+"""Autograd modes (grad mode, inference mode) of the thread that executes an operation.
+
+A collective writes below autograd, as torch's own backends do: into a leaf under ``no_grad``, into an inference tensor from any
+thread. Modes belong to a thread, and the executing thread need not be the one that issued the operation.
+
+Source: torch's notes on inference mode: an inference tensor may be written in inference mode alone, and every tensor that is
+allocated in inference mode is one for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+_UNCHANGED: AbstractContextManager[Any] = nullcontext()
+
+
+def writing(*groups: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Return a context in which this thread may write into these tensors, and records nothing of what it reads."""
+    if torch.is_inference_mode_enabled():
+        return _UNCHANGED
+    is_recorded = False
+    for tensors in groups:
+        for tensor in tensors:
+            if tensor.is_inference():
+                return torch.inference_mode()
+            is_recorded = is_recorded or tensor.requires_grad
+    return torch.no_grad() if is_recorded and torch.is_grad_enabled() else _UNCHANGED
+
+
+def allocating() -> AbstractContextManager[Any]:
+    """Return a context for memory that outlives the call: tensors made in it are no inference tensors."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _UNCHANGED
