@@ -7,6 +7,8 @@ by that rank's factor before the sum. Here an operation is a string (``SUM = "su
 from __future__ import annotations
 
 import functools
+import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +28,12 @@ class PremulSum:
 
     def __post_init__(self) -> None:
         # Now and here: whoever executes may be another thread, whose stream does not wait for what computes it.
-        if isinstance(self.factor, torch.Tensor):
-            object.__setattr__(self, "factor", self.factor.item())
+        factor = self.factor
+        if isinstance(factor, torch.Tensor) and factor.numel() == 1:
+            factor = factor.item()
+        if not isinstance(factor, numbers.Number):
+            raise TypeError(f"PremulSum needs a number, or a tensor of one element; got {self.factor!r}")
+        object.__setattr__(self, "factor", factor)
 
     def __str__(self) -> str:
         return "premul_sum"  # each rank has a factor of its own: not a fact on which ranks must agree
@@ -75,20 +81,35 @@ def reduction(dtype: torch.dtype, operation: Operation) -> Reduction:
     """
     if isinstance(operation, PremulSum):
         plan = _reduction(dtype, SUM)
-        if dtype == torch.bool:
-            raise TypeError("PREMUL_SUM has no meaning for torch.bool; use SUM, which is a logical or")
-        return Reduction(plan.combine, plan.wide, False, operation.factor)
+        return Reduction(plan.combine, plan.wide, False, _factor_for(dtype, operation.factor))
     if not isinstance(operation, str):
         raise TypeError(f"a reduction is one of mpidist.comm.SUM, AVG, … (strings), or PremulSum(factor); got {operation!r}")
     return _reduction(dtype, operation)
 
 
+def _factor_for(dtype: torch.dtype, factor: Any) -> Any:
+    """Return a factor as a number that the dtype can hold."""
+    if dtype == torch.bool:
+        raise TypeError("PREMUL_SUM has no meaning for torch.bool; use SUM, which is a logical or")
+    is_real = isinstance(factor, numbers.Real)
+    if dtype.is_complex:
+        return float(factor) if is_real else factor
+    if not is_real:
+        raise TypeError(f"PREMUL_SUM needs a real factor for {dtype}; got {factor!r}")
+    if dtype.is_floating_point:
+        return float(factor)
+    limits = torch.iinfo(dtype)
+    if not (math.isfinite(factor) and factor == int(factor) and limits.min <= factor <= limits.max):
+        raise TypeError(f"PREMUL_SUM needs a whole number in {limits.min} … {limits.max} for {dtype}; got {factor!r}")
+    return int(factor)
+
+
 def rounds_once(dtype: torch.dtype, plan: Reduction) -> bool:
     """Say whether torch, combining two contributions in their own narrow dtype, computes what we would: in fp32, rounded once.
 
-    Not so for a mean: 60000 + 60000 is past fp16, half of it is not.
+    Not so for a mean: 60000 + 60000 is past fp16, half of it is not. Nor with a factor, whose product would be rounded.
     """
-    return dtype in HALVES and not plan.divides
+    return dtype in HALVES and not plan.divides and plan.factor is None
 
 
 @functools.cache
@@ -123,10 +144,20 @@ COMBINE = {
 }
 
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
 def scale(tensor: torch.Tensor, plan: Reduction) -> None:
     """Multiply a contribution by its rank's factor, in place, before the sum (PREMUL_SUM)."""
-    if plan.factor is not None:
+    if plan.factor is None:
+        return
+    signed = _SIGNED.get(tensor.dtype)
+    if signed is None:
         tensor.mul_(plan.factor)
+    else:
+        # torch multiplies no wide unsigned integers; modulo 2**bits the product of the signed ones is the same.
+        half = torch.iinfo(signed).max + 1
+        tensor.view(signed).mul_((plan.factor + half) % (2 * half) - half)
 
 
 def divide(tensor: torch.Tensor, plan: Reduction, size: int) -> None:

@@ -137,16 +137,20 @@ class Collectives(Execution):
         return self._launch("scatter", movement.scatter, inputs, (tensor,), (src,), async_op, facts)
 
     def reduce_scatter(self, output: Tensor, input_list: TensorList, op: Operation = SUM, async_op: bool = False) -> Work | None:
-        """Reduce a list of W tensors over all ranks and keep the rank's own in ``output``."""
+        """Reduce a list of W tensors over all ranks and keep the rank's own in ``output``.
+
+        Args:
+            output: As many elements as ``input_list[rank]``.
+            input_list: Tensors of any sizes; the i-th has the same size on all ranks.
+        """
         where = self.where("reduce_scatter")
         arguments.tensor(where, output, "output")
         arguments.writable(where, output, "output")
         arguments.tensors(where, input_list, "input_list", self.size)
         arguments.same(where, (output, input_list[0]), "output and input_list")
-        for place, tensor in enumerate(input_list):
-            arguments.numel(where, tensor, f"input_list[{place}]", output.numel(), "the output's number")
+        arguments.numel(where, output, "output", input_list[self.rank].numel(), f"the number of input_list[{self.rank}]")
         arguments.operation(where, output.dtype, op)
-        execute, facts = reductions.reduce_scatter, (("tensor", output), ("op", op))
+        execute, facts = reductions.reduce_scatter, (("tensors", input_list), ("op", op))
         return self._launch("reduce_scatter", execute, input_list, (output,), (op,), async_op, facts)
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op: Operation = SUM, async_op: bool = False) -> Work | None:

@@ -71,9 +71,12 @@ class SerialMessage:
 
     def Recv(self, space: Any) -> None:
         """See MPI_Mrecv."""
+        self.Irecv(space).Wait()
+
+    def Irecv(self, space: Any) -> SerialRequest:
+        """See MPI_Imrecv."""
         with _door:
-            request = SerialRequest(self._message.Irecv(space))
-        request.Wait()
+            return SerialRequest(self._message.Irecv(space))
 
 
 class SerialComm:
@@ -97,6 +100,12 @@ class SerialComm:
         outgoing = self.Isend(send, dest, sendtag)
         incoming.Wait(status)
         outgoing.Wait()
+
+    def Mprobe(self, source: int, tag: int, status: Any) -> SerialMessage:
+        """See MPI_Mprobe; the door is open between two probes."""
+        while (message := self.Improbe(source, tag, status)) is None:
+            os.sched_yield()
+        return message
 
     def _blocking(self, twin: str, takes_status: bool) -> Callable[..., Any]:
         start = self._direct(twin)

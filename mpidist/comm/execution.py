@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import agreement, buffer, departures, faults, on_device
+from mpidist.comm import agreement, autograd_mode, buffer, departures, faults, on_device
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.journal import Journal
+from mpidist.comm.matched import LengthError
 from mpidist.comm.progress import Progress, at_once, is_at_once
 from mpidist.comm.stream import Device, device_at, device_of
 from mpidist.comm.work import Work
-from mpidist.errors import GroupError, MpidistError, RankFailureError
+from mpidist.errors import DisagreementError, GroupError, MpidistError, RankFailureError
 
 _ENV_DEBUG = "MPIDIST_DEBUG"  # "1": every collective first compares what each rank is about to do
 
@@ -231,7 +232,9 @@ class Execution:
             if self._debug:
                 line = agreement.describe(operation, self.journal.sequence, facts)
                 agreement.check(self._comm, self.where(operation), line)
-            execute(self._comm_of_thread if self._progress.is_own_thread() else self._comm, inputs, outputs, *args)
+            comm = self._comm_of_thread if self._progress.is_own_thread() else self._comm
+            with autograd_mode.writing(inputs, outputs):
+                execute(comm, inputs, outputs, *args)
         except Exception as error:
             explained = self._explain(error, operation)
             if explained is error:
@@ -260,6 +263,10 @@ class Execution:
 
     def _explain(self, error: Exception, operation: str) -> Exception:
         """Return what the user should see for what an operation raised, and note whether the group is lost."""
+        if isinstance(error, LengthError):
+            return DisagreementError(
+                f"{self.where(operation)}: {error}; with MPIDIST_DEBUG=1 all ranks compare before they communicate"
+            )
         if not faults.is_mpi_error(error):
             return error
         if self._failure is not None:  # the watchdog, or another thread, knows why

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from mpidist.errors import FrameError
+from mpidist.kernels.view import byte_view
 
 _MAGIC = b"MPIF"
 _VERSION = 1
@@ -36,8 +37,8 @@ class _Pickler(pickle.Pickler):
         if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.is_cpu and not obj.is_quantized and obj.is_leaf:
             if obj.__dict__ or obj.is_conj() or obj.is_neg():
                 return NotImplemented
-            flat = obj.detach().contiguous().view(-1)
-            raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+            dense = obj.detach().contiguous()
+            raw: Any = byte_view(dense).numpy() if dense.numel() else b""
             return _rebuild_tensor, (pickle.PickleBuffer(raw), obj.dtype, tuple(obj.shape), obj.requires_grad)
         return NotImplemented
 

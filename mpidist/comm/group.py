@@ -140,6 +140,7 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
         self._progress.close(timeout_s)
         self._closed = True
         self._stop_shortest_path()
+        self._receives.close()
         if _default is self:
             _default = None
         if self._failure is None and not MPI.Is_finalized():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from ctypes import memmove
+from ctypes import c_uint64, memmove
 from itertools import accumulate
 from typing import Any
 
@@ -21,12 +21,19 @@ from mpidist.comm import agreement, buffer
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.door import wait_all
 from mpidist.comm.library import MPI
+from mpidist.comm.matched import Receives
+from mpidist.comm.overlap import Places, separated
+from mpidist.kernels.view import byte_view
 
 Tensors = Sequence[torch.Tensor]
 
 # Lists of tensors up to this many bytes each go through one flat buffer and one MPI collective; larger ones go from and to their
 # own memory by point-to-point, because the copy would cost more than W - 1 messages.
 FLAT_BYTES = 32 << 10
+# A broadcast begins with a message of this size, whatever is broadcast: its length, and the data if they fit.
+HEAD_BYTES = 1 << 10
+_LENGTH_BYTES = 8
+_INLINE = 1 << 63  # in the length: the data follow in the same message
 _TAG = 0
 
 
@@ -36,14 +43,46 @@ def barrier(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
 
 
 def broadcast(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
-    """Give the root's tensors to all: one of ``inputs`` (root) and ``outputs`` (others) is empty."""
+    """Give the root's tensors to all: one of ``inputs`` (root) and ``outputs`` (others) is empty.
+
+    Raises:
+        LengthError: On the ranks whose tensors have another length than the root's.
+    """
+    received = Receives(comm)
     for tensor in inputs or outputs:
-        for start, length in buffer.pieces(tensor.nbytes):
+        _broadcast_one(comm, tensor, root, received)
+    received.end()
+
+
+def _broadcast_one(comm: Communicator, tensor: torch.Tensor, root: int, received: Receives) -> None:
+    # MPI would write a longer message of the root's past the end of a shorter tensor, before it says so.
+    head, nbytes = comm.scratch(HEAD_BYTES, torch.uint8, slot=7), tensor.nbytes
+    address = head.data_ptr()
+    word, data = c_uint64.from_address(address), address + _LENGTH_BYTES
+    if comm.rank == root:
+        # Memory of a device is MPI's to read, not the host's.
+        is_inline = nbytes <= HEAD_BYTES - _LENGTH_BYTES and tensor.is_cpu
+        word.value = nbytes | (_INLINE if is_inline else 0)
+        if is_inline:
+            memmove(data, tensor.data_ptr(), nbytes)
+    comm.mpi.Bcast((buffer.memory(address, HEAD_BYTES), HEAD_BYTES, MPI.BYTE), root)
+    is_inline, sent = bool(word.value & _INLINE), word.value & ~_INLINE
+    if sent != nbytes:
+        received.note(root, sent, nbytes)
+        tensor = torch.empty(sent, dtype=torch.uint8, device="cpu")
+    if not is_inline:
+        for start, length in buffer.pieces(sent):
             comm.mpi.Bcast(buffer.byte_range(tensor, start, length), root)
+    elif comm.rank != root and sent == nbytes:
+        if tensor.is_cpu:
+            memmove(tensor.data_ptr(), data, nbytes)
+        else:
+            byte_view(tensor).copy_(head[_LENGTH_BYTES : _LENGTH_BYTES + nbytes])
 
 
 def all_gather_into(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """Gather each rank's tensor into a flat one: pairs of (N bytes) and (W·N bytes)."""
+    inputs = separated(inputs, outputs, in_place(all_gather_into, comm.rank, inputs, outputs))
     for source, target in zip(inputs, outputs, strict=True):
         nbytes = source.nbytes
         if nbytes * comm.size <= buffer.MAX_COUNT:
@@ -56,7 +95,7 @@ def all_gather_into(comm: Communicator, inputs: Tensors, outputs: Tensors) -> No
 
 def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """Gather each rank's tensor into a list of W tensors, which may have different sizes."""
-    (source,) = inputs
+    (source,) = separated(inputs, outputs, in_place(all_gather, comm.rank, inputs, outputs))
     counts = [t.nbytes for t in outputs]
     # Which way is a matter of sizes alone, which all ranks know alike; where the memory lies is each rank's own affair.
     if max(counts) > FLAT_BYTES:
@@ -76,7 +115,7 @@ def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
 
 def gather(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
     """Gather each rank's tensor at the root; ``outputs`` is empty elsewhere."""
-    (source,) = inputs
+    (source,) = separated(inputs, outputs, in_place(gather, comm.rank, inputs, outputs))
     if source.nbytes <= FLAT_BYTES:
         if comm.rank != root:
             comm.mpi.Gather(buffer.as_bytes(source), None, root)
@@ -94,6 +133,7 @@ def gather(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> 
 def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
     """Give the root's i-th tensor to rank i; ``inputs`` is empty elsewhere."""
     (target,) = outputs
+    inputs = separated(inputs, outputs, in_place(scatter, comm.rank, inputs, outputs))
     if target.nbytes <= FLAT_BYTES:
         if comm.rank != root:
             comm.mpi.Scatter(None, buffer.as_bytes(target), root)
@@ -110,7 +150,7 @@ def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) ->
 
 def all_to_all(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """Send the i-th of W tensors to rank i and receive the i-th of W from rank i; sizes may differ."""
-    exchange(comm, inputs, outputs)
+    exchange(comm, separated(inputs, outputs, in_place(all_to_all, comm.rank, inputs, outputs)), outputs)
 
 
 def all_to_all_single(
@@ -121,7 +161,7 @@ def all_to_all_single(
     Raises:
         ValueError: More bytes than MPI can count, in slices that have no unit in common.
     """
-    (source,), (target,) = inputs, outputs
+    (source,), (target,) = separated(inputs, outputs), outputs
     if max(source.nbytes, target.nbytes) <= buffer.MAX_COUNT:
         comm.mpi.Alltoallv(_ragged(source, send_bytes), _ragged(target, recv_bytes))
         return
@@ -136,41 +176,54 @@ def all_to_all_single(
         datatype.Free()
 
 
+def in_place(execute: Callable[..., None], rank: int, inputs: Tensors, outputs: Tensors) -> Places:
+    """Return where an input may lie in an output, because ``execute`` leaves there what the input holds."""
+    if execute is all_gather_into:
+        pairs = enumerate(zip(inputs, outputs, strict=True))
+        return {(place, place): target.data_ptr() + rank * source.nbytes for place, (source, target) in pairs}
+    if execute in (all_gather, gather) and outputs:
+        return {(0, rank): outputs[rank].data_ptr()}
+    if execute is scatter:
+        return {(rank, 0): outputs[0].data_ptr()}
+    return {(rank, rank): outputs[rank].data_ptr()} if execute is all_to_all else {}
+
+
 def exchange(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """Send the i-th tensor to rank i and receive the i-th from it: W - 1 rounds from and to the tensors' own memory.
 
     In each round every rank sends to one and receives from one.
+
+    Raises:
+        LengthError: A rank sent another number of bytes than this one expected; after the last round.
     """
     rank, size = comm.rank, comm.size
     _copy_own(outputs[rank], inputs[rank])
-    tag = comm.own_tag(_TAG)
+    tag, received = comm.own_tag(_TAG), Receives(comm)
     for distance in range(1, size):
         to, source = (rank + distance) % size, (rank - distance) % size
-        _exchange_pair(comm, inputs[to], to, outputs[source], source, tag)
-
-
-def _exchange_pair(comm: Communicator, out: torch.Tensor, to: int, into: torch.Tensor, source: int, tag: int) -> None:
-    if out.nbytes <= buffer.MAX_COUNT and into.nbytes <= buffer.MAX_COUNT:
-        comm.mpi.Sendrecv(buffer.as_bytes(out), to, tag, buffer.as_bytes(into), source, tag)
-        return
-    requests = _receives(comm, into, source, tag) + _sends(comm, out, to, tag)
-    wait_all(requests)
+        requests = _sends(comm, inputs[to], to, tag)
+        _receive(received, outputs[source], source, tag)
+        wait_all(requests)
+    received.end()
 
 
 def transfer(comm: Communicator, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]) -> None:
-    """Send and receive tensors, pairs of (peer, tensor), all at once."""
-    tag = comm.own_tag(_TAG)
-    requests: list[Any] = []
+    """Send and receive tensors, pairs of (peer, tensor), all at once.
+
+    Raises:
+        LengthError: A peer sent another number of bytes than this rank expected; after the last message.
+    """
+    tag, received = comm.own_tag(_TAG), Receives(comm)
+    requests = [request for peer, tensor in sends for request in _sends(comm, tensor, peer, tag)]
     for peer, tensor in receives:
-        requests += _receives(comm, tensor, peer, tag)
-    for peer, tensor in sends:
-        requests += _sends(comm, tensor, peer, tag)
+        _receive(received, tensor, peer, tag)
     wait_all(requests)
+    received.end()
 
 
-def _receives(comm: Communicator, tensor: torch.Tensor, peer: int, tag: int) -> list[Any]:
-    spans = buffer.pieces(tensor.nbytes)
-    return [comm.mpi.Irecv(buffer.byte_range(tensor, start, length), peer, tag) for start, length in spans]
+def _receive(received: Receives, tensor: torch.Tensor, peer: int, tag: int) -> None:
+    for start, length in buffer.pieces(tensor.nbytes):
+        received.receive(buffer.byte_range(tensor, start, length), peer, tag)
 
 
 def _sends(comm: Communicator, tensor: torch.Tensor, peer: int, tag: int) -> list[Any]:
@@ -180,7 +233,7 @@ def _sends(comm: Communicator, tensor: torch.Tensor, peer: int, tag: int) -> lis
 
 def _copy_own(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.data_ptr() != source.data_ptr():
-        target.view(-1).view(torch.uint8).copy_(source.view(-1).view(torch.uint8))
+        byte_view(target).copy_(byte_view(source))
 
 
 def _as_one(tensors: Tensors, nbytes: int) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ reduce them; longer ones travel narrow, by shards. All ranks hold the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from mpidist.comm import arithmetic, buffer, extremes, operations, shards
 from mpidist.comm.arithmetic import COMBINE, Reduction
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.library import MPI
+from mpidist.comm.matched import Receives
 
 # Measured crossovers, docs/decisions/0002.
 WHOLE_BYTES = 128 << 10  # two ranks exchange a half type as a whole up to this size
@@ -52,7 +54,7 @@ def prepared(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> Calla
         mine, theirs = buffer.as_bytes(tensor), buffer.as_bytes(other)
 
         def exchange(tensor: torch.Tensor) -> None:
-            comm.mpi.Sendrecv(mine, peer, tag, theirs, peer, tag)
+            _swap(comm, mine, theirs, peer, tag)
             combine(tensor if tensor.dim() == 1 else tensor.view(-1), other)
 
         return exchange
@@ -75,7 +77,7 @@ def _exchange_whole(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> 
     # Two ranks: a + b is b + a to the bit, so both compute the whole.
     peer, tag = 1 - comm.rank, comm.own_tag(shards.TAG)
     other = comm.scratch(flat.numel(), flat.dtype)
-    comm.mpi.Sendrecv(buffer.as_bytes(flat), peer, tag, buffer.as_bytes(other), peer, tag)
+    _swap(comm, buffer.as_bytes(flat), buffer.as_bytes(other), peer, tag)
     if arithmetic.rounds_once(flat.dtype, plan):
         COMBINE[plan.combine](flat, other)
     else:
@@ -89,6 +91,13 @@ def _exchange_halves(comm: Communicator, flat: torch.Tensor, plan: Reduction) ->
     mine, theirs = (flat[:middle], flat[middle:]) if comm.rank == 0 else (flat[middle:], flat[:middle])
     other = comm.scratch(mine.numel(), flat.dtype)
     own_half, their_half = buffer.as_bytes(mine), buffer.as_bytes(theirs)
-    comm.mpi.Sendrecv(their_half, peer, tag, buffer.as_bytes(other), peer, tag)
+    _swap(comm, their_half, buffer.as_bytes(other), peer, tag)
     COMBINE[plan.combine](mine, other)
-    comm.mpi.Sendrecv(own_half, peer, tag, their_half, peer, tag)
+    _swap(comm, own_half, their_half, peer, tag)
+
+
+def _swap(comm: Communicator, out: Any, into: Any, peer: int, tag: int) -> None:
+    request, received = comm.mpi.Isend(out, peer, tag), Receives(comm)
+    received.receive(into, peer, tag)
+    request.Wait()
+    received.end()

@@ -6,6 +6,7 @@ pieces. Every object call is collective over the group like its tensor counterpa
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ _SMALL_BYTES = 64 << 10  # a frame up to this size is gathered in one collective
 
 class Objects(Execution):
     """The object calls of a process group."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._posting_objects = threading.Lock()  # the parts of one object go out behind each other
+        self._incoming = Incoming()
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
         """Give rank ``src``'s object to all; the others' argument is ignored."""
@@ -102,11 +108,14 @@ class Objects(Execution):
             raise self._explain(error, "send_object") from error
 
     def _send_message(self, message: Message, dst: int) -> None:
-        tag, where, peers = self._comm.own_tag(_OBJECT_TAG), self.where("send_object"), self.peers_of(dst)
-        for part in _parts(message):
-            request = self._mpi.Isend((part, memoryview(part).nbytes, MPI.BYTE), dst, tag)
-            work = RequestWork("send_object", None, request, where, self.journal, self.timeout_s, peers=peers)
-            work.kept = part
+        where, peers, works = self.where("send_object"), self.peers_of(dst), []
+        # All parts are under way before any is waited for: one that is given up must not leave the others unsent.
+        with self._posting_objects:
+            for part, number in _parts(message, _OBJECT_TAG):
+                request = self._mpi.Isend((part, memoryview(part).nbytes, MPI.BYTE), dst, self._comm.own_tag(number))
+                works.append(RequestWork("send_object", None, request, where, self.journal, self.timeout_s, peers=peers))
+                works[-1].kept = part
+        for work in works:
             work.wait()
 
     def recv_object(self, src: int | None = None) -> tuple[Any, int]:
@@ -116,13 +125,14 @@ class Objects(Execution):
             arguments.rank(self.where("recv_object"), src, "src", self.size)
         try:
             limit = (self.timeout_s, self.peers_of(src))
-            body, source = _recv(self._comm, MPI.ANY_SOURCE if src is None else src, _OBJECT_TAG, limit)
+            body, source = self._incoming.receive(self._comm, MPI.ANY_SOURCE if src is None else src, _OBJECT_TAG, limit)
         except Exception as error:
             raise self._explain(error, "recv_object") from error
         return frame.decode(body), source
 
 
 _OBJECT_TAG = 3  # users' object messages must not match the collectives' own
+_REST = 7  # what is added to a tag for the parts of an object behind the first: a probe for the next object must not match them
 Message = tuple[bytes, list[memoryview]]
 Limit = tuple[float | None, Sequence[int]]  # seconds, and the world ranks without which nothing can come
 
@@ -188,63 +198,99 @@ def _all_gather(comm: Communicator, inputs: Any, outputs: Any, data: bytearray, 
 
 def _gather(comm: Communicator, inputs: Any, outputs: Any, message: Message, root: int, bodies: list[Any]) -> None:
     if comm.rank != root:
-        _send(comm, message, root, _TAG)
+        _send(comm, message, root)
         return
+    incoming = Incoming()
     for peer in range(comm.size):
-        bodies.append(_copied(message[1]) if peer == root else _recv(comm, peer, _TAG)[0])
+        bodies.append(_copied(message[1]) if peer == root else incoming.receive(comm, peer, _TAG)[0])
 
 
 def _scatter(comm: Communicator, inputs: Any, outputs: Any, messages: list[Message] | None, root: int, body: list[Any]) -> None:
     if messages is None:
-        body.extend(_recv(comm, root, _TAG)[0])
+        body.extend(Incoming().receive(comm, root, _TAG)[0])
         return
     for peer, message in enumerate(messages):
         if peer == root:
             body.extend(_copied(message[1]))
         else:
-            _send(comm, message, peer, _TAG)
+            _send(comm, message, peer)
 
 
-def _send(comm: Communicator, message: Message, to: int, tag: int) -> None:
-    for part in _parts(message):
-        comm.mpi.Send((part, memoryview(part).nbytes, MPI.BYTE), to, comm.own_tag(tag))
+def _send(comm: Communicator, message: Message, to: int) -> None:
+    for part, number in _parts(message, _TAG):
+        comm.mpi.Send((part, memoryview(part).nbytes, MPI.BYTE), to, comm.own_tag(number))
 
 
-def _parts(message: Message) -> Iterator[Any]:
-    # Header and pickle in one message, then each buffer from its own memory.
+def _parts(message: Message, number: int) -> Iterator[tuple[Any, int]]:
+    """Return the messages of an object, each with the number of its tag.
+
+    Header and pickle in one message, then each buffer from its own memory.
+    """
     header, body = message
     first = header + body[0] if body[0].nbytes <= _SMALL_BYTES else header
-    yield first
+    yield first, number
     for part in body[1:] if first is not header else body:
         for start, count in buffer.pieces(part.nbytes):
-            yield part[start : start + count]
+            yield part[start : start + count], number + _REST
 
 
-def _recv(comm: Communicator, source: int, tag: int, limit: Limit = (None, ())) -> tuple[list[Any], int]:
-    message, status = _matched(comm, source, comm.own_tag(tag), limit)
-    first = bytearray(status.Get_count(MPI.BYTE))
-    source = status.Get_source()
-    message.Recv((first, len(first), MPI.BYTE))
-    lengths = frame.body_lengths(first)
-    body: list[Any] = []
-    header_bytes = frame.HEADER_BYTES + 8 * (len(lengths) - 1)
-    if len(first) > header_bytes:
-        body.append(memoryview(first)[header_bytes:])
-    for length in lengths[len(body) :]:
-        part = bytearray(length)
-        view = memoryview(part)
-        for start, count in buffer.pieces(length):
-            comm.mpi.Recv((view[start : start + count], count, MPI.BYTE), source, comm.own_tag(tag))
-        body.append(part)
-    return body, source
+class Incoming:
+    """Objects on their way to this rank, for any number of receiving threads.
+
+    The first message of each object is matched by a probe; the others follow in the order in which the sender posted them, so
+    that the threads receive them in the order in which they matched the first ones.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: dict[tuple[int, int], threading.Event] = {}  # (source, tag): set when the last object's parts have come
+
+    def receive(self, comm: Communicator, source: int, number: int, limit: Limit = (None, ())) -> tuple[list[Any], int]:
+        """Receive an object's parts; return them and the sender's rank."""
+        message, status = _matched(comm, source, comm.own_tag(number), limit, self._lock)
+        try:
+            source, nbytes = status.Get_source(), status.Get_count(MPI.BYTE)
+            first = bytearray(nbytes)
+            message.Recv((first, nbytes, MPI.BYTE))
+            lengths = frame.body_lengths(first)
+            header_bytes = frame.HEADER_BYTES + 8 * (len(lengths) - 1)
+            body: list[Any] = [memoryview(first)[header_bytes:]] if nbytes > header_bytes else []
+            if len(body) == len(lengths):
+                return body, source
+            key, have_come = (source, number), threading.Event()
+            before, self._last[key] = self._last.get(key), have_come
+        finally:
+            self._lock.release()
+        try:
+            if before is not None:
+                before.wait()
+            for length in lengths[len(body) :]:
+                part = bytearray(length)
+                view = memoryview(part)
+                for start, count in buffer.pieces(length):
+                    comm.mpi.Recv((view[start : start + count], count, MPI.BYTE), source, comm.own_tag(number + _REST))
+                body.append(part)
+            return body, source
+        finally:
+            have_come.set()
 
 
-def _matched(comm: Communicator, source: int, tag: int, limit: Limit) -> tuple[Any, Any]:
+def _matched(comm: Communicator, source: int, tag: int, limit: Limit, lock: threading.Lock) -> tuple[Any, Any]:
+    """Wait for a message; the lock is held when it is there, and only then."""
     # A matched probe: no other thread can take the message between seeing and receiving it (MPI-4.1 §3.8.2).
     status = MPI.Status()
     start = time.monotonic()
     timeout_s, peers = limit
-    while (message := comm.mpi.Improbe(source, tag, status)) is None:
+    while True:
+        lock.acquire()
+        try:
+            message = comm.mpi.Improbe(source, tag, status)
+        except BaseException:
+            lock.release()
+            raise
+        if message is not None:
+            return message, status
+        lock.release()
         waited = time.monotonic() - start
         if timeout_s is not None and waited > timeout_s:
             raise CommTimeout(f"no object came within {timeout_s:g} s")
@@ -253,7 +299,6 @@ def _matched(comm: Communicator, source: int, tag: int, limit: Limit) -> tuple[A
                 told = ", ".join(map(str, peers))
                 raise RankFailureError(f"no object came from world ranks {told}, which came to the end of the program", peers)
             time.sleep(_SLEEP_S)
-    return message, status
 
 
 def _copied(body: list[memoryview]) -> list[Any]:

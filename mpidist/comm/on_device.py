@@ -17,6 +17,7 @@ from mpidist.comm.arithmetic import Operation, Reduction
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.library import MPI
+from mpidist.comm.overlap import separated
 from mpidist.comm.stream import Device
 from mpidist.kernels.pack import pack, unpack
 
@@ -75,9 +76,10 @@ def _reduce_scatter_tensor(comm: Communicator, order: Order, inputs: Tensors, ou
     applies = all(ring.applies(target.dtype, arithmetic.reduction(target.dtype, operation)) for target in outputs)
     if "point_to_point" not in _able(comm, outputs[0]) or not applies:
         return False
-    for source, target in zip(inputs, outputs, strict=True):
-        flat = _dense(order, target, filled=False)
-        ring.reduce_scatter(comm, order, _dense(order, source, filled=True), flat, operation)
+    targets = [_dense(order, target, filled=False) for target in outputs]
+    sources = separated([_dense(order, source, filled=True) for source in inputs], targets, copy=partial(_copied, order))
+    for source, flat, target in zip(sources, targets, outputs, strict=True):
+        ring.reduce_scatter(comm, order, source, flat, operation)
         _write_back(order, target, flat)
     return True
 
@@ -170,6 +172,8 @@ def _moved(needed: tuple[str, ...], execute: Execute) -> Way:
             return False
         sources = [_dense(order, tensor, filled=True) for tensor in inputs]
         targets = [_dense(order, tensor, filled=False) for tensor in outputs]
+        places = movement.in_place(execute, comm.rank, sources, targets)
+        sources = separated(sources, targets, places, partial(_copied, order))
         order.begin()
         order.device.down.run(partial(execute, comm, sources, targets, *args))  # a rank's own part is copied on the device
         for tensor, target in zip(outputs, targets, strict=True):
@@ -224,6 +228,12 @@ def _dense(order: Order, tensor: Tensor, filled: bool) -> Tensor:
     if filled:
         order.device.down.do(lambda: dense.view(plain.shape).copy_(plain))
     return dense
+
+
+def _copied(order: Order, dense: Tensor) -> Tensor:
+    copy = order.device.empty(dense.numel(), dense.dtype)
+    order.device.down.do(lambda: copy.copy_(dense))
+    return copy
 
 
 def _together(order: Order, tensors: Tensors, filled: bool) -> tuple[list[Tensor], Tensor]:

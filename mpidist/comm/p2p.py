@@ -15,8 +15,9 @@ import torch
 from mpidist.comm import arguments, buffer, device_messages
 from mpidist.comm.execution import Execution
 from mpidist.comm.library import MPI
+from mpidist.comm.posted_receives import ReceiveQueue
 from mpidist.comm.work import RequestWork, release_orphans
-from mpidist.errors import CommTimeout, MpidistError
+from mpidist.errors import MpidistError
 
 Tensor = torch.Tensor
 
@@ -41,6 +42,10 @@ class P2POp:
 class PointToPoint(Execution):
     """The message calls of a process group."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._receives = ReceiveQueue(self._mpi)
+
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send a tensor (any shape and dtype) to rank ``dst``.
 
@@ -56,14 +61,13 @@ class PointToPoint(Execution):
 
         Raises:
             CommTimeout: Nothing came within the group's timeout; the receive is withdrawn.
-            MpidistError: The message is longer than the tensor.
+            MpidistError: The message is longer or shorter than the tensor. A longer one leaves the tensor as it was.
         """
-        work = self._irecv("recv", tensor, src, tag)
+        work = self._irecv("recv", tensor, src, tag, waits=True)
         try:
             work.wait()
-        except CommTimeout:
-            work.cancel()
-            raise
+        finally:
+            work.cancel()  # of no effect once it has ended
         return work.source_rank()
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> RequestWork:
@@ -104,7 +108,7 @@ class PointToPoint(Execution):
         ]
         return self._request_work(operation, tensor, requests, lambda status: -1, host, self.peers_of(dst))
 
-    def _irecv(self, operation: str, tensor: Tensor, src: int | None, tag: int) -> RequestWork:
+    def _irecv(self, operation: str, tensor: Tensor, src: int | None, tag: int, waits: bool = False) -> RequestWork:
         self._require_usable(operation)
         where = self.where(operation)
         arguments.tensor(where, tensor, "tensor")
@@ -119,25 +123,28 @@ class PointToPoint(Execution):
         if src is None and len(spans) > 1:
             raise ValueError(f"{where} from any source takes at most {buffer.MAX_COUNT} bytes; got {host.nbytes}; name src")
         source = MPI.ANY_SOURCE if src is None else src
-        requests = [self._mpi.Irecv(buffer.byte_range(host, start, length), source, tag) for start, length in spans]
+        receives = [self._receives.post(buffer.byte_range(host, start, length), source, tag, waits) for start, length in spans]
 
         def finish(status: Any) -> int:
-            received = status.Get_count(MPI.BYTE)
-            if received != spans[-1][1]:
+            for receive in receives:
+                if receive.error is not None:
+                    raise receive.error
+            sent = sum(receive.received for receive in receives)
+            if any(receive.received != receive.nbytes for receive in receives):
                 raise MpidistError(
                     f"{where} expected {host.nbytes} bytes (shape {tuple(tensor.shape)}, {tensor.dtype}); "
-                    f"rank {status.Get_source()} sent {host.nbytes - spans[-1][1] + received}"
+                    f"rank {receives[0].sender} sent {sent}"
                 )
             events.extend(arrive())
-            return int(status.Get_source())
+            return receives[0].sender
 
-        return self._request_work(operation, tensor, requests, finish, host, self.peers_of(src), events)
+        return self._request_work(operation, tensor, receives, finish, host, self.peers_of(src), events)
 
     def _request_work(
         self,
         operation: str,
         tensor: Tensor,
-        requests: list[Any],
+        requests: Sequence[Any],
         finish: Callable[[Any], int],
         host: Tensor,
         peers: Sequence[int],
@@ -152,8 +159,8 @@ class PointToPoint(Execution):
 class _Series:
     """The messages that one tensor past MPI's count limit takes, as one request."""
 
-    def __init__(self, requests: list[Any]) -> None:
-        self._requests = requests
+    def __init__(self, requests: Sequence[Any]) -> None:
+        self._requests = list(requests)
 
     def Test(self, status: Any = None) -> bool:
         while self._requests and self._requests[0].Test(status):

@@ -46,6 +46,12 @@ class TwinComm:
         self._wait(incoming, status)
         self._wait(outgoing, None)
 
+    def Mprobe(self, source: int, tag: int, status: Any) -> TwinMessage:
+        """See MPI_Mprobe."""
+        probe = _Probe(self._comm, source, tag)
+        self._wait(probe, status)
+        return TwinMessage(probe.message, self._wait)
+
     def _twin(self, name: str) -> Callable[..., None]:
         start, wait = getattr(self._comm, TWINS[name]), self._wait
         takes_status = name == "Recv"
@@ -57,6 +63,43 @@ class TwinComm:
             wait(start(*args, **kwargs), status)
 
         return call
+
+
+class TwinMessage:
+    """A matched message whose blocking receive is its non-blocking twin."""
+
+    __slots__ = ("_message", "_wait")
+
+    def __init__(self, message: Any, wait: Wait) -> None:
+        self._message = message
+        self._wait = wait
+
+    def Recv(self, space: Any) -> None:
+        """See MPI_Mrecv."""
+        self._wait(self._message.Irecv(space), None)
+
+
+class _Probe:
+    """A matched probe as a request that ends when a message is there.
+
+    Attributes:
+        message: The matched message, once there is one.
+    """
+
+    __slots__ = ("_comm", "_source", "_tag", "message")
+
+    def __init__(self, comm: Any, source: int, tag: int) -> None:
+        self._comm = comm
+        self._source = source
+        self._tag = tag
+        self.message: Any = None
+
+    def Test(self, status: Any) -> bool:
+        self.message = self._comm.Improbe(self._source, self._tag, status)
+        return self.message is not None
+
+    def Wait(self, status: Any) -> None:
+        self.message = self._comm.Mprobe(self._source, self._tag, status)
 
 
 def promptly(request: Any, status: Any = None) -> None:

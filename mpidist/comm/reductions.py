@@ -14,6 +14,8 @@ Letters: W ranks of the group; N elements of a tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
@@ -21,6 +23,7 @@ from mpidist.comm import arithmetic, buffer, extremes, narrow, operations, shard
 from mpidist.comm.arithmetic import Operation, Reduction
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.library import MPI
+from mpidist.comm.overlap import separated
 
 Tensors = Sequence[torch.Tensor]
 
@@ -31,6 +34,9 @@ def all_reduce(comm: Communicator, inputs: Tensors, outputs: Tensors, operation:
     """Reduce each tensor over all ranks, in place."""
     for tensor in outputs:
         plan = arithmetic.reduction(tensor.dtype, operation)
+        if plan.wide is not None and plan.factor is not None:
+            _all_reduce_scaled(comm, tensor.view(-1), plan, plan.wide)
+            continue
         arithmetic.scale(tensor, plan)
         if comm.size == 1:
             continue
@@ -49,6 +55,16 @@ def all_reduce(comm: Communicator, inputs: Tensors, outputs: Tensors, operation:
         for start, count in buffer.pieces(tensor.numel()):
             comm.mpi.Allreduce(MPI.IN_PLACE, buffer.elements(tensor, start, count, datatype), op)
         arithmetic.divide(tensor, plan, comm.size)
+
+
+def _all_reduce_scaled(comm: Communicator, flat: torch.Tensor, plan: Reduction, dtype: torch.dtype) -> None:
+    # A product in the narrow type would be rounded before the sum is.
+    for start, count in buffer.pieces(flat.numel(), _piece_numel(plan)):
+        part = flat[start : start + count]
+        wide = comm.scratch(count, dtype).copy_(part)
+        arithmetic.scale(wide, plan)
+        all_reduce(comm, (), (wide,), plan.combine)
+        part.copy_(wide)
 
 
 def is_one_call(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> bool:
@@ -115,64 +131,73 @@ def reduce(comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Ope
 
 
 def reduce_scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation) -> None:
-    """Reduce W equal tensors a rank and keep the rank's own: W inputs of N elements, one output of N elements."""
+    """Reduce W tensors a rank and keep the rank's own: W inputs whose sizes may differ, one output of the size of the own."""
     (target,) = outputs
-    held = comm.scratch(target.numel() * comm.size, target.dtype, slot=1)
-    for part, tensor in zip(held.view(comm.size, -1), inputs, strict=True):
-        part.copy_(tensor.view(-1))
-    _reduce_scatter_flat(comm, held, target.view(-1), operation, may_write=True)
+    bounds = [0, *accumulate(t.numel() for t in inputs)]
+    held = comm.scratch(bounds[-1], target.dtype, slot=1)
+    for (start, end), tensor in zip(pairwise(bounds), inputs, strict=True):
+        held[start:end].copy_(tensor.view(-1))
+    _reduce_scatter_flat(comm, held, target.view(-1), bounds, operation, may_write=True)
 
 
 def reduce_scatter_tensor(comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation) -> None:
     """Reduce a tensor of W·N elements and keep the rank's own N; pairs of input and output."""
-    for source, target in zip(inputs, outputs, strict=True):
-        _reduce_scatter_flat(comm, source.view(-1), target.view(-1), operation, may_write=False)
+    for source, target in zip(separated(inputs, outputs), outputs, strict=True):
+        bounds = [place * target.numel() for place in range(comm.size + 1)]
+        _reduce_scatter_flat(comm, source.view(-1), target.view(-1), bounds, operation, may_write=False)
 
 
 def _reduce_scatter_flat(
-    comm: Communicator, source: torch.Tensor, target: torch.Tensor, operation: Operation, may_write: bool
+    comm: Communicator, source: torch.Tensor, target: torch.Tensor, bounds: list[int], operation: Operation, may_write: bool
 ) -> None:
+    """Reduce a flat tensor and keep ``source[bounds[rank]:bounds[rank + 1]]``."""
     plan = arithmetic.reduction(target.dtype, operation)
-    count = target.numel()
     if plan.factor is not None:
+        if plan.wide is not None:  # a product in the narrow type would be rounded before the sum is
+            source, own = source.to(plan.wide), torch.empty_like(target, dtype=plan.wide)
+            arithmetic.scale(source, plan)
+            _reduce_scatter_flat(comm, source, own, bounds, plan.combine, may_write=True)
+            target.copy_(own)
+            return
         source = source if may_write else source.clone()
         arithmetic.scale(source, plan)
-    in_place = source.data_ptr() + comm.rank * target.nbytes == target.data_ptr()
+    mine = source[bounds[comm.rank] : bounds[comm.rank + 1]]
     if comm.size == 1:
-        target.copy_(source)
+        target.copy_(mine)
         return
     if extremes.applies(target.dtype, plan):
         ints = extremes.encode(source, plan)
-        own = torch.empty_like(ints[:count])
-        _reduce_scatter_flat(comm, ints, own, operation, may_write=True)
+        own = torch.empty_like(ints[: target.numel()])
+        _reduce_scatter_flat(comm, ints, own, bounds, operation, may_write=True)
         extremes.decode(own, target)
         return
     if plan.wide is not None or shards.are_faster(comm, source.nbytes, target.dtype, plan):
-        if not in_place:
-            target.copy_(source[comm.rank * count : (comm.rank + 1) * count])
-        bounds = [place * count for place in range(comm.size + 1)]
+        target.copy_(mine)
         shards.reduce_shard(comm, source, bounds, plan, mine=target)
         return
     datatype, op = operations.types_of(target.dtype, plan)
-    if count * comm.size <= buffer.MAX_COUNT:
-        send = (buffer.memory(source.data_ptr(), source.nbytes), count, datatype)  # mpi4py counts one block
-        into = target
-        if in_place:  # MPI forbids overlap, and its own in-place form would leave the result elsewhere
-            into = comm.scratch(count, target.dtype)
-        comm.mpi.Reduce_scatter_block(send, buffer.elements(into, 0, count, datatype), op)
-        if into is not target:
-            target.copy_(into)
+    if source.numel() <= buffer.MAX_COUNT:
+        _reduce_scatter_by_mpi(comm, source, target, bounds, datatype, op)
     else:
-        for root in range(comm.size):
-            for start, length in buffer.pieces(count):
-                send = buffer.elements(source, root * count + start, length, datatype)
-                if comm.rank != root:
+        for root, (first, end) in enumerate(pairwise(bounds)):
+            for start, length in buffer.pieces(end - first):
+                send = buffer.elements(source, first + start, length, datatype)
+                if comm.rank == root:
+                    comm.mpi.Reduce(send, buffer.elements(target, start, length, datatype), op, root)
+                else:
                     comm.mpi.Reduce(send, None, op, root)
-                    continue
-                into = comm.scratch(length, target.dtype)
-                comm.mpi.Reduce(send, buffer.elements(into, 0, length, datatype), op, root)
-                target[start : start + length].copy_(into)
     arithmetic.divide(target, plan, comm.size)
+
+
+def _reduce_scatter_by_mpi(
+    comm: Communicator, source: torch.Tensor, target: torch.Tensor, bounds: list[int], datatype: Any, op: Any
+) -> None:
+    counts = [end - start for start, end in pairwise(bounds)]
+    memory, into = buffer.memory(source.data_ptr(), source.nbytes), buffer.elements(target, 0, target.numel(), datatype)
+    if min(counts) == max(counts):
+        comm.mpi.Reduce_scatter_block((memory, counts[0], datatype), into, op)  # mpi4py counts one block
+    else:
+        comm.mpi.Reduce_scatter((memory, source.numel(), datatype), into, counts, op)
 
 
 def _piece_numel(plan: Reduction) -> int | None:

@@ -16,6 +16,7 @@ from mpidist.comm.arithmetic import COMBINE, Reduction
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.door import wait_all
 from mpidist.comm.library import MPI
+from mpidist.comm.matched import Receives
 
 TAG = 1
 # Measured crossovers, docs/decisions/0002.
@@ -69,6 +70,9 @@ def reduce_shard(
 
     Args:
         bounds: W + 1 places; rank i's shard is ``flat[bounds[i]:bounds[i + 1]]``.
+
+    Raises:
+        LengthError: A rank's shards have other lengths.
     """
     rank, size = comm.rank, comm.size
     if mine is None:
@@ -79,19 +83,21 @@ def reduce_shard(
     slots = comm.scratch(min(chunk, longest) * size, flat.dtype).view(size, -1)
     peers = [(rank + distance) % size for distance in range(1, size)]
     base, slots_at, slot_bytes = flat.data_ptr(), slots.data_ptr(), slots.stride(0) * itemsize
+    received = Receives(comm)
     for start in range(0, longest, chunk):
         requests = []
         length = max(min(chunk, mine.numel() - start), 0)
-        for peer in reversed(peers):
-            space = buffer.memory(slots_at + peer * slot_bytes, length * itemsize)
-            requests.append(comm.mpi.Irecv((space, length * itemsize, MPI.BYTE), peer, tag))
         for peer in peers:
             count = max(min(chunk, bounds[peer + 1] - bounds[peer] - start), 0)
             address = base + (bounds[peer] + start) * itemsize
             requests.append(comm.mpi.Isend((buffer.memory(address, count * itemsize), count * itemsize, MPI.BYTE), peer, tag))
+        for peer in reversed(peers):
+            space = buffer.memory(slots_at + peer * slot_bytes, length * itemsize)
+            received.receive((space, length * itemsize, MPI.BYTE), peer, tag)
         wait_all(requests)
         if length:
             _combine_in_rank_order(comm, mine[start : start + length], slots[:, :length], plan)
+    received.end()
 
 
 def _combine_in_rank_order(comm: Communicator, mine: torch.Tensor, slots: torch.Tensor, plan: Reduction) -> None:

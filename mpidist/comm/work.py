@@ -15,6 +15,7 @@ from mpidist.comm import departures
 from mpidist.comm.faults import is_mpi_error, is_over, translate
 from mpidist.comm.journal import Journal
 from mpidist.comm.library import MPI
+from mpidist.comm.posted_receives import match_all
 from mpidist.errors import CommTimeout, RankFailureError
 from mpidist.future import Future
 
@@ -242,6 +243,7 @@ class RequestWork:
         self._journal.enter_wait(id(self), self.operation, self.tensors[0])
         try:
             while not self._test():
+                match_all()  # what this message waits for may wait for another receive of this rank
                 waited = time.monotonic() - start
                 if limit_s is not None and waited > limit_s:
                     raise CommTimeout(f"{self.where}: {self.operation} did not end within {limit_s:g} s")

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from mpidist.kernels.launch import NAMES, blocks_of, chunk_numel, compute_dtype, has_kernels, launch, scalar, stream_of, to_device
+from mpidist.kernels.view import byte_view, flat_view
 
 Tensor = torch.Tensor
 
@@ -61,7 +62,7 @@ def in_memory_order(dense: Tensor) -> Tensor:
         ValueError: It has gaps, or an element twice.
     """
     if dense.is_contiguous():
-        return dense.view(-1)
+        return flat_view(dense)
     expected = 1
     for stride, size in sorted(zip(dense.stride(), dense.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -104,7 +105,7 @@ def _launched(name: str, parts: Sequence[Tensor], flat: Tensor, scale: float) ->
         return False
     dtype, into = parts[0].dtype, flat.detach()
     if dtype not in NAMES:
-        parts, into = [part.view(torch.uint8) for part in parts], into.view(-1).view(torch.uint8)
+        parts, into = [byte_view(part) for part in parts], byte_view(into)
     names = f"{NAMES.get(dtype, 'byte')}_{NAMES.get(flat.dtype, 'byte')}"
     on_device, owners = _remembered(parts, chunk_numel(parts[0].dtype, into.dtype), flat.device)
     args = (on_device.data_ptr(), owners.data_ptr(), into.data_ptr(), scalar(scale, flat.dtype))

@@ -69,3 +69,27 @@ def test_types_without_arithmetic_say_so():
 def test_the_table_is_complete():
     assert set(OPERATIONS) == {SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR}
     assert set(arithmetic.ACCUMULATES_IN.values()) == {torch.float32, torch.complex64}
+
+
+def test_factors_are_checked_before_anything_is_sent():
+    assert reduction(torch.int32, PremulSum(2.0)).factor == 2
+    assert isinstance(reduction(torch.int32, PremulSum(torch.tensor(2.0))).factor, int)
+    assert reduction(torch.float8_e4m3fn, PremulSum(0.5)).wide is torch.float32
+    assert reduction(torch.complex64, PremulSum(1j)).factor == 1j
+    for dtype, factor in (
+        (torch.int64, 0.5), (torch.uint8, -1), (torch.uint8, 256), (torch.int16, float("inf")), (torch.int8, float("nan")),
+        (torch.float32, 1j), (torch.bfloat16, 2j),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="PREMUL_SUM needs"):
+            reduction(dtype, PremulSum(factor))
+    for wrong in ("2", None, torch.ones(2), [1]):
+        with pytest.raises(TypeError, match="PremulSum needs a number"):
+            PremulSum(wrong)
+
+
+def test_unsigned_integers_are_scaled_modulo_their_range():
+    for dtype, bits in ((torch.uint8, 8), (torch.uint16, 16), (torch.uint32, 32), (torch.uint64, 64)):
+        values = torch.tensor([0, 1, 200]).to(dtype)
+        factor = 2 ** (bits - 1) + 3
+        arithmetic.scale(values, reduction(dtype, PremulSum(factor)))
+        assert [int(v) for v in values.numpy()] == [v * factor % 2**bits for v in (0, 1, 200)]

@@ -1,5 +1,7 @@
 """Objects over the frame, small and large, in every direction."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -116,3 +118,41 @@ def test_an_object_that_never_comes(group):
 def test_what_one_rank_cannot_send_is_told_to_all(group, call):
     raises_on_all(group, Exception, lambda: call(group))
     agree(group, group.all_gather_object(group.rank) == list(range(group.size)))  # and the group goes on
+
+
+@pytest.mark.mpi(min_size=2)
+def test_threads_that_send_and_receive_objects_at_once_do_not_mix_parts(group):
+    """Objects of several parts, from several threads of one rank to one rank, received by several threads."""
+    threads, each = 4, 12
+    wrong = []
+
+    def send(number):
+        for turn in range(each):
+            value = float(number * 100 + turn)
+            group.send_object((value, [torch.full((n,), value) for n in (30_000, 7, 20_000)]), 0)
+
+    def receive():
+        for _ in range(each):
+            (value, tensors), _ = group.recv_object(None if group.size == 2 else 1)
+            if [t.numel() for t in tensors] != [30_000, 7, 20_000] or not all(bool((t == value).all()) for t in tensors):
+                wrong.append(value)
+
+    work = {0: receive, 1: send}.get(group.rank)
+    if work is not None:
+        args = [()] * threads if work is receive else [(number,) for number in range(threads)]
+        running = [threading.Thread(target=work, args=a, daemon=True) for a in args]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join(60)
+        if any(thread.is_alive() for thread in running):
+            wrong.append("a thread hangs")
+    agree(group, not wrong, str(wrong[:5]))
+
+
+def test_objects_with_tensors_of_one_element_and_any_stride(group):
+    x = torch.arange(16.0).view(4, 4)
+    odd = {"strided": x[1:2, 2:3].t(), "sliced": torch.arange(4.0)[::4], "column": x[3:, 1]}
+    for got in group.all_gather_object(odd):
+        same = all(torch.equal(got[name], odd[name]) for name in odd)
+        agree(group, same)

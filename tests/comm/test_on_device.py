@@ -390,3 +390,25 @@ def test_legs_bring_every_shard_around():
 
 def test_a_device_has_a_name(place):
     assert device_at(None) is None and device_at(torch.device("cpu")) is None
+
+
+def test_inputs_that_outputs_overwrite(place, group):
+    size, rank = group.size, group.rank
+    for numel in (3, 500):
+        whole = torch.arange(float(size * numel)) + 1000 * rank
+        tensor = place.produce(whole)
+        group.all_to_all_single(tensor, tensor)
+        own = slice(rank * numel, (rank + 1) * numel)
+        wanted = torch.cat([torch.arange(float(size * numel))[own] + 1000 * peer for peer in range(size)])
+        ok = torch.equal(place.consume(tensor.clone), wanted)
+        for step in (0, numel):
+            shift = rank * step
+            tensor = place.produce(whole)
+            group.reduce_scatter_tensor(tensor[shift : shift + numel], tensor)
+            total = size * torch.arange(float(size * numel))[own] + 500 * size * (size - 1)
+            ok &= torch.equal(place.consume(tensor[shift : shift + numel].clone), total)
+            tensor = place.produce(whole)
+            group.all_gather_into_tensor(tensor, tensor[shift : shift + numel])
+            parts = [torch.arange(float(numel)) + (step + 1000) * peer for peer in range(size)]
+            ok &= torch.equal(place.consume(tensor.clone), torch.cat(parts))
+        agree(group, ok, f"{numel}")

@@ -277,3 +277,40 @@ def test_negated_views_of_one_rank_alone(group):
     large = torch._neg_view(torch.full((5 << 20,), group.rank + 1.0))
     group.all_reduce(large)
     agree(group, bool((large == -group.size * (group.size + 1) / 2).all()))
+
+
+def test_premul_sum_of_narrow_types_rounds_once(group):
+    """The product is not rounded before the sum is: all_reduce, reduce and reduce_scatter give the same bits."""
+    factor = 1 / 3
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        parts = [part(r, (600 * group.size,), torch.float32).div(7).to(dtype) for r in range(group.size)]
+        total = sum(p.double() * factor for p in parts)
+        mine = parts[group.rank]
+        tensor, kept, scattered = mine.clone(), mine.clone(), torch.zeros(600).to(dtype)
+        group.all_reduce(tensor, PremulSum(factor))
+        group.reduce(kept, 0, PremulSum(factor))
+        group.reduce_scatter_tensor(scattered, mine, PremulSum(factor))
+        listed = torch.zeros(600).to(dtype)
+        group.reduce_scatter(listed, list(mine.split(600)), PremulSum(factor))
+        own = slice(600 * group.rank, 600 * (group.rank + 1))
+        exact = (tensor.double() - total).abs() <= total.abs() * torch.finfo(dtype).eps * 0.501 + torch.finfo(
+            dtype
+        ).smallest_normal
+        ok = bool(exact.all()) and torch.equal(scattered.float(), tensor[own].float())
+        ok &= torch.equal(listed.float(), scattered.float())
+        ok &= torch.equal(kept.float(), tensor.float() if group.rank == 0 else mine.float())
+        agree(group, ok, f"{dtype}")
+
+
+def test_reduce_scatter_of_pieces_of_different_sizes(group, monkeypatch):
+    sizes = [(3 * r) % 7 * 400 for r in range(group.size)]  # the first is empty
+    for limit in (1 << 30, 500):
+        monkeypatch.setattr(buffer, "MAX_COUNT", limit)
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+            for op in (SUM, MAX, PremulSum(2)) if dtype is not torch.bool else (SUM,):
+                parts = [[part(r * 10 + i, (n,), dtype) for i, n in enumerate(sizes)] for r in range(group.size)]
+                output = torch.zeros(sizes[group.rank]).to(dtype)
+                group.reduce_scatter(output, parts[group.rank], op)
+                mine = [row[group.rank] for row in parts]
+                expected = reduced([p * 2 for p in mine], "sum") if isinstance(op, PremulSum) else reduced(mine, op)
+                agree(group, torch.equal(output, expected), f"{limit} {dtype} {op}: {output[:4]} {expected[:4]}")

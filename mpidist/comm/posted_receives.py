@@ -1,0 +1,230 @@
+"""Posted-receive queues: receives of users' messages, matched by MPI_Improbe in the order of posting (MPI-4.1 §3.5, §3.8.2).
+
+MPI gets a receive once its message is matched and known to fit, because Open MPI writes a longer message past the end of the
+receive before it reports the truncation (``matched``). Until then the receive waits in its group's queue. A queue advances
+
+- in the thread that posts a receive, or that waits for any message of the process;
+- every few milliseconds in a thread of this module, while receives are posted and no thread waits for them: the owner may be in
+  a blocking collective, and the sender of a long message in a send that ends when the message is matched.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from mpidist.comm import runtime
+from mpidist.comm.library import MPI
+from mpidist.errors import GroupError
+
+_SHORTEST_S, _LONGEST_S = 5e-4, 2e-3  # pauses of the thread between two looks; they grow while nothing is matched
+# Waking the thread costs the one that posts tens of microseconds, so it stays awake between the receives of a loop.
+_LINGER_S = 0.1
+
+
+class PostedReceive:
+    """One receive, with the interface of an MPI request.
+
+    ``Test`` raises nothing: what went wrong is in ``error`` once it has returned True.
+
+    Attributes:
+        source: The sender's rank, or ``MPI.ANY_SOURCE``.
+        tag: The message's tag.
+        nbytes: Length of the memory.
+        error: What MPI raised, or None.
+        sender: The sender's rank, once matched.
+        received: Length of the message, once matched. A longer one is received elsewhere, and the memory left as it was.
+    """
+
+    __slots__ = ("_queue", "_request", "_space", "error", "nbytes", "received", "sender", "source", "tag")
+
+    def __init__(self, queue: ReceiveQueue, space: tuple[Any, int, Any], source: int, tag: int) -> None:
+        self._queue = queue
+        self._space = space
+        self._request: Any = None
+        self.source = source
+        self.tag = tag
+        self.nbytes = space[1]
+        self.error: Exception | None = None
+        self.sender = self.received = -1
+
+    def Test(self, status: Any = None) -> bool:
+        """See MPI_Test; ``status`` is not filled."""
+        if self._request is None and self.error is None:
+            self._queue.match()
+        if self.error is not None:
+            return True
+        try:
+            return self._request is not None and bool(self._request.Test())
+        except Exception as error:
+            self.error = error
+            return True
+
+    def Wait(self, status: Any = None) -> None:
+        """See MPI_Wait."""
+        while not self.Test():
+            time.sleep(_SHORTEST_S)
+
+    def Cancel(self) -> None:
+        """See MPI_Cancel: withdraw it, unless it is matched."""
+        self._queue.withdraw(self)
+
+    def accepts(self, source: int, tag: int) -> bool:
+        """Say whether a message matches."""
+        return self.tag == tag and self.source in (source, MPI.ANY_SOURCE)
+
+    def start(self, message: Any, sender: int, received: int) -> None:
+        """Have MPI receive the matched message."""
+        self.sender, self.received = sender, received
+        space = self._space if received <= self.nbytes else (bytearray(received), received, MPI.BYTE)
+        try:
+            self._request = message.Irecv(space)
+        except Exception as error:
+            self.error = error
+
+
+class ReceiveQueue:
+    """The posted receives of one group that no message has matched yet.
+
+    Args:
+        mpi: The group's communicator.
+    """
+
+    def __init__(self, mpi: Any) -> None:
+        self._mpi = mpi
+        self._posted: list[PostedReceive] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def post(self, space: tuple[Any, int, Any], source: int, tag: int, waits: bool) -> PostedReceive:
+        """Post a receive.
+
+        Args:
+            space: Memory, its length in bytes, ``MPI.BYTE``.
+            waits: The calling thread waits for it next, and so advances the queue by itself.
+        """
+        receive = PostedReceive(self, space, source, tag)
+        with self._lock:
+            self._posted.append(receive)
+            self._match()
+        if self._posted and not waits:
+            _poller.watch(self)
+        return receive
+
+    def match(self) -> bool:
+        """Start the receives whose messages have arrived; say whether there were any."""
+        if not self._posted or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._match()
+        finally:
+            self._lock.release()
+
+    def withdraw(self, receive: PostedReceive) -> None:
+        """Remove a receive that no message has matched."""
+        with self._lock:
+            if receive in self._posted:
+                self._fail((receive,), GroupError("the receive was withdrawn"))
+
+    def close(self) -> None:
+        """Withdraw all receives; MPI's communicator may be freed afterwards."""
+        with self._lock:
+            self._is_closed = True
+            self._fail(tuple(self._posted), GroupError("the group was closed while a receive was posted"))
+
+    def is_empty(self) -> bool:
+        """Say whether no receive waits for its match."""
+        return not self._posted
+
+    def _match(self) -> bool:
+        has_matched, absent, status = False, set(), MPI.Status()
+        for receive in tuple(self._posted):
+            pattern = (receive.source, receive.tag)
+            if pattern in absent:
+                continue
+            # One message a turn; it goes to the first receive that accepts it, which may be another one with a wildcard.
+            while receive in self._posted:
+                try:
+                    message = self._mpi.Improbe(*pattern, status)
+                except Exception as error:
+                    self._fail(tuple(other for other in self._posted if (other.source, other.tag) == pattern), error)
+                    break
+                if message is None:
+                    absent.add(pattern)
+                    break
+                source, tag, length = status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)
+                taker = next(other for other in self._posted if other.accepts(source, tag))
+                self._posted.remove(taker)
+                taker.start(message, source, length)
+                has_matched = True
+        return has_matched
+
+    def _fail(self, receives: Iterable[PostedReceive], error: Exception) -> None:
+        for receive in receives:
+            self._posted.remove(receive)
+            receive.error = error
+
+
+def match_all() -> None:
+    """Start the receives of all groups whose messages have arrived; for a thread that waits for something else."""
+    _poller.match()
+
+
+class _Poller:
+    """The thread that advances the queues while nobody else does."""
+
+    def __init__(self) -> None:
+        self._queues: set[ReceiveQueue] = set()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_asleep = False
+        self._is_stopped = False
+
+    def watch(self, queue: ReceiveQueue) -> None:
+        """Advance a queue until it is empty."""
+        with self._changed:
+            self._queues.add(queue)
+            if self._thread is None:
+                self._thread = threading.Thread(target=runtime.guard_thread(self._run), name="mpidist-receives", daemon=True)
+                self._thread.start()
+                runtime.close_at_exit(self)
+            elif self._is_asleep:
+                self._changed.notify()
+
+    def match(self) -> bool:
+        """Advance all queues once; say whether a message was matched."""
+        if not self._queues:
+            return False
+        has_matched = False
+        for queue in tuple(self._queues):
+            has_matched = queue.match() or has_matched
+        return has_matched
+
+    def close(self, timeout_s: float) -> None:
+        """Stop the thread."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        pause_s, last = _SHORTEST_S, time.monotonic()
+        while not self._is_stopped:
+            time.sleep(pause_s)
+            pause_s = _SHORTEST_S if self.match() else min(2 * pause_s, _LONGEST_S)
+            with self._changed:
+                self._queues = {queue for queue in self._queues if not queue.is_empty()}
+                now = time.monotonic()
+                if self._queues:
+                    last = now
+                elif now - last > _LINGER_S:
+                    self._is_asleep = True
+                    while not self._queues and not self._is_stopped:
+                        self._changed.wait()
+                    self._is_asleep = False
+
+
+_poller = _Poller()

@@ -1,0 +1,157 @@
+"""Messages longer than their receives: nothing is written past the end, and the error says what came."""
+
+import pytest
+import torch
+
+from mpidist.comm import posted_receives
+from mpidist.errors import DisagreementError, MpidistError
+from tests.support import agree
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+GUARD = 77.0
+
+
+def guarded(numel, beyond, dtype=torch.float32):
+    """Return a tensor and the memory behind it."""
+    memory = torch.full((numel + beyond,), GUARD).to(dtype)
+    return memory[:numel], memory[numel:]
+
+
+def is_untouched(memory):
+    return bool((memory == GUARD).all())
+
+
+@pytest.mark.parametrize("posted_first", [True, False])
+def test_a_longer_message_stays_outside_the_tensor(group, posted_first):
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    wrong = []
+    for numel, sent in ((1, 3), (100, 900), (100, 3000), (1000, 20_000), (1, 300_000), (200_000, 700_000)):
+        tensor, behind = guarded(numel, sent)
+        if posted_first:
+            incoming = group.irecv(tensor, left)
+            group.barrier()
+            outgoing = group.isend(torch.zeros(sent), right)
+        else:
+            outgoing = group.isend(torch.zeros(sent), right)
+            group.barrier()
+            incoming = group.irecv(tensor, left)
+        try:
+            incoming.wait()
+            wrong.append(f"{numel} of {sent}: no error")
+        except MpidistError as error:
+            if f"expected {4 * numel} bytes" not in str(error) or f"rank {left} sent {4 * sent}" not in str(error):
+                wrong.append(str(error))
+        outgoing.wait()
+        if not is_untouched(tensor) or not is_untouched(behind):
+            wrong.append(f"{numel} of {sent}: written past the end")
+        # The channel is free for the next message.
+        outgoing = group.isend(torch.full((2,), float(group.rank)), right)
+        into = torch.zeros(2)
+        if group.recv(into, left) != left or not bool((into == left).all()):
+            wrong.append(f"the message after {sent}: {into}")
+        outgoing.wait()
+    agree(group, not wrong, "; ".join(wrong))
+
+
+def test_collectives_of_different_sizes_keep_to_their_memory(group):
+    """One rank's tensor is longer than the others': errors, and nothing written past the end."""
+    wrong = []
+    small, large = 3000, 9000
+
+    def is_longer(rank):
+        return rank == 0
+
+    numel = large if is_longer(group.rank) else small
+    for name, dtype, call in (
+        ("broadcast", torch.float32, lambda t: group.broadcast(t, 0)),
+        ("short broadcast", torch.float32, lambda t: group.broadcast(t[: len(t) // 1000], 0)),
+        ("all_reduce", torch.bfloat16, group.all_reduce),
+    ):
+        if name == "all_reduce" and group.size > 2:
+            continue  # goes through MPI's own reduction, into memory of the same size on all ranks
+        tensor, behind = guarded(numel, large, dtype)
+        tensor = tensor.clone() if dtype is torch.bfloat16 and is_longer(group.rank) else tensor
+        try:
+            call(tensor)
+            if not (name.endswith("broadcast") and group.rank == 0):  # the root cannot know
+                wrong.append(f"{name}: no error")
+        except DisagreementError as error:
+            if "sent" not in str(error) or "MPIDIST_DEBUG" not in str(error):
+                wrong.append(f"{name}: {error}")
+        if not is_untouched(behind):
+            wrong.append(f"{name}: written past the end")
+    agree(group, not wrong, "; ".join(wrong))
+
+
+def test_lists_of_other_sizes_than_what_is_sent(group):
+    wrong = []
+    right = (group.rank + 1) % group.size
+    sent, expected = 30_000, 10_000
+    memory = [guarded(sent if peer == group.rank else expected, sent) for peer in range(group.size)]
+    try:
+        group.all_gather([tensor for tensor, _ in memory], torch.zeros(sent))
+        wrong.append("all_gather: no error")
+    except DisagreementError as error:
+        if f"sent {4 * sent} bytes, and this rank expected {4 * expected}" not in str(error):
+            wrong.append(str(error))
+    wrong += [f"all_gather wrote past the end of {peer}" for peer, (_, behind) in enumerate(memory) if not is_untouched(behind)]
+    inputs = [torch.zeros(expected) for _ in range(group.size)]
+    inputs[right] = torch.zeros(sent)
+    memory = [guarded(expected, sent) for _ in range(group.size)]
+    try:
+        group.all_to_all([tensor for tensor, _ in memory], inputs)
+        wrong.append("all_to_all: no error")
+    except DisagreementError:
+        pass
+    wrong += [f"all_to_all wrote past the end of {peer}" for peer, (_, behind) in enumerate(memory) if not is_untouched(behind)]
+    agree(group, not wrong, "; ".join(wrong))
+    total = torch.ones(3)
+    group.all_reduce(total)  # the group goes on
+    agree(group, total.tolist() == [group.size] * 3)
+
+
+def test_receives_match_in_the_order_of_posting(group):
+    if group.rank == 0:
+        first, wildcard, other_tag, last = (torch.zeros(1) for _ in range(4))
+        works = [group.irecv(first, 1), group.irecv(wildcard), group.irecv(other_tag, 1, tag=9), group.irecv(last, 1)]
+        group.barrier()
+        for work in reversed(works):
+            work.wait()
+        got = [tensor.item() for tensor in (first, wildcard, other_tag, last)]
+        ok = got == [1.0, 2.0, 4.0, 3.0]
+    else:
+        group.barrier()
+        if group.rank == 1:
+            for value, tag in ((1.0, 0), (2.0, 0), (3.0, 0), (4.0, 9)):
+                group.send(torch.tensor([value]), 0, tag=tag)
+        ok, got = True, []
+    agree(group, ok, str(got))
+
+
+def test_a_posted_receive_is_matched_while_its_owner_is_in_a_collective(group):
+    """The sender of a long message waits for the match, and comes to the collective after that."""
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    into = torch.zeros(2_000_000)
+    incoming = group.irecv(into, left) if group.rank % 2 == 0 or group.rank == group.size - 1 else None
+    if group.rank % 2 == 1 or group.rank == 0:
+        group.send(torch.full((2_000_000,), float(group.rank)), right)
+    if incoming is None:
+        group.recv(into, left)
+    group.barrier()
+    group.barrier()
+    if incoming is not None and (left % 2 == 1 or left == 0):
+        incoming.wait()
+    elif incoming is not None:
+        incoming.cancel()
+        into.fill_(left)
+    agree(group, bool((into == left).all()))
+
+
+def test_a_closed_group_lets_its_receives_go(group):
+    child = group.clone("short life")
+    work = child.irecv(torch.zeros(3), (group.rank + 1) % group.size)
+    child.close()
+    with pytest.raises(MpidistError, match="closed while a receive was posted"):
+        work.wait()
+    agree(group, posted_receives._poller.match() is False)
