@@ -180,7 +180,7 @@ def main() -> None:
         raise SystemExit("start at least 2 ranks: mpirun --bind-to none -n 2 python benchmarks/bench_device.py")
     raw = world.comm.Dup()
     about = environment.describe(raw, device)
-    place = _place(Communicator(raw, world.is_single_node, world.highest_tag).blocking(), device)
+    place = _place(Communicator(raw, world.nodes, world.highest_tag).blocking(), device)
     told = capability.capabilities()
     is_first = world.rank == 0
     if is_first:

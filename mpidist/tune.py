@@ -1,6 +1,7 @@
-"""``python -m mpidist.tune``: measure which all-reduce of device memory is the fastest at which size, and keep the table.
+"""``python -m mpidist.tune``: measure which all-reduce is the fastest at which size, and keep the table.
 
 Start it as the job is started, one rank a GPU: ``srun python -m mpidist.tune`` or ``mpirun -n 4 python -m mpidist.tune``.
+``--device host`` measures host memory, for jobs of several nodes with several ranks on each.
 """
 
 from __future__ import annotations
@@ -21,16 +22,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, and keep it. Collective: over all ranks of the job."""
     options = _parser().parse_args(arguments)
     group = comm.init()
-    where = torch.device("cpu") if options.device == "cpu" else runtime.device()
-    if where.type != options.device:
-        raise SystemExit("mpidist.tune needs a CUDA device on each rank; --device cpu shows only that it runs")
+    where = {"host": None, "cpu": torch.device("cpu")}.get(options.device, runtime.device())
+    if options.device == "cuda" and (where is None or where.type != "cuda"):
+        raise SystemExit(
+            "mpidist.tune needs a CUDA device on each rank; --device host measures host memory between nodes, --device cpu shows "
+            "only that it runs"
+        )
 
     def told(line: str) -> None:
         if group.rank == 0:
             print(line, flush=True)
 
-    told(f"all-reduce of fp32 on {group.size} ranks, {where}; medians of {options.rounds} rounds")
-    table = group.tune(where, options.sizes, options.rounds, f"measured {date.today()}", told)
+    told(f"all-reduce of fp32 on {group.size} ranks, {where or 'host'}; medians of {options.rounds} rounds")
+    try:
+        table = group.tune(where, options.sizes, options.rounds, f"measured {date.today()}", told)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     for nbytes, ranking in table.rows:
         told(f"{nbytes:>11} B: {', '.join(ranking)}")
     return 0
@@ -38,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mpidist.tune", description=main.__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--device", choices=["cuda", "host", "cpu"], default="cuda")
     parser.add_argument("--sizes", type=_positive, nargs="+", default=_SIZES, metavar="BYTES", help="of a tensor")
     parser.add_argument("--rounds", type=_positive, default=20)
     return parser

@@ -135,6 +135,9 @@ _UNSUPPORTED = frozenset(
     if hasattr(torch, name)
 )
 
+# Types that torch neither adds nor multiplies, or not as numbers.
+WITHOUT_ARITHMETIC = frozenset((torch.bool, torch.uint16, torch.uint32, torch.uint64))
+
 # In-place twins of MPI's operations, for what we add up ourselves.
 COMBINE = {
     SUM: torch.Tensor.add_,

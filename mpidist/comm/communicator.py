@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mpidist.comm import autograd_mode
+from mpidist.comm.library import MPI
 from mpidist.comm.patience import TwinComm, patiently, promptly
 
 _RESERVED_TAGS = 64  # the highest tags belong to the library's own algorithms, all below them to the user
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A communicator's ranks by node.
+
+    Attributes:
+        node: The ranks on this rank's node; the first of them leads.
+        leaders: The leaders of all nodes; None on a rank that is none.
+    """
+
+    node: Communicator
+    leaders: Communicator | None
+
+    def patient(self) -> Levels:
+        """Return the same for a thread that gives its core away while it waits."""
+        return Levels(self.node.patient(), None if self.leaders is None else self.leaders.patient())
 
 
 class Communicator:
@@ -21,26 +41,36 @@ class Communicator:
         mpi: The same for executors; between nodes with non-blocking twins in the place of blocking calls (``patience``).
         rank: This rank in it.
         size: W, its number of ranks.
+        nodes: For each rank the number of the node whose memory it shares, in the order of their first ranks.
         is_single_node: All ranks share one node's memory.
         max_tag: Highest tag that a user may give to a message.
         device_operations: What ``capability.agreed_operations`` has found out, by device type.
     """
 
-    def __init__(self, mpi: Any, is_single_node: bool, highest_tag: int) -> None:
+    _is_patient = False
+
+    def __init__(self, mpi: Any, nodes: Sequence[int], highest_tag: int, is_blocking: bool | None = None) -> None:
+        is_single_node = len(set(nodes)) == 1
+        is_blocking = is_single_node if is_blocking is None else is_blocking
         self.plain = mpi
-        self.mpi = mpi if is_single_node else TwinComm(mpi, promptly)
+        self.mpi = mpi if is_blocking else TwinComm(mpi, promptly)
         self.rank: int = mpi.Get_rank()
         self.size: int = mpi.Get_size()
+        self.nodes = tuple(nodes)
         self.is_single_node = is_single_node
         self.max_tag = highest_tag - _RESERVED_TAGS
+        self._highest_tag = highest_tag
+        self._levels: list[Levels] = []  # none before the first use; one for all copies of this object
         self.device_operations: dict[str, frozenset[str]] = {}
         self.tuning_tables: dict[str, Any] = {}  # by device type: which all-reduce is the fastest at which size
+        self.kept: dict[str, Any] = {}  # what executors keep between calls, by their names for it
         self._scratch: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
     def patient(self) -> Communicator:
         """Return the same communicator, with the same memory, for a thread that gives its core away while it waits."""
         other = copy.copy(self)
         other.mpi = TwinComm(self.plain, patiently)
+        other._is_patient = True
         return other
 
     def blocking(self) -> Communicator:
@@ -50,6 +80,34 @@ class Communicator:
         other = copy.copy(self)
         other.mpi = self.plain
         return other
+
+    @property
+    def shares_nodes(self) -> bool:
+        """Say whether there are several nodes, and several ranks on one of them."""
+        return not self.is_single_node and len(set(self.nodes)) < self.size
+
+    def levels(self) -> Levels:
+        """Return the ranks by node.
+
+        Collective: the first call, over the communicator.
+        """
+        if not self._levels:
+            node = self.nodes[self.rank]
+            leads = self.nodes.index(node) == self.rank
+            within = self.plain.Split(node, self.rank)
+            between = self.plain.Split(0 if leads else MPI.UNDEFINED, self.rank)
+            # A rank executes in its own thread or in the group's: non-blocking calls match in either.
+            ranks = Communicator(within, [0] * self.nodes.count(node), self._highest_tag, is_blocking=False)
+            count = len(set(self.nodes))
+            leaders = Communicator(between, range(count), self._highest_tag, is_blocking=False) if leads else None
+            self._levels.append(Levels(ranks, leaders))
+        (levels,) = self._levels
+        return levels.patient() if self._is_patient else levels
+
+    def children(self) -> list[Any]:
+        """Return MPI's communicators that were made from this one."""
+        made = [comm for levels in self._levels for comm in (levels.node, levels.leaders)]
+        return [comm.plain for comm in made if comm is not None]
 
     def own_tag(self, number: int) -> int:
         """Return the library's ``number``-th reserved tag, out of reach of users' messages."""

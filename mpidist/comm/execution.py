@@ -92,7 +92,7 @@ class Execution:
 
     @property
     def is_single_node(self) -> bool:
-        """Say whether all ranks of the job share one node's memory."""
+        """Say whether all ranks of the group share one node's memory."""
         return self._comm.is_single_node
 
     @property
@@ -150,7 +150,8 @@ class Execution:
     def revoke(self) -> bool:
         """Make MPI refuse the group's communicator on all ranks (ULFM); say whether MPI could."""
         try:
-            self._mpi.Revoke()
+            for mpi in (self._mpi, *self._comm.children()):
+                mpi.Revoke()
         except Exception:  # MPI without ULFM: NotImplementedError, or MPI's own error
             return False
         return True

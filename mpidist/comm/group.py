@@ -88,6 +88,18 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
         """
         return self._split(color, key, timeout, f"{self.name}/color{color}")
 
+    def split_by_node(self, timeout: float | timedelta | None = None) -> ProcessGroup:
+        """Divide the group into one for each node; its ranks share the node's memory.
+
+        Collective: over this group. Waits behind what is queued.
+
+        Source: MPI-4.1 §7.4.2, MPI_COMM_TYPE_SHARED.
+        """
+        node = self._comm.nodes[self.rank]
+        child = self._split(node, self.rank, timeout, f"{self.name}/node{node}")
+        assert child is not None
+        return child
+
     def clone(self, name: str | None = None) -> ProcessGroup:
         """Make a group of the same ranks with an order of its own.
 
@@ -112,21 +124,35 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
         )
 
     def tune(
-        self, device: torch.device, sizes: Sequence[int], rounds: int, source: str, told: Callable[[str], Any] = lambda line: None
+        self,
+        device: torch.device | None,
+        sizes: Sequence[int],
+        rounds: int,
+        source: str,
+        told: Callable[[str], Any] = lambda line: None,
     ) -> tuning.Table:
-        """Measure which all-reduce of device memory is the fastest at each size; this job and later ones then use the table.
+        """Measure which all-reduce is the fastest at each size; this job and later ones then use the table.
 
         Collective: over this group. Waits behind what is queued.
 
         Args:
-            device: This rank's GPU; the CPU for a dry run.
+            device: This rank's GPU; the CPU for a dry run; None for host memory, between nodes that have several ranks each.
             sizes: Bytes of a tensor.
             rounds: Calls of each algorithm.
             source: Who says so, for the record.
             told: Gets a line for each size.
+
+        Raises:
+            ValueError: Host memory, and the group has no choice there: one node, or one rank a node.
         """
+        if device is None and not self._comm.shares_nodes:
+            raise ValueError(
+                f"{self.where('tune')} needs several nodes, and several ranks on one of them, to have a choice in host memory; "
+                f"got ranks on nodes {list(self._comm.nodes)}"
+            )
         tables: list[tuning.Table] = []
         self._launch("tune", _tune, (), (), (device, sizes, rounds, source, told, tables))
+        self._shortcut.forget()
         return tables[0]
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
@@ -144,7 +170,8 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
         if _default is self:
             _default = None
         if self._failure is None and not MPI.Is_finalized():
-            self._mpi.Free()
+            for mpi in (*self._comm.children(), self._mpi):
+                mpi.Free()
 
     def _child(self, mpi: Any, name: str, key: str, timeout: float | timedelta | None) -> ProcessGroup:
         places = MPI.Group.Translate_ranks(mpi.Get_group(), list(range(mpi.Get_size())), self._mpi.Get_group())
@@ -201,7 +228,9 @@ def default() -> ProcessGroup:
 def _make(mpi: Any, name: str, key: str, world_ranks: Sequence[int], timeout_s: float | None, debug: bool | None) -> ProcessGroup:
     mpi.Set_errhandler(MPI.ERRORS_RETURN)
     world = runtime.world()
-    comm = Communicator(mpi, world.is_single_node, world.highest_tag)
+    comm = Communicator(mpi, world.nodes_of(world_ranks), world.highest_tag)
+    if comm.shares_nodes:
+        tuning.agreed_table(comm, None)  # now, while all ranks are here: an all-reduce asks for it on each rank by itself
     group = ProcessGroup(comm, name, key, world_ranks, timeout_s, debug)
     watchdog.watch(group)
     return group
@@ -211,14 +240,15 @@ def _tune(
     comm: Communicator,
     inputs: Any,
     outputs: Any,
-    device: torch.device,
+    device: torch.device | None,
     sizes: Sequence[int],
     rounds: int,
     source: str,
     told: Callable[[str], Any],
     tables: list[tuning.Table],
 ) -> None:
-    comm = comm.blocking()  # as collectives of device memory have it
+    if device is not None:
+        comm = comm.blocking()  # as collectives of device memory have it
     tables.append(timing.measured_table(comm, device, timing.seconds(comm, device, sizes, rounds, told), source, told))
 
 

@@ -16,10 +16,12 @@ import os
 import secrets
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpidist.comm import autograd_mode
-from mpidist.comm.arithmetic import MIN
+from mpidist.comm.communicator import Communicator
+from mpidist.comm.library import MPI
 
 Tensor = torch.Tensor
 
@@ -104,6 +106,16 @@ def share(group: Any, nbytes: int) -> NodeMemory | None:
     """
     if group.size == 1 or not group.is_single_node or not nbytes:
         return None
+    found: list[list[mmap.mmap] | None] = []
+    group.in_order(lambda: found.append(shared_maps(group._comm, nbytes)), async_op=False)
+    return None if found[0] is None else NodeMemory(group, found[0])
+
+
+def shared_maps(comm: Communicator, nbytes: int) -> list[mmap.mmap] | None:
+    """Map ``nbytes`` (> 0) of each rank of a communicator on one node, zeros at first; None on all ranks if that fails on any.
+
+    Collective: over the communicator.
+    """
     token = secrets.randbits(62)
     try:
         file = _anonymous_file(nbytes)
@@ -112,18 +124,18 @@ def share(group: Any, nbytes: int) -> NodeMemory | None:
     own = _map(file, nbytes)
     if own is not None:
         own[:8] = token.to_bytes(8, "little")
-    facts = torch.empty(group.size * 3, dtype=torch.int64, device="cpu")
-    group.all_gather_into_tensor(facts, torch.tensor([os.getpid(), file, token], device="cpu"))
-    maps = _mapped(group.rank, own, facts.view(-1, 3).tolist(), nbytes)
-    reaches_all = torch.tensor([maps is not None], dtype=torch.int64, device="cpu")
-    group.all_reduce(reaches_all, MIN)
+    facts = np.empty((comm.size, 3), np.int64)
+    comm.mpi.Allgather(np.array([os.getpid(), file, token]), facts)
+    maps = _mapped(comm.rank, own, facts.tolist(), nbytes)
+    reaches_all = np.array([maps is not None], np.int64)
+    comm.mpi.Allreduce(MPI.IN_PLACE, reaches_all, MPI.MIN)
     if file >= 0:
         os.close(file)  # all have mapped it, or nobody will use it
-    if maps is None or own is None or not int(reaches_all):
+    if maps is None or own is None or not reaches_all[0]:
         return None
     own[:8] = bytes(8)
-    group.barrier()  # until here the others may write nothing
-    return NodeMemory(group, maps)
+    comm.mpi.Barrier()  # until here the others may write nothing
+    return maps
 
 
 def _anonymous_file(nbytes: int) -> int:

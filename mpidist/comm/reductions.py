@@ -1,11 +1,12 @@
 """Collectives with arithmetic, over contiguous host tensors: all_reduce, reduce, reduce_scatter.
 
-MPI's own reductions serve every type that MPI can add. Four cases are ours:
+MPI's own reductions serve every type that MPI can add. Five cases are ours:
 
 * ``narrow`` types accumulate in fp32.
 * ``extremes`` (MIN and MAX) of floating-point numbers go as integers, because MPI leaves open what becomes of NaN.
 * Large tensors within a node go by ``shards``: MPI libraries allocate a temporary of the tensor's size in each call, and its page
   faults cost more than the transfer (docs/decisions/0002 has the figures).
+* Large tensors between nodes with several ranks each go by levels (``hierarchical``).
 * Counts past ``MAX_COUNT`` elements are cut.
 
 Letters: W ranks of the group; N elements of a tensor.
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import arithmetic, buffer, extremes, narrow, operations, shards
+from mpidist.comm import arithmetic, buffer, extremes, hierarchical, narrow, operations, shards
 from mpidist.comm.arithmetic import Operation, Reduction
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.library import MPI
@@ -51,10 +52,18 @@ def all_reduce(comm: Communicator, inputs: Tensors, outputs: Tensors, operation:
         if shards.are_faster(comm, tensor.nbytes, tensor.dtype, plan):
             shards.all_reduce(comm, tensor.view(-1), plan)
             continue
-        datatype, op = operations.types_of(tensor.dtype, plan)
-        for start, count in buffer.pieces(tensor.numel()):
-            comm.mpi.Allreduce(MPI.IN_PLACE, buffer.elements(tensor, start, count, datatype), op)
-        arithmetic.divide(tensor, plan, comm.size)
+        if hierarchical.is_chosen(comm, tensor.nbytes):
+            hierarchical.all_reduce(comm, tensor, plan)
+            continue
+        by_library(comm, tensor, plan)
+
+
+def by_library(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> None:
+    """Reduce a contiguous tensor over all ranks by MPI's own all-reduce, in place."""
+    datatype, op = operations.types_of(tensor.dtype, plan)
+    for start, count in buffer.pieces(tensor.numel()):
+        comm.mpi.Allreduce(MPI.IN_PLACE, buffer.elements(tensor, start, count, datatype), op)
+    arithmetic.divide(tensor, plan, comm.size)
 
 
 def _all_reduce_scaled(comm: Communicator, flat: torch.Tensor, plan: Reduction, dtype: torch.dtype) -> None:
@@ -78,6 +87,7 @@ def is_one_call(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> bo
         and tensor.dtype is not torch.bool
         and tensor.numel() <= buffer.MAX_COUNT
         and not shards.are_faster(comm, tensor.nbytes, tensor.dtype, plan)
+        and not hierarchical.is_chosen(comm, tensor.nbytes)
     )
 
 

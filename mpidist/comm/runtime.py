@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,12 +46,17 @@ class World:
     launcher: str
     thread_level: int
     highest_tag: int
+    nodes: tuple[int, ...]  # for each rank the number of the node whose memory it shares, in the order of their first ranks
     pid: int = field(default_factory=os.getpid)
 
     @property
     def is_single_node(self) -> bool:
         """Say whether all ranks share one node's memory."""
         return self.local_size == self.size
+
+    def nodes_of(self, world_ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return for each of these ranks the number of its node, in the order of their first ranks."""
+        return _numbered(self.nodes[rank] for rank in world_ranks)
 
 
 def world() -> World:
@@ -156,6 +161,7 @@ def _start() -> World:
     # Truth about the node comes from MPI: Slurm's variables are inherited by ranks that mpirun starts inside an allocation.
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
     local_rank, local_size = node.Get_rank(), node.Get_size()
+    nodes = _numbered(comm.allgather(node.bcast(comm.Get_rank(), 0)))
     node.Free()
     _install_hooks(comm.Get_size())
     if level == MPI.THREAD_SERIALIZED:
@@ -170,7 +176,14 @@ def _start() -> World:
         told.launcher,
         level,
         highest_tag,
+        nodes,
     )
+
+
+def _numbered(keys: Iterable[int]) -> tuple[int, ...]:
+    """Number equal keys alike, in the order in which they first come."""
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
 
 def _install_hooks(size: int) -> None:

@@ -32,13 +32,12 @@ def shard_bounds(numel: int, size: int) -> list[int]:
 
 def are_faster(comm: Communicator, nbytes: int, dtype: torch.dtype, plan: Reduction) -> bool:
     """Say whether a tensor at full width is better reduced by shards than by MPI."""
-    # torch has no arithmetic for the wider unsigned types, and booleans are no numbers.
     return (
         nbytes >= FROM_BYTES
         and comm.is_single_node
         and comm.size <= RANKS
         and plan.combine in COMBINE
-        and dtype not in (torch.bool, torch.uint16, torch.uint32, torch.uint64)
+        and dtype not in arithmetic.WITHOUT_ARITHMETIC
     )
 
 

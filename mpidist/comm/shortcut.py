@@ -60,6 +60,10 @@ class Shortcut:
     def close(self) -> None:
         """Refuse every call from now on."""
         self._is_open = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what is remembered: another algorithm may be chosen from now on."""
         self._calls = {}
 
     def all_reduce(self, tensor: torch.Tensor, op: Operation) -> bool:

@@ -1,4 +1,4 @@
-"""Times the all-reduces of device memory, for the tuning table.
+"""Times the all-reduces of device memory, and of host memory between nodes, for the tuning tables.
 
 Letters: N elements of a tensor.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
-from mpidist.comm import on_device, tuning
+from mpidist.comm import arithmetic, hierarchical, on_device, reductions, tuning
 from mpidist.comm.arithmetic import SUM
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
@@ -24,14 +25,18 @@ _DTYPE = torch.float32
 
 
 def seconds(
-    comm: Communicator, where: torch.device, sizes: Sequence[int], rounds: int, told: Callable[[str], Any] = lambda line: None
+    comm: Communicator,
+    where: torch.device | None,
+    sizes: Sequence[int],
+    rounds: int,
+    told: Callable[[str], Any] = lambda line: None,
 ) -> dict[int, dict[str, float]]:
     """Time each algorithm that can, at each size; return the medians of what the slowest rank took.
 
     Collective: over ``comm``, with the same arguments on all ranks.
 
     Args:
-        where: The device; the host for a dry run.
+        where: The device; the CPU for a dry run; None for host memory.
         sizes: Bytes of a tensor.
         rounds: Calls of each algorithm, in turn, after one that is not counted.
         told: Gets a line for each size.
@@ -39,12 +44,12 @@ def seconds(
     device: Device = device_at(where) or HostDevice()
     measured: dict[int, dict[str, float]] = {}
     for nbytes in sizes:
-        flat = torch.zeros(nbytes // _DTYPE.itemsize, dtype=_DTYPE, device=where)
-        able = on_device.able_algorithms(comm, _DTYPE, SUM, where)
-        times: dict[str, list[float]] = {name: [] for name in able}
+        flat = torch.zeros(nbytes // _DTYPE.itemsize, dtype=_DTYPE, device=where or "cpu")
+        calls = _on_host(comm, flat) if where is None else _on_device(comm, device, where, flat)
+        times: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(rounds + 1):
-            for name in able:
-                elapsed_s = _once(comm, device, on_device.ALGORITHMS[name], flat)
+            for name, call in calls.items():
+                elapsed_s = _once(comm, call)
                 if turn:
                     times[name].append(elapsed_s)
         measured[nbytes] = {name: median(taken) for name, taken in times.items()}
@@ -52,15 +57,31 @@ def seconds(
     return measured
 
 
-def _once(comm: Communicator, device: Device, all_reduce: Callable[..., None], flat: torch.Tensor) -> float:
-    order = Order(device, (flat,))
-    order.enter()
-    order.begin()
+def _on_device(comm: Communicator, device: Device, where: torch.device, flat: torch.Tensor) -> dict[str, Callable[[], None]]:
+    def run(all_reduce: Callable[..., None]) -> None:
+        order = Order(device, (flat,))
+        order.enter()
+        order.begin()
+        all_reduce(comm, order, flat, SUM)
+        for event in order.leave():
+            event.synchronize()
+
+    able = on_device.able_algorithms(comm, _DTYPE, SUM, where)
+    return {name: partial(run, on_device.ALGORITHMS[name]) for name in able}
+
+
+def _on_host(comm: Communicator, flat: torch.Tensor) -> dict[str, Callable[[], None]]:
+    plan = arithmetic.reduction(_DTYPE, SUM)
+    return {
+        tuning.LIBRARY: partial(reductions.by_library, comm, flat, plan),
+        tuning.LEVELS: partial(hierarchical.all_reduce, comm, flat, plan),
+    }
+
+
+def _once(comm: Communicator, call: Callable[[], None]) -> float:
     comm.mpi.Barrier()
     start = time.perf_counter()
-    all_reduce(comm, order, flat, SUM)
-    for event in order.leave():
-        event.synchronize()
+    call()
     slowest_s = np.array([time.perf_counter() - start])
     comm.mpi.Allreduce(MPI.IN_PLACE, slowest_s, MPI.MAX)
     return float(slowest_s[0])
@@ -68,7 +89,7 @@ def _once(comm: Communicator, device: Device, all_reduce: Callable[..., None], f
 
 def measured_table(
     comm: Communicator,
-    where: torch.device,
+    where: torch.device | None,
     measured: dict[int, dict[str, float]],
     source: str,
     told: Callable[[str], Any] = lambda line: None,
@@ -77,9 +98,9 @@ def measured_table(
 
     Collective: over ``comm``.
     """
-    table = tuning.table_of(measured, source)
+    table = tuning.table_of(measured, source, tuning.HOST_ALGORITHMS if where is None else tuning.ALGORITHMS)
     if comm.rank == 0:
         is_kept = tuning.store(comm, where, table)
         told("kept for later jobs" if is_kept else "not kept: MPIDIST_CACHE, or the user's cache folder, cannot be written")
-    comm.tuning_tables[where.type] = table
+    comm.tuning_tables[tuning.HOST if where is None else where.type] = table
     return table

@@ -75,7 +75,7 @@ def test_the_command_measures_and_keeps(world, monkeypatch, tmp_path, capsys):
 @pytest.mark.mpi
 def test_between_nodes_the_library_takes_part_as_it_will(world, monkeypatch, tmp_path):
     """Collectives of device memory are blocking calls on all ranks, so those are what is measured."""
-    monkeypatch.setattr(runtime.World, "is_single_node", False)
+    monkeypatch.setattr(runtime.World, "nodes_of", lambda world, ranks: tuple(range(len(ranks))))
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     monkeypatch.setenv("MPIDIST_CACHE", str(tmp_path / "a file"))
     (tmp_path / "a file").write_text("")
