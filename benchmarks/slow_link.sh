@@ -1,6 +1,7 @@
 #!/bin/bash
-# Run a command as two ranks that are joined by a slow link: two network namespaces, a veth pair limited by tc, MPICH over TCP.
+# Run a command on two nodes that are joined by a slow link: two network namespaces, a veth pair limited by tc, MPICH over TCP.
 #   benchmarks/slow_link.sh RATE MPIRUN COMMAND …        RATE as tc takes it: 1gbit, 100mbit
+#   RANKS=2: ranks on each node (1); they share memory within a node, and ranks r and r + 2 are on one node.
 # Needs root, iproute2 and an MPICH launcher (its ranks inherit the connection to it, so namespaces do not cut it off).
 # Exit status 77, with the reason, where namespaces or tc are not to be had.
 set -eu
@@ -27,6 +28,15 @@ for space in $first $second; do
     number=$((number + 1))
 done
 
-# NOLOCAL: no shared memory between the ranks, or the link would carry nothing.
-export MPIR_CVAR_CH4_NETMOD=ofi FI_PROVIDER=tcp MPIR_CVAR_NOLOCAL=1 GLOO_SOCKET_IFNAME=link0 MPIDIST_LINK="$rate"
-"$mpirun" -n 1 ip netns exec $first "$@" : -n 1 ip netns exec $second "$@"
+export MPIR_CVAR_CH4_NETMOD=ofi FI_PROVIDER=tcp FI_TCP_IFACE=link0 GLOO_SOCKET_IFNAME=link0 MPIDIST_LINK="$rate"
+ranks=${RANKS:-1}
+if [ "$ranks" = 1 ]; then
+    export MPIR_CVAR_NOLOCAL=1 # no shared memory between the ranks, or the link would carry nothing
+else
+    export MPIR_CVAR_NUM_CLIQUES=2 # MPICH takes every second rank to be on the same node
+fi
+job=()
+for ((i = 0; i < ranks; i++)); do
+    for space in $first $second; do job+=(: -n 1 ip netns exec $space "$@"); done
+done
+"$mpirun" "${job[@]:1}"

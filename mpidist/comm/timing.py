@@ -49,7 +49,7 @@ def seconds(
         times: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(rounds + 1):
             for name, call in calls.items():
-                elapsed_s = _once(comm, call)
+                elapsed_s = once(comm, call)
                 if turn:
                     times[name].append(elapsed_s)
         measured[nbytes] = {name: median(taken) for name, taken in times.items()}
@@ -78,7 +78,8 @@ def _on_host(comm: Communicator, flat: torch.Tensor) -> dict[str, Callable[[], N
     }
 
 
-def _once(comm: Communicator, call: Callable[[], None]) -> float:
+def once(comm: Communicator, call: Callable[[], None]) -> float:
+    """Return the seconds that a collective call took on the slowest rank. Collective: over ``comm``."""
     comm.mpi.Barrier()
     start = time.perf_counter()
     call()
