@@ -13,9 +13,10 @@ from torch.distributed.algorithms.join import Join, Joinable
 from mpidist.ddp import plan, signature
 from mpidist.ddp.agreement import broadcast_state, require_equal
 from mpidist.ddp.join import Iteration, TorchJoinHook, exchange, joined
+from mpidist.ddp.layout import Settings
 from mpidist.ddp.outputs import moved, tensors_in
 from mpidist.ddp.process_group import default_group, native_group
-from mpidist.ddp.reducer import Hook, Reducer, Settings
+from mpidist.ddp.reducer import Hook, Reducer
 from mpidist.errors import DisagreementError, MpidistError
 from mpidist.kernels.launch import has_kernels
 
@@ -103,7 +104,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 static_graph=static_graph,
                 skip_unused=skip_all_reduce_unused_params,
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             if init_sync:  # the others wait in their own comparison
                 with contextlib.suppress(DisagreementError):
                     require_equal(self._group, [], refusal=str(error))
@@ -120,7 +121,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if init_sync:
             state = self._state(init_buffers)
             arithmetic = "kernels" if has_kernels(named[0][1]) else "torch"  # hooks need the same on all ranks
-            require_equal(self._group, state, (self.settings, self.forward_sync_buffers, arithmetic))
+            sparse = signature.sparse_parameters(module)
+            sparse_names = [name for name, parameter in named if id(parameter) in sparse]
+            require_equal(self._group, state, (self.settings, self.forward_sync_buffers, arithmetic, sparse_names))
             broadcast_state(self._group, [tensor for _, tensor in state])
         self._make_reducer()
 
@@ -177,11 +180,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
         syncs_buffers = self.forward_sync_buffers and self.require_forward_param_sync
         iteration = self._told(averages, syncs_buffers)
-        if averages:
-            self.reducer.prepare()
         if syncs_buffers:
             broadcast_state(self._group, self._buffers_in_use(), iteration.root if iteration else 0)
         self.require_forward_param_sync = averages
+        if torch.is_grad_enabled():
+            self.reducer.detach_optimizers()
         if self._input_device is not None:
             args, kwargs = moved((args, kwargs), self._input_device)
         output = self.module(*args, **kwargs)
@@ -238,14 +241,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def mirror(self, iteration: Iteration) -> None:
         """Take part in the collectives of one iteration of the ranks that have inputs. Collective: over the group."""
-        if iteration.averages:
-            self.reducer.prepare()
         if iteration.syncs_buffers:
             broadcast_state(self._group, self._buffers_in_use(), iteration.root)
         self.require_forward_param_sync = iteration.averages
         if iteration.averages:
             self.reducer.scale = self._scale(iteration)
             self.reducer.mirror()
+
+    def end_mirroring(self) -> None:
+        """Give this rank its gradients back as they were before it mirrored."""
+        self.reducer.end_mirroring()
 
     def adopt_from(self, root: int) -> None:
         """Take over ``root``'s parameters and buffers. Collective: over the group."""
@@ -285,9 +290,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.settings = dataclasses.replace(self.settings, static_graph=True)
         self._make_reducer()
 
-    def _make_reducer(self) -> None:
+    def _make_reducer(self, local: bool = False) -> None:
         named = signature.require_supported(self.module, self.parameters_to_ignore)
-        self.reducer = Reducer([p for _, p in named], [name for name, _ in named], self._group, self.settings)
+        names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
+        sparse = signature.sparse_parameters(self.module)
+        self.reducer = Reducer(parameters, names, [id(p) in sparse for p in parameters], self._group, self.settings, local)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the group, the reducer and its hook; as in torch, only a module on the default group can be copied.
@@ -306,4 +313,4 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         super().__setstate__(state)
         self.process_group = default_group()
         self._group = native_group(self.process_group)
-        self._make_reducer()
+        self._make_reducer(local=True)  # one rank may make a copy for itself
