@@ -24,6 +24,9 @@ from mpidist.kernels.launch import has_kernels
 class DistributedDataParallel(torch.nn.Module, Joinable):
     """Average the gradients of ``module`` over all ranks of a group in each backward pass.
 
+    Sparse gradients, of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, stay sparse: each is averaged by itself,
+    is no view of a bucket, and is not given to a communication hook.
+
     Collective: constructed by all ranks of the group, which then run forward and backward the same number of times, or within
     ``join()``.
 
@@ -52,8 +55,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         most_buckets: Merge buckets until there are no more than these (ours alone).
 
     Raises:
-        ValueError: An argument that cannot be honoured; a module with nothing to average, or with sparse gradients.
-        TypeError: ``process_group`` is of another backend.
+        ValueError: An argument that cannot be honoured.
+        TypeError: ``process_group`` is of another backend, or an argument of another type.
+        RuntimeError: No parameter requires a gradient.
         DisagreementError: Parameters, buffers or settings differ between ranks (on all ranks, with ``init_sync``).
 
     Source:
@@ -133,7 +137,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return self.forward_sync_buffers
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Have ``hook(state, bucket)`` reduce the buckets; again at any time between steps.
+        """Have ``hook(state, bucket)`` reduce the buckets of dense gradients; again at any time between steps.
 
         Args:
             state: Passed to each call.
@@ -174,8 +178,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module.
 
-        Under no_grad or no_sync nothing is averaged. Buffers are broadcast before each pass that follows an averaged one, as in
-        torch: before an evaluation, too, which therefore all ranks must begin.
+        Under no_grad or no_sync nothing is averaged. Buffers are broadcast before the first pass and each that follows an
+        averaged one, as in torch: before an evaluation, too, which therefore all ranks must begin. Outside ``join`` a forward
+        pass communicates nothing else: without buffers, or with ``forward_sync_buffers=False``, one rank alone may evaluate;
+        with them it calls ``ddp.module``.
         """
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
         syncs_buffers = self.forward_sync_buffers and self.require_forward_param_sync
