@@ -1,10 +1,11 @@
 // PowerSGD over all matrices of a bucket, one launch a stage.
 //
 // Letters: X (rows × columns, row by row) is M * scale + E; P (rows × r) and Q (columns × r) lie column by column; r <= RANK.
-//   project        E = X, P = X * Q        (without E nothing but P is written)
+//   project        M = X, P = X * Q        (without E nothing but P is written)
 //   orthogonalize  the columns of P, or of Q, become orthonormal
 //   backproject    Q = X^T * P
-//   reconstruct    M = P * Q^T, E = X - M
+//   reconstruct    E = X - P * Q^T, M = P * Q^T
+// E stays as it was until reconstruct: a step whose sums turn out not to be finite is given up before.
 // A table tells of each item its addresses and sizes, and its first block in each stage; `owners` names the item of a block. An item
 // of rank 0 is a tensor that travels whole: `project` copies it to P, `reconstruct` copies it back.
 #include "common.cuh"
@@ -80,8 +81,8 @@ template <class T, int N> __device__ __forceinline__ void project_rows(const Ite
     const int lane = threadIdx.x % WARP, rank = (int)item.rank;
     const long long columns = item.columns;
     const int rows = item.rows - row < ROWS ? (int)(item.rows - row) : ROWS;
-    const T* m = (const T*)item.m + row * columns;
-    T* e = item.e ? (T*)item.e + row * columns : nullptr;
+    T* m = (T*)item.m + row * columns;
+    const T* e = item.e ? (const T*)item.e + row * columns : nullptr;
     const T* q = (const T*)item.q;
     A sums[ROWS * RANK] = {};
     for (long long c = lane * N; c < columns; c += WARP * N) {
@@ -101,11 +102,11 @@ template <class T, int N> __device__ __forceinline__ void project_rows(const Ite
                 if (i >= rows) continue;
                 x[i][k] = multiply_rounded(widen(in[i].at[k]), scale);
                 if (e) {  // the later stages see X as it is stored
-                    narrow(add_rounded(widen(left_out[i].at[k]), x[i][k]), &left_out[i].at[k]);
-                    x[i][k] = widen(left_out[i].at[k]);
+                    narrow(add_rounded(widen(left_out[i].at[k]), x[i][k]), &in[i].at[k]);
+                    x[i][k] = widen(in[i].at[k]);
                 }
             }
-            if (e && i < rows) *(Vector<T, N>*)(e + i * columns + c) = left_out[i];
+            if (e && i < rows) *(Vector<T, N>*)(m + i * columns + c) = in[i];
         }
 #pragma unroll
         for (int r = 0; r < RANK; r++) {
@@ -158,7 +159,7 @@ template <class T, int N> __device__ __forceinline__ void reconstruct_rows(const
         A products[ROWS][N] = {};
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
-            if (e && i < rows) x[i] = load<N, true>(e + i * columns + c);
+            if (e && i < rows) x[i] = load<N, true>(m + i * columns + c);
 #pragma unroll
         for (int r = 0; r < RANK; r++) {
             if (r >= rank) continue;
@@ -208,8 +209,8 @@ __device__ __forceinline__ void multiply_strip(const Item& item, long long strip
                                                typename Compute<T>::type* left, typename Compute<T>::type (&sums)[COLUMNS * RANK]) {
     using A = typename Compute<T>::type;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP, rank = (int)item.rank;
-    const T* x = item.e ? (const T*)item.e : (const T*)item.m;
-    const A factor = item.e ? A(1) : scale;  // E holds X already
+    const T* x = (const T*)item.m;
+    const A factor = item.e ? A(1) : scale;  // M holds X already
     const long long columns = item.columns, tiles = (item.rows + TILE - 1) / TILE;
     for (long long tile = split; tile < tiles; tile += item.splits) {
         const long long top = tile * TILE;
@@ -314,8 +315,8 @@ __device__ __forceinline__ void backproject(const Item* items, const int* owners
     constexpr int MOST_WARPS = 8;
     __shared__ A space[TILE * RANK > MOST_WARPS * WIDTH ? TILE * RANK : MOST_WARPS * WIDTH];
     const Item item = items[owners[blockIdx.x]];
-    const T* x = item.e ? (const T*)item.e : (const T*)item.m;
-    if (item.columns % COLUMNS == 0 && is_aligned<COLUMNS>(x)) backproject_strip<T, true>(item, scale, space, partials, counters);
+    const bool is_vector = item.columns % COLUMNS == 0 && is_aligned<COLUMNS>((const T*)item.m);
+    if (is_vector) backproject_strip<T, true>(item, scale, space, partials, counters);
     else backproject_strip<T, false>(item, scale, space, partials, counters);
 }
 

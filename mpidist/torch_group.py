@@ -285,4 +285,5 @@ def _operation(opts: Any) -> Operation:
 
 def _plain(tensors: TensorList) -> list[Tensor]:
     # torch's own backends write below autograd, parameters included, and scripts rely on it; the native calls refuse a leaf.
-    return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+    # A detached sparse tensor has indices and values of its own.
+    return [tensor.detach() if tensor.requires_grad and not tensor.is_sparse else tensor for tensor in tensors]

@@ -28,6 +28,20 @@ def tensor(where: str, value: Any, name: str) -> None:
         raise ValueError(f"{where} needs {name} on the CPU or a CUDA device; got {value.device}")
 
 
+def sparse(where: str, value: torch.Tensor, name: str, op: Any) -> None:
+    """Require a sparse COO tensor on the CPU or on CUDA, and an operation under which an absent element counts as zero.
+
+    Raises:
+        ValueError: On another device; another operation than SUM or AVG.
+        TypeError: The dtype cannot be added up.
+    """
+    if not (value.is_cpu or value.is_cuda):
+        raise ValueError(f"{where} needs {name} on the CPU or a CUDA device; got {value.device}")
+    if op not in (arithmetic.SUM, arithmetic.AVG):
+        raise ValueError(f"{where} reduces a sparse tensor by sum or avg; got {op} (use .to_dense() for another)")
+    operation(where, value.dtype, op)
+
+
 def tensors(where: str, values: Any, name: str, count: int | None = None) -> None:
     """Require a list of ``count`` tensors on one device and of one dtype."""
     if not isinstance(values, (list, tuple)):

@@ -12,11 +12,12 @@ Letters: W ranks of the group; N elements of one contribution.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from mpidist.comm import arguments, movement, reductions
+from mpidist.comm import arguments, movement, reductions, sparse
 from mpidist.comm.arithmetic import SUM, Operation
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.execution import Execution
@@ -45,10 +46,15 @@ class Collectives(Execution):
         self._shortcut.close()
 
     def all_reduce(self, tensor: Tensor, op: Operation = SUM, async_op: bool = False) -> Work | None:
-        """Reduce ``tensor`` (any shape, equal on all ranks) over all ranks, in place; the same bits everywhere."""
+        """Reduce ``tensor`` (any shape, equal on all ranks) over all ranks, in place; the same bits everywhere.
+
+        A sparse COO tensor is reduced by SUM or AVG; ranks may hold different elements of it. It becomes a coalesced one.
+        """
         if not async_op and isinstance(tensor, Tensor) and not tensor.requires_grad and self.all_reduce_at_once(tensor, op):
             return None
         where = self.where("all_reduce")
+        if isinstance(tensor, Tensor) and tensor.layout is torch.sparse_coo:
+            return self._all_reduce_sparse(where, tensor, op, async_op)
         arguments.tensor(where, tensor, "tensor")
         arguments.writable(where, tensor, "tensor")
         arguments.operation(where, tensor.dtype, op)
@@ -215,6 +221,14 @@ class Collectives(Execution):
         if self._debug:
             execute = movement.compared(execute, where, sends, receives)
         return self._launch("all_to_all_single", execute, (input,), (output,), args, async_op, (("dtype", input.dtype),))
+
+    def _all_reduce_sparse(self, where: str, tensor: Tensor, op: Operation, async_op: bool) -> Work | None:
+        arguments.sparse(where, tensor, "tensor", op)
+        arguments.writable(where, tensor, "tensor")
+        # Several collectives, which no other operation of the group may come between.
+        run = partial(sparse.all_reduce, self, self._comm, where, tensor, op)
+        facts = sparse.facts(tensor, op)
+        return self.in_order(run, async_op, tensor.device, operation="all_reduce", facts=facts, results=(tensor,))
 
     def _broadcast(self, name: str, tensors: TensorList, src: int, async_op: bool) -> Work | None:
         where = self.where(name)

@@ -100,7 +100,16 @@ class Execution:
         """Say whether ``close`` was called."""
         return self._closed
 
-    def in_order(self, function: Callable[[], None], async_op: bool = True, device: torch.device | None = None) -> Work | None:
+    def in_order(
+        self,
+        function: Callable[[], None],
+        async_op: bool = True,
+        device: torch.device | None = None,
+        *,
+        operation: str = "in_order",
+        facts: Facts = (),
+        results: Sequence[torch.Tensor] = (),
+    ) -> Work | None:
         """Execute ``function()`` as one operation of the group: what it issues, on any group, ends before its calls return.
 
         For an operation of several stages that must not mix with others': whatever a rank has queued meanwhile waits behind it.
@@ -111,16 +120,19 @@ class Execution:
             async_op: On the group's thread, in its turn; else in this one, if nothing is queued.
             device: A CUDA device on which ``function`` queues work: there it comes behind what the current stream has been given,
                 and before what it is given after ``wait``.
+            operation: Its name in messages and reports.
+            facts: What must be equal on all ranks; compared in debug mode.
+            results: What the Work's future holds in the end.
 
         Returns:
             A Work if ``async_op``, else None after the end.
         """
         here = device_at(device)
         if here is None:
-            return self._launch("in_order", _call, (), (), (function,), async_op)
+            return self._launch(operation, _call, (), (), (function,), async_op, facts, results=results)
         events: list[Any] = []
-        order = Order(here, ())
-        return self._launch("in_order", _call_on_device, (), (), (function, order, events), async_op, (), events, here)
+        args = (function, Order(here, ()), events)
+        return self._launch(operation, _call_on_device, (), (), args, async_op, facts, events, here, results)
 
     def peers_of(self, rank: int | None) -> tuple[int, ...]:
         """Return the world ranks without which a message to or from ``rank`` cannot end; all others for any source."""
@@ -176,6 +188,7 @@ class Execution:
         facts: Facts = (),
         events: list[Any] | None = None,
         device: Device | None = None,
+        results: Sequence[torch.Tensor] = (),
     ) -> Work | None:
         """Execute ``execute(comm, inputs, outputs, *args)`` in the group's order.
 
@@ -183,6 +196,7 @@ class Execution:
             facts: What must be equal on all ranks, beside the operation and its number; compared in debug mode.
             events: Receives, from whoever executes, what the caller's stream has to wait for.
             device: Where it works, if the tensors do not tell.
+            results: What the Work holds, if neither outputs nor inputs.
 
         Returns:
             A Work if ``async_op``, else None after the end.
@@ -202,7 +216,9 @@ class Execution:
             for event in events:
                 event.hold()
             return None
-        work = Work(operation, outputs or inputs, self.where(operation), events, None if device is None else device.here)
+        work = Work(
+            operation, results or outputs or inputs, self.where(operation), events, None if device is None else device.here
+        )
         if async_op and is_at_once():
             self._progress.run(work, self._execute, call)
             return work

@@ -67,44 +67,47 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield batch
 
 
-def used_somewhere(group: Any, has_gradient: Sequence[bool], surplus: Sequence[str]) -> list[bool]:
+def used_somewhere(group: Any, has_gradient: Sequence[bool], complaints: Sequence[str]) -> list[bool]:
     """Return for each parameter whether any rank has a gradient.
 
     Collective: over the group.
 
     Args:
-        surplus: What this rank has to say of gradients that arrived more often than expected.
+        complaints: What this rank found wrong with its gradients: one that arrived too often, or in another layout.
 
     Raises:
-        RuntimeError: On all ranks, if there is no gradient at all, or a surplus anywhere.
+        RuntimeError: On all ranks, if there is no gradient at all, or a complaint anywhere.
     """
-    table = torch.tensor([*has_gradient, len(surplus)], dtype=torch.int32, device="cpu")
+    table = torch.tensor([*has_gradient, len(complaints)], dtype=torch.int32, device="cpu")
     group.all_reduce(table, SUM)
-    *used, complaints = table.tolist()
-    if complaints:
-        raise RuntimeError(_told(group, surplus))
+    *used, wrong = table.tolist()
+    if wrong:
+        raise RuntimeError(_told(group, complaints))
     if not any(used):
-        raise RuntimeError(f"no parameter received a gradient on any rank. {_ADVICE}")
+        raise RuntimeError(
+            "no parameter received a gradient on any rank: the loss does not depend on the module's parameters. Look for a "
+            "detach(), a no_grad(), or a function of your own that returns None for its gradient"
+        )
     return [bool(count) for count in used]
 
 
-def require_all_gradients(group: Any, missing: Sequence[str], surplus: Sequence[str]) -> None:
-    """Find out whether any rank lacks a gradient, or has one too many.
+def require_all_gradients(group: Any, missing: Sequence[str], complaints: Sequence[str]) -> None:
+    """Find out whether any rank lacks a gradient, or has a complaint.
 
     Collective: over the group.
 
     Args:
         missing: The names of the parameters that received none on this rank.
-        surplus: What this rank has to say of gradients that arrived more often than expected.
+        complaints: What this rank found wrong with its gradients: one that arrived too often, or in another layout.
 
     Raises:
         RuntimeError: On all ranks, naming the parameters and the ranks.
     """
-    table = torch.tensor([len(missing), len(surplus)], device="cpu")
+    table = torch.tensor([len(missing), len(complaints)], device="cpu")
     group.all_reduce(table, SUM)
-    absent, complaints = table.tolist()
-    if complaints:
-        raise RuntimeError(_told(group, surplus))
+    absent, wrong = table.tolist()
+    if wrong:
+        raise RuntimeError(_told(group, complaints))
     if absent:
         text = _told(group, [_listed(missing)] if missing else [])
         raise RuntimeError(f"parameters received no gradient in this backward pass. {text}. {_ADVICE}")

@@ -70,6 +70,6 @@ class Arrivals:
         start, self._next = self._next, len(self._leaving)
         return self._leaving[start:]
 
-    def is_last(self, index: int) -> bool:
-        """Say whether no bucket leaves after this one."""
-        return index == self._leaving[-1]
+    def is_last(self, index: int, beside: Collection[int] = frozenset()) -> bool:
+        """Say whether no bucket leaves after this one, those of ``beside`` apart."""
+        return index == next((other for other in reversed(self._leaving) if other not in beside), None)

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from mpidist.comm.node_memory import NodeMemory, NodeTensor
+from mpidist.comm.node_memory import NodeTensor
+from mpidist.comm.stream import used_here
 from mpidist.kernels.pack import pack, unpack
 
 Tensor = torch.Tensor
-
-_LINE_BYTES = 64
 
 
 class Bucket:
@@ -24,7 +23,10 @@ class Bucket:
         flat: N elements, the gradients one behind the other.
         node_tensor: ``flat`` of all ranks, where they share a node's memory; else None.
         views: For each parameter its part of ``flat``, in the parameter's shape and, where that is dense, its strides.
+        layout: The layout of its gradients. One of another layout counts as none: the reducer has refused it.
     """
+
+    layout = torch.strided
 
     def __init__(
         self,
@@ -54,29 +56,22 @@ class Bucket:
             take(parameter, view, as_view=True)
 
     def collect(self, as_views: bool) -> None:
-        """Bring the gradients into the bucket, those that are not there already; zeros for a parameter without.
-
-        Raises:
-            RuntimeError: A gradient is sparse.
-        """
+        """Bring the gradients into the bucket, those that are not there already; zeros for a parameter without."""
         if self.flat.is_cuda:
             self._collect_together(as_views)
             return
         for view, parameter in zip(self.views, self.parameters, strict=True):
-            if parameter.grad is None:
+            if not take(parameter, view, as_views):
                 view.zero_()
-            else:
-                take(parameter, view, as_views)
 
     def _collect_together(self, as_views: bool) -> None:
         """Do the same in as few launches as possible: one, if every gradient is there and in its parameter's layout."""
         views, gradients, missing = [], [], []
         for view, parameter in zip(self.views, self.parameters, strict=True):
             gradient = parameter.grad
-            if gradient is None:
+            if gradient is None or gradient.layout is not torch.strided:
                 missing.append(view)
             elif gradient is not view:
-                require_dense(gradient)
                 views.append(view)
                 gradients.append(gradient.detach())
         if missing:
@@ -86,6 +81,23 @@ class Bucket:
             for view, parameter in zip(self.views, self.parameters, strict=True):
                 if parameter.grad is not None:
                     parameter.grad = view
+
+    def clear(self) -> None:
+        """Fill it with zeros."""
+        self.flat.zero_()
+
+    def accept(self, result: Tensor, scale: float) -> None:
+        """Bring the result of its reduction, times ``scale``, into ``flat``.
+
+        Raises:
+            ValueError: Another number of elements.
+        """
+        if result.numel() != self.flat.numel():
+            raise ValueError(f"a communication hook must return {self.flat.numel()} elements; got shape {tuple(result.shape)}")
+        if result.data_ptr() != self.flat.data_ptr():
+            self.flat.copy_(used_here(result).view(-1))
+        if scale != 1:
+            self.flat.mul_(scale)
 
     def hand_back(self, used: Sequence[bool], as_views: bool) -> None:
         """Bring the reduced bucket into the gradients.
@@ -108,29 +120,17 @@ class Bucket:
         copy_together(sources, targets, self.flat, is_pack=False)
 
 
-def take(parameter: Tensor, view: Tensor, as_view: bool) -> None:
-    """Bring one gradient into its bucket, if it is not there already.
-
-    Raises:
-        RuntimeError: It is sparse.
-    """
+def take(parameter: Tensor, view: Tensor, as_view: bool) -> bool:
+    """Bring one gradient into its bucket, if it is not there already; return False if there is none, or none that is dense."""
     gradient = parameter.grad
-    if gradient is view or gradient is None:
-        return
-    require_dense(gradient)
+    if gradient is view:
+        return True
+    if gradient is None or gradient.layout is not torch.strided:
+        return False
     view.copy_(gradient.detach() if gradient.requires_grad else gradient)
     if as_view:
         parameter.grad = view
-
-
-def require_dense(gradient: Tensor) -> None:
-    """Refuse a sparse gradient.
-
-    Raises:
-        RuntimeError: It is one.
-    """
-    if gradient.layout is not torch.strided:
-        raise RuntimeError(f"mpidist's DDP takes dense gradients; got layout {gradient.layout} (use sparse=False)")
+    return True
 
 
 def copy_together(views: Sequence[Tensor], tensors: Sequence[Tensor], flat: Tensor, is_pack: bool) -> None:
@@ -208,30 +208,6 @@ class GradBucket:
     def parameters(self) -> list[Tensor]:
         """Return the parameters whose gradients it holds, in the order in which they lie in the buffer."""
         return list(self._bucket.parameters)
-
-
-def memory_bytes(plan: Sequence[Sequence[int]], parameters: Sequence[Tensor]) -> int:
-    """Return how much memory the buckets of a plan need, each beginning on a cache line of its own."""
-    return sum(_aligned(indices, parameters) for indices in plan)
-
-
-def lay_out(
-    plan: Sequence[tuple[int, ...]], parameters: Sequence[Tensor], names: Sequence[str], memory: NodeMemory | None
-) -> list[Bucket]:
-    """Return the buckets of a plan, in ``memory`` of ``memory_bytes`` if there is some."""
-    buckets, start_bytes = [], 0
-    for indices in plan:
-        node_tensor = None
-        if memory is not None:
-            numel = sum(parameters[place].numel() for place in indices)
-            node_tensor = memory.tensor(start_bytes, numel, parameters[indices[0]].dtype) if numel else None
-            start_bytes += _aligned(indices, parameters)
-        buckets.append(Bucket(indices, parameters, names, node_tensor))
-    return buckets
-
-
-def _aligned(indices: Sequence[int], parameters: Sequence[Tensor]) -> int:
-    return -(-sum(parameters[place].nbytes for place in indices) // _LINE_BYTES) * _LINE_BYTES
 
 
 def _view(part: Tensor, parameter: Tensor) -> Tensor:

@@ -66,16 +66,19 @@ def joined(module: Any, group: Any, throws: bool) -> Iterator[None]:
     Collective: entered and left by all ranks of the group.
 
     Args:
-        module: Has ``mirror(iteration)`` and ``adopt_from(root)``.
+        module: Has ``mirror(iteration)``, ``end_mirroring()`` and ``adopt_from(root)``.
         throws: Raise on all ranks as soon as the first has no inputs left.
     """
     yield
     is_last = True
-    while (iteration := exchange(group, False)).members:
-        is_last = False
-        if throws:
-            raise RuntimeError(f"rank {group.rank} has no inputs left, and throw_on_early_termination is set")
-        module.mirror(iteration)
+    try:
+        while (iteration := exchange(group, False)).members:
+            is_last = False
+            if throws:
+                raise RuntimeError(f"rank {group.rank} has no inputs left, and throw_on_early_termination is set")
+            module.mirror(iteration)
+    finally:
+        module.end_mirroring()
     module.adopt_from(last_joiner(group, is_last))
 
 
@@ -98,5 +101,6 @@ class TorchJoinHook(JoinHook):
         self._module.mirror(exchange(self._group, False))
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Give all ranks the weights of one that had inputs to the end."""
+        """Give this rank its own gradients back, and all ranks the weights of one that had inputs to the end."""
+        self._module.end_mirroring()
         self._module.adopt_from(last_joiner(self._group, is_last_joiner))

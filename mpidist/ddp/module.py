@@ -13,15 +13,19 @@ from torch.distributed.algorithms.join import Join, Joinable
 from mpidist.ddp import plan, signature
 from mpidist.ddp.agreement import broadcast_state, require_equal
 from mpidist.ddp.join import Iteration, TorchJoinHook, exchange, joined
+from mpidist.ddp.layout import Settings
 from mpidist.ddp.outputs import moved, tensors_in
 from mpidist.ddp.process_group import default_group, native_group
-from mpidist.ddp.reducer import Hook, Reducer, Settings
+from mpidist.ddp.reducer import Hook, Reducer
 from mpidist.errors import DisagreementError, MpidistError
 from mpidist.kernels.launch import has_kernels
 
 
 class DistributedDataParallel(torch.nn.Module, Joinable):
     """Average the gradients of ``module`` over all ranks of a group in each backward pass.
+
+    Sparse gradients, of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, stay sparse: each is averaged by itself,
+    is no view of a bucket, and is not given to a communication hook.
 
     Collective: constructed by all ranks of the group, which then run forward and backward the same number of times, or within
     ``join()``.
@@ -51,8 +55,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         most_buckets: Merge buckets until there are no more than these (ours alone).
 
     Raises:
-        ValueError: An argument that cannot be honoured; a module with nothing to average, or with sparse gradients.
-        TypeError: ``process_group`` is of another backend.
+        ValueError: An argument that cannot be honoured.
+        TypeError: ``process_group`` is of another backend, or an argument of another type.
+        RuntimeError: No parameter requires a gradient.
         DisagreementError: Parameters, buffers or settings differ between ranks (on all ranks, with ``init_sync``).
 
     Source:
@@ -103,7 +108,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 static_graph=static_graph,
                 skip_unused=skip_all_reduce_unused_params,
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             if init_sync:  # the others wait in their own comparison
                 with contextlib.suppress(DisagreementError):
                     require_equal(self._group, [], refusal=str(error))
@@ -120,7 +125,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if init_sync:
             state = self._state(init_buffers)
             arithmetic = "kernels" if has_kernels(named[0][1]) else "torch"  # hooks need the same on all ranks
-            require_equal(self._group, state, (self.settings, self.forward_sync_buffers, arithmetic))
+            sparse = signature.sparse_parameters(module)
+            sparse_names = [name for name, parameter in named if id(parameter) in sparse]
+            require_equal(self._group, state, (self.settings, self.forward_sync_buffers, arithmetic, sparse_names))
             broadcast_state(self._group, [tensor for _, tensor in state])
         self._make_reducer()
 
@@ -130,7 +137,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return self.forward_sync_buffers
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Have ``hook(state, bucket)`` reduce the buckets; again at any time between steps.
+        """Have ``hook(state, bucket)`` reduce the buckets of dense gradients; again at any time between steps.
 
         Args:
             state: Passed to each call.
@@ -171,17 +178,19 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module.
 
-        Under no_grad or no_sync nothing is averaged. Buffers are broadcast before each pass that follows an averaged one, as in
-        torch: before an evaluation, too, which therefore all ranks must begin.
+        Under no_grad or no_sync nothing is averaged. Buffers are broadcast before the first pass and each that follows an
+        averaged one, as in torch: before an evaluation, too, which therefore all ranks must begin. Outside ``join`` a forward
+        pass communicates nothing else: without buffers, or with ``forward_sync_buffers=False``, one rank alone may evaluate;
+        with them it calls ``ddp.module``.
         """
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
         syncs_buffers = self.forward_sync_buffers and self.require_forward_param_sync
         iteration = self._told(averages, syncs_buffers)
-        if averages:
-            self.reducer.prepare()
         if syncs_buffers:
             broadcast_state(self._group, self._buffers_in_use(), iteration.root if iteration else 0)
         self.require_forward_param_sync = averages
+        if torch.is_grad_enabled():
+            self.reducer.detach_optimizers()
         if self._input_device is not None:
             args, kwargs = moved((args, kwargs), self._input_device)
         output = self.module(*args, **kwargs)
@@ -238,14 +247,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def mirror(self, iteration: Iteration) -> None:
         """Take part in the collectives of one iteration of the ranks that have inputs. Collective: over the group."""
-        if iteration.averages:
-            self.reducer.prepare()
         if iteration.syncs_buffers:
             broadcast_state(self._group, self._buffers_in_use(), iteration.root)
         self.require_forward_param_sync = iteration.averages
         if iteration.averages:
             self.reducer.scale = self._scale(iteration)
             self.reducer.mirror()
+
+    def end_mirroring(self) -> None:
+        """Give this rank its gradients back as they were before it mirrored."""
+        self.reducer.end_mirroring()
 
     def adopt_from(self, root: int) -> None:
         """Take over ``root``'s parameters and buffers. Collective: over the group."""
@@ -285,9 +296,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.settings = dataclasses.replace(self.settings, static_graph=True)
         self._make_reducer()
 
-    def _make_reducer(self) -> None:
+    def _make_reducer(self, local: bool = False) -> None:
         named = signature.require_supported(self.module, self.parameters_to_ignore)
-        self.reducer = Reducer([p for _, p in named], [name for name, _ in named], self._group, self.settings)
+        names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
+        sparse = signature.sparse_parameters(self.module)
+        self.reducer = Reducer(parameters, names, [id(p) in sparse for p in parameters], self._group, self.settings, local)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the group, the reducer and its hook; as in torch, only a module on the default group can be copied.
@@ -306,4 +319,4 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         super().__setstate__(state)
         self.process_group = default_group()
         self._group = native_group(self.process_group)
-        self._make_reducer()
+        self._make_reducer(local=True)  # one rank may make a copy for itself

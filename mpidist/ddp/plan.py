@@ -5,6 +5,7 @@ The results of ``compute_bucket_assignment_by_size`` are torch's; the cap on the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,6 +15,7 @@ import torch
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early in the backward pass
 DEFAULT_BUCKET_CAP_MB = 25.0
+NO_LIMIT = 0  # of a bucket for sparse gradients, which holds one, whatever its size
 _MIB = 1 << 20
 
 
@@ -43,15 +45,19 @@ def limits_of(
             ``bucket_cap_mb``.
 
     Raises:
-        ValueError: A cap that is not positive.
-        TypeError: One that is no number.
+        ValueError: A cap that is not positive, or not finite.
+        TypeError: One that is no number, or a list that is none.
 
     Source:
         torch 2.13's ``_BucketCapacityConfig``.
     """
+    if bucket_cap_mb_list is not None and not isinstance(bucket_cap_mb_list, (list, tuple)):
+        raise TypeError(f"bucket_cap_mb_list must be a list of numbers of MiB; got {type(bucket_cap_mb_list).__name__}")
     caps = tuple(bucket_cap_mb_list or (bucket_cap_mb if bucket_cap_mb is not None else DEFAULT_BUCKET_CAP_MB,))
-    if not all(isinstance(cap, (int, float)) for cap in caps):
+    if not all(isinstance(cap, (int, float)) and not isinstance(cap, bool) for cap in caps):
         raise TypeError(f"a bucket's cap must be a number of MiB; got {', '.join(type(cap).__name__ for cap in caps)}")
+    if not all(math.isfinite(cap) for cap in caps):
+        raise ValueError(f"a bucket's cap must be finite; got {', '.join(f'{cap:g}' for cap in caps)} MiB")
     limits = tuple(int(cap * _MIB) for cap in caps)
     if min(limits) <= 0:
         raise ValueError(f"a bucket's cap must be positive; got {', '.join(f'{cap:g}' for cap in caps)} MiB")
@@ -61,7 +67,10 @@ def limits_of(
 
 
 def compute_bucket_assignment_by_size(
-    tensors: Sequence[torch.Tensor], limits: Sequence[int], order: Sequence[int] | None = None
+    tensors: Sequence[torch.Tensor],
+    limits: Sequence[int],
+    order: Sequence[int] | None = None,
+    expects_sparse: Sequence[bool] = (),
 ) -> list[list[int]]:
     """Assign tensors to buckets.
 
@@ -70,6 +79,7 @@ def compute_bucket_assignment_by_size(
         limits: Bytes at which a bucket closes: of each (dtype, device) the first bucket takes the first limit, the second the
             second, and so on; the last holds for all that follow.
         order: Places of ``tensors`` in the order in which they fill buckets; the list's own if None.
+        expects_sparse: For each tensor whether its gradients are sparse: such a one has a bucket to itself. None has if empty.
 
     Returns:
         For each bucket the places of its tensors. Without ``order``, sorted by each bucket's smallest place; with it, closed
@@ -81,10 +91,15 @@ def compute_bucket_assignment_by_size(
     Source:
         ``torch.distributed._compute_bucket_assignment_by_size`` (torch/csrc/distributed/c10d/reducer.cpp).
     """
-    return [list(bucket.indices) for bucket in assign(tensors, limits, order)]
+    return [list(bucket.indices) for bucket in assign(tensors, limits, order, expects_sparse)]
 
 
-def assign(tensors: Sequence[torch.Tensor], limits: Sequence[int], order: Sequence[int] | None = None) -> list[Assignment]:
+def assign(
+    tensors: Sequence[torch.Tensor],
+    limits: Sequence[int],
+    order: Sequence[int] | None = None,
+    expects_sparse: Sequence[bool] = (),
+) -> list[Assignment]:
     """See ``compute_bucket_assignment_by_size``; with the limits that applied."""
     if not tensors:
         raise ValueError("there is no tensor to put into a bucket")
@@ -96,6 +111,9 @@ def assign(tensors: Sequence[torch.Tensor], limits: Sequence[int], order: Sequen
     filled_bytes: dict[Any, int] = {}
     for place in range(len(tensors)) if order is None else order:
         tensor = tensors[place]
+        if expects_sparse and expects_sparse[place]:
+            closed.append(Assignment((place,), NO_LIMIT))
+            continue
         kind = (tensor.dtype, tensor.device)
         filling.setdefault(kind, []).append(place)
         filled_bytes[kind] = filled_bytes.get(kind, 0) + tensor.numel() * tensor.element_size()
@@ -109,11 +127,13 @@ def assign(tensors: Sequence[torch.Tensor], limits: Sequence[int], order: Sequen
     return sorted(buckets, key=lambda bucket: min(bucket.indices)) if order is None else buckets
 
 
-def merge(tensors: Sequence[torch.Tensor], buckets: Sequence[Assignment], most: int) -> list[Assignment]:
+def merge(
+    tensors: Sequence[torch.Tensor], buckets: Sequence[Assignment], most: int, expects_sparse: Sequence[bool] = ()
+) -> list[Assignment]:
     """Merge neighbouring buckets of one dtype and device, the smallest pair first, until at most ``most`` are left.
 
     Fewer messages for a network whose latency outweighs its bandwidth. A bucket cannot hold two kinds, so more are left if there
-    are more kinds.
+    are more kinds. Buckets of sparse gradients stay as they are.
 
     Raises:
         ValueError: ``most`` is not positive.
@@ -124,7 +144,7 @@ def merge(tensors: Sequence[torch.Tensor], buckets: Sequence[Assignment], most: 
         pairs = [
             (size_bytes(tensors, left) + size_bytes(tensors, right), place)
             for place, (left, right) in enumerate(pairwise(merged))
-            if _kind(tensors, left) == _kind(tensors, right)
+            if _kind(tensors, left) == _kind(tensors, right) and not any(_is_sparse(b, expects_sparse) for b in (left, right))
         ]
         if not pairs:
             break
@@ -138,8 +158,11 @@ def require_count(most: int | None) -> int | None:
     """Return the cap on the number of buckets.
 
     Raises:
+        TypeError: It is no int.
         ValueError: It is not positive.
     """
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int)):
+        raise TypeError(f"the number of buckets must be an int; got {most!r}")
     if most is not None and most < 1:
         raise ValueError(f"the number of buckets must be at least 1; got {most}")
     return most
@@ -167,3 +190,7 @@ def size_bytes(tensors: Sequence[torch.Tensor], bucket: Assignment) -> int:
 def _kind(tensors: Sequence[torch.Tensor], bucket: Assignment) -> tuple[torch.dtype, torch.device]:
     first = tensors[bucket.indices[0]]
     return first.dtype, first.device
+
+
+def _is_sparse(bucket: Assignment, expects_sparse: Sequence[bool]) -> bool:
+    return bool(expects_sparse) and expects_sparse[bucket.indices[0]]

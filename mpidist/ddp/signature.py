@@ -91,7 +91,8 @@ def require_supported(module: torch.nn.Module, ignored: Sequence[str] | set[str]
     """Return the parameters whose gradients are to be averaged, with their names.
 
     Raises:
-        ValueError: None requires a gradient; one is not initialised yet; one has sparse gradients; devices are of several types.
+        RuntimeError: None requires a gradient.
+        ValueError: One is not initialised yet; devices are of several types.
     """
     parameters = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
     lazy = [name for name, parameter in parameters if is_lazy(parameter)]
@@ -99,17 +100,22 @@ def require_supported(module: torch.nn.Module, ignored: Sequence[str] | set[str]
         raise ValueError(f"parameters {', '.join(lazy)} have no shape yet: run one forward pass of the module first")
     named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     if not named:
-        raise ValueError("DistributedDataParallel needs a module with a parameter that requires a gradient")
+        raise RuntimeError("DistributedDataParallel needs a module with a parameter that requires a gradient")
     if len({parameter.device.type for _, parameter in named}) != 1:
         raise ValueError(
             f"parameters lie on {', '.join(sorted({str(p.device) for _, p in named}))}; one type of device is needed"
         )
-    for name, part in module.named_modules():
-        if getattr(part, "sparse", False) is True and isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
-            raise ValueError(
-                f"{name or 'the module'} has sparse gradients, which cannot be averaged in buckets: use sparse=False"
-            )
     return named
+
+
+def sparse_parameters(module: torch.nn.Module) -> set[int]:
+    """Return the identities of the parameters whose gradients are sparse, as their modules announce it.
+
+    Source:
+        torch's ``_build_params_for_reducer``.
+    """
+    embeddings = (part for part in module.modules() if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
+    return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
 
 
 def _as_device(kind: str, name: Any) -> torch.device:

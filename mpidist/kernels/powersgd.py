@@ -1,5 +1,7 @@
 """PowerSGD's arithmetic on all matrices of a bucket: X = M·s + E, P = X·Q, Q = Xᵀ·P, M = P·Qᵀ, E = X − M.
 
+X lies in M until ``reconstruct``, and E is as the last step left it: a step whose sums are not finite is given up (``give_up``).
+
 On CUDA each function is one launch of ``cuda/powersgd.cu``, whatever the number of matrices and their shapes; the twins in this
 file do the same with torch's operations. Tensors that are not worth compressing travel beside the Ps.
 
@@ -10,6 +12,7 @@ Source: Vogels, Karimireddy, Jaggi, NeurIPS 2019 (arXiv 1905.13727), algorithm 1
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +26,15 @@ from mpidist.kernels.pack import pack, unpack
 
 Tensor = torch.Tensor
 
+_BLOCK_NUMEL = 1 << 18  # of a product that the twin of ``reconstruct`` computes at once
+
 
 @dataclass(frozen=True)
 class Matrix:
     """One gradient as a matrix, what was left out of it so far, and its thin factors."""
 
-    m: Tensor  # n × m, contiguous
-    e: Tensor | None  # n × m, contiguous: E, and X between ``project`` and ``reconstruct``; None without error feedback
+    m: Tensor  # n × m, contiguous: M, and with E, X between ``project`` and ``reconstruct``
+    e: Tensor | None  # n × m, contiguous; None without error feedback
     p: Tensor  # n × r, column by column in memory
     q: Tensor  # m × r, the same
 
@@ -58,14 +63,14 @@ class Bucket:
 
 
 def project(bucket: Bucket, scale: float = 1.0) -> None:
-    """E = M·scale + E, P = E·Q, for each matrix; without E, P = M·scale·Q. Whole tensors, times ``scale``, go to their slots."""
+    """M = M·scale + E, P = M·Q, for each matrix; without E, P = M·scale·Q. Whole tensors, times ``scale``, go to their slots."""
     if bucket.on_device is not None:
         bucket.on_device.launch("project", scalar(scale, bucket.dtype))
         return
     xs = []
     for x in bucket.matrices:
         m = x.m if scale == 1 else (x.m.to(compute_dtype(bucket.dtype)) * scale).to(bucket.dtype)
-        xs.append(m if x.e is None else x.e.add_(m))
+        xs.append(m if x.e is None else torch.add(m, x.e, out=x.m))
     for some in _together(bucket):
         _multiply([xs[i] for i in some], [bucket.matrices[i].q for i in some], [bucket.matrices[i].p for i in some])
     pack(bucket.whole, bucket.slots, scale)
@@ -78,7 +83,7 @@ def backproject(bucket: Bucket, scale: float = 1.0) -> None:
         return
     for some in _together(bucket):
         matrices = [bucket.matrices[i] for i in some]
-        _multiply([(x.m if x.e is None else x.e).t() for x in matrices], [x.p for x in matrices], [x.q for x in matrices])
+        _multiply([x.m.t() for x in matrices], [x.p for x in matrices], [x.q for x in matrices])
         if scale != 1:
             for x in matrices:
                 if x.e is None:
@@ -86,17 +91,41 @@ def backproject(bucket: Bucket, scale: float = 1.0) -> None:
 
 
 def reconstruct(bucket: Bucket) -> None:
-    """M = P·Qᵀ and E = X − M for each matrix; whole tensors come back from their slots."""
+    """E = X − P·Qᵀ and M = P·Qᵀ for each matrix; whole tensors come back from their slots."""
     if bucket.on_device is not None:
         bucket.on_device.launch("reconstruct")
         return
     for some in _together(bucket):
         matrices = [bucket.matrices[i] for i in some]
-        _multiply([x.p for x in matrices], [x.q.t() for x in matrices], [x.m for x in matrices])
-    for x in bucket.matrices:
-        if x.e is not None:
-            x.e.sub_(x.m)
+        if len(matrices) == 1:
+            _reconstruct_by_rows(matrices[0])
+            continue
+        products = [torch.empty_like(x.m) if x.e is not None else x.m for x in matrices]
+        _multiply([x.p for x in matrices], [x.q.t() for x in matrices], products)
+        for x, product in zip(matrices, products, strict=True):
+            if x.e is not None:
+                torch.sub(x.m, product, out=x.e)
+                x.m.copy_(product)
     unpack(bucket.slots, bucket.whole)
+
+
+def give_up(bucket: Bucket) -> None:
+    """End a step whose sums are not finite, between ``project`` and ``reconstruct``.
+
+    M becomes NaN on every rank, for whoever watches the gradients; whole tensors come back from their slots. E stays as it was,
+    apart from elements that are not finite themselves, which become zeros: the next step would not be finite again.
+    """
+    for x in bucket.matrices:
+        x.m.fill_(math.nan)
+        if x.e is not None:
+            torch.nan_to_num(x.e, nan=0.0, posinf=0.0, neginf=0.0, out=x.e)
+    unpack(bucket.slots, bucket.whole)
+
+
+def is_finite(flat: Tensor) -> bool:
+    """Say whether all elements are finite. Blocks: the host, until they are there."""
+    # One fast pass: a sum is not finite if one element is not. It may also have overflowed, which the slow pass finds out.
+    return math.isfinite(flat.sum(dtype=compute_dtype(flat.dtype)).item()) or bool(flat.isfinite().all())
 
 
 def orthogonalize_p(bucket: Bucket, epsilon: float = 0) -> None:
@@ -202,6 +231,20 @@ def _together(bucket: Bucket) -> Iterator[list[int]]:
     for i, x in enumerate(bucket.matrices):
         by_shape.setdefault((x.m.shape, x.q.shape), []).append(i)
     yield from by_shape.values()
+
+
+def _reconstruct_by_rows(x: Matrix) -> None:
+    if x.e is None:
+        torch.mm(x.p, x.q.t(), out=x.m)
+        return
+    # M holds X, so the product needs memory of its own: a few rows of it, which the cache keeps.
+    rows, right = max(1, _BLOCK_NUMEL // x.m.shape[1]), x.q.t()
+    whole = [(x.m, x.e, x.p)]
+    blocks = whole if len(x.m) <= rows else zip(x.m.split(rows), x.e.split(rows), x.p.split(rows), strict=True)
+    for m, e, p in blocks:
+        product = torch.mm(p, right)
+        torch.sub(m, product, out=e)
+        m.copy_(product)
 
 
 def _multiply(left: Sequence[Tensor], right: Sequence[Tensor], out: Sequence[Tensor]) -> None:

@@ -231,3 +231,41 @@ def test_rank_0s_parameters_and_buffers_hold(group):
     module.running_mean.fill_(group.rank)
     ddp = DistributedDataParallel(module, process_group=group)
     agree(group, same_everywhere(group, ddp) and bool((module.running_mean == 0).all()))
+
+
+def test_without_any_gradient_the_reason_is_named_not_an_option_that_is_set(group):
+    class Swallows(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight):
+            return weight.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+
+        def forward(self):
+            return Swallows.apply(self.weight)
+
+    ddp = DistributedDataParallel(Module(), process_group=group, find_unused_parameters=True)
+    text = raises_on_all(group, RuntimeError, lambda: ddp().sum().backward(), "no parameter received a gradient on any rank")
+    agree(group, "find_unused_parameters=True" not in text and "returns None" in text, text)
+
+
+def test_a_static_graph_that_changes_is_told_so(group):
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, with_other):
+            return self.weight * self.other if with_other else self.weight * 2
+
+    ddp = DistributedDataParallel(Module(), process_group=group, static_graph=True)
+    ddp(False).sum().backward()
+    text = raises_on_all(group, RuntimeError, lambda: ddp(True).sum().backward(), "the graph is not static")
+    agree(group, "'other'" in text and "Leave static_graph=True out" in text, text)

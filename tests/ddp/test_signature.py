@@ -52,14 +52,8 @@ def test_refused_values(group, name):
     )
 
 
-def frozen():
-    return torch.nn.Linear(2, 2).requires_grad_(False)
-
-
 MODULES = {
-    "nothing to average": (frozen, "requires a gradient"),
     "lazy": (lambda: torch.nn.LazyLinear(2), "no shape yet"),
-    "sparse": (lambda: torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=True)), "0 has sparse gradients"),
     "two types of device": (lambda: torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, device="meta")), "one type"),
 }
 
@@ -197,3 +191,32 @@ def test_another_backends_group_is_refused(group):
     raises_on_all(
         group, TypeError, lambda: DistributedDataParallel(torch.nn.Linear(1, 1), process_group=object()), "needs a group"
     )
+
+
+@pytest.mark.mpi
+def test_a_module_with_nothing_to_average_is_refused_on_all_ranks(group):
+    """As in torch; and where one rank alone has nothing, the others raise, too."""
+    frozen = torch.nn.Linear(1, 1).requires_grad_(False)
+    call = lambda: DistributedDataParallel(frozen, process_group=group)  # noqa: E731
+    raises_on_all(group, RuntimeError, call, "a parameter that requires a gradient")
+    module = frozen if group.rank == 0 else torch.nn.Linear(1, 1)
+    raises_on_all(
+        group, RuntimeError, lambda: DistributedDataParallel(module, process_group=group), "a parameter that requires a gradient"
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"bucket_cap_mb": float("inf")}, ValueError, "must be finite"),
+        ({"bucket_cap_mb": float("nan")}, ValueError, "must be finite"),
+        ({"bucket_cap_mb": True}, TypeError, "number of MiB; got bool"),
+        ({"bucket_cap_mb_list": 5}, TypeError, "bucket_cap_mb_list must be a list"),
+        ({"most_buckets": 1.5}, TypeError, "number of buckets must be an int; got 1.5"),
+        ({"most_buckets": True}, TypeError, "number of buckets must be an int"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused_on_all_ranks(group, options, error, match):
+    call = lambda: DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group, **options)  # noqa: E731
+    raises_on_all(group, error, call, match)

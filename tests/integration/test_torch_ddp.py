@@ -154,3 +154,28 @@ def test_powersgd_of_rank_one_keeps_the_ranks_together(world, batched_hook, batc
     # A lossy gradient with error feedback: near the reference, not on it.
     assert_trained(world, model.parameters(), reference(world.size), 0.5)
     assert state.error_dict, "nothing was compressed"
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}])
+def test_sparse_gradients(world, options):
+    """An embedding's gradient travels by the sparse all-reduce, beside the dense buckets."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(10, 4, mode="sum", sparse=True), torch.nn.Linear(4, 2)).double()
+    alone = torch.nn.Sequential(torch.nn.EmbeddingBag(10, 4, mode="sum"), torch.nn.Linear(4, 2)).double()
+    alone.load_state_dict(model.state_dict())
+    model = DistributedDataParallel(model, **options)
+    update, its_update = sgd(model.parameters()), sgd(alone.parameters())
+
+    def words(part, step):
+        return torch.randint(0, 10, (3, 2), generator=torch.Generator().manual_seed(10 * step + part))
+
+    for step in range(STEPS):
+        update.zero_grad()
+        its_update.zero_grad()
+        model(words(world.rank, step)).square().sum().backward()
+        assert model.module[0].weight.grad.is_sparse
+        update.step()
+        for part in range(world.size):
+            (alone(words(part, step)).square().sum() / world.size).backward()
+        its_update.step()
+    assert_trained(world, model.parameters(), alone)

@@ -44,9 +44,10 @@ def test_the_stages_are_the_products_they_stand_for(device, rank, dtype):
         bucket = bucket_of(SHAPES, rank, dtype, device, feedback, offset=offset)
         xs = [x.m.double().cpu() * scale + (x.e.double().cpu() if feedback else 0) for x in bucket.matrices]
         qs, whole = doubles(x.q for x in bucket.matrices), doubles(bucket.whole)
+        errors = [x.e.clone() for x in bucket.matrices if x.e is not None]
         powersgd.project(bucket, scale)
         for x, wanted, q in zip(bucket.matrices, xs, qs, strict=True):
-            assert x.e is None or is_close(x.e, wanted, dtype)
+            assert x.e is None or is_close(x.m, wanted, dtype)
             assert is_close(x.p, wanted @ q, dtype), x.m.shape
         assert is_close(bucket.slots, torch.cat(whole) * scale, dtype)
         ps = doubles(x.p for x in bucket.matrices)
@@ -54,6 +55,7 @@ def test_the_stages_are_the_products_they_stand_for(device, rank, dtype):
         powersgd.backproject(bucket, scale)  # what the first one left behind must not matter
         for x, wanted, p in zip(bucket.matrices, xs, ps, strict=True):
             assert is_close(x.q, wanted.t() @ p, dtype), x.m.shape
+        assert all(torch.equal(a, b.e) for a, b in zip(errors, bucket.matrices, strict=feedback)), "E changes at the end alone"
         for x in bucket.matrices:
             x.q.mul_(0.01)
         bucket.slots.mul_(3)
@@ -72,7 +74,7 @@ def test_many_rows_are_shared_among_blocks(device):
     for _ in range(3):
         powersgd.backproject(bucket)
         for x in bucket.matrices:
-            assert is_close(x.q, x.e.double().cpu().t() @ x.p.double().cpu(), torch.float32)
+            assert is_close(x.q, x.m.double().cpu().t() @ x.p.double().cpu(), torch.float32)
         first = [x.q.clone() for x in bucket.matrices]
         powersgd.backproject(bucket)
         assert all(torch.equal(x.q, q) for x, q in zip(bucket.matrices, first, strict=True))
@@ -146,3 +148,49 @@ def test_orthogonalize_alone(shape, epsilon):
     product = orthogonalize(matrix.clone(), epsilon)
     assert torch.allclose(product.t() @ product, torch.eye(shape[1]), atol=1e-4)
     assert torch.allclose(product @ (product.t() @ matrix), matrix, atol=1e-4)  # the same space
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_element_that_is_not_finite_is_found(device, dtype):
+    for numel in (1, 7, 33, 5001):
+        flat = torch.full((numel,), torch.finfo(dtype).max, dtype=dtype, device=device)
+        assert powersgd.is_finite(flat), "the sum overflows, the elements do not"
+        for bad in (float("nan"), float("inf"), float("-inf")):
+            for place in {0, numel // 2, numel - 1}:
+                other = torch.randn(numel).to(dtype).to(device)
+                assert powersgd.is_finite(other)
+                other[place] = bad
+                assert not powersgd.is_finite(other)
+    assert powersgd.is_finite(torch.empty(0, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("feedback", [True, False])
+def test_a_step_that_is_given_up_leaves_the_errors(device, dtype, feedback):
+    bucket = bucket_of(SHAPES, 4, dtype, device, feedback)
+    errors, whole = [x.e.clone() for x in bucket.matrices if x.e is not None], doubles(bucket.whole)
+    for x in bucket.matrices:
+        x.m[x.m.shape[0] // 2, x.m.shape[1] - 1] = float("inf")
+    powersgd.project(bucket)
+    assert not any(powersgd.is_finite(x.p) for x in bucket.matrices)
+    if feedback:
+        bucket.matrices[1].e[3, 4] = float("nan")  # as an overflow of X − M leaves it
+        errors[1][3, 4] = 0
+    for tensor in bucket.whole:
+        tensor.zero_()
+    powersgd.give_up(bucket)
+    assert all(bool(x.m.isnan().all()) for x in bucket.matrices)
+    assert all(torch.equal(a, x.e) for a, x in zip(errors, bucket.matrices, strict=feedback))
+    assert all(is_close(a, b, dtype) for a, b in zip(bucket.whole, whole, strict=True))
+
+
+def test_a_product_of_several_blocks_is_the_same(monkeypatch):
+    one, other = (bucket_of([(33, 50), (7, 300)], 3, torch.float32, torch.device("cpu")) for _ in range(2))
+    for mine, theirs in zip(one.matrices, other.matrices, strict=True):
+        for name in ("m", "e", "p", "q"):
+            getattr(theirs, name).copy_(getattr(mine, name))
+    powersgd.reconstruct(one)
+    monkeypatch.setattr(powersgd, "_BLOCK_NUMEL", 200)
+    powersgd.reconstruct(other)
+    for mine, theirs in zip(one.matrices, other.matrices, strict=True):
+        assert torch.allclose(mine.m, theirs.m, atol=1e-5) and torch.allclose(mine.e, theirs.e, atol=1e-5)

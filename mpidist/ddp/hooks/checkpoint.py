@@ -65,13 +65,15 @@ def load(folder: str | Path, module: Any, map_location: Any = None) -> PowerSGDS
         MpidistError: Another rank could not load its part.
     """
     group = native_group(module.process_group)
+    plan: dict[str, Any] | None = None
     with _agreed(group):
         paths = _files(Path(folder))
         if len(paths) == group.size:
             state, plan = _read(paths[group.rank], map_location)
-            module.use_bucket_plan(plan)
         else:
             state = merged([_read(path, map_location)[0] for path in paths])
+    if plan is not None:
+        module.use_bucket_plan(plan)
     steps = group.all_gather_object(state.iter)
     if len(set(steps)) > 1:
         raise ValueError(f"the files in {folder} are of different steps ({steps}): a save was cut short")

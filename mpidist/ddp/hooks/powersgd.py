@@ -10,6 +10,9 @@ Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compr
 2019 (arXiv 1905.13727), algorithm 1; names and options of torch's ``powerSGD_hook``. Differences: errors of parameters that are
 sent whole are not kept (they are zero on average); what is sent whole travels beside the Ps, so that a bucket takes two
 collectives; complex buckets are sent whole.
+
+A gradient that is not finite (an overflow under AMP) makes the averaged P, or Q, not finite, on all ranks alike. Then the
+gradients of that bucket become NaN on all ranks, which a GradScaler sees, and its errors are what they were before the step.
 """
 
 from __future__ import annotations
@@ -65,22 +68,31 @@ def _compress(state: PowerSGDState, bucket: GradBucket, group: Any, step: int) -
     return _begun(state, factors, group, step)
 
 
-def _begun(state: PowerSGDState, factors: Factors, group: Any, step: int) -> Callable[[], None]:
-    """Do what comes before the first collective; return what begins with it."""
+def _begun(state: PowerSGDState, factors: Factors, group: Any, step: int) -> Callable[[], bool]:
+    """Do what comes before the first collective; return what begins with it, and says whether the step was finite."""
     matrices, epsilon = factors.bucket, state.orthogonalization_epsilon
     for name, x in zip(factors.names, matrices.matrices, strict=True):
         state.start_q(name, x.q, step)
     powersgd.orthogonalize_q(matrices, epsilon)
     powersgd.project(matrices)
 
-    def stages() -> None:
+    def stages() -> bool:
         group.all_reduce(factors.flat_p, AVG)
+        # All ranks hold the same sums, so all give up the same steps, without a message.
+        if not powersgd.is_finite(factors.flat_p):
+            powersgd.give_up(matrices)
+            return False
         powersgd.orthogonalize_p(matrices, epsilon)
         powersgd.backproject(matrices)
         group.all_reduce(factors.flat_q, AVG)
+        if not powersgd.is_finite(factors.flat_q):
+            state.forget_q(factors.names)
+            powersgd.give_up(matrices)
+            return False
         powersgd.reconstruct(matrices)
         if state.warm_start:
             state.q_memory_dict.update(zip(factors.names, (x.q for x in matrices.matrices), strict=True))
+        return True
 
     return stages
 
@@ -136,10 +148,12 @@ def _compress_as_square(state: PowerSGDState, bucket: GradBucket, group: Any, st
     begun = _begun(state, factors, group, step)
 
     def stages() -> None:
-        begun()
+        is_finite = begun()
         flat.copy_(x.m.view(-1)[:numel])
         x.m.view(-1)[numel:].zero_()  # what the approximation has left behind the last gradient is none's
         if x.e is not None:
+            if not is_finite:
+                x.e.view(-1)[numel:].zero_()
             unpack(x.e.view(-1)[:numel], errors)
             x.e.view(-1)[numel:].zero_()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -48,7 +49,8 @@ class PowerSGDState:
         q_memory_dict: By parameter name, the last Q (m × r).
 
     Raises:
-        ValueError: A rank below 1, or a negative ``start_powerSGD_iter``, ``min_compression_rate`` or epsilon.
+        TypeError: A rank, a number of steps or a seed that is no int; a rate or an epsilon that is no number.
+        ValueError: A rank below 1; a ``start_powerSGD_iter``, ``min_compression_rate`` or epsilon that is negative or not finite.
 
     Source:
         torch 2.13's ``PowerSGDState``, whose options these are. Unlike there compression may start at any step.
@@ -67,15 +69,12 @@ class PowerSGDState:
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
     ) -> None:
-        if matrix_approximation_rank < 1:
-            raise ValueError(f"matrix_approximation_rank must be at least 1; got {matrix_approximation_rank}")
-        for name, value in (
-            ("start_powerSGD_iter", start_powerSGD_iter),
-            ("min_compression_rate", min_compression_rate),
-            ("orthogonalization_epsilon", orthogonalization_epsilon),
-        ):
-            if value < 0:
-                raise ValueError(f"{name} must not be negative; got {value}")
+        require_int("matrix_approximation_rank", matrix_approximation_rank, least=1)
+        require_int("start_powerSGD_iter", start_powerSGD_iter, least=0)
+        require_int("random_seed", random_seed)
+        require_int("compression_stats_logging_frequency", compression_stats_logging_frequency)
+        require_real("min_compression_rate", min_compression_rate)
+        require_real("orthogonalization_epsilon", orthogonalization_epsilon)
         self.process_group = process_group
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
@@ -178,6 +177,40 @@ class PowerSGDState:
             q.copy_(last)
         else:
             q.copy_(random_like(q, f"{self.random_seed} {step} {name}"))
+
+    def forget_q(self, names: Sequence[str]) -> None:
+        """Have the next step of these matrices start from random values."""
+        for name in names:
+            self.q_memory_dict.pop(name, None)
+
+
+def require_int(name: str, value: Any, least: int | None = None) -> None:
+    """Require an int, and one that is not below ``least``.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: It is below.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be an int; got {value!r}")
+    if least is not None and value < least:
+        wanted = f"be at least {least}" if least else "not be negative"
+        raise ValueError(f"{name} must {wanted}; got {value}")
+
+
+def require_real(name: str, value: Any) -> None:
+    """Require a finite number that is not negative.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is negative, infinite or NaN.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number; got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative; got {value}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite; got {value}")
 
 
 def merged(states: Sequence[PowerSGDState]) -> PowerSGDState:

@@ -241,3 +241,22 @@ def test_volume_on_resnet18(rank, rate):
 def test_bad_options(options, match):
     with pytest.raises(ValueError, match=match):
         PowerSGDState(None, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"matrix_approximation_rank": 1.5}, TypeError, "matrix_approximation_rank must be an int; got 1.5"),
+        ({"matrix_approximation_rank": True}, TypeError, "matrix_approximation_rank must be an int"),
+        ({"matrix_approximation_rank": "2"}, TypeError, "matrix_approximation_rank must be an int"),
+        ({"start_powerSGD_iter": 10.0}, TypeError, "start_powerSGD_iter must be an int"),
+        ({"random_seed": None}, TypeError, "random_seed must be an int"),
+        ({"compression_stats_logging_frequency": 0.5}, TypeError, "compression_stats_logging_frequency must be an int"),
+        ({"min_compression_rate": "2"}, TypeError, "min_compression_rate must be a number"),
+        ({"min_compression_rate": float("nan")}, ValueError, "min_compression_rate must be finite"),
+        ({"orthogonalization_epsilon": float("inf")}, ValueError, "orthogonalization_epsilon must be finite"),
+    ],
+)
+def test_options_of_another_type_are_refused_at_once(options, error, match):
+    with pytest.raises(error, match=match):
+        PowerSGDState(None, **options)

@@ -1,0 +1,41 @@
+"""Optimizers that torch's ``_apply_optimizer_in_backward`` has given to parameters: they step once the gradients are averaged.
+
+Left to their own hooks they would step with each rank's own gradients, before the average, and the ranks would diverge.
+
+Source: ``torch.nn.parallel.DistributedDataParallel._setup_in_backward_optimizers``. There they step bucket by bucket within the
+backward pass; here at its end, with the same gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_OPTIMIZERS = "_in_backward_optimizers"
+
+
+def detach_hooks(parameters: Sequence[torch.Tensor]) -> None:
+    """Remove the hooks that would step the optimizers as soon as one gradient is accumulated."""
+    with_optimizers = [parameter for parameter in parameters if hasattr(parameter, _OPTIMIZERS)]
+    if not with_optimizers:
+        return
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+    for parameter in with_optimizers:
+        for handle in param_to_optim_hook_handle_map.pop(parameter, ()):
+            handle.remove()
+
+
+def step(parameters: Sequence[torch.Tensor], used: Sequence[bool]) -> None:
+    """Step the optimizers of parameters that have an averaged gradient, and clear it, as the hooks would have done.
+
+    Args:
+        used: For each parameter whether any rank has a gradient.
+    """
+    for parameter, is_used in zip(parameters, used, strict=True):
+        optimizers = getattr(parameter, _OPTIMIZERS, ())
+        if optimizers and is_used and parameter.grad is not None:
+            for optimizer in optimizers:
+                optimizer.step()
+            parameter.grad = None

@@ -1,0 +1,170 @@
+"""The buckets of a module: planned from sizes, laid out in memory, and laid out once more after the first backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpidist.comm.node_memory import NodeMemory, share
+from mpidist.ddp import plan
+from mpidist.ddp.bucket import Bucket
+from mpidist.ddp.sparse_bucket import SparseBucket
+from mpidist.errors import DisagreementError
+
+Tensor = torch.Tensor
+
+_LINE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a reducer and of its buckets."""
+
+    limits: tuple[int, ...]  # bytes at which the first, the second, … bucket closes
+    most_buckets: int | None = None  # merge neighbours until there are no more than these
+    gradient_as_bucket_view: bool = True  # gradients are views of the buckets; else they are copied back
+    find_unused_parameters: bool = False  # parameters may lack a gradient, and not the same ones on all ranks
+    static_graph: bool = False  # which parameters are used, and how often, is as in the first backward pass
+    skip_unused: bool = False  # parameters that no rank used in the first backward pass are not reduced in the later ones
+
+
+class Layout:
+    """The buckets of one module's gradients on one group.
+
+    Collective: constructed by all ranks of the group, unless it is ``local``.
+
+    Args:
+        expects_sparse: For each parameter whether its gradients are sparse; it gets a bucket of its own.
+        local: Use memory of this rank alone until ``settle``, and communicate nothing: for a copy, which one rank may make.
+
+    Attributes:
+        plan: For each bucket the places of its parameters, in the order of launch.
+        buckets: The buckets.
+        views: For each place of a parameter with dense gradients its part of a bucket.
+        sparse: The places, in ``plan``, of buckets of sparse gradients.
+        is_settled: The buckets stay as they are.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        expects_sparse: Sequence[bool],
+        group: Any,
+        settings: Settings,
+        local: bool = False,
+    ) -> None:
+        self._parameters = parameters
+        self._names = names
+        self._expects_sparse = expects_sparse
+        self._group = group
+        self._settings = settings
+        # Which parameters a pass uses, and so the order of their gradients, varies with unused ones.
+        self._follows_arrivals = settings.static_graph or not settings.find_unused_parameters
+        # Gradients come in the reverse order of use, which is about that of registration.
+        self.plan = self._planned(list(reversed(range(len(parameters)))))
+        self._make(local)
+        self.is_settled = not local and not self._follows_arrivals
+
+    def settle(self, arrived: Sequence[int]) -> None:
+        """Lay the buckets out in the order in which gradients arrive; those that exist keep their values.
+
+        Collective: over the group, at the end of the first backward pass. Rank 0's order holds for all.
+
+        Args:
+            arrived: Places of parameters in the order of arrival; those without a gradient are added in the present order.
+        """
+        planned = self.plan
+        if self._follows_arrivals:
+            known = set(arrived)
+            rest = [place for indices in self.plan for place in indices if place not in known]
+            order = torch.tensor([*arrived, *rest], device="cpu")
+            self._group.broadcast(order, 0)
+            planned = self._planned(order.tolist())
+        if planned != self.plan or self._is_local:
+            self.plan = planned
+            self._make()
+        self.is_settled = True
+
+    def saved(self) -> dict[str, Any]:
+        """Return the buckets by names, and whether they stay."""
+        return {"buckets": [[self._names[place] for place in indices] for indices in self.plan], "is_rebuilt": self.is_settled}
+
+    def use(self, saved: dict[str, Any]) -> None:
+        """Lay the buckets out as ``saved()`` said.
+
+        Collective: over the group.
+
+        Raises:
+            ValueError: Not exactly this module's parameters, or a bucket of several dtypes, devices or layouts.
+            DisagreementError: Another rank raised that, or has other buckets.
+        """
+        problem: ValueError | None = None
+        buckets: list[tuple[int, ...]] = []
+        try:
+            buckets = self._by_place(saved["buckets"])
+        except ValueError as error:
+            problem = error
+        # Making them is collective, so all ranks have to begin it, with the same.
+        told = self._group.all_gather_object((buckets, saved["is_rebuilt"], None if problem is None else str(problem)))
+        if problem is not None:
+            raise problem
+        if any(other != told[0] for other in told):
+            wrong = "; ".join(f"rank {rank}: {text or f'{len(its)} buckets'}" for rank, (its, _, text) in enumerate(told))
+            raise DisagreementError(f"the bucket plans of the ranks differ. {wrong}")
+        self.plan = buckets
+        self._make()
+        self.is_settled = bool(saved["is_rebuilt"])
+
+    def _by_place(self, names: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
+        """Turn buckets of names into buckets of places, if this module can have them."""
+        buckets = plan.by_place(names, self._names)
+        for index, places in enumerate(buckets):
+            kinds = {(self._parameters[place].dtype, self._parameters[place].device) for place in places}
+            if len(kinds) != 1:
+                raise ValueError(f"bucket {index} holds parameters of several dtypes or devices, or none")
+            if len(places) > 1 and any(self._expects_sparse[place] for place in places):
+                raise ValueError(f"bucket {index} holds sparse gradients beside others")
+        return buckets
+
+    def _planned(self, places: Sequence[int]) -> list[tuple[int, ...]]:
+        """Plan buckets that are filled in this order."""
+        assigned = plan.assign(self._parameters, self._settings.limits, places, self._expects_sparse)
+        if self._settings.most_buckets is not None:
+            assigned = plan.merge(self._parameters, assigned, self._settings.most_buckets, self._expects_sparse)
+        return [bucket.indices for bucket in assigned]
+
+    def _make(self, local: bool = False) -> None:
+        self._is_local = local
+        self.sparse = frozenset(index for index, places in enumerate(self.plan) if self._expects_sparse[places[0]])
+        is_on_host = all(parameter.device.type == "cpu" for parameter in self._parameters)
+        needed = sum(self._aligned_bytes(places) for index, places in enumerate(self.plan) if index not in self.sparse)
+        memory = share(self._group, needed) if is_on_host and not local else None
+        self.buckets = self._laid_out(memory)
+        self.views: dict[int, Tensor] = {}
+        for bucket in self.buckets:
+            self.views.update(zip(bucket.indices, bucket.views, strict=False))
+            if self._settings.gradient_as_bucket_view:
+                bucket.adopt()
+
+    def _laid_out(self, memory: NodeMemory | None) -> list[Bucket | SparseBucket]:
+        """Return the plan's buckets, the dense ones one behind the other in ``memory``, each from a cache line on."""
+        buckets: list[Bucket | SparseBucket] = []
+        start_bytes = 0
+        for index, places in enumerate(self.plan):
+            if index in self.sparse:
+                buckets.append(SparseBucket(places[0], self._parameters[places[0]], self._names[places[0]]))
+                continue
+            node_tensor = None
+            if memory is not None:
+                numel = sum(self._parameters[place].numel() for place in places)
+                node_tensor = memory.tensor(start_bytes, numel, self._parameters[places[0]].dtype) if numel else None
+                start_bytes += self._aligned_bytes(places)
+            buckets.append(Bucket(places, self._parameters, self._names, node_tensor))
+        return buckets
+
+    def _aligned_bytes(self, places: Sequence[int]) -> int:
+        return -(-sum(self._parameters[place].nbytes for place in places) // _LINE_BYTES) * _LINE_BYTES

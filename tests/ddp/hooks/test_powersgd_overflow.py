@@ -1,0 +1,124 @@
+"""PowerSGD under AMP: one gradient that is not finite costs one step, on all ranks alike, and nothing of the state."""
+
+import itertools
+
+import pytest
+import torch
+
+from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.hooks.default import fp16_compress_wrapper
+from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
+from mpidist.ddp.hooks.powersgd_state import PowerSGDState
+from mpidist.ddp.module import DistributedDataParallel
+from tests.ddp.hooks.test_powersgd import bucket_of, state_of
+from tests.kernels.conftest import use_cuda_text_on_the_cpu
+from tests.support import agree
+
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
+
+OVERFLOW = 4
+
+
+def train(group, hook, bad=None, feedback=True, cap=None):
+    """Train under a GradScaler; in step 4 rank 0's loss is ``bad``, or without it the step is left out and the scale halved."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
+    ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb=cap)
+    state = PowerSGDState(group, 2, start_powerSGD_iter=1, use_error_feedback=feedback)
+    ddp.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    generator = torch.Generator().manual_seed(group.rank)
+    skipped = []
+    for step in range(9):
+        x = torch.randn(8, 16, generator=generator)
+        if step == OVERFLOW and bad is None:
+            scaler.update(new_scale=scaler.get_scale() / 2)
+            continue
+        optimizer.zero_grad()
+        loss = (ddp(x) - x.roll(1, 1)).square().mean()
+        if step == OVERFLOW and group.rank == 0:
+            loss = loss * bad
+        scale = scaler.get_scale()
+        scaler.scale(loss).backward()
+        if step == OVERFLOW:
+            skipped += [all(p.grad.isfinite().all() for p in module.parameters())]
+        scaler.step(optimizer)
+        scaler.update()
+        assert (scaler.get_scale() < scale) == (step == OVERFLOW), f"step {step}: scale {scaler.get_scale()} after {scale}"
+    return module, state, scaler
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+def test_training_goes_on_as_if_the_step_had_not_been(group, hook, in_thread, monkeypatch):
+    monkeypatch.setattr(type(group), "is_single_node", not in_thread)
+    for feedback in (True, False):
+        expected, its_state, _ = train(group, hook, None, feedback)
+        for bad in (float("inf"), float("nan")):
+            module, state, scaler = train(group, hook, bad, feedback)
+            text = f"feedback {feedback} bad {bad}"
+            pairs = zip(module.parameters(), expected.parameters(), strict=True)
+            agree(group, all(torch.allclose(a, b, atol=1e-5) for a, b in pairs), f"other weights: {text}")
+            agree(group, scaler.get_scale() == 512 and state.iter == its_state.iter + 1, text)
+            held = [*state.error_dict.values(), *state.q_memory_dict.values()]
+            agree(group, bool(state.q_memory_dict) and all(bool(t.isfinite().all()) for t in held), f"not finite: {text}")
+            alike = [list(module.state_dict().values()), list(state.q_memory_dict.values())]
+            told = group.all_gather_object(alike)
+            same = all(
+                torch.equal(a, b)
+                for other in told
+                for mine, its in zip(alike, other, strict=True)
+                for a, b in zip(mine, its, strict=True)
+            )
+            agree(group, same, f"ranks differ: {text}")
+            errors = state.error_dict.items()
+            agree(group, all(torch.allclose(e, its_state.error_dict[name], atol=1e-3) for name, e in errors), f"errors: {text}")
+
+
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+def test_several_buckets_and_half_precision(group, hook):
+    """Buckets that stay finite have ended their step; a finite gradient past fp16's range counts as an overflow, too."""
+    for chosen, cap, bad in itertools.product([hook, fp16_compress_wrapper(hook)], [None, 0.001], [float("inf"), 1e9]):
+        if bad == 1e9 and chosen is hook:
+            continue
+        module, state, _ = train(group, chosen, bad, cap=cap)
+        held = [*state.error_dict.values(), *state.q_memory_dict.values(), *module.state_dict().values()]
+        agree(group, all(bool(t.isfinite().all()) for t in held), f"cap {cap} bad {bad}")
+        told = group.all_gather_object([*module.state_dict().values(), *state.q_memory_dict.values()])
+        agree(group, all(torch.equal(a, b) for other in told for a, b in zip(other, told[0], strict=True)), "ranks differ")
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_the_state_of_a_step_that_is_given_up(group, is_text, monkeypatch):
+    """By the twins, and by the CUDA text: errors to the bit, gradients that are NaN on all ranks."""
+    if is_text:
+        use_cuda_text_on_the_cpu(monkeypatch)
+    state, bucket = state_of(group, 2), bucket_of(group.rank)
+    powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
+    before = {name: error.clone() for name, error in state.error_dict.items()}
+    for last in (0, group.size - 1):
+        bucket.flat.copy_(bucket_of(group.rank, seed=1).flat)
+        if group.rank == last:
+            bucket.views[0][3, 5] = float("-inf")
+        powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
+        agree(group, bool(bucket.views[0].isnan().all()) and bool(bucket.views[1].isfinite().all()))
+        agree(group, all(torch.equal(error, state.error_dict[name]) for name, error in before.items()), "errors changed")
+        agree(group, all(bool(q.isfinite().all()) for q in state.q_memory_dict.values()))
+    bucket.flat.copy_(bucket_of(group.rank, seed=2).flat)
+    given = bucket.views[0].clone()
+    powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
+    agree(group, torch.allclose(bucket.views[0] + state.error_dict["a"], given + before["a"], atol=1e-4), "the next step")
+
+
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+def test_an_error_that_is_not_finite_heals(group, hook):
+    """As X − M overflows on one rank, or as a state of an older run holds it."""
+    state = state_of(group, 2)
+    for step in range(3):
+        bucket = bucket_of(group.rank, ("a", "conv", "c"), seed=step)
+        hook(state, GradBucket(bucket, 0, True)).wait()
+        agree(group, bool(bucket.flat.isfinite().all()) == (step != 1), f"step {step}")
+        if step == 0 and group.rank == 0:
+            state.error_dict["a"][1, 2] = float("inf")
+    agree(group, all(bool(error.isfinite().all()) for error in state.error_dict.values()))
