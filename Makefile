@@ -9,10 +9,18 @@ CUDA   ?= cuda13
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 READY  := $(VENV)/.stamp
+# The tests to look among: make mpi-3 TESTS=tests/comm
+TESTS  := tests
+# So many tests of one process run at a time, with the jobs that they start.
+WORKERS ?= 2
 # --foreground: Ctrl-C reaches the job.
 LIMIT  := timeout --foreground -k 10 900
 # -m mpi4py: a rank that raises ends the whole job. -x: one failure, and no rank runs ahead of the others.
-PYTEST_MPI := $(PY) -m mpi4py -m pytest -q -x --color=no -o console_output_style=classic
+PYTEST_MPI := $(PY) -m mpi4py -m pytest -q -x --color=no -o console_output_style=classic --only-mpi
+# loadscope: the tests of a module share a worker, and so its fixtures.
+PYTEST_ONE := $(PY) -m pytest -q -n $(WORKERS) --dist loadscope
+# Not in `make test`: what needs a GPU, an idle machine, or minutes.
+ELSEWHERE  := not gpu and not timing and not long
 
 # One thread a rank, or the ranks fight for the cores. Open MPI refuses root unless told twice (containers).
 export OMP_NUM_THREADS = 1
@@ -24,24 +32,26 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint format unit gpu bench bench-link clean distclean
+.PHONY: help demo test check lint format unit slow timing long gpu bench bench-link clean distclean
 
 help:
 	@echo 'make demo     train on the digits data set with two ranks; look into demo-output/'
-	@echo 'make test     everything CI runs: lint, unit, mpi-1 .. mpi-4, mpich-2, mpich-3 (check: the same)'
+	@echo 'make test     everything CI runs: lint, unit, slow, mpi-1 .. mpi-4, mpich-2, mpich-3 (check: the same)'
 	@echo 'make lint     ruff check, ruff format --check, mypy;  make format: let ruff mend what it can'
-	@echo 'make unit     the tests of one process'
-	@echo 'make mpi-N    the MPI tests on N ranks of Open MPI;  make mpich-N: of MPICH'
+	@echo 'make unit     the tests of one process that take seconds at most;  make slow: those marked slow (whole jobs, benchmarks)'
+	@echo 'make mpi-N    the MPI tests on N ranks of Open MPI;  make mpich-N: of MPICH (mpich-3: those that depend on the MPI)'
+	@echo '              TESTS=tests/comm: those of a folder or file;  make unit mpi-2: after each change'
+	@echo 'make timing   tests that assert a time, on an idle machine;  make long: the long forms of tests'
 	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'
 	@echo '              CUDA_MPI=PREFIX of a CUDA-aware Open MPI; PY=python3 without a network; DEVICE=cpu to see that it runs'
-	@echo 'make bench    the benchmarks on two ranks: collectives, who executes them, training steps, hooks, calls'
+	@echo 'make bench    timing, long, and the benchmarks on two ranks: collectives, who executes them, training steps, hooks, calls'
 	@echo 'make bench-link  training steps on slow links between network namespaces (root, iproute2)'
 	@echo 'make clean    remove what the targets wrote;  make distclean: the environments too'
 
 demo: $(READY)
 	$(OPENMPI_RUN) -n 2 $(PY) examples/demo_digits.py
 
-test: lint unit mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3
+test: lint unit slow mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3
 check: test
 
 lint: $(READY)
@@ -54,13 +64,28 @@ format: $(READY)
 	$(VENV)/bin/ruff format .
 
 unit: $(READY)
-	$(LIMIT) $(PY) -m pytest -q -m 'not gpu and not mpi' tests
+	$(LIMIT) $(PYTEST_ONE) -m 'not mpi and not slow and $(ELSEWHERE)' $(TESTS)
+
+slow: $(READY)
+	$(LIMIT) $(PYTEST_ONE) -m 'slow and not mpi and $(ELSEWHERE)' $(TESTS)
 
 mpi-%: $(READY)
-	$(OPENMPI_RUN) -n $* $(PYTEST_MPI) --only-mpi -m 'mpi and not gpu' tests
+	$(OPENMPI_RUN) -n $* $(PYTEST_MPI) -m 'mpi and $(ELSEWHERE)' $(TESTS)
 
 mpich-%: $(READY) $(MPICH)/.stamp
-	$(MPICH_RUN) -n $* $(PYTEST_MPI) --only-mpi -m 'mpi and not gpu' tests
+	$(MPICH_RUN) -n $* $(PYTEST_MPI) -m 'mpi and $(ELSEWHERE)' $(TESTS)
+
+# MPICH at three ranks: the modules that call MPI, and the tests of who calls it in which order.
+# All else (ddp, torch's modules on our backend) reaches MPI through these alone; it runs on MPICH at
+# two ranks and on Open MPI at one to four.
+mpich-3: TESTS := tests/comm tests/rpc tests/integration/test_order.py tests/integration/test_torch_messages.py
+
+timing: $(READY)
+	$(LIMIT) $(PY) -m pytest -q -m 'timing and not mpi and not gpu' $(TESTS)
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PYTEST_MPI) -m 'timing and mpi and not gpu' $(TESTS)
+
+long: $(READY)
+	$(LIMIT) $(PY) -m pytest -q -m 'long and not mpi and not gpu' $(TESTS)
 
 # An interpreter of your own (make gpu PY=python3) is taken as it is: nothing is installed, no network is needed.
 ifneq ($(origin PY),command line)
@@ -70,7 +95,7 @@ endif
 gpu: $(GPU_READY)
 	PY=$(PY) tests/gpu.sh
 
-bench: $(VENV)/.stamp-bench
+bench: $(VENV)/.stamp-bench timing long
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_collectives.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_execution.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_ddp.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,6 +75,18 @@ def job(
     """Run a Python text as an MPI job of its own and return what it printed; the job is ended if it outlasts ``timeout_s``."""
     start = list(command) if command is not None else launcher(ranks, *options)
     return started([*start, sys.executable, "-c", textwrap.dedent(script)], timeout_s, env)
+
+
+def short_job(ranks: int, script: str, *options: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Run a job as ``job`` does, for 45 s at most: torch's own timeouts are half an hour."""
+    return job(ranks, script, *options, timeout_s=45, **settings)
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> dict[int, dict[str, Any]]:
+    """Return what the ranks of a job that went well printed as JSON, by the ``rank`` in it."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["rank"]: line for line in lines}
 
 
 def started(command: Sequence[str], timeout_s: float, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

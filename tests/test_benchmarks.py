@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mpidist.kernels import powersgd
-from tests.support import ROOT, job, launcher, missing, started
+from tests.support import ROOT, job, missing, started
 
 BENCHMARKS = ROOT / "benchmarks"
 FOUR_WAYS = ["gloo", "mpi4py", "mpidist", "native"]
@@ -26,27 +26,62 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _libraries(monkeypatch):
+@pytest.fixture(scope="module")
+def _libraries():
     for name in ("matplotlib", "psutil", "tabulate"):
         if importlib.util.find_spec(name) is None:
             missing(f"{name} is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _found(_libraries, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-def run(program: str, tmp_path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [*launcher(2, "--bind-to", "none"), sys.executable, str(BENCHMARKS / program), "--output", str(tmp_path), *options]
-    return started(command, timeout_s=100)
+# One job for all programs of two ranks: each would import torch, NumPy and matplotlib again.
+_IN_TURN = """
+    import runpy, sys
+    import torch.distributed as dist
+    sys.path.insert(0, {folder!r})
+    for program, *options in {programs!r}:
+        sys.argv = [program, *options]
+        runpy.run_path({folder!r} + "/" + program, run_name="__main__")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        print("ended:", program, flush=True)
+"""
+_TRAINING = ["--models", "many:2", "--rounds", "1", "--bucket-cap-mb", "1", "--link", "test"]
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(_libraries, tmp_path_factory):
+    """Return the folder of the records of all benchmarks of two ranks, and what they printed."""
+    folder = tmp_path_factory.mktemp("records")
+    to = ["--output", str(folder)]
+    programs = [
+        ["soak_rpc.py", "--calls", "10000", "--references", "1000"],
+        ["bench_rpc.py", "--quick", *to],
+        ["bench_collectives.py", "--quick", *to],
+        ["bench_execution.py", "--rounds", "1", *to],
+        ["bench_ddp.py", *_TRAINING, *to],
+        ["bench_powersgd.py", *_TRAINING, *to],
+        ["bench_device.py", "--quick", "--device", "cpu", *to],
+    ]
+    done = job(2, _IN_TURN.format(folder=str(BENCHMARKS), programs=programs), "--bind-to", "none", timeout_s=110)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return folder, done.stdout
+
+
+def record_of(folder, pattern, *, has_picture=True):
+    (path,) = folder.glob(pattern)
+    if has_picture:
+        assert path.with_suffix(".png").stat().st_size > 0
+    return json.loads(path.read_text())
 
 
 @pytest.mark.slow
-def test_quick_run_records_all_contenders_and_the_environment(tmp_path):
-    done = run("bench_collectives.py", tmp_path, "--quick")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = tmp_path.glob("collectives-*-2.json")
-    assert path.with_suffix(".png").stat().st_size > 0
-    text = path.read_text()
-    record = json.loads(text)
+def test_quick_run_records_all_contenders_and_the_environment(of_two_ranks):
+    record = record_of(of_two_ranks[0], "collectives-*-2.json")
     assert record["results_checked"] is True
     assert {result["operation"] for result in record["results"]} == OPERATIONS
     for result in record["results"]:
@@ -61,28 +96,21 @@ def test_quick_run_records_all_contenders_and_the_environment(tmp_path):
     about = record["environment"]
     assert about["ranks"] == 2
     assert len(about["cores_of_ranks"]) == 2
-    assert str(ROOT) not in text
+    assert str(ROOT) not in json.dumps(record)
     assert record["goals"]
 
 
 @pytest.mark.slow
-def test_ways_to_execute_are_compared_and_recorded(tmp_path):
-    done = run("bench_execution.py", tmp_path, "--rounds", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = tmp_path.glob("execution-*-2-unbound.json")
-    record = json.loads(path.read_text())
+def test_ways_to_execute_are_compared_and_recorded(of_two_ranks):
+    record = record_of(of_two_ranks[0], "execution-*-2-unbound.json", has_picture=False)
     assert [result["operation"] for result in record["results"]] == ["latency"] * 4 + ["overlap", "two threads"]
     assert set(record["results"][0]["contenders"]) == {"mpi4py", "caller", "group's thread", "non-blocking"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "name"), [("bench_ddp.py", "ddp"), ("bench_powersgd.py", "powersgd")])
-def test_steps_of_training_are_compared_and_recorded(tmp_path, program, name):
-    done = run(program, tmp_path, "--models", "many:2", "--rounds", "1", "--bucket-cap-mb", "1", "--link", "test")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = tmp_path.glob(f"{name}-*-2-test*.json")
-    assert path.with_suffix(".png").stat().st_size > 0
-    record = json.loads(path.read_text())
+@pytest.mark.parametrize("name", ["ddp", "powersgd"])
+def test_steps_of_training_are_compared_and_recorded(of_two_ranks, name):
+    record = record_of(of_two_ranks[0], f"{name}-*-2-test*.json")
     (result,) = record["results"]
     contenders = result["contenders"]
     assert result["parameters"] == 120 * (128 * 128 + 128)
@@ -117,46 +145,30 @@ def test_kernels_are_compared_and_recorded(tmp_path):
 
 
 @pytest.mark.slow
-def test_ways_from_device_memory_are_compared_and_recorded(tmp_path):
-    done = run("bench_device.py", tmp_path, "--quick", "--device", "cpu")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = tmp_path.glob("device-*-2-cpu.json")
-    assert path.with_suffix(".png").stat().st_size > 0
-    record = json.loads(path.read_text())
+def test_ways_from_device_memory_are_compared_and_recorded(of_two_ranks):
+    record = record_of(of_two_ranks[0], "device-*-2-cpu.json")
     contenders = {result["operation"]: list(result["contenders"]) for result in record["results"]}
     assert contenders == {"all_reduce": ["library", "ring", "staged"], "ping_pong": ["library", "staged"]}
     assert record["results_checked"] is True and record["operations"] and len(record["goals"]) == 3
 
 
 @pytest.mark.slow
-def test_calls_are_compared_and_recorded(tmp_path):
-    done = run("bench_rpc.py", tmp_path, "--quick")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = tmp_path.glob("rpc-*-2.json")
-    record = json.loads(path.read_text())
+def test_calls_are_compared_and_recorded(of_two_ranks):
+    record = record_of(of_two_ranks[0], "rpc-*-2.json", has_picture=False)
     assert {result["operation"] for result in record["results"]} == {"no-op", "echo", "async", "remote + to_here", "many to one"}
     assert all(set(result["contenders"]) == {"tensorpipe", "mpidist"} for result in record["results"])
-    assert (
-        record["results_checked"] is True
-        and len(record["goals"]) == 5
-        and set(record["idle_share_of_a_core"])
-        == {
-            "tensorpipe",
-            "mpidist",
-        }
-    )
+    assert record["results_checked"] is True and len(record["goals"]) == 5
+    assert set(record["idle_share_of_a_core"]) == {"tensorpipe", "mpidist"}
 
 
 @pytest.mark.slow
-def test_a_soak_ends_with_nothing_left(tmp_path):
-    command = [*launcher(2), sys.executable, str(BENCHMARKS / "soak_rpc.py"), "--calls", "10000", "--references", "1000"]
-    done = started(command, timeout_s=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "10000 calls, 1000 references" in done.stdout and "nothing left" in done.stdout
+def test_a_soak_ends_with_nothing_left(of_two_ranks):
+    assert "10000 calls, 1000 references" in of_two_ranks[1] and "nothing left" in of_two_ranks[1]
 
 
 @pytest.mark.slow
-def test_many_workers_begin_and_end_on_few_cores():
+@pytest.mark.parametrize("ranks", [8, pytest.param(32, marks=pytest.mark.long)])
+def test_many_workers_begin_and_end_on_few_cores(ranks):
     script = """
         import mpidist.comm, mpidist.rpc as rpc
         rank, size = mpidist.comm.init().rank, mpidist.comm.init().size
@@ -166,9 +178,9 @@ def test_many_workers_begin_and_end_on_few_cores():
         rpc.shutdown()
         print("ended", rank)
     """
-    done = job(32, script, timeout_s=200)
+    done = job(ranks, script, timeout_s=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert sorted(int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("ended")) == list(range(32))
+    assert sorted(int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("ended")) == list(range(ranks))
 
 
 @pytest.mark.slow

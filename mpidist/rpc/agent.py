@@ -144,9 +144,11 @@ class Agent:
     def rank_of(self, to: Any) -> int:
         """Return the rank of a worker that is named, numbered or described.
 
+        A worker that has left RPC keeps its rank; a call to it raises RankFailureError.
+
         Raises:
             ValueError: Neither a name, nor a rank, nor a worker.
-            MpidistError: No such worker, or one that has left.
+            MpidistError: No such worker.
         """
         if isinstance(to, str):
             rank = self._ranks.get(to, -1)

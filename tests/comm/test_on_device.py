@@ -5,6 +5,8 @@ The device is a lazy one of the tests (any number of ranks, no GPU) or, under ``
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -101,9 +103,8 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dtype", "op"), CASES, ids=str)
-def test_all_reduce(place, group, dtype, op):
-    for numel in (0, 1, 2, 5, 129, 1000):
+def test_all_reduce(place, group):
+    for (dtype, op), numel in itertools.product(CASES, (0, 1, 2, 5, 129, 1000)):
         parts = [contribution(rank, numel, dtype) for rank in range(group.size)]
         for async_op in (False, True):
             tensor = place.produce(parts[group.rank])
@@ -113,7 +114,7 @@ def test_all_reduce(place, group, dtype, op):
             got = place.consume(tensor.clone)
             wanted = reduced(parts, op)
             close = torch.equal(got, wanted) if not dtype.is_complex else torch.allclose(got, wanted)
-            agree(group, close, f"{numel} elements, async {async_op}: {got} instead of {wanted}")
+            agree(group, close, f"{op} of {numel} {dtype}, async {async_op}: {got} instead of {wanted}")
 
 
 def test_premul_sum(place, group):
@@ -159,17 +160,17 @@ def test_lists_are_one_operation(place, group):
     agree(group, all(torch.allclose(g, torch.arange(float(g.numel())) + middle) for g in got))
 
 
-@pytest.mark.parametrize("op", [SUM, AVG, MAX, PremulSum(2.0)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_reduce_scatter(place, group, dtype, op):
-    for numel in (0, 1, 333):
+def test_reduce_scatter(place, group):
+    cases = itertools.product([torch.float32, torch.bfloat16], [SUM, AVG, MAX, PremulSum(2.0)], (0, 1, 333))
+    for dtype, op, numel in cases:
         parts = [contribution(rank, numel * group.size, dtype) for rank in range(group.size)]
         source = place.produce(parts[group.rank])
         output = place.blank(torch.empty(numel, dtype=dtype))
         group.reduce_scatter_tensor(output, source, op)
         total = reduced([part * 2 for part in parts], "sum") if isinstance(op, PremulSum) else reduced(parts, op)
         got = place.consume(lambda output=output, source=source: [output.clone(), source.clone()])
-        agree(group, torch.equal(got[0], total.view(group.size, -1)[group.rank]) and torch.equal(got[1], parts[group.rank]))
+        is_right = torch.equal(got[0], total.view(group.size, -1)[group.rank])
+        agree(group, is_right and torch.equal(got[1], parts[group.rank]), f"{op} of {numel} {dtype}")
 
 
 @pytest.mark.parametrize("numel", [1, 1000, 30_000])
@@ -217,16 +218,16 @@ def test_movement(place, group, numel):
     agree(group, torch.equal(place.consume(tensor.clone), every.sum(0) if group.rank == 0 else mine), "reduce")
 
 
-@pytest.mark.parametrize("numel", [3, 5000])
-def test_messages(place, group, numel):
-    mine = torch.arange(float(numel)) + group.rank
+def test_messages(place, group):
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    target = place.blank(mine)
-    receive = group.irecv(target, left)
-    send = group.isend(place.produce(mine), right)
-    receive.wait()
-    send.wait()
-    agree(group, torch.equal(place.consume(target.clone), torch.arange(float(numel)) + left))
+    for numel in (3, 5000):
+        mine = torch.arange(float(numel)) + group.rank
+        target = place.blank(mine)
+        receive = group.irecv(target, left)
+        send = group.isend(place.produce(mine), right)
+        receive.wait()
+        send.wait()
+        agree(group, torch.equal(place.consume(target.clone), torch.arange(float(numel)) + left), f"{numel} elements")
 
 
 def test_a_slow_consumer_reads_before_the_next_call_overwrites(place, group):

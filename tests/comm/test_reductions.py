@@ -1,5 +1,6 @@
 """Every dtype × operation against NumPy, at sizes on both sides of every switch of algorithm."""
 
+import itertools
 from itertools import pairwise
 
 import pytest
@@ -13,12 +14,12 @@ pytestmark = pytest.mark.mpi
 
 INTEGERS = [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-CASES = (
-    [(dtype, op) for dtype in INTEGERS for op in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)]
-    + [(dtype, op) for dtype in FLOATS for op in (SUM, AVG, PRODUCT, MIN, MAX)]
-    + [(dtype, op) for dtype in (torch.complex64, torch.complex128) for op in (SUM, AVG, PRODUCT)]
-    + [(torch.bool, op) for op in (SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR)]
-)
+OPERATIONS = {
+    **dict.fromkeys(INTEGERS, (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)),
+    **dict.fromkeys(FLOATS, (SUM, AVG, PRODUCT, MIN, MAX)),
+    **dict.fromkeys((torch.complex64, torch.complex128), (SUM, AVG, PRODUCT)),
+    torch.bool: (SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR),
+}
 
 
 def part(rank, shape, dtype):
@@ -28,31 +29,31 @@ def part(rank, shape, dtype):
     return numbers.to(dtype)
 
 
-@pytest.mark.parametrize(("dtype", "op"), CASES, ids=lambda x: str(x).replace("torch.", ""))
-def test_every_dtype_and_operation(group, dtype, op):
+@pytest.mark.parametrize("dtype", OPERATIONS, ids=lambda x: str(x).replace("torch.", ""))
+def test_every_dtype_and_operation(group, dtype):
     W, rank = group.size, group.rank
     wrong = []
-    for shape in [(), (0,), (1,), (5, 13), (70_001,)]:
+    for op, shape in itertools.product(OPERATIONS[dtype], [(), (0,), (1,), (5, 13), (70_001,)]):
         parts = [part(r, shape, dtype) for r in range(W)]
         expected = reduced(parts, op)
         tensor = parts[rank].clone()
         group.all_reduce(tensor, op)
         if not torch.equal(tensor, expected):
-            wrong.append(("all_reduce", shape, tensor.flatten()[:5], expected.flatten()[:5]))
+            wrong.append(("all_reduce", op, shape, tensor.flatten()[:5], expected.flatten()[:5]))
         tensor = parts[rank].clone()
         group.reduce(tensor, W - 1, op)
         if not torch.equal(tensor, expected if rank == W - 1 else parts[rank]):
-            wrong.append(("reduce", shape))
+            wrong.append(("reduce", op, shape))
         flat = torch.stack(parts)  # the same on all ranks: reduce W copies, keep the own row
         rows = [reduced([row] * W, op) for row in parts]
         target = torch.empty_like(parts[rank])
         group.reduce_scatter_tensor(target, flat, op)
         if not torch.equal(target, rows[rank]):
-            wrong.append(("reduce_scatter_tensor", shape))
+            wrong.append(("reduce_scatter_tensor", op, shape))
         target = torch.empty_like(parts[rank])
         group.reduce_scatter(target, parts, op)
         if not torch.equal(target, rows[rank]) or not torch.equal(flat, torch.stack(parts)):
-            wrong.append(("reduce_scatter", shape))
+            wrong.append(("reduce_scatter", op, shape))
     agree(group, not wrong, str(wrong))
 
 

@@ -8,6 +8,8 @@ import traceback
 
 import pytest
 
+from mpidist.comm.launch import from_environment
+
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.filterwarnings("ignore")]
 
 _PROFILER = "reads events that torch's C++ agent writes into the legacy autograd profiler"
@@ -59,10 +61,11 @@ def chosen(suite_name: str) -> list[str]:
 
 
 def pytest_generate_tests(metafunc):
-    # Only within a job: importing torch's suites takes seconds.
+    # Only within a job that is large enough: importing torch's suites takes seconds on each rank.
     if "name" in metafunc.fixturenames:
-        in_job = metafunc.config.getoption("--only-mpi", False)
-        metafunc.parametrize("name", chosen(metafunc.function.suite) if in_job else [])
+        ranks = from_environment(os.environ).size or 1
+        runs = metafunc.config.getoption("--only-mpi", False) and ranks >= 4
+        metafunc.parametrize("name", chosen(metafunc.function.suite) if runs else [])
 
 
 def run_on_all(suite_name, name, group):

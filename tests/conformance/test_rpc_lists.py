@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 
-from tests.conformance import rpc_suite
+import pytest
+
 from tests.conformance.test_rpc import KNOWN_FAILURES, NOT_APPLICABLE, applicable
+
+pytestmark = pytest.mark.slow  # importing torch's suites takes seconds
 
 
 def test_listed_tests_exist():
+    from tests.conformance import rpc_suite
+
     names = rpc_suite.names_of(rpc_suite.RpcSuite) + rpc_suite.names_of(rpc_suite.FaultySuite)
     for pattern in NOT_APPLICABLE:
         assert any(re.fullmatch(pattern, name) for name in names), pattern

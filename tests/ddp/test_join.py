@@ -114,9 +114,8 @@ def test_an_exception_within_passes_at_once(group):
     raises_on_all(group, KeyError, run, "a user's own")
 
 
+@pytest.mark.mpi(min_size=2)
 def test_different_passes_are_refused(group):
-    if group.size == 1:
-        return
     ddp = DistributedDataParallel(Net(), process_group=group)
 
     def run():

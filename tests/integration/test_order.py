@@ -176,7 +176,7 @@ def test_powersgd_of_many_buckets_with_ranks_out_of_step(world):
     update = torch.optim.SGD(model.parameters(), lr=0.05)
     data = torch.Generator().manual_seed(world.rank)
     before = fingerprint(model)
-    for _ in range(300):
+    for _ in range(120):
         x = torch.randn(4, 20, generator=data)
         update.zero_grad()
         (model(x) - x.roll(1, 1)).square().mean().backward()
@@ -205,8 +205,8 @@ def test_join_with_ranks_out_of_step(world):
     agree(world, len(set(prints)) == 1, "weights differ between ranks")
 
 
-def time_calls(group, size, count=300):
-    """Return the median duration of an all-reduce, and whether all were right."""
+def timed_calls(group, size, count=300):
+    """Return the median duration of an all-reduce in seconds, and whether all were right."""
     durations, right = [], True
     for number in range(count):
         tensor = torch.full((16,), float(number))
@@ -217,32 +217,44 @@ def time_calls(group, size, count=300):
     return statistics.median(durations), right
 
 
-def test_two_groups_in_two_threads(world):
-    """Right, and not slower by an order of magnitude: threads that wait in MPI must not keep each other from running."""
+def in_two_threads(world, groups):
+    """Have two threads issue all-reduces, each on its group; return what ``timed_calls`` said in each."""
+    results = [None, None]
+
+    def use(place):
+        results[place] = timed_calls(groups[place], world.size)
+
+    threads = [threading.Thread(target=use, args=(place,)) for place in (0, 1)]
+    world.barrier()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.fixture
+def two_groups():
     groups = [dist.new_group(), dist.new_group()]
-    told = []
-    for _ in range(3):
-        world.barrier()
-        alone, fine = time_calls(groups[0], world.size)
-        results = [None, None]
-
-        def use(place, results=results):
-            results[place] = time_calls(groups[place], world.size)
-
-        threads = [threading.Thread(target=use, args=(place,)) for place in (0, 1)]
-        world.barrier()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        agree(world, fine and all(right for _, right in results), "wrong results")
-        factor = max(world.all_gather_object(max(median for median, _ in results) / alone))
-        told.append(f"{factor:.1f}x of {1e6 * alone:.1f} us")
-        if factor < 10:
-            break
+    yield groups
     for group in groups:
         dist.destroy_process_group(group)
-    agree(world, factor < 10, f"in each of three tries: {told}")
+
+
+def test_two_groups_in_two_threads(world, two_groups):
+    agree(world, all(right for _, right in in_two_threads(world, two_groups)), "wrong results")
+
+
+@pytest.mark.timing
+def test_two_threads_do_not_keep_each_other_from_running(world, two_groups):
+    """Not slower by an order of magnitude than one thread alone: the best of three tries."""
+    tries = []
+    for _ in range(3):
+        world.barrier()
+        alone, _ = timed_calls(two_groups[0], world.size)
+        slowest = max(median for median, _ in in_two_threads(world, two_groups))
+        tries.append(max(world.all_gather_object(slowest / alone)))
+    agree(world, min(tries) < 10, f"times as long as alone: {tries}")
 
 
 def test_two_groups_in_two_threads_asynchronously(world):

@@ -27,6 +27,7 @@ def test_every_file_is_compiled():
     assert {file for file, *_ in CASES} == {path.name for path in load.folder().glob("*.cu")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "defines", "architecture"), CASES, ids=str)
 def test_nvrtc(file, defines, architecture):
     """It compiles without a word, and a block of the size that is launched finds room in a multiprocessor's registers."""
@@ -50,6 +51,7 @@ def test_a_mistake_is_told_with_its_file_and_line():
 
 # One architecture: NVRTC has seen the other, and this is the compiler of which a user reads the messages.
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed; NVRTC has compiled the same text")
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "defines"), FILES, ids=str)
 def test_nvcc(file, defines, tmp_path):
     command = ["nvcc", "-arch=sm_90", "-std=c++17", "-Werror", "all-warnings", "-cubin", "-o", str(tmp_path / "out")]

@@ -1,5 +1,6 @@
 """The shim itself: it must notice what a GPU would not forgive."""
 
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -25,16 +26,15 @@ extern "C" __global__ void block_sum(const int* x, int* out, int n) {
 """
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("threads", [1, 33, 256])
-def test_barriers_wait_for_all(tmp_path, seed, threads):
+def test_barriers_wait_for_all(tmp_path):
     file = tmp_path / "sum.cu"
     file.write_text(SUM.replace("BARRIER", "__syncthreads();"))
-    x, out = torch.arange(1000, dtype=torch.int32), torch.zeros(1000, dtype=torch.int32)
-    blocks = -(-1000 // threads)
-    host.run(str(file), "block_sum", blocks, [x, out, np.int32(1000)], threads, seed=seed)
-    wanted = [part.sum() for part in x.split(threads)]
-    assert out[:blocks].tolist() == wanted
+    x = torch.arange(1000, dtype=torch.int32)
+    for seed, threads in itertools.product(range(5), [1, 33, 256]):
+        blocks, out = -(-1000 // threads), torch.zeros(1000, dtype=torch.int32)
+        host.run(str(file), "block_sum", blocks, [x, out, np.int32(1000)], threads, seed=seed)
+        wanted = [part.sum() for part in x.split(threads)]
+        assert out[:blocks].tolist() == wanted, f"seed {seed}, {threads} threads"
 
 
 def test_a_forgotten_barrier_is_seen(tmp_path):

@@ -14,7 +14,6 @@ import mpidist.rpc as rpc
 from mpidist.comm.library import library_name
 from mpidist.errors import CommTimeout, MpidistError, RankFailureError, RemoteError
 from mpidist.rpc import api
-from tests.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
 _event = threading.Event()
@@ -123,16 +122,18 @@ def test_what_cannot_be_pickled_fails_at_the_caller(workers, to):
         rpc.rpc_sync(to, 3)
 
 
-def test_timeouts(workers, to):
-    start = time.monotonic()
+def test_timeouts(group, workers, to):
+    _event.clear()
+    group.barrier()
+    # The function returns after these two have raised: neither caller has waited for it.
     with pytest.raises(CommTimeout, match="RPC ran for more than set timeout"):
-        rpc.rpc_sync(to, time.sleep, args=(1.0,), timeout=0.05)
-    late = rpc.rpc_async(to, time.sleep, args=(1.0,), timeout=0.05)
+        rpc.rpc_sync(to, waits_for_event, timeout=0.05)
+    late = rpc.rpc_async(to, waits_for_event, timeout=0.05)
     seen = []
     late.then(lambda future: seen.append(future))
     with pytest.raises(CommTimeout):
         late.wait()
-    assert time.monotonic() - start < 1.0
+    rpc.rpc_sync(to, sets_event)
     assert rpc.rpc_sync(to, time.sleep, args=(0.2,), timeout=0) is None  # 0: none
     assert len(seen) == 1
     with pytest.raises(ValueError, match="timeout"):
@@ -250,15 +251,13 @@ def test_a_worker_that_has_left_fails_calls_at_once(group):
     group.barrier()
     if group.rank == 1:
         rpc.shutdown(graceful=False)
-        rpc_error = ""
     else:
-        start = time.monotonic()
-        with pytest.raises(RankFailureError, match="worker1 has left RPC") as caught:
+        # Not CommTimeout: the caller has learnt of it before the call's timeout, which is a minute.
+        with pytest.raises(RankFailureError, match="worker1 has left RPC"):
             call_on_and_on("worker1")
-        rpc_error = "" if time.monotonic() - start < 5 else str(caught.value)
         with pytest.raises(RankFailureError, match="has left without a graceful shutdown"):
             rpc.shutdown()
-    agree(group, not rpc_error, rpc_error)
+    group.barrier()
     # What came too late for one agent is not taken for the next one's.
     rpc.init_rpc(f"worker{group.rank}", group=group)
     assert rpc.rpc_sync((group.rank + 1) % group.size, echo, args=(2,)) == 2
@@ -275,13 +274,18 @@ def test_shutdown_answers_others_until_all_have_come(group, workers):
     _notes.clear()
     group.barrier()
     if group.rank == 0:
-        time.sleep(0.3)  # all others are in their fixture's shutdown by now
+        time.sleep(0.3)  # all others are in shutdown by now
         for rank in range(1, group.size):
             rpc.rpc_sync(rank, spreads, args=(2, group.size))
+    rpc.shutdown()
+    ran = sum(group.all_gather_object(len(_notes)))
+    size = group.size
+    assert ran == (size - 1) * (1 + size + size**2)
 
 
 def spreads(depth, size):
-    """Leave calls behind that nobody waits for."""
+    """Note the call, and leave others behind that nobody waits for."""
+    _notes.append(depth)
     if depth:
         for rank in range(size):
             rpc.rpc_async(rank, spreads, args=(depth - 1, size))

@@ -1,0 +1,139 @@
+"""The order of one group: the queue, its thread, and who executes an operation."""
+
+import threading
+import time
+
+import pytest
+
+from mpidist.comm.progress import Progress, at_once, is_at_once
+from mpidist.comm.work import Work
+from mpidist.errors import GroupError
+
+
+@pytest.fixture
+def progress():
+    order = Progress("test")
+    yield order
+    order.close(10)
+
+
+def work(*tensors):
+    return Work("operation", tensors, "rank 0 of 1")
+
+
+def test_queued_operations_end_in_their_order_in_one_thread(progress):
+    ran = []
+    works = [work(number) for number in range(50)]
+    for number, one in enumerate(works):
+        progress.submit(one, lambda number: ran.append((number, threading.current_thread().name)), (number,))
+    for one in works:
+        assert one.wait(10)
+    assert ran == [(number, "mpidist-test") for number in range(50)] and progress.pending == 0
+    assert works[7].result() == (7,)
+
+
+def test_a_synchronous_call_enters_only_when_nothing_is_queued(progress):
+    assert progress.try_enter()
+    progress.door.release()
+    gate, first = threading.Event(), work()
+    progress.submit(first, gate.wait, (10,))
+    assert not progress.try_enter()
+    ran = []
+    behind = work()
+    waiting = threading.Thread(target=progress.run, args=(behind, ran.append, (threading.get_ident(),)))
+    waiting.start()
+    time.sleep(0.02)
+    assert ran == []
+    gate.set()
+    waiting.join(10)
+    assert ran and behind.is_completed() and first.is_completed()
+
+
+def test_what_the_caller_executes_runs_in_its_thread(progress):
+    threads = []
+    progress.run(work(), lambda: threads.append(threading.current_thread()), ())
+    assert threads == [threading.current_thread()] and progress._thread is None
+
+
+@pytest.mark.parametrize("way", ["submit", "run"])
+def test_an_error_is_the_operations_alone(progress, way):
+    def fail():
+        raise KeyError("the culprit")
+
+    wrong, right = work(), work()
+    getattr(progress, way)(wrong, fail, ())
+    progress.submit(right, lambda: None, ())
+    with pytest.raises(KeyError, match="the culprit"):
+        wrong.wait(10)
+    assert isinstance(wrong.exception(), KeyError) and right.wait(10) and right.exception() is None
+
+
+def test_what_a_callback_issues_goes_ahead_of_the_queue(progress):
+    ran, gate = [], threading.Event()
+    first, inner, second = work(), work(), work()
+
+    def issue(future):
+        progress.submit(inner, ran.append, ("from the callback",))
+        ran.append("behind it")
+
+    progress.submit(first, gate.wait, (10,))
+    first.get_future().add_done_callback(issue)
+    progress.submit(second, ran.append, ("queued before",))
+    gate.set()
+    assert second.wait(10)
+    assert ran == ["from the callback", "behind it", "queued before"]
+
+
+def test_at_once_ends_with_its_block_and_is_the_threads_own():
+    seen = []
+    with at_once():
+        with at_once():
+            assert is_at_once()
+        assert is_at_once()
+        other = threading.Thread(target=lambda: seen.append(is_at_once()))
+        other.start()
+        other.join()
+    assert seen == [False] and not is_at_once()
+
+
+def test_closing_waits_for_the_queue_and_refuses_what_comes_later():
+    order, ran = Progress("short"), []
+    works = [work() for _ in range(5)]
+    for number, one in enumerate(works):
+        order.submit(one, ran.append, (number,))
+    order.close(10)
+    assert ran == list(range(5)) and all(one.is_completed() for one in works)
+    assert not order._thread.is_alive()
+    with pytest.raises(GroupError, match='group "short" is closed'):
+        order.submit(work(), ran.append, (5,))
+    order.close(10)
+
+
+def test_an_abandoned_thread_ends_after_the_queue():
+    order, gate, ran = Progress("lost"), threading.Event(), []
+    order.submit(work(), gate.wait, (10,))
+    order.submit(work(), ran.append, (1,))
+    order.abandon()
+    gate.set()
+    order._thread.join(10)
+    assert ran == [1] and not order._thread.is_alive()
+
+
+def test_the_thread_keeps_no_tensor_of_an_ended_operation(progress):
+    import gc
+    import weakref
+
+    class Tensor:
+        pass
+
+    tensor = Tensor()
+    alive, done = weakref.ref(tensor), work(tensor)
+    progress.submit(done, lambda held: None, (tensor,))
+    assert done.wait(10)
+    del tensor, done
+    for _ in range(100):
+        gc.collect()
+        if alive() is None:
+            break
+        time.sleep(0.01)
+    assert alive() is None

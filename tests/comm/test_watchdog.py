@@ -1,0 +1,378 @@
+"""The thread that notices an operation which cannot end: its report, and whole jobs with hangs and deaths."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from mpidist.comm import journal as journals
+from mpidist.comm import watchdog
+from mpidist.comm.journal import Journal
+from mpidist.errors import CommTimeout, RankFailureError
+from tests.support import printed, short_job
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Return a list whose one number is what the journals' and the watchdog's clock says, in seconds."""
+    now = [1000.0]
+    time = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    for module in (journals, watchdog):
+        monkeypatch.setattr(module, "time", time)
+    return now
+
+
+class Group:
+    """What the watchdog knows of a group."""
+
+    def __init__(self, world_ranks, timeout_s=5.0, name="test"):
+        self.name, self.key, self.world_ranks, self.timeout_s = name, f"key of {name}", world_ranks, timeout_s
+        self.journal = Journal(name, self.key)
+        self.is_closed = False
+        self.failure, self.revoked = None, 0
+
+    def fail(self, error):
+        self.failure = error
+
+    def revoke(self):
+        self.revoked += 1
+
+
+@pytest.fixture
+def dog(monkeypatch):
+    """A watchdog of rank 0 without a thread, whose messages go nowhere; and what it has written and aborted with."""
+    monkeypatch.setattr(watchdog.Watchdog, "_serve", lambda self: None)
+    said = SimpleNamespace(sent=[], written=[], aborted=[])
+    monkeypatch.setattr(watchdog.Watchdog, "_send", lambda self, rank, content: said.sent.append((rank, content[0])))
+    monkeypatch.setattr(watchdog.runtime, "write_stderr", said.written.append)
+    monkeypatch.setattr(watchdog.runtime, "abort", said.aborted.append)
+    world = SimpleNamespace(comm=SimpleNamespace(Dup=lambda: None), size=1, rank=0)
+    made = watchdog.Watchdog(world)
+    return made, said
+
+
+def test_a_collective_in_time_is_left_alone(dog, clock):
+    watching, said = dog
+    group = Group((0, 1))
+    watching._look_at(group)
+    group.journal.enter("barrier", None)
+    watching._look_at(group)
+    clock[0] += 4.9
+    watching._look_at(group)
+    group.journal.leave()
+    clock[0] += 100
+    watching._look_at(group)
+    group.timeout_s = None
+    group.journal.enter("barrier", None)
+    watching._look_at(group)
+    clock[0] += 1e6
+    watching._look_at(group)
+    assert (said.sent, said.written, said.aborted, group.failure) == ([], [], [], None)
+
+
+def test_a_late_collective_is_reported_once_then_the_job_ends(dog, clock):
+    watching, said = dog
+    group = Group((0, 1))
+    group.journal.enter("barrier", None)
+    watching._look_at(group)
+    clock[0] += 6
+    watching._look_at(group)
+    assert said.sent == [(1, "ask")] and group.revoked == 1 and isinstance(group.failure, CommTimeout)
+    (text,) = said.written
+    assert 'barrier number 1 of group "test" is past its timeout of 5 s' in text
+    assert "rank 0: in number 1 barrier()" in text and "rank 1: no answer within 1 s" in text
+    watching._look_at(group)
+    assert len(said.written) == 1 and said.aborted == []
+    clock[0] += 2.1
+    watching._look_at(group)
+    assert len(said.written) == 1 and len(said.aborted) == 1 and 'barrier of group "test"' in said.aborted[0]
+
+
+def test_a_call_that_came_back_ends_no_job(dog, clock):
+    watching, said = dog
+    group = Group((0, 1))
+    group.journal.enter("barrier", None)
+    watching._look_at(group)
+    clock[0] += 6
+    watching._look_at(group)
+    group.journal.leave()
+    clock[0] += 10
+    watching._look_at(group)
+    group.journal.enter("barrier", None)
+    watching._look_at(group)
+    assert said.aborted == [] and len(said.written) == 1
+
+
+def test_a_rank_that_has_left_is_waited_for_two_seconds_alone(dog, clock):
+    watching, said = dog
+    group = Group((0, 3), timeout_s=1800.0)
+    # Rank 3 ended after its first collective of this group; a group that it had closed is not in its list.
+    watching._left[3] = {group.key: 1}
+    closed = Group((0, 3), timeout_s=1800.0, name="closed")
+    for one in (group, closed):
+        one.journal.enter("barrier", None)
+        watching._look_at(one)
+    clock[0] += 3
+    for one in (group, closed):
+        watching._look_at(one)
+    assert said.written == [] and group.failure is None  # it took part in number 1
+    group.journal.enter("all_reduce", None)
+    watching._look_at(group)
+    clock[0] += 3
+    watching._look_at(group)
+    assert isinstance(group.failure, RankFailureError) and tuple(group.failure.ranks) == (3,)
+    assert "rank 1 (world rank 3): has come to the end of its program" in said.written[0]
+    assert closed.failure is None
+
+
+def test_the_lowest_rank_that_is_late_prints(dog, clock):
+    group = Group((4, 0, 2))
+    group.journal.enter("barrier", None)
+    group.journal.observe()
+    clock[0] += 6
+    late = group.journal.snapshot()
+    answers = {2: late, 4: late}
+    text, lowest = watchdog._describe(group, "barrier", "is late", 5.0, answers, [], 4)
+    assert lowest == 2
+    assert text.index("rank 0 (world rank 4): in number 1") < text.index("rank 1 (world rank 0): no answer")
+    answers[0] = []
+    text, lowest = watchdog._describe(group, "barrier", "is late", 5.0, answers, [], 4)
+    assert lowest == 2 and "rank 1 (world rank 0): does not know this group" in text
+
+
+# --- whole jobs ---
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_is_reported_and_the_job_ends():
+    done = short_job(
+        2,
+        """
+        import torch, torch.distributed as dist
+        from datetime import timedelta
+        dist.init_process_group("mpidist", timeout=timedelta(seconds=1))
+        elsewhere = dist.group.WORLD.native.clone("elsewhere")
+        elsewhere.timeout_s = None
+        dist.all_reduce(torch.ones(5))
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(3, 2, dtype=torch.float64))
+        else:
+            elsewhere.broadcast(torch.ones(7, dtype=torch.int16), 0)
+        """,
+    )
+    assert done.returncode != 0
+    report = done.stderr
+    number = int(re.search(r'all_reduce number (\d+) of group "world" is past its timeout of 1 s', report)[1])
+    assert re.search(rf"rank 0: in number {number} all_reduce\(shape=\(3, 2\), dtype=torch.float64\) of group", report)
+    assert re.search(rf'rank 1: outside any collective of group "world"; the last was number {number - 1}, all_reduce', report)
+    assert re.search(r'rank 1: in number 1 broadcast\(shape=\(7,\), dtype=torch.int16\) of group "elsewhere"', report)
+    assert "did not come back within 2 s of this report" in report
+
+
+_LEAVES = """
+import json, sys, time, torch
+import mpidist.comm
+from mpidist.errors import RankFailureError
+world = mpidist.comm.init()
+pair = world.new_group([0, 2])
+world.barrier()
+if world.rank == 1:
+    sys.exit(3)
+for _ in range(30):  # what the rank that left is no member of goes on
+    time.sleep(0.1)
+    pair.barrier()
+texts = {{}}
+for name, call in {calls!r}.items():
+    try:
+        eval(call)
+    except RankFailureError as error:
+        texts[name] = [error.ranks, str(error)]
+print(json.dumps({{"rank": world.rank, "texts": texts}}), flush=True)
+pair.barrier()
+try:
+    world.all_reduce(torch.ones(3))
+except RankFailureError as error:
+    print(json.dumps({{"rank": world.rank, "ranks": error.ranks}}), flush=True)
+"""
+_ENDS = {
+    # what a rank does after rank 1 has come to its end: what it is told
+    "recv": ("world.recv(torch.zeros(2), 1)", "recv waits for world rank 1, which came to the end of the program"),
+    "recv_object": ("world.recv_object(1)", "no object came from world ranks 1, which came to the end of the program"),
+    # The last, because it stays under way.
+    "send_object": (
+        "world.send_object(torch.zeros(5_000_000), 1)",
+        "send_object waits for world rank 1, which came to the end of the program",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def left():
+    """A job of which one rank ends early."""
+    return short_job(3, _LEAVES.format(calls={name: call for name, (call, _) in _ENDS.items()}))
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_its_program_early_is_named(left):
+    assert left.returncode != 0
+    assert 'all_reduce number 2 of group "world" waits for a rank that has left' in left.stderr
+    assert "rank 1: has come to the end of its program, and never called this" in left.stderr
+    assert "rank 2: in number 2 all_reduce(shape=(3,), dtype=torch.float32)" in left.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", _ENDS)
+def test_a_message_to_or_from_a_rank_that_has_ended_fails(left, call):
+    lines = [json.loads(line) for line in left.stdout.splitlines() if line.startswith("{")]
+    texts = {line["rank"]: line["texts"] for line in lines if "texts" in line}
+    assert sorted(texts) == [0, 2], left.stdout + left.stderr
+    for of_rank in texts.values():
+        ranks, text = of_rank[call]
+        assert ranks == [1] and _ENDS[call][1] in text
+
+
+@pytest.fixture(scope="module")
+def late():
+    """A job whose rank 2 comes late to two collectives, and stays longer than the others."""
+    return short_job(
+        3,
+        """
+        import gc, time, torch, torch.distributed as dist
+        import mpidist.comm
+        world = mpidist.comm.init()
+        groups = [world.split(0) for _ in range(4)]
+        for _ in range(5):
+            groups[0].all_reduce(torch.ones(2))
+        dist.init_process_group("mpidist")
+        other = dist.new_group()
+        if world.rank == 2:
+            time.sleep(3)  # longer than a rank that has left is waited for
+        tensor = torch.ones(2)
+        groups[3].gather(tensor, [torch.empty(2) for _ in range(3)] if world.rank == 0 else None, 0)
+        dist.gather(tensor, [torch.empty(2) for _ in range(3)] if world.rank == 0 else None, 0, group=other)
+        if world.rank == 1:
+            dist.destroy_process_group(other)
+            del other
+            gc.collect()
+        print("went on", flush=True)
+        if world.rank == 2:
+            time.sleep(2)
+            store = dist.distributed_c10d._get_default_store()
+            store.set("key", "value")
+            print(store.get("key"), flush=True)
+        """,
+    )
+
+
+@pytest.mark.slow
+def test_groups_that_a_rank_has_closed_or_that_share_a_name_are_not_missed(late):
+    assert late.stdout.count("went on") == 3, late.stdout + late.stderr
+    assert "has left" not in late.stderr
+
+
+@pytest.mark.slow
+def test_the_store_serves_until_the_last_rank_has_ended(late):
+    assert late.returncode == 0, late.stderr
+    assert "b'value'" in late.stdout
+
+
+@pytest.mark.slow
+def test_a_group_that_a_member_does_not_make_ends_the_job_after_the_timeout():
+    done = short_job(
+        2,
+        """
+        import time, mpidist.comm
+        world = mpidist.comm.init(timeout=1)
+        if world.rank == 0:
+            world.new_group([0, 1])
+        time.sleep(30)
+        """,
+    )
+    assert done.returncode != 0
+    assert 'new_group of group "world" is past its timeout of 1 s' in done.stderr
+
+
+@pytest.mark.slow
+def test_with_ulfm_the_others_outlive_a_rank_that_ends_early():
+    done = short_job(3, _LEAVES.format(calls={}), *_ULFM)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{") and "ranks" in line]
+    assert sorted((line["rank"], line["ranks"]) for line in lines) == [(0, [1]), (2, [1])], done.stdout + done.stderr
+
+
+_ULFM = ("--with-ft", "ulfm")
+
+
+@pytest.mark.slow
+def test_with_ulfm_a_rank_left_alone_goes_on():
+    done = short_job(
+        2,
+        """
+        import json, torch, torch.distributed as dist
+        from datetime import timedelta
+        from mpidist.errors import CommTimeout, MpidistError
+        dist.init_process_group("mpidist", timeout=timedelta(seconds=1))
+        other = dist.new_group(timeout=timedelta(seconds=40))
+        rank, raised = dist.get_rank(), None
+        if rank == 0:
+            try:
+                dist.all_reduce(torch.ones(3))
+            except CommTimeout as error:
+                raised = str(error)
+            dist.send(torch.ones(1), 1, group=other)
+        else:
+            dist.recv(torch.ones(1), 0, group=other)
+        try:
+            dist.all_reduce(torch.ones(3))
+            again = None
+        except MpidistError as error:
+            again = type(error).__name__
+        tensor = torch.full((3,), rank + 1.0)
+        dist.all_reduce(tensor, group=other)
+        print(json.dumps({"rank": rank, "raised": raised, "again": again, "sum": tensor.tolist()}), flush=True)
+        """,
+        *_ULFM,
+    )
+    facts = printed(done)
+    assert "past its timeout of 1 s" in facts[0]["raised"]
+    assert "rank 1: outside any collective" in facts[0]["raised"]
+    assert (facts[0]["again"], facts[1]["again"]) == ("CommTimeout", "RankFailureError")  # the group is lost on both
+    assert facts[0]["sum"] == facts[1]["sum"] == [3.0] * 3
+
+
+@pytest.mark.slow
+def test_with_ulfm_the_survivors_learn_who_died():
+    done = short_job(
+        3,
+        """
+        import json, os, signal, time, torch
+        import mpidist.comm
+        from mpidist.errors import RankFailureError
+        world = mpidist.comm.init()
+        turned = world.new_group([2, 0, 1])  # the dead rank is number 2 here, 1 in the world
+        turned.barrier()
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            for _ in range(1000):
+                turned.all_reduce(torch.ones(10))
+        except RankFailureError as error:
+            facts = {"rank": world.rank, "ranks": error.ranks, "text": str(error)}
+        # Our threads meet the death within their next rounds; the survivors must still be there and hear each other.
+        time.sleep(0.5)
+        heard = torch.zeros(1)
+        works = [world.isend(torch.full((1,), world.rank + 5.0), 2 - world.rank), world.irecv(heard, 2 - world.rank)]
+        for work in works:
+            work.wait(20)
+        facts["heard"] = heard.item()
+        print(json.dumps(facts), flush=True)
+        os._exit(0)  # MPI's own end waits for the dead
+        """,
+        *_ULFM,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert sorted(line["rank"] for line in lines) == [0, 2], done.stdout + done.stderr
+    for line in lines:
+        assert line["ranks"] == [1]
+        assert "all_reduce" in line["text"]
+        assert line["heard"] == 7.0 - line["rank"]

@@ -1,0 +1,157 @@
+"""The reducer without its module: what arrives is averaged in the order of the plan, and handed back."""
+
+import gc
+
+import pytest
+import torch
+
+from mpidist.ddp.reducer import Reducer, Settings
+from mpidist.future import completed
+from tests.support import agree, raises_on_all
+
+pytestmark = pytest.mark.mpi
+
+NAMES = ["a", "b", "c", "d"]
+ONE_EACH = Settings(limits=(40,))  # bytes: a bucket closes with each parameter
+
+
+def parameters(numel=10):
+    return [torch.full((numel,), float(place + 1), requires_grad=True) for place in range(len(NAMES))]
+
+
+def loss_of(own, rank, places=(0, 1, 2, 3)):
+    """A rank's loss; the gradient of the parameter at a place is (place + 1) * (rank + 1)."""
+    return sum(own[place].sum() * float((place + 1) * (rank + 1)) for place in places)
+
+
+def backward(reducer, own, rank, places=(0, 1, 2, 3)):
+    reducer.prepare()
+    loss = loss_of(own, rank, places)
+    reducer.arm([loss])
+    loss.backward()
+
+
+def is_mean(own, size, factor=1.0):
+    """Whether each gradient is the mean over ranks."""
+    mean = (size + 1) / 2
+    wanted = [torch.full_like(p, (place + 1) * mean * factor) for place, p in enumerate(own)]
+    return all(torch.allclose(p.grad, value) for p, value in zip(own, wanted, strict=True))
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+def test_gradients_are_averaged_pass_by_pass(group, as_views):
+    own = parameters()
+    reducer = Reducer(own, NAMES, group, Settings(limits=(40,), gradient_as_bucket_view=as_views))
+    for turn in range(3):
+        for parameter in own:
+            parameter.grad = None
+        backward(reducer, own, group.rank)
+        agree(group, is_mean(own, group.size), f"pass {turn}: {[p.grad[0].item() for p in own]}")
+    # Not cleared: a pass adds to what is there, which is the same on all ranks.
+    backward(reducer, own, group.rank)
+    agree(group, is_mean(own, group.size, 2.0), f"{[p.grad[0].item() for p in own]}")
+
+
+def test_buckets_go_in_reverse_first_and_then_as_rank_0s_gradients_arrive(group):
+    own = parameters()
+    reducer = Reducer(own, NAMES, group, ONE_EACH)
+    assert reducer.buckets() == [(3,), (2,), (1,), (0,)]
+    reducer.prepare()
+    # A chain: the gradient of the parameter that is used first arrives last. Rank 0 alone uses them in reverse.
+    order = (3, 1, 0, 2) if group.rank == 0 else (0, 1, 2, 3)
+    total = torch.zeros(10)
+    for place in order:
+        total = torch.tanh(total + own[place])
+    reducer.arm([total])
+    total.sum().backward()
+    reducer.prepare()
+    agree(group, reducer.buckets() == [(2,), (0,), (1,), (3,)], str(reducer.buckets()))
+
+
+def test_a_hook_gets_each_bucket_once_in_the_order_of_the_plan(group):
+    own, launched = parameters(), []
+    reducer = Reducer(own, NAMES, group, ONE_EACH)
+
+    def hook(state, bucket):
+        launched.append((state, bucket.index(), bucket.is_last()))
+        return completed(bucket.buffer() * 0 + 7)
+
+    reducer.register_hook(hook, "state")
+    backward(reducer, own, group.rank)
+    agree(group, launched == [("state", index, index == 3) for index in range(4)], str(launched))
+    agree(group, all(bool((p.grad == 7).all()) for p in own), "what a hook returns is handed back")
+    reducer.register_hook(None)
+    for parameter in own:
+        parameter.grad = None
+    backward(reducer, own, group.rank)
+    agree(group, len(launched) == 4 and is_mean(own, group.size))
+
+
+def test_the_average_is_scaled_for_ranks_that_still_have_inputs(group):
+    own = parameters()
+    reducer = Reducer(own, NAMES, group, ONE_EACH)
+    reducer.scale = 2.0
+    backward(reducer, own, group.rank)
+    agree(group, is_mean(own, group.size, 2.0), f"{[p.grad[0].item() for p in own]}")
+
+
+def test_a_pass_that_is_not_armed_stays_local(group):
+    own = parameters()
+    reducer = Reducer(own, NAMES, group, ONE_EACH)
+    reducer.prepare()
+    loss_of(own, group.rank).backward()
+    local = all(bool((p.grad == (place + 1) * (group.rank + 1)).all()) for place, p in enumerate(own))
+    agree(group, local, f"{[p.grad[0].item() for p in own]}")
+
+
+def test_what_is_missing_is_named_or_reduced(group):
+    own = parameters()
+    reducer = Reducer(own, NAMES, group, ONE_EACH)
+    text = raises_on_all(group, RuntimeError, lambda: backward(reducer, own, group.rank, (0, 1, 3)))
+    agree(group, "received no gradient" in text and ": c" in text, text)
+    own = parameters()
+    settings = Settings(limits=(40,), find_unused_parameters=True)
+    reducer = Reducer(own, NAMES, group, settings)
+    backward(reducer, own, group.rank, (0, 1, 3) if group.rank == 0 else (0, 1))
+    agree(group, own[2].grad is None, "used by nobody")
+    agree(group, bool((own[3].grad == 4 / group.size).all()), f"used by rank 0 alone: {own[3].grad}")
+
+
+def test_a_plan_is_told_by_names_and_used_again(group):
+    own = parameters()
+    reducer = Reducer(own, NAMES, group, ONE_EACH)
+    backward(reducer, own, group.rank)
+    reducer.prepare()
+    saved = reducer.plan()
+    assert sorted(name for bucket in saved["buckets"] for name in bucket) == NAMES and saved["is_rebuilt"]
+    again = parameters()
+    other = Reducer(again, NAMES, group, Settings(limits=(1 << 20,)))
+    assert other.buckets() == [(3, 2, 1, 0)]
+    other.use_plan(saved)
+    assert other.buckets() == reducer.buckets() and other.plan() == saved
+    backward(other, again, group.rank)
+    agree(group, is_mean(again, group.size))
+
+
+def test_a_plan_of_another_module_is_refused(group):
+    own = parameters()
+    reducer = Reducer(own, NAMES, group, ONE_EACH)
+    saved = {"buckets": [["a", "b"], ["c"]], "is_rebuilt": True, "arrivals": None}
+    with pytest.raises(ValueError, match="d"):
+        reducer.use_plan(saved)
+    mixed = [*own[:3], torch.ones(3, dtype=torch.float64, requires_grad=True)]
+    reducer = Reducer(mixed, NAMES, group, ONE_EACH)
+    with pytest.raises(ValueError, match="bucket 0 holds parameters of several dtypes"):
+        reducer.use_plan({"buckets": [NAMES], "is_rebuilt": True, "arrivals": None})
+
+
+def test_a_reducer_that_is_gone_touches_no_gradient(group):
+    own = parameters()
+    reducer = Reducer(own, NAMES, group, ONE_EACH)
+    backward(reducer, own, group.rank)
+    del reducer
+    gc.collect()
+    for parameter in own:
+        parameter.grad = None
+    loss_of(own, group.rank).backward()
+    agree(group, all(bool((p.grad == (place + 1) * (group.rank + 1)).all()) for place, p in enumerate(own)))

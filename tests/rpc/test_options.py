@@ -1,0 +1,24 @@
+"""Options: what is accepted in which form, and what is refused."""
+
+from datetime import timedelta
+
+import pytest
+
+from mpidist.rpc import TensorPipeRpcBackendOptions
+from mpidist.rpc.options import RpcBackendOptions
+
+
+def test_options():
+    options = RpcBackendOptions(
+        rpc_timeout=timedelta(seconds=2), device_maps={"w": {0: 1, "cuda:1": "cuda:0"}}, devices=["cuda:2"]
+    )
+    assert options.rpc_timeout == 2.0 and options.device_maps == {"w": {0: 1, 1: 0}}
+    assert [str(device) for device in options.devices] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert TensorPipeRpcBackendOptions is RpcBackendOptions
+    for wrong in ({"w": {0: 1, 2: 1}}, {"w": {"cpu": 0}}):
+        with pytest.raises(ValueError, match="device"):
+            RpcBackendOptions(device_maps=wrong)
+    with pytest.raises(ValueError, match="timeout"):
+        RpcBackendOptions(rpc_timeout=-1)
+    with pytest.raises(ValueError, match="num_worker_threads"):
+        RpcBackendOptions(num_worker_threads=0)

@@ -1,0 +1,98 @@
+"""Where a module's tests stand: in the file of its name, or in the one that is named here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Modules whose code is reached through others alone; the file that would fail if they were wrong.
+COVERED_BY = {
+    "comm/communicator": "comm/test_collectives.py",
+    "comm/device_messages": "comm/test_on_device.py",
+    "comm/door": "integration/test_launch.py",  # a job at MPI_THREAD_SERIALIZED
+    "comm/extremes": "comm/test_reductions.py",
+    "comm/faults": "comm/test_watchdog.py",
+    "comm/library": "integration/test_launch.py",
+    "comm/monitored": "comm/test_group.py",
+    "comm/movement": "comm/test_collectives.py",
+    "comm/narrow": "comm/test_reductions.py",
+    "comm/nested": "comm/test_probe.py",
+    "comm/operations": "comm/test_reductions.py",
+    "comm/ring": "comm/test_on_device.py",
+    "comm/runtime": "integration/test_launch.py",
+    "comm/shards": "comm/test_reductions.py",
+    "comm/shortcut": "comm/test_reductions.py",
+    "comm/staging": "comm/test_on_device.py",
+    "comm/stream": "comm/test_on_device.py",  # CUDA's with make gpu
+    "comm/timing": "comm/test_tuning.py",
+    "comm/work": "comm/test_p2p.py",
+    "ddp/agreement": "ddp/test_module.py",
+    "ddp/bucket": "ddp/test_reducer.py",
+    "ddp/hooks/lowrank": "ddp/hooks/test_powersgd.py",
+    "ddp/hooks/powersgd_state": "ddp/hooks/test_powersgd.py",
+    "errors": "rpc/test_remote_error.py",
+    "kernels/launch": "kernels/test_pack.py",  # on a device: with make gpu
+    "kernels/load": "kernels/test_compile.py",
+    "rpc/agent": "rpc/test_calls.py",
+    "rpc/api": "rpc/test_calls.py",
+    "rpc/board": "rpc/test_calls.py",
+    "rpc/call": "rpc/test_polling.py",
+    "rpc/constants": "rpc/test_calls.py",
+    "rpc/current": "rpc/test_calls.py",
+    "rpc/dispatch": "rpc/test_calls.py",
+    "rpc/functions": "rpc/test_calls.py",
+    "rpc/proxy": "rpc/test_rrefs.py",
+    "rpc/quiescence": "rpc/test_calls.py",
+    "rpc/rref": "rpc/test_rrefs.py",
+    "rpc/tensor_table": "rpc/test_codec.py",
+    "torch_backend": "integration/test_torch_groups.py",
+    "torch_group": "integration/test_torch_api.py",
+    "torch_work": "integration/test_torch_api.py",
+    "tune": "comm/test_tuning.py",
+}
+
+
+def modules(root: Path) -> list[str]:
+    """Return the modules that hold code, as paths without the ending; a package's own file only imports."""
+    files = sorted((root / "mpidist").rglob("*.py"))
+    return [file.relative_to(root / "mpidist").with_suffix("").as_posix() for file in files if file.stem != "__init__"]
+
+
+def complaints(root: Path, covered_by: dict[str, str]) -> list[str]:
+    """Say, one line each, where the rule is broken."""
+    found = []
+    names = modules(root)
+    for name in names:
+        own = root / "tests" / Path(name).parent / f"test_{Path(name).name}.py"
+        other = covered_by.get(name)
+        if own.exists() and other is not None:
+            found.append(f"{name} has {own.name}: take its line out of COVERED_BY")
+        elif not own.exists() and other is None:
+            found.append(f"{name} has no tests/{own.relative_to(root / 'tests')}: write it, or say in COVERED_BY what tests it")
+        elif other is not None and not (root / "tests" / other).exists():
+            found.append(f"{name} is said to be covered by tests/{other}, which does not exist")
+    return found + [f"{name} is in COVERED_BY, and is no module" for name in sorted(set(covered_by) - set(names))]
+
+
+def test_every_module_has_its_tests():
+    assert not (found := complaints(ROOT, COVERED_BY)), "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("files", "covered_by", "words"),
+    [
+        (["mpidist/comm/ring.py"], {}, "no tests/comm/test_ring.py"),
+        (["mpidist/comm/ring.py", "tests/comm/test_ring.py"], {"comm/ring": "comm/test_ring.py"}, "take its line out"),
+        (["mpidist/comm/ring.py"], {"comm/ring": "comm/test_gone.py"}, "test_gone.py, which does not exist"),
+        (["mpidist/__init__.py"], {"comm/gone": "comm/test_gone.py"}, "is no module"),
+    ],
+)
+def test_what_breaks_the_rule_is_named(tmp_path, files, covered_by, words):
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (line,) = complaints(tmp_path, covered_by)
+    assert words in line
