@@ -14,7 +14,7 @@ def cases(W):
     """(what, call on a group, exception, words of the message)"""
     return [
         ("no tensor", lambda g: g.all_reduce([1.0]), TypeError, "tensor; got list"),
-        ("sparse", lambda g: g.all_reduce(F(3).to_sparse()), TypeError, "dense"),
+        ("sparse", lambda g: g.broadcast(F(3).to_sparse(), 0), TypeError, "dense"),
         ("meta", lambda g: g.broadcast(torch.empty(3, device="meta"), 0), ValueError, "meta"),
         ("leaf", lambda g: g.all_reduce(torch.ones(2, requires_grad=True)), ValueError, "requires grad"),
         ("op", lambda g: g.all_reduce(F(2), "mean"), ValueError, "unknown reduction 'mean'"),

@@ -160,7 +160,7 @@ def test_a_job_inside_this_job_while_the_others_wait(group, monkeypatch):
 @pytest.mark.mpi
 def test_a_wrapper_that_never_blocks_gets_no_reductions(group, launches):
     comm = group._comm
-    patient, serial = comm.patient(), Communicator(SerialComm(comm.mpi), True, 32767)
+    patient, serial = comm.patient(), Communicator(SerialComm(comm.mpi), [0] * comm.size, 32767)
     kept = {"point_to_point", "Bcast", "Ibcast", "Allgather", "Iallgather", "Ialltoallv"}
     sets = [agreed_operations(each, CPU) for each in (patient, serial)]
     agree(group, all(each == kept for each in sets), f"{sets}")
