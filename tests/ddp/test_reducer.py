@@ -12,6 +12,7 @@ from tests.support import agree, raises_on_all
 pytestmark = pytest.mark.mpi
 
 NAMES = ["a", "b", "c", "d"]
+DENSE = [False] * len(NAMES)
 ONE_EACH = Settings(limits=(40,))  # bytes: a bucket closes with each parameter
 
 
@@ -25,7 +26,6 @@ def loss_of(own, rank, places=(0, 1, 2, 3)):
 
 
 def backward(reducer, own, rank, places=(0, 1, 2, 3)):
-    reducer.prepare()
     loss = loss_of(own, rank, places)
     reducer.arm([loss])
     loss.backward()
@@ -41,7 +41,7 @@ def is_mean(own, size, factor=1.0):
 @pytest.mark.parametrize("as_views", [True, False])
 def test_gradients_are_averaged_pass_by_pass(group, as_views):
     own = parameters()
-    reducer = Reducer(own, NAMES, group, Settings(limits=(40,), gradient_as_bucket_view=as_views))
+    reducer = Reducer(own, NAMES, DENSE, group, Settings(limits=(40,), gradient_as_bucket_view=as_views))
     for turn in range(3):
         for parameter in own:
             parameter.grad = None
@@ -54,9 +54,8 @@ def test_gradients_are_averaged_pass_by_pass(group, as_views):
 
 def test_buckets_go_in_reverse_first_and_then_as_rank_0s_gradients_arrive(group):
     own = parameters()
-    reducer = Reducer(own, NAMES, group, ONE_EACH)
+    reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
     assert reducer.buckets() == [(3,), (2,), (1,), (0,)]
-    reducer.prepare()
     # A chain: the gradient of the parameter that is used first arrives last. Rank 0 alone uses them in reverse.
     order = (3, 1, 0, 2) if group.rank == 0 else (0, 1, 2, 3)
     total = torch.zeros(10)
@@ -64,13 +63,12 @@ def test_buckets_go_in_reverse_first_and_then_as_rank_0s_gradients_arrive(group)
         total = torch.tanh(total + own[place])
     reducer.arm([total])
     total.sum().backward()
-    reducer.prepare()
     agree(group, reducer.buckets() == [(2,), (0,), (1,), (3,)], str(reducer.buckets()))
 
 
 def test_a_hook_gets_each_bucket_once_in_the_order_of_the_plan(group):
     own, launched = parameters(), []
-    reducer = Reducer(own, NAMES, group, ONE_EACH)
+    reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
 
     def hook(state, bucket):
         launched.append((state, bucket.index(), bucket.is_last()))
@@ -89,7 +87,7 @@ def test_a_hook_gets_each_bucket_once_in_the_order_of_the_plan(group):
 
 def test_the_average_is_scaled_for_ranks_that_still_have_inputs(group):
     own = parameters()
-    reducer = Reducer(own, NAMES, group, ONE_EACH)
+    reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
     reducer.scale = 2.0
     backward(reducer, own, group.rank)
     agree(group, is_mean(own, group.size, 2.0), f"{[p.grad[0].item() for p in own]}")
@@ -97,8 +95,7 @@ def test_the_average_is_scaled_for_ranks_that_still_have_inputs(group):
 
 def test_a_pass_that_is_not_armed_stays_local(group):
     own = parameters()
-    reducer = Reducer(own, NAMES, group, ONE_EACH)
-    reducer.prepare()
+    reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
     loss_of(own, group.rank).backward()
     local = all(bool((p.grad == (place + 1) * (group.rank + 1)).all()) for place, p in enumerate(own))
     agree(group, local, f"{[p.grad[0].item() for p in own]}")
@@ -106,12 +103,12 @@ def test_a_pass_that_is_not_armed_stays_local(group):
 
 def test_what_is_missing_is_named_or_reduced(group):
     own = parameters()
-    reducer = Reducer(own, NAMES, group, ONE_EACH)
+    reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
     text = raises_on_all(group, RuntimeError, lambda: backward(reducer, own, group.rank, (0, 1, 3)))
     agree(group, "received no gradient" in text and ": c" in text, text)
     own = parameters()
     settings = Settings(limits=(40,), find_unused_parameters=True)
-    reducer = Reducer(own, NAMES, group, settings)
+    reducer = Reducer(own, NAMES, DENSE, group, settings)
     backward(reducer, own, group.rank, (0, 1, 3) if group.rank == 0 else (0, 1))
     agree(group, own[2].grad is None, "used by nobody")
     agree(group, bool((own[3].grad == 4 / group.size).all()), f"used by rank 0 alone: {own[3].grad}")
@@ -119,13 +116,12 @@ def test_what_is_missing_is_named_or_reduced(group):
 
 def test_a_plan_is_told_by_names_and_used_again(group):
     own = parameters()
-    reducer = Reducer(own, NAMES, group, ONE_EACH)
+    reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
     backward(reducer, own, group.rank)
-    reducer.prepare()
     saved = reducer.plan()
     assert sorted(name for bucket in saved["buckets"] for name in bucket) == NAMES and saved["is_rebuilt"]
     again = parameters()
-    other = Reducer(again, NAMES, group, Settings(limits=(1 << 20,)))
+    other = Reducer(again, NAMES, DENSE, group, Settings(limits=(1 << 20,)))
     assert other.buckets() == [(3, 2, 1, 0)]
     other.use_plan(saved)
     assert other.buckets() == reducer.buckets() and other.plan() == saved
@@ -135,19 +131,19 @@ def test_a_plan_is_told_by_names_and_used_again(group):
 
 def test_a_plan_of_another_module_is_refused(group):
     own = parameters()
-    reducer = Reducer(own, NAMES, group, ONE_EACH)
+    reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
     saved = {"buckets": [["a", "b"], ["c"]], "is_rebuilt": True, "arrivals": None}
     with pytest.raises(ValueError, match="d"):
         reducer.use_plan(saved)
     mixed = [*own[:3], torch.ones(3, dtype=torch.float64, requires_grad=True)]
-    reducer = Reducer(mixed, NAMES, group, ONE_EACH)
+    reducer = Reducer(mixed, NAMES, DENSE, group, ONE_EACH)
     with pytest.raises(ValueError, match="bucket 0 holds parameters of several dtypes"):
         reducer.use_plan({"buckets": [NAMES], "is_rebuilt": True, "arrivals": None})
 
 
 def test_a_reducer_that_is_gone_touches_no_gradient(group):
     own = parameters()
-    reducer = Reducer(own, NAMES, group, ONE_EACH)
+    reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
     backward(reducer, own, group.rank)
     del reducer
     gc.collect()
