@@ -15,6 +15,11 @@ import torch
 _OPTIMIZERS = "_in_backward_optimizers"
 
 
+def names_of(named: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
+    """Return the names of the parameters that have such an optimizer; all ranks must name the same."""
+    return [name for name, parameter in named if hasattr(parameter, _OPTIMIZERS)]
+
+
 def detach_hooks(parameters: Sequence[torch.Tensor]) -> None:
     """Remove the hooks that would step the optimizers as soon as one gradient is accumulated."""
     with_optimizers = [parameter for parameter in parameters if hasattr(parameter, _OPTIMIZERS)]

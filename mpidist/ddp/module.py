@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, Joinable
 
-from mpidist.ddp import plan, signature
+from mpidist.ddp import in_backward, plan, signature
 from mpidist.ddp.agreement import broadcast_state, require_equal
 from mpidist.ddp.join import Iteration, TorchJoinHook, exchange, joined
 from mpidist.ddp.layout import Settings
@@ -127,7 +127,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             arithmetic = "kernels" if has_kernels(named[0][1]) else "torch"  # hooks need the same on all ranks
             sparse = signature.sparse_parameters(module)
             sparse_names = [name for name, parameter in named if id(parameter) in sparse]
-            require_equal(self._group, state, (self.settings, self.forward_sync_buffers, arithmetic, sparse_names))
+            optimized = in_backward.names_of(named)
+            require_equal(self._group, state, (self.settings, self.forward_sync_buffers, arithmetic, sparse_names, optimized))
             broadcast_state(self._group, [tensor for _, tensor in state])
         self._make_reducer()
 

@@ -5,8 +5,9 @@ import torch
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from mpidist.ddp.module import DistributedDataParallel
+from mpidist.errors import DisagreementError
 from tests.ddp.nets import Net, backward, close, reference, same_everywhere
-from tests.support import agree
+from tests.support import agree, raises_on_all
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 
@@ -39,6 +40,16 @@ def test_they_wait_while_gradients_add_up(group):
     agree(group, net.weight.item() == 0 and float(net.weight.grad) == group.rank + 1)
     ddp(x).sum().backward()
     agree(group, net.weight.item() == -(group.size + 1) and net.weight.grad is None, str(net.weight))
+
+
+def test_optimizers_of_one_rank_alone_are_refused_on_all(group):
+    if group.size == 1:
+        return
+    net = torch.nn.Linear(1, 1)
+    if group.rank == 0:
+        _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 1.0})
+    call = lambda: DistributedDataParallel(net, process_group=group)  # noqa: E731
+    raises_on_all(group, DisagreementError, call, "the settings differ")
 
 
 def test_a_rank_without_inputs_does_not_step(group):

@@ -100,3 +100,21 @@ def test_bad_plans():
         assign(tensors_of((F, 1)), [4, 0])
     with pytest.raises(ValueError, match="at least 1"):
         merge(tensors_of((F, 1)), assign(tensors_of((F, 1)), [1]), 0)
+
+
+@settings(max_examples=500, deadline=None)
+@given(KINDS, LIMITS, st.randoms())
+def test_sparse_gradients_have_buckets_of_their_own_as_torch_plans_them(kinds, limits, random):
+    tensors = tensors_of(*kinds)
+    sparse = [random.random() < 0.3 for _ in tensors]
+    order = list(range(len(tensors)))
+    theirs, their_limits = torch_assignment(tensors, limits, sparse)
+    buckets = assign(tensors, limits, None, sparse)
+    assert [list(bucket.indices) for bucket in buckets] == theirs and [b.limit_bytes for b in buckets] == their_limits
+    random.shuffle(order)
+    ours = assign(tensors, limits, order, sparse)
+    theirs, _ = torch_assignment([tensors[place] for place in order], limits, sparse, order)
+    assert sorted(list(b.indices) for b in ours) == sorted(theirs)
+    for few in (merge(tensors, ours, 1, sparse), ours):
+        assert sorted(b.indices[0] for b in few if sparse[b.indices[0]]) == [i for i, one in enumerate(sparse) if one]
+        assert all(len(b.indices) == 1 for b in few if any(sparse[place] for place in b.indices))

@@ -1,8 +1,8 @@
 """The average itself, and the average in half precision; each works alone, and the compressing ones around any other hook.
 
-A hook is called once for each bucket, in one order on all ranks, and returns a future of the reduced buffer. On one node the
-transfer is processor time and gains nothing from a thread, so it happens in the call; between nodes it goes to the group's
-thread.
+A hook is called once for each bucket of dense gradients, in one order on all ranks, and returns a future of the reduced buffer.
+On one node the transfer is processor time and gains nothing from a thread, so it happens in the call; between nodes it goes to
+the group's thread.
 
 Source: ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``, whose names and signatures these are. It divides by W
 before the sum and in half precision; here the sum is divided in fp32 and rounded once.

@@ -13,6 +13,7 @@ collectives; complex buckets are sent whole.
 
 A gradient that is not finite (an overflow under AMP) makes the averaged P, or Q, not finite, on all ranks alike. Then the
 gradients of that bucket become NaN on all ranks, which a GradScaler sees, and its errors are what they were before the step.
+Other buckets of the step, which were finite, have ended it.
 """
 
 from __future__ import annotations
