@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from mpidist.comm.door import TWINS
 _SPIN_S = 50e-6
 _YIELD_S = 500e-6
 _SLEEP_S = 50e-6
+_left: list[Any] = []  # what calls that were left have in MPI's hands: it may write there as long as the process lives
 
 Wait = Callable[[Any, Any], None]
 
@@ -73,3 +75,52 @@ def patiently(request: Any, status: Any = None) -> None:
             time.sleep(_SLEEP_S)
         elif waited > _SPIN_S:
             os.sched_yield()
+
+
+class LeavableComm(TwinComm):
+    """A communicator whose waits are left when its group has failed: what MPI was given stays there.
+
+    Args:
+        comm: What the twins are called on.
+        check: Raises to leave.
+        is_patient: Sleep between tests, for a thread beside the computation.
+    """
+
+    def __init__(self, comm: Any, check: Callable[[], None], is_patient: bool) -> None:
+        super().__init__(comm, self._leavably)
+        self._check = check
+        self._is_patient = is_patient
+
+    def Improbe(self, *args: Any) -> Any:
+        """See MPI_Improbe; a loop of them is left, too."""
+        self._check()
+        message = self._comm.Improbe(*args)
+        return None if message is None else _LeavableMessage(message, self._leavably)
+
+    def _leavably(self, request: Any, status: Any = None) -> None:
+        start = time.perf_counter()
+        while not request.Test(status):
+            waited = time.perf_counter() - start
+            if waited > _SPIN_S:
+                self._check()
+                if self._is_patient and waited > _YIELD_S:
+                    time.sleep(_SLEEP_S)
+                else:
+                    os.sched_yield()
+
+
+class _LeavableMessage:
+    """A matched message whose receive can be left."""
+
+    def __init__(self, message: Any, wait: Wait) -> None:
+        self._message = message
+        self._wait = wait
+
+    def Recv(self, space: Any) -> None:
+        """See MPI_Mrecv."""
+        self._wait(self._message.Irecv(space), None)
+
+
+def keep(error: BaseException) -> None:
+    """Keep alive what the frames that an error came through hold: a request, and the memory that MPI works on for it."""
+    _left.append([dict(frame.f_locals) for frame, _ in traceback.walk_tb(error.__traceback__)])
