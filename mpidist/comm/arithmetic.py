@@ -79,7 +79,7 @@ def reduction(dtype: torch.dtype, operation: Operation) -> Reduction:
             raise TypeError("PREMUL_SUM has no meaning for torch.bool; use SUM, which is a logical or")
         return Reduction(plan.combine, plan.wide, False, operation.factor)
     if not isinstance(operation, str):
-        raise TypeError(f"a reduction is one of mpidist.comm.SUM, AVG, … (strings), or PremulSum(factor); got {operation!r}")
+        raise TypeError(f"a reduction is one of mpidist.comm.SUM, AVG, ... (strings), or PremulSum(factor); got {operation!r}")
     return _reduction(dtype, operation)
 
 
