@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import platform
+import sys
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +17,10 @@ import psutil
 import torch
 
 import mpidist
+
+# Tables have signs beyond ASCII; where a batch system's stdout takes none, others stand for them.
+if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")
 
 _SETTINGS = ("OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_mpi_ft_enable", "GLOO_SOCKET_IFNAME")
 

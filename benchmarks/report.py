@@ -83,7 +83,7 @@ def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
 
 def write_json(record: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def draw(record: dict[str, Any], path: Path) -> None:

@@ -58,7 +58,7 @@ def table(result: dict[str, Any]) -> str:
 def write(record: dict[str, Any], path: Path) -> None:
     """Write the JSON, and the plot beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     _draw(record, path.with_suffix(".png"))
     print(f"written to {path.parent.name}: {path.name} and {path.with_suffix('.png').name}", flush=True)
 

@@ -142,7 +142,9 @@ class Future(Generic[T]):
     def __del__(self) -> None:
         # A background failure that nobody asked about must not vanish.
         if getattr(self, "_exception", None) is not None and not self._seen and not sys.is_finalizing():
-            sys.stderr.write(f"mpidist: an exception was never retrieved: {self._exception!r}\n")
+            # The first line alone: what a watchdog reports has one for each rank, and was printed.
+            first, *more = repr(self._exception).split("\\n")
+            sys.stderr.write(f"mpidist: an exception was never retrieved: {first}{' ...' if more else ''}\n")
 
 
 def completed(value: T) -> Future[T]:

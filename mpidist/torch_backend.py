@@ -77,7 +77,7 @@ def _refuse_company() -> None:
     if named - {_NAME}:
         raise ValueError(
             f'a group cannot be shared between backends as "{config}" asks: torch would run all of it on mpidist. Make the group '
-            f'with "{_NAME}", and another for {", ".join(sorted(named - {_NAME}))}: torch.distributed.new_group(backend=…)'
+            f'with "{_NAME}", and another for {", ".join(sorted(named - {_NAME}))}: torch.distributed.new_group(backend=...)'
         )
 
 

@@ -78,20 +78,21 @@ class TorchWork(Work):
         """Return a torch future of the output tensors."""
         if self._future is None:
             devices = sorted({str(t.device) for t in self._native.tensors if t.is_cuda})
-            self._future = Future(devices=devices) if devices else Future()  # type: ignore[arg-type]
+            ended: Future[Any] = Future(devices=devices) if devices else Future()  # type: ignore[arg-type]
+            # What raises in a callback is an error for C++ as well. Future.set_exception is one for Python alone: torch's reducer
+            # takes the exception for the tensors.
+            self._future = ended.then(self._outcome)
             if isinstance(self._native, RequestWork):
                 self._native.wait()  # MPI makes no callbacks: a message's future is complete when it is handed out
-            self._native.get_future().add_done_callback(self._settle)
+            self._native.get_future().add_done_callback(lambda native: ended.set_result(None))
         return self._future
 
-    def _settle(self, native: Any) -> None:
-        assert self._future is not None
-        error = native.exception()
+    def _outcome(self, ended: Future[Any]) -> Any:
+        error = self._native.exception()
         if error is not None:
-            self._future.set_exception(error)
-            return
+            raise error
         self._native.wait()  # complete; makes this thread's stream wait, which torch's future then hands on
-        self._future.set_result(self._result)
+        return self._result
 
 
 class Several:

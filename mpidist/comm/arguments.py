@@ -93,7 +93,7 @@ def rank(where: str, value: Any, name: str, size: int) -> None:
     if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, torch.Tensor):
         raise TypeError(f"{where} needs {name} to be a rank (int); got {value!r}")
     if not 0 <= value < size:
-        raise ValueError(f"{where} needs {name} in 0 … {size - 1}; got {value}")
+        raise ValueError(f"{where} needs {name} in 0 ... {size - 1}; got {value}")
 
 
 def operation(where: str, dtype: torch.dtype, value: Any) -> None:
@@ -112,7 +112,7 @@ def operation(where: str, dtype: torch.dtype, value: Any) -> None:
 def tag(where: str, value: Any, highest: int) -> None:
     """Require a tag that MPI can carry."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= value <= highest:
-        raise ValueError(f"{where} needs a tag in 0 … {highest}; got {value!r}")
+        raise ValueError(f"{where} needs a tag in 0 ... {highest}; got {value!r}")
 
 
 def numel(where: str, value: torch.Tensor, name: str, expected: int, rule: str) -> None:

@@ -83,7 +83,7 @@ def reduction(dtype: torch.dtype, operation: Operation) -> Reduction:
         plan = _reduction(dtype, SUM)
         return Reduction(plan.combine, plan.wide, False, _factor_for(dtype, operation.factor))
     if not isinstance(operation, str):
-        raise TypeError(f"a reduction is one of mpidist.comm.SUM, AVG, … (strings), or PremulSum(factor); got {operation!r}")
+        raise TypeError(f"a reduction is one of mpidist.comm.SUM, AVG, ... (strings), or PremulSum(factor); got {operation!r}")
     return _reduction(dtype, operation)
 
 
@@ -100,7 +100,7 @@ def _factor_for(dtype: torch.dtype, factor: Any) -> Any:
         return float(factor)
     limits = torch.iinfo(dtype)
     if not (math.isfinite(factor) and factor == int(factor) and limits.min <= factor <= limits.max):
-        raise TypeError(f"PREMUL_SUM needs a whole number in {limits.min} … {limits.max} for {dtype}; got {factor!r}")
+        raise TypeError(f"PREMUL_SUM needs a whole number in {limits.min} ... {limits.max} for {dtype}; got {factor!r}")
     return int(factor)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mpidist.comm import autograd_mode
+from mpidist.comm.door import wait_all
 from mpidist.comm.library import MPI
 from mpidist.comm.patience import TwinComm, patiently, promptly
 
@@ -28,10 +29,6 @@ class Levels:
     node: Communicator
     leaders: Communicator | None
 
-    def patient(self) -> Levels:
-        """Return the same for a thread that gives its core away while it waits."""
-        return Levels(self.node.patient(), None if self.leaders is None else self.leaders.patient())
-
 
 class Communicator:
     """One MPI communicator, as executors see it.
@@ -47,13 +44,10 @@ class Communicator:
         device_operations: What ``capability.agreed_operations`` has found out, by device type.
     """
 
-    _is_patient = False
-
-    def __init__(self, mpi: Any, nodes: Sequence[int], highest_tag: int, is_blocking: bool | None = None) -> None:
+    def __init__(self, mpi: Any, nodes: Sequence[int], highest_tag: int) -> None:
         is_single_node = len(set(nodes)) == 1
-        is_blocking = is_single_node if is_blocking is None else is_blocking
         self.plain = mpi
-        self.mpi = mpi if is_blocking else TwinComm(mpi, promptly)
+        self.mpi = mpi if is_single_node else TwinComm(mpi, promptly)
         self.rank: int = mpi.Get_rank()
         self.size: int = mpi.Get_size()
         self.nodes = tuple(nodes)
@@ -70,7 +64,6 @@ class Communicator:
         """Return the same communicator, with the same memory, for a thread that gives its core away while it waits."""
         other = copy.copy(self)
         other.mpi = TwinComm(self.plain, patiently)
-        other._is_patient = True
         return other
 
     def blocking(self) -> Communicator:
@@ -80,6 +73,11 @@ class Communicator:
         other = copy.copy(self)
         other.mpi = self.plain
         return other
+
+    def wait_all(self, requests: list[Any]) -> None:
+        """Wait for requests of this communicator as its blocking calls wait."""
+        wait = self.mpi.wait_all if isinstance(self.mpi, TwinComm) else wait_all
+        wait(requests)
 
     @property
     def shares_nodes(self) -> bool:
@@ -92,17 +90,22 @@ class Communicator:
         Collective: the first call, over the communicator.
         """
         if not self._levels:
+            self.mpi.Barrier()  # may be left while a rank is missing; the calls below may not
             node = self.nodes[self.rank]
             leads = self.nodes.index(node) == self.rank
             within = self.plain.Split(node, self.rank)
             between = self.plain.Split(0 if leads else MPI.UNDEFINED, self.rank)
-            # A rank executes in its own thread or in the group's: non-blocking calls match in either.
-            ranks = Communicator(within, [0] * self.nodes.count(node), self._highest_tag, is_blocking=False)
-            count = len(set(self.nodes))
-            leaders = Communicator(between, range(count), self._highest_tag, is_blocking=False) if leads else None
+            ranks = Communicator(within, [0] * self.nodes.count(node), self._highest_tag)
+            leaders = Communicator(between, range(len(set(self.nodes))), self._highest_tag) if leads else None
             self._levels.append(Levels(ranks, leaders))
         (levels,) = self._levels
-        return levels.patient() if self._is_patient else levels
+        return Levels(self._waiting_alike(levels.node), levels.leaders and self._waiting_alike(levels.leaders))
+
+    def _waiting_alike(self, child: Communicator) -> Communicator:
+        # A rank executes in its own thread or in the group's: non-blocking calls match in either, on one node as well.
+        other = copy.copy(child)
+        other.mpi = self.mpi.over(child.plain)
+        return other
 
     def children(self) -> list[Any]:
         """Return MPI's communicators that were made from this one."""

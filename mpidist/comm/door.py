@@ -69,14 +69,14 @@ class SerialMessage:
     def __init__(self, message: Any) -> None:
         self._message = message
 
-    def Recv(self, space: Any) -> None:
-        """See MPI_Mrecv."""
-        self.Irecv(space).Wait()
-
     def Irecv(self, space: Any) -> SerialRequest:
         """See MPI_Imrecv."""
         with _door:
             return SerialRequest(self._message.Irecv(space))
+
+    def Recv(self, space: Any) -> None:
+        """See MPI_Mrecv."""
+        self.Irecv(space).Wait()
 
 
 class SerialComm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import warnings
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import agreement, autograd_mode, buffer, departures, faults, on_device
+from mpidist.comm import agreement, autograd_mode, buffer, departures, faults, on_device, patience, runtime
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.journal import Journal
@@ -21,6 +22,7 @@ from mpidist.comm.stream import Device, device_at, device_of
 from mpidist.comm.work import Work
 from mpidist.errors import DisagreementError, GroupError, MpidistError, RankFailureError
 
+ABORT, RAISE = "abort", "raise"  # what a timeout does: end the job, or raise in the caller
 _ENV_DEBUG = "MPIDIST_DEBUG"  # "1": every collective first compares what each rank is about to do
 
 Facts = Sequence[tuple[str, Any]]
@@ -52,6 +54,7 @@ class Execution:
         size: W, the number of ranks.
         world_ranks: The members' ranks in the world, in group order.
         timeout_s: How long an operation may take before the watchdog reports it; None for no limit.
+        on_timeout: ``ABORT`` or ``RAISE``, the same on all ranks.
         journal: What the group is doing.
     """
 
@@ -66,6 +69,7 @@ class Execution:
         world_ranks: Sequence[int],
         timeout_s: float | None,
         debug: bool | None = None,
+        on_timeout: str = ABORT,
     ) -> None:
         self.name = name
         self.key = key
@@ -73,11 +77,17 @@ class Execution:
         self.size = comm.size
         self.world_ranks = tuple(world_ranks)
         self.timeout_s = timeout_s
+        self.on_timeout = on_timeout
         self.journal = Journal(name, key)
         self._comm = comm
         self._mpi = comm.plain
         # Between nodes the group's thread lets the computation have the core that it waits on.
         self._comm_of_thread = comm if comm.is_single_node else comm.patient()
+        if on_timeout == RAISE:
+            check = _check_of(weakref.ref(self))
+            self._comm_of_thread = comm.patient()
+            self._comm_of_thread.mpi = patience.LeavableComm(comm.plain, check, is_patient=not comm.is_single_node)
+            comm.mpi = patience.LeavableComm(comm.plain, check, is_patient=False)
         self._progress = Progress(name)
         self._door = self._progress.door
         self._failure: MpidistError | None = None
@@ -174,8 +184,12 @@ class Execution:
     def _require_usable(self, operation: str) -> None:
         if self._closed:
             raise GroupError(f"{self.where(operation)} was called on a closed group")
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise self._failure
+            # A copy: raised again and again, one exception would gather the frames of all its callers.
+            raise copy.copy(self._failure)
 
     def _launch(
         self,
@@ -242,8 +256,7 @@ class Execution:
         args: tuple[Any, ...],
         facts: Facts,
     ) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
         self.journal.enter(operation, outputs[0] if outputs else inputs[0] if inputs else None)
         try:
             if self._debug:
@@ -285,6 +298,9 @@ class Execution:
                 f"{self.where(operation)}: {error}; with MPIDIST_DEBUG=1 all ranks compare before they communicate"
             )
         if not faults.is_mpi_error(error):
+            if self.on_timeout == RAISE and self._failure is not None and isinstance(error, MpidistError):
+                patience.keep(error)
+                runtime.note_failure()
             return error
         if self._failure is not None:  # the watchdog, or another thread, knows why
             return self._failure
@@ -293,10 +309,23 @@ class Execution:
             # Another rank may have revoked the group because of one that left in peace, of which MPI has nothing to say.
             dead = departures.among(self.world_ranks) or faults.failed_ranks(self._mpi, self.world_ranks)
             if dead:
+                if not departures.among(dead):
+                    runtime.note_failure(dead)
                 told = RankFailureError(f"{told}; world ranks that failed: {', '.join(map(str, dead))}", dead)
             self.fail(told)
             self.revoke()  # the others may wait for a rank that has just given up
         return told
+
+
+def _check_of(group: weakref.ref[Execution]) -> Callable[[], None]:
+    """Return a function that raises a group's failure; it does not keep the group alive."""
+
+    def check() -> None:
+        held = group()
+        if held is not None:
+            held._raise_failure()
+
+    return check
 
 
 def _nothing(comm: Communicator, inputs: Any, outputs: Any) -> None:

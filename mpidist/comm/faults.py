@@ -39,14 +39,22 @@ def failed_ranks(mpi: Any, world_ranks: Sequence[int]) -> tuple[int, ...]:
     """
     deadline = time.monotonic() + _NEWS_S
     while True:
-        try:
-            dead = mpi.Get_failed()
-            places = MPI.Group.Translate_ranks(dead, list(range(dead.Get_size())), mpi.Get_group())
-        except Exception:  # MPI without ULFM
+        dead = known_dead(mpi, world_ranks)
+        if dead is None:
             return ()
-        if places or time.monotonic() > deadline:
-            return tuple(world_ranks[place] for place in places if 0 <= place < len(world_ranks))
+        if dead or time.monotonic() > deadline:
+            return dead
         time.sleep(1e-2)
+
+
+def known_dead(mpi: Any, world_ranks: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the world ranks of a communicator's members that MPI knows to be dead by now; None without ULFM."""
+    try:
+        dead = mpi.Get_failed()
+        places = MPI.Group.Translate_ranks(dead, list(range(dead.Get_size())), mpi.Get_group())
+    except Exception:  # MPI without ULFM: NotImplementedError, or MPI's own error
+        return None
+    return tuple(world_ranks[place] for place in places if 0 <= place < len(world_ranks))
 
 
 @contextlib.contextmanager

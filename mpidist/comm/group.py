@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,19 +13,22 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import arguments, runtime, timing, tuning, watchdog
+from mpidist.comm import arguments, meeting, patience, runtime, timing, tuning, watchdog
 from mpidist.comm.collectives import Collectives
 from mpidist.comm.communicator import Communicator
+from mpidist.comm.execution import ABORT, RAISE
 from mpidist.comm.library import MPI
 from mpidist.comm.monitored import MonitoredBarrier
 from mpidist.comm.objects import Objects
 from mpidist.comm.p2p import PointToPoint
 from mpidist.comm.work import seconds
-from mpidist.errors import GroupError
+from mpidist.errors import DisagreementError, GroupError
 
 DEFAULT_TIMEOUT_S = 1800.0  # torch's default_pg_timeout
 _CLOSE_S = 30.0  # how long close() lets asynchronous operations end
 _HIGHEST_CREATE_TAG = 32_000  # MPI guarantees tags up to 32767
+_MEETING_TAG = 10  # the library's own
+_ENV_ON_TIMEOUT = "MPIDIST_ON_TIMEOUT"  # "raise" or "abort": for groups that are made from the world without on_timeout
 
 _default: ProcessGroup | None = None
 _worlds = itertools.count(1)  # groups of all ranks so far
@@ -43,9 +47,14 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._made: Counter[str] = Counter()
+        self._meeting = meeting.Meeting(self._mpi, self._comm.own_tag(_MEETING_TAG), self.world_ranks)
 
     def new_group(
-        self, ranks: Sequence[int], name: str | None = None, timeout: float | timedelta | None = None
+        self,
+        ranks: Sequence[int],
+        name: str | None = None,
+        timeout: float | timedelta | None = None,
+        on_timeout: str | None = None,
     ) -> ProcessGroup | None:
         """Make a group of some of this group's ranks.
 
@@ -54,10 +63,17 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
         Args:
             ranks: Distinct ranks of this group, in the new group's order.
             name: For messages; made up if None.
-            timeout: Seconds or a timedelta; this group's if None.
+            timeout: Seconds or a timedelta, 0 for no limit; this group's if None.
+            on_timeout: See ``init``; this group's if None.
+
+        Blocks: until all of ``ranks`` have called it, at most this group's timeout.
 
         Raises:
             ValueError: Ranks repeated or out of range.
+            CommTimeout: Not all members came in time (members that wait); the watchdog has printed what each rank does, and
+                this group has failed.
+            RankFailureError: A member died, or came to the end of its program more than 2 s ago (members that wait).
+            DisagreementError: ``on_timeout`` differs between the members (all members).
         """
         self._require_usable("new_group")
         where = self.where("new_group")
@@ -68,25 +84,45 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
             arguments.rank(where, rank, "each of ranks", self.size)
         if self.rank not in ranks:
             return None
-        name = name or f"{self.name}/{'-'.join(map(str, ranks[:8]))}{'-…' if len(ranks) > 8 else ''}"
+        name = name or f"{self.name}/{'-'.join(map(str, ranks[:8]))}{'-...' if len(ranks) > 8 else ''}"
         members = self._mpi.Get_group().Incl(ranks)
-        kind = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        # By its name as well: two threads may make two groups of the same ranks, in either order.
+        kind = hashlib.blake2b(repr((name, ranks)).encode(), digest_size=8).hexdigest()
         self._made[kind] += 1
-        # The tag keeps two groups apart that two threads make at once.
-        self.journal.enter_creation("new_group")
+        made = f"{kind}#{self._made[kind]}"
+        creation = self.journal.enter_creation("new_group")
         try:
+            self._meeting.meet(where, made, ranks, lambda missing: self._raise_failure())
+            # The tag keeps two groups apart that two threads make at once.
             mpi = self._mpi.Create_group(members, zlib.crc32(repr((name, ranks)).encode()) % _HIGHEST_CREATE_TAG)
+        except Exception as error:
+            explained = self._explain(error, "new_group")
+            if explained is error:
+                raise
+            raise explained from error
         finally:
-            self.journal.leave_creation()
+            self.journal.leave_creation(creation)
         members.Free()
-        return self._child(mpi, name, f"{self.key}/{kind}#{self._made[kind]}", timeout)
+        return self._child(mpi, name, f"{self.key}/{made}", timeout, on_timeout)
 
-    def split(self, color: int | None, key: int = 0, timeout: float | timedelta | None = None) -> ProcessGroup | None:
+    def split(
+        self,
+        color: int | None,
+        key: int = 0,
+        timeout: float | timedelta | None = None,
+        on_timeout: str | None = None,
+    ) -> ProcessGroup | None:
         """Divide the group: ranks of one ``color`` (≥ 0) form a new one, ordered by ``key``, then by rank; None joins none.
 
         Collective: over this group. Waits behind what is queued.
+
+        Args:
+            color: The same for the ranks of one new group.
+            key: Orders its ranks.
+            timeout: Seconds or a timedelta, 0 for no limit; this group's if None.
+            on_timeout: See ``init``; this group's if None.
         """
-        return self._split(color, key, timeout, f"{self.name}/color{color}")
+        return self._split(color, key, timeout, f"{self.name}/color{color}", on_timeout)
 
     def split_by_node(self, timeout: float | timedelta | None = None) -> ProcessGroup:
         """Divide the group into one for each node; its ranks share the node's memory.
@@ -96,32 +132,38 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
         Source: MPI-4.1 §7.4.2, MPI_COMM_TYPE_SHARED.
         """
         node = self._comm.nodes[self.rank]
-        child = self._split(node, self.rank, timeout, f"{self.name}/node{node}")
+        child = self._split(node, self.rank, timeout, f"{self.name}/node{node}", None)
         assert child is not None
         return child
 
-    def clone(self, name: str | None = None) -> ProcessGroup:
+    def clone(self, name: str | None = None, on_timeout: str | None = None) -> ProcessGroup:
         """Make a group of the same ranks with an order of its own.
 
         Collective: over this group.
+
+        Args:
+            name: For messages; made up if None.
+            on_timeout: See ``init``; this group's if None.
         """
         # Numbered by the group, not the process: the watchdogs of all ranks must know it by one name.
         self._clones += 1
-        child = self._split(0, self.rank, None, name or f"{self.name}/clone{self._clones}")
+        child = self._split(0, self.rank, None, name or f"{self.name}/clone{self._clones}", on_timeout)
         assert child is not None
         return child
 
-    def _split(self, color: int | None, key: int, timeout: float | timedelta | None, name: str) -> ProcessGroup | None:
+    def _split(
+        self, color: int | None, key: int, timeout: float | timedelta | None, name: str, on_timeout: str | None
+    ) -> ProcessGroup | None:
         self._require_usable("split")
         if color is not None and (isinstance(color, bool) or not hasattr(color, "__index__") or color < 0):
-            raise ValueError(f"{self.where('split')} needs a color of None or ≥ 0; got {color!r}")
+            raise ValueError(f"{self.where('split')} needs a color of None or at least 0; got {color!r}")
         made: list[Any] = []
         self._splits += 1
         mpi_color = MPI.UNDEFINED if color is None else color
         self._launch("split", _split, (), (), (mpi_color, key, made))
-        return (
-            None if made[0] == MPI.COMM_NULL else self._child(made[0], name, f"{self.key}/split{self._splits}.{color}", timeout)
-        )
+        if made[0] == MPI.COMM_NULL:
+            return None
+        return self._child(made[0], name, f"{self.key}/split{self._splits}.{color}", timeout, on_timeout)
 
     def tune(
         self,
@@ -173,45 +215,71 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
             for mpi in (*self._comm.children(), self._mpi):
                 mpi.Free()
 
-    def _child(self, mpi: Any, name: str, key: str, timeout: float | timedelta | None) -> ProcessGroup:
+    def _child(self, mpi: Any, name: str, key: str, timeout: float | timedelta | None, on_timeout: str | None) -> ProcessGroup:
         places = MPI.Group.Translate_ranks(mpi.Get_group(), list(range(mpi.Get_size())), self._mpi.Get_group())
         world_ranks = [self.world_ranks[place] for place in places]
         limit = self.timeout_s if timeout is None else seconds(timeout)
-        return _make(mpi, name, key, world_ranks, limit, self._debug)
+        return _make(mpi, name, key, world_ranks, limit, self._debug, on_timeout or self.on_timeout)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "failed" if self._failure else "open"
         return f'ProcessGroup("{self.name}", rank {self.rank} of {self.size}, {state})'
 
 
-def init(name: str = "world", timeout: float | timedelta | None = DEFAULT_TIMEOUT_S, debug: bool | None = None) -> ProcessGroup:
+def init(
+    name: str = "world",
+    timeout: float | timedelta | None = DEFAULT_TIMEOUT_S,
+    debug: bool | None = None,
+    on_timeout: str | None = None,
+) -> ProcessGroup:
     """Return the group of all ranks of the job, starting MPI if nobody has.
 
     Collective: the first call, over all ranks of the job. Later calls return the same group until it is closed.
 
     Args:
         name: For messages.
-        timeout: Seconds or a timedelta after which the watchdog reports a collective; None for never.
+        timeout: Seconds or a timedelta after which the watchdog reports a collective, and how long this call waits for the other
+            ranks, but at least 60 s; None or 0 for no limit.
         debug: Compare what ranks are about to do before each collective; ``MPIDIST_DEBUG=1`` if None.
+        on_timeout: ``"abort"``: a collective past its timeout, or one that waits for a rank that has ended, ends the job
+            with a report. ``"raise"``: on every rank of the group the caller gets the report, as a ``CommTimeout`` or a
+            ``RankFailureError``; the group has failed, every later call on it raises, and the program may save its state and
+            end. All collectives are then non-blocking calls of MPI that the thread tests until they have ended. What was
+            given to a failed call stays in MPI's hands: neither read nor write these tensors. A call on device memory that
+            MPI takes directly blocks in MPI, cannot be left and still ends the job.
+            None: ``MPIDIST_ON_TIMEOUT``, else ``"abort"``. Children of the group inherit it.
 
     Raises:
         LaunchError: The job was started in a way in which MPI cannot connect its ranks.
+        CommTimeout: Not all ranks came in time.
+        RankFailureError: A rank came to the end of its program more than 2 s ago.
+        DisagreementError: ``on_timeout`` differs between ranks (all ranks).
+        ValueError: ``on_timeout`` is neither.
     """
     global _default
     if _default is None:
-        _default = from_world(name, timeout, debug=debug)
+        _default = from_world(name, timeout, debug=debug, on_timeout=on_timeout)
     return _default
 
 
-def from_world(name: str, timeout: float | timedelta | None, key: int | None = None, debug: bool | None = None) -> ProcessGroup:
-    """Make a new group of all ranks of the job, ordered by ``key`` (their world rank if None).
+def from_world(
+    name: str,
+    timeout: float | timedelta | None,
+    key: int | None = None,
+    debug: bool | None = None,
+    on_timeout: str | None = None,
+) -> ProcessGroup:
+    """Make a new group of all ranks of the job, ordered by ``key`` (their world rank if None); the rest as for ``init``.
 
     Collective: over all ranks of the job.
     """
+    limit = seconds(timeout)
+    on_timeout = on_timeout or os.environ.get(_ENV_ON_TIMEOUT) or ABORT
+    meeting.of_world("init", meeting.start_limit(limit))
     world = runtime.world()
     mpi = world.comm.Split(0, world.rank if key is None else key)
     places = MPI.Group.Translate_ranks(mpi.Get_group(), list(range(mpi.Get_size())), world.comm.Get_group())
-    return _make(mpi, name, f"world{next(_worlds)}", places, seconds(timeout), debug)
+    return _make(mpi, name, f"world{next(_worlds)}", places, limit, debug, on_timeout)
 
 
 def default() -> ProcessGroup:
@@ -225,15 +293,41 @@ def default() -> ProcessGroup:
     return _default
 
 
-def _make(mpi: Any, name: str, key: str, world_ranks: Sequence[int], timeout_s: float | None, debug: bool | None) -> ProcessGroup:
+def _make(
+    mpi: Any,
+    name: str,
+    key: str,
+    world_ranks: Sequence[int],
+    timeout_s: float | None,
+    debug: bool | None,
+    on_timeout: str,
+) -> ProcessGroup:
     mpi.Set_errhandler(MPI.ERRORS_RETURN)
+    _require_one_end(mpi, name, on_timeout)
     world = runtime.world()
     comm = Communicator(mpi, world.nodes_of(world_ranks), world.highest_tag)
     if comm.shares_nodes:
         tuning.agreed_table(comm, None)  # now, while all ranks are here: an all-reduce asks for it on each rank by itself
-    group = ProcessGroup(comm, name, key, world_ranks, timeout_s, debug)
+    group = ProcessGroup(comm, name, key, world_ranks, timeout_s, debug, on_timeout)
     watchdog.watch(group)
     return group
+
+
+def _require_one_end(mpi: Any, name: str, on_timeout: str) -> None:
+    """Compare what ranks do on a timeout: blocking and non-blocking collectives do not match.
+
+    Collective: over a new communicator, which is freed if this raises.
+    """
+    codes = {ABORT: 0, RAISE: 1}
+    every = bytearray(mpi.Get_size())
+    mpi.Allgather((bytes([codes.get(on_timeout, 2)]), 1, MPI.BYTE), (every, 1, MPI.BYTE))
+    if max(every) == 2 or len(set(every)) > 1:
+        mpi.Free()
+        words = [*codes, "another word"]
+        told = ", ".join(f"{words[code]} on rank {every.index(code)}" for code in sorted(set(every)))
+        if on_timeout not in codes:
+            raise ValueError(f'group "{name}": on_timeout (or {_ENV_ON_TIMEOUT}) must be "abort" or "raise"; got {on_timeout!r}')
+        raise DisagreementError(f'group "{name}": on_timeout (or {_ENV_ON_TIMEOUT}) must be the same on all ranks; it is {told}')
 
 
 def _tune(
@@ -253,4 +347,6 @@ def _tune(
 
 
 def _split(comm: Communicator, inputs: Any, outputs: Any, color: int, key: int, made: list[Any]) -> None:
+    if isinstance(comm.mpi, patience.LeavableComm):
+        comm.mpi.Barrier()  # it can be left while a rank is missing; the call below cannot
     made.append(comm.mpi.Split(color, key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,7 @@ class Journal:
         queued: Asynchronous operations behind it.
     """
 
-    __slots__ = ("_creation", "_seen", "_waits", "group", "key", "operation", "queued", "sequence", "tensor")
+    __slots__ = ("_creations", "_seen", "_waits", "group", "key", "operation", "queued", "sequence", "tensor")
 
     def __init__(self, group: str, key: str) -> None:
         self.group = group
@@ -63,7 +64,7 @@ class Journal:
         self.queued = 0
         self._seen = (0, 0.0)  # the collective that was under way at the last look, and since when
         self._waits: dict[int, tuple[str, Any, float]] = {}
-        self._creation: int | None = None
+        self._creations = itertools.count(1)
 
     def enter(self, operation: str, tensor: Any) -> None:
         """Note that a collective starts; ``tensor`` (or None) is referenced until ``leave``."""
@@ -83,21 +84,22 @@ class Journal:
         """Note that it no longer waits."""
         self._waits.pop(key, None)
 
-    def enter_creation(self, operation: str) -> None:
-        """Note that a thread makes a group of some of the members: a call of MPI that no member can leave alone."""
-        self._creation = id(operation)
-        self.enter_wait(self._creation, operation, None)
+    def enter_creation(self, operation: str) -> int:
+        """Note that a thread makes a group of some of the members; return what ``leave_creation`` takes."""
+        key = -next(self._creations)  # the other waits' keys are addresses
+        self.enter_wait(key, operation, None)
+        return key
 
-    def leave_creation(self) -> None:
+    def leave_creation(self, key: int) -> None:
         """Note that it is made."""
-        key, self._creation = self._creation, None
-        if key is not None:
-            self.leave_wait(key)
+        self.leave_wait(key)
 
-    def creation_age(self) -> float:
-        """Return for how many seconds a group has been in the making; 0 when none is."""
-        wait = self._waits.get(self._creation) if self._creation is not None else None
-        return time.monotonic() - wait[2] if wait is not None else 0.0
+    def creation(self) -> tuple[int, float]:
+        """Return which group in the making waits the longest, and for how many seconds; 0 and 0 when none is."""
+        now = time.monotonic()
+        ages = [(now - start, key) for key, (_, _, start) in list(self._waits.items()) if key < 0]
+        age, key = max(ages, default=(0.0, 0))
+        return key, age
 
     def observe(self) -> float:
         """Return for how many seconds the present collective has been seen; 0 when there is none.

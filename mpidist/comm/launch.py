@@ -31,6 +31,11 @@ _LAUNCHERS = (
     ("mpiexec (PMI)", "PMI_SIZE", "PMI_SIZE", "PMI_LOCAL_RANK"),
 )
 
+OPEN_MPI, MPICH = "openmpi", "mpich"
+_LIBRARY_NAMES = {OPEN_MPI: "Open MPI", MPICH: "MPICH (or of its ABI: Intel MPI, MVAPICH, Cray MPICH)"}
+# Launchers that start the ranks of one library alone.
+_LIBRARY_OF_LAUNCHER = {"mpirun (Open MPI)": OPEN_MPI, "mpirun (MVAPICH2)": MPICH, "mpiexec (Hydra)": MPICH}
+
 # What launchers leave with their ranks, by how the names begin. A process that is started from a rank and inherits them takes
 # itself for a part of the outer job: it hangs under Open MPI and aborts under MPICH, unless its own launcher overwrites all.
 # Batch systems' variables would have it started on other nodes.
@@ -85,6 +90,26 @@ def from_environment(environ: Mapping[str, str]) -> Launch:
     return Launch("python", None, None)
 
 
+def library_problem(launch: Launch, library: str) -> str | None:
+    """Return why the launcher's ranks cannot start a library, or None if nothing speaks against it.
+
+    A library that another one's launcher has started ends the process inside MPI_Init, or makes each rank a world of one.
+
+    Args:
+        launch: The launcher's word.
+        library: ``OPEN_MPI`` or ``MPICH``, which stands for all libraries of its ABI.
+    """
+    needed = _LIBRARY_OF_LAUNCHER.get(launch.launcher)
+    # Open MPI makes any process that it cannot connect a world of one, and that is all that one rank needs.
+    if needed is None or needed == library or (library == OPEN_MPI and launch.size == 1):
+        return None
+    return (
+        f"{launch.launcher} started this rank, but the MPI library that Python would load is {_LIBRARY_NAMES[library]}, whose "
+        f"ranks another MPI's launcher cannot start. Use the mpirun of that library, or set MPI4PY_LIBMPI to the libmpi.so of "
+        f"{_LIBRARY_NAMES[needed]}"
+    )
+
+
 def singleton_problem(launch: Launch, mpi_size: int) -> str | None:
     """Say why a world of ``mpi_size`` ranks cannot be what the launcher started, or None if it can.
 
@@ -95,7 +120,7 @@ def singleton_problem(launch: Launch, mpi_size: int) -> str | None:
     if launch.launcher == "torchrun":
         return (
             f"torchrun started {launch.size} processes, but MPI does not know torchrun: each would be a world of one. "
-            f"Start the job with 'mpirun -n {launch.size} python …' or 'srun -n {launch.size} python …' instead"
+            f"Start the job with 'mpirun -n {launch.size} python ...' or 'srun -n {launch.size} python ...' instead"
         )
     return (
         f"{launch.launcher} started {launch.size} tasks, but MPI sees a world of one: the launcher and the MPI library that "

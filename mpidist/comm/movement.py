@@ -19,7 +19,6 @@ import torch
 
 from mpidist.comm import agreement, buffer
 from mpidist.comm.communicator import Communicator
-from mpidist.comm.door import wait_all
 from mpidist.comm.library import MPI
 from mpidist.comm.matched import Receives
 from mpidist.comm.overlap import Places, separated
@@ -203,7 +202,7 @@ def exchange(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
         to, source = (rank + distance) % size, (rank - distance) % size
         requests = _sends(comm, inputs[to], to, tag)
         _receive(received, outputs[source], source, tag)
-        wait_all(requests)
+        comm.wait_all(requests)
     received.end()
 
 
@@ -217,7 +216,7 @@ def transfer(comm: Communicator, sends: list[tuple[int, torch.Tensor]], receives
     requests = [request for peer, tensor in sends for request in _sends(comm, tensor, peer, tag)]
     for peer, tensor in receives:
         _receive(received, tensor, peer, tag)
-    wait_all(requests)
+    comm.wait_all(requests)
     received.end()
 
 

@@ -99,5 +99,5 @@ def _exchange_halves(comm: Communicator, flat: torch.Tensor, plan: Reduction) ->
 def _swap(comm: Communicator, out: Any, into: Any, peer: int, tag: int) -> None:
     request, received = comm.mpi.Isend(out, peer, tag), Receives(comm)
     received.receive(into, peer, tag)
-    request.Wait()
+    comm.wait_all([request])
     received.end()

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mpidist.comm.door import TWINS
@@ -18,6 +19,7 @@ from mpidist.comm.door import TWINS
 _SPIN_S = 50e-6
 _YIELD_S = 500e-6
 _SLEEP_S = 50e-6
+_left: list[Any] = []  # what calls that were left have in MPI's hands: it may write there as long as the process lives
 
 Wait = Callable[[Any, Any], None]
 
@@ -51,6 +53,15 @@ class TwinComm:
         probe = _Probe(self._comm, source, tag)
         self._wait(probe, status)
         return TwinMessage(probe.message, self._wait)
+
+    def over(self, comm: Any) -> TwinComm:
+        """Return another communicator whose calls wait as this one's."""
+        return TwinComm(comm, self._wait)
+
+    def wait_all(self, requests: Iterable[Any]) -> None:
+        """Wait for requests as for a twin."""
+        for request in requests:
+            self._wait(request, None)
 
     def _twin(self, name: str) -> Callable[..., None]:
         start, wait = getattr(self._comm, TWINS[name]), self._wait
@@ -116,3 +127,44 @@ def patiently(request: Any, status: Any = None) -> None:
             time.sleep(_SLEEP_S)
         elif waited > _SPIN_S:
             os.sched_yield()
+
+
+class LeavableComm(TwinComm):
+    """A communicator whose waits are left when its group has failed: what MPI was given stays there.
+
+    Args:
+        comm: What the twins are called on.
+        check: Raises to leave.
+        is_patient: Sleep between tests, for a thread beside the computation.
+    """
+
+    def __init__(self, comm: Any, check: Callable[[], None], is_patient: bool) -> None:
+        super().__init__(comm, self._leavably)
+        self._check = check
+        self._is_patient = is_patient
+
+    def Improbe(self, *args: Any) -> Any:
+        """See MPI_Improbe; a loop of them is left, too."""
+        self._check()
+        message = self._comm.Improbe(*args)
+        return None if message is None else TwinMessage(message, self._leavably)
+
+    def over(self, comm: Any) -> TwinComm:
+        """See TwinComm.over."""
+        return LeavableComm(comm, self._check, self._is_patient)
+
+    def _leavably(self, request: Any, status: Any = None) -> None:
+        start = time.perf_counter()
+        while not request.Test(status):
+            waited = time.perf_counter() - start
+            if waited > _SPIN_S:
+                self._check()
+                if self._is_patient and waited > _YIELD_S:
+                    time.sleep(_SLEEP_S)
+                else:
+                    os.sched_yield()
+
+
+def keep(error: BaseException) -> None:
+    """Keep alive what the frames that an error came through hold: a request, and the memory that MPI works on for it."""
+    _left.append([dict(frame.f_locals) for frame, _ in traceback.walk_tb(error.__traceback__)])

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
-from mpidist.comm import faults, frame, runtime
+from mpidist.comm import departures, faults, frame, meeting, runtime, watchdog
 from mpidist.comm.library import MPI
 from mpidist.errors import CommTimeout
 
@@ -27,6 +27,7 @@ _BYE = "bye"  # a client's last word, which has no answer
 _BUSY_S = 2e-3  # after a request the server looks without sleeping for this long
 _LONGEST_NAP_S = 10e-3  # an idle server costs a core 100 looks a second
 _DEFAULT_TIMEOUT_S = 300.0
+_ASK_AGAIN_S = 1.0  # a wait asks for its keys anew after this long
 
 _lock = threading.Lock()
 _store: MPIStore | None = None  # referenced here for the life of the process: C++ holds no reference of its own
@@ -40,8 +41,12 @@ def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]
 
     Raises:
         ValueError: ``rank`` or ``world_size`` was given and is not what MPI says.
+        CommTimeout: Not all ranks came within torch's ``timeout``, at least 60 s.
+        RankFailureError: A rank came to the end of its program more than 2 s ago.
     """
-    world = runtime.world()
+    timeout: timedelta | None = kwargs.get("timeout")
+    limit = meeting.start_limit(None if timeout is None else timeout.total_seconds() or None)
+    world = runtime.world(limit)
     query = parse_qs(urlparse(url).query)
     for name, truth in (("rank", world.rank), ("world_size", world.size)):
         given = int(query.get(name, ["-1"])[0])
@@ -50,18 +55,20 @@ def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]
                 f"rank {world.rank} of {world.size}: init_process_group was given {name}={given}, but MPI started this job with "
                 f"{name}={truth}; leave it out, MPI knows it"
             )
-    yield dist.PrefixStore(f"use{next(_uses)}", shared_store()), world.rank, world.size
+    yield dist.PrefixStore(f"use{next(_uses)}", shared_store(limit)), world.rank, world.size
 
 
-def shared_store() -> MPIStore:
+def shared_store(timeout_s: float | None = None) -> MPIStore:
     """Return the world's store.
 
-    Collective: the first call, over all ranks of the job.
+    Collective: the first call, over all ranks of the job, which waits for them at most ``timeout_s``.
     """
     global _store
-    world = runtime.world()
+    world = runtime.world(timeout_s)
     with _lock:
         if _store is None or _store.generation != world.generation:
+            meeting.of_world("the rendezvous mpi://", timeout_s)
+            watchdog.start(world)
             _store = MPIStore(world)
         return _store
 
@@ -120,6 +127,7 @@ class MPIStore(dist.Store):
         super().__init__()
         self.generation = world.generation
         self._mpi = world.comm.Dup()
+        self._others = [rank for rank in range(world.size) if rank != world.rank]
         self._numbers = itertools.count()
         self._timeout_s = _DEFAULT_TIMEOUT_S
         self._server = _Server(self._mpi, world.size) if world.rank == 0 else None
@@ -174,10 +182,18 @@ class MPIStore(dist.Store):
 
         Raises:
             CommTimeout: A key did not come in time.
+            RankFailureError: Every other rank came to the end of its program more than 2 s ago.
         """
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
-        if not self._call("wait", list(keys), limit):
-            raise CommTimeout(f"the store's keys {list(keys)} did not come within {limit:g} s")
+        deadline = time.monotonic() + limit
+        # The table is asked again and again: whose key it is nobody knows, but this rank's watchdog knows who has ended.
+        while not self._call("wait", list(keys), min(max(deadline - time.monotonic(), 0.0), _ASK_AGAIN_S)):
+            if departures.have_left(self._others):
+                raise departures.failure(f"a wait for the store's keys {list(keys)}", self._others)
+            if time.monotonic() > deadline:
+                ended = departures.among(self._others)
+                told = f"; world ranks {', '.join(map(str, ended))} came to the end of the program" if ended else ""
+                raise CommTimeout(f"the store's keys {list(keys)} did not come within {limit:g} s{told}")
 
     def clone(self) -> MPIStore:
         """Return a store of the same table."""
@@ -211,7 +227,8 @@ class _Server:
         self._table = KeyValueTable()
         self._changed = threading.Condition()
         self._parked: list[tuple[int, int, list[str], float]] = []  # (rank, reply tag, keys, deadline)
-        self._clients = world_size - 1
+        self._clients = set(range(1, world_size))
+        self._is_closing = False
         if world_size > 1:
             self._thread = threading.Thread(target=runtime.guard_thread(self._run), name="mpidist-store", daemon=True)
             self._thread.start()
@@ -228,7 +245,8 @@ class _Server:
             return answer
 
     def close(self, timeout_s: float) -> None:
-        """Serve until every other rank has said goodbye; whatever it waits for, MPI's own end would wait for, too."""
+        """Serve until every other rank has said goodbye or died; whatever it waits for, MPI's own end would wait for, too."""
+        self._is_closing = True
         self._thread.join()
 
     def _run(self) -> None:
@@ -244,6 +262,8 @@ class _Server:
             else:
                 time.sleep(nap)
                 nap = min(nap * 2, _LONGEST_NAP_S)
+                if self._is_closing:
+                    self._clients.difference_update(faults.known_dead(self._mpi, range(self._mpi.Get_size())) or ())
             if self._parked:
                 self._unpark()
 
@@ -253,7 +273,7 @@ class _Server:
         message.Recv((request, len(request), MPI.BYTE))
         tag, verb, args = frame.from_bytes(request)
         if verb == _BYE:
-            self._clients -= 1
+            self._clients.discard(source)
         elif verb == "wait":
             keys, limit = args
             self._parked.append((source, tag, keys, time.monotonic() + limit))

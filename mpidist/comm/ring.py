@@ -21,7 +21,6 @@ from mpidist.comm import arithmetic, buffer, extremes
 from mpidist.comm.arithmetic import COMBINE, SUM, Operation, Reduction
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
-from mpidist.comm.door import wait_all
 from mpidist.comm.shards import shard_bounds
 from mpidist.comm.stream import Event
 from mpidist.kernels.accumulate import accumulate
@@ -179,7 +178,7 @@ class _Messages:
         self._wait(self.receives, place)
 
     def end(self) -> None:
-        wait_all([request for request in (*self.sends, *self.receives) if request is not None])
+        self._comm.wait_all([request for request in (*self.sends, *self.receives) if request is not None])
 
     def _wait(self, requests: list[Any], place: int) -> None:
         if place >= 0 and requests[place] is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import logging
 import os
 import sys
 import threading
@@ -21,16 +22,19 @@ from typing import Any
 
 from mpidist.comm import door, launch
 from mpidist.comm.library import MPI, is_started
-from mpidist.errors import LaunchError, MpidistError
+from mpidist.errors import CommTimeout, LaunchError, MpidistError
 
 _ABORT_CODE = 1
 _DRAIN_S = 5.0  # how long the exit waits for operations that were started and never waited for
+_FINALIZE_S = 5.0  # what MPI's own end may take after that
 _ENV_ALL_THREADS = "MPIDIST_ALL_THREADS"  # "1": an uncaught exception also prints the stacks of all threads
 
 _lock = threading.RLock()
 _world: World | None = None
 # What owns threads, and its stage: its close(timeout_s) runs before MPI ends.
 _at_exit: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_reports: dict[str, str] = {}  # printed by a rank of the job: what stands for them from then on
+_unfinished: Unfinished | None = None
 
 
 @dataclass(frozen=True)
@@ -59,13 +63,29 @@ class World:
         return _numbered(self.nodes[rank] for rank in world_ranks)
 
 
-def world() -> World:
+@dataclass
+class Unfinished:
+    """Business of this process that MPI's own end could wait for in vain.
+
+    Attributes:
+        dead: World ranks that died (ULFM).
+    """
+
+    dead: set[int] = field(default_factory=set)
+
+
+def world(timeout_s: float | None = None) -> World:
     """Return the world, starting MPI on the first call.
 
     Collective: the first call, by all ranks of the job.
 
+    Args:
+        timeout_s: How long the first call waits for the other ranks; None for no limit. A rank that never starts MPI is
+            waited for inside MPI_Init, which nothing can end but the launcher.
+
     Raises:
         LaunchError: The launcher started more tasks than MPI sees, or MPI's thread level is too low (all ranks).
+        CommTimeout: Not all ranks called it in time.
         MpidistError: Called in a process forked from a rank.
     """
     global _world
@@ -74,7 +94,7 @@ def world() -> World:
         return current
     with _lock:
         if _world is None:
-            _world = _start()
+            _world = _start(timeout_s)
         elif _world.pid != os.getpid():
             raise MpidistError(
                 "this process was forked from an MPI rank and cannot communicate; "
@@ -110,6 +130,29 @@ def close_at_exit(owner: Any, stage: int = 0) -> None:
     _at_exit[owner] = stage
 
 
+def note_failure(dead: Iterable[int] = ()) -> None:
+    """Note that a call of MPI was left (``on_timeout="raise"``) or that ranks died: MPI's own end could wait for them for ever.
+
+    Args:
+        dead: World ranks. They make the job end with an error, however the others end.
+    """
+    global _unfinished
+    if _unfinished is None:
+        _unfinished = Unfinished()
+    _unfinished.dead.update(dead)
+
+
+def unfinished() -> Unfinished | None:
+    """Return what this process has to mind at its end, or None."""
+    return _unfinished
+
+
+def note_report(text: str) -> None:
+    """Note that a rank of the job has printed a report; this one prints its first sentence from now on."""
+    text = text.rstrip()
+    _reports[text] = f"{text.split('. ')[0]} (the report stands once in the job's output)"
+
+
 def write_stderr(text: str) -> None:
     """Write to file descriptor 2, which torch's wrapper around ``sys.excepthook`` and pytest's capture do not redirect."""
     data = text.encode(errors="backslashreplace")
@@ -120,13 +163,20 @@ def write_stderr(text: str) -> None:
 
 def abort(message: str, code: int = _ABORT_CODE) -> None:
     """Say why on stderr and end every rank of the job; does not return."""
-    rank = _world.rank if _world is not None else 0
+    rank = _own_rank()
     write_stderr(f"[rank {rank}] mpidist ends the job: {message}\n")
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    MPI.COMM_WORLD.Abort(code)
+    if not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(code)
     os._exit(code)
+
+
+def _own_rank() -> int:
+    if _world is not None:
+        return _world.rank
+    return 0 if MPI.Is_finalized() else int(MPI.COMM_WORLD.Get_rank())
 
 
 def guard_thread(target: Callable[..., None]) -> Callable[..., None]:
@@ -141,7 +191,7 @@ def guard_thread(target: Callable[..., None]) -> Callable[..., None]:
     return body
 
 
-def _start() -> World:
+def _start(timeout_s: float | None) -> World:
     level = MPI.Query_thread()
     if level < MPI.THREAD_SERIALIZED:
         name = "MPI_THREAD_SINGLE" if level == MPI.THREAD_SINGLE else "MPI_THREAD_FUNNELED"
@@ -156,14 +206,14 @@ def _start() -> World:
         raise LaunchError(problem)
     highest_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
     assert isinstance(highest_tag, int)
-    comm: Any = MPI.COMM_WORLD.Dup()
+    _install_hooks(MPI.COMM_WORLD.Get_size())
+    comm: Any = _duplicate(timeout_s)
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     # Truth about the node comes from MPI: Slurm's variables are inherited by ranks that mpirun starts inside an allocation.
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
     local_rank, local_size = node.Get_rank(), node.Get_size()
     nodes = _numbered(comm.allgather(node.bcast(comm.Get_rank(), 0)))
     node.Free()
-    _install_hooks(comm.Get_size())
     if level == MPI.THREAD_SERIALIZED:
         comm = door.SerialComm(comm)
     return World(
@@ -186,6 +236,21 @@ def _numbered(keys: Iterable[int]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
 
+def _duplicate(timeout_s: float | None) -> Any:
+    """Return a communicator like MPI_COMM_WORLD. Collective: over all ranks, each of which waits until all have come."""
+    comm, request = MPI.COMM_WORLD.Idup()
+    start, pause_s = time.monotonic(), 20e-6
+    while not request.Test():
+        if timeout_s is not None and time.monotonic() - start > timeout_s:
+            raise CommTimeout(
+                f"rank {MPI.COMM_WORLD.Get_rank()} of {MPI.COMM_WORLD.Get_size()}: init waits for all ranks of the job; not all "
+                f"came within {timeout_s:g} s"
+            )
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.2, 5e-3)
+    return comm
+
+
 def _install_hooks(size: int) -> None:
     # MPI deletes the attributes of COMM_SELF first of all when it ends (MPI-4.1 §11.2.4), so a user's own MPI_Finalize stops our
     # threads, too. At exit we delete it ourselves, while Python still runs; mpi4py registered its MPI_Finalize earlier.
@@ -204,9 +269,10 @@ def _install_hooks(size: int) -> None:
 
 
 def _end_job_for(kind: type[BaseException], error: BaseException, where: str) -> None:
-    assert _world is not None
     lines = "".join(traceback.format_exception(kind, error, error.__traceback__))
-    prefix = f"[rank {_world.rank}] "
+    for report, first in _reports.items():
+        lines = lines.replace(report, first)
+    prefix = f"[rank {_own_rank()}] "
     write_stderr("".join(prefix + line + "\n" for line in lines.rstrip().split("\n")))
     if os.environ.get(_ENV_ALL_THREADS) == "1":
         faulthandler.dump_traceback(file=2, all_threads=True)
@@ -216,6 +282,27 @@ def _end_job_for(kind: type[BaseException], error: BaseException, where: str) ->
 def _delete_attribute(key: int) -> None:
     if not MPI.Is_finalized() and MPI.COMM_SELF.Get_attr(key):
         MPI.COMM_SELF.Delete_attr(key)
+        if _unfinished is not None:
+            _end_with(_unfinished)
+
+
+def _end_with(business: Unfinished) -> None:
+    """End MPI where that may hang: it has requests whose peers never come, or connections to the dead."""
+    assert _world is not None
+    code = _ABORT_CODE if business.dead else 0
+    # By a thread outside Python: MPI.Finalize keeps Python's lock.
+    faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)
+    MPI.Finalize()
+    faulthandler.cancel_dump_traceback_later()
+    if code:
+        # A handler at exit cannot change the exit status otherwise; mpirun itself forgives a death under ULFM.
+        names = ", ".join(map(str, sorted(business.dead)))
+        write_stderr(f"[rank {_world.rank}] mpidist ends this process with status {code}: rank {names} of its job died\n")
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
 
 
 def _close_all() -> None:

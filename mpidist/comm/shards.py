@@ -14,7 +14,6 @@ import torch
 from mpidist.comm import arithmetic, buffer, movement
 from mpidist.comm.arithmetic import COMBINE, Reduction
 from mpidist.comm.communicator import Communicator
-from mpidist.comm.door import wait_all
 from mpidist.comm.library import MPI
 from mpidist.comm.matched import Receives
 
@@ -93,7 +92,7 @@ def reduce_shard(
         for peer in reversed(peers):
             space = buffer.memory(slots_at + peer * slot_bytes, length * itemsize)
             received.receive((space, length * itemsize, MPI.BYTE), peer, tag)
-        wait_all(requests)
+        comm.wait_all(requests)
         if length:
             _combine_in_rank_order(comm, mine[start : start + length], slots[:, :length], plan)
     received.end()

@@ -1,13 +1,16 @@
-"""One thread per process that notices an operation that cannot end in time, and says what every rank is doing.
+"""One thread per process that notices an operation that cannot end in time, and reports what every rank is doing.
 
 It talks to the other ranks' watchdogs on a communicator of its own, with messages that nobody has to wait for:
 
 1. A collective has run for longer than its group's timeout, or for 2 s without a member whose process has come to its end: ask
    all members what they are in, and collect answers for 1 s.
-2. The lowest member that is late prints the report on stderr; all late members fail the group with it.
-3. Revoke the group's communicator, if MPI has ULFM: calls under way return with an error, and the job may go on.
-4. Is the call not back 2 s later, end the job. Revoking frees no large transfer whose peer stays outside MPI, and MPI without
-   ULFM has no way to free any call: a hang that cannot be undone must not burn the allocation.
+2. One of the late members prints the report on stderr: the lowest of those that asked first. Each question names the printer as
+   far as the asker knows, and the others print only if they do not learn in time that it has.
+3. All late members fail the group with the report. A group that raises on a timeout fails on all other members as well, and the
+   threads that wait in it leave their calls.
+4. Revoke the group's communicator, if MPI has ULFM: calls under way return with an error, and the job may go on.
+5. Is the call not back 2 s later, end the job. Revoking frees no large transfer whose peer stays outside MPI, and a blocking call
+   of MPI cannot be left: a hang that cannot be undone must not burn the allocation.
 """
 
 from __future__ import annotations
@@ -16,35 +19,46 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidist.comm import departures, faults, frame, runtime
-from mpidist.comm.execution import Execution
+from mpidist.comm.execution import RAISE, Execution
 from mpidist.comm.journal import Entry
 from mpidist.comm.library import MPI
 from mpidist.errors import CommTimeout, RankFailureError
 
 _POLL_S = 0.1  # how often it looks; also how long a question may lie unanswered
 _COLLECT_S = 1.0  # how long it waits for the others' answers
+_PRINTED_S = 0.5  # how much longer it waits for the word that another rank has printed the report
 _ABORT_S = 2.0  # from the report to the end of the job
+_SILENT_S = 10.0  # who does not answer for this long is stopped or dead
+_LONGEST_END_S = 300.0  # how long a rank that left a call of MPI waits at its end for others that answer
 _TAG = 1
-_ASK, _ANSWER, _LEFT = "ask", "answer", "left"
+_ASK, _ANSWER, _PRINTED, _FAILED, _LEFT = "ask", "answer", "printed", "failed", "left"
 
 _lock = threading.Lock()
 _watchdog: Watchdog | None = None
 
+Subject = tuple[str, str]  # a group's key, and what of it is late
 
-def watch(group: Execution) -> None:
-    """Have a group watched from now on; only weakly referenced.
 
-    Collective: the first call of a process, over the world, because the watchdogs get a communicator.
+def start(world: runtime.World) -> None:
+    """Start the thread.
+
+    Collective: over the world, because the watchdogs get a communicator.
     """
     global _watchdog
-    world = runtime.world()
     with _lock:
         if _watchdog is None or _watchdog.world is not world:
             _watchdog = Watchdog(world)
-        _watchdog.groups.add(group)
+
+
+def watch(group: Execution) -> None:
+    """Have a group watched from now on; only weakly referenced."""
+    start(runtime.world())
+    assert _watchdog is not None
+    _watchdog.groups.add(group)
 
 
 class Watchdog:
@@ -58,7 +72,10 @@ class Watchdog:
         self._answers: dict[int, list[Entry]] = {}
         self._left: dict[int, dict[str, int]] = {}  # world ranks that came to their end: their last collective of each group
         self._round = 0
-        self._reported: weakref.WeakKeyDictionary[Execution, tuple[int, float, str]] = weakref.WeakKeyDictionary()
+        self._printers: dict[Subject, int] = {}  # the world rank that prints the report, as far as this rank has learnt
+        self._printed: set[Subject] = set()
+        # By group: what was reported of it, when, and the report's first line.
+        self._reported: weakref.WeakKeyDictionary[Execution, tuple[str, float, str]] = weakref.WeakKeyDictionary()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if world.size > 1:
@@ -76,31 +93,68 @@ class Watchdog:
         for rank in range(self.world.size):
             if rank != self.world.rank:
                 self._send(rank, (_LEFT, 0, last))
+        if dead := self._dead():
+            runtime.note_failure(dead)
+        if runtime.unfinished() is not None:
+            self._await_ends()
+
+    def _await_ends(self) -> None:
+        """Wait until the living have come to their ends, too: whoever goes first would end what they are still doing."""
+        start = time.monotonic()
+        while others := self._unended():
+            self._round += 1
+            self._answers = {}
+            for rank in others:
+                self._send(rank, (_ASK, self._round, (("", "the end"), self.world.rank)))
+            self._serve_until(lambda: not self._unended(), _SILENT_S)
+            others = self._unended()
+            waited = time.monotonic() - start
+            if others and (waited > _LONGEST_END_S or not others & set(self._answers)):
+                names = ", ".join(map(str, sorted(others)))
+                runtime.abort(
+                    f"a call of MPI has failed, and {waited:.0f} s after this rank came to its end rank {names} had not"
+                )
+        runtime.note_failure(self._dead())
+
+    def _unended(self) -> set[int]:
+        return set(range(self.world.size)) - {self.world.rank} - set(self._dead()) - set(self._left)
+
+    def _dead(self) -> tuple[int, ...]:
+        return faults.known_dead(self._mpi, range(self.world.size)) or ()
 
     def _run(self) -> None:
         while not self._stop.wait(_POLL_S):
             self._serve()
             for group in list(self.groups):
-                self._look_at(group)
+                if not group.is_closed:
+                    self._look_at(group)
 
     def _look_at(self, group: Execution) -> None:
         limit = group.timeout_s
-        if limit is not None and group.journal.creation_age() > limit:
-            self._ask(group)
-            problem = f"is past its timeout of {limit:g} s"
-            runtime.abort(_describe(group, "new_group", problem, limit, self._answers, [], self.world.rank)[0])
-        if self._missing(group):
+        creation, age = group.journal.creation()
+        if limit is not None and age > limit:
+            self._mind(group, "new_group", limit, (), lambda: group.journal.creation()[0] == creation)
+            return
+        missing = self._missing(group)
+        if missing:
             limit = departures.GRACE_S if limit is None else min(limit, departures.GRACE_S)
-        age = group.journal.observe()
-        if limit is None or age <= limit:
+        if limit is None or group.journal.observe() <= limit:
             self._reported.pop(group, None)
             return
+        sequence = group.journal.sequence
+
+        def is_late() -> bool:
+            return group.journal.sequence == sequence and group.journal.observe() > limit
+
+        self._mind(group, f"{group.journal.operation} number {sequence}", limit, missing, is_late)
+
+    def _mind(self, group: Execution, what: str, limit_s: float, missing: Sequence[int], is_late: Callable[[], bool]) -> None:
+        """Report a late operation once; end the job if it does not come back."""
         told = self._reported.get(group)
-        if told is None or told[0] != group.journal.sequence:
-            self._report(group, limit)
+        if told is None or told[0] != what:
+            self._report(group, what, limit_s, missing, is_late)
         elif time.monotonic() - told[1] > _ABORT_S:
-            what = f'{group.journal.operation} of group "{group.name}"'
-            runtime.abort(f"{what} did not come back within {_ABORT_S:g} s of this report\n{told[2]}")
+            runtime.abort(f"no return from MPI within {_ABORT_S:g} s of the report: {told[2]}")
 
     def _missing(self, group: Execution) -> list[int]:
         """Return the members that have left and did not take part in the group's present collective."""
@@ -108,31 +162,49 @@ class Watchdog:
         # A group that such a rank had closed is not in its list: whatever it had to do there was done.
         return [rank for rank in group.world_ranks if rank in self._left and self._left[rank].get(group.key, sequence) < sequence]
 
-    def _report(self, group: Execution, limit_s: float) -> None:
-        sequence = group.journal.sequence
-        self._ask(group)
-        missing = self._missing(group)
-        what = f"{group.journal.operation} number {group.journal.sequence}"
+    def _report(self, group: Execution, what: str, limit_s: float, missing: Sequence[int], is_late: Callable[[], bool]) -> None:
+        subject = (group.key, what)
+        self._ask(group, subject)
         problem = "waits for a rank that has left" if missing else f"is past its timeout of {limit_s:g} s"
-        text, lowest = _describe(group, what, problem, limit_s, self._answers, missing, self.world.rank)
-        if group.journal.observe() <= limit_s:
+        text = _describe(group, what, problem, self._answers, missing, self.world.rank)
+        if not is_late():
             return  # it ended while the answers came in
-        if lowest == self.world.rank:
+        if self._printers[subject] != self.world.rank:
+            self._serve_until(lambda: subject in self._printed, _PRINTED_S)
+        if subject not in self._printed:
             runtime.write_stderr(text)
-        group.fail(RankFailureError(text.rstrip(), missing) if missing else CommTimeout(text.rstrip()))
+            self._printed.add(subject)
+            self._tell_members(group, (_PRINTED, 0, subject))
+        self._fail(group, text, missing)
+        if group.on_timeout == RAISE:
+            self._tell_members(group, (_FAILED, 0, (group.key, text, missing)))
         group.revoke()
-        self._reported[group] = (sequence, time.monotonic(), text)
+        self._reported[group] = (what, time.monotonic(), text.split(". ")[0])
 
-    def _ask(self, group: Execution) -> None:
+    def _fail(self, group: Execution, text: str, missing: Sequence[int]) -> None:
+        text = text.rstrip()
+        runtime.note_report(text)
+        group.fail(RankFailureError(text, missing) if missing else CommTimeout(text))
+
+    def _ask(self, group: Execution, subject: Subject) -> None:
         self._round += 1
         self._answers = {self.world.rank: group.journal.snapshot()}
-        others = [rank for rank in group.world_ranks if rank != self.world.rank and rank not in self._left]
-        for rank in others:
-            self._send(rank, (_ASK, self._round, group.key))
-        deadline = time.monotonic() + _COLLECT_S
-        while len(self._answers) <= len(others) and time.monotonic() < deadline:
+        printer = self._printers.setdefault(subject, self.world.rank)
+        others = self._tell_members(group, (_ASK, self._round, (subject, printer)))
+        self._serve_until(lambda: len(self._answers) > others, _COLLECT_S)
+
+    def _serve_until(self, is_enough: Callable[[], bool], limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while not is_enough() and time.monotonic() < deadline:
             self._serve()
             time.sleep(1e-3)
+
+    def _tell_members(self, group: Execution, content: tuple[str, int, Any]) -> int:
+        """Send to all other members that have not ended; return how many they are."""
+        others = [rank for rank in group.world_ranks if rank != self.world.rank and rank not in self._left]
+        for rank in others:
+            self._send(rank, content)
+        return len(others)
 
     def _serve(self) -> None:
         status = MPI.Status()
@@ -142,7 +214,16 @@ class Watchdog:
             message.Recv((data, len(data), MPI.BYTE))
             kind, number, content = frame.from_bytes(data)
             if kind == _ASK:
-                self._send(source, (_ANSWER, number, self._doings(content)))
+                subject, printer = content
+                self._printers[subject] = min(self._printers.get(subject, printer), printer)
+                self._send(source, (_ANSWER, number, self._doings(subject[0])))
+            elif kind == _PRINTED:
+                self._printed.add(content)
+            elif kind == _FAILED:
+                key, text, missing = content
+                for group in list(self.groups):
+                    if group.key == key:
+                        self._fail(group, text, missing)
             elif kind == _LEFT:
                 self._left[source] = content
                 departures.note(source)
@@ -164,24 +245,19 @@ class Watchdog:
             self._sends.append((self._mpi.Isend((data, len(data), MPI.BYTE), rank, _TAG), data))
 
 
-def _describe(
-    group: Execution, what: str, problem: str, limit_s: float, answers: dict[int, list[Entry]], missing: list[int], me: int
-) -> tuple[str, int]:
-    """Write the report; also return the lowest world rank that is late, who prints it."""
+def _describe(group: Execution, what: str, problem: str, answers: dict[int, list[Entry]], missing: Sequence[int], me: int) -> str:
     lines = [
         f'mpidist: {what} of group "{group.name}" {problem}. What each rank is in (process {os.getpid()} of rank {me} reports):'
     ]
-    late = [me]
     for place, rank in enumerate(group.world_ranks):
         label = f"  rank {place}" + (f" (world rank {rank})" if place != rank else "")
         entries = answers.get(rank)
         if rank in missing:
             lines.append(f"{label}: has come to the end of its program, and never called this")
-            continue
-        if entries is None:
+        elif entries is None:
             lines.append(f"{label}: no answer within {_COLLECT_S:g} s; the process is stopped, dead, or holds the interpreter")
-            continue
-        lines += [f"{label}: {entry}" for entry in entries] or [f"{label}: does not know this group (closed, or not made yet)"]
-        if any(e.key == group.key and e.seconds is not None and e.seconds > limit_s for e in entries):
-            late.append(rank)
-    return "\n".join(lines) + "\n", min(late)
+        else:
+            lines += [f"{label}: {entry}" for entry in entries] or [
+                f"{label}: does not know this group (closed, or not made yet)"
+            ]
+    return "\n".join(lines) + "\n"

@@ -16,7 +16,7 @@ from mpidist.comm.faults import is_mpi_error, is_over, translate
 from mpidist.comm.journal import Journal
 from mpidist.comm.library import MPI
 from mpidist.comm.posted_receives import match_all
-from mpidist.errors import CommTimeout, RankFailureError
+from mpidist.errors import CommTimeout
 from mpidist.future import Future
 
 _SPIN_S = 200e-6  # a wait tests without pause for this long: most messages on a node arrive within it
@@ -25,7 +25,9 @@ _SLEEP_S = 50e-6
 
 
 def seconds(timeout: float | timedelta | None) -> float | None:
-    """Turn torch's ways to give a timeout into seconds; None and torch's zero mean no timeout.
+    """Turn torch's ways to give a timeout into seconds; None and zero mean no timeout.
+
+    Zero is what torch's C++ hands to ``Work.wait`` for "none" (``kNoTimeout``), and what it takes so in ``init_process_group``.
 
     Raises:
         TypeError: Neither a number, a timedelta, nor None.
@@ -249,11 +251,7 @@ class RequestWork:
                     raise CommTimeout(f"{self.where}: {self.operation} did not end within {limit_s:g} s")
                 if waited > _YIELD_S:
                     if departures.have_left(self._peers) and not self._test():
-                        raise RankFailureError(
-                            f"{self.where}: {self.operation} waits for world rank{'s' if len(self._peers) > 1 else ''} "
-                            f"{', '.join(map(str, self._peers))}, which came to the end of the program",
-                            self._peers,
-                        )
+                        raise departures.failure(f"{self.where}: {self.operation}", self._peers)
                     time.sleep(_SLEEP_S)
                 elif waited > _SPIN_S:
                     os.sched_yield()

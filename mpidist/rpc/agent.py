@@ -162,7 +162,7 @@ class Agent:
             names = ", ".join(worker.name for worker in self._workers[:8])
             raise MpidistError(
                 f"could not find destination {to!r}: the {len(self._workers)} workers are {names}"
-                f"{', …' if len(self._workers) > 8 else ''}"
+                f"{', ...' if len(self._workers) > 8 else ''}"
             )
         return rank
 

@@ -2,6 +2,8 @@
 
 A pickle names the classes and functions that rebuild it, and may call any of them. So the list is enforced where names become
 objects: an unpickler that knows the listed names, and what plain data needs, and refuses all others.
+
+This guards against mistakes, not against a hostile worker: a crafted pickle still runs arbitrary code (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class Refused(MpidistError, pickle.UnpicklingError):
 
 
 class Allowed:
-    """The list of one worker.
+    """The list of one worker; it does not hold against a hostile one.
 
     Args:
         names: ``"package.module"`` for all that is defined there, ``"package.module.name"`` for one function or class,

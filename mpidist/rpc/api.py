@@ -54,7 +54,8 @@ def init_rpc(
         rpc_backend_options: Timeouts, threads, device maps.
         group: The ranks that take part; the job's if None.
         allowed: What others may call here: names (``"module"``, ``"module.function"``, ``"torch.add"``), functions, classes or
-            modules; anything if None. Whatever else a message names is refused before it is made.
+            modules; anything if None. Whatever else a message names is refused before it is made. The list guards against
+            mistakes and does not hold against a hostile worker, which can still run arbitrary code here (SECURITY.md).
 
     Raises:
         TypeError: Arguments of a wrong kind.

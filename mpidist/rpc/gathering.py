@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mpidist.comm import departures
 from mpidist.errors import MpidistError
 from mpidist.rpc import current
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 
+if TYPE_CHECKING:
+    from mpidist.rpc.agent import Agent
+
+_LOOK_S = 0.1  # between two looks at who has ended
 logger = logging.getLogger("mpidist.rpc")
 
 
@@ -60,6 +66,7 @@ def all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: flo
 
     Raises:
         MpidistError: A worker was late.
+        RankFailureError: A worker came to the end of its program, or has left RPC.
     """
     agent = current.require()
     names = set(worker_names) if worker_names else {worker.name for worker in agent.get_worker_infos()}
@@ -75,15 +82,27 @@ def all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: flo
     else:
         agent.invoke(agent.rank_of(leader), _gather_to_leader, (sequence_id, me, obj, names), {}, timeout)
     state = _state(sequence_id)
-    if not state.proceed.wait(timeout if timeout > 0 else None):
-        raise MpidistError(
-            f"{me} timed out in _all_gather after {limit:.2f} seconds: {sorted(names - set(state.gathered))} missing"
-        )
+    deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
+    while not state.proceed.wait(_LOOK_S):
+        missing = names - {me} - set(state.gathered)
+        if time.monotonic() > deadline:
+            raise MpidistError(f"{me} timed out in _all_gather after {limit:.2f} seconds: {sorted(missing)} missing")
+        _require_present(agent, me, missing, leader)
     if me == leader:
         _tell_followers(names - {leader}, sequence_id, state.gathered, timeout, limit)
     with _lock:
         _states.pop(sequence_id, None)
     return state.gathered
+
+
+def _require_present(agent: Agent, me: str, missing: set[str], leader: str) -> None:
+    ranks = {agent.rank_of(name) for name in missing}
+    # Who leaves RPC may have had the answer that is still on its way here; only the leader leaves after all have it.
+    gone = agent.left & (ranks if me == leader else {agent.rank_of(leader)})
+    ended = departures.ended([agent.world_ranks[rank] for rank in sorted(ranks)])
+    if gone or ended:
+        lost = sorted({agent.world_ranks[rank] for rank in gone} | set(ended))
+        raise departures.failure(f"{agent.me}: _all_gather", lost)
 
 
 def _tell_followers(followers: set[str], sequence_id: str, gathered: Any, timeout: float, limit: float) -> None:

@@ -19,7 +19,7 @@ def cases(W):
         ("leaf", lambda g: g.all_reduce(torch.ones(2, requires_grad=True)), ValueError, "requires grad"),
         ("op", lambda g: g.all_reduce(F(2), "mean"), ValueError, "unknown reduction 'mean'"),
         ("op and dtype", lambda g: g.all_reduce(F(2), "band"), TypeError, "integers"),
-        ("root", lambda g: g.broadcast(F(2), W), ValueError, rf"src in 0 … {W - 1}; got {W}"),
+        ("root", lambda g: g.broadcast(F(2), W), ValueError, rf"src in 0 \.\.\. {W - 1}; got {W}"),
         ("negative root", lambda g: g.reduce(F(2), -1), ValueError, "dst in 0"),
         ("root type", lambda g: g.broadcast(F(2), "0"), TypeError, "rank"),
         ("list length", lambda g: g.all_gather([F(2)] * (W + 1), F(2)), ValueError, f"hold {W} tensors, one a rank; got {W + 1}"),

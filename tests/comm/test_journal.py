@@ -64,3 +64,15 @@ def test_an_ended_operations_tensor_is_free():
     journal.leave()
     del tensor
     assert alive() is None
+
+
+def test_the_group_that_is_longest_in_the_making_is_known():
+    journal = Journal("world", "key")
+    assert journal.creation() == (0, 0.0)
+    first, second = journal.enter_creation("new_group"), journal.enter_creation("new_group")
+    journal.enter_wait(7, "recv", torch.zeros(4))
+    assert first != second and journal.creation()[0] == first
+    journal.leave_creation(first)
+    assert journal.creation()[0] == second and "in new_group()" in str(journal.snapshot()[1])
+    journal.leave_creation(second)
+    assert journal.creation() == (0, 0.0) and len(journal.snapshot()) == 2

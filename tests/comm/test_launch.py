@@ -2,7 +2,16 @@
 
 import pytest
 
-from mpidist.comm.launch import Launch, device_settings, from_environment, singleton_problem, without_launcher
+from mpidist.comm.launch import (
+    MPICH,
+    OPEN_MPI,
+    Launch,
+    device_settings,
+    from_environment,
+    library_problem,
+    singleton_problem,
+    without_launcher,
+)
 
 
 @pytest.mark.parametrize(
@@ -68,3 +77,16 @@ def test_a_job_inside_the_job_hears_the_user_and_not_the_launcher():
     environ = dict.fromkeys((*_LEFT, *_OF_THE_USER, *_WITHOUT_EFFECT), "x")
     assert set(without_launcher(environ)) == {*_OF_THE_USER, *_WITHOUT_EFFECT}
     assert tuple(device_settings(environ)) == _OF_THE_USER
+
+
+def test_a_library_and_another_ones_launcher():
+    open_mpis, mpichs = "mpirun (Open MPI)", "mpiexec (Hydra)"
+    for launcher, library, size in ((open_mpis, MPICH, 2), (open_mpis, MPICH, 1), (mpichs, OPEN_MPI, 2)):
+        problem = library_problem(Launch(launcher, size, 0), library)
+        assert problem is not None and launcher in problem and "MPI4PY_LIBMPI" in problem
+    # Open MPI makes a rank that it cannot connect a world of one. Slurm's launcher starts both, as its --mpi says.
+    for launcher, library, size in (
+        (open_mpis, OPEN_MPI, 2), (mpichs, MPICH, 2), (mpichs, OPEN_MPI, 1), ("srun", MPICH, 4), ("srun", OPEN_MPI, 4),
+        ("python", MPICH, None), ("flux run", OPEN_MPI, 4),
+    ):  # fmt: skip
+        assert library_problem(Launch(launcher, size, 0), library) is None, (launcher, library)

@@ -167,7 +167,7 @@ def test_a_rank_that_never_comes_is_reported_and_the_job_ends():
     assert re.search(rf"rank 0: in number {number} all_reduce\(shape=\(3, 2\), dtype=torch.float64\) of group", report)
     assert re.search(rf'rank 1: outside any collective of group "world"; the last was number {number - 1}, all_reduce', report)
     assert re.search(r'rank 1: in number 1 broadcast\(shape=\(7,\), dtype=torch.int16\) of group "elsewhere"', report)
-    assert "did not come back within 2 s of this report" in report
+    assert "no return from MPI within 2 s of the report" in report
 
 
 _LEAVES = """

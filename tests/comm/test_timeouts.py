@@ -1,0 +1,97 @@
+"""Groups that raise on a timeout; jobs that end by one are in tests/integration/test_launch.py."""
+
+import time
+
+import pytest
+import torch
+
+from mpidist.comm.patience import LeavableComm
+from mpidist.errors import CommTimeout, DisagreementError
+from tests.comm.test_patience import calls
+from tests.support import agree, raises_on_all
+
+pytestmark = pytest.mark.mpi
+
+# What all ranks but the last wait in.
+_WAITS = {
+    "all_reduce": lambda group: group.all_reduce(torch.ones(3)),
+    "large all_reduce": lambda group: group.all_reduce(torch.ones(300_000)),
+    "bf16": lambda group: group.all_reduce(torch.ones(3, dtype=torch.bfloat16)),
+    "asynchronous": lambda group: group.all_reduce(torch.ones(3), async_op=True).wait(),
+    "queued": lambda group: [group.all_reduce(torch.ones(3), async_op=True) for _ in range(3)][-1].wait(),
+    "all_to_all_single": lambda group: group.all_to_all_single(torch.ones(group.size), torch.ones(group.size)),
+    "scatter_object": lambda group: group.scatter_object(None, group.size - 1),
+    "all_gather_object": lambda group: group.all_gather_object("x"),
+    "split": lambda group: group.split(0),
+    "new_group": lambda group: group.new_group(range(group.size)),
+}
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_timeout_raises_on_every_rank_and_the_group_has_failed(world):
+    last = world.size - 1
+    for name, wait in _WAITS.items():
+        group = world.clone(name, on_timeout="raise")
+        group.timeout_s = 0.2
+        told = ""
+        try:
+            if world.rank != last:
+                wait(group)
+                told = "went through"
+        except CommTimeout as error:
+            told = str(error)
+        # The rank that never came learns of it, too.
+        deadline = time.monotonic() + 30
+        while group._failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        text = str(group._failure)
+        fine = world.rank == last or ("is past its timeout of 0.2 s" in told and f"rank {last}: " in told)
+        agree(world, fine and "is past its timeout" in text, f"{name}: {told}; {text}")
+        for call in (lambda: group.barrier(), lambda: group.isend(torch.ones(1), 0), lambda: group.split(0)):  # noqa: B023
+            with pytest.raises(CommTimeout, match="is past its timeout"):
+                call()
+        group.close()
+        world.barrier()
+
+
+def test_what_can_be_left_computes_the_same(world):
+    leavable, plain = world.clone("leavable", on_timeout="raise"), world.clone("plain")
+    assert isinstance(leavable._comm.mpi, LeavableComm) and not isinstance(plain._comm.mpi, LeavableComm)
+    for numel in (1, 100_000):
+        for (name, call, result), (_, other, expected) in zip(calls(leavable, numel), calls(plain, numel), strict=True):
+            call().wait()
+            other().wait()
+            agree(world, all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), name)
+    tensor = torch.ones(5)
+    leavable.all_reduce(tensor)
+    objects = leavable.all_gather_object({"rank": world.rank})
+    children = [leavable.clone(), leavable.split(0), leavable.new_group(range(world.size))]
+    inherited = [child.on_timeout for child in children]
+    agree(world, tensor.tolist() == [float(world.size)] * 5 and objects == [{"rank": r} for r in range(world.size)])
+    agree(world, inherited == ["raise"] * 3, str(inherited))
+    for group in (*children, leavable, plain):
+        group.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_must_agree_on_what_a_timeout_does(group):
+    mine = "raise" if group.rank == 0 else "abort"
+    text = raises_on_all(group, DisagreementError, lambda: group.clone(on_timeout=mine), "must be the same on all ranks")
+    agree(group, "abort on rank 1, " in text and "raise on rank 0" in text, text)
+    raises_on_all(group, ValueError, lambda: group.clone(on_timeout="ignore"), "got 'ignore'")
+    group.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_error_of_one_rank_alone_fails_no_group(world):
+    group = world.clone("whole", on_timeout="raise")
+    with pytest.raises(ValueError, match="src"):
+        group.broadcast(torch.ones(1), 99)
+    if group.rank == 0:
+        work = group.irecv(torch.ones(1), 1)
+        with pytest.raises(CommTimeout):
+            work.wait(0.05)
+        work.cancel()
+    world.barrier()
+    group.barrier()
+    group.close()

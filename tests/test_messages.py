@@ -1,0 +1,30 @@
+"""Texts that a program prints."""
+
+import ast
+
+from tests.support import ROOT
+
+
+def _literals(tree):
+    """Yield the string constants of a module that are not docstrings."""
+    docstrings = set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            docstrings.add(id(body[0].value))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node
+
+
+def test_messages_can_be_printed_where_stdout_is_ascii():
+    # A user's print(error) raises UnicodeEncodeError under LANG=C or PYTHONIOENCODING=ascii otherwise.
+    files = [*(ROOT / "mpidist").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    assert len(files) > 50
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.value!r}"
+        for path in files
+        for node in _literals(ast.parse(path.read_text(encoding="utf-8")))
+        if not node.value.isascii()
+    ]
+    assert not wrong, "\n".join(wrong)
