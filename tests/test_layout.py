@@ -15,12 +15,12 @@ COVERED_BY = {
     "comm/door": "integration/test_launch.py",  # a job at MPI_THREAD_SERIALIZED
     "comm/extremes": "comm/test_reductions.py",
     "comm/faults": "comm/test_watchdog.py",
-    "comm/library": "integration/test_launch.py",
     "comm/monitored": "comm/test_group.py",
     "comm/movement": "comm/test_collectives.py",
     "comm/narrow": "comm/test_reductions.py",
     "comm/nested": "comm/test_probe.py",
     "comm/operations": "comm/test_reductions.py",
+    "comm/posted_receives": "comm/test_matched.py",
     "comm/ring": "comm/test_on_device.py",
     "comm/runtime": "integration/test_launch.py",
     "comm/shards": "comm/test_reductions.py",
@@ -31,6 +31,7 @@ COVERED_BY = {
     "comm/work": "comm/test_p2p.py",
     "ddp/agreement": "ddp/test_module.py",
     "ddp/bucket": "ddp/test_reducer.py",
+    "ddp/sparse_bucket": "ddp/test_sparse.py",
     "ddp/hooks/lowrank": "ddp/hooks/test_powersgd.py",
     "ddp/hooks/powersgd_state": "ddp/hooks/test_powersgd.py",
     "errors": "rpc/test_remote_error.py",
@@ -50,7 +51,6 @@ COVERED_BY = {
     "rpc/tensor_table": "rpc/test_codec.py",
     "torch_backend": "integration/test_torch_groups.py",
     "torch_group": "integration/test_torch_api.py",
-    "torch_work": "integration/test_torch_api.py",
     "tune": "comm/test_tuning.py",
 }
 

@@ -29,7 +29,7 @@ class Group:
     def __init__(self, world_ranks, timeout_s=5.0, name="test"):
         self.name, self.key, self.world_ranks, self.timeout_s = name, f"key of {name}", world_ranks, timeout_s
         self.journal = Journal(name, self.key)
-        self.is_closed = False
+        self.is_closed, self.on_timeout = False, "abort"
         self.failure, self.revoked = None, 0
 
     def fail(self, error):
@@ -40,7 +40,7 @@ class Group:
 
 
 @pytest.fixture
-def dog(monkeypatch):
+def dog(monkeypatch, clock):
     """A watchdog of rank 0 without a thread, whose messages go nowhere; and what it has written and aborted with."""
     monkeypatch.setattr(watchdog.Watchdog, "_serve", lambda self: None)
     said = SimpleNamespace(sent=[], written=[], aborted=[])
@@ -126,19 +126,39 @@ def test_a_rank_that_has_left_is_waited_for_two_seconds_alone(dog, clock):
     assert closed.failure is None
 
 
-def test_the_lowest_rank_that_is_late_prints(dog, clock):
+def test_another_rank_that_is_late_prints_if_it_was_the_first_to_ask(dog, clock):
+    watching, said = dog
+    group = Group((0, 1))
+    group.journal.enter("barrier", None)
+    watching._look_at(group)
+    clock[0] += 6
+    # What rank 1's question would have left here, had its watchdog a lower rank than this one's.
+    subject = (group.key, "barrier number 1")
+    watching._printers[subject] = -1
+    watching._look_at(group)
+    waited = clock[0] - 1006
+    assert len(said.written) == 1 and waited >= watchdog._PRINTED_S  # the other did not print in time
+    again = Group((0, 1), name="again")
+    again.journal.enter("barrier", None)
+    watching._look_at(again)
+    clock[0] += 6
+    subject = (again.key, "barrier number 1")
+    watching._printers[subject] = -1
+    watching._printed.add(subject)
+    watching._look_at(again)
+    assert len(said.written) == 1 and isinstance(again.failure, CommTimeout)
+
+
+def test_a_report_says_what_each_rank_is_in(clock):
     group = Group((4, 0, 2))
     group.journal.enter("barrier", None)
     group.journal.observe()
     clock[0] += 6
     late = group.journal.snapshot()
-    answers = {2: late, 4: late}
-    text, lowest = watchdog._describe(group, "barrier", "is late", 5.0, answers, [], 4)
-    assert lowest == 2
+    text = watchdog._describe(group, "barrier", "is late", {2: late, 4: late}, [], 4)
     assert text.index("rank 0 (world rank 4): in number 1") < text.index("rank 1 (world rank 0): no answer")
-    answers[0] = []
-    text, lowest = watchdog._describe(group, "barrier", "is late", 5.0, answers, [], 4)
-    assert lowest == 2 and "rank 1 (world rank 0): does not know this group" in text
+    text = watchdog._describe(group, "barrier", "is late", {2: late, 4: late, 0: []}, [], 4)
+    assert "rank 1 (world rank 0): does not know this group" in text
 
 
 # --- whole jobs ---

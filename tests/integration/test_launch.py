@@ -460,6 +460,8 @@ def test_a_disagreement_raises_on_all_ranks(disagreements, case):
 
 # --- waits that are left ---
 
+_ULFM = ("--with-ft", "ulfm")
+
 
 def test_every_wait_for_a_rank_that_has_ended_raises():
     done = run(
