@@ -184,7 +184,8 @@ class Execution:
     def _require_usable(self, operation: str) -> None:
         if self._closed:
             raise GroupError(f"{self.where(operation)} was called on a closed group")
-        self._raise_failure()
+        if self._failure is not None:
+            self._raise_failure()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -256,7 +257,8 @@ class Execution:
         args: tuple[Any, ...],
         facts: Facts,
     ) -> None:
-        self._raise_failure()
+        if self._failure is not None:
+            self._raise_failure()
         self.journal.enter(operation, outputs[0] if outputs else inputs[0] if inputs else None)
         try:
             if self._debug:

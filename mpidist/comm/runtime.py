@@ -289,20 +289,20 @@ def _delete_attribute(key: int) -> None:
 def _end_with(business: Unfinished) -> None:
     """End MPI where that may hang: it has requests whose peers never come, or connections to the dead."""
     assert _world is not None
-    code = _ABORT_CODE if business.dead else 0
-    # By a thread outside Python: MPI.Finalize keeps Python's lock.
-    faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)
-    MPI.Finalize()
-    faulthandler.cancel_dump_traceback_later()
-    if code:
-        # A handler at exit cannot change the exit status otherwise; mpirun itself forgives a death under ULFM.
+    if business.dead:
         names = ", ".join(map(str, sorted(business.dead)))
-        write_stderr(f"[rank {_world.rank}] mpidist ends this process with status {code}: rank {names} of its job died\n")
+        write_stderr(f"[rank {_world.rank}] mpidist ends this process with status {_ABORT_CODE}: rank {names} of its job died\n")
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        os._exit(code)
+    # By a thread outside Python: MPI.Finalize keeps Python's lock.
+    faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)
+    MPI.Finalize()
+    faulthandler.cancel_dump_traceback_later()
+    if business.dead:
+        # A handler at exit cannot change the exit status otherwise, and mpirun itself forgives a death under ULFM.
+        os._exit(_ABORT_CODE)
 
 
 def _close_all() -> None:
