@@ -78,7 +78,7 @@ def test_a_late_collective_is_reported_once_then_the_job_ends(dog, clock):
     watching._look_at(group)
     clock[0] += 6
     watching._look_at(group)
-    assert said.sent == [(1, "ask")] and group.revoked == 1 and isinstance(group.failure, CommTimeout)
+    assert said.sent == [(1, "ask"), (1, "printed")] and group.revoked == 1 and isinstance(group.failure, CommTimeout)
     (text,) = said.written
     assert 'barrier number 1 of group "test" is past its timeout of 5 s' in text
     assert "rank 0: in number 1 barrier()" in text and "rank 1: no answer within 1 s" in text
