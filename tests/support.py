@@ -78,8 +78,8 @@ def job(
 
 
 def short_job(ranks: int, script: str, *options: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """Run a job as ``job`` does, for 45 s at most: torch's own timeouts are half an hour."""
-    return job(ranks, script, *options, timeout_s=45, **settings)
+    """Run a job as ``job`` does, for 90 s at most: torch's own timeouts are half an hour."""
+    return job(ranks, script, *options, timeout_s=90, **settings)
 
 
 def printed(done: subprocess.CompletedProcess[str]) -> dict[int, dict[str, Any]]:
@@ -92,6 +92,8 @@ def printed(done: subprocess.CompletedProcess[str]) -> dict[int, dict[str, Any]]
 def started(command: Sequence[str], timeout_s: float, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command line in the repository's root as a job of its own; it is ended if it outlasts ``timeout_s``."""
     variables = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    # Two such jobs may run at a time: a rank that polls must not hold the core of one that computes.
+    variables["OMPI_MCA_mpi_yield_when_idle"] = "1"
     return subprocess.run(
         list(command),
         env={**without_launcher(os.environ), **variables, **(env or {})},

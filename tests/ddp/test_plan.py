@@ -35,7 +35,7 @@ KINDS = st.lists(st.tuples(st.sampled_from([F, D, torch.float16]), st.integers(0
 LIMITS = st.lists(st.integers(1, 400), min_size=1, max_size=4)
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(KINDS, LIMITS)
 def test_equal_to_torchs_own(kinds, limits):
     tensors = tensors_of(*kinds)
@@ -45,7 +45,7 @@ def test_equal_to_torchs_own(kinds, limits):
     assert [bucket.limit_bytes for bucket in buckets] == their_limits
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(KINDS, LIMITS, st.randoms())
 def test_equal_to_torchs_own_in_a_given_order(kinds, limits, random):
     tensors = tensors_of(*kinds)
