@@ -32,7 +32,7 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint format unit slow timing long gpu bench bench-link clean distclean
+.PHONY: help demo test check lint format unit slow timing long fuzz gpu bench bench-link clean distclean
 
 help:
 	@echo 'make demo     train on the digits data set with two ranks; look into demo-output/'
@@ -42,6 +42,7 @@ help:
 	@echo 'make mpi-N    the MPI tests on N ranks of Open MPI;  make mpich-N: of MPICH (mpich-3: those that depend on the MPI)'
 	@echo '              TESTS=tests/comm: those of a folder or file;  make unit mpi-2: after each change'
 	@echo 'make timing   tests that assert a time, on an idle machine;  make long: the long forms of tests'
+	@echo 'make fuzz     random programs, and a tenth as many random models, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
 	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'
 	@echo '              CUDA_MPI=PREFIX of a CUDA-aware Open MPI; PY=python3 without a network; DEVICE=cpu to see that it runs'
 	@echo 'make bench    timing, long, and the benchmarks on two ranks: collectives, who executes them, training steps, hooks, calls'
@@ -86,6 +87,21 @@ timing: $(READY)
 
 long: $(READY)
 	$(LIMIT) $(PY) -m pytest -q -m 'long and not mpi and not gpu' $(TESTS)
+
+# Each program has a time limit of its own, so that any number of them may run. MPI=mpich: on that one.
+COUNT ?= 1000
+RANKS ?= 3
+SEED  ?= 0
+FUZZ_RUN := $(VENV)/bin/mpirun --oversubscribe
+ifeq ($(MPI),mpich)
+FUZZ_RUN := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(MPICH)/bin/mpirun
+FUZZ_READY := $(MPICH)/.stamp
+endif
+FUZZ := $(FUZZ_RUN) -n $(RANKS) $(PY) -m tests.fuzz
+
+fuzz: $(READY) $(FUZZ_READY)
+	$(FUZZ) programs --seed $(SEED) --count $(COUNT) --without=$(WITHOUT)
+	$(FUZZ) models --seed $(SEED) --count $$(( ($(COUNT) + 9) / 10 )) --without=$(WITHOUT)
 
 # An interpreter of your own (make gpu PY=python3) is taken as it is: nothing is installed, no network is needed.
 ifneq ($(origin PY),command line)

@@ -1,0 +1,47 @@
+"""Time limit of each program or model: on expiry a rank says where it is and ends, and with it the job."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+
+
+class Deadline:
+    """A thread that ends the process when ``start`` was not followed by ``stop`` within ``limit_s`` seconds."""
+
+    def __init__(self, limit_s: float, rank: int) -> None:
+        self._limit_s = limit_s
+        self._rank = rank
+        self._what = self._where = ""
+        self._until: float | None = None
+        threading.Thread(target=self._watch, name="fuzz-deadline", daemon=True).start()
+
+    def start(self, what: str) -> None:
+        """Begin to count. ``what`` says how to repeat it."""
+        self._what, self._where = what, "the beginning"
+        self._until = time.monotonic() + self._limit_s
+
+    def now(self, where: str) -> None:
+        """Note the place, for the message."""
+        self._where = where
+
+    def stop(self) -> None:
+        """Stop counting."""
+        self._until = None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(0.2)
+            until = self._until
+            if until is None or time.monotonic() < until:
+                continue
+            sys.stderr.write(
+                f"world rank {self._rank}: {self._what} did not end within {self._limit_s:g} s; it is in {self._where}\n"
+            )
+            faulthandler.dump_traceback(all_threads=True)
+            sys.stderr.flush()
+            time.sleep(1)  # the other ranks say the same at about this time
+            os._exit(1)

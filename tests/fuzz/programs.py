@@ -1,0 +1,543 @@
+"""Random collective programs as plain data. Pure: a seed and a number of ranks give the same program on every rank.
+
+A program is a list of steps on groups that it creates and closes itself. Where ranks may differ without changing the meaning
+(asynchronous or not, native or torch's API, autograd mode, when to wait, how a tensor lies in memory), a step holds one choice
+for each rank.
+
+Letters: W ranks of a group; N elements of one contribution.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+FEATURES = (
+    "overlap",  # input and output share memory in a layout that MPI does not name
+    "inference",  # torch.inference_mode() around tensors and calls
+    "requires_grad",  # leaves that require a gradient, as inputs, and under no_grad() as outputs
+    "odd_strides",  # a stride other than 1 along a dimension of one element
+    "premul",  # PremulSum
+    "premul_odd",  # PremulSum of fp8, by fractions on integers, and by inexact factors on narrow types
+    "shared_objects",  # several threads of a rank send objects on one group
+    "truncation",  # messages longer than the receive
+    "uneven_reduce_scatter",
+    "sub_groups",
+    "threads",
+    "callbacks",
+    "in_order",
+    "messages",
+    "objects",
+    "torch",  # torch.distributed on our backend
+    "debug",  # groups that compare what ranks are about to do
+    "large",  # from 128 KiB on
+)
+
+UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
+INTEGERS = (*UNSIGNED, "int8", "int16", "int32", "int64")
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+COMPLEX = ("complex64", "complex128", "complex32")
+ADDS = (*FLOATS, *INTEGERS, *COMPLEX, *FLOAT8, "bool")
+MOVES = (*ADDS, "float8_e8m0fnu")
+SPECIALS = ("float64", "float32", "float16", "bfloat16", "float8_e5m2")  # with infinities and NaN
+
+REDUCING = (
+    "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced",
+)  # fmt: skip
+MOVING = (
+    "broadcast", "broadcast_coalesced", "all_gather", "all_gather_into_tensor", "all_gather_into_tensor_coalesced", "gather",
+    "scatter", "all_to_all", "all_to_all_single",
+)  # fmt: skip
+OBJECTS = ("broadcast_object", "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object")
+ROOTED = ("reduce", "broadcast", "broadcast_coalesced", "gather", "scatter", "broadcast_object", "gather_object",
+          "scatter_object", "broadcast_object_list")  # fmt: skip
+PAIRS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
+
+# Overlaps of input and output. MPI and torch name a layout for the first, so that one must be right; the others may be refused.
+IN_PLACE = {"all_gather_into_tensor": "own", "reduce_scatter_tensor": "own", "all_gather": "own", "gather": "own",
+            "scatter": "own", "reduce_scatter": "own"}  # fmt: skip
+OVERLAPS = {
+    "all_to_all": ("same",),
+    "all_to_all_single": ("same", "shifted"),
+    "reduce_scatter_tensor": ("first", "last"),
+    "all_gather_into_tensor": ("first", "last"),
+    "all_gather": ("first",),
+    "reduce_scatter": ("first",),
+    "scatter": ("first",),
+    "gather": ("first",),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of a program; number 0 is that of all ranks.
+
+    Attributes:
+        how: "world", "torch" (all ranks call torch's new_group), "new_group", "split" or "clone".
+        parent: Number of the group that it is made from; None for "world" and "torch".
+        members: World ranks, in group order.
+        is_torch: Has torch's handle beside the native one.
+    """
+
+    how: str
+    parent: int | None
+    members: tuple[int, ...]
+    is_torch: bool = False
+    is_debug: bool = False
+
+
+@dataclass(frozen=True)
+class Make:
+    """Create group ``group``: called by all ranks of its parent."""
+
+    group: int
+
+
+@dataclass(frozen=True)
+class Close:
+    """Close group ``group``, with asynchronous operations possibly under way."""
+
+    group: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of tensors or objects.
+
+    Attributes:
+        counts: Elements; of each tensor of a list, each rank's contribution, or each (sender, receiver) pair.
+        factors: Of PremulSum, by rank; empty for ``op``.
+        values: "whole" (small whole numbers), "normal", "special" (NaN, infinities), "wide" (all bits of integers), "bits".
+        overlap: How input and output share memory.
+        row: Elements of a row of ``all_to_all_single``.
+        repeats: Executed so often on the same memory.
+        may_refuse: A refusal, alike on all ranks, is as right as the result.
+        must_refuse: Has no meaning, and raises TypeError or ValueError on all ranks.
+        apis: By rank, "native" or "torch".
+        modes: By rank, "", "no_grad" or "inference".
+        requires_grad: Some tensors are leaves that require a gradient.
+        waits: By rank, after how many further steps an asynchronous call is waited for.
+    """
+
+    kind: str
+    group: int
+    apis: tuple[str, ...]
+    is_async: tuple[bool, ...]
+    modes: tuple[str, ...]
+    waits: tuple[int, ...]
+    seed: int
+    dtype: str = "float32"
+    op: str = "sum"
+    factors: tuple[float, ...] = ()
+    root: int = 0
+    counts: tuple[int, ...] = ()
+    row: int = 1
+    values: str = "whole"
+    overlap: str = ""
+    repeats: int = 1
+    may_refuse: bool = False
+    must_refuse: bool = False
+    requires_grad: bool = False
+    odd_strides: bool = True
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Threads of each rank, each with calls on a group of its own."""
+
+    lanes: tuple[tuple[Call, ...], ...]
+
+
+@dataclass(frozen=True)
+class Then:
+    """A future's callback that issues a second collective. ``api``: "native" then(), "torch" then(), or "done" callback."""
+
+    first: Call
+    second: Call
+    api: str
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """Several calls as one operation of their group."""
+
+    calls: tuple[Call, ...]
+    is_async: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A tensor from one rank of a group to another."""
+
+    src: int
+    dst: int
+    tag: int
+    count: int
+    dtype: str
+    any_source: bool = False
+    expected: int | None = None  # elements of the receive, if it is shorter than the message
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Point-to-point messages that are under way at once. ``way``: "single", "batch", or "blocking" (one message)."""
+
+    group: int
+    messages: tuple[Message, ...]
+    way: str
+    apis: tuple[str, ...]
+    waits: tuple[int, ...]
+    seed: int
+    modes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ObjectMessages:
+    """Objects from threads of ranks to ranks of one group: (src, thread, dst, elements of the object's tensor)."""
+
+    group: int
+    messages: tuple[tuple[int, int, int, int], ...]
+    any_source: bool
+    seed: int
+
+
+Step = Make | Close | Call | Lanes | Then | InOrder | Messages | ObjectMessages
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps on groups."""
+
+    seed: int
+    size: int
+    groups: tuple[Group, ...]
+    steps: tuple[Step, ...]
+
+
+def program(seed: int, size: int, without: Sequence[str] = ()) -> Program:
+    """Make the program of a seed for ``size`` ranks, without the named features."""
+    return _Maker(seed, size, frozenset(without)).program()
+
+
+def groups_of(step: Step) -> set[int]:
+    """Return the numbers of the groups that a step uses."""
+    if isinstance(step, Lanes):
+        return {call.group for lane in step.lanes for call in lane}
+    if isinstance(step, InOrder):
+        return {call.group for call in step.calls}
+    if isinstance(step, Then):
+        return {step.first.group}
+    return {step.group}
+
+
+def kept(given: Program, places: Sequence[int]) -> Program:
+    """Return the program with these steps alone, and with what creates and closes the groups that they need."""
+    wanted = {place for place in places if not isinstance(given.steps[place], (Make, Close))}
+    needed = {group for place in wanted for group in groups_of(given.steps[place])}
+    needed |= {group for place in places if isinstance(step := given.steps[place], Make) for group in (step.group,)}
+    for group in sorted(needed, reverse=True):  # parents have lower numbers
+        while (parent := given.groups[group].parent) is not None:
+            needed.add(parent)
+            group = parent
+    steps = [
+        step
+        for place, step in enumerate(given.steps)
+        if place in wanted or (isinstance(step, (Make, Close)) and step.group in needed)
+    ]
+    return replace(given, steps=tuple(steps))
+
+
+class _Maker:
+    def __init__(self, seed: int, size: int, without: frozenset[str]) -> None:
+        self.seed, self.size, self.without = seed, size, without
+        self.rng = random.Random(f"program {seed}")
+        self.groups: list[Group] = []
+        self.open: list[int] = []
+        self.steps: list[Step] = []
+
+    def has(self, feature: str, chance: float) -> bool:
+        # The draw is made in any case: without a feature the rest of a program stays as it was, as far as it can.
+        return self.rng.random() < chance and feature not in self.without
+
+    def program(self) -> Program:
+        world = tuple(range(self.size))
+        self.groups.append(Group("world", None, world, is_debug=self.has("debug", 0.25)))
+        self.steps.append(Make(0))
+        self.open.append(0)
+        if self.has("torch", 0.5):
+            members = world if self.rng.random() < 0.6 else tuple(sorted(self.some_of(world)))  # torch sorts
+            self.groups.append(Group("torch", None, members, is_torch=True))
+            self.steps.append(Make(1))
+            self.open.append(1)
+        for _ in range(self.rng.randint(3, 10)):
+            self.add_step()
+        return Program(self.seed, self.size, tuple(self.groups), tuple(self.steps))
+
+    def add_step(self) -> None:
+        drawn = self.rng.random()
+        if drawn < 0.08:
+            if "sub_groups" not in self.without:
+                self.make_group()
+        elif drawn < 0.11:
+            if len(self.open) > 2:
+                last = self.open.pop(self.rng.randrange(2, len(self.open)))
+                self.steps.append(Close(last))
+        elif drawn < 0.17:
+            if "threads" not in self.without:
+                self.add_lanes()
+        elif drawn < 0.23:
+            if "callbacks" not in self.without:
+                self.add_then()
+        elif drawn < 0.28:
+            if "in_order" not in self.without:
+                group = self.any_group()
+                calls = tuple(self.call(group) for _ in range(self.rng.randint(1, 3)))
+                self.steps.append(InOrder(calls, self.flags(self.size_of(group))))
+        elif drawn < 0.40:
+            if "messages" not in self.without:
+                self.add_messages()
+        elif drawn < 0.44:
+            if "objects" not in self.without:
+                self.add_object_messages()
+        else:
+            self.steps.append(self.call(self.any_group()))
+
+    # --- groups ---
+
+    def some_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        chosen = self.rng.sample(list(ranks), self.rng.randint(1, len(ranks)))
+        return tuple(chosen if self.rng.random() < 0.5 else sorted(chosen))
+
+    def any_group(self) -> int:
+        return self.rng.choice(self.open)
+
+    def size_of(self, group: int) -> int:
+        return len(self.groups[group].members)
+
+    def make_group(self) -> int:
+        parent = self.any_group()
+        how = self.rng.choice(("new_group", "split", "clone"))
+        above = self.groups[parent]
+        members = above.members if how == "clone" else self.some_of(above.members)
+        if how == "split":
+            members = tuple(sorted(members, key=above.members.index))
+        number = len(self.groups)
+        self.groups.append(Group(how, parent, members, is_debug=above.is_debug))
+        self.steps.append(Make(number))
+        self.open.append(number)
+        return number
+
+    # --- steps ---
+
+    def flags(self, size: int) -> tuple[bool, ...]:
+        chance = self.rng.choice((0.0, 0.5, 0.5, 1.0))
+        return tuple(self.rng.random() < chance for _ in range(size))
+
+    def apis(self, group: int, uniform: bool) -> tuple[str, ...]:
+        size = self.size_of(group)
+        if not self.groups[group].is_torch:
+            return ("native",) * size
+        one = self.rng.choice(("native", "torch", "torch"))
+        return (one,) * size if uniform else tuple(self.rng.choice((one, one, "native", "torch")) for _ in range(size))
+
+    def modes(self, size: int) -> tuple[str, ...]:
+        weights = (6, 1, 0 if "inference" in self.without else 1.5)
+        if self.rng.random() < 0.5:
+            return tuple(self.rng.choices(("", "no_grad", "inference"), weights) * size)
+        return tuple(self.rng.choices(("", "no_grad", "inference"), weights, k=size))
+
+    def waits(self, size: int) -> tuple[int, ...]:
+        return tuple(self.rng.choice((0, 0, 1, 2, 5, 99)) for _ in range(size))
+
+    def call(self, group: int, kinds: Sequence[str] = ()) -> Call:
+        rng, size = self.rng, self.size_of(group)
+        if not kinds:
+            objects = () if "objects" in self.without else OBJECTS
+            kinds = rng.choice((REDUCING, REDUCING, REDUCING, MOVING, MOVING, MOVING, objects or MOVING, ("barrier",)))
+        kind = rng.choice(list(kinds))
+        dtype = rng.choice(ADDS if kind in REDUCING else MOVES)
+        if rng.random() < 0.3:
+            dtype = rng.choice(FLOATS)
+        made = Call(
+            kind=kind,
+            group=group,
+            apis=self.apis(group, uniform=kind in OBJECTS or dtype in COMPLEX),
+            is_async=(False,) * size if kind in OBJECTS else self.flags(size),
+            modes=self.modes(size),
+            waits=self.waits(size),
+            seed=rng.randrange(1 << 30),
+            dtype=dtype,
+            root=rng.randrange(size) if kind in ROOTED else 0,
+            repeats=rng.choice((1, 1, 1, 1, 2, 3)),
+            odd_strides="odd_strides" not in self.without,
+            requires_grad=self.has("requires_grad", 0.06) and dtype in FLOATS,
+        )
+        if kind in REDUCING:
+            made = self.reduction(made)
+        elif kind in MOVING:
+            made = replace(made, values=rng.choice(("whole", "bits")))
+        made = replace(made, counts=self.counts(made), row=rng.choice((1, 1, 2, 3, 7)))
+        if max(made.counts, default=0) > 1 << 17:
+            made = replace(made, repeats=1)
+        made = self.overlapping(made)
+        if kind == "reduce_scatter" and self.has("uneven_reduce_scatter", 0.04) and size > 1:
+            counts = tuple(rng.randrange(9) for _ in range(size))
+            made = replace(made, counts=counts, overlap="", may_refuse=len(set(counts)) > 1)
+        if made.may_refuse or made.must_refuse:
+            made = replace(made, repeats=1)
+        return made
+
+    def reduction(self, made: Call) -> Call:
+        rng, dtype = self.rng, made.dtype
+        fractional = dtype in FLOATS or dtype in FLOAT8 or dtype in COMPLEX
+        ops = ["sum", "sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
+        bad = {"band", "bor", "bxor"} if fractional else {"avg"} if dtype == "bool" else set()
+        if dtype in COMPLEX:
+            bad |= {"min", "max"}
+            if "torch" in made.apis:
+                bad.add("product")  # torch's own front end refuses it
+        if rng.random() < 0.02 and bad:
+            return replace(made, op=rng.choice(sorted(bad)), must_refuse=True)
+        op = rng.choice([op for op in ops if op not in bad])
+        values = "whole"
+        if dtype in SPECIALS and op != "avg" and rng.random() < 0.2:
+            values = "special"
+        elif fractional and op in ("sum", "avg", "min", "max") and dtype not in FLOAT8 and rng.random() < 0.4:
+            values = "normal"
+        elif dtype in INTEGERS and op in ("min", "max", "band", "bor", "bxor") and rng.random() < 0.5:
+            values = "wide"
+        factors: tuple[float, ...] = ()
+        if op == "sum" and dtype not in COMPLEX and self.has("premul", 0.25):
+            odd = dtype in FLOAT8
+            choices: tuple[float, ...] = (2, 3, 1) if dtype in INTEGERS or dtype == "bool" else (0.5, 2, -1.0)
+            if dtype in FLOATS and ("premul_odd" not in self.without or dtype in ("float32", "float64")):
+                choices = (*choices, 1 / 3)
+            if dtype in INTEGERS and rng.random() < 0.2:
+                choices, odd = (0.5, 1.5), True
+            if dtype in INTEGERS and "torch" in made.apis:  # torch makes a float of any factor
+                made, odd = replace(made, apis=("torch",) * len(made.apis)), True
+            factors = tuple(rng.choice(choices) for _ in made.apis)
+            if 1 / 3 in factors:
+                values = "normal"
+            if dtype == "bool":
+                return replace(made, factors=factors, must_refuse=True)
+            if odd and "premul_odd" in self.without:
+                factors = ()
+            return replace(made, factors=factors, values=values if factors else "whole", may_refuse=odd and bool(factors))
+        return replace(made, op=op, values=values)
+
+    def overlapping(self, made: Call) -> Call:
+        if made.kind in IN_PLACE and self.rng.random() < 0.15:
+            return replace(made, overlap=IN_PLACE[made.kind])
+        if made.kind in OVERLAPS and self.has("overlap", 0.1):
+            counts = made.counts
+            if made.kind in ("all_to_all", "all_to_all_single", "all_gather"):  # parts of one size
+                counts = (counts[0],) * len(counts)
+            # Only one rank's memory overlaps under a root: a refusal there would leave the others waiting.
+            may_refuse = made.kind not in ("gather", "scatter")
+            return replace(made, counts=counts, overlap=self.rng.choice(OVERLAPS[made.kind]), may_refuse=may_refuse)
+        return made
+
+    def counts(self, made: Call) -> tuple[int, ...]:
+        rng, size = self.rng, self.size_of(made.group)
+        itemsize = 8 if made.kind in OBJECTS else getattr(torch, made.dtype).itemsize
+        if made.kind == "barrier":
+            return ()
+        if made.kind in OBJECTS:
+            return tuple(self.count(itemsize) for _ in range(size))
+        if "coalesced" in made.kind:
+            return tuple(self.count(itemsize, large=0.3) for _ in range(rng.randint(1, 5)))
+        if made.kind == "all_gather":
+            one = self.count(itemsize)
+            if rng.random() < 0.5:
+                return (one,) * size
+            return tuple(rng.choice((one, self.count(itemsize, large=0.3))) for _ in range(size))
+        if made.kind in ("all_to_all", "all_to_all_single"):
+            one = self.count(itemsize, large=0.5)
+            if rng.random() < 0.5:
+                return (one,) * size**2
+            return tuple(rng.choice((one, 0, rng.randrange(30))) for _ in range(size**2))
+        return (self.count(itemsize, is_largest=made.kind in ("all_reduce", "reduce", "broadcast")),)
+
+    def count(self, itemsize: int, large: float = 1.0, is_largest: bool = False) -> int:
+        drawn = self.rng.random()
+        if drawn < 0.06:
+            return 0
+        if drawn < 0.22:
+            return 1
+        if drawn < 0.72:
+            return self.rng.randrange(2, 65)
+        if drawn < 0.86:
+            return self.rng.randrange(65, 3000)
+        # Around the sizes at which the library changes its algorithm.
+        limits = [4 << 10, 32 << 10, 64 << 10]
+        if self.has("large", 0.3 * large):
+            limits = [128 << 10, 256 << 10]
+            if is_largest and self.rng.random() < 0.3:
+                limits = [16 << 20] if self.rng.random() < 0.03 else [1 << 20, 2 << 20]
+        return max(self.rng.choice(limits) // itemsize + self.rng.choice((-1, 0, 1, 7)), 1)
+
+    def add_lanes(self) -> None:
+        lanes = []
+        for _ in range(self.rng.randint(2, 3)):
+            if self.rng.random() < 0.7 or len(self.open) < 2:
+                group = self.make_group()
+            else:
+                group = self.any_group()
+            if any(group == lane[0].group for lane in lanes):
+                continue
+            lanes.append(tuple(self.call(group) for _ in range(self.rng.randint(1, 4))))
+        self.steps.append(Lanes(tuple(lanes)))
+
+    def add_then(self) -> None:
+        group = self.any_group()
+        kinds = [*REDUCING, *MOVING]
+        first, second = (replace(self.call(group, kinds), repeats=1) for _ in range(2))
+        if first.may_refuse or first.must_refuse or second.may_refuse or second.must_refuse:
+            return
+        api = self.rng.choice(("native", "torch", "done")) if self.groups[group].is_torch else self.rng.choice(("native", "done"))
+        size = self.size_of(group)
+        first = replace(first, is_async=(True,) * size, apis=("torch" if api == "torch" else "native",) * size)
+        if first.dtype in COMPLEX and first.op == "product":
+            first = replace(first, op="sum")
+        self.steps.append(Then(first, second, api))
+
+    def add_messages(self) -> None:
+        rng, group = self.rng, self.any_group()
+        size = self.size_of(group)
+        way = rng.choice(("single", "batch", "blocking"))
+        messages = []
+        for place in range(1 if way == "blocking" else rng.randint(1, 5)):
+            src, dst = rng.randrange(size), rng.randrange(size)
+            if src == dst and (way == "blocking" or self.groups[group].is_torch):
+                continue  # torch refuses messages to oneself
+            dtype = rng.choice(MOVES)
+            count = self.count(getattr(torch, dtype).itemsize)
+            # The one receive from any source needs a tag of its own, or it may get another's message.
+            any_source = rng.random() < 0.2
+            tag = 100 + place if any_source else rng.randrange(3)
+            expected = None
+            if count > 1 and self.has("truncation", 0.04):
+                expected, tag = rng.randrange(count), 200 + place
+            messages.append(Message(src, dst, tag, count, dtype, any_source, expected))
+        if messages:
+            apis = self.apis(group, uniform=False)
+            self.steps.append(
+                Messages(group, tuple(messages), way, apis, self.waits(size), rng.randrange(1 << 30), self.modes(size))
+            )
+
+    def add_object_messages(self) -> None:
+        rng, group = self.rng, self.any_group()
+        size = self.size_of(group)
+        if size < 2:
+            return
+        messages = []
+        threads = rng.randint(1, 3) if "shared_objects" not in self.without else 1
+        for _ in range(rng.randint(1, 6)):
+            src, dst = rng.sample(range(size), 2)
+            messages.append((src, rng.randrange(threads), dst, rng.choice((0, 3, 1000, 9000, 20000))))
+        self.steps.append(ObjectMessages(group, tuple(messages), rng.random() < 0.5, rng.randrange(1 << 30)))
