@@ -185,9 +185,9 @@ class Player:
                 native.close()
 
     def _close(self, number: int) -> None:
-        handle = self._handles.pop(number, None)
-        if handle is None:
+        if number not in self._handles:
             return
+        handle = self._handles[number]
         mine = [item for item in self._pending if item.group == number]
         for item in mine:
             if item.blocks_close:
@@ -196,6 +196,7 @@ class Player:
             dist.destroy_process_group(handle.torch)
         else:
             handle.native.close()
+        del self._handles[number]
         for item in mine:
             if not item.blocks_close:
                 item.finish()
