@@ -452,6 +452,7 @@ class Player:
         handle = self._handles[step.group]
         rank = handle.rank
         numbered = list(enumerate(step.messages))
+        handle.native.barrier()  # or a receive from any source may get an object of the next step
 
         def send(thread: int) -> None:
             for number, (src, own, dst, count) in numbered:
