@@ -42,6 +42,8 @@ def main() -> int:
             _show(options, without, world.size)
         return 0
     with run_programs.torch_default_group():
+        if options.what == "models":
+            run_models.warm_up()
         return _Fuzzer(options, without, world).run()
 
 

@@ -25,6 +25,11 @@ from tests.fuzz.run_programs import described, told_by_all
 _REFUSALS = (TypeError, ValueError, RuntimeError, NotImplementedError)
 
 
+def warm_up() -> None:
+    """Have torch import what its module needs, which takes seconds, before any time is counted. Collective: as ``run``."""
+    TorchDDP(torch.nn.Linear(1, 1))
+
+
 def run(model: Model, world: Any, deadline: Deadline) -> list[str]:
     """Train a model and return what went wrong on any rank. Collective: over ``world``, on torch's default group, too."""
     trainer = _Trainer(model, world, deadline)

@@ -47,6 +47,7 @@ def test_the_reference_averages_what_autograd_gives():
 def test_random_models(world):
     deadline = Deadline(LIMIT_S, world.rank)
     with run_programs.torch_default_group():
+        run_models.warm_up()
         for seed in range(COUNT):
             deadline.start(f"mpirun -n {world.size} python -m tests.fuzz models --seed {seed} --count 1")
             failures = run_models.run(models.model(seed, world.size), world, deadline)
