@@ -202,7 +202,8 @@ class _Maker:
         poisoned_at = rng.randrange(count) if is_plain and not joins and self.has("non_finite", 0.12) else None
         for place in range(count):
             # torch's PowerSGD cannot take a complex parameter, nor one without elements.
-            fits = "powersgd" not in self.without and not (is_torch and any(block.kind in ("empty", "complex") for block in blocks))
+            is_odd = any(block.kind in ("empty", "complex") for block in blocks)
+            fits = "powersgd" not in self.without and not (is_torch and is_odd)
             names = [hook for hook in (TORCH_HOOKS if is_torch else HOOKS) if fits or "powersgd" not in hook]
             # torch takes one hook for a module's life, before the first pass.
             hook = rng.choice(names) if hooks and (place == 0 or (not is_torch and rng.random() < 0.4)) else ""
