@@ -183,7 +183,7 @@ class _Maker:
         passes = self.passes(blocks, is_static, finds, is_torch, hooks, bool(epochs), is_plain)
         # The pass of one rank is not mirrored, so it must not communicate: no buffers.
         may_be_alone = is_plain and not any(block.kind == "counter" for block in blocks) and not finds and not is_static
-        may_be_alone = may_be_alone and not (is_torch and epochs)  # torch's reducer waits for its backward pass
+        may_be_alone = may_be_alone and not is_torch  # torch's reducer would take the next backward pass for this one's
         return Model(
             seed=self.seed, size=size, width=rng.choice((2, 4, 6)), blocks=blocks, is_torch=is_torch,
             options=tuple(options.items()), passes=passes, zero_first=zero_first, set_to_none=set_to_none, epochs=epochs,
