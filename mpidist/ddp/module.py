@@ -198,6 +198,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if averages:
             self.reducer.scale = 1.0 if iteration is None else self._scale(iteration)
             self.reducer.arm([tensor for tensor in tensors_in(output) if tensor.requires_grad])
+        elif torch.is_grad_enabled():
+            self.reducer.stand_by()
         return output
 
     # --- uneven inputs ---

@@ -60,6 +60,7 @@ class Reducer:
         self._as_views = settings.gradient_as_bucket_view
         self._hook: tuple[Hook, Any] | None = None
         self._is_armed = self._is_begun = False
+        self._knows_outputs = False  # of the last forward pass that was armed: its own backward pass is noticed
         # How often each gradient arrives; in a static graph that is not known before the first backward pass.
         self._times: list[int] | None = None if settings.static_graph else [1] * len(self._parameters)
         self._unused: frozenset[int] | None = None  # places that no rank used, if they are to be skipped
@@ -108,9 +109,18 @@ class Reducer:
             self._is_armed = False  # frozen since: gradients flow through it, and none arrive
             return
         self._arm()
-        for output in outputs:
-            if output.grad_fn is not None:
-                output.register_hook(self._began)
+        tracked = [output for output in outputs if output.grad_fn is not None]
+        self._knows_outputs = bool(tracked)
+        for output in tracked:
+            output.register_hook(self._began)
+
+    def stand_by(self) -> None:
+        """Leave the gradients of the next backward pass as they are; called after a forward pass under ``no_sync``.
+
+        An earlier forward pass whose backward pass has not come yet is averaged when that one begins.
+        """
+        if self._knows_outputs and not self._is_begun:
+            self._is_armed = False
 
     def mirror(self) -> None:
         """Take part in one backward pass of the others, with zeros: for a rank that has no inputs left.

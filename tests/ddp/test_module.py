@@ -276,3 +276,18 @@ def test_a_static_graph_that_changes_is_told_so(group):
     ddp(False).sum().backward()
     text = raises_on_all(group, RuntimeError, lambda: ddp(True).sum().backward(), "the graph is not static")
     agree(group, "'other'" in text and "Leave static_graph=True out" in text, text)
+
+
+def test_no_sync_after_a_forward_pass_without_a_backward_pass(group):
+    alone = torch.nn.Linear(3, 2)
+    ddp = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group, broadcast_buffers=False)
+    alone.load_state_dict(ddp.module.state_dict())
+    x = torch.full((2, 3), float(group.rank))
+    unused = ddp(x)  # an evaluation without no_grad
+    alone(x).sum().backward()
+    with ddp.no_sync():
+        ddp(x).sum().backward()
+    agree(group, torch.equal(ddp.module.weight.grad, alone.weight.grad), f"not this rank's own: {ddp.module.weight.grad}")
+    unused.sum().backward()  # its backward pass averages what has added up
+    want = torch.full((2, 3), 2.0 * (group.size - 1))  # 2 rows, 2 passes, the mean of 0 … W - 1
+    agree(group, torch.allclose(ddp.module.weight.grad, want), f"expected {want}, got {ddp.module.weight.grad}")
