@@ -156,7 +156,8 @@ class _Maker:
         may_refuse: bool = False,
     ) -> Model:
         rng, size = self.rng, self.size
-        is_torch = self.has("torch", 0.35) and not in_backward
+        # torch's module halves dense gradients of several types beside sparse ones, on Gloo, too.
+        is_torch = self.has("torch", 0.35) and not in_backward and not may_refuse
         is_plain = not (in_backward or may_refuse)
         options: dict[str, object] = {
             "find_unused_parameters": finds,
