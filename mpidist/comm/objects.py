@@ -124,7 +124,7 @@ class Objects(Execution):
         if src is not None:
             arguments.rank(self.where("recv_object"), src, "src", self.size)
         try:
-            limit = (self.timeout_s, self.peers_of(src))
+            limit = (self.where("recv_object"), self.timeout_s, self.peers_of(src))
             body, source = self._incoming.receive(self._comm, MPI.ANY_SOURCE if src is None else src, _OBJECT_TAG, limit)
         except Exception as error:
             raise self._explain(error, "recv_object") from error
@@ -134,7 +134,7 @@ class Objects(Execution):
 _OBJECT_TAG = 3  # users' object messages must not match the collectives' own
 _REST = 7  # what is added to a tag for the parts of an object behind the first: a probe for the next object must not match them
 Message = tuple[bytes, list[memoryview]]
-Limit = tuple[float | None, Sequence[int]]  # seconds, and the world ranks without which nothing can come
+Limit = tuple[str, float | None, Sequence[int]]  # whose wait, seconds, and the world ranks without which nothing can come
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class Incoming:
         self._lock = threading.Lock()
         self._last: dict[tuple[int, int], threading.Event] = {}  # (source, tag): set when the last object's parts have come
 
-    def receive(self, comm: Communicator, source: int, number: int, limit: Limit = (None, ())) -> tuple[list[Any], int]:
+    def receive(self, comm: Communicator, source: int, number: int, limit: Limit = ("", None, ())) -> tuple[list[Any], int]:
         """Receive an object's parts; return them and the sender's rank."""
         message, status = _matched(comm, source, comm.own_tag(number), limit, self._lock)
         try:
@@ -280,7 +280,7 @@ def _matched(comm: Communicator, source: int, tag: int, limit: Limit, lock: thre
     # A matched probe: no other thread can take the message between seeing and receiving it (MPI-4.1 §3.8.2).
     status = MPI.Status()
     start = time.monotonic()
-    timeout_s, peers = limit
+    where, timeout_s, peers = limit
     while True:
         lock.acquire()
         try:
@@ -293,11 +293,10 @@ def _matched(comm: Communicator, source: int, tag: int, limit: Limit, lock: thre
         lock.release()
         waited = time.monotonic() - start
         if timeout_s is not None and waited > timeout_s:
-            raise CommTimeout(f"no object came within {timeout_s:g} s")
+            raise CommTimeout(f"{where}: no object came within {timeout_s:g} s")
         if waited > _SPIN_S:
             if departures.have_left(peers):
-                told = ", ".join(map(str, peers))
-                raise RankFailureError(f"no object came from world ranks {told}, which came to the end of the program", peers)
+                raise departures.failure(where, peers)
             time.sleep(_SLEEP_S)
 
 

@@ -86,7 +86,7 @@ def test_a_late_collective_is_reported_once_then_the_job_ends(dog, clock):
     assert len(said.written) == 1 and said.aborted == []
     clock[0] += 2.1
     watching._look_at(group)
-    assert len(said.written) == 1 and len(said.aborted) == 1 and 'barrier of group "test"' in said.aborted[0]
+    assert len(said.written) == 1 and len(said.aborted) == 1 and 'barrier number 1 of group "test"' in said.aborted[0]
 
 
 def test_a_call_that_came_back_ends_no_job(dog, clock):
@@ -218,7 +218,7 @@ except RankFailureError as error:
 _ENDS = {
     # what a rank does after rank 1 has come to its end: what it is told
     "recv": ("world.recv(torch.zeros(2), 1)", "recv waits for world rank 1, which came to the end of the program"),
-    "recv_object": ("world.recv_object(1)", "no object came from world ranks 1, which came to the end of the program"),
+    "recv_object": ("world.recv_object(1)", "recv_object waits for world rank 1, which came to the end of the program"),
     # The last, because it stays under way.
     "send_object": (
         "world.send_object(torch.zeros(5_000_000), 1)",
