@@ -19,7 +19,7 @@ from mpidist.comm.communicator import Communicator
 from mpidist.comm.execution import Execution
 from mpidist.comm.library import MPI
 from mpidist.comm.work import RequestWork
-from mpidist.errors import CommTimeout, MpidistError, RankFailureError
+from mpidist.errors import CommTimeout, MpidistError
 
 _TAG = 2
 _SPIN_S, _SLEEP_S = 1e-3, 50e-6  # a receive looks without pause first, then with pauses
