@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import arguments, meeting, patience, runtime, timing, tuning, watchdog
+from mpidist.comm import arguments, faults, meeting, patience, runtime, timing, tuning, watchdog
 from mpidist.comm.collectives import Collectives
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.execution import ABORT, RAISE
@@ -200,6 +201,8 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """End the group: let queued operations end, then free its thread and communicator. May be called twice.
 
+        Messages that have arrived and that no rank received are dropped, with a ResourceWarning.
+
         Collective: over the group, because MPI frees a communicator together.
         """
         global _default
@@ -212,8 +215,19 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
         if _default is self:
             _default = None
         if self._failure is None and not MPI.Is_finalized():
+            self._drop_messages()
             for mpi in (*self._comm.children(), self._mpi):
                 mpi.Free()
+
+    def _drop_messages(self) -> None:
+        with faults.death_tolerated():
+            for source, tag, length in self._receives.drain():
+                if tag <= self._comm.max_tag:  # the library's own are of calls that were refused or given up
+                    warnings.warn(
+                        f"{self.where('close')}: a message from rank {source} (tag {tag}, {length} bytes) was never received",
+                        ResourceWarning,
+                        3,
+                    )
 
     def _child(self, mpi: Any, name: str, key: str, timeout: float | timedelta | None, on_timeout: str | None) -> ProcessGroup:
         places = MPI.Group.Translate_ranks(mpi.Get_group(), list(range(mpi.Get_size())), self._mpi.Get_group())

@@ -134,6 +134,18 @@ class ReceiveQueue:
             self._is_closed = True
             self._fail(tuple(self._posted), GroupError("the group was closed while a receive was posted"))
 
+    def drain(self) -> list[tuple[int, int, int]]:
+        """Receive what has arrived and no receive has matched; return source, tag and length of each message.
+
+        MPICH gives a freed communicator's context to the next one, whose receives would match such messages.
+        """
+        status, found = MPI.Status(), []
+        while (message := self._mpi.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+            length = status.Get_count(MPI.BYTE)
+            found.append((status.Get_source(), status.Get_tag(), length))
+            message.Recv((bytearray(length), length, MPI.BYTE))
+        return found
+
     def is_empty(self) -> bool:
         """Say whether no receive waits for its match."""
         return not self._posted

@@ -129,3 +129,29 @@ def test_monitored_barrier_without_rank_0(group):
         # What the others sent for the first one must not count for the second.
     group.barrier()
     group.monitored_barrier(20)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_that_nobody_received_do_not_reach_the_next_group(world):
+    """MPICH gives a freed communicator's context to the next one."""
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    for numel in (3, 100_000):
+        group = world.clone("forgetful")
+        group.isend(torch.full((numel,), -1.0), right, tag=5)
+        root = world.size - 1
+        if world.rank == 0:
+            with pytest.raises(ValueError, match="object_list"):
+                group.scatter_object([1] * (group.size + 1), 0)  # refused here alone; the others were told
+        world.barrier()
+        with pytest.warns(ResourceWarning, match=rf"from rank {left} \(tag 5, {4 * numel} bytes\) was never received"):
+            group.close()
+        world.barrier()
+        after = world.clone("next")
+        into = torch.zeros(numel)
+        work = after.isend(torch.full((numel,), 7.0), right, tag=5)
+        after.recv(into, left, tag=5)
+        work.wait()
+        objects = after.gather_object(world.rank, root)
+        ok = objects == list(range(world.size)) if world.rank == root else objects is None
+        agree(world, ok and bool((into == 7).all()), f"{into[:3]} {objects}")
+        after.close()
