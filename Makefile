@@ -67,6 +67,8 @@ format: $(READY)
 unit: $(READY)
 	$(LIMIT) $(PYTEST_ONE) -m 'not mpi and not slow and $(ELSEWHERE)' $(TESTS)
 
+# Whole jobs wait for timeouts as much as they compute: three of them keep two cores busy.
+slow: WORKERS := 3
 slow: $(READY)
 	$(LIMIT) $(PYTEST_ONE) -m 'slow and not mpi and $(ELSEWHERE)' $(TESTS)
 

@@ -1,4 +1,4 @@
-"""Groups that raise on a timeout; jobs that end by one are in tests/integration/test_launch.py."""
+"""Groups that raise on a timeout; jobs that end by one are in tests/integration/test_lost_ranks.py."""
 
 import time
 

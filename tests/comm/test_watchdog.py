@@ -317,7 +317,9 @@ def test_a_group_that_a_member_does_not_make_ends_the_job_after_the_timeout():
 def test_with_ulfm_the_others_outlive_a_rank_that_ends_early():
     done = short_job(3, _LEAVES.format(calls={}), *_ULFM)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{") and "ranks" in line]
-    assert sorted((line["rank"], line["ranks"]) for line in lines) == [(0, [1]), (2, [1])], done.stdout + done.stderr
+    assert sorted(line["rank"] for line in lines) == [0, 2], done.stdout + done.stderr
+    # The slower of the two may find that the other has ended as well.
+    assert all(1 in line["ranks"] for line in lines), done.stdout
 
 
 _ULFM = ("--with-ft", "ulfm")

@@ -1,0 +1,127 @@
+"""Jobs whose ranks end early, stop or die: what the others are told, and how the job ends."""
+
+import json
+import textwrap
+
+import pytest
+
+from tests.support import short_job as run
+
+pytestmark = pytest.mark.slow
+
+_ULFM = ("--with-ft", "ulfm")
+
+
+def test_every_wait_for_a_rank_that_has_ended_raises():
+    done = run(
+        3,
+        """
+        import json, sys, torch
+        import mpidist.comm, mpidist.rpc as rpc
+        from mpidist.comm import group as groups
+        from mpidist.errors import RankFailureError
+        from mpidist.rpc import gathering
+        world = mpidist.comm.init()
+        rpc.init_rpc(f"w{world.rank}")
+        world.barrier()
+        if world.rank == 2:
+            sys.exit(3)
+        waits = {
+            "new_group": lambda: world.new_group([0, 1, 2]),
+            "monitored_barrier": world.monitored_barrier,
+            "init": lambda: groups.from_world("again", 1800),
+            "recv": lambda: world.recv(torch.zeros(2), 2),
+            "recv_object": lambda: world.recv_object(2),
+            "gathering": lambda: gathering.all_gather(None, ["w0", "w1", "w2"]),
+            "shutdown": rpc.shutdown,
+        }
+        facts = {"rank": world.rank}
+        for name, wait in waits.items():
+            try:
+                wait()
+                facts[name] = "went through"
+            except RankFailureError as error:
+                facts[name] = error.ranks
+        print(json.dumps(facts), flush=True)
+        """,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert sorted(line.pop("rank") for line in lines) == [0, 1], done.stdout + done.stderr
+    for line in lines:
+        # The slower of the two may find that the other has given up as well.
+        assert len(line) == 7 and all(2 in ranks for ranks in line.values()), line
+
+
+# name: (what rank 1 does, what rank 0 does, does the job end well, what stdout has)
+_STEP = "dist.all_reduce(torch.ones(4))"
+_HANDLED = f"""
+try:
+    {_STEP}
+except TimeoutError as error:
+    print("saved", type(error).__name__, "rank 1: " in str(error), flush=True)
+"""
+_COMES_LATE = """
+time.sleep(2.5)
+try:
+    dist.barrier()
+except TimeoutError as error:
+    print("heard", flush=True)
+"""
+_TIMEOUTS = {
+    "handled": (_COMES_LATE, _HANDLED, True, ["saved CommTimeout True", "heard"]),
+    "not handled": ("time.sleep(30)", _STEP, False, []),
+    "by a process that is stopped": (
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        _HANDLED,
+        False,
+        ["saved CommTimeout True", "ended False"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _TIMEOUTS)
+def test_a_timeout_raises_where_the_user_asks_for_it(case):
+    absent, present, ends_well, texts = _TIMEOUTS[case]
+    script = f"""
+import os, signal, time, torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("mpidist")
+{_STEP}
+dist.barrier()
+dist.group.WORLD.set_timeout(timedelta(seconds=1))
+if dist.get_rank() == 1:
+{textwrap.indent(absent, "    ")}
+else:
+{textwrap.indent(present, "    ")}
+dist.destroy_process_group()
+print("ended", dist.is_initialized(), flush=True)
+"""
+    done = run(2, script, env={"MPIDIST_ON_TIMEOUT": "raise"})
+    text = done.stdout + done.stderr
+    assert (done.returncode == 0) == ends_well, text
+    assert all(part in done.stdout for part in texts), text
+    assert not ends_well or done.stdout.count("ended False") == 2, text
+    assert done.stderr.count("What each rank is in") == 1, text
+
+
+def test_with_ulfm_a_job_whose_rank_died_does_not_end_well():
+    done = run(
+        3,
+        """
+        import os, signal, torch, torch.distributed as dist
+        from mpidist.errors import RankFailureError
+        dist.init_process_group("mpidist")
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            for _ in range(10_000):
+                dist.all_reduce(torch.ones(10))
+        except RankFailureError as error:
+            print("handled", error.ranks, flush=True)
+        """,
+        *_ULFM,
+    )
+    assert done.stdout.count("handled (1,)") == 2, done.stdout + done.stderr
+    assert "ends this process with status 1: rank 1 of its job died" in done.stderr
+    assert done.returncode != 0
