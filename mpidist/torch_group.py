@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import ReduceOp, Work
 from mpidist.comm import arithmetic
 from mpidist.comm.arithmetic import Operation, PremulSum
 from mpidist.comm.group import ProcessGroup
-from mpidist.torch_work import ENDED, Several, TorchWork
+from mpidist.torch_work import ENDED, Several, TorchReceive, TorchWork
 
 Tensor = torch.Tensor
 TensorList = Sequence[torch.Tensor]
@@ -245,11 +245,11 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     def recv(self, tensors: TensorList, src: int, tag: int = 0) -> Work:
         """See irecv."""
-        return TorchWork(self.native.irecv(_plain(tensors)[0], src, tag), tensors)
+        return TorchReceive(self.native.irecv(_plain(tensors)[0], src, tag), tensors)
 
     def recv_anysource(self, tensors: TensorList, tag: int = 0) -> Work:
         """See irecv."""
-        return TorchWork(self.native.irecv(_plain(tensors)[0], None, tag), tensors)
+        return TorchReceive(self.native.irecv(_plain(tensors)[0], None, tag), tensors)
 
     # --- torch's coalescing manager: without these two, every later all_reduce would silently do nothing ---
 

@@ -9,8 +9,9 @@ from typing import Any
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
-from mpidist.comm.work import RequestWork
+from mpidist.comm.work import RequestWork, seconds
 from mpidist.comm.work import Work as NativeWork
+from mpidist.errors import CommTimeout
 from mpidist.future import completed
 
 
@@ -62,7 +63,7 @@ class TorchWork(Work):
 
     def synchronize(self) -> None:
         """Wait; for CUDA tensors, let the current stream wait."""
-        self._native.wait()
+        self.wait()
 
     def result(self) -> Any:
         """Return the output tensors."""
@@ -83,7 +84,7 @@ class TorchWork(Work):
             # takes the exception for the tensors.
             self._future = ended.then(self._outcome)
             if isinstance(self._native, RequestWork):
-                self._native.wait()  # MPI makes no callbacks: a message's future is complete when it is handed out
+                self.wait()  # MPI makes no callbacks: a message's future is complete when it is handed out
             self._native.get_future().add_done_callback(lambda native: ended.set_result(None))
         return self._future
 
@@ -93,6 +94,20 @@ class TorchWork(Work):
             raise error
         self._native.wait()  # complete; makes this thread's stream wait, which torch's future then hands on
         return self._result
+
+
+class TorchReceive(TorchWork):
+    """torch's handle of a receive, which a timeout of the group ends."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """See RequestWork.wait; past the group's timeout the receive is withdrawn, past ``timeout`` it stays posted."""
+        try:
+            return super().wait(timeout)
+        except CommTimeout:
+            # torch's recv drops the handle: a receive that stayed posted would take the message of the next one.
+            if seconds(timeout) is None and isinstance(self._native, RequestWork):
+                self._native.cancel()
+            raise
 
 
 class Several:

@@ -142,6 +142,10 @@ def copy_together(views: Sequence[Tensor], tensors: Sequence[Tensor], flat: Tens
         pack(tensors, flat) if is_pack else unpack(flat, tensors)
     elif is_pack:
         torch._foreach_copy_(list(views), list(tensors))
+    elif any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
+        # Autograd leaves such gradients for complex parameters, and torch writes no list that holds one.
+        for tensor, view in zip(tensors, views, strict=True):
+            tensor.copy_(view)
     else:
         torch._foreach_copy_(list(tensors), list(views))
 

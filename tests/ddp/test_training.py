@@ -84,3 +84,18 @@ def test_the_same_bits_with_every_hook(group, name, in_thread, monkeypatch):
         optimizer.step()
         hashes = group.all_gather_object(hash_of(ddp))
         agree(group, len(set(hashes)) == 1, f"other bits after step {step}")
+
+
+def test_gradients_that_autograd_leaves_conjugated(group):
+    # Of real(w * x) the gradient of w is a conjugated view of x; copied back, it stays one.
+    for is_view in (True, False):
+        module = torch.nn.Module()
+        module.w = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        module.v = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        module.forward = lambda x, own=module: (own.w * x).sum().real + (own.v.conj() * x[:2]).sum().imag
+        averaged = DistributedDataParallel(module, gradient_as_bucket_view=is_view)
+        wanted = torch.full((3,), 1 - 1j * (group.size + 1) / 2, dtype=torch.complex64)
+        for _ in range(2):
+            averaged.zero_grad()
+            averaged(torch.full((3,), 1 + 1j * (group.rank + 1), dtype=torch.complex64)).backward()
+            agree(group, torch.allclose(module.w.grad, wanted), f"{is_view} {module.w.grad}")

@@ -181,3 +181,20 @@ def test_a_wait_that_ends_before_its_operation(world):
     work.wait()
     ok = late or ("all_reduce" in raised and "0.1 s" in raised)
     agree(world, ok and torch.equal(tensor, torch.full((4,), float(world.size))), f"{raised!r} {tensor}")
+
+
+def test_a_receive_past_its_timeout_leaves_the_message_to_the_next(world):
+    group, got, raised = dist.new_group(timeout=timedelta(seconds=0.3)), torch.zeros(4), ""
+    if world.rank == 0:
+        try:
+            dist.recv(torch.zeros(4), 1, group=group)
+        except CommTimeout as error:
+            raised = str(error)
+    world.barrier()
+    if world.rank == 1:
+        dist.send(words(1), 0, group=group)
+    elif world.rank == 0:
+        dist.recv(got, 1, group=group)
+    world.barrier()
+    agree(world, world.rank != 0 or ("did not end" in raised and torch.equal(got, words(1))), f"{raised!r} {got}")
+    dist.destroy_process_group(group)
