@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,7 +54,7 @@ class PostedReceive:
     def Test(self, status: Any = None) -> bool:
         """See MPI_Test; ``status`` is not filled."""
         if self._request is None and self.error is None:
-            self._queue.match()
+            self._queue.match(self)
         if self.error is not None:
             return True
         try:
@@ -95,6 +96,7 @@ class ReceiveQueue:
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
         self._posted: list[PostedReceive] = []
+        self._patterns: Counter[tuple[int, int]] = Counter()  # (source, tag) of the posted ones
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -108,17 +110,23 @@ class ReceiveQueue:
         receive = PostedReceive(self, space, source, tag)
         with self._lock:
             self._posted.append(receive)
-            self._match()
+            self._patterns[source, tag] += 1
+            # Alone: to probe for all patterns each time would take a square of their number.
+            self._match(((source, tag),))
         if self._posted and not waits:
             _poller.watch(self)
         return receive
 
-    def match(self) -> bool:
-        """Start the receives whose messages have arrived; say whether there were any."""
+    def match(self, receive: PostedReceive | None = None) -> bool:
+        """Start the receives whose messages have arrived; say whether there were any.
+
+        Args:
+            receive: Probe for messages of its source and tag alone.
+        """
         if not self._posted or not self._lock.acquire(blocking=False):
             return False
         try:
-            return self._match()
+            return self._match(tuple(self._patterns) if receive is None else ((receive.source, receive.tag),))
         finally:
             self._lock.release()
 
@@ -150,32 +158,35 @@ class ReceiveQueue:
         """Say whether no receive waits for its match."""
         return not self._posted
 
-    def _match(self) -> bool:
-        has_matched, absent, status = False, set(), MPI.Status()
-        for receive in tuple(self._posted):
-            pattern = (receive.source, receive.tag)
-            if pattern in absent:
-                continue
+    def _match(self, patterns: Iterable[tuple[int, int]]) -> bool:
+        has_matched, status = False, MPI.Status()
+        for pattern in patterns:
             # One message a turn; it goes to the first receive that accepts it, which may be another one with a wildcard.
-            while receive in self._posted:
+            while pattern in self._patterns:
                 try:
                     message = self._mpi.Improbe(*pattern, status)
                 except Exception as error:
                     self._fail(tuple(other for other in self._posted if (other.source, other.tag) == pattern), error)
                     break
                 if message is None:
-                    absent.add(pattern)
                     break
                 source, tag, length = status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)
                 taker = next(other for other in self._posted if other.accepts(source, tag))
-                self._posted.remove(taker)
+                self._remove(taker)
                 taker.start(message, source, length)
                 has_matched = True
         return has_matched
 
+    def _remove(self, receive: PostedReceive) -> None:
+        self._posted.remove(receive)
+        pattern = (receive.source, receive.tag)
+        self._patterns[pattern] -= 1
+        if not self._patterns[pattern]:
+            del self._patterns[pattern]
+
     def _fail(self, receives: Iterable[PostedReceive], error: Exception) -> None:
         for receive in receives:
-            self._posted.remove(receive)
+            self._remove(receive)
             receive.error = error
 
 
@@ -226,7 +237,10 @@ class _Poller:
         pause_s, last = _SHORTEST_S, time.monotonic()
         while not self._is_stopped:
             time.sleep(pause_s)
+            start = time.monotonic()
             pause_s = _SHORTEST_S if self.match() else min(2 * pause_s, _LONGEST_S)
+            # Thousands of patterns take longer than a pause, and the threads that post need the queue meanwhile.
+            pause_s = max(pause_s, time.monotonic() - start)
             with self._changed:
                 self._queues = {queue for queue in self._queues if not queue.is_empty()}
                 now = time.monotonic()

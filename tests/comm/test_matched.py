@@ -155,3 +155,22 @@ def test_a_closed_group_lets_its_receives_go(group):
     with pytest.raises(MpidistError, match="closed while a receive was posted"):
         work.wait()
     agree(group, posted_receives._poller.match() is False)
+
+
+def test_posting_and_testing_probe_for_one_pattern(group):
+    """A probe for every posted pattern at each call made 2000 receives of 2000 tags take 30 s."""
+
+    class Silent:
+        probes = 0
+
+        def Improbe(self, source, tag, status):
+            self.probes += 1
+
+    mpi = Silent()
+    queue = posted_receives.ReceiveQueue(mpi)
+    receives = [queue.post((bytearray(4), 4, None), 0, tag, waits=True) for tag in range(100)]
+    assert not any(receive.Test() for receive in receives)
+    assert mpi.probes == 200
+    assert not queue.match() and mpi.probes == 300
+    queue.close()
+    assert queue.is_empty() and all(receive.Test() for receive in receives)
