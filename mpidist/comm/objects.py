@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,10 +125,17 @@ class Objects(Execution):
             arguments.rank(self.where("recv_object"), src, "src", self.size)
         try:
             limit = (self.where("recv_object"), self.timeout_s, self.peers_of(src))
-            body, source = self._incoming.receive(self._comm, MPI.ANY_SOURCE if src is None else src, _OBJECT_TAG, limit)
+            source = MPI.ANY_SOURCE if src is None else src
+            body, source = self._incoming.receive(self._comm, source, _OBJECT_TAG, limit, self._wait_for_part)
         except Exception as error:
             raise self._explain(error, "recv_object") from error
         return frame.decode(body), source
+
+    def _wait_for_part(self, request: Any, part: Any, source: int) -> None:
+        where, peers = self.where("recv_object"), self.peers_of(source)
+        work = RequestWork("recv_object", None, request, where, self.journal, self.timeout_s, peers=peers)
+        work.kept = part
+        work.wait()
 
 
 _OBJECT_TAG = 3  # users' object messages must not match the collectives' own
@@ -245,8 +252,19 @@ class Incoming:
         self._lock = threading.Lock()
         self._last: dict[tuple[int, int], threading.Event] = {}  # (source, tag): set when the last object's parts have come
 
-    def receive(self, comm: Communicator, source: int, number: int, limit: Limit = ("", None, ())) -> tuple[list[Any], int]:
-        """Receive an object's parts; return them and the sender's rank."""
+    def receive(
+        self,
+        comm: Communicator,
+        source: int,
+        number: int,
+        limit: Limit = ("", None, ()),
+        wait: Callable[[Any, Any, int], None] | None = None,
+    ) -> tuple[list[Any], int]:
+        """Receive an object's parts; return them and the sender's rank.
+
+        Args:
+            wait: Waits for the request of a part, with the part's memory and the sender's rank; in MPI if None.
+        """
         message, status = _matched(comm, source, comm.own_tag(number), limit, self._lock)
         try:
             source, nbytes = status.Get_source(), status.Get_count(MPI.BYTE)
@@ -268,7 +286,11 @@ class Incoming:
                 part = bytearray(length)
                 view = memoryview(part)
                 for start, count in buffer.pieces(length):
-                    comm.mpi.Recv((view[start : start + count], count, MPI.BYTE), source, comm.own_tag(number + _REST))
+                    space = (view[start : start + count], count, MPI.BYTE)
+                    if wait is None:
+                        comm.mpi.Recv(space, source, comm.own_tag(number + _REST))
+                    else:
+                        wait(comm.mpi.Irecv(space, source, comm.own_tag(number + _REST)), part, source)
                 body.append(part)
             return body, source
         finally:

@@ -254,6 +254,8 @@ def _describe(group: Execution, what: str, problem: str, answers: dict[int, list
         entries = answers.get(rank)
         if rank in missing:
             lines.append(f"{label}: has come to the end of its program, and never called this")
+        elif entries is None and departures.among((rank,)):
+            lines.append(f"{label}: has come to the end of its program")
         elif entries is None:
             lines.append(f"{label}: no answer within {_COLLECT_S:g} s; the process is stopped, dead, or holds the interpreter")
         else:

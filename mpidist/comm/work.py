@@ -89,7 +89,7 @@ class Work:
                 self.future.wait(limit)
             except CommTimeout:
                 if not self.future.done():
-                    raise CommTimeout(f"{self.where}: {self.operation} did not end within {limit:g} s") from None
+                    raise CommTimeout(f"{self.where} did not end within {limit:g} s") from None
                 self.future.wait()
         return True
 
@@ -197,7 +197,7 @@ class RequestWork:
                 self._request.Cancel()
                 self._request.Wait()
             self._done = True
-            self._error = self._error or CommTimeout(f"{self.where}: {self.operation} was withdrawn")
+            self._error = self._error or CommTimeout(f"{self.where} was withdrawn")
 
     def exception(self) -> BaseException | None:
         """Return what went wrong, if it has ended and something did."""
@@ -228,7 +228,7 @@ class RequestWork:
             if self._finish is not None:
                 self._source = self._finish(status)
         except Exception as error:
-            self._error = translate(error, f"{self.where}: {self.operation}") if is_mpi_error(error) else error
+            self._error = translate(error, self.where) if is_mpi_error(error) else error
         self._done = True
         self._settle()
         return True
@@ -248,10 +248,10 @@ class RequestWork:
                 match_all()  # what this message waits for may wait for another receive of this rank
                 waited = time.monotonic() - start
                 if limit_s is not None and waited > limit_s:
-                    raise CommTimeout(f"{self.where}: {self.operation} did not end within {limit_s:g} s")
+                    raise CommTimeout(f"{self.where} did not end within {limit_s:g} s")
                 if waited > _YIELD_S:
                     if departures.have_left(self._peers) and not self._test():
-                        raise departures.failure(f"{self.where}: {self.operation}", self._peers)
+                        raise departures.failure(self.where, self._peers)
                     time.sleep(_SLEEP_S)
                 elif waited > _SPIN_S:
                     os.sched_yield()

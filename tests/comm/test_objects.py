@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpidist.comm import buffer, objects
+from mpidist.comm import buffer, frame, objects
 from mpidist.errors import CommTimeout
 from tests.support import agree, raises_on_all
 
@@ -156,3 +156,18 @@ def test_objects_with_tensors_of_one_element_and_any_stride(group):
     for got in group.all_gather_object(odd):
         same = all(torch.equal(got[name], odd[name]) for name in odd)
         agree(group, same)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_sender_that_stops_between_two_parts(group):
+    """The parts behind the first are waited for as long as the group's timeout, too."""
+    if group.rank == 1:
+        first, _ = next(objects._parts(frame.encode(torch.zeros(100_000)), objects._OBJECT_TAG))
+        tag = group._comm.own_tag(objects._OBJECT_TAG)
+        group._mpi.Send((first, memoryview(first).nbytes, objects.MPI.BYTE), 0, tag)
+    elif group.rank == 0:
+        group.timeout_s = 0.2
+        with pytest.raises(CommTimeout, match=r"recv_object did not end within 0\.2 s"):
+            group.recv_object(1)
+        group.timeout_s = None
+    group.barrier()

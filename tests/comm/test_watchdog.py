@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from mpidist.comm import departures, watchdog
 from mpidist.comm import journal as journals
-from mpidist.comm import watchdog
 from mpidist.comm.journal import Journal
 from mpidist.errors import CommTimeout, RankFailureError
 from tests.support import printed, short_job
@@ -149,7 +149,7 @@ def test_another_rank_that_is_late_prints_if_it_was_the_first_to_ask(dog, clock)
     assert len(said.written) == 1 and isinstance(again.failure, CommTimeout)
 
 
-def test_a_report_says_what_each_rank_is_in(clock):
+def test_a_report_says_what_each_rank_is_in(clock, monkeypatch):
     group = Group((4, 0, 2))
     group.journal.enter("barrier", None)
     group.journal.observe()
@@ -159,6 +159,9 @@ def test_a_report_says_what_each_rank_is_in(clock):
     assert text.index("rank 0 (world rank 4): in number 1") < text.index("rank 1 (world rank 0): no answer")
     text = watchdog._describe(group, "barrier", "is late", {2: late, 4: late, 0: []}, [], 4)
     assert "rank 1 (world rank 0): does not know this group" in text
+    monkeypatch.setattr(departures, "_left", {0: clock[0]})
+    text = watchdog._describe(group, "barrier", "is late", {2: late, 4: late}, [], 4)
+    assert "rank 1 (world rank 0): has come to the end of its program" in text
 
 
 # --- whole jobs ---
