@@ -16,6 +16,11 @@ from mpidist.comm.library import MPI
 class LengthError(Exception):
     """A message of another length than this rank's arguments say; ``Execution`` names rank, group and operation."""
 
+    @classmethod
+    def of(cls, source: int, sent: int, expected: int) -> LengthError:
+        """Return the error for ``sent`` bytes of rank ``source`` in the place of ``expected``."""
+        return cls(f"rank {source} sent {sent} bytes, and this rank expected {expected}")
+
 
 class Receives:
     """The receives of one collective: each blocks until it has ended, and the first wrong length is raised at the end.
@@ -45,7 +50,7 @@ class Receives:
     def note(self, source: int, sent: int, expected: int) -> None:
         """Note that rank ``source`` sent ``sent`` bytes in the place of ``expected``."""
         if self._error is None:
-            self._error = LengthError(f"rank {source} sent {sent} bytes, and this rank expected {expected}")
+            self._error = LengthError.of(source, sent, expected)
 
     def end(self) -> None:
         """Raise what was noted.

@@ -15,7 +15,7 @@ from mpidist.comm import arithmetic, buffer, extremes, operations, shards
 from mpidist.comm.arithmetic import COMBINE, Reduction
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.library import MPI
-from mpidist.comm.matched import Receives
+from mpidist.comm.matched import LengthError, Receives
 
 # Measured crossovers, docs/decisions/0002.
 WHOLE_BYTES = 128 << 10  # two ranks exchange a half type as a whole up to this size
@@ -50,11 +50,13 @@ def prepared(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> Calla
         return None
     if comm.size == 2 and tensor.nbytes <= WHOLE_BYTES:
         peer, tag, combine = 1 - comm.rank, comm.own_tag(shards.TAG), COMBINE[plan.combine]
-        other = comm.scratch(numel, tensor.dtype, slot=6)
-        mine, theirs = buffer.as_bytes(tensor), buffer.as_bytes(other)
+        space, status, nbytes = _space(comm, tensor.dtype, slot=6), MPI.Status(), tensor.nbytes
+        mine, theirs, other = buffer.as_bytes(tensor), buffer.as_bytes(space), space[:numel]
 
         def exchange(tensor: torch.Tensor) -> None:
-            _swap(comm, mine, theirs, peer, tag)
+            comm.mpi.Sendrecv(mine, peer, tag, theirs, peer, tag, status)
+            if status.Get_count(MPI.BYTE) != nbytes:
+                raise LengthError.of(peer, status.Get_count(MPI.BYTE), nbytes)
             combine(tensor if tensor.dim() == 1 else tensor.view(-1), other)
 
         return exchange
@@ -76,8 +78,11 @@ def prepared(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> Calla
 def _exchange_whole(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
     # Two ranks: a + b is b + a to the bit, so both compute the whole.
     peer, tag = 1 - comm.rank, comm.own_tag(shards.TAG)
-    other = comm.scratch(flat.numel(), flat.dtype)
-    _swap(comm, buffer.as_bytes(flat), buffer.as_bytes(other), peer, tag)
+    space, status = _space(comm, flat.dtype), MPI.Status()
+    comm.mpi.Sendrecv(buffer.as_bytes(flat), peer, tag, buffer.as_bytes(space), peer, tag, status)
+    if status.Get_count(MPI.BYTE) != flat.nbytes:
+        raise LengthError.of(peer, status.Get_count(MPI.BYTE), flat.nbytes)
+    other = space[: flat.numel()]
     if arithmetic.rounds_once(flat.dtype, plan):
         COMBINE[plan.combine](flat, other)
     else:
@@ -91,13 +96,19 @@ def _exchange_halves(comm: Communicator, flat: torch.Tensor, plan: Reduction) ->
     mine, theirs = (flat[:middle], flat[middle:]) if comm.rank == 0 else (flat[middle:], flat[:middle])
     other = comm.scratch(mine.numel(), flat.dtype)
     own_half, their_half = buffer.as_bytes(mine), buffer.as_bytes(theirs)
-    _swap(comm, their_half, buffer.as_bytes(other), peer, tag)
+    received = Receives(comm)
+    _swap(comm, received, their_half, buffer.as_bytes(other), peer, tag)
     COMBINE[plan.combine](mine, other)
-    _swap(comm, own_half, their_half, peer, tag)
+    _swap(comm, received, own_half, their_half, peer, tag)
+    received.end()
 
 
-def _swap(comm: Communicator, out: Any, into: Any, peer: int, tag: int) -> None:
-    request, received = comm.mpi.Isend(out, peer, tag), Receives(comm)
+def _swap(comm: Communicator, received: Receives, out: Any, into: Any, peer: int, tag: int) -> None:
+    request = comm.mpi.Isend(out, peer, tag)
     received.receive(into, peer, tag)
     comm.wait_all([request])
-    received.end()
+
+
+def _space(comm: Communicator, dtype: torch.dtype, slot: int = 0) -> torch.Tensor:
+    # As long as any message of this tag, whatever the peer's tensor is: no probe is needed to receive it.
+    return comm.scratch(max(shards.CHUNK_BYTES, WHOLE_BYTES) // dtype.itemsize, dtype, slot)
