@@ -20,7 +20,7 @@ import torch
 from mpidist.comm import agreement, buffer
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.library import MPI
-from mpidist.comm.matched import Receives
+from mpidist.comm.matched import LengthError, Receives
 from mpidist.comm.overlap import Places, separated
 from mpidist.kernels.view import byte_view
 
@@ -47,27 +47,29 @@ def broadcast(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) 
     Raises:
         LengthError: On the ranks whose tensors have another length than the root's.
     """
-    received = Receives(comm)
+    error: LengthError | None = None
     for tensor in inputs or outputs:
-        _broadcast_one(comm, tensor, root, received)
-    received.end()
+        nbytes = tensor.nbytes
+        sent = _broadcast_one(comm, tensor, nbytes, root)
+        if sent != nbytes and error is None:
+            error = LengthError.of(root, sent, nbytes)
+    if error is not None:
+        raise error
 
 
-def _broadcast_one(comm: Communicator, tensor: torch.Tensor, root: int, received: Receives) -> None:
+def _broadcast_one(comm: Communicator, tensor: torch.Tensor, nbytes: int, root: int) -> int:
+    """Broadcast a tensor if it has the root's length; return that."""
     # MPI would write a longer message of the root's past the end of a shorter tensor, before it says so.
-    head, nbytes = comm.scratch(HEAD_BYTES, torch.uint8, slot=7), tensor.nbytes
-    address = head.data_ptr()
-    word, data = c_uint64.from_address(address), address + _LENGTH_BYTES
+    word, data, head = _head(comm)
     if comm.rank == root:
         # Memory of a device is MPI's to read, not the host's.
         is_inline = nbytes <= HEAD_BYTES - _LENGTH_BYTES and tensor.is_cpu
-        word.value = nbytes | (_INLINE if is_inline else 0)
         if is_inline:
             memmove(data, tensor.data_ptr(), nbytes)
-    comm.mpi.Bcast((buffer.memory(address, HEAD_BYTES), HEAD_BYTES, MPI.BYTE), root)
-    is_inline, sent = bool(word.value & _INLINE), word.value & ~_INLINE
+        word.value = nbytes | _INLINE if is_inline else nbytes
+    comm.mpi.Bcast(head, root)
+    is_inline, sent = word.value >= _INLINE, word.value & ~_INLINE
     if sent != nbytes:
-        received.note(root, sent, nbytes)
         tensor = torch.empty(sent, dtype=torch.uint8, device="cpu")
     if not is_inline:
         for start, length in buffer.pieces(sent):
@@ -76,7 +78,19 @@ def _broadcast_one(comm: Communicator, tensor: torch.Tensor, root: int, received
         if tensor.is_cpu:
             memmove(tensor.data_ptr(), data, nbytes)
         else:
-            byte_view(tensor).copy_(head[_LENGTH_BYTES : _LENGTH_BYTES + nbytes])
+            memory = comm.scratch(HEAD_BYTES, torch.uint8, slot=7)
+            byte_view(tensor).copy_(memory[_LENGTH_BYTES : _LENGTH_BYTES + nbytes])
+    return sent
+
+
+def _head(comm: Communicator) -> tuple[c_uint64, int, Any]:
+    """Return the first message of a broadcast: its length word, the address of its data, and the message."""
+    held: tuple[c_uint64, int, Any] | None = comm.kept.get("head")
+    if held is None:
+        address = comm.scratch(HEAD_BYTES, torch.uint8, slot=7).data_ptr()
+        message = (buffer.memory(address, HEAD_BYTES), HEAD_BYTES, MPI.BYTE)
+        held = comm.kept["head"] = (c_uint64.from_address(address), address + _LENGTH_BYTES, message)
+    return held
 
 
 def all_gather_into(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:

@@ -106,7 +106,7 @@ class PointToPoint(Execution):
         requests = [
             self._mpi.Isend(buffer.byte_range(host, start, length), dst, tag) for start, length in buffer.pieces(host.nbytes)
         ]
-        return self._request_work(operation, tensor, requests, lambda status: -1, host, self.peers_of(dst))
+        return self._request_work(operation, tensor, requests, lambda: -1, host, self.peers_of(dst))
 
     def _irecv(self, operation: str, tensor: Tensor, src: int | None, tag: int, waits: bool = False) -> RequestWork:
         self._require_usable(operation)
@@ -125,7 +125,7 @@ class PointToPoint(Execution):
         source = MPI.ANY_SOURCE if src is None else src
         receives = [self._receives.post(buffer.byte_range(host, start, length), source, tag, waits) for start, length in spans]
 
-        def finish(status: Any) -> int:
+        def finish() -> int:
             for receive in receives:
                 if receive.error is not None:
                     raise receive.error
@@ -145,7 +145,7 @@ class PointToPoint(Execution):
         operation: str,
         tensor: Tensor,
         requests: Sequence[Any],
-        finish: Callable[[Any], int],
+        finish: Callable[[], int],
         host: Tensor,
         peers: Sequence[int],
         events: Sequence[Any] = (),

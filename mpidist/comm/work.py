@@ -14,7 +14,6 @@ from typing import Any
 from mpidist.comm import departures
 from mpidist.comm.faults import is_mpi_error, is_over, translate
 from mpidist.comm.journal import Journal
-from mpidist.comm.library import MPI
 from mpidist.comm.posted_receives import match_all
 from mpidist.errors import CommTimeout
 from mpidist.future import Future
@@ -146,7 +145,7 @@ class RequestWork:
         where: str,
         journal: Journal,
         timeout_s: float | None,
-        finish: Callable[[Any], int] | None = None,
+        finish: Callable[[], int] | None = None,
         peers: Sequence[int] = (),
         events: Sequence[Any] = (),
     ) -> None:
@@ -156,7 +155,7 @@ class RequestWork:
         self._request = request
         self._journal = journal
         self._timeout_s = timeout_s
-        self._finish = finish  # gets the status, brings the data home, returns the sender's rank
+        self._finish = finish  # brings the data home, returns the sender's rank
         self._events = events  # filled by ``finish``: on a device, the data is behind them
         self._peers = peers  # world ranks without which it cannot end
         self._done = False
@@ -221,12 +220,11 @@ class RequestWork:
         return self._source
 
     def _test(self) -> bool:
-        status = MPI.Status() if self._finish is not None else None
         try:
-            if not self._request.Test(status):
+            if not self._request.Test():
                 return False
             if self._finish is not None:
-                self._source = self._finish(status)
+                self._source = self._finish()
         except Exception as error:
             self._error = translate(error, self.where) if is_mpi_error(error) else error
         self._done = True
