@@ -1,4 +1,4 @@
-"""What a figure depends on beside the code: versions, processor, binding, settings. No host name and no path is recorded."""
+"""Environment of a measurement: versions, processor, binding, settings. No host name and no path is recorded."""
 
 from __future__ import annotations
 

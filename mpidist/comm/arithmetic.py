@@ -1,4 +1,4 @@
-"""Which arithmetic a reduction needs, from (dtype, operation) to what MPI or we have to do; and our part of it, on host tensors.
+"""Plans of reductions, from (dtype, operation) to what MPI or this library has to compute; and the latter, on host tensors.
 
 Letters of torch's ``ReduceOp``: SUM AVG PRODUCT MIN MAX BAND BOR BXOR, and PREMUL_SUM, which multiplies each rank's contribution
 by that rank's factor before the sum. Here an operation is a string (``SUM = "sum"`` …) or a ``PremulSum``.

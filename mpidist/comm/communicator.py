@@ -1,4 +1,4 @@
-"""What an executor needs of a group: MPI's communicator, the place in it, and memory that is kept between calls."""
+"""A group's MPI communicator as executors see it: with the rank's place in it, its nodes, and memory kept between calls."""
 
 from __future__ import annotations
 

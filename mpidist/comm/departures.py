@@ -1,4 +1,4 @@
-"""Which ranks have come to the end of their program: written by the watchdog, asked by every wait that may be for one of them."""
+"""Ranks that have come to the end of their program: noted by the watchdog, read by every wait that may be for one of them."""
 
 from __future__ import annotations
 

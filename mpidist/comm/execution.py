@@ -1,4 +1,4 @@
-"""How a group executes one collective: usable? agreed (debug mode)? host copies, order, journal, typed errors."""
+"""Execution of one collective: checks of the group, agreement (debug mode), host copies, order, journal, typed errors."""
 
 from __future__ import annotations
 

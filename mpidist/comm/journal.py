@@ -1,4 +1,4 @@
-"""What each group of this process is doing, written by the caller in a few instructions and read by the watchdog."""
+"""Journal of a group's operations, written by the calling thread in a few instructions and read by the watchdog."""
 
 from __future__ import annotations
 

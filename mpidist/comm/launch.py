@@ -1,4 +1,4 @@
-"""What the launcher told this process through environment variables, and how a job inside the job is kept from hearing it.
+"""Parser of the launcher's environment variables (mpirun, srun, PMI), and their removal for a job inside the job.
 
 Pure, so that it is known before MPI starts.
 """

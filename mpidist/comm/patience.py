@@ -1,4 +1,4 @@
-"""How a rank waits between nodes: every collective as its non-blocking twin, and what is done until the twin has ended.
+"""Non-blocking calls in the place of MPI's blocking ones: between nodes, and in groups whose waits may be left.
 
 A synchronous call on one rank meets an asynchronous one on another, and MPI does not match a blocking collective with a
 non-blocking one (MPI-4.1 §6.12). So between nodes all are non-blocking. The caller's thread waits in MPI. The group's thread
