@@ -122,14 +122,18 @@ class Polling:
     def stop(self, timeout_s: float) -> bool:
         """Stop polling and let the threads end; say whether all did. Those in users' code end after it."""
         self._stopping = True
-        for _ in self._threads:
-            self._wake.release()
-            self._queue.put(None)
         deadline = time.monotonic() + timeout_s
-        for thread in list(self._threads):
-            if thread is not threading.current_thread():
-                thread.join(max(deadline - time.monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in self._threads)
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        # Again until all have ended: a thread may take another's wake-up, or start after this one looked.
+        while alive := [thread for thread in others if thread.is_alive()]:
+            for _ in alive:
+                self._wake.release()
+                self._queue.put(None)
+            if time.monotonic() > deadline:
+                return False
+            alive[0].join(min(0.1, timeout_s))
+            others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        return True
 
     def counts(self) -> tuple[int, int, int]:
         """Return the number of threads, of those without work, and of actions queued or running."""
