@@ -40,17 +40,20 @@ class Communicator:
         size: W, its number of ranks.
         nodes: For each rank the number of the node whose memory it shares, in the order of their first ranks.
         is_single_node: All ranks share one node's memory.
+        shares_nodes: There are several nodes, and several ranks on one of them.
         max_tag: Highest tag that a user may give to a message.
         device_operations: What ``capability.agreed_operations`` has found out, by device type.
     """
 
     def __init__(self, mpi: Any, nodes: Sequence[int], highest_tag: int) -> None:
-        is_single_node = len(set(nodes)) == 1
+        count = len(set(nodes))
+        is_single_node = count == 1
         self.plain = mpi
         self.mpi = mpi if is_single_node else TwinComm(mpi, promptly)
         self.rank: int = mpi.Get_rank()
         self.size: int = mpi.Get_size()
         self.nodes = tuple(nodes)
+        self.shares_nodes = 1 < count < self.size
         self.is_single_node = is_single_node
         self.max_tag = highest_tag - _RESERVED_TAGS
         self._highest_tag = highest_tag
@@ -78,11 +81,6 @@ class Communicator:
         """Wait for requests of this communicator as its blocking calls wait."""
         wait = self.mpi.wait_all if isinstance(self.mpi, TwinComm) else wait_all
         wait(requests)
-
-    @property
-    def shares_nodes(self) -> bool:
-        """Say whether there are several nodes, and several ranks on one of them."""
-        return not self.is_single_node and len(set(self.nodes)) < self.size
 
     def levels(self) -> Levels:
         """Return the ranks by node.

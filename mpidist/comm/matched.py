@@ -45,12 +45,8 @@ class Receives:
             message.Recv(space)
             return
         message.Recv((bytearray(sent), sent, MPI.BYTE))
-        self.note(source, sent, space[1])
-
-    def note(self, source: int, sent: int, expected: int) -> None:
-        """Note that rank ``source`` sent ``sent`` bytes in the place of ``expected``."""
         if self._error is None:
-            self._error = LengthError.of(source, sent, expected)
+            self._error = LengthError.of(source, sent, space[1])
 
     def end(self) -> None:
         """Raise what was noted.

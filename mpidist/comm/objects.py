@@ -108,13 +108,12 @@ class Objects(Execution):
             raise self._explain(error, "send_object") from error
 
     def _send_message(self, message: Message, dst: int) -> None:
-        where, peers, works = self.where("send_object"), self.peers_of(dst), []
+        works = []
         # All parts are under way before any is waited for: one that is given up must not leave the others unsent.
         with self._posting_objects:
             for part, number in _parts(message, _OBJECT_TAG):
                 request = self._mpi.Isend((part, memoryview(part).nbytes, MPI.BYTE), dst, self._comm.own_tag(number))
-                works.append(RequestWork("send_object", None, request, where, self.journal, self.timeout_s, peers=peers))
-                works[-1].kept = part
+                works.append(self._part_work("send_object", request, part, dst))
         for work in works:
             work.wait()
 
@@ -132,10 +131,13 @@ class Objects(Execution):
         return frame.decode(body), source
 
     def _wait_for_part(self, request: Any, part: Any, source: int) -> None:
-        where, peers = self.where("recv_object"), self.peers_of(source)
-        work = RequestWork("recv_object", None, request, where, self.journal, self.timeout_s, peers=peers)
+        self._part_work("recv_object", request, part, source).wait()
+
+    def _part_work(self, operation: str, request: Any, part: Any, peer: int) -> RequestWork:
+        where, peers = self.where(operation), self.peers_of(peer)
+        work = RequestWork(operation, None, request, where, self.journal, self.timeout_s, peers=peers)
         work.kept = part
-        work.wait()
+        return work
 
 
 _OBJECT_TAG = 3  # users' object messages must not match the collectives' own
