@@ -19,7 +19,26 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
 }
+
+// In PTX of our own: CuPy compiles with -ftz=true, under which __fadd_rn and __fmul_rn take subnormals for zeros. The compiler never
+// contracts the two into one fused operation.
+__device__ __forceinline__ float add_rounded(float a, float b) {
+    float sum;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+    return sum;
+}
+
+__device__ __forceinline__ float multiply_rounded(float a, float b) {
+    float product;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+    return product;
+}
+#else
+__device__ __forceinline__ float add_rounded(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
 #endif
+__device__ __forceinline__ double add_rounded(double a, double b) { return __dadd_rn(a, b); }
+__device__ __forceinline__ double multiply_rounded(double a, double b) { return __dmul_rn(a, b); }
 
 // What a type is computed in.
 template <class T> struct Compute { using type = float; };
@@ -38,12 +57,6 @@ __device__ __forceinline__ void narrow(float v, bfloat16* out) {
     out->bits = v != v ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 __device__ __forceinline__ void narrow(double v, double* out) { *out = v; }
-
-// The compiler may not contract these two into one fused operation.
-__device__ __forceinline__ float add_rounded(float a, float b) { return __fadd_rn(a, b); }
-__device__ __forceinline__ double add_rounded(double a, double b) { return __dadd_rn(a, b); }
-__device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
-__device__ __forceinline__ double multiply_rounded(double a, double b) { return __dmul_rn(a, b); }
 
 // N elements that are read or written at once.
 template <class T, int N> struct alignas(sizeof(T) * N) Vector { T at[N]; };
@@ -67,6 +80,32 @@ template <int N, bool IS_ALIGNED, class T> __device__ __forceinline__ Vector<T, 
     }
 }
 
+// One store of the whole vector, at an address aligned to its size. The compiler splits a struct that it holds in registers into a
+// store for each element; its own instruction it leaves as it is.
+template <int N, class T> __device__ __forceinline__ void store(T* p, const Vector<T, N>& v) {
+#ifndef MPIDIST_HOST
+    constexpr int BYTES = sizeof(T) * N;
+    if constexpr (BYTES == 16) {
+        unsigned w[4];
+        memcpy(w, &v, BYTES);
+        asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+        return;
+    } else if constexpr (BYTES == 8) {
+        unsigned w[2];
+        memcpy(w, &v, BYTES);
+        asm volatile("st.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(w[0]), "r"(w[1]) : "memory");
+        return;
+    } else if constexpr (BYTES == 32) {
+        unsigned w[8];
+        memcpy(w, &v, BYTES);
+        asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+        asm volatile("st.v4.b32 [%0+16], {%1, %2, %3, %4};" ::"l"(p), "r"(w[4]), "r"(w[5]), "r"(w[6]), "r"(w[7]) : "memory");
+        return;
+    }
+#endif
+    *(Vector<T, N>*)p = v;
+}
+
 template <int N, bool READS_Y, bool IS_ALIGNED, class X, class Y, class F>
 __device__ __forceinline__ void transform_vectors(const X* x, Y* y, int vectors, F f) {
     for (int first = threadIdx.x; first < vectors; first += blockDim.x * UNROLL) {
@@ -85,7 +124,7 @@ __device__ __forceinline__ void transform_vectors(const X* x, Y* y, int vectors,
             if (i >= vectors) continue;
 #pragma unroll
             for (int k = 0; k < N; k++) f(in[u].at[k], &out[u].at[k]);
-            *(Vector<Y, N>*)(y + i * N) = out[u];
+            store<N>(y + i * N, out[u]);
         }
     }
 }

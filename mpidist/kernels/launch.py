@@ -5,7 +5,6 @@ Letters: N elements of a tensor.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,15 +74,21 @@ def launch(
     import cupy
 
     kernel = load.function(file, name, device.index, tuple(defines))
-    with cupy.cuda.Device(device.index), _stream(stream_of(device), device.index):
-        kernel((blocks,), (threads,), tuple(args))
+    with cupy.cuda.Device(device.index):
+        kernel((blocks,), (threads,), tuple(args), stream=_Stream(stream_of(device)))
 
 
-@functools.lru_cache(maxsize=256)
-def _stream(handle: int, device: int) -> Any:
-    import cupy
+class _Stream:
+    """A stream's handle under the name that CuPy asks for.
 
-    return cupy.cuda.ExternalStream(handle, device)  # torch's streams live as long as the process
+    A stream of CuPy's own takes handle 0 for another stream than torch does where
+    ``CUPY_CUDA_PER_THREAD_DEFAULT_STREAM`` is set.
+    """
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, handle: int) -> None:
+        self.ptr = handle
 
 
 def stream_of(device: torch.device) -> int:

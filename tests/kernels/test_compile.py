@@ -1,6 +1,7 @@
 """The CUDA text against the compilers: NVRTC, which CuPy uses, from its wheel, and nvcc where it is."""
 
 import ctypes
+import re
 import shutil
 import struct
 import subprocess
@@ -12,6 +13,10 @@ import pytest
 from mpidist.errors import KernelError
 from mpidist.kernels import launch, load, powersgd_plan
 from tests.support import missing
+
+
+# What CuPy adds to the options that it is given (14.2, 13 and 12 alike; cupy/cuda/compiler.py).
+CUPY = ("-ftz=true", "--device-as-default-execution-space")
 
 
 def of_rank(rank):
@@ -60,25 +65,58 @@ def test_nvcc(file, defines, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def ptx_of(file, defines=()):
+    """Return the PTX of each kernel of a file, by its name."""
+    log, code = compiled_by_nvrtc(load._text(file), ["--gpu-architecture=compute_90", *(f"-D{d}" for d in defines)])
+    assert code, log
+    parts = re.split(r"\.entry (\w+)\(", code.decode())
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_whole_vectors_are_stored_at_once():
+    """A vector that the compiler takes apart is written by as many stores as it has elements: twice to four times the time."""
+    kernels = ptx_of("pack.cu") | ptx_of("accumulate.cu")
+    assert len(kernels) == 32
+    for name, text in kernels.items():
+        if "byte_byte" in name:
+            continue
+        source, target = name.split("_")[1:]
+        if name.startswith("unpack") or name.startswith("accumulate"):
+            source, target = target, source
+        bytes_at_once = 16 * WIDTHS[target] // max(WIDTHS[source], WIDTHS[target])
+        wanted = {16: "st.v4.b32", 8: "st.v2.b32"}[bytes_at_once]
+        assert text.count(wanted) >= 4, (name, wanted)
+
+
+WIDTHS = {"float": 4, "float16": 2, "bfloat16": 2, "double": 8}
+
+
+def test_what_must_be_exact_keeps_subnormals():
+    """CuPy's own options flush them in every fp32 operation that names no other way."""
+    for name, text in (ptx_of("pack.cu") | ptx_of("accumulate.cu")).items():
+        assert not re.search(r"\b(add|mul|sub|fma)\S*\.ftz", text), name
+
+
 def test_an_unknown_source_is_named():
     with pytest.raises(KernelError, match=r"nothing\.cu"):
         load.source("nothing.cu")
 
 
 def compiled_by_nvrtc(text: str, options: list[str]) -> tuple[str, bytes]:
-    """Return the compiler's messages and the machine code."""
+    """Return the compiler's messages and the machine code; PTX for an architecture named ``compute_…``."""
     nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"text.cu", 0, None, None) == 0
-    given = [option.encode() for option in ["--std=c++17", *options]]
+    given = [option.encode() for option in ["--std=c++17", *options, *CUPY]]
     status = nvrtc.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*given))
     assert nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)) == 0
     log = ctypes.create_string_buffer(size.value)
     assert nvrtc.nvrtcGetProgramLog(program, log) == 0
     code = b""
     if status == 0:
-        assert nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)) == 0
+        kind = "PTX" if any("compute_" in option for option in options) else "CUBIN"
+        assert getattr(nvrtc, f"nvrtcGet{kind}Size")(program, ctypes.byref(size)) == 0
         space = ctypes.create_string_buffer(size.value)
-        assert nvrtc.nvrtcGetCUBIN(program, space) == 0
+        assert getattr(nvrtc, f"nvrtcGet{kind}")(program, space) == 0
         code = space.raw
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     return log.value.decode(), code
