@@ -45,7 +45,7 @@ def test_consolidated_state_is_adams(world):
         theirs, ours = plain.state_dict()["state"], update.state_dict()["state"]
         text = f"{sorted(theirs)} and {sorted(ours)}"
         ok = theirs.keys() == ours.keys() and all(
-            torch.allclose(theirs[i][name], ours[i][name], rtol=0, atol=1e-12)
+            torch.allclose(theirs[i][name].cpu(), ours[i][name].cpu(), rtol=0, atol=1e-12)
             for i in theirs
             for name in ("exp_avg", "exp_avg_sq", "step")
         )

@@ -90,9 +90,11 @@ def test_several_buckets_and_half_precision(group, hook):
 
 
 @pytest.mark.parametrize("is_text", [False, True])
-def test_the_state_of_a_step_that_is_given_up(group, is_text, monkeypatch):
+def test_the_state_of_a_step_that_is_given_up(group, device, is_text, monkeypatch):
     """By the twins, and by the CUDA text: errors to the bit, gradients that are NaN on all ranks."""
     if is_text:
+        if device.type == "cuda":
+            pytest.skip("the text runs on the host; on a device the kernels do")
         use_cuda_text_on_the_cpu(monkeypatch)
     state, bucket = state_of(group, 2), bucket_of(group.rank)
     powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
