@@ -16,7 +16,7 @@ import torch
 
 from mpidist.comm import autograd_mode
 from mpidist.comm.library import MPI
-from mpidist.comm.stream import Device
+from mpidist.comm.stream import Device, Event
 
 # MPI's classic interface counts in a C int. Half of it keeps every sum of two counts inside, too.
 MAX_COUNT = 1 << 30
@@ -97,12 +97,15 @@ class Order:
 
     Made by the thread that issues the operation, so that what its current stream has been given so far comes first. MPI knows
     no streams: whoever executes lets the host wait (``begin``) before MPI touches device memory, and for no more than that.
+
+    Args:
+        ready: Behind it the tensors may be used; behind all that the calling thread's current stream has been given, if None.
     """
 
-    def __init__(self, device: Device, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, device: Device, tensors: Sequence[torch.Tensor], ready: Event | None = None) -> None:
         self.device = device
         self._tensors = tensors
-        self._ready = device.here()
+        self._ready = device.here() if ready is None else ready
         self._issuer = threading.get_ident()
 
     def is_issuers(self) -> bool:

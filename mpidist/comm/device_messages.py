@@ -12,39 +12,56 @@ import torch
 
 from mpidist.comm import buffer, capability
 from mpidist.comm.buffer import Order
-from mpidist.comm.stream import device_of
+from mpidist.comm.stream import Device, device_at, device_of
 
 Tensor = torch.Tensor
 
 
-def to_send(tensor: Tensor) -> Tensor:
-    """Return memory that MPI may read: the tensor's own, or a copy that holds what it holds.
+def to_send(tensor: Tensor) -> tuple[Tensor, Device | None]:
+    """Return memory that MPI may read: the tensor's own, or a copy that holds what it holds; and its device, None for the host.
 
     Blocks: until the work that produces a tensor on a device has ended.
     """
     if buffer.is_direct(tensor):
-        return tensor
+        return tensor, None
     order = _entered(tensor)
     if order is not None and _takes_messages(tensor):
         order.begin()
-        return tensor
+        return tensor, order.device
     (host,), _ = buffer.HostCopies((tensor,), (), order).load()
-    return host
+    return host, None
 
 
-def to_receive(tensor: Tensor) -> tuple[Tensor, Callable[[], list[Any]]]:
-    """Return memory that MPI may write, and what to call when it has.
+def to_receive(tensor: Tensor) -> tuple[Tensor, Device | None, Callable[[], list[Any]]]:
+    """Return memory that MPI may write, its device (None for the host), and what to call when MPI has written it.
 
     That brings the message into the tensor, and returns the events behind which it is there.
 
     Blocks: until earlier work on a tensor on a device has ended.
     """
     if buffer.is_direct(tensor):
-        return tensor, list
-    order = _entered(tensor)
+        return tensor, None, list
+    return _to_receive(tensor, _entered(tensor))
+
+
+def space(nbytes: int, where: torch.device) -> tuple[Tensor, tuple[Tensor, Device | None, Callable[[], list[Any]]]]:
+    """Return new memory on a device for a message, and what ``to_receive`` returns for it.
+
+    It is made on a stream of our own, for which alone the host waits: the calling thread's current stream is the users' default
+    stream as a rule. So whoever uses the memory on another stream says so (``used_here``).
+    """
+    device = device_at(where)
+    assert device is not None
+    tensor = device.empty(nbytes, torch.uint8)
+    order = Order(device, (tensor,), device.down.record())
+    order.enter()
+    return tensor, _to_receive(tensor, order)
+
+
+def _to_receive(tensor: Tensor, order: Order | None) -> tuple[Tensor, Device | None, Callable[[], list[Any]]]:
     if order is not None and _takes_messages(tensor):
         order.begin()
-        return tensor, list
+        return tensor, order.device, list
     copies = buffer.HostCopies((), (tensor,), order)
     _, (host,) = copies.load()
 
@@ -54,7 +71,7 @@ def to_receive(tensor: Tensor) -> tuple[Tensor, Callable[[], list[Any]]]:
         copies.store()
         return order.leave() if order is not None else []
 
-    return host, arrive
+    return host, None, arrive
 
 
 def _entered(tensor: Tensor) -> Order | None:

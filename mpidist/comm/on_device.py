@@ -44,10 +44,11 @@ def placed(execute: Execute, device: Device, inputs: Tensors, outputs: Tensors, 
         comm = comm.blocking()
         if not order.is_issuers():
             device.leave_default_stream()
-        order.enter()
-        if way is None or not way(comm, order, inputs, outputs, *args):
-            staged(comm, inputs, outputs, *args)
-        events.extend(order.leave())
+        with device.as_current():
+            order.enter()
+            if way is None or not way(comm, order, inputs, outputs, *args):
+                staged(comm, inputs, outputs, *args)
+            events.extend(order.leave())
 
     return run
 

@@ -7,10 +7,12 @@ import threading
 from functools import partial
 
 import pytest
+import torch
 
 from mpidist.comm import cuda_context, launch, runtime
 from mpidist.comm.cuda_context import current_at_start, device_index
 from mpidist.comm.launch import Launch
+from mpidist.comm.stream import CudaDevice
 from tests.comm.fake_cuda import FakeCuda
 from tests.support import started
 
@@ -116,6 +118,30 @@ def test_a_device_in_an_error_state_does_not_end_the_thread(cuda):
     assert seen == [True]
 
 
+def test_mpi_is_called_with_the_tensors_device_current_and_bound(cuda):
+    device = CudaDevice(torch.device("cuda", 2))
+    in_fresh = []
+
+    def body():
+        with device.as_current():
+            in_fresh.append(cuda.current)
+        in_fresh.append(cuda.current)
+
+    thread = threading.Thread(target=body, name="a user's")
+    thread.start()
+    thread.join()
+    assert in_fresh == [2, 0] and cuda.contexts == [2]
+    assert "used 2 in a user's" in cuda.log  # CUDA was called: the driver has a context there
+
+
+def test_a_question_about_capture_makes_no_context_on_the_current_device(cuda, monkeypatch):
+    # torch asks about the current device's current stream.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.use(cuda.current))
+    monkeypatch.setattr(torch.cuda, "current_stream", torch.cuda.Stream)
+    CudaDevice(torch.device("cuda", 2)).here()
+    assert cuda.contexts == [2]
+
+
 _LOADS = """
 import os, sys
 from tests.comm.fake_cuda import FakeCuda
@@ -152,6 +178,7 @@ def test_mpi_is_started_behind_cuda_and_a_forked_worker_touches_neither():
     assert worker == "MpidistError", done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_an_mpi_that_other_code_has_started_is_told():
     code = _LOADS.replace("import mpidist.comm.group", "from mpi4py import MPI\nimport mpidist.comm.group")
     done = started([sys.executable, "-c", code], 60)

@@ -6,13 +6,14 @@ The device is a lazy one of the tests (any number of ranks, no GPU) or, under ``
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
 
-from mpidist.comm import AVG, MAX, PRODUCT, SUM, PremulSum, buffer, device_messages, execution, ring, shortcut, staging
+from mpidist.comm import AVG, MAX, PRODUCT, SUM, PremulSum, buffer, device_messages, execution, probe, ring, shortcut, staging
 from mpidist.comm.stream import device_at
-from tests.comm.lazy_device import LazyDevice
+from tests.comm.lazy_device import LazyDevice, WatchedComm
 from tests.support import agree, reduced
 
 pytestmark = pytest.mark.mpi
@@ -387,6 +388,58 @@ def test_legs_bring_every_shard_around():
                     assert route[-1].received == rank
                 for earlier, later in zip(route, route[-(-longest // chunk) :], strict=False):
                     assert later.sent == earlier.received
+
+
+def watched(monkeypatch, group, device, watches_results):
+    """Have the group's calls of MPI noted, each with whether the device was current in the thread that called."""
+    seen = []
+    watch = WatchedComm(group._mpi, device, seen, watches_results)
+    for owner, name in [(group, "_mpi"), (group._comm, "mpi"), (group._comm, "plain"), (group._receives, "_mpi")]:
+        monkeypatch.setattr(owner, name, watch)
+    return seen
+
+
+def test_mpi_works_on_device_memory_with_that_device_current(monkeypatch, group):
+    """In the caller's thread, and in the group's: MPI works in the CUDA context of the thread that calls it."""
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
+    place = Lazy(monkeypatch, None)
+    group._comm.device_operations["cpu"] = frozenset(probe.OPERATIONS)
+    with pytest.MonkeyPatch.context() as patches:
+        seen = watched(patches, group, place.device, watches_results=False)
+        for async_op in (False, True):
+            works = [
+                group.all_reduce(place.produce(torch.ones(5)), async_op=async_op),
+                group.all_reduce(place.produce(torch.ones(100_000)), async_op=async_op),
+                group.broadcast(place.produce(torch.ones(5)), 0, async_op=async_op),
+                group.all_gather_into_tensor(place.blank(torch.ones(5 * group.size)), place.produce(torch.ones(5)), async_op),
+            ]
+            for work in works:
+                if work is not None:
+                    work.wait()
+    agree(group, all(is_current for _, is_current in seen) and (group.size == 1 or seen), f"{seen}")
+    agree(group, not place.device.is_current(), "the device stays current")
+
+
+@pytest.mark.parametrize("by", ["the owner", "another thread"])
+def test_messages_of_device_memory_are_tested_with_that_device_current(monkeypatch, group, by):
+    """In whichever thread matches a receive or tests a request: the owner's, or that of posted receives."""
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
+    place = Lazy(monkeypatch, None)
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    target = place.blank(torch.ones(300))
+    with pytest.MonkeyPatch.context() as patches:
+        seen = watched(patches, group, place.device, watches_results=True)
+        receive = group.irecv(target, left)
+        send = group.isend(place.produce(torch.full((300,), 3.0)), right)
+        if by == "another thread":
+            queue, deadline = group._receives, time.monotonic() + 30
+            while not queue.is_empty() and time.monotonic() < deadline:
+                time.sleep(1e-3)
+        send.wait()
+        receive.wait()
+    agree(group, {"Isend", "Irecv", "Test"} <= {name for name, _ in seen}, f"{seen}")
+    agree(group, all(is_current for _, is_current in seen), f"{seen}")
+    agree(group, bool((place.consume(target.clone) == 3).all()), "the message")
 
 
 def test_a_device_has_a_name(place):
