@@ -12,6 +12,7 @@ import torch
 
 from mpidist.comm import buffer, capability
 from mpidist.comm.buffer import Order
+from mpidist.comm.host_copies import HostCopies
 from mpidist.comm.stream import Device, device_at, device_of
 
 Tensor = torch.Tensor
@@ -28,7 +29,7 @@ def to_send(tensor: Tensor) -> tuple[Tensor, Device | None]:
     if order is not None and _takes_messages(tensor):
         order.begin()
         return tensor, order.device
-    (host,), _ = buffer.HostCopies((tensor,), (), order).load()
+    (host,), _ = HostCopies((tensor,), (), order).load()
     return host, None
 
 
@@ -62,7 +63,7 @@ def _to_receive(tensor: Tensor, order: Order | None) -> tuple[Tensor, Device | N
     if order is not None and _takes_messages(tensor):
         order.begin()
         return tensor, order.device, list
-    copies = buffer.HostCopies((), (tensor,), order)
+    copies = HostCopies((), (tensor,), order)
     _, (host,) = copies.load()
 
     def arrive() -> list[Any]:
