@@ -13,7 +13,7 @@ import torch
 from mpidist.comm import buffer, capability
 from mpidist.comm.buffer import Order
 from mpidist.comm.host_copies import HostCopies
-from mpidist.comm.stream import Device, device_at, device_of
+from mpidist.comm.stream import Device, as_current, device_at, device_of
 
 Tensor = torch.Tensor
 
@@ -25,11 +25,13 @@ def to_send(tensor: Tensor) -> tuple[Tensor, Device | None]:
     """
     if buffer.is_direct(tensor):
         return tensor, None
-    order = _entered(tensor)
-    if order is not None and _takes_messages(tensor):
-        order.begin()
-        return tensor, order.device
-    (host,), _ = HostCopies((tensor,), (), order).load()
+    device = device_of((tensor,))
+    with as_current(device):
+        order = _entered(device, tensor)
+        if order is not None and _takes_messages(tensor):
+            order.begin()
+            return tensor, device
+        (host,), _ = HostCopies((tensor,), (), order).load()
     return host, None
 
 
@@ -42,7 +44,9 @@ def to_receive(tensor: Tensor) -> tuple[Tensor, Device | None, Callable[[], list
     """
     if buffer.is_direct(tensor):
         return tensor, None, list
-    return _to_receive(tensor, _entered(tensor))
+    device = device_of((tensor,))
+    with as_current(device):
+        return _to_receive(tensor, _entered(device, tensor))
 
 
 def space(nbytes: int, where: torch.device) -> tuple[Tensor, tuple[Tensor, Device | None, Callable[[], list[Any]]]]:
@@ -53,10 +57,11 @@ def space(nbytes: int, where: torch.device) -> tuple[Tensor, tuple[Tensor, Devic
     """
     device = device_at(where)
     assert device is not None
-    tensor = device.empty(nbytes, torch.uint8)
-    order = Order(device, (tensor,), device.down.record())
-    order.enter()
-    return tensor, _to_receive(tensor, order)
+    with device.as_current():
+        tensor = device.empty(nbytes, torch.uint8)
+        order = Order(device, (tensor,), device.down.record())
+        order.enter()
+        return tensor, _to_receive(tensor, order)
 
 
 def _to_receive(tensor: Tensor, order: Order | None) -> tuple[Tensor, Device | None, Callable[[], list[Any]]]:
@@ -67,16 +72,16 @@ def _to_receive(tensor: Tensor, order: Order | None) -> tuple[Tensor, Device | N
     _, (host,) = copies.load()
 
     def arrive() -> list[Any]:
-        if order is not None:
-            order.enter()  # whoever waits for a message need not be who started it
-        copies.store()
-        return order.leave() if order is not None else []
+        with as_current(None if order is None else order.device):
+            if order is not None:
+                order.enter()  # whoever waits for a message need not be who started it
+            copies.store()
+            return order.leave() if order is not None else []
 
     return host, None, arrive
 
 
-def _entered(tensor: Tensor) -> Order | None:
-    device = device_of((tensor,))
+def _entered(device: Device | None, tensor: Tensor) -> Order | None:
     if device is None:
         return None
     order = Order(device, (tensor,))

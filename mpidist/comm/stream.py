@@ -61,7 +61,8 @@ class Device(Protocol):
         """Return a context in which it is the calling thread's current device: every call of MPI on its memory is in one.
 
         MPI works by CUDA's driver interface, in the context that is current in the calling thread; in another one Open MPI does
-        not notice that a message has ended (open-mpi/ompi#13836).
+        not notice that a message has ended (open-mpi/ompi#13836). What is queued on ``down`` and ``up`` is queued in it as well:
+        ``torch.cuda.stream`` sets the device from before at its end, which gives that one a context.
         """
 
     def here(self) -> Event:

@@ -59,6 +59,8 @@ class LazyStream:
         device.streams.append(self)
 
     def do(self, function: Callable[[], Any]) -> None:
+        if self in self.device.own and not self.device.is_current():
+            self.device.strays.append(threading.current_thread().name)
         with self.device.lock:
             self.queue.append(function)
             self.device.drift()
@@ -94,9 +96,12 @@ class LazyDevice:
     def __init__(self, seed: int | None) -> None:
         self.lock = threading.RLock()
         self.streams: list[LazyStream] = []
+        self.strays: list[str] = []  # threads that queued work on our streams while another device was current
+        self.own: list[LazyStream] = []
         self.down, self.up = LazyStream(self), LazyStream(self)
         self._of_thread = threading.local()
         self._default = LazyStream(self)
+        self.own += [self.down, self.up]
         self._random = None if seed is None else random.Random(seed)
 
     def current(self) -> LazyStream:

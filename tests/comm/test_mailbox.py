@@ -105,6 +105,7 @@ def test_a_part_for_a_device_waits_for_no_work_of_users(monkeypatch, group, mail
         arrival.bring()
         device.current().record().synchronize()
         agree(group, arrival.parts[0].tolist() == data.tolist(), "the part")
+        agree(group, not device.strays, "work is queued while another device is current")
         agree(group, [id(part) for part in used] == [id(part) for part in arrival.parts], "its memory is let go too early")
     group.barrier()
 

@@ -104,7 +104,9 @@ def place(request, monkeypatch):
     monkeypatch.setattr(ring, "CHUNK_BYTES", 256)
     monkeypatch.setattr(staging, "CHUNK_BYTES", 192)
     monkeypatch.setattr(host_copies, "PINNED_BYTES", 1500)
-    return Lazy(monkeypatch, seed) if kind == "lazy" else Cuda()
+    made = Lazy(monkeypatch, seed) if kind == "lazy" else Cuda()
+    yield made
+    assert kind == "cuda" or made.device.strays == []
 
 
 def contribution(rank, numel, dtype):
