@@ -134,8 +134,10 @@ def _as_twins(working: frozenset[str]) -> frozenset[str]:
 
 def _agree(comm: Communicator, device: torch.device) -> frozenset[str]:
     is_cuda_first = _compared(comm)
-    if device.type == "cuda" and _forced() is None and not _all_seen(comm, device):
-        return frozenset()
+    if device.type == "cuda":
+        cuda_context.warn_of_late_visibility()
+        if _forced() is None and not _all_seen(comm, device):
+            return frozenset()
     # One byte for an answer at all, one for each operation.
     told = bytearray(1 + len(probe.OPERATIONS))
     failure: Exception | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,9 +19,11 @@ from mpidist.comm import launch
 from mpidist.comm.launch import Launch
 
 _ENV_CUDA_AWARE = "MPIDIST_CUDA_AWARE"
+_ENV_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 _index: int | None = None  # the device whose context was current when MPI started
 _is_first: bool | None = None
+_visible_at_start: str | None = None  # what CUDA_VISIBLE_DEVICES was when the context was made
 
 
 def is_first() -> bool | None:
@@ -45,8 +48,8 @@ def current_at_start(is_running: bool, makes: bool = True) -> Iterator[None]:
         is_running: MPI runs already, started by other code.
         makes: Make a context if there is none.
     """
-    global _index, _is_first
-    _index, _is_first = None, None
+    global _index, _is_first, _visible_at_start
+    _index, _is_first, _visible_at_start = None, None, os.environ.get(_ENV_VISIBLE)
     # The environment first: to ask torch for devices initialises the driver, which forked processes cannot use any more.
     if os.environ.get(_ENV_CUDA_AWARE) == "0":
         yield
@@ -85,6 +88,18 @@ def device_index(count: int, held: Sequence[int], current: int, told: Launch) ->
     if told.local_rank is None:
         return 0 if count == 1 and told.size is not None else None
     return told.local_rank % count
+
+
+def warn_of_late_visibility() -> None:
+    """Warn of a CUDA_VISIBLE_DEVICES that was set after CUDA had started, where it has no effect: ranks would share a device."""
+    now = os.environ.get(_ENV_VISIBLE)
+    if _index is not None and now != _visible_at_start:
+        warnings.warn(
+            f"{_ENV_VISIBLE} is {now!r} but was {_visible_at_start!r} when MPI and CUDA started: it has no effect. Set it "
+            "before, or use mpidist.comm.device(), this rank's device",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def inherited() -> Callable[[], None]:

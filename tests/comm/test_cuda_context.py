@@ -26,6 +26,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(launch, "from_environment", lambda environ: SECOND)
     monkeypatch.setattr(cuda_context, "_is_first", None)
     monkeypatch.setattr(cuda_context, "_index", None)
+    monkeypatch.setattr(cuda_context, "_visible_at_start", None)
     monkeypatch.delenv("MPIDIST_CUDA_AWARE", raising=False)
     return made
 
@@ -51,6 +52,17 @@ def test_it_is_made_and_current_while_mpi_starts_and_the_users_device_stays(cuda
     with current_at_start(False):
         assert (cuda.current, cuda.contexts) == (1, [1])
     assert cuda.current == 0 and cuda_context.is_first() is True
+
+
+def test_devices_that_are_hidden_too_late_are_told(cuda, monkeypatch, recwarn):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with current_at_start(False):
+        pass
+    cuda_context.warn_of_late_visibility()
+    assert not recwarn.list
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.warns(RuntimeWarning, match="was None when MPI and CUDA started: it has no effect"):
+        cuda_context.warn_of_late_visibility()
 
 
 def test_mpi_without_device_memory_leaves_cuda_alone(cuda, monkeypatch):
