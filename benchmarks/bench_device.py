@@ -23,8 +23,9 @@ from collective_goals import Goal
 from timing import Contender
 
 from mpidist.comm import SUM, buffer, capability, on_device, runtime, tuning
-from mpidist.comm.buffer import HostCopies, Order
+from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
+from mpidist.comm.host_copies import HostCopies
 from mpidist.comm.stream import Device, HostDevice, device_of
 
 Tensor = torch.Tensor

@@ -13,7 +13,7 @@ from datetime import date
 import torch
 
 from mpidist import comm
-from mpidist.comm import runtime
+from mpidist.comm import library, runtime
 
 _SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 
@@ -21,6 +21,8 @@ _SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, and keep it. Collective: over all ranks of the job."""
     options = _parser().parse_args(arguments)
+    # The jobs that use the table have a CUDA context when MPI starts; without one MPI takes another way.
+    library.load(makes_context=options.device == "cuda")
     group = comm.init()
     where = {"host": None, "cpu": torch.device("cpu")}.get(options.device, runtime.device())
     if options.device == "cuda" and (where is None or where.type != "cuda"):

@@ -1,4 +1,4 @@
-"""A rank of ``make gpu``: starts CUDA, then MPI, then a module. An MPI that starts after CUDA finds the context it needs.
+"""A rank of ``make gpu``: MPI is started by mpidist, behind this rank's CUDA context; then a module is run.
 
 python tests/gpu_rank.py pytest -x …      does what     python -m mpi4py -m pytest -x …      does.
 """
@@ -9,13 +9,12 @@ import sys
 
 import torch
 
-from mpidist.comm import runtime
+from mpidist.comm import library, runtime
 
 if __name__ == "__main__":
     if torch.cuda.is_available():
         torch.cuda.set_device(runtime.device())
-        torch.zeros(1, device="cuda")
-        torch.cuda.synchronize()
+    library.load()
     sys.path[0] = os.getcwd()  # not this folder
     sys.argv = ["mpi4py", "-m", *sys.argv[1:]]
     runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)

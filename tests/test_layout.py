@@ -36,7 +36,6 @@ COVERED_BY = {
     "ddp/hooks/powersgd_state": "ddp/hooks/test_powersgd.py",
     "errors": "rpc/test_remote_error.py",
     "kernels/launch": "kernels/test_pack.py",  # on a device: with make gpu
-    "kernels/load": "kernels/test_compile.py",
     "rpc/agent": "rpc/test_calls.py",
     "rpc/api": "rpc/test_calls.py",
     "rpc/board": "rpc/test_calls.py",

@@ -1,22 +1,22 @@
-"""From tensors to memory that MPI may touch: address, count and datatype; contiguous host copies; large counts; streams.
+"""From tensors to memory that MPI may touch: address, count and datatype; large counts; streams.
 
 This is the one place that decides how a tensor reaches MPI. A contiguous CPU tensor goes in by address. A strided or expanded one
-is executed on a host copy, and outputs are written back. For one on a CUDA device ``on_device`` decides; ``Order`` waits for it.
+is executed on a host copy (``host_copies``), and outputs are written back. For one on a CUDA device
+``on_device`` decides; ``Order`` waits for it.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from mpidist.comm import autograd_mode
 from mpidist.comm.library import MPI
-from mpidist.comm.stream import Device
+from mpidist.comm.stream import Device, Event
 
 # MPI's classic interface counts in a C int. Half of it keeps every sum of two counts inside, too.
 MAX_COUNT = 1 << 30
@@ -97,12 +97,15 @@ class Order:
 
     Made by the thread that issues the operation, so that what its current stream has been given so far comes first. MPI knows
     no streams: whoever executes lets the host wait (``begin``) before MPI touches device memory, and for no more than that.
+
+    Args:
+        ready: Behind it the tensors may be used; behind all that the calling thread's current stream has been given, if None.
     """
 
-    def __init__(self, device: Device, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, device: Device, tensors: Sequence[torch.Tensor], ready: Event | None = None) -> None:
         self.device = device
         self._tensors = tensors
-        self._ready = device.here()
+        self._ready = device.here() if ready is None else ready
         self._issuer = threading.get_ident()
 
     def is_issuers(self) -> bool:
@@ -130,76 +133,6 @@ class Order:
             for tensor in self._tensors:
                 stream.keep(tensor)
         return [self.device.down.record(), self.device.up.record()]
-
-
-class HostCopies:
-    """Host twins of the operands of one operation: ``load``, the operation, ``store``.
-
-    Args:
-        order: Of operands on a device.
-    """
-
-    def __init__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], order: Order | None = None) -> None:
-        self._inputs = inputs
-        self._outputs = outputs
-        self._order = order
-        self._twins: dict[int, torch.Tensor] = {}
-
-    def load(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return contiguous host tensors in the place of inputs and outputs; inputs hold their data.
-
-        Blocks: until the work that produces an input on a device has ended on the stream that was current when the operation was
-        issued.
-        """
-        inputs = [self._twin(t, filled=True) for t in self._inputs]
-        outputs = [self._twin(t, filled=False) for t in self._outputs]
-        if self._order is not None and inputs:
-            self._order.begin()
-        return inputs, outputs
-
-    def store(self) -> None:
-        """Write the outputs back; on a device in the order of its ``up``."""
-        for tensor in self._outputs:
-            twin = self._twins[id(tensor)]
-            if twin is tensor:
-                continue
-            if self._order is not None:
-                self._order.device.up.do(partial(overwrite, tensor, twin))
-            else:
-                overwrite(tensor, twin)
-
-    def _twin(self, tensor: torch.Tensor, filled: bool) -> torch.Tensor:
-        twin = self._twins.get(id(tensor))
-        if twin is not None:
-            return twin
-        if self._order is not None:
-            twin = self._order.device.staging(tensor.numel(), tensor.dtype).view(tensor.shape)
-            if filled:
-                self._order.device.down.do(partial(_copy_plain, twin, tensor.detach()))
-        elif is_direct(tensor):
-            twin = tensor
-        elif filled:
-            twin = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        else:
-            twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        self._twins[id(tensor)] = twin
-        return twin
-
-
-def on_host(execute: Callable[..., None], order: Order | None = None) -> Callable[..., None]:
-    """Wrap an executor so that it works on host twins."""
-
-    def run(comm: Any, inputs: Any, outputs: Any, *args: Any) -> None:
-        copies = HostCopies(inputs, outputs, order)
-        execute(comm, *copies.load(), *args)
-        copies.store()
-
-    return run
-
-
-def _copy_plain(twin: torch.Tensor, tensor: torch.Tensor) -> None:
-    # Conjugated on the device: torch would do it to the host's copy at once, before the data has come.
-    twin.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
 
 
 def overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:

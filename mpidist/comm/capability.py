@@ -1,14 +1,21 @@
 """What the MPI library of this job can do, asked of the library itself; on device memory, tried out as well.
 
 A library that calls itself CUDA-aware may still crash in one operation. So each is tried once in a job of its own (``probe``),
-and what came out is kept in the user's cache, for each MPI library, version, device and setting that matters.
+and what came out is kept in the user's cache, for each MPI library, version, device and setting that matters, and by whether MPI
+found a CUDA context when it started (``cuda_context``).
 ``MPIDIST_CUDA_AWARE=0`` and ``=1``, the same on all ranks, take the library's and the cache's place.
+
+The trial's two ranks are children of rank 0 and see the devices that it sees. Where each rank of a node
+sees its own device alone (``srun --gpus-per-task=1``), the trial's ranks share one device, but a rank of
+the job would have to open memory of a device that it does not see, at which MPI may end the job. No trial
+stands for such a job, so its device memory goes over the host.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +24,7 @@ from typing import Any
 import torch
 
 from mpidist import cache
-from mpidist.comm import launch, probe, runtime
+from mpidist.comm import cuda_context, launch, probe, runtime
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.door import TWINS, SerialComm
 from mpidist.comm.library import MPI, library_name
@@ -30,7 +37,13 @@ _FORCED = {"": _UNSET, "0": _OFF, "1": _ON}
 _FORCED_WORDS = ("unset", "0", "1", "neither 0 nor 1")
 
 _KIND = "device-operations"  # in the cache
-_tables: dict[str, dict[str, str] | None] = {}  # by device: what this process has tried or loaded; None: nothing was there
+# By device, and whether CUDA was first: what this process has tried or loaded; None: nothing was there.
+_tables: dict[tuple[str, bool], dict[str, str] | None] = {}
+_node_sees_all: bool | None = None  # each rank of this node sees the devices of all; None: not compared yet
+_UNSEEN = (
+    "not used: another rank of this node has a device that this process does not see; start the job so that each rank sees all "
+    "devices of its node (srun --gpu-bind=none), or set MPIDIST_CUDA_AWARE=1 if this MPI can"
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,9 @@ class Capabilities:
         survives_failures: ULFM is there and switched on: calls under way can be revoked, a group can shrink.
         cuda_aware: It takes device pointers; None if it does not say.
         cuda_source: Who says so.
+        cuda_before_mpi: This rank had a CUDA context when MPI started, without which Open MPI leaves part of
+            its support for device memory off; None without a device, with ``MPIDIST_CUDA_AWARE=0``, and if
+            other code has started both.
         operations: For each operation of ``probe.OPERATIONS``, on memory of this rank's CUDA device: "works …", why it does not,
             or "unknown" as long as nobody has tried.
     """
@@ -54,6 +70,7 @@ class Capabilities:
     survives_failures: bool
     cuda_aware: bool | None
     cuda_source: str
+    cuda_before_mpi: bool | None
     operations: Mapping[str, str] = field(hash=False)
 
 
@@ -65,7 +82,8 @@ def capabilities() -> Capabilities:
     cuda_aware, source = _cuda_support()
     return Capabilities(
         library=library_name(), standard=MPI.Get_version(), thread_level=_thread_level(), survives_failures=_has_ulfm(),
-        cuda_aware=cuda_aware, cuda_source=source, operations=_told_of_device(runtime.device()),
+        cuda_aware=cuda_aware, cuda_source=source, cuda_before_mpi=cuda_context.is_first(),
+        operations=_told_of_device(runtime.device()),
     )  # fmt: skip
 
 
@@ -80,17 +98,17 @@ def known_operations(device: torch.device) -> frozenset[str] | None:
     Raises:
         ValueError: ``MPIDIST_CUDA_AWARE`` is neither 0 nor 1.
     """
-    table = _known_table(device)
-    return None if table is None else _working(table)
+    table = _known_table(device, _is_cuda_first())
+    return None if table is None or (_forced() is None and _may_be_unseen(device)) else _working(table)
 
 
 def agreed_operations(comm: Communicator, device: torch.device) -> frozenset[str]:
     """Return the operations that may be called on memory of a device; the same set on all ranks.
 
     What is not in it goes over the host. Rank 0 decides for all: the first time in a job that has no cached table it tries each
-    operation in a job of its own on its node. Reductions are in the set as blocking calls only, because under Open MPI a
-    non-blocking reduction of device memory crashes: where ``comm`` turns blocking calls into their non-blocking twins, no
-    reduction is, and another collective is if its twin works.
+    operation in a job of its own on its node; that job starts MPI before CUDA if a rank of the group has done so. Reductions are
+    in the set as blocking calls only, because under Open MPI a non-blocking reduction of device memory crashes: where ``comm``
+    turns blocking calls into their non-blocking twins, no reduction is, and another collective is if its twin works.
 
     Collective: over ``comm``, the first time for a device type; later calls are local.
     Blocks: the first time up to some minutes, if operations are tried and hang.
@@ -115,13 +133,17 @@ def _as_twins(working: frozenset[str]) -> frozenset[str]:
 
 
 def _agree(comm: Communicator, device: torch.device) -> frozenset[str]:
-    _require_one_environment(comm)
+    is_cuda_first = _compared(comm)
+    if device.type == "cuda":
+        cuda_context.warn_of_late_visibility()
+        if _forced() is None and not _all_seen(comm, device):
+            return frozenset()
     # One byte for an answer at all, one for each operation.
     told = bytearray(1 + len(probe.OPERATIONS))
     failure: Exception | None = None
     if comm.rank == 0:
         try:
-            working = _working(_known_table(device) or _tried_table(device))
+            working = _working(_known_table(device, is_cuda_first) or _tried_table(device, is_cuda_first))
             told[:] = bytes([1, *(operation in working for operation in probe.OPERATIONS)])
         except Exception as error:  # the others wait for an answer
             failure = error
@@ -131,13 +153,53 @@ def _agree(comm: Communicator, device: torch.device) -> frozenset[str]:
     return frozenset(operation for operation, works in zip(probe.OPERATIONS, told[1:], strict=True) if works)
 
 
-def _require_one_environment(comm: Communicator) -> None:
-    every = bytearray(comm.size)
-    comm.mpi.Allgather((bytes([_forced_code()]), 1, MPI.BYTE), (every, 1, MPI.BYTE))
-    if len(set(every)) > 1:
-        words = ", ".join(f"{_FORCED_WORDS[code]} on rank {every.index(code)}" for code in sorted(set(every)))
+def _compared(comm: Communicator) -> bool:
+    """Require one environment of all ranks, and say whether CUDA was first on all of them."""
+    every = bytearray(2 * comm.size)
+    comm.mpi.Allgather((bytes([_forced_code(), _is_cuda_first()]), 2, MPI.BYTE), (every, 2, MPI.BYTE))
+    forced, first = every[::2], every[1::2]
+    if len(set(forced)) > 1:
+        words = ", ".join(f"{_FORCED_WORDS[code]} on rank {forced.index(code)}" for code in sorted(set(forced)))
         raise MpidistError(f"{_ENV_CUDA_AWARE} must be the same on all ranks; it is {words}")
     _forced()
+    return all(first)
+
+
+def _is_cuda_first() -> bool:
+    # Where nobody knows, the trial starts MPI first, as most scripts that import mpi4py do.
+    return cuda_context.is_first() is True
+
+
+# --- devices that other ranks of the node do not see ---
+
+
+def _may_be_unseen(device: torch.device) -> bool:
+    """Say whether ranks of this node may have devices that others do not see, as far as this rank knows."""
+    if _node_sees_all is not None:
+        return not _node_sees_all
+    return device.type == "cuda" and 0 < torch.cuda.device_count() < runtime.world().local_size
+
+
+def _all_seen(comm: Communicator, device: torch.device) -> bool:
+    """Say whether, on every node, each rank of the group sees the devices of all. Collective: over ``comm``."""
+    global _node_sees_all
+    own = _device_name(device.index if device.index is not None else torch.cuda.current_device())
+    names = bytearray(len(own) * comm.size)
+    comm.mpi.Allgather((own, len(own), MPI.BYTE), (names, len(own), MPI.BYTE))
+    seen = {_device_name(index) for index in range(torch.cuda.device_count())}
+    here = [rank for rank, node in enumerate(comm.nodes) if node == comm.nodes[comm.rank]]
+    unseen = [rank for rank in here if bytes(names[rank * len(own) : (rank + 1) * len(own)]) not in seen]
+    answers = bytearray(comm.size)
+    comm.mpi.Allgather((bytes([not unseen]), 1, MPI.BYTE), (answers, 1, MPI.BYTE))
+    is_seen = all(answers[rank] for rank in here)
+    if not is_seen or len(here) == runtime.world().local_size:
+        _node_sees_all = is_seen
+    return all(answers)
+
+
+def _device_name(index: int) -> bytes:
+    """Return a name of fixed length that tells devices of a node apart, whatever each process numbers them."""
+    return hashlib.blake2b(str(torch.cuda.get_device_properties(index).uuid).encode(), digest_size=16).digest()
 
 
 def _forced_code() -> int:
@@ -157,7 +219,10 @@ def _forced() -> bool | None:
 def _told_of_device(device: torch.device) -> dict[str, str]:
     if device.type != "cuda":
         return _all("this rank has no CUDA device")
-    return _known_table(device) or _all("unknown")
+    table = _known_table(device, _is_cuda_first())
+    if _forced() is None and _node_sees_all is False:
+        return _all(_UNSEEN)
+    return table or _all("unknown")
 
 
 def _all(told: str) -> dict[str, str]:
@@ -168,25 +233,26 @@ def _working(table: Mapping[str, str]) -> frozenset[str]:
     return frozenset(operation for operation, told in table.items() if told.startswith(probe.WORKS))
 
 
-def _known_table(device: torch.device) -> dict[str, str] | None:
+def _known_table(device: torch.device, is_cuda_first: bool) -> dict[str, str] | None:
     forced = _forced()
     if forced is not None:
         return _all(f"{probe.WORKS}, says {_ENV_CUDA_AWARE}=1" if forced else f"switched off by {_ENV_CUDA_AWARE}=0")
     cuda_aware, source = _cuda_support()
     if device.type == "cuda" and cuda_aware is False:
         return _all(f"the library is not CUDA-aware ({source})")
-    name = _name(device)
+    name = _name(device), is_cuda_first
     if name not in _tables:  # each message asks
-        held = cache.load(_KIND, _key(device))
+        held = cache.load(_KIND, _key(device, is_cuda_first))
         _tables[name] = held if _is_table(held) else None
     return _tables[name]
 
 
-def _tried_table(device: torch.device) -> dict[str, str]:
-    table = _tables[_name(device)] = probe.try_operations(_name(device), library_name())
+def _tried_table(device: torch.device, is_cuda_first: bool) -> dict[str, str]:
+    table = probe.try_operations(_name(device), library_name(), cuda_first=is_cuda_first)
+    _tables[_name(device), is_cuda_first] = table
     # A job that could not be started says nothing about the library: the next one may be.
     if not any(told.startswith(probe.NOT_TRIED) for told in table.values()):
-        cache.store(_KIND, _key(device), table)
+        cache.store(_KIND, _key(device, is_cuda_first), table)
     return table
 
 
@@ -199,13 +265,14 @@ def _name(device: torch.device) -> str:
     return f"cuda:{torch.cuda.current_device()}" if str(device) == "cuda" else str(device)
 
 
-def _key(device: torch.device) -> dict[str, Any]:
+def _key(device: torch.device, is_cuda_first: bool) -> dict[str, Any]:
     is_cuda = device.type == "cuda"
     return {
         "library": library_name(),
         "thread_level": _thread_level(),
         "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
         "devices": torch.cuda.device_count() if is_cuda else 0,  # one: both ranks of the trial share it
+        "cuda_first": is_cuda_first,
         "driver": _driver_version(),
         "cuda": torch.version.cuda,
         "settings": launch.device_settings(os.environ),

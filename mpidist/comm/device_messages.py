@@ -12,53 +12,76 @@ import torch
 
 from mpidist.comm import buffer, capability
 from mpidist.comm.buffer import Order
-from mpidist.comm.stream import device_of
+from mpidist.comm.host_copies import HostCopies
+from mpidist.comm.stream import Device, as_current, device_at, device_of
 
 Tensor = torch.Tensor
 
 
-def to_send(tensor: Tensor) -> Tensor:
-    """Return memory that MPI may read: the tensor's own, or a copy that holds what it holds.
+def to_send(tensor: Tensor) -> tuple[Tensor, Device | None]:
+    """Return memory that MPI may read: the tensor's own, or a copy that holds what it holds; and its device, None for the host.
 
     Blocks: until the work that produces a tensor on a device has ended.
     """
     if buffer.is_direct(tensor):
-        return tensor
-    order = _entered(tensor)
-    if order is not None and _takes_messages(tensor):
-        order.begin()
-        return tensor
-    (host,), _ = buffer.HostCopies((tensor,), (), order).load()
-    return host
+        return tensor, None
+    device = device_of((tensor,))
+    with as_current(device):
+        order = _entered(device, tensor)
+        if order is not None and _takes_messages(tensor):
+            order.begin()
+            return tensor, device
+        (host,), _ = HostCopies((tensor,), (), order).load()
+    return host, None
 
 
-def to_receive(tensor: Tensor) -> tuple[Tensor, Callable[[], list[Any]]]:
-    """Return memory that MPI may write, and what to call when it has.
+def to_receive(tensor: Tensor) -> tuple[Tensor, Device | None, Callable[[], list[Any]]]:
+    """Return memory that MPI may write, its device (None for the host), and what to call when MPI has written it.
 
     That brings the message into the tensor, and returns the events behind which it is there.
 
     Blocks: until earlier work on a tensor on a device has ended.
     """
     if buffer.is_direct(tensor):
-        return tensor, list
-    order = _entered(tensor)
+        return tensor, None, list
+    device = device_of((tensor,))
+    with as_current(device):
+        return _to_receive(tensor, _entered(device, tensor))
+
+
+def space(nbytes: int, where: torch.device) -> tuple[Tensor, tuple[Tensor, Device | None, Callable[[], list[Any]]]]:
+    """Return new memory on a device for a message, and what ``to_receive`` returns for it.
+
+    It is made on a stream of our own, for which alone the host waits: the calling thread's current stream is the users' default
+    stream as a rule. So whoever uses the memory on another stream says so (``used_here``).
+    """
+    device = device_at(where)
+    assert device is not None
+    with device.as_current():
+        tensor = device.empty(nbytes, torch.uint8)
+        order = Order(device, (tensor,), device.down.record())
+        order.enter()
+        return tensor, _to_receive(tensor, order)
+
+
+def _to_receive(tensor: Tensor, order: Order | None) -> tuple[Tensor, Device | None, Callable[[], list[Any]]]:
     if order is not None and _takes_messages(tensor):
         order.begin()
-        return tensor, list
-    copies = buffer.HostCopies((), (tensor,), order)
+        return tensor, order.device, list
+    copies = HostCopies((), (tensor,), order)
     _, (host,) = copies.load()
 
     def arrive() -> list[Any]:
-        if order is not None:
-            order.enter()  # whoever waits for a message need not be who started it
-        copies.store()
-        return order.leave() if order is not None else []
+        with as_current(None if order is None else order.device):
+            if order is not None:
+                order.enter()  # whoever waits for a message need not be who started it
+            copies.store()
+            return order.leave() if order is not None else []
 
-    return host, arrive
+    return host, None, arrive
 
 
-def _entered(tensor: Tensor) -> Order | None:
-    device = device_of((tensor,))
+def _entered(device: Device | None, tensor: Tensor) -> Order | None:
     if device is None:
         return None
     order = Order(device, (tensor,))

@@ -15,6 +15,7 @@ import torch
 from mpidist.comm import agreement, autograd_mode, buffer, departures, faults, on_device, patience, runtime
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
+from mpidist.comm.host_copies import on_host
 from mpidist.comm.journal import Journal
 from mpidist.comm.matched import LengthError
 from mpidist.comm.progress import Progress, at_once, is_at_once
@@ -221,7 +222,7 @@ class Execution:
         events = [] if events is None else events
         if not all(buffer.is_direct(t) for t in inputs) or not all(buffer.is_direct(t) for t in outputs):
             device = device_of((*inputs, *outputs))
-            execute = buffer.on_host(execute) if device is None else on_device.placed(execute, device, inputs, outputs, events)
+            execute = on_host(execute) if device is None else on_device.placed(execute, device, inputs, outputs, events)
         call = (operation, execute, inputs, outputs, args, facts)
         if not async_op and self._progress.try_enter():
             try:

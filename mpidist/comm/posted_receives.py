@@ -18,6 +18,7 @@ from typing import Any
 
 from mpidist.comm import runtime
 from mpidist.comm.library import MPI
+from mpidist.comm.stream import Device, start_request
 from mpidist.errors import GroupError
 
 _SHORTEST_S, _LONGEST_S = 5e-4, 2e-3  # pauses of the thread between two looks; they grow while nothing is matched
@@ -40,11 +41,12 @@ class PostedReceive:
         received: Length of the message, once matched. A longer one is received elsewhere, and the memory left as it was.
     """
 
-    __slots__ = ("_queue", "_request", "_space", "error", "nbytes", "received", "sender", "source", "tag")
+    __slots__ = ("_device", "_queue", "_request", "_space", "error", "nbytes", "received", "sender", "source", "tag")
 
-    def __init__(self, queue: ReceiveQueue, space: tuple[Any, int, Any], source: int, tag: int) -> None:
+    def __init__(self, queue: ReceiveQueue, space: tuple[Any, int, Any], source: int, tag: int, device: Device | None) -> None:
         self._queue = queue
         self._space = space
+        self._device = device
         self._request: Any = None
         self.source = source
         self.tag = tag
@@ -82,7 +84,7 @@ class PostedReceive:
         self.sender, self.received = sender, received
         space = self._space if received <= self.nbytes else (bytearray(received), received, MPI.BYTE)
         try:
-            self._request = message.Irecv(space)
+            self._request = start_request(self._device, message.Irecv, space)
         except Exception as error:
             self.error = error
 
@@ -101,14 +103,17 @@ class ReceiveQueue:
         self._lock = threading.Lock()
         self._status = MPI.Status()  # of the thread that holds the lock
 
-    def post(self, space: tuple[Any, int, Any], source: int, tag: int, waits: bool) -> PostedReceive:
+    def post(
+        self, space: tuple[Any, int, Any], source: int, tag: int, waits: bool, device: Device | None = None
+    ) -> PostedReceive:
         """Post a receive.
 
         Args:
             space: Memory, its length in bytes, ``MPI.BYTE``.
             waits: The calling thread waits for it next, and so advances the queue by itself.
+            device: Of the memory; None for the host's.
         """
-        receive = PostedReceive(self, space, source, tag)
+        receive = PostedReceive(self, space, source, tag, device)
         with self._lock:
             self._posted.append(receive)
             self._patterns[source, tag] += 1

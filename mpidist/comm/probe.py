@@ -23,7 +23,7 @@ import torch
 
 from mpidist.comm import buffer, launch, nested, runtime
 from mpidist.comm.door import SerialComm
-from mpidist.comm.library import MPI
+from mpidist.comm.library import MPI, load
 from mpidist.errors import LaunchError
 
 WORKS = "works"
@@ -33,6 +33,7 @@ PROGRAM = (sys.executable, "-m", "mpidist.comm.probe")
 
 _NUMELS = (61, 1 << 18)  # of each rank's share: what travels at once, and 1 MiB that the receiver must ask for
 _SIGN = "mpidist-probe"
+MPI_FIRST = "--mpi-first"
 
 
 # --- the operations ---
@@ -179,6 +180,7 @@ def try_operations(
     operations: Sequence[str] = OPERATIONS,
     program: Sequence[str] = PROGRAM,
     silence_s: float = SILENCE_S,
+    cuda_first: bool = True,
 ) -> dict[str, str]:
     """Try operations on device memory in jobs of their own, on two ranks of this node.
 
@@ -190,6 +192,7 @@ def try_operations(
         operations: Of ``OPERATIONS``.
         program: Beginning of the ranks' command line.
         silence_s: Seconds without a word after which an operation hangs.
+        cuda_first: The ranks have a CUDA context when MPI starts, as those of the job that asks; else they start MPI first.
 
     Returns:
         For each operation ``WORKS`` or why it does not; the reason begins with ``NOT_TRIED`` where the job could not be started.
@@ -197,9 +200,10 @@ def try_operations(
     start = nested.launcher(library)
     if start is None:
         return dict.fromkeys(operations, f"{NOT_TRIED}no mpirun or mpiexec was found beside the MPI library or on the PATH")
+    flags = () if cuda_first else (MPI_FIRST,)
     told: dict[str, str] = {}
     while left := [operation for operation in operations if operation not in told]:
-        told |= _launch([*start, *program, "--device", device, *left], left, silence_s)
+        told |= _launch([*start, *program, *flags, "--device", device, *left], left, silence_s)
     return {operation: told[operation] for operation in operations}
 
 
@@ -233,6 +237,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Try the operations named on the command line, with a line before and after each."""
     parser = argparse.ArgumentParser(prog="python -m mpidist.comm.probe", description="try MPI operations on device memory")
     parser.add_argument("--device", default="cuda:0", help="cuda:N for rank 0, the next for rank 1; cpu for a dry run")
+    parser.add_argument(MPI_FIRST, action="store_true", help="start MPI before CUDA, as a job did whose answer this is to be")
     parser.add_argument("--limit", type=int, default=600, help="seconds after which the rank ends itself")
     parser.add_argument("operations", nargs="*", choices=[*OPERATIONS, []], default=OPERATIONS)
     options = parser.parse_args(args)
@@ -240,6 +245,8 @@ def main(args: Sequence[str] | None = None) -> None:
     signal.alarm(options.limit)  # ends a rank whose parent is gone, even inside MPI
     with contextlib.suppress(OSError):  # both ranks inherit the one core that the rank which started them is bound to
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    if options.mpi_first:
+        load(makes_context=False)
     device = _start_device(torch.device(options.device))
     world = runtime.world()
     if world.size < nested.RANKS:
@@ -259,7 +266,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _start_device(device: torch.device) -> torch.device:
-    # CUDA first: an MPI that starts after it finds the context that its transports need. Ranks seldom share a device.
+    # Ranks seldom share a device. MPI, if it has not started yet, finds the context that is made here.
     if device.type == "cuda":
         torch.cuda.init()
         rank = launch.from_environment(os.environ).local_rank or 0

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpidist.comm import door, launch
+from mpidist.comm import cuda_context, door, launch
 from mpidist.comm.library import MPI, is_started
 from mpidist.errors import CommTimeout, LaunchError, MpidistError
 
@@ -180,10 +180,15 @@ def _own_rank() -> int:
 
 
 def guard_thread(target: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the body of one of our threads: an exception that leaves it ends the job, with its traceback."""
+    """Wrap the body of one of our threads: an exception that leaves it ends the job, with its traceback.
+
+    The thread's current CUDA device is that of the thread which calls this.
+    """
+    bind = cuda_context.inherited()
 
     def body(*args: Any) -> None:
         try:
+            bind()
             target(*args)
         except BaseException as error:
             _end_job_for(type(error), error, f"in thread {threading.current_thread().name!r}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ def all_reduce(comm: Communicator, order: Order, flat: torch.Tensor, operation: 
 
 
 def through_host(
-    order: Order, flat: torch.Tensor, exchange: Callable[[torch.Tensor], None], reads: bool = True, writes: bool = True
+    order: Order, flat: torch.Tensor, exchange: Callable[[torch.Tensor], Any], reads: bool = True, writes: bool = True
 ) -> None:
     """Call ``exchange`` with a host copy of each chunk of a flat tensor on a device.
 

@@ -6,9 +6,10 @@ so that their order can be tested on a device of the tests that delays its work.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,14 @@ class Device(Protocol):
     @property
     def up(self) -> Any:
         """The stream for copies to the device."""
+
+    def as_current(self) -> Any:
+        """Return a context in which it is the calling thread's current device: every call of MPI on its memory is in one.
+
+        MPI works by CUDA's driver interface, in the context that is current in the calling thread; in another one Open MPI does
+        not notice that a message has ended (open-mpi/ompi#13836). What is queued on ``down`` and ``up`` is queued in it as well:
+        ``torch.cuda.stream`` sets the device from before at its end, which gives that one a context.
+        """
 
     def here(self) -> Event:
         """Return the place behind what the calling thread's current stream has been given so far."""
@@ -136,13 +145,26 @@ class CudaDevice:
             setattr(self._of_thread, name, held)
         return held
 
+    @contextlib.contextmanager
+    def as_current(self) -> Iterator[None]:
+        """See Device.as_current."""
+        with torch.cuda.device(self.device):
+            if not hasattr(self._of_thread, "is_bound"):
+                # A thread begins on device 0, and without a context until it calls the CUDA runtime, which torch need
+                # not do for the device that is current already.
+                self.down.record()
+                self._of_thread.is_bound = True
+            yield
+
     def here(self) -> CudaEvent:
         """See Device.here.
 
         Raises:
             RuntimeError: The stream is being captured into a CUDA graph, which MPI cannot be part of.
         """
-        if torch.cuda.is_current_stream_capturing():
+        with torch.cuda.device(self.device):  # or the current device would be asked, and be given a context to answer
+            is_capturing = torch.cuda.is_current_stream_capturing()
+        if is_capturing:
             raise RuntimeError("MPI cannot be captured into a CUDA graph; call the collective outside of torch.cuda.graph()")
         return CudaEvent(self.device, torch.cuda.current_stream(self.device).record_event())
 
@@ -205,6 +227,10 @@ class HostDevice:
     def __init__(self) -> None:
         self.down = self.up = HostStream()
 
+    def as_current(self) -> Any:
+        """See Device.as_current."""
+        return _NOTHING
+
     def here(self) -> HostEvent:
         """See Device.here."""
         return HostEvent()
@@ -217,6 +243,51 @@ class HostDevice:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     empty = staging
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def as_current(device: Device | None) -> Any:
+    """Return the context in which MPI is called on a device's memory; None stands for memory of the host."""
+    return _NOTHING if device is None else device.as_current()
+
+
+class DeviceRequest:
+    """A request of MPI on a device's memory, which any thread may complete.
+
+    Args:
+        device: Current in the calling thread during each call.
+    """
+
+    __slots__ = ("_device", "_request")
+
+    def __init__(self, request: Any, device: Device) -> None:
+        self._request = request
+        self._device = device
+
+    def Test(self, status: Any = None) -> bool:
+        """See MPI_Test."""
+        with self._device.as_current():
+            return bool(self._request.Test(status))
+
+    def Wait(self, status: Any = None) -> Any:
+        """See MPI_Wait."""
+        with self._device.as_current():
+            return self._request.Wait(status)
+
+    def Cancel(self) -> None:
+        """See MPI_Cancel."""
+        with self._device.as_current():
+            self._request.Cancel()
+
+
+def start_request(device: Device | None, start: Callable[..., Any], *args: Any) -> Any:
+    """Start a request of MPI on a device's memory, or the host's for None: ``start(*args)``."""
+    if device is None:
+        return start(*args)
+    with device.as_current():
+        return DeviceRequest(start(*args), device)
 
 
 def device_of(tensors: Iterable[Tensor]) -> Device | None:

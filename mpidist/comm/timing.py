@@ -59,12 +59,13 @@ def seconds(
 
 def _on_device(comm: Communicator, device: Device, where: torch.device, flat: torch.Tensor) -> dict[str, Callable[[], None]]:
     def run(all_reduce: Callable[..., None]) -> None:
-        order = Order(device, (flat,))
-        order.enter()
-        order.begin()
-        all_reduce(comm, order, flat, SUM)
-        for event in order.leave():
-            event.synchronize()
+        with device.as_current():
+            order = Order(device, (flat,))
+            order.enter()
+            order.begin()
+            all_reduce(comm, order, flat, SUM)
+            for event in order.leave():
+                event.synchronize()
 
     able = on_device.able_algorithms(comm, _DTYPE, SUM, where)
     return {name: partial(run, on_device.ALGORITHMS[name]) for name in able}

@@ -23,7 +23,7 @@ NAMES = {torch.float32: "float", torch.float16: "float16", torch.bfloat16: "bflo
 
 def has_kernels(tensor: torch.Tensor) -> bool:
     """Say whether a kernel can work on the tensor; else its torch twin does."""
-    return tensor.is_cuda and load.is_available()
+    return tensor.is_cuda and load.is_available(tensor.device.index)
 
 
 def chunk_numel(*dtypes: torch.dtype) -> int:

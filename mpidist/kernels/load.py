@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mpidist.errors import KernelError
 
@@ -37,19 +41,32 @@ def source(name: str) -> str:
     return path.read_text()
 
 
+@contextlib.contextmanager
+def current_device(index: int) -> Iterator[None]:
+    """Make a CUDA device current for torch and CuPy."""
+    import cupy
+
+    # torch's first: it sets the device from before only if that has a context. CuPy alone would set it, and so make one there.
+    with torch.cuda.device(index), cupy.cuda.Device(index):
+        yield
+
+
 @functools.cache
-def is_available() -> bool:
-    """Say whether kernels can be launched: CuPy is installed, sees a device, and can compile; if it cannot, warn once."""
+def is_available(device: int) -> bool:
+    """Say whether kernels can be launched: CuPy is installed, and can compile for a device; if it cannot, warn once.
+
+    Args:
+        device: The CUDA device's index; no context is made on another one.
+    """
     try:
         import cupy
-    except ImportError:
-        return False
-    try:
-        if not cupy.cuda.runtime.getDeviceCount():
-            return False
-        cupy.RawModule(code='extern "C" __global__ void nothing() {}').compile()
+
+        with current_device(device):
+            cupy.RawModule(code='extern "C" __global__ void nothing() {}').compile()
     except Exception as error:  # no driver, no compiler, no place for CuPy's cache: whatever it is, torch can do the work
-        warnings.warn(f"CuPy cannot compile, so torch's operations take the place of mpidist's kernels: {error}", stacklevel=2)
+        if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
+            return False
+        warnings.warn(f"CuPy cannot be used, so torch's operations take the place of mpidist's kernels: {error}", stacklevel=2)
         return False
     return True
 
@@ -76,7 +93,7 @@ def _module(file: str, device: int, defines: tuple[str, ...]) -> Any:
 
     options = ("--std=c++17", *(f"-D{define}" for define in defines))
     try:
-        with cupy.cuda.Device(device):
+        with current_device(device):
             module = cupy.RawModule(code=_text(file), options=options)
             module.compile()
     except cupy.cuda.compiler.CompileException as error:

@@ -3,12 +3,39 @@ reads old values. Its memory is the host's, so MPI can be given it."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+
+class WatchedComm:
+    """Stands for an MPI object, and notes for each call that may work on a device's memory whether the device was current."""
+
+    CALLS = frozenset({
+        "Isend", "Irecv", "Sendrecv", "Bcast", "Allgather", "Allgatherv", "Alltoall", "Alltoallv", "Allreduce", "Test", "Wait",
+        "Waitall", "Cancel",
+    })  # fmt: skip
+
+    def __init__(self, real: Any, device: LazyDevice, seen: list[tuple[str, bool]], watches_results: bool) -> None:
+        self._real, self._device, self._seen, self._watches_results = real, device, seen, watches_results
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._real, name)
+        if name not in self.CALLS and name != "Improbe":
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name in self.CALLS:
+                self._seen.append((name, self._device.is_current()))
+            made = value(*args, **kwargs)
+            is_object = made is not None and not isinstance(made, bool)
+            return WatchedComm(made, self._device, self._seen, True) if is_object and self._watches_results else made
+
+        return call
 
 
 class LazyEvent:
@@ -32,6 +59,8 @@ class LazyStream:
         device.streams.append(self)
 
     def do(self, function: Callable[[], Any]) -> None:
+        if self in self.device.own and not self.device.is_current():
+            self.device.strays.append(threading.current_thread().name)
         with self.device.lock:
             self.queue.append(function)
             self.device.drift()
@@ -67,13 +96,29 @@ class LazyDevice:
     def __init__(self, seed: int | None) -> None:
         self.lock = threading.RLock()
         self.streams: list[LazyStream] = []
+        self.strays: list[str] = []  # threads that queued work on our streams while another device was current
+        self.own: list[LazyStream] = []
         self.down, self.up = LazyStream(self), LazyStream(self)
         self._of_thread = threading.local()
         self._default = LazyStream(self)
+        self.own += [self.down, self.up]
         self._random = None if seed is None else random.Random(seed)
 
     def current(self) -> LazyStream:
         return getattr(self._of_thread, "stream", self._default)
+
+    @contextlib.contextmanager
+    def as_current(self) -> Iterator[None]:
+        before = self.is_current()
+        self._of_thread.is_current = True
+        try:
+            yield
+        finally:
+            self._of_thread.is_current = before
+
+    def is_current(self) -> bool:
+        """Say whether this is the calling thread's current device."""
+        return getattr(self._of_thread, "is_current", False)
 
     def here(self) -> LazyEvent:
         return self.current().record()

@@ -5,11 +5,12 @@ The CPU stands for a device here; the GPU test at the end does the same with a r
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mpidist.comm import capability, probe
+from mpidist.comm import capability, cuda_context, probe
 from mpidist.comm.capability import agreed_operations, capabilities, known_operations, takes_blocking_calls
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.door import SerialComm
@@ -37,6 +38,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MPIDIST_CACHE", str(tmp_path))
     monkeypatch.delenv("MPIDIST_CUDA_AWARE", raising=False)
     monkeypatch.setattr(capability, "_tables", {})
+    monkeypatch.setattr(capability, "_node_sees_all", None)
     return tmp_path
 
 
@@ -45,7 +47,7 @@ def launches(monkeypatch):
     """Count the jobs that this rank starts; each finds that all but one operation work."""
     started = []
 
-    def found(device, library):
+    def found(device, library, cuda_first):
         started.append(device)
         return {**dict.fromkeys(probe.OPERATIONS, "works"), "Alltoallv": "ended by signal 11 (SIGSEGV)"}
 
@@ -87,9 +89,9 @@ def test_a_library_that_says_no_is_not_tried(world, monkeypatch):
 def test_capabilities_launch_nothing(world, monkeypatch, launches):
     monkeypatch.setattr(capability.runtime, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(capability, "_cuda_support", lambda: (True, "it says so"))
-    monkeypatch.setattr(capability, "_key", lambda device: {"device": "pretended"})
+    monkeypatch.setattr(capability, "_key", lambda device, is_cuda_first: {"device": "pretended"})
     assert set(capabilities().operations.values()) == {"unknown"}
-    capability._tried_table(torch.device("cuda", 0))
+    capability._tried_table(torch.device("cuda", 0), False)
     assert capabilities().operations["Alltoallv"] == "ended by signal 11 (SIGSEGV)"
     assert len(launches) == 1
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
@@ -105,22 +107,34 @@ def test_capabilities_without_a_device(world, monkeypatch):
 @pytest.mark.mpi
 @pytest.mark.parametrize("text", ["", '{"format": 1, "key": {}, "value": {}}', None])
 def test_a_cache_that_is_broken_is_written_again(world, launches, folder, monkeypatch, text):
-    table = capability._tried_table(CPU)
+    table = capability._tried_table(CPU, False)
     (path,) = folder.iterdir()
     whole = path.read_text()
     path.write_text(whole.replace('"works"', "1") if text is None else text)
     monkeypatch.setattr(capability, "_tables", {})
     assert known_operations(CPU) is None
-    assert capability._tried_table(CPU) == table
+    assert capability._tried_table(CPU, False) == table
     assert path.read_text() == whole
 
 
 @pytest.mark.mpi
 def test_a_job_that_did_not_start_is_not_kept(world, folder, monkeypatch):
-    monkeypatch.setattr(probe, "try_operations", lambda *_: dict.fromkeys(probe.OPERATIONS, "not tried: no mpirun"))
-    capability._tried_table(CPU)
+    monkeypatch.setattr(probe, "try_operations", lambda *_, **__: dict.fromkeys(probe.OPERATIONS, "not tried: no mpirun"))
+    capability._tried_table(CPU, False)
     assert list(folder.iterdir()) == []
     assert known_operations(CPU) == frozenset()  # but this job does not try again
+
+
+@pytest.mark.mpi
+def test_what_was_found_with_cuda_first_is_not_for_a_job_that_started_mpi_first(world, launches, monkeypatch):
+    monkeypatch.setattr(cuda_context, "_is_first", True)
+    capability._tried_table(CPU, True)
+    assert known_operations(CPU) == EVERYTHING - {"Alltoallv"}
+    for is_first in (False, None):
+        monkeypatch.setattr(cuda_context, "_is_first", is_first)
+        monkeypatch.setattr(capability, "_tables", {})
+        assert capabilities().cuda_before_mpi is is_first
+        assert known_operations(CPU) is None
 
 
 # --- all ranks ---
@@ -138,6 +152,54 @@ def test_rank_0_tries_for_all_and_only_once(group, launches, monkeypatch, folder
 
 
 @pytest.mark.mpi
+def test_the_trial_starts_mpi_first_where_one_rank_has_done_so(group, monkeypatch):
+    states = []
+
+    def found(device, library, cuda_first):
+        states.append(cuda_first)
+        return dict.fromkeys(probe.OPERATIONS, "works")
+
+    monkeypatch.setattr(probe, "try_operations", found)
+    for last in (True, False):
+        monkeypatch.setattr(cuda_context, "_is_first", last if group.rank == group.size - 1 else True)
+        group._comm.device_operations.clear()
+        agreed_operations(group._comm, CPU)
+    agree(group, states == ([True, False] if group.rank == 0 else []), f"{states}")
+
+
+def pretend_devices(monkeypatch, visible):
+    """Pretend that this process sees these devices, by their names on the node."""
+    properties = [SimpleNamespace(uuid=name) for name in visible]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
+    monkeypatch.setattr(capability, "_key", lambda device, is_cuda_first: {"device": "pretended"})
+    monkeypatch.setattr(capability, "_cuda_support", lambda: (True, "it says so"))
+    monkeypatch.setattr(capability.runtime, "device", lambda: torch.device("cuda", 0))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_devices_that_ranks_of_a_node_do_not_see_are_not_given_to_mpi(group, launches, monkeypatch):
+    """``srun --gpus-per-task=1``: each rank's device is its device 0, and the trial's ranks would share one of them."""
+    where = torch.device("cuda", 0)
+    pretend_devices(monkeypatch, [f"GPU-{group.rank}"])
+    agree(group, agreed_operations(group._comm, where) == frozenset() and not launches, "tried, or used")
+    agree(group, not known_operations(where) and "--gpu-bind=none" in capabilities().operations["Bcast"], "messages")
+    forget(group._comm, monkeypatch)
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
+    agree(group, agreed_operations(group._comm, where) == known_operations(where) == EVERYTHING, "forced")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_device_of_all_ranks_is_tried(group, launches, monkeypatch):
+    where = torch.device("cuda", 0)
+    pretend_devices(monkeypatch, ["GPU-0"])
+    capability._tried_table(where, False)
+    agree(group, known_operations(where) is None, "a message goes by pointer before the ranks have compared their devices")
+    working = agreed_operations(group._comm, where)
+    agree(group, working == known_operations(where) == EVERYTHING - {"Alltoallv"}, f"{working}")
+
+
+@pytest.mark.mpi
 def test_without_a_cache_folder_it_is_tried_in_each_job(group, launches, monkeypatch, folder):
     (folder / "file").write_text("")
     monkeypatch.setenv("MPIDIST_CACHE", str(folder / "file"))
@@ -152,7 +214,7 @@ def test_a_job_inside_this_job_while_the_others_wait(group, monkeypatch):
     """The others wait in a broadcast: the nested job must neither join this one nor abort it."""
     real = probe.try_operations
     program = [sys.executable, "-c", _RANK]
-    monkeypatch.setattr(probe, "try_operations", lambda device, library: real(device, library, program=program, silence_s=40))
+    monkeypatch.setattr(probe, "try_operations", lambda *args, **_: real(*args, program=program, silence_s=40))
     operations = agreed_operations(group._comm, CPU)
     agree(group, operations == EVERYTHING, f"{capability._tables}")
 
@@ -172,14 +234,14 @@ def test_a_wrapper_that_never_blocks_gets_no_reductions(group, launches):
 @pytest.mark.mpi
 def test_a_collective_whose_twin_fails_is_not_for_a_wrapper(group, monkeypatch):
     told = {**dict.fromkeys(probe.OPERATIONS, "works"), "Ibcast": "hung"}
-    monkeypatch.setattr(probe, "try_operations", lambda *_: told)
+    monkeypatch.setattr(probe, "try_operations", lambda *_, **__: told)
     operations = agreed_operations(group._comm.patient(), CPU)
     agree(group, "Bcast" not in operations and "Allgather" in operations, f"{operations}")
 
 
 @pytest.mark.mpi
 def test_a_failure_of_rank_0_is_told_to_all(group, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError("no processes left")
 
     monkeypatch.setattr(probe, "try_operations", fail)

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from mpidist.comm import buffer
+from mpidist.comm import buffer, device_messages
+from mpidist.comm import mailbox as module
 from mpidist.comm.mailbox import LETTER_BYTES, Mailbox, envelope_bytes
+from tests.comm.lazy_device import LazyDevice
+from tests.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -80,6 +83,51 @@ def test_the_longest_letter_travels_and_a_longer_one_is_refused(group, mailbox):
     with pytest.raises(ValueError, match="at most"):
         mailbox.send(0, letter(bytes(LETTER_BYTES)))
     group.barrier()
+
+
+@pytest.mark.parametrize("aware", ["0", "1"])
+def test_a_part_for_a_device_waits_for_no_work_of_users(monkeypatch, group, mailbox, aware):
+    """Whoever polls has users' current stream: what was queued there must not delay the messages of all other calls."""
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", aware)
+    device = LazyDevice(None)
+    monkeypatch.setattr(device_messages, "device_at", lambda where: device)
+    monkeypatch.setattr(buffer, "is_direct", lambda tensor: False)
+    used = []
+    monkeypatch.setattr(module, "used_here", used.append)
+    if group.size > 1:
+        data = torch.arange(3000, dtype=torch.int16).view(torch.uint8)
+        monkeypatch.setattr(device_messages, "device_of", lambda tensors: None)
+        mailbox.send((group.rank + 1) % group.size, letter(b"x", 1), [data.numpy()], [0])
+        slow = []
+        device.current().do(lambda: slow.append("users' kernel"))
+        (arrival,) = receive(mailbox, 1)
+        agree(group, not slow, "the receiving thread waited for the user's stream")
+        arrival.bring()
+        device.current().record().synchronize()
+        agree(group, arrival.parts[0].tolist() == data.tolist(), "the part")
+        agree(group, not device.strays, "work is queued while another device is current")
+        agree(group, [id(part) for part in used] == [id(part) for part in arrival.parts], "its memory is let go too early")
+    group.barrier()
+
+
+def test_a_part_to_oneself_comes_behind_the_stream_that_copies_it(monkeypatch, group, mailbox):
+    device = LazyDevice(None)
+    monkeypatch.setattr(module, "device_at", lambda where: device)
+    copied = []
+
+    def to(tensor, where, copy):
+        device.current().do(lambda: copied.append(True))
+        return tensor.clone()
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(torch.Tensor, "to", to)
+        mailbox.send(group.rank, letter(b"x", 1), [torch.ones(4, dtype=torch.uint8)], [0])
+    arrival = mailbox.poll()
+    device.leave_default_stream()  # another thread's stream
+    arrival.bring()
+    assert not copied
+    device.current().record().synchronize()
+    assert copied
 
 
 def test_alone_needs_no_mpi():

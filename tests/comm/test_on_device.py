@@ -6,13 +6,28 @@ The device is a lazy one of the tests (any number of ranks, no GPU) or, under ``
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
 
-from mpidist.comm import AVG, MAX, PRODUCT, SUM, PremulSum, buffer, device_messages, execution, ring, shortcut, staging
+from mpidist.comm import (
+    AVG,
+    MAX,
+    PRODUCT,
+    SUM,
+    PremulSum,
+    buffer,
+    device_messages,
+    execution,
+    host_copies,
+    probe,
+    ring,
+    shortcut,
+    staging,
+)
 from mpidist.comm.stream import device_at
-from tests.comm.lazy_device import LazyDevice
+from tests.comm.lazy_device import LazyDevice, WatchedComm
 from tests.support import agree, reduced
 
 pytestmark = pytest.mark.mpi
@@ -88,7 +103,10 @@ def place(request, monkeypatch):
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", aware)
     monkeypatch.setattr(ring, "CHUNK_BYTES", 256)
     monkeypatch.setattr(staging, "CHUNK_BYTES", 192)
-    return Lazy(monkeypatch, seed) if kind == "lazy" else Cuda()
+    monkeypatch.setattr(host_copies, "PINNED_BYTES", 1500)
+    made = Lazy(monkeypatch, seed) if kind == "lazy" else Cuda()
+    yield made
+    assert kind == "cuda" or made.device.strays == []
 
 
 def contribution(rank, numel, dtype):
@@ -387,6 +405,86 @@ def test_legs_bring_every_shard_around():
                     assert route[-1].received == rank
                 for earlier, later in zip(route, route[-(-longest // chunk) :], strict=False):
                     assert later.sent == earlier.received
+
+
+def test_pinned_memory_is_bounded(monkeypatch, group):
+    """What is staged as a whole, and messages: torch would keep the pinned memory of each for ever."""
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "0")
+    monkeypatch.setattr(host_copies, "PINNED_BYTES", 1 << 12)
+    monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 10)
+    place = Lazy(monkeypatch, 5)
+    pinned, real = [], place.device.staging
+    monkeypatch.setattr(place.device, "staging", lambda numel, dtype: pinned.append(numel * dtype.itemsize) or real(numel, dtype))
+    mine = torch.arange(5000.0) + group.rank
+    left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+
+    outputs = [place.blank(mine) for _ in range(group.size)]
+    group.all_gather(outputs, place.produce(mine))
+    target = place.blank(mine)
+    receive = group.irecv(target, left)
+    group.isend(place.produce(mine), right).wait()
+    receive.wait()
+    strided = place.produce(torch.arange(15_000.0).view(3, 5000))
+    group.reduce(strided.t(), 0)
+
+    got = place.consume(lambda: [target.clone(), strided.clone(), *(output.clone() for output in outputs)])
+    ok = torch.equal(got[0], torch.arange(5000.0) + left)
+    ok &= torch.equal(got[1], torch.arange(15_000.0).view(3, 5000) * (group.size if group.rank == 0 else 1))
+    ok &= all(torch.equal(values, torch.arange(5000.0) + rank) for rank, values in enumerate(got[2:]))
+    agree(group, ok, f"{got}")
+    agree(group, pinned and max(pinned) <= 1 << 12, f"{pinned}")
+
+
+def watched(monkeypatch, group, device, watches_results):
+    """Have the group's calls of MPI noted, each with whether the device was current in the thread that called."""
+    seen = []
+    watch = WatchedComm(group._mpi, device, seen, watches_results)
+    for owner, name in [(group, "_mpi"), (group._comm, "mpi"), (group._comm, "plain"), (group._receives, "_mpi")]:
+        monkeypatch.setattr(owner, name, watch)
+    return seen
+
+
+def test_mpi_works_on_device_memory_with_that_device_current(monkeypatch, group):
+    """In the caller's thread, and in the group's: MPI works in the CUDA context of the thread that calls it."""
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
+    place = Lazy(monkeypatch, None)
+    group._comm.device_operations["cpu"] = frozenset(probe.OPERATIONS)
+    with pytest.MonkeyPatch.context() as patches:
+        seen = watched(patches, group, place.device, watches_results=False)
+        for async_op in (False, True):
+            works = [
+                group.all_reduce(place.produce(torch.ones(5)), async_op=async_op),
+                group.all_reduce(place.produce(torch.ones(100_000)), async_op=async_op),
+                group.broadcast(place.produce(torch.ones(5)), 0, async_op=async_op),
+                group.all_gather_into_tensor(place.blank(torch.ones(5 * group.size)), place.produce(torch.ones(5)), async_op),
+            ]
+            for work in works:
+                if work is not None:
+                    work.wait()
+    agree(group, all(is_current for _, is_current in seen) and (group.size == 1 or seen), f"{seen}")
+    agree(group, not place.device.is_current(), "the device stays current")
+
+
+@pytest.mark.parametrize("by", ["the owner", "another thread"])
+def test_messages_of_device_memory_are_tested_with_that_device_current(monkeypatch, group, by):
+    """In whichever thread matches a receive or tests a request: the owner's, or that of posted receives."""
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
+    place = Lazy(monkeypatch, None)
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    target = place.blank(torch.ones(300))
+    with pytest.MonkeyPatch.context() as patches:
+        seen = watched(patches, group, place.device, watches_results=True)
+        receive = group.irecv(target, left)
+        send = group.isend(place.produce(torch.full((300,), 3.0)), right)
+        if by == "another thread":
+            queue, deadline = group._receives, time.monotonic() + 30
+            while not queue.is_empty() and time.monotonic() < deadline:
+                time.sleep(1e-3)
+        send.wait()
+        receive.wait()
+    agree(group, {"Isend", "Irecv", "Test"} <= {name for name, _ in seen}, f"{seen}")
+    agree(group, all(is_current for _, is_current in seen), f"{seen}")
+    agree(group, bool((place.consume(target.clone) == 3).all()), "the message")
 
 
 def test_a_device_has_a_name(place):

@@ -47,6 +47,30 @@ def test_every_operation_works_on_the_host():
     assert told == dict.fromkeys(probe.OPERATIONS, "works")
 
 
+@pytest.mark.parametrize("cuda_first", [True, False])
+def test_the_ranks_start_cuda_and_mpi_in_the_order_of_the_job_that_asks(monkeypatch, cuda_first):
+    order = []
+
+    def run(command, hear, silence_s):
+        arguments = command[command.index("mpidist.comm.probe") + 1 :]
+        with pytest.raises(InterruptedError):
+            probe.main(arguments)
+        return ""
+
+    def world():
+        order.append("mpi")
+        raise InterruptedError
+
+    monkeypatch.setattr(nested, "run", run)
+    for name in ("setrlimit", "alarm", "sched_setaffinity"):
+        monkeypatch.setattr({"setrlimit": probe.resource, "alarm": probe.signal}.get(name, os), name, lambda *_: None)
+    monkeypatch.setattr(probe, "load", lambda makes_context: order.append(f"mpi, makes a context: {makes_context}"))
+    monkeypatch.setattr(probe, "_start_device", lambda device: order.append("cuda"))
+    monkeypatch.setattr(probe.runtime, "world", world)
+    probe.try_operations("cuda:0", library(), _TRIED, cuda_first=cuda_first)
+    assert order == (["cuda", "mpi"] if cuda_first else ["mpi, makes a context: False", "cuda", "mpi"])
+
+
 def test_a_crash_marks_its_operation_alone():
     assert tried("os.kill(os.getpid(), signal.SIGSEGV)") == expected("ended by signal 11 (SIGSEGV)")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpidist import cache, tune
-from mpidist.comm import runtime, tuning
+from mpidist.comm import library, runtime, tuning
 from mpidist.comm.tuning import ALGORITHMS, LIBRARY, RING, STAGED, UNMEASURED, Table, table_of
 from tests.support import agree
 
@@ -85,6 +85,16 @@ def test_between_nodes_the_library_takes_part_as_it_will(world, monkeypatch, tmp
     agree(world, group.size == 1 or {LIBRARY, RING, STAGED} <= set(measured), str(lines))
     agree(world, table.source == "a test" and (group.rank > 0 or "not kept" in lines[-1]), str(lines))
     group.close()
+
+
+@pytest.mark.parametrize(("where", "makes"), [("cuda", True), ("host", False), ("cpu", False)])
+def test_mpi_is_started_as_the_jobs_start_it_that_use_the_table(monkeypatch, where, makes):
+    def load(makes_context):
+        raise InterruptedError(f"context: {makes_context}")
+
+    monkeypatch.setattr(library, "load", load)
+    with pytest.raises(InterruptedError, match=f"context: {makes}"):
+        tune.main(["--device", where])
 
 
 @pytest.mark.mpi

@@ -27,7 +27,7 @@ def use_cuda_text_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def device(request, monkeypatch) -> torch.device:
     """Return where to put tensors; the functions then take this parameter's way."""
     if request.param == "cuda":
-        assert load.is_available(), "CuPy is missing"
+        assert load.is_available(0), "CuPy is missing"
         return torch.device("cuda", 0)
     if request.param == "text":
         use_cuda_text_on_the_cpu(monkeypatch)

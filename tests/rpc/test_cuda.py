@@ -24,6 +24,7 @@ def slow_double(x):
 
 @pytest.fixture
 def on_gpu(group):
+    group.all_reduce(torch.ones(1, device="cuda"))  # before it, messages go over the host where ranks share devices
     options = rpc.RpcBackendOptions(device_maps={f"worker{rank}": {0: 0} for rank in range(group.size)})
     rpc.init_rpc(f"worker{group.rank}", group=group, rpc_backend_options=options)
     yield f"worker{(group.rank + 1) % group.size}"
