@@ -78,7 +78,7 @@ def launch(
     if torch.cuda.current_device() == device.index:
         queued()
     else:
-        with torch.cuda.device(device):
+        with load.current_device(device.index):
             queued()
 
 
