@@ -95,24 +95,25 @@ def in_place_of_cuda() -> Iterator[Counter[str]]:
     cupy = SimpleNamespace(
         cuda=SimpleNamespace(Device=lambda index: _Stream(), ExternalStream=lambda handle, device: _Stream()),
     )
-    patches: list[Any] = [
-        mock.patch.object(torch.Tensor, "is_cuda", property(lambda tensor: tensor.dtype is torch.float32), create=True),
-        mock.patch.object(torch.Tensor, "is_cpu", property(lambda tensor: tensor.dtype is not torch.float32), create=True),
-        mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None, create=True),
-        mock.patch.object(torch.cuda, "Stream", _Stream),
-        mock.patch.object(torch.cuda, "stream", lambda stream: stream),
-        mock.patch.object(torch.cuda, "current_stream", _current),
-        mock.patch.object(torch.cuda, "set_stream", _set_current),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-        mock.patch.object(execution, "device_at", lambda device: None if device is None else fake),
-        mock.patch.object(stream, "_cuda_device", lambda device: fake),
-        mock.patch.object(layout, "share", lambda group, nbytes: None),
-        mock.patch.object(load, "function", lambda *args: kernel),
-        mock.patch.object(powersgd, "is_finite", lambda flat: True),
-        mock.patch.dict(sys.modules, {"cupy": cupy}),
+    replaced: list[tuple[Any, str, Any]] = [
+        (torch.Tensor, "is_cuda", property(lambda tensor: tensor.dtype is torch.float32)),
+        (torch.Tensor, "is_cpu", property(lambda tensor: tensor.dtype is not torch.float32)),
+        (torch.Tensor, "record_stream", lambda tensor, stream: None),
+        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "stream", lambda stream: stream),
+        (torch.cuda, "current_stream", _current),
+        (torch.cuda, "set_stream", _set_current),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (execution, "device_at", lambda device: None if device is None else fake),
+        (stream, "_cuda_device", lambda device: fake),
+        (layout, "share", lambda group, nbytes: None),
+        (load, "function", lambda *args: kernel),
+        (powersgd, "is_finite", lambda flat: True),
+        *((user, "has_kernels", lambda tensor: True) for user in (accumulate, pack, powersgd, module)),
+        *((user, "stream_of", lambda device: _current().cuda_stream) for user in (launch, pack)),
     ]
-    patches += [mock.patch.object(user, "has_kernels", lambda tensor: True) for user in (accumulate, pack, powersgd, module)]
-    patches += [mock.patch.object(user, "stream_of", lambda device: _current().cuda_stream) for user in (launch, pack)]
+    patches = [mock.patch.dict(sys.modules, {"cupy": cupy})]
+    patches += [mock.patch.object(*one, create=True) for one in replaced]
     for patch in patches:
         patch.start()
     try:
