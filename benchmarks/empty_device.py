@@ -102,6 +102,7 @@ def in_place_of_cuda() -> Iterator[Counter[str]]:
         (torch.cuda, "Stream", _Stream),
         (torch.cuda, "stream", lambda stream: stream),
         (torch.cuda, "current_stream", _current),
+        (torch._C, "_cuda_getCurrentRawStream", lambda device: _current().cuda_stream),
         (torch.cuda, "set_stream", _set_current),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (execution, "device_at", lambda device: None if device is None else fake),

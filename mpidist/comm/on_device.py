@@ -27,14 +27,30 @@ Execute = Callable[..., None]
 Way = Callable[..., bool]  # does what an executor does, or says that it cannot and leaves everything as it was
 
 
-def placed(execute: Execute, device: Device, inputs: Tensors, outputs: Tensors, events: list[Any]) -> Execute:
+def placed(
+    execute: Execute,
+    device: Device,
+    inputs: Tensors,
+    outputs: Tensors,
+    args: tuple[Any, ...],
+    events: list[Any],
+    size: int,
+    async_op: bool,
+) -> Execute:
     """Return an executor that does what ``execute`` does, for tensors on a device.
 
     Called by the thread that issues the operation.
 
     Args:
+        args: What ``execute`` gets besides the tensors.
         events: Receives the events behind which the results are there.
+        size: W.
+        async_op: Whoever waits may do so on another stream than the current one.
     """
+    if size == 1 and _changes_nothing(execute, outputs, args):
+        if async_op:
+            events.append(device.here())
+        return _nothing
     order = Order(device, (*inputs, *outputs))
     way = _WAYS.get(execute)
     staged = buffer.on_host(execute, order)
@@ -50,6 +66,17 @@ def placed(execute: Execute, device: Device, inputs: Tensors, outputs: Tensors, 
         events.extend(order.leave())
 
     return run
+
+
+def _changes_nothing(execute: Execute, outputs: Tensors, args: tuple[Any, ...]) -> bool:
+    """Say whether an operation of one rank leaves its tensors as they are."""
+    if execute in (reductions.all_reduce, reductions.all_reduce_flat, reductions.reduce):
+        return all(arithmetic.reduction(tensor.dtype, args[0]).factor is None for tensor in outputs)
+    return execute is movement.broadcast
+
+
+def _nothing(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any) -> None:
+    return None
 
 
 # --- reductions ---

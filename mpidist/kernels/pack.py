@@ -86,7 +86,7 @@ def table(parts: Sequence[Tensor], chunk: int) -> np.ndarray:
     """
     numels = np.fromiter(map(Tensor.numel, parts), np.int64, len(parts))
     addresses = np.fromiter(map(Tensor.data_ptr, parts), np.int64, len(parts))
-    first, owners = blocks_of(-(-numels // chunk))
+    first, owners = blocks_of((-(-numels // chunk)).tolist())
     within = (np.arange(len(owners)) - first[owners]) * chunk
     starts = np.cumsum(numels) - numels
     rows = np.empty((len(owners), 3), np.int64)

@@ -54,10 +54,10 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Te
 def _after_start(state: PowerSGDState, bucket: GradBucket, compress: Callable[..., Callable[[], Any]]) -> Future[Tensor]:
     group = native_group(state.process_group)
     step = state.count_step(bucket)
-    if step < state.start_powerSGD_iter or bucket.buffer().is_complex():
+    if step < state.start_powerSGD_iter or bucket.buffer().dtype.is_complex:
         return average(group, bucket.buffer(), bucket.node_tensor())
     # What comes before the first stage's collective happens here, beside the group's thread; the stages are one operation of it.
-    return stages_of(group, bucket.buffer(), compress(state, bucket, group, step))
+    return stages_of(group, bucket.buffer(), compress(state, bucket, group, step), waits_for_device=True)
 
 
 def _compress(state: PowerSGDState, bucket: GradBucket, group: Any, step: int) -> Callable[[], Any]:
@@ -72,8 +72,10 @@ def _compress(state: PowerSGDState, bucket: GradBucket, group: Any, step: int) -
 def _begun(state: PowerSGDState, factors: Factors, group: Any, step: int) -> Callable[[], bool]:
     """Do what comes before the first collective; return what begins with it, and says whether the step was finite."""
     matrices, epsilon = factors.bucket, state.orthogonalization_epsilon
+    last = state.q_memory_dict if state.warm_start else {}
     for name, x in zip(factors.names, matrices.matrices, strict=True):
-        state.start_q(name, x.q, step)
+        if last.get(name) is not x.q:
+            state.start_q(name, x.q, step)
     powersgd.orthogonalize_q(matrices, epsilon)
     powersgd.project(matrices)
 
@@ -101,8 +103,7 @@ def _begun(state: PowerSGDState, factors: Factors, group: Any, step: int) -> Cal
 def _factors_of(state: PowerSGDState, bucket: GradBucket) -> Factors | None:
     """Return the bucket's matrices and factors, those of the last step if nothing has changed; None if all is sent whole."""
     options = (state.matrix_approximation_rank, state.min_compression_rate, state.use_error_feedback)
-    layout = tuple((tuple(p.shape), p.stride()) for p in bucket.parameters())
-    what = (bucket.buffer().data_ptr(), bucket.buffer().dtype, bucket.names(), layout, options)
+    what = (bucket.buffer().data_ptr(), bucket.buffer().dtype, bucket.names(), bucket.forms(), options)
     factors = state.kept(bucket.index(), what, lambda: _placed(state, bucket))
     if factors is not None and any(state.error_dict.get(name) is not error for name, error in factors.errors.items()):
         state.forget(bucket.index())  # the errors were loaded since
