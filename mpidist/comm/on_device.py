@@ -106,7 +106,8 @@ def _reduce_scatter_tensor(comm: Communicator, order: Order, inputs: Tensors, ou
     targets = [_dense(order, target, filled=False) for target in outputs]
     sources = separated([_dense(order, source, filled=True) for source in inputs], targets, copy=partial(_copied, order))
     for source, flat, target in zip(sources, targets, outputs, strict=True):
-        ring.reduce_scatter(comm, order, source, flat, operation)
+        chunk_bytes = tuning.agreed_table(comm, flat.device).chunk_bytes(source.nbytes)
+        ring.reduce_scatter(comm, order, source, flat, operation, chunk_bytes)
         _write_back(order, target, flat)
     return True
 
@@ -114,16 +115,19 @@ def _reduce_scatter_tensor(comm: Communicator, order: Order, inputs: Tensors, ou
 def algorithm(
     comm: Communicator, dtype: torch.dtype, nbytes: int, operation: Operation, device: torch.device, name: str | None = None
 ) -> Callable[..., None]:
-    """Return the all-reduce that the tuning table names for this size, among those that can do it.
+    """Return the all-reduce that the tuning table names for this size, among those that can do it; a ring with its chunks.
 
     Collective: over ``comm``, the first time for a device.
 
     Args:
         name: Take this one, if it can; else the table's choice.
     """
-    able = able_algorithms(comm, dtype, operation, device)
+    able, table = able_algorithms(comm, dtype, operation, device), tuning.agreed_table(comm, device)
     if name is None or name not in able:
-        name = tuning.agreed_table(comm, device).choose(nbytes, able)
+        name = table.choose(nbytes, able)
+    chunk_bytes = table.chunk_bytes(nbytes)
+    if name == tuning.RING and chunk_bytes is not None:
+        return partial(ring.all_reduce, chunk_bytes=chunk_bytes)
     return ALGORITHMS[name]
 
 
