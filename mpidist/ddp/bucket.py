@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from operator import attrgetter, is_not, ne
 
 import torch
@@ -54,6 +55,7 @@ class Bucket:
             self.views.append(_view(self.flat[start : start + parameter.numel()], parameter))
             start += parameter.numel()
         self.forms = tuple((tuple(view.shape), view.stride()) for view in self.views)
+        self._strides = [strides for _, strides in self.forms]
 
     def adopt(self) -> None:
         """Make the gradients that exist views of the bucket, with their values."""
@@ -93,7 +95,7 @@ class Bucket:
             parameters.append(parameter)
         if missing:
             torch._foreach_zero_(missing)
-        copy_together(views, gradients, self.flat, is_pack=True)
+        self._copy_together(views, gradients, is_pack=True)
         if as_views:
             for view, parameter in zip(views, parameters, strict=True):
                 parameter.grad = view
@@ -134,7 +136,29 @@ class Bucket:
             else:
                 targets.append(_plain(gradient))
                 sources.append(view)
-        copy_together(sources, targets, self.flat, is_pack=False)
+        self._copy_together(sources, targets, is_pack=False)
+
+    def _copy_together(self, views: Sequence[Tensor], tensors: Sequence[Tensor], is_pack: bool) -> None:
+        """Copy tensors into their views, or back; one launch if they are all of the bucket and laid out as the views are."""
+        if not views:
+            return
+        is_lazy = any(map(Tensor.is_neg, tensors)) or (self.flat.dtype.is_complex and any(map(Tensor.is_conj, tensors)))
+        if len(views) == len(self.views) and not is_lazy and self._are_alike(tensors):
+            pack(tensors, self.flat) if is_pack else unpack(self.flat, tensors)
+        elif is_pack:
+            torch._foreach_copy_(list(views), list(tensors))
+        elif is_lazy:
+            # Autograd leaves such gradients for complex parameters, and torch writes no list that holds one.
+            for tensor, view in zip(tensors, views, strict=True):
+                tensor.copy_(view)
+        else:
+            torch._foreach_copy_(list(tensors), list(views))
+
+    def _are_alike(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether tensors, one for each view, are laid out as the views are, and of their dtype."""
+        if any(map(ne, map(Tensor.stride, tensors), self._strides)):
+            return False
+        return not any(map(is_not, map(_dtype_of, tensors), repeat(self.flat.dtype)))
 
 
 def take(parameter: Tensor, view: Tensor, as_view: bool) -> bool:
@@ -148,34 +172,6 @@ def take(parameter: Tensor, view: Tensor, as_view: bool) -> bool:
     if as_view:
         parameter.grad = view
     return True
-
-
-def copy_together(views: Sequence[Tensor], tensors: Sequence[Tensor], flat: Tensor, is_pack: bool) -> None:
-    """Copy tensors into views of ``flat``, or back; one launch if they are all of it and laid out as the views are."""
-    if not views:
-        return
-    is_all = sum(map(Tensor.numel, views)) == flat.numel()
-    if is_all and _are_alike(views, tensors) and not _any_lazy(tensors):
-        pack(tensors, flat) if is_pack else unpack(flat, tensors)
-    elif is_pack:
-        torch._foreach_copy_(list(views), list(tensors))
-    elif _any_lazy(tensors):
-        # Autograd leaves such gradients for complex parameters, and torch writes no list that holds one.
-        for tensor, view in zip(tensors, views, strict=True):
-            tensor.copy_(view)
-    else:
-        torch._foreach_copy_(list(tensors), list(views))
-
-
-def _are_alike(views: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    if any(map(ne, map(Tensor.stride, views), map(Tensor.stride, tensors))):
-        return False
-    return not any(map(is_not, map(_dtype_of, views), map(_dtype_of, tensors)))
-
-
-def _any_lazy(tensors: Sequence[Tensor]) -> bool:
-    """Say whether any is conjugated or negated when it is read."""
-    return any(map(Tensor.is_neg, tensors)) or (tensors[0].dtype.is_complex and any(map(Tensor.is_conj, tensors)))
 
 
 def _plain(gradient: Tensor) -> Tensor:
