@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ Tensor = torch.Tensor
 Tensors = Sequence[torch.Tensor]
 Execute = Callable[..., None]
 Way = Callable[..., bool]  # does what an executor does, or says that it cannot and leaves everything as it was
+
+_CHOSEN = "device all-reduces"  # the name of what a communicator keeps
+_REMEMBERED = 256  # kinds of tensors
 
 
 def placed(
@@ -85,7 +89,7 @@ def _nothing(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any) 
 def _all_reduce(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, operation: Operation) -> bool:
     for tensor in outputs:
         flat = _dense(order, tensor, filled=True)
-        algorithm(comm, tensor.dtype, tensor.nbytes, operation, tensor.device)(comm, order, flat, operation)
+        _chosen(comm, flat, operation)(comm, order, flat, operation)
         _write_back(order, tensor, flat)
     return True
 
@@ -94,7 +98,7 @@ def _all_reduce_flat(comm: Communicator, order: Order, inputs: Tensors, outputs:
     if len(outputs) == 1:
         return _all_reduce(comm, order, inputs, outputs, operation)
     parts, flat = _together(order, outputs, filled=True)
-    algorithm(comm, flat.dtype, flat.nbytes, operation, flat.device)(comm, order, flat, operation)
+    _chosen(comm, flat, operation)(comm, order, flat, operation)
     _apart(order, flat, parts, outputs)
     return True
 
@@ -110,6 +114,19 @@ def _reduce_scatter_tensor(comm: Communicator, order: Order, inputs: Tensors, ou
         ring.reduce_scatter(comm, order, source, flat, operation, chunk_bytes)
         _write_back(order, target, flat)
     return True
+
+
+def _chosen(comm: Communicator, flat: Tensor, operation: Operation) -> Callable[..., None]:
+    """Return the ``algorithm`` for a tensor: the last one for its kind, as long as table and operations are the same objects."""
+    kind, device = (flat.dtype, flat.nbytes, operation, flat.device, type(comm.mpi)), flat.device
+    held: dict[Any, tuple[Any, Any, Callable[..., None]]] = comm.kept.setdefault(_CHOSEN, {})
+    table, able, found = held.get(kind, (None, None, None))
+    if found is None or table is not comm.tuning_tables.get(device.type) or able is not comm.device_operations.get(device.type):
+        found = algorithm(comm, flat.dtype, flat.nbytes, operation, device)
+        if len(held) >= _REMEMBERED:
+            held.clear()
+        held[kind] = (comm.tuning_tables.get(device.type), comm.device_operations.get(device.type), found)
+    return found
 
 
 def algorithm(

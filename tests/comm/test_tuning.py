@@ -113,6 +113,23 @@ def test_the_tables_chunks_travel(group, monkeypatch):
 
 
 @pytest.mark.mpi
+def test_a_choice_is_made_once_for_a_table(group, monkeypatch):
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
+    made = []
+    choose = Table.choose
+    monkeypatch.setattr(Table, "choose", lambda *args: (made.append(args[1]), choose(*args))[1])
+    order = Order(HostDevice(), ())
+    for _ in range(2):
+        # Another table, as after a measurement, is another choice.
+        group._comm.tuning_tables["cpu"] = Table(((1, (RING, STAGED, LIBRARY)),), "a test")
+        for numel in (3, 3, 4, 3):
+            flat = torch.ones(numel)
+            on_device._all_reduce(group._comm, order, (flat,), (flat,), SUM)
+            agree(group, bool((flat == group.size).all()))
+    agree(group, made == [12, 16] * 2, str(made))
+
+
+@pytest.mark.mpi
 def test_the_command_measures_and_keeps(world, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     folder = world.all_gather_object(str(tmp_path))[0]
