@@ -16,8 +16,11 @@ import pstats
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import environment
+import report
 import torch
 from empty_device import in_place_of_cuda
 from gradient_lists import LISTS, Shape
@@ -119,12 +122,14 @@ def measure(name: str, hook: str, kind: str, rounds: int, counts: Counter[str]) 
         "tensors": len(shapes),
         "us": (ours_us - bare_us) / buckets,
         "cpu_us": (ours_cpu_us - bare_cpu_us) / buckets,
-        **{what: count / buckets for what, count in sorted(counts.items())},
+        "counts": {what: count / buckets for what, count in sorted(counts.items())},
     }
 
 
 def main() -> None:
     """Measure and print. Collective: over all ranks of the job."""
+    from mpi4py import MPI
+
     options = _arguments()
     os.environ.setdefault("MPIDIST_CUDA_AWARE", "1")  # the device's memory is the host's
     torch.set_num_threads(1)
@@ -133,18 +138,22 @@ def main() -> None:
         if options.profile:
             _profile(options, group)
             return
+        rows = []
         for name in options.networks:
             for hook in options.hooks:
                 for kind in options.gradients:
-                    row = measure(name, hook, kind, options.rounds, counts)
+                    rows.append(measure(name, hook, kind, options.rounds, counts))
                     if group.rank == 0:
-                        print(_line(row), flush=True)
+                        print(_line(rows[-1]), flush=True)
+    about = environment.describe(MPI.COMM_WORLD)
+    if group.rank == 0:
+        path = options.output / f"host-time-{environment.library_name(about)}-{about['ranks']}.json"
+        report.write_json({"benchmark": "host-time", "environment": about, "rounds": options.rounds, "results": rows}, path)
     group.close()
 
 
 def _line(row: dict[str, Any]) -> str:
-    known = ("network", "hook", "gradients", "buckets", "tensors", "us", "cpu_us")
-    counts = ", ".join(f"{row[what]:.3g} {what}" for what in row if what not in known)
+    counts = ", ".join(f"{count:.3g} {what}" for what, count in row["counts"].items())
     head = f"{row['network']:<10} {row['hook']:<8} {row['gradients']:<11} {row['buckets']:>3} buckets of {row['tensors']} tensors"
     return f"{head}  {row['us']:7.1f} us a bucket  {row['cpu_us']:7.1f} us of the processors  ({counts})"
 
@@ -173,6 +182,7 @@ def _arguments() -> argparse.Namespace:
     kinds = ["views kept", "views", "copied back"]
     parser.add_argument("--gradients", nargs="+", default=kinds, choices=kinds)
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
     parser.add_argument("--profile", action="store_true", help="show where both threads' time goes, for the first choices")
     return parser.parse_args()
 
