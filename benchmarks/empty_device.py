@@ -19,6 +19,7 @@ import torch
 
 from mpidist.comm import execution, stream
 from mpidist.ddp import layout, module
+from mpidist.ddp.hooks import powersgd as hooks
 from mpidist.kernels import accumulate, launch, load, pack, powersgd
 
 _of_thread = threading.local()
@@ -109,7 +110,7 @@ def in_place_of_cuda() -> Iterator[Counter[str]]:
         (stream, "_cuda_device", lambda device: fake),
         (layout, "share", lambda group, nbytes: None),
         (load, "function", lambda *args: kernel),
-        (powersgd, "is_finite", lambda flat: True),
+        (hooks, "_largest", lambda flat: flat.new_zeros(())),
         *((user, "has_kernels", lambda tensor: True) for user in (accumulate, pack, powersgd, module)),
         *((user, "stream_of", lambda device: _current().cuda_stream) for user in (launch, pack)),
     ]

@@ -13,7 +13,8 @@ collectives; complex buckets are sent whole.
 
 A gradient that is not finite (an overflow under AMP) makes the averaged P, or Q, not finite, on all ranks alike. Then the
 gradients of that bucket become NaN on all ranks, which a GradScaler sees, and its errors are what they were before the step.
-Other buckets of the step, which were finite, have ended it.
+Other buckets of the step, which were finite, have ended it. On CUDA the host asks for both at once, behind Q: between the stages
+the device would stand idle for as long as the answer takes.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def _compress(state: PowerSGDState, bucket: GradBucket, group: Any, step: int) -
 def _begun(state: PowerSGDState, factors: Factors, group: Any, step: int) -> Callable[[], bool]:
     """Do what comes before the first collective; return what begins with it, and says whether the step was finite."""
     matrices, epsilon = factors.bucket, state.orthogonalization_epsilon
+    asks_once = matrices.on_device is not None
     last = state.q_memory_dict if state.warm_start else {}
     for name, x in zip(factors.names, matrices.matrices, strict=True):
         if last.get(name) is not x.q:
@@ -82,14 +84,24 @@ def _begun(state: PowerSGDState, factors: Factors, group: Any, step: int) -> Cal
     def stages() -> bool:
         group.all_reduce(factors.flat_p, AVG)
         # All ranks hold the same sums, so all give up the same steps, without a message.
-        if not powersgd.is_finite(factors.flat_p):
+        largest_p = last_q = None
+        if asks_once:
+            largest_p, last_q = _largest(factors.flat_p), factors.flat_q.clone()
+        elif not powersgd.is_finite(factors.flat_p):
             powersgd.give_up(matrices)
             return False
         powersgd.orthogonalize_p(matrices, epsilon)
         powersgd.backproject(matrices)
         group.all_reduce(factors.flat_q, AVG)
-        if not powersgd.is_finite(factors.flat_q):
-            state.forget_q(factors.names)
+        if largest_p is None:
+            is_finite = powersgd.is_finite(factors.flat_q)
+        else:
+            is_finite = all(map(math.isfinite, torch.stack((largest_p, _largest(factors.flat_q))).tolist()))
+        if not is_finite:
+            if last_q is None:
+                state.forget_q(factors.names)
+            else:
+                factors.flat_q.copy_(last_q)
             powersgd.give_up(matrices)
             return False
         powersgd.reconstruct(matrices)
@@ -98,6 +110,11 @@ def _begun(state: PowerSGDState, factors: Factors, group: Any, step: int) -> Cal
         return True
 
     return stages
+
+
+def _largest(flat: Tensor) -> Tensor:
+    """Return the largest magnitude on the flat tensor's device, NaN if there is one: finite if all elements are."""
+    return torch.linalg.vector_norm(flat, math.inf)
 
 
 def _factors_of(state: PowerSGDState, bucket: GradBucket) -> Factors | None:
