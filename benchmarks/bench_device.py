@@ -74,8 +74,9 @@ class Place:
 def all_reduce(place: Place, numel: int) -> list[Contender]:
     """Return the algorithms that can be had, on one tensor."""
     tensor = torch.zeros(numel, device=place.device)
+    kind = (tensor.dtype, tensor.nbytes, SUM, place.device)
     able = on_device.able_algorithms(place.comm, tensor.dtype, SUM, place.device)
-    calls = {name: partial(_reduced, place, on_device.ALGORITHMS[name], tensor) for name in able}
+    calls = {name: partial(_reduced, place, on_device.algorithm(place.comm, *kind, name), tensor) for name in able}
     return [Contender(name, (call,), (tensor,)) for name, call in calls.items()]
 
 

@@ -1,14 +1,13 @@
 // Many tensors into one flat buffer, and back, in one launch: value * scale, rounded once to the target's type.
 //
-// The tensors are told by a table: for each its address, its place in the flat buffer, its elements, and its first chunk. One block
-// copies one chunk; `owners` names the tensor that a chunk belongs to.
+// A table describes the chunks, one for each block: the address of its elements in a tensor, its place in the flat buffer, their
+// number. One load brings a block to its first element.
 #include "common.cuh"
 
 struct Part {
     void* data;
     long long start;
-    long long numel;
-    long long first_chunk;
+    long long count;
 };
 
 // One value from here to there.
@@ -24,25 +23,25 @@ struct AsItIs {
 };
 
 template <bool IS_PACK, class Tensor, class Flat, class F>
-__device__ __forceinline__ void copy(const Part* parts, const int* owners, Flat* flat, F f) {
-    constexpr int chunk = chunk_numel<Tensor, Flat>();
-    const Part part = parts[owners[blockIdx.x]];
-    const long long offset = (blockIdx.x - part.first_chunk) * chunk;
-    const int count = part.numel - offset < chunk ? (int)(part.numel - offset) : chunk;
-    Tensor* tensor = (Tensor*)part.data + offset;
-    flat += part.start + offset;
-    if constexpr (IS_PACK) transform<false>(tensor, flat, count, f);
-    else transform<false>(flat, tensor, count, f);
+__device__ __forceinline__ void copy(const Part* parts, Flat* flat, F f) {
+    const Part part = parts[blockIdx.x];
+    Tensor* tensor = (Tensor*)part.data;
+#ifndef MPIDIST_HOST
+    __builtin_assume(__isGlobal(tensor));  // else each access asks which memory the address is of
+#endif
+    flat += part.start;
+    if constexpr (IS_PACK) transform<false>(tensor, flat, (int)part.count, f);
+    else transform<false>(flat, tensor, (int)part.count, f);
 }
 
 #define PACK(Tensor, Flat)                                                                                                    \
-    extern "C" __global__ void pack_##Tensor##_##Flat(const Part* parts, const int* owners, Flat* flat,                       \
+    extern "C" __global__ void pack_##Tensor##_##Flat(const Part* parts, Flat* flat,                                          \
                                                       typename Compute<Flat>::type scale) {                                   \
-        copy<true, Tensor>(parts, owners, flat, Scaled<typename Compute<Flat>::type>{scale});                                 \
+        copy<true, Tensor>(parts, flat, Scaled<typename Compute<Flat>::type>{scale});                                         \
     }                                                                                                                         \
-    extern "C" __global__ void unpack_##Tensor##_##Flat(const Part* parts, const int* owners, Flat* flat,                     \
+    extern "C" __global__ void unpack_##Tensor##_##Flat(const Part* parts, Flat* flat,                                        \
                                                         typename Compute<Flat>::type scale) {                                 \
-        copy<false, Tensor>(parts, owners, flat, Scaled<typename Compute<Flat>::type>{scale});                                \
+        copy<false, Tensor>(parts, flat, Scaled<typename Compute<Flat>::type>{scale});                                        \
     }
 
 PACK(float, float)
@@ -59,9 +58,9 @@ PACK(double, double)
 // Any other type moves as bytes; there is nothing to scale.
 struct byte { unsigned char bits; };
 
-extern "C" __global__ void pack_byte_byte(const Part* parts, const int* owners, byte* flat, float) {
-    copy<true, byte>(parts, owners, flat, AsItIs{});
+extern "C" __global__ void pack_byte_byte(const Part* parts, byte* flat, float) {
+    copy<true, byte>(parts, flat, AsItIs{});
 }
-extern "C" __global__ void unpack_byte_byte(const Part* parts, const int* owners, byte* flat, float) {
-    copy<false, byte>(parts, owners, flat, AsItIs{});
+extern "C" __global__ void unpack_byte_byte(const Part* parts, byte* flat, float) {
+    copy<false, byte>(parts, flat, AsItIs{});
 }

@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table = group.tune(where, options.sizes, options.rounds, f"measured {date.today()}", told)
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    for nbytes, ranking in table.rows:
-        told(f"{nbytes:>11} B: {', '.join(ranking)}")
+    for line in table.lines():
+        told(line)
     return 0
 
 

@@ -145,6 +145,23 @@ def test_kernels_are_compared_and_recorded(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_hosts_part_of_a_rank_by_itself(tmp_path):
+    """Without a network: no event where nothing is sent, one launch of ours more for gradients that are no views yet."""
+    program, networks = str(BENCHMARKS / "bench_host_time.py"), ["--networks", "ResNet-50"]
+    done = started([sys.executable, program, *networks, "--rounds", "1", "--output", str(tmp_path)], timeout_s=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = record_of(tmp_path, "host-time-*-1.json", has_picture=False)["results"]
+    counts = {(result["hook"], result["gradients"]): result["counts"] for result in results}
+    assert counts["average", "views kept"] == {}
+    assert counts["average", "views"] == {"kernels": 1} and counts["average", "copied back"] == {"kernels": 2}
+    # Its stages run on the group's thread: behind what the backward pass has queued, and before what reads the gradients.
+    thread = {"events": 3, "waits of a stream": 3}
+    assert counts["powerSGD", "views kept"] == {"kernels": 5, **thread}
+    assert counts["powerSGD", "views"] == {"kernels": 6, **thread}
+    assert counts["powerSGD", "copied back"] == {"kernels": 7, **thread}
+
+
+@pytest.mark.slow
 def test_ways_from_device_memory_are_compared_and_recorded(of_two_ranks):
     record = record_of(of_two_ranks[0], "device-*-2-cpu.json")
     contenders = {result["operation"]: list(result["contenders"]) for result in record["results"]}

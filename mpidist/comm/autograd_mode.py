@@ -23,7 +23,11 @@ def writing(*groups: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
     if torch.is_inference_mode_enabled():
         return _UNCHANGED
     is_recorded = False
+    seen: Sequence[torch.Tensor] | None = None
     for tensors in groups:
+        if tensors is seen:  # reduced in place
+            continue
+        seen = tensors
         for tensor in tensors:
             if tensor.is_inference():
                 return torch.inference_mode()

@@ -222,7 +222,10 @@ class Execution:
         events = [] if events is None else events
         if not all(buffer.is_direct(t) for t in inputs) or not all(buffer.is_direct(t) for t in outputs):
             device = device_of((*inputs, *outputs))
-            execute = on_host(execute) if device is None else on_device.placed(execute, device, inputs, outputs, events)
+            if device is None:
+                execute = on_host(execute)
+            else:
+                execute = on_device.placed(execute, device, inputs, outputs, args, events, self.size, async_op)
         call = (operation, execute, inputs, outputs, args, facts)
         if not async_op and self._progress.try_enter():
             try:

@@ -27,15 +27,34 @@ Tensors = Sequence[torch.Tensor]
 Execute = Callable[..., None]
 Way = Callable[..., bool]  # does what an executor does, or says that it cannot and leaves everything as it was
 
+_CHOSEN = "device all-reduces"  # the name of what a communicator keeps
+_REMEMBERED = 256  # kinds of tensors
 
-def placed(execute: Execute, device: Device, inputs: Tensors, outputs: Tensors, events: list[Any]) -> Execute:
+
+def placed(
+    execute: Execute,
+    device: Device,
+    inputs: Tensors,
+    outputs: Tensors,
+    args: tuple[Any, ...],
+    events: list[Any],
+    size: int,
+    async_op: bool,
+) -> Execute:
     """Return an executor that does what ``execute`` does, for tensors on a device.
 
     Called by the thread that issues the operation.
 
     Args:
+        args: What ``execute`` gets besides the tensors.
         events: Receives the events behind which the results are there.
+        size: W.
+        async_op: Whoever waits may do so on another stream than the current one.
     """
+    if size == 1 and _changes_nothing(execute, outputs, args):
+        if async_op:
+            events.append(device.here())
+        return _nothing
     order = Order(device, (*inputs, *outputs))
     way = _WAYS.get(execute)
     staged = on_host(execute, order)
@@ -54,13 +73,24 @@ def placed(execute: Execute, device: Device, inputs: Tensors, outputs: Tensors, 
     return run
 
 
+def _changes_nothing(execute: Execute, outputs: Tensors, args: tuple[Any, ...]) -> bool:
+    """Say whether an operation of one rank leaves its tensors as they are."""
+    if execute in (reductions.all_reduce, reductions.all_reduce_flat, reductions.reduce):
+        return all(arithmetic.reduction(tensor.dtype, args[0]).factor is None for tensor in outputs)
+    return execute is movement.broadcast
+
+
+def _nothing(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any) -> None:
+    return None
+
+
 # --- reductions ---
 
 
 def _all_reduce(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, operation: Operation) -> bool:
     for tensor in outputs:
         flat = _dense(order, tensor, filled=True)
-        algorithm(comm, tensor.dtype, tensor.nbytes, operation, tensor.device)(comm, order, flat, operation)
+        _chosen(comm, flat, operation)(comm, order, flat, operation)
         _write_back(order, tensor, flat)
     return True
 
@@ -69,7 +99,7 @@ def _all_reduce_flat(comm: Communicator, order: Order, inputs: Tensors, outputs:
     if len(outputs) == 1:
         return _all_reduce(comm, order, inputs, outputs, operation)
     parts, flat = _together(order, outputs, filled=True)
-    algorithm(comm, flat.dtype, flat.nbytes, operation, flat.device)(comm, order, flat, operation)
+    _chosen(comm, flat, operation)(comm, order, flat, operation)
     _apart(order, flat, parts, outputs)
     return True
 
@@ -81,24 +111,41 @@ def _reduce_scatter_tensor(comm: Communicator, order: Order, inputs: Tensors, ou
     targets = [_dense(order, target, filled=False) for target in outputs]
     sources = separated([_dense(order, source, filled=True) for source in inputs], targets, copy=partial(_copied, order))
     for source, flat, target in zip(sources, targets, outputs, strict=True):
-        ring.reduce_scatter(comm, order, source, flat, operation)
+        chunk_bytes = tuning.agreed_table(comm, flat.device).chunk_bytes(source.nbytes)
+        ring.reduce_scatter(comm, order, source, flat, operation, chunk_bytes)
         _write_back(order, target, flat)
     return True
+
+
+def _chosen(comm: Communicator, flat: Tensor, operation: Operation) -> Callable[..., None]:
+    """Return the ``algorithm`` for a tensor: the last one for its kind, as long as table and operations are the same objects."""
+    kind, device = (flat.dtype, flat.nbytes, operation, flat.device, type(comm.mpi)), flat.device
+    held: dict[Any, tuple[Any, Any, Callable[..., None]]] = comm.kept.setdefault(_CHOSEN, {})
+    table, able, found = held.get(kind, (None, None, None))
+    if found is None or table is not comm.tuning_tables.get(device.type) or able is not comm.device_operations.get(device.type):
+        found = algorithm(comm, flat.dtype, flat.nbytes, operation, device)
+        if len(held) >= _REMEMBERED:
+            held.clear()
+        held[kind] = (comm.tuning_tables.get(device.type), comm.device_operations.get(device.type), found)
+    return found
 
 
 def algorithm(
     comm: Communicator, dtype: torch.dtype, nbytes: int, operation: Operation, device: torch.device, name: str | None = None
 ) -> Callable[..., None]:
-    """Return the all-reduce that the tuning table names for this size, among those that can do it.
+    """Return the all-reduce that the tuning table names for this size, among those that can do it; a ring with its chunks.
 
     Collective: over ``comm``, the first time for a device.
 
     Args:
         name: Take this one, if it can; else the table's choice.
     """
-    able = able_algorithms(comm, dtype, operation, device)
+    able, table = able_algorithms(comm, dtype, operation, device), tuning.agreed_table(comm, device)
     if name is None or name not in able:
-        name = tuning.agreed_table(comm, device).choose(nbytes, able)
+        name = table.choose(nbytes, able)
+    chunk_bytes = table.chunk_bytes(nbytes)
+    if name == tuning.RING and chunk_bytes is not None:
+        return partial(ring.all_reduce, chunk_bytes=chunk_bytes)
     return ALGORITHMS[name]
 
 

@@ -28,7 +28,7 @@ from mpidist.kernels.launch import NAMES
 
 Tensor = torch.Tensor
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 4 << 20  # where the tuning table has none: a guess, between the host's time for a chunk and too little overlap
 _TAG = 6  # of the library's own; those below are others'
 
 
@@ -68,10 +68,13 @@ def applies(dtype: torch.dtype, plan: Reduction) -> bool:
     return plan.wide is None or dtype in arithmetic.HALVES
 
 
-def all_reduce(comm: Communicator, order: Order, flat: Tensor, operation: Operation) -> None:
+def all_reduce(comm: Communicator, order: Order, flat: Tensor, operation: Operation, chunk_bytes: int | None = None) -> None:
     """Reduce a flat tensor of N elements over all ranks, in place.
 
     Collective: over the group. Blocks: until MPI has returned; the last copy may be under way on ``order.device.down``.
+
+    Args:
+        chunk_bytes: Of what travels at once, the same on all ranks; ``CHUNK_BYTES`` if None.
     """
     plan = arithmetic.reduction(flat.dtype, operation)
     if comm.size == 1:
@@ -79,19 +82,25 @@ def all_reduce(comm: Communicator, order: Order, flat: Tensor, operation: Operat
         return
     if extremes.applies(flat.dtype, plan):
         ints = _integers(order, flat, plan)
-        all_reduce(comm, order, ints, operation)
+        all_reduce(comm, order, ints, operation, chunk_bytes)
         order.device.down.do(partial(extremes.decode, ints, flat))
         return
     bounds = shard_bounds(flat.numel(), comm.size)
     shards = [flat[bounds[i] : bounds[i + 1]] for i in range(comm.size)]
-    _reduce_scatter(comm, order, shards, shards[comm.rank], operation)
-    _all_gather(comm, shards)
+    chunk_bytes = chunk_bytes or CHUNK_BYTES
+    _reduce_scatter(comm, order, shards, shards[comm.rank], operation, chunk_bytes)
+    _all_gather(comm, shards, chunk_bytes)
 
 
-def reduce_scatter(comm: Communicator, order: Order, source: Tensor, target: Tensor, operation: Operation) -> None:
+def reduce_scatter(
+    comm: Communicator, order: Order, source: Tensor, target: Tensor, operation: Operation, chunk_bytes: int | None = None
+) -> None:
     """Reduce a flat tensor of W·N elements and keep the rank's own N in ``target``; the source stays as it is.
 
     Collective: over the group.
+
+    Args:
+        chunk_bytes: As for ``all_reduce``.
     """
     plan = arithmetic.reduction(target.dtype, operation)
     if comm.size == 1:
@@ -100,18 +109,20 @@ def reduce_scatter(comm: Communicator, order: Order, source: Tensor, target: Ten
     if extremes.applies(target.dtype, plan):
         ints = _integers(order, source, plan)
         own = order.device.empty(target.numel(), ints.dtype)
-        reduce_scatter(comm, order, ints, own, operation)
+        reduce_scatter(comm, order, ints, own, operation, chunk_bytes)
         order.device.down.do(partial(extremes.decode, own, target))
         return
-    _reduce_scatter(comm, order, list(source.view(comm.size, -1)), target, operation)
+    _reduce_scatter(comm, order, list(source.view(comm.size, -1)), target, operation, chunk_bytes or CHUNK_BYTES)
 
 
-def _reduce_scatter(comm: Communicator, order: Order, shards: list[Tensor], target: Tensor, operation: Operation) -> None:
+def _reduce_scatter(
+    comm: Communicator, order: Order, shards: list[Tensor], target: Tensor, operation: Operation, chunk_bytes: int
+) -> None:
     plan = arithmetic.reduction(target.dtype, operation)
     device, rank, size = order.device, comm.rank, comm.size
     travels_as = _travels_as(target.dtype, plan, size)
     longest = max(shard.numel() for shard in shards)
-    chunk = max(CHUNK_BYTES // travels_as.itemsize, 1)
+    chunk = max(chunk_bytes // travels_as.itemsize, 1)
     route = legs(size, longest, chunk, first_sent=(rank - 1) % size)
     in_step = -(-longest // chunk)
     # What a step receives, the next one sends: two buffers take turns.
@@ -139,10 +150,10 @@ def _reduce_scatter(comm: Communicator, order: Order, shards: list[Tensor], targ
     order.begin()  # the buffers are not used by MPI or the device any more
 
 
-def _all_gather(comm: Communicator, shards: list[Tensor]) -> None:
+def _all_gather(comm: Communicator, shards: list[Tensor], chunk_bytes: int) -> None:
     rank, size = comm.rank, comm.size
     longest = max(shard.numel() for shard in shards)
-    chunk = max(CHUNK_BYTES // shards[0].element_size(), 1)
+    chunk = max(chunk_bytes // shards[0].element_size(), 1)
     route = legs(size, longest, chunk, first_sent=rank)
     in_step = -(-longest // chunk)
     messages = _Messages(comm)

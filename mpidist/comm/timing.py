@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpidist.comm import arithmetic, hierarchical, on_device, reductions, tuning
+from mpidist.comm import arithmetic, hierarchical, on_device, reductions, ring, tuning
 from mpidist.comm.arithmetic import SUM
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
@@ -31,7 +31,7 @@ def seconds(
     rounds: int,
     told: Callable[[str], Any] = lambda line: None,
 ) -> dict[int, dict[str, float]]:
-    """Time each algorithm that can, at each size; return the medians of what the slowest rank took.
+    """Time each algorithm that can, at each size, the ring with several chunks; return the medians of the slowest rank.
 
     Collective: over ``comm``, with the same arguments on all ranks.
 
@@ -67,8 +67,14 @@ def _on_device(comm: Communicator, device: Device, where: torch.device, flat: to
             for event in order.leave():
                 event.synchronize()
 
-    able = on_device.able_algorithms(comm, _DTYPE, SUM, where)
-    return {name: partial(run, on_device.ALGORITHMS[name]) for name in able}
+    calls: dict[str, Callable[[], None]] = {}
+    for name in on_device.able_algorithms(comm, _DTYPE, SUM, where):
+        if name == tuning.RING:
+            rings = tuning.rings_for(flat.nbytes, comm.size)
+            calls |= {label: partial(run, partial(ring.all_reduce, chunk_bytes=chunk)) for label, chunk in rings.items()}
+        else:
+            calls[name] = partial(run, on_device.ALGORITHMS[name])
+    return calls
 
 
 def _on_host(comm: Communicator, flat: torch.Tensor) -> dict[str, Callable[[], None]]:

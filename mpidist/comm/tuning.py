@@ -1,4 +1,4 @@
-"""Tuning tables: the fastest all-reduce at each size, measured and kept in the user's cache folder.
+"""Tuning tables: the fastest all-reduce at each size and the ring's fastest chunk, measured and kept in the user's cache folder.
 
 One table is for device memory, one for host memory between nodes that have several ranks each.
 
@@ -23,6 +23,10 @@ ALGORITHMS = (LIBRARY, RING, STAGED)  # of device memory
 HOST_ALGORITHMS = (LIBRARY, LEVELS)
 HOST = "host"  # the name of host memory in the place of a device's
 
+# The chunks that are measured, by what a measurement calls a ring of them. Short ones overlap addition and transfer, each takes
+# some 45 us of the host.
+RINGS = {f"{RING} ({mib} MiB)": mib << 20 for mib in (1, 4, 16)}
+
 _KIND = "all-reduce"
 
 
@@ -33,10 +37,12 @@ class Table:
     Attributes:
         rows: (bytes, algorithms from the fastest on), by ascending bytes.
         source: Who says so.
+        chunks: For each row the bytes of the ring's chunks, None where they were not measured; empty if nowhere.
     """
 
     rows: tuple[tuple[int, tuple[str, ...]], ...]
     source: str
+    chunks: tuple[int | None, ...] = ()
 
     def choose(self, nbytes: int, able: Sequence[str]) -> str:
         """Return the first algorithm of those ``able`` in the row whose size is nearest, as a ratio.
@@ -44,11 +50,28 @@ class Table:
         Raises:
             ValueError: None is.
         """
-        _, ranking = min(self.rows, key=lambda row: max(row[0], nbytes, 1) / max(min(row[0], nbytes), 1))
+        _, ranking = self.rows[self._nearest(nbytes)]
         for name in ranking:
             if name in able:
                 return name
         raise ValueError(f"the tuning table ranks {ranking}; able are {list(able)}")
+
+    def chunk_bytes(self, nbytes: int) -> int | None:
+        """Return the bytes of the ring's chunks for a tensor of this size; None for the ring's own choice."""
+        return self.chunks[self._nearest(nbytes)] if self.chunks else None
+
+    def lines(self) -> list[str]:
+        """Return a line of text for each row."""
+        chunks = self.chunks or (None,) * len(self.rows)
+        names: dict[int | None, str] = {chunk: name for name, chunk in RINGS.items()}
+        return [
+            f"{nbytes:>11} B: {', '.join(names.get(chunk, name) if name == RING else name for name in ranking)}"
+            for (nbytes, ranking), chunk in zip(self.rows, chunks, strict=True)
+        ]
+
+    def _nearest(self, nbytes: int) -> int:
+        ratios = [max(size, nbytes, 1) / max(min(size, nbytes), 1) for size, _ in self.rows]
+        return ratios.index(min(ratios))
 
 
 # The library starts soonest; around the ring transfer and addition overlap; through the host is what always works.
@@ -63,14 +86,31 @@ def table_of(seconds: Mapping[int, Mapping[str, float]], source: str, algorithms
     """Return the table for measured times.
 
     Args:
-        seconds: For each size in bytes, what each algorithm took; those that cannot are missing, and come last.
+        seconds: For each size in bytes, what each algorithm took, the ring with each of its chunks (``RINGS``); those that cannot
+            are missing, and come last.
         algorithms: All there are.
     """
-    rows = []
-    for nbytes, times in sorted(seconds.items()):
+    rows, chunks = [], []
+    for nbytes, measured in sorted(seconds.items()):
+        times = {name: measured[name] for name in algorithms if name in measured}
+        ring = min(RINGS.keys() & measured, key=lambda name: (measured[name], RINGS[name]), default=None)
+        if ring is not None:
+            times[RING] = measured[ring]
         missing = [name for name in algorithms if name not in times]
         rows.append((nbytes, (*sorted(times, key=times.__getitem__), *missing)))
-    return Table(tuple(rows), source)
+        chunks.append(None if ring is None else RINGS[ring])
+    return Table(tuple(rows), source, tuple(chunks) if any(chunks) else ())
+
+
+def rings_for(nbytes: int, size: int) -> dict[str, int]:
+    """Return those of ``RINGS`` that differ for a tensor of this size: past a whole shard all chunks are one.
+
+    Args:
+        size: W.
+    """
+    shard_bytes = -(-nbytes // size)
+    shorter = {name: chunk for name, chunk in RINGS.items() if chunk < shard_bytes}
+    return dict(list(RINGS.items())[: len(shorter) + 1])  # and the first that is not shorter
 
 
 def key(comm: Communicator, device: torch.device | None) -> dict[str, Any]:
@@ -113,7 +153,8 @@ def _kind(device: torch.device | None) -> str:
 
 
 def _as_plain(table: Table) -> dict[str, Any]:
-    return {"rows": [[nbytes, list(ranking)] for nbytes, ranking in table.rows], "source": table.source}
+    rows = [[nbytes, list(ranking)] for nbytes, ranking in table.rows]
+    return {"rows": rows, "source": table.source, "chunks": list(table.chunks)}
 
 
 def _from_plain(held: Any, kind: str) -> Table:
@@ -122,7 +163,14 @@ def _from_plain(held: Any, kind: str) -> Table:
     try:
         rows = tuple((int(nbytes), tuple(ranking)) for nbytes, ranking in held["rows"])
         if rows and all(sorted(ranking) == sorted(algorithms) for _, ranking in rows):
-            return Table(rows, str(held["source"]))
+            return Table(rows, str(held["source"]), _chunks(held.get("chunks", ()), len(rows)))
     except (TypeError, ValueError, LookupError):
         pass
     return unmeasured
+
+
+def _chunks(held: Any, count: int) -> tuple[int | None, ...]:
+    """Return the chunks of a kept table; none if it is of a version that measured none."""
+    chunks = tuple(None if chunk is None else int(chunk) for chunk in held)
+    are_possible = len(chunks) == count and all(chunk is None or chunk > 0 for chunk in chunks)
+    return chunks if are_possible else ()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, is_not, ne
 
 import torch
 
@@ -11,6 +13,8 @@ from mpidist.comm.stream import used_here
 from mpidist.kernels.pack import pack, unpack
 
 Tensor = torch.Tensor
+
+_dtype_of = attrgetter("dtype")
 
 
 class Bucket:
@@ -23,6 +27,7 @@ class Bucket:
         flat: N elements, the gradients one behind the other.
         node_tensor: ``flat`` of all ranks, where they share a node's memory; else None.
         views: For each parameter its part of ``flat``, in the parameter's shape and, where that is dense, its strides.
+        forms: For each view its shape and strides, which stay as they are.
         layout: The layout of its gradients. One of another layout counts as none: the reducer has refused it.
     """
 
@@ -49,38 +54,52 @@ class Bucket:
         for parameter in self.parameters:
             self.views.append(_view(self.flat[start : start + parameter.numel()], parameter))
             start += parameter.numel()
+        self.forms = tuple((tuple(view.shape), view.stride()) for view in self.views)
+        self._strides = [strides for _, strides in self.forms]
 
     def adopt(self) -> None:
         """Make the gradients that exist views of the bucket, with their values."""
         for view, parameter in zip(self.views, self.parameters, strict=True):
             take(parameter, view, as_view=True)
 
-    def collect(self, as_views: bool) -> None:
-        """Bring the gradients into the bucket, those that are not there already; zeros for a parameter without."""
+    def collect(self, as_views: bool) -> list[tuple[str, torch.layout]]:
+        """Bring the gradients into the bucket, those that are not there already; zeros for a parameter without.
+
+        Returns:
+            Name and layout of each gradient that has another layout; it counts as none.
+        """
         if self.flat.is_cuda:
-            self._collect_together(as_views)
-            return
-        for view, parameter in zip(self.views, self.parameters, strict=True):
+            return self._collect_together(as_views)
+        refused = []
+        for name, view, parameter in zip(self.names, self.views, self.parameters, strict=True):
             if not take(parameter, view, as_views):
                 view.zero_()
+                if parameter.grad is not None:
+                    refused.append((name, parameter.grad.layout))
+        return refused
 
-    def _collect_together(self, as_views: bool) -> None:
+    def _collect_together(self, as_views: bool) -> list[tuple[str, torch.layout]]:
         """Do the same in as few launches as possible: one, if every gradient is there and in its parameter's layout."""
-        views, gradients, missing = [], [], []
-        for view, parameter in zip(self.views, self.parameters, strict=True):
+        views, gradients, parameters, missing, refused = [], [], [], [], []
+        for name, view, parameter in zip(self.names, self.views, self.parameters, strict=True):
             gradient = parameter.grad
+            if gradient is view:
+                continue
             if gradient is None or gradient.layout is not torch.strided:
                 missing.append(view)
-            elif gradient is not view:
-                views.append(view)
-                gradients.append(gradient.detach())
+                if gradient is not None:
+                    refused.append((name, gradient.layout))
+                continue
+            views.append(view)
+            gradients.append(_plain(gradient))
+            parameters.append(parameter)
         if missing:
             torch._foreach_zero_(missing)
-        copy_together(views, gradients, self.flat, is_pack=True)
+        self._copy_together(views, gradients, is_pack=True)
         if as_views:
-            for view, parameter in zip(self.views, self.parameters, strict=True):
-                if parameter.grad is not None:
-                    parameter.grad = view
+            for view, parameter in zip(views, parameters, strict=True):
+                parameter.grad = view
+        return refused
 
     def clear(self) -> None:
         """Fill it with zeros."""
@@ -115,9 +134,31 @@ class Bucket:
             elif gradient is None:
                 parameter.grad = view.clone()
             else:
-                targets.append(gradient.detach())
+                targets.append(_plain(gradient))
                 sources.append(view)
-        copy_together(sources, targets, self.flat, is_pack=False)
+        self._copy_together(sources, targets, is_pack=False)
+
+    def _copy_together(self, views: Sequence[Tensor], tensors: Sequence[Tensor], is_pack: bool) -> None:
+        """Copy tensors into their views, or back; one launch if they are all of the bucket and laid out as the views are."""
+        if not views:
+            return
+        is_lazy = any(map(Tensor.is_neg, tensors)) or (self.flat.dtype.is_complex and any(map(Tensor.is_conj, tensors)))
+        if len(views) == len(self.views) and not is_lazy and self._are_alike(tensors):
+            pack(tensors, self.flat) if is_pack else unpack(self.flat, tensors)
+        elif is_pack:
+            torch._foreach_copy_(list(views), list(tensors))
+        elif is_lazy:
+            # Autograd leaves such gradients for complex parameters, and torch writes no list that holds one.
+            for tensor, view in zip(tensors, views, strict=True):
+                tensor.copy_(view)
+        else:
+            torch._foreach_copy_(list(tensors), list(views))
+
+    def _are_alike(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether tensors, one for each view, are laid out as the views are, and of their dtype."""
+        if any(map(ne, map(Tensor.stride, tensors), self._strides)):
+            return False
+        return not any(map(is_not, map(_dtype_of, tensors), repeat(self.flat.dtype)))
 
 
 def take(parameter: Tensor, view: Tensor, as_view: bool) -> bool:
@@ -127,32 +168,15 @@ def take(parameter: Tensor, view: Tensor, as_view: bool) -> bool:
         return True
     if gradient is None or gradient.layout is not torch.strided:
         return False
-    view.copy_(gradient.detach() if gradient.requires_grad else gradient)
+    view.copy_(_plain(gradient))
     if as_view:
         parameter.grad = view
     return True
 
 
-def copy_together(views: Sequence[Tensor], tensors: Sequence[Tensor], flat: Tensor, is_pack: bool) -> None:
-    """Copy tensors into views of ``flat``, or back; one launch if they are all of it and laid out as the views are."""
-    if not views:
-        return
-    is_all = sum(view.numel() for view in views) == flat.numel()
-    if is_all and all(_alike(view, tensor) for view, tensor in zip(views, tensors, strict=True)):
-        pack(tensors, flat) if is_pack else unpack(flat, tensors)
-    elif is_pack:
-        torch._foreach_copy_(list(views), list(tensors))
-    elif any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
-        # Autograd leaves such gradients for complex parameters, and torch writes no list that holds one.
-        for tensor, view in zip(tensors, views, strict=True):
-            tensor.copy_(view)
-    else:
-        torch._foreach_copy_(list(tensors), list(views))
-
-
-def _alike(view: Tensor, tensor: Tensor) -> bool:
-    is_plain = not tensor.is_conj() and not tensor.is_neg()
-    return is_plain and view.stride() == tensor.stride() and view.dtype == tensor.dtype
+def _plain(gradient: Tensor) -> Tensor:
+    # A gradient of a pass with create_graph is tracked; for the others a detach() would be their dearest call.
+    return gradient.detach() if gradient.requires_grad else gradient
 
 
 class GradBucket:
@@ -205,9 +229,13 @@ class GradBucket:
         """Return one view of the buffer for each parameter, in the parameter's shape."""
         if self._buffer is self._bucket.flat:
             return list(self._bucket.views)
-        sizes = [p.numel() for p in self._bucket.parameters]
-        parts = self._buffer.view(-1).split(sizes)
-        return [_view(part, p) for part, p in zip(parts, self._bucket.parameters, strict=True)]
+        parts = self._buffer.view(-1).split([view.numel() for view in self._bucket.views])
+        forms = self._bucket.forms
+        return [part.as_strided(*form, part.storage_offset()) for part, form in zip(parts, forms, strict=True)]
+
+    def forms(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Return the shape and strides of each of ``gradients``: the same object as long as the buckets stay."""
+        return self._bucket.forms
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters whose gradients it holds, in the order in which they lie in the buffer."""

@@ -34,12 +34,13 @@ class SparseBucket:
     def adopt(self) -> None:
         """Leave the gradient: it is never a view."""
 
-    def collect(self, as_views: bool) -> None:
-        """Take the gradient; one without elements for a parameter without."""
+    def collect(self, as_views: bool) -> list[tuple[str, torch.layout]]:
+        """Take the gradient; one without elements for a parameter without. Return name and layout of a dense one."""
         gradient = self.parameters[0].grad
         fits = gradient is not None and gradient.layout is self.layout
         # Detached, because the reduction replaces indices and values: the parameter's own stay until they are handed back.
         self.flat = gradient.detach() if fits and gradient is not None else self._empty()
+        return [] if fits or gradient is None else [(self.names[0], gradient.layout)]
 
     def clear(self) -> None:
         """Take a gradient without elements."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import accumulate
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -19,9 +19,11 @@ from mpidist.kernels.view import byte_view, flat_view
 
 Tensor = torch.Tensor
 
-_REMEMBERED = 256  # tables on devices
+_REMEMBERED = 256  # lists of tensors
 
-_tables: OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]] = OrderedDict()
+# Tables on devices, with the kernel's suffix, by everything that the checks and the table depend on.
+_tables: OrderedDict[tuple[object, ...], tuple[str, Tensor]] = OrderedDict()
+_dtype_of = attrgetter("dtype")
 
 
 def pack(tensors: Sequence[Tensor], flat: Tensor, scale: float = 1.0) -> Tensor:
@@ -42,16 +44,20 @@ def pack(tensors: Sequence[Tensor], flat: Tensor, scale: float = 1.0) -> Tensor:
         ValueError: Numbers of elements, devices or layouts do not fit.
         TypeError: The dtypes differ and have no kernel, or cannot be scaled.
     """
-    parts = _checked("pack", tensors, flat, scale)
-    if not _launched("pack", parts, flat, scale):
+    if has_kernels(flat):
+        _launch("pack", tensors, flat, scale)
+    else:
+        parts = _checked("pack", tensors, flat, scale)
         _copied(flat.view(-1).split([part.numel() for part in parts]), parts, scale)
     return flat
 
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor], scale: float = 1.0) -> None:
     """Copy a flat buffer, times ``scale``, into tensors: the inverse of ``pack``, with the same arguments."""
-    parts = _checked("unpack", tensors, flat, scale)
-    if not _launched("unpack", parts, flat, scale):
+    if has_kernels(flat):
+        _launch("unpack", tensors, flat, scale)
+    else:
+        parts = _checked("unpack", tensors, flat, scale)
         _copied(parts, flat.view(-1).split([part.numel() for part in parts]), scale)
 
 
@@ -71,12 +77,23 @@ def in_memory_order(dense: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
 
 
-def table(parts: Sequence[Tensor], chunk: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return what the kernel is told: (address, start, elements, first chunk) of each part, and the part of each chunk."""
-    numels = [part.numel() for part in parts]
-    first, owners = blocks_of([-(-numel // chunk) for numel in numels])
-    starts = [0, *accumulate(numels)][:-1]
-    return np.stack([[part.data_ptr() for part in parts], starts, numels, first], axis=1).astype(np.int64), owners
+def table(parts: Sequence[Tensor], chunk: int) -> np.ndarray:
+    """Return the kernel's table: (address, place in the flat buffer, elements) of each chunk, one block's share, as int64.
+
+    Args:
+        parts: Tensors of one dtype, each element once and no gaps.
+        chunk: Elements of a chunk, at most.
+    """
+    numels = np.fromiter(map(Tensor.numel, parts), np.int64, len(parts))
+    addresses = np.fromiter(map(Tensor.data_ptr, parts), np.int64, len(parts))
+    first, owners = blocks_of((-(-numels // chunk)).tolist())
+    within = (np.arange(len(owners)) - first[owners]) * chunk
+    starts = np.cumsum(numels) - numels
+    rows = np.empty((len(owners), 3), np.int64)
+    rows[:, 0] = addresses[owners] + within * (parts[0].element_size() if parts else 1)
+    rows[:, 1] = starts[owners] + within
+    rows[:, 2] = np.minimum(numels[owners] - within, chunk)
+    return rows
 
 
 def _checked(name: str, tensors: Sequence[Tensor], flat: Tensor, scale: float) -> list[Tensor]:
@@ -98,32 +115,52 @@ def _checked(name: str, tensors: Sequence[Tensor], flat: Tensor, scale: float) -
     return [in_memory_order(t.detach()) for t in tensors]
 
 
-def _launched(name: str, parts: Sequence[Tensor], flat: Tensor, scale: float) -> bool:
-    if not flat.numel():
-        return True
-    if not has_kernels(flat):
-        return False
-    dtype, into = parts[0].dtype, flat.detach()
-    if dtype not in NAMES:
-        parts, into = [byte_view(part) for part in parts], byte_view(into)
-    names = f"{NAMES.get(dtype, 'byte')}_{NAMES.get(flat.dtype, 'byte')}"
-    on_device, owners = _remembered(parts, chunk_numel(parts[0].dtype, into.dtype), flat.device)
-    args = (on_device.data_ptr(), owners.data_ptr(), into.data_ptr(), scalar(scale, flat.dtype))
-    launch("pack.cu", f"{name}_{names}", flat.device, owners.numel(), args)
-    return True
+def _launch(name: str, tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:
+    suffix, parts = _remembered(name, tensors, flat, scale)
+    if len(parts):
+        args = (parts.data_ptr(), flat.data_ptr(), scalar(scale, flat.dtype))
+        launch("pack.cu", f"{name}_{suffix}", flat.device, len(parts), args)
 
 
-def _remembered(parts: Sequence[Tensor], chunk: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    # The same tensors come in every step, on the same stream; a table is the stream's that it was copied on.
-    key = (device, stream_of(device), chunk, tuple((part.data_ptr(), part.numel()) for part in parts))
+def _remembered(name: str, tensors: Sequence[Tensor], flat: Tensor, scale: float) -> tuple[str, Tensor]:
+    """Return the kernel's suffix and its table on the device, for tensors that are checked the first time they come.
+
+    The same tensors come in every step, and checking 100 of them one by one takes longer than the kernel. An address says
+    nothing of the elements that lie there, so the key has all that the checks look at.
+    """
+    key = (
+        stream_of(flat.device),  # a table is the stream's that it was copied on
+        flat.dtype,
+        flat.get_device(),
+        flat.numel(),
+        flat.is_contiguous(),
+        flat.is_neg(),
+        flat.is_complex() and (flat.is_conj(), tuple(map(Tensor.is_conj, tensors))),
+        scale == 1,
+        tuple(map(Tensor.data_ptr, tensors)),
+        tuple(map(Tensor.size, tensors)),
+        tuple(map(Tensor.stride, tensors)),
+        tuple(map(_dtype_of, tensors)),
+        tuple(map(Tensor.get_device, tensors)),
+        tuple(map(Tensor.is_neg, tensors)),
+    )
     found = _tables.pop(key, None)
     if found is None:
-        rows, owners = table(parts, chunk)
-        found = (to_device(rows, device), to_device(owners, device))
+        found = _prepared(_checked(name, tensors, flat, scale), flat)
         while len(_tables) >= _REMEMBERED:
             _tables.popitem(last=False)
     _tables[key] = found
     return found
+
+
+def _prepared(parts: Sequence[Tensor], flat: Tensor) -> tuple[str, Tensor]:
+    dtype = parts[0].dtype if parts else flat.dtype
+    suffix = f"{NAMES.get(dtype, 'byte')}_{NAMES.get(flat.dtype, 'byte')}"
+    if dtype in NAMES:
+        rows = table(parts, chunk_numel(dtype, flat.dtype))
+    else:
+        rows = table([byte_view(part) for part in parts], chunk_numel(torch.uint8))
+    return suffix, to_device(rows, flat.device) if len(rows) else torch.from_numpy(rows)
 
 
 def _copied(targets: Sequence[Tensor], sources: Sequence[Tensor], scale: float) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from mpidist.comm import (
     device_messages,
     execution,
     host_copies,
+    on_device,
     probe,
     ring,
     shortcut,
@@ -263,11 +265,36 @@ def test_memory_is_kept_until_the_last_copy(monkeypatch, group):
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "0")
     place = Lazy(monkeypatch, None)
     tensor, gathered = place.produce(torch.ones(500)), place.blank(torch.ones(500 * group.size))
-    for call in (lambda: group.all_reduce(tensor, async_op=True), lambda: group.all_gather_into_tensor(gathered, tensor, True)):
+    # On one rank a sum is the tensor as it is; with a factor there is something to do.
+    reduce = partial(group.all_reduce, tensor, PremulSum(2.0), async_op=True)
+    for call in (reduce, partial(group.all_gather_into_tensor, gathered, tensor, async_op=True)):
         call().wait()
         for stream in (place.device.down, place.device.up):
             agree(group, stream.kept.get(tensor.data_ptr(), -1) == len(stream.queue), "the tensor is let go too early")
     agree(group, place.device.up.kept.get(gathered.data_ptr(), -1) == len(place.device.up.queue))
+
+
+def test_a_rank_by_itself_does_nothing(monkeypatch, world):
+    """No event, no wait and no copy; whoever waits for an asynchronous call is behind its tensor still."""
+    place, made = Lazy(monkeypatch, None), []
+    order = on_device.Order
+    monkeypatch.setattr(on_device, "Order", lambda *args: (made.append(args), order(*args))[1])
+    alone = world.split(world.rank)
+    tensors = [place.produce(torch.full((300,), 3.0)), place.produce(torch.full((5,), 3.0))]
+    count = sum(len(stream.queue) for stream in place.device.streams)
+    for op in (SUM, AVG, MAX):
+        alone.all_reduce(tensors[0], op)
+        alone.all_reduce_coalesced(tensors, op)
+    alone.reduce(tensors[0], 0)
+    alone.broadcast(tensors[0], 0)
+    agree(world, not made and count == sum(len(stream.queue) for stream in place.device.streams), f"{len(made)} orders")
+    work = alone.all_reduce(tensors[0], async_op=True)
+    place.device.leave_default_stream()  # to a stream that knows nothing of the tensor's
+    work.wait()
+    agree(world, not made and bool((place.consume(tensors[0].clone) == 3).all()), f"{len(made)} orders")
+    alone.all_reduce(tensors[0], PremulSum(2.0))
+    agree(world, len(made) == 1 and bool((place.consume(tensors[0].clone) == 6).all()))
+    alone.close()
 
 
 @pytest.mark.gpu

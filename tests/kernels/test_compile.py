@@ -14,7 +14,6 @@ from mpidist.errors import KernelError
 from mpidist.kernels import launch, load, powersgd_plan
 from tests.support import missing
 
-
 # What CuPy adds to the options that it is given (14.2, 13 and 12 alike; cupy/cuda/compiler.py).
 CUPY = ("-ftz=true", "--device-as-default-execution-space")
 

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from mpidist.kernels import pack as pack_module
 from mpidist.kernels.pack import in_memory_order, pack, table, unpack
+from tests.kernels.conftest import use_cuda_text_on_the_cpu
 
 NARROW = [torch.float16, torch.bfloat16, torch.float32]
 PAIRS = [(tensor, flat) for tensor in NARROW for flat in NARROW] + [(torch.float64, torch.float64)]
@@ -88,12 +90,50 @@ def test_parameters_are_copied_below_autograd(device):
     assert not flat.requires_grad and torch.equal(parameter.detach().view(-1), flat * 2)
 
 
-def test_the_table_gives_each_chunk_to_one_tensor():
+def test_the_table_describes_each_chunk():
     parts = [torch.empty(n) for n in (10, 0, 4096, 4097, 1)]
-    rows, owners = table(parts, 4096)
-    assert owners.tolist() == [0, 2, 3, 3, 4]
-    assert rows[:, 1].tolist() == [0, 10, 10, 4106, 8203] and rows[:, 3].tolist() == [0, 1, 1, 2, 4]
-    assert rows[:, 0].tolist() == [part.data_ptr() for part in parts] and rows.dtype == np.int64
+    ten, _, whole, long, one = (part.data_ptr() for part in parts)
+    rows = table(parts, 4096)
+    assert rows[:, 0].tolist() == [ten, whole, long, long + 4 * 4096, one] and rows.dtype == np.int64
+    assert rows[:, 1].tolist() == [0, 10, 4106, 8202, 8203] and rows[:, 2].tolist() == [10, 4096, 4096, 1, 1]
+    assert table([], 4096).shape == (0, 3)
+
+
+def test_tensors_are_checked_when_they_first_come(monkeypatch):
+    """By all that matters of them: an address alone does not tell what lies there."""
+    use_cuda_text_on_the_cpu(monkeypatch)
+    checked = []
+    check = pack_module._checked
+    monkeypatch.setattr(pack_module, "_checked", lambda *args: (checked.append(args), check(*args))[1])
+    memory, flat = torch.randn(64), torch.empty(64)
+    for _ in range(3):
+        for other in (flat, torch.empty(64)):  # another buffer of the same kind needs no other table
+            pack([memory[:32].view(4, 8), memory[32:]], other)
+            assert torch.equal(other, memory)
+    assert len(checked) == 1
+    pack([memory[:32].view(4, 8).t(), memory[32:]], flat)  # dense in another order, and so the same elements
+    unpack(flat, [memory[:48], memory[48:]])
+    assert len(checked) == 3
+    wrong = [
+        ([memory[:32].as_strided((4, 8), (16, 1)), memory[32:]], flat, 1, ValueError),
+        ([torch._neg_view(memory[:32].view(4, 8)), memory[32:]], flat, 1, ValueError),
+        ([memory[:32].view(4, 8), memory[32:]], torch._neg_view(flat), 1, ValueError),
+        ([memory[:32].view(4, 8), memory[32:]], torch.empty(128)[::2], 1, ValueError),
+        ([memory[:32].view(4, 8), memory[32:].view(torch.int32)], flat, 1, ValueError),
+        ([memory[:32].view(4, 8), memory[32:]], flat.view(torch.int32), 1, TypeError),
+    ]
+    for _ in range(2):
+        for tensors, into, scale, error in wrong:
+            with pytest.raises(error):
+                pack(tensors, into, scale)
+    whole, into = torch.arange(8), torch.empty(8, dtype=torch.int64)
+    pack([whole], into)
+    with pytest.raises(TypeError):
+        pack([whole], into, 2.0)
+    conjugate = torch.zeros(4, dtype=torch.complex64)
+    pack([conjugate], torch.empty_like(conjugate))
+    with pytest.raises(ValueError, match="resolve_conj"):
+        pack([conjugate.conj()], torch.empty_like(conjugate))
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ class Compressed:
     def __call__(self, state: Any, bucket: GradBucket) -> Any:
         """Narrow the bucket, call the hook, and widen what comes."""
         buffer = bucket.buffer()
-        if buffer.is_complex():
+        if buffer.dtype.is_complex:
             return self.hook(state, bucket)
         bucket.set_buffer(self._narrow_of(bucket.index(), buffer).copy_(buffer))
 
@@ -114,7 +114,7 @@ def average(group: Any, tensor: Tensor, node_tensor: NodeTensor | None = None) -
 
 def _compress(process_group: Any, bucket: GradBucket, dtype: torch.dtype) -> Future[Tensor]:
     buffer = bucket.buffer()
-    if buffer.is_complex():
+    if buffer.dtype.is_complex:
         return allreduce_hook(process_group, bucket)
     group = native_group(process_group)
 

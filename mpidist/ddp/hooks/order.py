@@ -35,17 +35,23 @@ def runs_beside(group: Any, tensor: torch.Tensor) -> bool:
     """Say whether a tensor is reduced beside the backward pass, on the group's thread.
 
     On one node a transfer of host memory is processor time, which a thread cannot hide. Between nodes it is waiting; and if the
-    tensor is on a device, the host must go on to feed the device.
+    tensor is on a device, the host must go on to feed the device. A rank by itself transfers nothing.
     """
-    return tensor.is_cuda or not group.is_single_node
+    return group.size > 1 and (tensor.is_cuda or not group.is_single_node)
 
 
-def stages_of(group: Any, buffer: torch.Tensor, stages: Callable[[], Any]) -> Future[torch.Tensor]:
+def stages_of(
+    group: Any, buffer: torch.Tensor, stages: Callable[[], Any], waits_for_device: bool = False
+) -> Future[torch.Tensor]:
     """Execute ``stages()``, which reduces ``buffer`` in place, as one operation of the group; return a future of the buffer.
 
     Blocks: until it has ended, unless it ``runs_beside``.
+
+    Args:
+        waits_for_device: A stage lets the host wait for what it has computed on a device; it then runs beside the backward pass
+            on a rank by itself, too.
     """
-    if not runs_beside(group, buffer):
+    if not (runs_beside(group, buffer) or (waits_for_device and buffer.is_cuda)):
         stages()
         return completed(buffer)
     work = group.in_order(stages, device=buffer.device)

@@ -13,7 +13,8 @@ collectives; complex buckets are sent whole.
 
 A gradient that is not finite (an overflow under AMP) makes the averaged P, or Q, not finite, on all ranks alike. Then the
 gradients of that bucket become NaN on all ranks, which a GradScaler sees, and its errors are what they were before the step.
-Other buckets of the step, which were finite, have ended it.
+Other buckets of the step, which were finite, have ended it. On CUDA the host asks for both at once, behind Q: between the stages
+the device would stand idle for as long as the answer takes.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Te
 def _after_start(state: PowerSGDState, bucket: GradBucket, compress: Callable[..., Callable[[], Any]]) -> Future[Tensor]:
     group = native_group(state.process_group)
     step = state.count_step(bucket)
-    if step < state.start_powerSGD_iter or bucket.buffer().is_complex():
+    if step < state.start_powerSGD_iter or bucket.buffer().dtype.is_complex:
         return average(group, bucket.buffer(), bucket.node_tensor())
     # What comes before the first stage's collective happens here, beside the group's thread; the stages are one operation of it.
-    return stages_of(group, bucket.buffer(), compress(state, bucket, group, step))
+    return stages_of(group, bucket.buffer(), compress(state, bucket, group, step), waits_for_device=True)
 
 
 def _compress(state: PowerSGDState, bucket: GradBucket, group: Any, step: int) -> Callable[[], Any]:
@@ -72,22 +73,35 @@ def _compress(state: PowerSGDState, bucket: GradBucket, group: Any, step: int) -
 def _begun(state: PowerSGDState, factors: Factors, group: Any, step: int) -> Callable[[], bool]:
     """Do what comes before the first collective; return what begins with it, and says whether the step was finite."""
     matrices, epsilon = factors.bucket, state.orthogonalization_epsilon
+    asks_once = matrices.on_device is not None
+    last = state.q_memory_dict if state.warm_start else {}
     for name, x in zip(factors.names, matrices.matrices, strict=True):
-        state.start_q(name, x.q, step)
+        if last.get(name) is not x.q:
+            state.start_q(name, x.q, step)
     powersgd.orthogonalize_q(matrices, epsilon)
     powersgd.project(matrices)
 
     def stages() -> bool:
         group.all_reduce(factors.flat_p, AVG)
         # All ranks hold the same sums, so all give up the same steps, without a message.
-        if not powersgd.is_finite(factors.flat_p):
+        largest_p = last_q = None
+        if asks_once:
+            largest_p, last_q = _largest(factors.flat_p), factors.flat_q.clone()
+        elif not powersgd.is_finite(factors.flat_p):
             powersgd.give_up(matrices)
             return False
         powersgd.orthogonalize_p(matrices, epsilon)
         powersgd.backproject(matrices)
         group.all_reduce(factors.flat_q, AVG)
-        if not powersgd.is_finite(factors.flat_q):
-            state.forget_q(factors.names)
+        if largest_p is None:
+            is_finite = powersgd.is_finite(factors.flat_q)
+        else:
+            is_finite = all(map(math.isfinite, torch.stack((largest_p, _largest(factors.flat_q))).tolist()))
+        if not is_finite:
+            if last_q is None:
+                state.forget_q(factors.names)
+            else:
+                factors.flat_q.copy_(last_q)
             powersgd.give_up(matrices)
             return False
         powersgd.reconstruct(matrices)
@@ -98,11 +112,15 @@ def _begun(state: PowerSGDState, factors: Factors, group: Any, step: int) -> Cal
     return stages
 
 
+def _largest(flat: Tensor) -> Tensor:
+    """Return the largest magnitude on the flat tensor's device, NaN if there is one: finite if all elements are."""
+    return torch.linalg.vector_norm(flat, math.inf)
+
+
 def _factors_of(state: PowerSGDState, bucket: GradBucket) -> Factors | None:
     """Return the bucket's matrices and factors, those of the last step if nothing has changed; None if all is sent whole."""
     options = (state.matrix_approximation_rank, state.min_compression_rate, state.use_error_feedback)
-    layout = tuple((tuple(p.shape), p.stride()) for p in bucket.parameters())
-    what = (bucket.buffer().data_ptr(), bucket.buffer().dtype, bucket.names(), layout, options)
+    what = (bucket.buffer().data_ptr(), bucket.buffer().dtype, bucket.names(), bucket.forms(), options)
     factors = state.kept(bucket.index(), what, lambda: _placed(state, bucket))
     if factors is not None and any(state.error_dict.get(name) is not error for name, error in factors.errors.items()):
         state.forget(bucket.index())  # the errors were loaded since

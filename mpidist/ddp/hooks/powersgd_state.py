@@ -171,8 +171,6 @@ class PowerSGDState:
     def start_q(self, name: str, q: Tensor, step: int) -> None:
         """Fill ``q`` with the last step's, or with random values that all ranks share."""
         last = self.q_memory_dict.get(name) if self.warm_start else None
-        if last is q:
-            return
         if last is not None and last.shape == q.shape:
             q.copy_(last)
         else:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.hooks import lowrank
 from mpidist.ddp.hooks.powersgd import powerSGD_hook
 from tests.ddp.hooks.test_powersgd import bucket_of, state_of
 from tests.kernels.conftest import use_cuda_text_on_the_cpu
@@ -50,3 +51,22 @@ def test_buckets_are_collected_and_handed_back_in_one_launch(group, monkeypatch)
     bucket._collect_together(as_views=True)
     agree(group, len(launched) == 2 and not bucket.views[0].any() and bucket.parameters[0].grad is None)
     agree(group, all(p.grad is v for p, v in zip(bucket.parameters[1:], bucket.views[1:], strict=True)))
+
+
+@pytest.mark.mpi
+def test_a_buckets_layout_is_looked_at_once(group, monkeypatch):
+    """Later steps ask neither parameters nor gradients one by one; another bucket's layout is its own."""
+    state, bucket = state_of(group, 2), bucket_of(group.rank)
+    powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
+    placed = []
+    place = lowrank.place
+    monkeypatch.setattr(lowrank, "place", lambda *args: (placed.append(args), place(*args))[1])
+    with monkeypatch.context() as patches:
+        for name in ("parameters", "gradients"):
+            patches.setattr(GradBucket, name, lambda bucket: pytest.fail("asked again"))
+        for step in range(2):
+            bucket.flat.copy_(bucket_of(group.rank, seed=step).flat)
+            powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
+    agree(group, not placed)
+    powerSGD_hook(state, GradBucket(bucket_of(group.rank, channels_last=True), 0, True)).wait()
+    agree(group, len(placed) == 1, str(len(placed)))

@@ -89,6 +89,12 @@ def test_several_buckets_and_half_precision(group, hook):
         agree(group, all(torch.equal(a, b) for other in told for a, b in zip(other, told[0], strict=True)), "ranks differ")
 
 
+def span_of(q):
+    """Return the projection on a Q's columns: what is left of it when it is made orthonormal once more."""
+    orthonormal, _ = torch.linalg.qr(q)
+    return orthonormal @ orthonormal.t()
+
+
 @pytest.mark.parametrize("is_text", [False, True])
 def test_the_state_of_a_step_that_is_given_up(group, device, is_text, monkeypatch):
     """By the twins, and by the CUDA text: errors to the bit, gradients that are NaN on all ranks."""
@@ -99,6 +105,7 @@ def test_the_state_of_a_step_that_is_given_up(group, device, is_text, monkeypatc
     state, bucket = state_of(group, 2), bucket_of(group.rank)
     powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
     before = {name: error.clone() for name, error in state.error_dict.items()}
+    spans = {name: span_of(q) for name, q in state.q_memory_dict.items()}
     for last in (0, group.size - 1):
         bucket.flat.copy_(bucket_of(group.rank, seed=1).flat)
         if group.rank == last:
@@ -106,7 +113,9 @@ def test_the_state_of_a_step_that_is_given_up(group, device, is_text, monkeypatc
         powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
         agree(group, bool(bucket.views[0].isnan().all()) and bool(bucket.views[1].isfinite().all()))
         agree(group, all(torch.equal(error, state.error_dict[name]) for name, error in before.items()), "errors changed")
-        agree(group, all(bool(q.isfinite().all()) for q in state.q_memory_dict.values()))
+        agree(group, set(state.q_memory_dict) == set(spans), f"the Qs of {list(state.q_memory_dict)}")
+        kept = {name: torch.allclose(span_of(q), spans[name], atol=1e-4) for name, q in state.q_memory_dict.items()}
+        agree(group, all(kept.values()), f"other Qs: {kept}")
     bucket.flat.copy_(bucket_of(group.rank, seed=2).flat)
     given = bucket.views[0].clone()
     powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()

@@ -1,0 +1,125 @@
+"""A CUDA device without a GPU: fp32 tensors on the CPU count as CUDA tensors, its streams hold nothing, its kernels do nothing.
+
+What remains of the code that serves CUDA tensors is the host's part. torch's own calls into CUDA are replaced by Python objects
+of about the same price, and counted.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from mpidist.comm import execution, stream
+from mpidist.ddp import layout, module
+from mpidist.ddp.hooks import powersgd as hooks
+from mpidist.kernels import accumulate, launch, load, pack, powersgd
+
+_of_thread = threading.local()
+
+
+class _Event:
+    """An event behind which there is nothing."""
+
+    counts: Counter[str]
+
+    def synchronize(self) -> None:
+        self.counts["waits of the host"] += 1
+
+
+class _Stream:
+    """A stream; a context manager, as ``torch.cuda.stream`` returns."""
+
+    counts: Counter[str]
+    cuda_stream = 1
+    device = torch.device("cpu")
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._before: list[_Stream] = []
+
+    def record_event(self) -> _Event:
+        self.counts["events"] += 1
+        return _Event()
+
+    def wait_event(self, event: _Event) -> None:
+        self.counts["waits of a stream"] += 1
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def __enter__(self) -> None:
+        self._before.append(_current())
+        _set_current(self)
+
+    def __exit__(self, *error: object) -> None:
+        _set_current(self._before.pop())
+
+
+class _Device(stream.CudaDevice):
+    """The device; memory to stage in needs no pinning."""
+
+    def staging(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+
+def _current(device: torch.device | None = None) -> _Stream:
+    held = getattr(_of_thread, "stream", None)
+    if held is None:
+        held = _of_thread.stream = _Stream()
+    return held
+
+
+def _set_current(stream: _Stream) -> None:
+    _of_thread.stream = stream
+
+
+@contextmanager
+def in_place_of_cuda() -> Iterator[Counter[str]]:
+    """Let fp32 tensors count as CUDA tensors; yield the counts of kernels, events and waits.
+
+    Tensors of other dtypes stay the host's, as the tables are in which ranks compare what they have.
+    """
+    counts: Counter[str] = Counter()
+    _Event.counts = _Stream.counts = counts
+    fake = _Device(torch.device("cpu"))
+
+    def kernel(*args: Any, **kwargs: Any) -> None:
+        counts["kernels"] += 1
+
+    cupy = SimpleNamespace(
+        cuda=SimpleNamespace(Device=lambda index: _Stream(), ExternalStream=lambda handle, device: _Stream()),
+    )
+    replaced: list[tuple[Any, str, Any]] = [
+        (torch.Tensor, "is_cuda", property(lambda tensor: tensor.dtype is torch.float32)),
+        (torch.Tensor, "is_cpu", property(lambda tensor: tensor.dtype is not torch.float32)),
+        (torch.Tensor, "record_stream", lambda tensor, stream: None),
+        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "stream", lambda stream: stream),
+        (torch.cuda, "current_stream", _current),
+        (torch._C, "_cuda_getCurrentRawStream", lambda device: _current().cuda_stream),
+        (torch.cuda, "set_stream", _set_current),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (execution, "device_at", lambda device: None if device is None else fake),
+        (stream, "_cuda_device", lambda device: fake),
+        (layout, "share", lambda group, nbytes: None),
+        (load, "function", lambda *args: kernel),
+        (hooks, "_largest", lambda flat: flat.new_zeros(())),
+        *((user, "has_kernels", lambda tensor: True) for user in (accumulate, pack, powersgd, module)),
+        *((user, "stream_of", lambda device: _current().cuda_stream) for user in (launch, pack)),
+    ]
+    patches = [mock.patch.dict(sys.modules, {"cupy": cupy})]
+    patches += [mock.patch.object(*one, create=True) for one in replaced]
+    for patch in patches:
+        patch.start()
+    try:
+        yield counts
+    finally:
+        for patch in reversed(patches):
+            patch.stop()
