@@ -35,7 +35,7 @@ def missing(device: str) -> Iterator[tuple[str, str]]:
     """
     for name in MODULES:
         if importlib.util.find_spec(name) is None:
-            yield name, f"pip install {name}; without a network: make gpu-wheels elsewhere, and bring the folder .gpu along"
+            yield name, f"pip install {name}"
     if importlib.util.find_spec("numpy") is None:
         yield "numpy", "pip install numpy"
     if importlib.util.find_spec("torch") is None:
