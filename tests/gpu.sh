@@ -18,7 +18,7 @@
 #   DEVICE    cuda; cpu is a dry run: a few tests of the CPU take the place of the GPU's, the benchmarks only show that they run
 #   BUDGET_S  570: steps for which no time is left are not run; tests leave the benchmarks their time
 #   PARALLEL  1: the two MPIs' tests run beside each other, 0: they do not; 1 from eight cores on. Benchmarks always run alone
-#   HANG_S    60: seconds after which a test that hangs shows its stacks and ends its step
+#   HANG_S    45: seconds after which a test that hangs shows its stacks and ends its job
 #   MAXFAIL   20: failures after which a job of tests ends
 #   RECORD    1: copy the benchmarks' records to benchmarks/results, too; 0 in a dry run
 set -u
@@ -124,7 +124,7 @@ alone=("${plain_env[@]}") best=("${plain[@]}") any_mpi=OPENMPI
 
 # run NAME LIMIT_S COMMAND …: run a step; what came of it stands in $work/NAME.told.
 run() {
-    local name=$1 limit=$2 left=$((BUDGET_S - reserve_s - SECONDS)) start=$SECONDS status told
+    local name=$1 limit=$2 left=$((BUDGET_S - reserve_s - SECONDS)) start=$SECONDS status="" ended told lost=""
     local log=$work/${name//\//-}
     shift 2
     [ "$limit" -gt "$left" ] && limit=$left
@@ -132,12 +132,25 @@ run() {
         tell "$name" "NOT RUN   no time is left"
         return
     fi
-    # A launcher that is asked to end ends its ranks.
-    timeout -k 5 "$limit" "$@" >"$log.log" 2>&1 </dev/null
-    status=$?
+    # A job of tests that hung or crashed is started again for the tests behind: one of them hides no other.
+    : >"$log.done"
+    while :; do
+        : >"$log.begun"
+        : >"$log.part"
+        # A launcher that is asked to end ends its ranks.
+        MPIDIST_TESTS_BEGUN=$log.begun MPIDIST_TESTS_DONE=$log.done \
+            timeout -k 5 $((limit + start - SECONDS)) "$@" >"$log.part" 2>&1 </dev/null
+        ended=$?
+        [ -n "$status" ] && [ $ended = 0 -o $ended = 5 ] || status=$ended # 5: no test was left
+        cat "$log.part" >>"$log.log"
+        cat "$log.begun" >>"$log.done"
+        grep -qaE '^Timeout \(|Fatal Python error|on signal [0-9]' "$log.part" && [ -s "$log.begun" ] || break
+        lost+=$'\n'"ended in $(tail -n 1 "$log.begun")"
+        [ $((limit + start - SECONDS)) -gt 15 ] || break
+    done
     case $status in 0) told=ok ;; 77) told=skipped ;; 124 | 137) told="TIMED OUT" ;; *) told=FAILED ;; esac
     tell "$name" "$(printf '%-9s %4d s  status %d  %s' "$told" $((SECONDS - start)) $status "$(last_words "$log.log")")" \
-        "$([ $status = 0 ] || grep -aE ' failed in ' "$log.log" | sort -u | head -n 20)"
+        "$([ $status = 0 ] || { grep -aE ' failed in ' "$log.log" | sort -u | head -n 20; echo "${lost:1}"; } | grep .)"
 }
 
 # tell NAME TEXT [FAILURES]: one write, since two steps may end at a time.
@@ -200,7 +213,7 @@ trap 'collect; rm -rf "$work"' EXIT
 
 # --- tests ---
 
-tests=(-q --color=no --continue-on-collection-errors -p no:cacheprovider -p tests.told_at_once -o console_output_style=classic -o faulthandler_timeout="${HANG_S:-60}")
+tests=(-q --color=no --continue-on-collection-errors -p no:cacheprovider -p tests.told_at_once -o console_output_style=classic -o faulthandler_timeout="${HANG_S:-45}")
 ranks=(pytest "${tests[@]}" --maxfail="${MAXFAIL:-20}" --only-mpi)
 if [ "$DEVICE" = cuda ]; then
     one_process=(-m 'gpu and not mpi' tests)
@@ -217,6 +230,24 @@ else
 fi
 reserve_s=0 beside=0
 [ "$DEVICE" = cuda ] && asked bench-kernels && reserve_s=$((BUDGET_S * 2 / 5))
+
+# What decides how MPI and CUDA meet here: whether processes may share the GPU, whether MPI finds the driver's library.
+machine() {
+    uname -r
+    nproc
+    nvidia-smi -q -d COMPUTE,CLOCK | grep -iE 'compute mode|sm  |memory  ' | head -n 8
+    ldconfig -p | grep -E 'libcuda.so|libnvidia-ml'
+    echo "LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}"
+    df -h /dev/shm | tail -n 1
+    ip -br addr
+    command -v gcc ip tc xz compute-sanitizer nvcc ncu
+    "$1" -c 'import importlib.metadata as m
+for d in sorted(m.distributions(), key=lambda d: d.name.lower()):
+    if any(w in d.name.lower() for w in ("torch", "cupy", "numpy", "mpi", "pytest", "nvidia", "triton")): print(d.name, d.version)'
+    return 0
+}
+export -f machine
+step machine 30 "" bash -c 'machine "$1" 2>&1' machine "$PY"
 
 # Modules that cannot be imported are named here, and cost no other step a test.
 files=
@@ -252,11 +283,11 @@ short() { local name=${1#tests/}; name=${name%.py}; echo "${name/test_/}"; }
 noted() { local file; for file in "${@:2}"; do asked "$1:$(short "$file")" && names+=("$1:$(short "$file")"); done; }
 lane_aware() {
     local file
-    for file in $files; do step "aware:$(short "$file")" 110 "CUDA_MPI pytest mpi4py" "${aware[@]}" tests/gpu_rank.py "${ranks[@]}" "${two_ranks[@]}" "$file"; done
+    for file in $files; do step "aware:$(short "$file")" 160 "CUDA_MPI pytest mpi4py" "${aware[@]}" tests/gpu_rank.py "${ranks[@]}" "${two_ranks[@]}" "$file"; done
 }
 lane_staged() {
     local file
-    for file in $files; do step "staged:$(short "$file")" 110 "OPENMPI pytest mpi4py" "${plain[@]}" tests/gpu_rank.py "${ranks[@]}" "${two_ranks[@]}" "$file"; done
+    for file in $files; do step "staged:$(short "$file")" 160 "OPENMPI pytest mpi4py" "${plain[@]}" tests/gpu_rank.py "${ranks[@]}" "${two_ranks[@]}" "$file"; done
 }
 if [ "$PARALLEL" = 1 ]; then
     noted aware $files
@@ -280,12 +311,13 @@ collect
 reserve_s=0
 to=(--device "$DEVICE" --output "$work/results")
 if [ "$DEVICE" = cuda ]; then
-    kernels=(--limit-s 100) device=() powersgd=(--models mlp:256 resnet18:64 transformer:64 --rounds 9)
+    kernels=(--limit-s 100) device=() tune=(--rounds 7) powersgd=(--models mlp:256 resnet18:64 transformer:64 --rounds 9)
 else
-    kernels=(--quick) device=(--quick) powersgd=(--models many:2 --rounds 1 --bucket-cap-mb 1)
+    kernels=(--quick) device=(--quick) tune=(--device cpu --sizes 4096 --rounds 2) powersgd=(--models many:2 --rounds 1 --bucket-cap-mb 1)
 fi
 drawn="matplotlib tabulate psutil mpi4py"
 step bench-kernels 150 "$drawn $with_cuda" "${alone[@]}" "$PY" benchmarks/bench_kernels.py "${to[@]}" "${kernels[@]}"
+step tune 60 "CUDA_MPI mpi4py" "${aware[@]}" tests/gpu_rank.py mpidist.tune "${tune[@]}"
 step bench-device 60 "CUDA_MPI $drawn" "${aware[@]}" benchmarks/bench_device.py "${to[@]}" "${device[@]}"
 step bench-device-staged 50 "OPENMPI $drawn" "${plain[@]}" benchmarks/bench_device.py "${to[@]}" "${device[@]}"
 step bench-powersgd 100 "$any_mpi $drawn" "${best[@]}" benchmarks/bench_powersgd.py "${to[@]}" "${powersgd[@]}"

@@ -1,9 +1,11 @@
 """Failures that are written although the job never reaches pytest's summary."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from tests import told_at_once
 from tests.support import launcher, started
 
 # Rank 0 fails in each phase of a test and then waits, as the fixtures of a job do; rank 1 waits in its test.
@@ -48,3 +50,17 @@ def test_a_failure_of_one_rank_is_written_before_the_job_is_ended(tmp_path):
         assert f"{phase} failed in test_one_rank.py::test_{phase} on rank 0\n" in done.stderr
     assert done.stderr.count("AssertionError: rank 0 has failed") == 4 and done.stderr.count("printed by the test") >= 3
     assert " on rank 1\n" not in done.stderr
+
+
+def test_tests_that_have_begun_are_noted_and_left_out_the_next_time(tmp_path, monkeypatch):
+    begun = tmp_path / "begun"
+    monkeypatch.setenv("MPIDIST_TESTS_BEGUN", str(begun))
+    monkeypatch.setenv("MPIDIST_TESTS_DONE", str(begun))
+    for rank, nodeid in (("0", "a.py::test[x y]"), ("1", "a.py::other")):
+        monkeypatch.setattr(told_at_once, "_RANK", rank)
+        told_at_once.pytest_runtest_logstart(nodeid)
+    items = [SimpleNamespace(nodeid=name) for name in ("a.py::test[x y]", "a.py::other")]
+    left_out = []
+    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)))
+    told_at_once.pytest_collection_modifyitems(config, items)
+    assert [item.nodeid for item in items] == ["a.py::other"] and [item.nodeid for item in left_out] == ["a.py::test[x y]"]

@@ -53,7 +53,7 @@ def test_a_subgroup_of_another_backend(world, other):
 
 @pytest.mark.usefixtures("destroyed")
 def test_our_groups_beside_a_default_group_of_another_backend(world, group, other):
-    dist.init_process_group(other, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(other, store=dist.TCPStore("localhost", 0, 1, True), rank=0, world_size=1)
     ours = mddp.DistributedDataParallel(net(), process_group=group)
     alone = torch.nn.parallel.DistributedDataParallel(net())
     updates = [sgd(model.parameters()) for model in (ours, alone)]
