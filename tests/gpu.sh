@@ -24,7 +24,8 @@
 set -u
 root=$(cd "$(dirname "$0")/.." && pwd)
 PY=${PY:-python3} DEVICE=${DEVICE:-cuda} BUDGET_S=${BUDGET_S:-570} STEPS=${STEPS:-}
-PARALLEL=${PARALLEL:-$(($(nproc) >= 8))}
+# nproc would say OMP_NUM_THREADS.
+PARALLEL=${PARALLEL:-$(($(env -u OMP_NUM_THREADS nproc) >= 8))}
 RECORD=${RECORD:-$([ "$DEVICE" = cuda ] && echo 1 || echo 0)}
 OUT=$(mkdir -p "${OUT:-$root/gpu-results}" && cd "${OUT:-$root/gpu-results}" && pwd) || exit 2
 PY=$(command -v "$PY") || { echo "gpu.sh: there is no ${PY:-interpreter}" >&2; exit 2; }
@@ -234,7 +235,7 @@ reserve_s=0 beside=0
 # What decides how MPI and CUDA meet here: whether processes may share the GPU, whether MPI finds the driver's library.
 machine() {
     uname -r
-    nproc
+    env -u OMP_NUM_THREADS nproc
     nvidia-smi -q -d COMPUTE,CLOCK | grep -iE 'compute mode|sm  |memory  ' | head -n 8
     ldconfig -p | grep -E 'libcuda.so|libnvidia-ml'
     echo "LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}"
@@ -264,7 +265,8 @@ fi
 files=$(for folder in comm rpc '[^cr]'; do grep -E "^tests/$folder" <<<"$files"; done)
 
 # Without a start of two ranks no other step can go well, and each would cost its limit.
-hello=(-c 'from mpi4py import MPI; print("rank", MPI.COMM_WORLD.rank, "of", MPI.COMM_WORLD.size, MPI.Get_library_version().split(",")[0])')
+hello=(-c 'from mpi4py import MPI; w = MPI.COMM_WORLD
+print(f"rank {w.rank} of {w.size} {MPI.Get_library_version().split(chr(44))[0]}\n", end="")')
 for kind in aware plain; do
     [ $kind = aware ] && need=CUDA_MPI launch=("${aware[@]}") || { need=OPENMPI launch=("${plain[@]}"); }
     asked "start:$kind" || continue
@@ -317,7 +319,7 @@ else
 fi
 drawn="matplotlib tabulate psutil mpi4py"
 step bench-kernels 150 "$drawn $with_cuda" "${alone[@]}" "$PY" benchmarks/bench_kernels.py "${to[@]}" "${kernels[@]}"
-step tune 60 "CUDA_MPI mpi4py" "${aware[@]}" tests/gpu_rank.py mpidist.tune "${tune[@]}"
+step tune 100 "CUDA_MPI mpi4py" "${aware[@]}" tests/gpu_rank.py mpidist.tune "${tune[@]}"
 step bench-device 60 "CUDA_MPI $drawn" "${aware[@]}" benchmarks/bench_device.py "${to[@]}" "${device[@]}"
 step bench-device-staged 50 "OPENMPI $drawn" "${plain[@]}" benchmarks/bench_device.py "${to[@]}" "${device[@]}"
 step bench-powersgd 100 "$any_mpi $drawn" "${best[@]}" benchmarks/bench_powersgd.py "${to[@]}" "${powersgd[@]}"

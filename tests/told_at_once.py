@@ -3,8 +3,9 @@
 When a test fails on one rank alone, the others wait in its collective until faulthandler ends the job, before pytest prints its
 summary with the tracebacks. So the plugin writes them as they come, past pytest's capture.
 
-A job that was ended can be started again for the tests behind the one that hung: ``MPIDIST_TESTS_BEGUN`` names a file to which rank 0
-appends the id of each test as it begins, ``MPIDIST_TESTS_DONE`` one with the ids of tests to leave out.
+A job that was ended can be started again for the tests behind the one that hung: ``MPIDIST_TESTS_BEGUN``
+names a file to which rank 0 appends the id of each test as it begins, ``MPIDIST_TESTS_DONE`` one with the
+ids of tests to leave out.
 """
 
 from __future__ import annotations
