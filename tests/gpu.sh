@@ -49,7 +49,7 @@ export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 export MPIDIST_CACHE=$work/cache
 kernels=${TMPDIR:-/tmp}/mpidist-gpu-$(id -u)
 mkdir -pm 700 "$kernels" 2>/dev/null && [ -O "$kernels" ] || kernels=$work/kernels
-export CUPY_CACHE_DIR=${CUPY_CACHE_DIR:-$kernels}
+export CUPY_CACHE_DIR=${CUPY_CACHE_DIR:-$kernels} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$kernels/triton}
 
 # --- what is there, and what is missing ---
 
