@@ -225,8 +225,8 @@ if [ "$DEVICE" = cuda ]; then
     with_cuda=cupy
 else
     one_process=(-m 'not gpu and not mpi' tests/kernels/test_pack.py -k twin)
-    two_ranks=(-m 'mpi and not gpu' -k 'premul or nan_wins or another_backend or compiled_outside')
-    whole_tree="tests/comm/test_on_device.py tests/integration/test_other_backends.py tests/integration/test_torch_compile.py"
+    two_ranks=(-m 'mpi and not gpu' -k 'premul or nan_wins or another_backend or compiled_outside or movements')
+    whole_tree="tests/comm/test_on_device.py $(echo tests/integration/test_{other_backends,torch_compile,torch_on_gpu}.py)"
     on_nodes=(tests/comm/test_on_device.py)
     with_cuda=
 fi
