@@ -47,9 +47,9 @@ export OMPI_MCA_mca_base_component_show_load_errors=none
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 # What MPI can do is tried anew. Kernels are kept for the next time, in a folder that nobody else can write.
 export MPIDIST_CACHE=$work/cache
-kernels=${TMPDIR:-/tmp}/mpidist-gpu-$(id -u)
-mkdir -pm 700 "$kernels" 2>/dev/null && [ -O "$kernels" ] || kernels=$work/kernels
-export CUPY_CACHE_DIR=${CUPY_CACHE_DIR:-$kernels} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$kernels/triton}
+compiled=${TMPDIR:-/tmp}/mpidist-gpu-$(id -u)
+mkdir -pm 700 "$compiled" 2>/dev/null && [ -O "$compiled" ] || compiled=$work/kernels
+export CUPY_CACHE_DIR=${CUPY_CACHE_DIR:-$compiled} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$compiled/triton}
 
 # --- what is there, and what is missing ---
 
