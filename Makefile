@@ -32,7 +32,7 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint format unit slow timing long fuzz gpu bench bench-link clean distclean
+.PHONY: help demo test check lint format unit slow timing long fuzz gpu gpu-wheels bench bench-link clean distclean
 
 help:
 	@echo 'make demo     train on the digits data set with two ranks; look into demo-output/'
@@ -45,6 +45,7 @@ help:
 	@echo 'make fuzz     random programs, and a tenth as many random models, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
 	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'
 	@echo '              CUDA_MPI=PREFIX of a CUDA-aware Open MPI; PY=python3 without a network; DEVICE=cpu to see that it runs'
+	@echo 'make gpu-wheels  what a GPU machine without a network lacks, into .gpu/, which is to be brought along (GPU_PYTHON=3.12)'
 	@echo 'make bench    timing, long, and the benchmarks on two ranks: collectives, who executes them, training steps, hooks, calls'
 	@echo 'make bench-link  training steps on slow links between network namespaces (root, iproute2)'
 	@echo 'make clean    remove what the targets wrote;  make distclean: the environments too'
@@ -89,6 +90,7 @@ timing: $(READY)
 
 long: $(READY)
 	$(LIMIT) $(PY) -m pytest -q -m 'long and not mpi and not gpu' $(TESTS)
+	$(OPENMPI_RUN) -n 2 $(PYTEST_MPI) -m 'long and mpi and not gpu' $(TESTS)
 
 # Each program has a time limit of its own, so that any number of them may run. MPI=mpich: on that one.
 COUNT ?= 1000
@@ -113,6 +115,15 @@ endif
 gpu: $(GPU_READY)
 	PY=$(PY) tests/gpu.sh
 
+# What a GPU machine without a network lacks beside torch and CuPy, for its Python; `make gpu` there unpacks it.
+GPU_PYTHON ?= 3.12
+gpu-wheels:
+	mkdir -p .gpu
+	$(PYTHON) -m pip --disable-pip-version-check download -q -d .gpu --no-deps --only-binary=:all: --implementation cp \
+	    --python-version $(GPU_PYTHON) $(foreach glibc,28 27 17 12 5,--platform manylinux_2_$(glibc)_x86_64) \
+	    --platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64 \
+	    $$($(PYTHON) tests/gpu_needs.py wheels)
+
 bench: $(VENV)/.stamp-bench timing long
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_collectives.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_execution.py
@@ -133,7 +144,7 @@ clean:
 	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(MPICH)
+	rm -rf $(VENV) $(MPICH) .gpu
 
 # The environments. Each stamp is written last, so that an install cut short is done again.
 $(READY): setup.py setup.cfg pyproject.toml constraints.txt

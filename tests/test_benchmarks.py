@@ -201,15 +201,6 @@ def test_many_workers_begin_and_end_on_few_cores(ranks):
 
 
 @pytest.mark.slow
-def test_the_gpus_command_notes_what_it_cannot_do(tmp_path):
-    settings = {"PY": sys.executable, "DEVICE": "cpu", "STEPS": "memcheck", "OUT": str(tmp_path / "out")}
-    done = started([str(ROOT / "tests" / "gpu.sh")], timeout_s=60, env=settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    head, step, end = (tmp_path / "out" / "summary.txt").read_text().splitlines()
-    assert head.startswith("cpu: ") and step.split()[:2] == ["memcheck", "skipped"] and end.startswith("0 of 1 steps failed")
-
-
-@pytest.mark.slow
 def test_a_slow_link_is_made_and_removed(tmp_path):
     """Or refused with status 77 and the reason."""
     command = [str(BENCHMARKS / "slow_link.sh"), "1gbit", "echo"]

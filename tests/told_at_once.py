@@ -2,11 +2,16 @@
 
 When a test fails on one rank alone, the others wait in its collective until faulthandler ends the job, before pytest prints its
 summary with the tracebacks. So the plugin writes them as they come, past pytest's capture.
+
+A job that was ended can be started again for the tests behind the one that hung: ``MPIDIST_TESTS_BEGUN``
+names a file to which rank 0 appends the id of each test as it begins, ``MPIDIST_TESTS_DONE`` one with the
+ids of tests to leave out.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +37,19 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed:
         _write(report)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    if _RANK == "0" and (begun := os.environ.get("MPIDIST_TESTS_BEGUN")):
+        with open(begun, "a", encoding="utf-8") as file:
+            file.write(f"{nodeid}\n")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Two files: a rank may read after rank 0 has begun.
+    done = os.environ.get("MPIDIST_TESTS_DONE", "")
+    if not os.path.exists(done):
+        return
+    names = set(Path(done).read_text(encoding="utf-8").splitlines())
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in names])
+    items[:] = [item for item in items if item.nodeid not in names]

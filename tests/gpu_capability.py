@@ -1,0 +1,27 @@
+"""Report of what this MPI does with memory of the device, for ``make gpu``; leaves the answer in the cache for the tests.
+
+The trial takes up to minutes where operations hang. Inside a test, faulthandler would end it.
+Collective: ``mpirun -n 2 python tests/gpu_rank.py tests.gpu_capability``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mpidist.comm import capability, init, runtime
+
+
+def main() -> None:
+    group = init()
+    device = runtime.device()
+    working = capability.agreed_operations(group._comm, device) if device.type == "cuda" else frozenset()
+    told = capability.capabilities()
+    if group.rank == 0:
+        print(f"{told.library}\nCUDA-aware: {told.cuda_aware} ({told.cuda_source})")
+        for operation, verdict in told.operations.items():
+            print(f"  {operation:24} {'yes' if operation in working else 'no':4} {verdict}")
+        print(f"{len(working)} of {len(told.operations)} operations work on {device} of torch {torch.__version__}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Failures that are written although the job never reaches pytest's summary."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tests import told_at_once
+from tests.support import launcher, started
+
+# Rank 0 fails in each phase of a test and then waits, as the fixtures of a job do; rank 1 waits in its test.
+MODULE = """
+import os, threading, pytest
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+def fail_or_wait():
+    print("printed by the test")
+    assert rank == 1, "rank 0 has failed"
+    threading.Event().wait()
+
+def test_call(): fail_or_wait()
+
+@pytest.fixture
+def before(): fail_or_wait()
+def test_setup(before): pass
+
+@pytest.fixture
+def behind():
+    yield
+    fail_or_wait()
+def test_teardown(behind): pass
+"""
+UNREADABLE = """
+import os
+assert os.environ["OMPI_COMM_WORLD_RANK"] == "1", "rank 0 has failed"
+"""
+
+
+@pytest.mark.slow
+def test_a_failure_of_one_rank_is_written_before_the_job_is_ended(tmp_path):
+    (tmp_path / "test_one_rank.py").write_text(MODULE)
+    (tmp_path / "test_unreadable.py").write_text(UNREADABLE)
+    (tmp_path / "conftest.py").write_text("import threading\ndef pytest_sessionfinish(): threading.Event().wait()\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfaulthandler_timeout = 1\nfaulthandler_exit_on_timeout = True\n")
+    command = [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors"]
+    command += ["-p", "no:cacheprovider", "-p", "tests.told_at_once", str(tmp_path)]
+    done = started([*launcher(2), *command], timeout_s=60, env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+    assert done.returncode != 0 and "short test summary" not in done.stdout
+    assert "collect failed in test_unreadable.py on rank 0\n" in done.stderr
+    for phase in ("call", "setup", "teardown"):
+        assert f"{phase} failed in test_one_rank.py::test_{phase} on rank 0\n" in done.stderr
+    assert done.stderr.count("AssertionError: rank 0 has failed") == 4 and done.stderr.count("printed by the test") >= 3
+    assert " on rank 1\n" not in done.stderr
+
+
+def test_tests_that_have_begun_are_noted_and_left_out_the_next_time(tmp_path, monkeypatch):
+    begun = tmp_path / "begun"
+    monkeypatch.setenv("MPIDIST_TESTS_BEGUN", str(begun))
+    monkeypatch.setenv("MPIDIST_TESTS_DONE", str(begun))
+    for rank, nodeid in (("0", "a.py::test[x y]"), ("1", "a.py::other")):
+        monkeypatch.setattr(told_at_once, "_RANK", rank)
+        told_at_once.pytest_runtest_logstart(nodeid)
+    items = [SimpleNamespace(nodeid=name) for name in ("a.py::test[x y]", "a.py::other")]
+    left_out = []
+    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)))
+    told_at_once.pytest_collection_modifyitems(config, items)
+    assert [item.nodeid for item in items] == ["a.py::other"] and [item.nodeid for item in left_out] == ["a.py::test[x y]"]
