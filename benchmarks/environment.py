@@ -34,7 +34,10 @@ def describe(comm: Any, device: torch.device | None = None) -> dict[str, Any]:
     from mpi4py import MPI
 
     vendor, numbers = MPI.get_vendor()
-    on_gpu = {"device": devices.describe(device)} if device is not None and device.type == "cuda" else {}
+    on_gpu: dict[str, Any] = {}
+    if device is not None and device.type == "cuda":
+        # Without the multi-process service ranks that share a GPU get it in turns.
+        on_gpu = {"device": devices.describe(device), "mps": "CUDA_MPS_PIPE_DIRECTORY" in os.environ}
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "ranks": comm.Get_size(),

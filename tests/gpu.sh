@@ -20,6 +20,7 @@
 #   PARALLEL  1: the two MPIs' tests run beside each other, 0: they do not; 1 from eight cores on. Benchmarks always run alone
 #   HANG_S    45: seconds after which a test that hangs shows its stacks and ends its job
 #   MAXFAIL   20: failures after which a job of tests ends
+#   MPS       1: benchmarks of two ranks share the GPU by a daemon of Nvidia's multi-process service, started and ended here; 0: in turns
 #   RECORD    1: copy the benchmarks' records to benchmarks/results, too; 0 in a dry run
 set -u
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -314,6 +315,21 @@ collect
 
 # --- benchmarks: alone on the machine ---
 
+# Processes that share a GPU get it in turns, and each message between them then waits for theirs: 160 us one way on an H100, 20 us
+# where the service lets them use it at the same time. Tests go without: it ends the processes beside one that fails.
+start_mps() {
+    [ "$DEVICE" = cuda ] && [ "${MPS:-1}" = 1 ] && command -v nvidia-cuda-mps-control >/dev/null || return
+    export CUDA_MPS_PIPE_DIRECTORY=$work/mps CUDA_MPS_LOG_DIRECTORY=$work/mps
+    mkdir "$work/mps" && nvidia-cuda-mps-control -d </dev/null >"$work/mps.log" 2>&1 && return
+    unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+}
+stop_mps() {
+    [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ] && [ "$CUDA_MPS_PIPE_DIRECTORY" = "$work/mps" ] || return
+    echo quit | timeout 20 nvidia-cuda-mps-control >>"$work/mps.log" 2>&1
+    unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+}
+trap 'stop_mps; collect; rm -rf "$work"' EXIT
+
 reserve_s=0
 to=(--device "$DEVICE" --output "$work/results")
 if [ "$DEVICE" = cuda ]; then
@@ -323,10 +339,12 @@ else
 fi
 drawn="matplotlib tabulate psutil mpi4py"
 step bench-kernels 150 "$drawn $with_cuda" "${alone[@]}" "$PY" benchmarks/bench_kernels.py "${to[@]}" "${kernels[@]}"
+start_mps
 step tune 100 "CUDA_MPI mpi4py" "${aware[@]}" tests/gpu_rank.py mpidist.tune "${tune[@]}"
 step bench-device 60 "CUDA_MPI $drawn" "${aware[@]}" benchmarks/bench_device.py "${to[@]}" "${device[@]}"
 step bench-device-staged 50 "OPENMPI $drawn" "${plain[@]}" benchmarks/bench_device.py "${to[@]}" "${device[@]}"
 step bench-powersgd 100 "$any_mpi $drawn" "${best[@]}" benchmarks/bench_powersgd.py "${to[@]}" "${powersgd[@]}"
+stop_mps
 collect
 
 # --- sanitizers: not beside jobs of two ranks, which they would slow down past their limits ---
