@@ -28,7 +28,7 @@ from mpidist.kernels.launch import NAMES
 
 Tensor = torch.Tensor
 
-# Where the tuning table has none. Between ranks of one GPU longer ones are faster still; a network hides an addition behind these.
+# Where the tuning table has none. Ranks of one GPU take longer ones yet; a network hides an addition behind these.
 CHUNK_BYTES = 16 << 20
 _TAG = 6  # of the library's own; those below are others'
 
