@@ -10,8 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -93,9 +92,6 @@ def in_place_of_cuda() -> Iterator[Counter[str]]:
     def kernel(*args: Any, **kwargs: Any) -> None:
         counts["kernels"] += 1
 
-    cupy = SimpleNamespace(
-        cuda=SimpleNamespace(Device=lambda index: _Stream(), ExternalStream=lambda handle, device: _Stream()),
-    )
     replaced: list[tuple[Any, str, Any]] = [
         (torch.Tensor, "is_cuda", property(lambda tensor: tensor.dtype is torch.float32)),
         (torch.Tensor, "is_cpu", property(lambda tensor: tensor.dtype is not torch.float32)),
@@ -106,6 +102,8 @@ def in_place_of_cuda() -> Iterator[Counter[str]]:
         (torch._C, "_cuda_getCurrentRawStream", lambda device: _current().cuda_stream),
         (torch.cuda, "set_stream", _set_current),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "current_device", lambda: None),  # the index of a device of the host
+        (torch.cuda, "device", lambda device: nullcontext()),
         (execution, "device_at", lambda device: None if device is None else fake),
         (stream, "_cuda_device", lambda device: fake),
         (layout, "share", lambda group, nbytes: None),
@@ -114,8 +112,7 @@ def in_place_of_cuda() -> Iterator[Counter[str]]:
         *((user, "has_kernels", lambda tensor: True) for user in (accumulate, pack, powersgd, module)),
         *((user, "stream_of", lambda device: _current().cuda_stream) for user in (launch, pack)),
     ]
-    patches = [mock.patch.dict(sys.modules, {"cupy": cupy})]
-    patches += [mock.patch.object(*one, create=True) for one in replaced]
+    patches = [mock.patch.object(*one, create=True) for one in replaced]
     for patch in patches:
         patch.start()
     try:
