@@ -6,7 +6,6 @@ of about the same price, and counted.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
