@@ -2,17 +2,27 @@
 //
 // Letters: X (rows × columns, row by row) is M * scale + E; P (rows × r) and Q (columns × r) lie column by column; r <= RANK.
 //   project        M = X, P = X * Q        (without E nothing but P is written)
-//   orthogonalize  the columns of P, or of Q, become orthonormal
+//   orthogonalize  the columns of P, or of Q, become orthonormal; normalize completes those of tall matrices
 //   backproject    Q = X^T * P
 //   reconstruct    E = X - P * Q^T, M = P * Q^T
 // E stays as it was until reconstruct: a step whose sums turn out not to be finite is given up before.
 // A table tells of each item its addresses and sizes, and its first block in each stage; `owners` names the item of a block. An item
-// of rank 0 is a tensor that travels whole: `project` copies it to P, `reconstruct` copies it back.
+// of rank 0 is a tensor that travels whole: `project` copies it to P, `reconstruct` copies it back. kernels/powersgd_plan.py writes
+// the tables and knows the constants below.
 #include "common.cuh"
 
 #ifndef RANK
 #define RANK 4  // the highest r of the bucket, rounded up to a power of two, at most 32; the compiler's option sets it
 #endif
+
+// Blocks that orthogonalise P or Q.
+struct Sweep {
+    long long block;    // the first one, in orthogonalize and normalize
+    long long blocks;   // 1: the block holds all rows in registers; else the matrix is tall
+    long long segment;  // rows of a block
+    long long gram;     // where the blocks' Gram matrices begin, in elements; the inverse factor takes the place of the first
+    long long counter;  // the count of their arrivals
+};
 
 struct Item {
     void* m;
@@ -23,15 +33,13 @@ struct Item {
     long long columns;
     long long rank;
     long long row_block;     // its first block in project and reconstruct
+    long long shares_rows;   // there: the warps of a block share ROWS rows and cut the columns; else each has ROWS of its own
     long long column_block;  // its first block in backproject
     long long splits;        // blocks that share one strip of columns in backproject
     long long partials;      // where their sums begin, in elements
     long long counters;      // where the counts of their arrivals begin
+    Sweep sweeps[2];         // of P, of Q
 };
-
-#ifndef SWEEP_THREADS
-#define SWEEP_THREADS 512  // of the block that orthogonalises a matrix; set with RANK
-#endif
 
 constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
@@ -40,7 +48,11 @@ constexpr int COLUMNS = RANK <= 8 ? 4 : 32 / RANK;  // columns of a thread in ba
 constexpr int WIDTH = WARP * COLUMNS;               // of a strip
 constexpr int TILE = 128;                           // rows of P in shared memory
 constexpr int BATCH = 4;                            // rows in flight in each warp of backproject
-constexpr int MAX_WARPS = 32;
+constexpr int MOST_WARPS = 8;                       // of a block, but for orthogonalize and normalize:
+constexpr int SWEEP_THREADS = 512;
+constexpr int SWEEP_WARPS = SWEEP_THREADS / WARP;
+constexpr int HELD_BYTES = 256;                     // of a thread's rows there, in registers
+constexpr int MOST_HELD = 16;                       // rows
 
 __device__ __forceinline__ float root(float v) { return sqrtf(v); }
 __device__ __forceinline__ double root(double v) { return sqrt(v); }
@@ -71,12 +83,31 @@ template <class T> __device__ __forceinline__ int whole_chunk(const Item& item, 
     return item.rows - start < chunk ? (int)(item.rows - start) : chunk;
 }
 
-template <int N, class T> __device__ __forceinline__ bool takes_vectors(const Item& item) {
-    return item.columns % N == 0 && is_aligned<N>((const T*)item.m) && is_aligned<N>((const T*)item.e) &&
-           is_aligned<N>((const T*)item.q);
+template <int N> struct Width { static constexpr int value = N; };
+
+// f(Width<n>()) for the most elements n that all of these addresses and sizes in bytes let a thread read at once: N, those of
+// 8 bytes, or one. High ranks have no middle way: it is as much to compile again.
+template <int N, class T, class F> __device__ __forceinline__ void by_width(unsigned long long places, F f) {
+    if constexpr (N == 1) f(Width<1>());
+    else if (places % (N * sizeof(T)) == 0) f(Width<N>());
+    else by_width<(N * sizeof(T) > 8 && RANK <= 8 ? N / 2 : 1), T>(places, f);
 }
 
-template <class T, int N> __device__ __forceinline__ void project_rows(const Item& item, long long row, typename Compute<T>::type scale) {
+template <class T> __device__ __forceinline__ unsigned long long places_of(const Item& item) {
+    return (unsigned long long)item.m | (unsigned long long)item.e | (unsigned long long)item.q | item.columns * sizeof(T);
+}
+
+// The first of the ROWS rows of a warp in project and reconstruct, and its share of their vectors: from `first`, each `step`-th.
+__device__ __forceinline__ long long rows_of_warp(const Item& item, int& first, int& step) {
+    const long long block = blockIdx.x - item.row_block;
+    first = item.shares_rows ? threadIdx.x : threadIdx.x % WARP;
+    step = item.shares_rows ? blockDim.x : WARP;
+    return (item.shares_rows ? block : block * (blockDim.x / WARP) + threadIdx.x / WARP) * ROWS;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void project_rows(const Item& item, long long row, int first, int step, typename Compute<T>::type scale,
+                                             typename Compute<T>::type* space) {
     using A = typename Compute<T>::type;
     const int lane = threadIdx.x % WARP, rank = (int)item.rank;
     const long long columns = item.columns;
@@ -84,9 +115,10 @@ template <class T, int N> __device__ __forceinline__ void project_rows(const Ite
     T* m = (T*)item.m + row * columns;
     const T* e = item.e ? (const T*)item.e + row * columns : nullptr;
     const T* q = (const T*)item.q;
+    constexpr int AHEAD = RANK <= 4 ? RANK : 2;  // columns of Q that are read together, the first with M and E
     A sums[ROWS * RANK] = {};
-    for (long long c = lane * N; c < columns; c += WARP * N) {
-        Vector<T, N> in[ROWS], left_out[ROWS];
+    for (long long c = first * N; c < columns; c += step * N) {
+        Vector<T, N> in[ROWS], left_out[ROWS], right[AHEAD];
         A x[ROWS][N];
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
@@ -95,37 +127,55 @@ template <class T, int N> __device__ __forceinline__ void project_rows(const Ite
             if (e) left_out[i] = load<N, true>(e + i * columns + c);
         }
 #pragma unroll
-        for (int i = 0; i < ROWS; i++) {
+        for (int start = 0; start < RANK; start += AHEAD) {
 #pragma unroll
-            for (int k = 0; k < N; k++) {
-                x[i][k] = 0;
-                if (i >= rows) continue;
-                x[i][k] = multiply_rounded(widen(in[i].at[k]), scale);
-                if (e) {  // the later stages see X as it is stored
-                    narrow(add_rounded(widen(left_out[i].at[k]), x[i][k]), &in[i].at[k]);
-                    x[i][k] = widen(in[i].at[k]);
+            for (int r = 0; r < AHEAD; r++)
+                if (start + r < rank) right[r] = load<N, true>(q + (start + r) * columns + c);
+#pragma unroll
+            for (int i = 0; i < ROWS && start == 0; i++) {
+#pragma unroll
+                for (int k = 0; k < N; k++) {
+                    x[i][k] = 0;
+                    if (i >= rows) continue;
+                    x[i][k] = multiply_rounded(widen(in[i].at[k]), scale);
+                    if (e) {  // the later stages see X as it is stored
+                        narrow(add_rounded(widen(left_out[i].at[k]), x[i][k]), &in[i].at[k]);
+                        x[i][k] = widen(in[i].at[k]);
+                    }
                 }
             }
-            if (e && i < rows) *(Vector<T, N>*)(m + i * columns + c) = in[i];
+#pragma unroll
+            for (int r = 0; r < AHEAD; r++) {
+                if (start + r >= rank) continue;
+#pragma unroll
+                for (int i = 0; i < ROWS; i++)
+#pragma unroll
+                    for (int k = 0; k < N; k++) sums[i * RANK + start + r] += x[i][k] * widen(right[r].at[k]);
+            }
         }
 #pragma unroll
-        for (int r = 0; r < RANK; r++) {
-            if (r >= rank) continue;
-            const Vector<T, N> right = load<N, true>(q + r * columns + c);
-#pragma unroll
-            for (int i = 0; i < ROWS; i++)
-#pragma unroll
-                for (int k = 0; k < N; k++) sums[i * RANK + r] += x[i][k] * widen(right.at[k]);
-        }
+        for (int i = 0; i < ROWS; i++)  // at the end: no read of Q waits until M is there
+            if (e && i < rows) store<N>(m + i * columns + c, in[i]);
     }
     constexpr int COUNT = ROWS * RANK;
     sum_over_warp<COUNT, WARP / 2>(sums);
-    const int value = lane * COUNT / WARP, i = value / RANK, r = value % RANK;
-    if (lane % (WARP / COUNT) == 0 && i < rows && r < rank) narrow(sums[0], (T*)item.p + r * item.rows + row + i);
+    int value = lane * COUNT / WARP;
+    bool is_mine = lane % (WARP / COUNT) == 0;
+    if (item.shares_rows) {
+        if (is_mine) space[threadIdx.x / WARP * COUNT + value] = sums[0];
+        __syncthreads();
+        value = threadIdx.x;
+        is_mine = value < COUNT;
+        sums[0] = 0;
+        for (int w = 0; is_mine && w < blockDim.x / WARP; w++) sums[0] += space[w * COUNT + value];
+    }
+    const int i = value / RANK, r = value % RANK;
+    if (is_mine && i < rows && r < rank) narrow(sums[0], (T*)item.p + r * item.rows + row + i);
 }
 
 template <class T> __device__ __forceinline__ void project(const Item* items, const int* owners, typename Compute<T>::type scale) {
     constexpr int N = 16 / sizeof(T) < 4 ? 16 / sizeof(T) : 4;
+    __shared__ typename Compute<T>::type space[MOST_WARPS * ROWS * RANK];
     const Item item = items[owners[blockIdx.x]];
     if (item.rank == 0) {
         long long start;
@@ -134,15 +184,18 @@ template <class T> __device__ __forceinline__ void project(const Item* items, co
                          [scale](T x, T* y) { narrow(multiply_rounded(widen(x), scale), y); });
         return;
     }
-    const long long warp = (blockIdx.x - item.row_block) * (blockDim.x / WARP) + threadIdx.x / WARP;
-    if (warp * ROWS >= item.rows) return;
-    if (takes_vectors<N, T>(item)) project_rows<T, N>(item, warp * ROWS, scale);
-    else project_rows<T, 1>(item, warp * ROWS, scale);
+    int first, step;
+    const long long row = rows_of_warp(item, first, step);
+    if (row >= item.rows) return;  // the whole block, where warps share rows
+    by_width<N, T>(places_of<T>(item), [&](auto width) {
+        project_rows<T, decltype(width)::value>(item, row, first, step, scale, space);
+    });
 }
 
-template <class T, int N> __device__ __forceinline__ void reconstruct_rows(const Item& item, long long row) {
+template <class T, int N>
+__device__ __forceinline__ void reconstruct_rows(const Item& item, long long row, int first, int step) {
     using A = typename Compute<T>::type;
-    const int lane = threadIdx.x % WARP, rank = (int)item.rank;
+    const int rank = (int)item.rank;
     const long long columns = item.columns;
     const int rows = item.rows - row < ROWS ? (int)(item.rows - row) : ROWS;
     T* m = (T*)item.m + row * columns;
@@ -154,7 +207,7 @@ template <class T, int N> __device__ __forceinline__ void reconstruct_rows(const
 #pragma unroll
         for (int r = 0; r < RANK; r++)
             left[i][r] = i < rows && r < rank ? widen(((const T*)item.p)[r * item.rows + row + i]) : A(0);
-    for (long long c = lane * N; c < columns; c += WARP * N) {
+    for (long long c = first * N; c < columns; c += step * N) {
         Vector<T, N> x[ROWS];
         A products[ROWS][N] = {};
 #pragma unroll
@@ -178,8 +231,8 @@ template <class T, int N> __device__ __forceinline__ void reconstruct_rows(const
                 narrow(products[i][k], &approximation.at[k]);
                 if (e) narrow(add_rounded(widen(x[i].at[k]), -widen(approximation.at[k])), &x[i].at[k]);
             }
-            *(Vector<T, N>*)(m + i * columns + c) = approximation;
-            if (e) *(Vector<T, N>*)(e + i * columns + c) = x[i];
+            store<N>(m + i * columns + c, approximation);
+            if (e) store<N>(e + i * columns + c, x[i]);
         }
     }
 }
@@ -193,25 +246,27 @@ template <class T> __device__ __forceinline__ void reconstruct(const Item* items
         transform<false>((const T*)item.p + start, (T*)item.m + start, count, [](T x, T* y) { *y = x; });
         return;
     }
-    const long long warp = (blockIdx.x - item.row_block) * (blockDim.x / WARP) + threadIdx.x / WARP;
-    if (warp * ROWS >= item.rows) return;
-    if (takes_vectors<N, T>(item)) reconstruct_rows<T, N>(item, warp * ROWS);
-    else reconstruct_rows<T, 1>(item, warp * ROWS);
+    int first, step;
+    const long long row = rows_of_warp(item, first, step);
+    if (row >= item.rows) return;
+    by_width<N, T>(places_of<T>(item), [&](auto width) { reconstruct_rows<T, decltype(width)::value>(item, row, first, step); });
 }
 
-// Where a thread's k-th column lies in its strip: side by side if they are read at once, else side by side over the lanes.
-template <bool IS_VECTOR> __device__ __forceinline__ int column_of(int lane, int k) {
-    return IS_VECTOR ? lane * COLUMNS + k : lane + k * WARP;
-}
+// Where a thread's k-th column lies in its strip: N side by side, which are read at once, and those of the lanes side by side.
+template <int N> __device__ __forceinline__ int column_of(int lane, int k) { return (k / N * WARP + lane) * N + k % N; }
 
-template <class T, bool IS_VECTOR>
+template <class T, int N>
 __device__ __forceinline__ void multiply_strip(const Item& item, long long strip, long long split, typename Compute<T>::type scale,
                                                typename Compute<T>::type* left, typename Compute<T>::type (&sums)[COLUMNS * RANK]) {
     using A = typename Compute<T>::type;
+    constexpr int AT_ONCE = RANK < 16 / (int)sizeof(A) ? RANK : 16 / (int)sizeof(A);  // elements of a row of P
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP, rank = (int)item.rank;
-    const T* x = (const T*)item.m;
+    const T* x = (const T*)item.m + strip * WIDTH;
     const A factor = item.e ? A(1) : scale;  // M holds X already
     const long long columns = item.columns, tiles = (item.rows + TILE - 1) / TILE;
+    bool has[COLUMNS / N];  // vectors of this thread that lie in the matrix
+#pragma unroll
+    for (int j = 0; j < COLUMNS / N; j++) has[j] = strip * WIDTH + column_of<N>(lane, j * N) < columns;
     for (long long tile = split; tile < tiles; tile += item.splits) {
         const long long top = tile * TILE;
         const int rows = item.rows - top < TILE ? (int)(item.rows - top) : TILE;
@@ -222,46 +277,54 @@ __device__ __forceinline__ void multiply_strip(const Item& item, long long strip
         }
         __syncthreads();
         for (int first = warp; first < rows; first += warps * BATCH) {
-            Vector<T, COLUMNS> in[BATCH];
+            Vector<T, N> in[BATCH][COLUMNS / N] = {};
 #pragma unroll
             for (int b = 0; b < BATCH; b++) {
                 const int row = first + b * warps;
-                const long long start = (top + row) * columns + strip * WIDTH;
 #pragma unroll
-                for (int k = 0; k < COLUMNS; k++) {
-                    if constexpr (IS_VECTOR) {
-                        if (k == 0 && row < rows && strip * WIDTH + lane * COLUMNS < columns)
-                            in[b] = load<COLUMNS, true>(x + start + lane * COLUMNS);
-                    } else {
-                        if (row < rows && strip * WIDTH + column_of<false>(lane, k) < columns)
-                            in[b].at[k] = x[start + column_of<false>(lane, k)];
-                    }
-                }
+                for (int j = 0; j < COLUMNS / N; j++)
+                    if (row < rows && has[j]) in[b][j] = load<N, true>(x + (top + row) * columns + column_of<N>(lane, j * N));
             }
 #pragma unroll
             for (int b = 0; b < BATCH; b++) {
                 const int row = first + b * warps;
                 if (row >= rows) continue;
+                Vector<A, AT_ONCE> p[RANK / AT_ONCE];
 #pragma unroll
-                for (int k = 0; k < COLUMNS; k++) {
-                    if (strip * WIDTH + column_of<IS_VECTOR>(lane, k) >= columns) continue;
-                    const A value = multiply_rounded(widen(in[b].at[k]), factor);
+                for (int i = 0; i < RANK / AT_ONCE; i++) p[i] = load<AT_ONCE, true>(left + row * RANK + i * AT_ONCE);
 #pragma unroll
-                    for (int r = 0; r < RANK; r++) sums[k * RANK + r] += value * left[row * RANK + r];
+                for (int k = 0; k < COLUMNS; k++) {  // zeros beyond the matrix
+                    const A value = multiply_rounded(widen(in[b][k / N].at[k % N]), factor);
+#pragma unroll
+                    for (int r = 0; r < RANK; r++) sums[k * RANK + r] += value * p[r / AT_ONCE].at[r % AT_ONCE];
                 }
             }
         }
     }
 }
 
+// Counts a block's arrival once all it has written is visible; true in the last one of `blocks`, which then sees what all wrote.
+__device__ __forceinline__ bool is_last_to_arrive(int* counter, long long blocks) {
+    __shared__ bool is_last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        is_last = atomicAdd(counter, 1) == blocks - 1;
+        if (is_last) *counter = 0;  // ready for the next launch
+    }
+    __syncthreads();
+    if (is_last) __threadfence();
+    return is_last;
+}
+
 // Sum over the warps, and over the blocks that share a strip: the last to arrive adds up all, in a fixed order, so that the result
 // does not depend on who was last.
-template <class T, bool IS_VECTOR>
-__device__ __forceinline__ void write_strip(const Item& item, long long strip, long long split, typename Compute<T>::type* space,
-                                            typename Compute<T>::type (&sums)[COLUMNS * RANK], typename Compute<T>::type* partials,
-                                            int* counters) {
+template <class T>
+__device__ __forceinline__ void write_strip(const Item& item, long long strip, long long split, const int (&places)[COLUMNS],
+                                            typename Compute<T>::type* space, typename Compute<T>::type (&sums)[COLUMNS * RANK],
+                                            typename Compute<T>::type* partials, int* counters) {
     using A = typename Compute<T>::type;
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP, rank = (int)item.rank;
+    const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, rank = (int)item.rank;
     T* q = (T*)item.q + strip * WIDTH;
     const long long left_over = item.columns - strip * WIDTH;
     const int width = left_over < WIDTH ? (int)left_over : WIDTH;
@@ -271,7 +334,7 @@ __device__ __forceinline__ void write_strip(const Item& item, long long strip, l
         if (r >= rank) continue;
         __syncthreads();
 #pragma unroll
-        for (int k = 0; k < COLUMNS; k++) space[warp * WIDTH + column_of<IS_VECTOR>(lane, k)] = sums[k * RANK + r];
+        for (int k = 0; k < COLUMNS; k++) space[warp * WIDTH + places[k]] = sums[k * RANK + r];
         __syncthreads();
         for (int c = threadIdx.x; c < width; c += blockDim.x) {
             A total = 0;
@@ -280,15 +343,7 @@ __device__ __forceinline__ void write_strip(const Item& item, long long strip, l
             else of_strip[(split * RANK + r) * WIDTH + c] = total;
         }
     }
-    if (item.splits == 1) return;
-    __shared__ bool is_last;
-    __threadfence();
-    __syncthreads();
-    int* counter = counters + item.counters + strip;
-    if (threadIdx.x == 0) is_last = atomicAdd(counter, 1) == item.splits - 1;
-    __syncthreads();
-    if (!is_last) return;
-    __threadfence();
+    if (item.splits == 1 || !is_last_to_arrive(counters + item.counters + strip, item.splits)) return;
     for (int i = threadIdx.x; i < rank * WIDTH; i += blockDim.x) {
         const int r = i / WIDTH, c = i % WIDTH;
         if (c >= width) continue;
@@ -296,62 +351,306 @@ __device__ __forceinline__ void write_strip(const Item& item, long long strip, l
         for (long long s = 0; s < item.splits; s++) total += __ldcg(of_strip + (s * RANK + r) * WIDTH + c);
         narrow(total, q + r * item.columns + c);
     }
-    if (threadIdx.x == 0) *counter = 0;  // ready for the next launch
-}
-
-template <class T, bool IS_VECTOR>
-__device__ __forceinline__ void backproject_strip(const Item& item, typename Compute<T>::type scale, typename Compute<T>::type* space,
-                                                  typename Compute<T>::type* partials, int* counters) {
-    const long long block = blockIdx.x - item.column_block, strip = block / item.splits, split = block % item.splits;
-    typename Compute<T>::type sums[COLUMNS * RANK] = {};
-    multiply_strip<T, IS_VECTOR>(item, strip, split, scale, space, sums);
-    write_strip<T, IS_VECTOR>(item, strip, split, space, sums, partials, counters);
 }
 
 template <class T>
 __device__ __forceinline__ void backproject(const Item* items, const int* owners, typename Compute<T>::type scale,
                                             typename Compute<T>::type* partials, int* counters) {
     using A = typename Compute<T>::type;
-    constexpr int MOST_WARPS = 8;
-    __shared__ A space[TILE * RANK > MOST_WARPS * WIDTH ? TILE * RANK : MOST_WARPS * WIDTH];
+    alignas(16) __shared__ A space[TILE * RANK > MOST_WARPS * WIDTH ? TILE * RANK : MOST_WARPS * WIDTH];
     const Item item = items[owners[blockIdx.x]];
-    const bool is_vector = item.columns % COLUMNS == 0 && is_aligned<COLUMNS>((const T*)item.m);
-    if (is_vector) backproject_strip<T, true>(item, scale, space, partials, counters);
-    else backproject_strip<T, false>(item, scale, space, partials, counters);
+    const long long block = blockIdx.x - item.column_block, strip = block / item.splits, split = block % item.splits;
+    A sums[COLUMNS * RANK] = {};
+    int places[COLUMNS];
+    by_width<COLUMNS, T>((unsigned long long)item.m | item.columns * sizeof(T), [&](auto width) {
+        multiply_strip<T, decltype(width)::value>(item, strip, split, scale, space, sums);
+#pragma unroll
+        for (int k = 0; k < COLUMNS; k++) places[k] = column_of<decltype(width)::value>(threadIdx.x % WARP, k);
+    });
+    write_strip<T>(item, strip, split, places, space, sums, partials, counters);
+}
+
+// What the warps of a block leave each other of RANK sums at once.
+template <class A> struct Sums {
+    A of_warps[RANK * SWEEP_WARPS];
+    A totals[RANK];
+};
+
+constexpr int GROUP = RANK < 8 ? RANK : 8;  // sums in registers at once
+
+template <class A> __device__ __forceinline__ void leave(Sums<A>& sums, int start, A (&mine)[GROUP]) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    sum_over_warp<GROUP, WARP / 2>(mine);
+    if (lane % (WARP / GROUP) == 0) sums.of_warps[(start + lane * GROUP / WARP) * SWEEP_WARPS + warp] = mine[0];
+}
+
+// A warp adds up one of the sums. Two barriers are enough: before anyone leaves the next sums, all of these are added up.
+template <class A> __device__ __forceinline__ void add_up(Sums<A>& sums) {
+    const int lane = threadIdx.x % WARP;
+    __syncthreads();
+    for (int j = threadIdx.x / WARP; j < RANK; j += SWEEP_WARPS) {
+        A total = lane < SWEEP_WARPS ? sums.of_warps[j * SWEEP_WARPS + lane] : A(0);
+        sum_over_warp<1, SWEEP_WARPS / 2>(&total);
+        if (lane == 0) sums.totals[j] = total;
+    }
+    __syncthreads();
+}
+
+template <class A> __device__ __forceinline__ A inverse_norm(const Sums<A>& sums, A epsilon) {
+    const A norm = root(sums.totals[0]) + epsilon;
+    return norm == 0 ? A(0) : 1 / norm;
+}
+
+template <class A> __device__ constexpr int held_rows() {
+    return HELD_BYTES / (int)sizeof(A) / RANK < MOST_HELD ? HELD_BYTES / (int)sizeof(A) / RANK : MOST_HELD;
+}
+
+// The same address, unknown to the compiler: what is computed from it is computed again, where else it would stay in registers.
+template <class T> __device__ __forceinline__ T* anew(T* p) {
+#ifndef MPIDIST_HOST
+    asm volatile("" : "+l"(p));
+#endif
+    return p;
 }
 
 // Modified Gram-Schmidt, twice: the second sweep removes what rounding left of one column in another. One block a matrix; a thread
-// keeps to its rows, so only the sums cross threads. A column of zeros stays one.
-template <class T> __device__ __forceinline__ void orthogonalize(T* v, long long n, int rank, typename Compute<T>::type epsilon) {
+// holds its rows in registers, so only the sums cross threads. A column of zeros stays one. The columns rotate: the current one is
+// always the first, so that no register is chosen at run time; those past the matrix's rank are zeros.
+template <class T>
+__device__ __forceinline__ void sweep_registers(T* v, int n, int rank, typename Compute<T>::type epsilon,
+                                                Sums<typename Compute<T>::type>& sums) {
     using A = typename Compute<T>::type;
-    __shared__ A of_warps[MAX_WARPS * RANK];
-    __shared__ A totals[RANK];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-    for (int step = 0; step < 2 * rank; step++) {
-        const int i = step % rank;
-        A dots[RANK] = {};  // of column i with itself and those behind it
-        for (long long row = threadIdx.x; row < n; row += blockDim.x) {
-            const A own = widen(v[i * n + row]);
+    constexpr int HELD = held_rows<A>(), SKIP = 4;  // rows of a thread; how many are passed over at once if nobody has them
+    A held[HELD][RANK];
 #pragma unroll
-            for (int j = 0; j < RANK; j++)
-                if (j >= i && j < rank) dots[j] += own * widen(v[j * n + row]);
+    for (int j = 0; j < RANK; j++) {
+        const T* column = v + (long long)j * n;
+#pragma unroll
+        for (int k = 0; k < HELD; k++) {
+            const int row = k * SWEEP_THREADS + threadIdx.x;
+            held[k][j] = row < n && j < rank ? widen(column[row]) : A(0);
         }
-        sum_over_warp<RANK, WARP / 2>(dots);
-        __syncthreads();
-        if (lane % (WARP / RANK) == 0) of_warps[warp * RANK + lane * RANK / WARP] = dots[0];
-        __syncthreads();
-        if (threadIdx.x < RANK) {
-            A total = 0;
-            for (int w = 0; w < warps; w++) total += of_warps[w * RANK + threadIdx.x];
-            totals[threadIdx.x] = total;
+    }
+    for (int step = 0; step < 2 * RANK; step++) {
+        const int i = step % RANK;
+        A inverse = 0;
+        if (i < rank) {
+#pragma unroll
+            for (int start = 0; start < RANK; start += GROUP) {
+                A dots[GROUP] = {};  // of column i with itself and those behind it
+#pragma unroll
+                for (int k = 0; k < HELD; k++) {
+                    if (k % SKIP == 0 && k * SWEEP_THREADS >= n) break;
+#pragma unroll
+                    for (int j = 0; j < GROUP; j++) dots[j] += held[k][0] * held[k][start + j];
+                }
+                leave(sums, start, dots);
+            }
+            add_up(sums);
+            inverse = inverse_norm(sums, epsilon);
+        }
+        A own[HELD];
+#pragma unroll
+        for (int k = 0; k < HELD; k++) own[k] = held[k][0] * inverse;
+#pragma unroll
+        for (int j = 1; j < RANK; j++) {
+            const A share = i + j < rank ? sums.totals[j] * inverse : A(0);
+#pragma unroll
+            for (int k = 0; k < HELD; k++) {
+                if (k % SKIP == 0 && k * SWEEP_THREADS >= n) break;
+                held[k][j - 1] = held[k][j] - own[k] * share;
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < HELD; k++) held[k][RANK - 1] = own[k];
+    }
+#pragma unroll
+    for (int j = 0; j < RANK; j++) {
+        v = anew(v);
+        T* column = v + (long long)j * n;
+#pragma unroll
+        for (int k = 0; k < HELD; k++) {
+            const int row = k * SWEEP_THREADS + threadIdx.x;
+            if (row < n && j < rank) narrow(held[k][j], column + row);
+        }
+    }
+}
+
+// The same on as many rows as there are, which stay in memory.
+template <class T>
+__device__ __forceinline__ void sweep_memory(T* v, long long n, int rank, typename Compute<T>::type epsilon,
+                                             Sums<typename Compute<T>::type>& sums) {
+    using A = typename Compute<T>::type;
+    for (int step = 0; step < 2 * rank; step++) {
+        const int behind = rank - step % rank;
+        T* column = v + step % rank * n;
+#pragma unroll
+        for (int start = 0; start < RANK; start += GROUP) {
+            A dots[GROUP] = {};
+            for (long long row = threadIdx.x; row < n; row += SWEEP_THREADS) {
+                const A own = widen(column[row]);
+#pragma unroll
+                for (int j = 0; j < GROUP; j++)
+                    if (start + j < behind) dots[j] += own * widen(column[(start + j) * n + row]);
+            }
+            leave(sums, start, dots);
+        }
+        add_up(sums);
+        const A inverse = inverse_norm(sums, epsilon);
+        for (long long row = threadIdx.x; row < n; row += SWEEP_THREADS) {
+            const A own = widen(column[row]) * inverse;
+            narrow(own, column + row);
+            for (int j = 1; j < behind; j++)
+                narrow(widen(column[j * n + row]) - own * (sums.totals[j] * inverse), column + j * n + row);
+        }
+    }
+}
+
+// Tall matrices: Cholesky QR. G = V^T V = R^T R by many blocks, then V R^-1 in a second launch, all in fp64: what is lost of
+// orthogonality grows with the square of V's condition, 1e-16 times that, where fp32 would need a second round.
+// R has a positive diagonal, so columns have the signs that Gram-Schmidt gives them.
+constexpr int SQUARE = RANK * RANK;
+constexpr int EDGE = RANK < 4 ? RANK : 4;  // of the tile of G that a warp adds up
+constexpr int TILES = RANK / EDGE * (RANK / EDGE);
+constexpr double DONE = -1;  // in the place of the inverse factor, whose first element is not negative: nothing is left to do
+constexpr int SLICES = TILES < SWEEP_WARPS ? SWEEP_WARPS / TILES : 1;  // warps that share a tile
+
+__device__ __forceinline__ bool is_upper(int element) { return element % RANK >= element / RANK; }
+
+// The upper triangle of a segment's Gram matrix, in SLICES parts.
+template <class T>
+__device__ __forceinline__ void multiply_segment(const T* v, long long n, int rank, long long start, long long end, double* parts) {
+    const int lane = threadIdx.x % WARP;
+    for (int task = threadIdx.x / WARP; task < TILES * SLICES; task += SWEEP_WARPS) {
+        const int slice = task % SLICES, top = task / SLICES / (RANK / EDGE) * EDGE, left = task / SLICES % (RANK / EDGE) * EDGE;
+        if (left < top) continue;
+        double sums[EDGE * EDGE] = {};
+        for (long long row = start + slice * WARP + lane; row < end; row += SLICES * WARP) {
+            double a[EDGE], b[EDGE];
+#pragma unroll
+            for (int i = 0; i < EDGE; i++) {
+                a[i] = top + i < rank ? (double)widen(v[(top + i) * n + row]) : 0;
+                b[i] = left + i < rank ? (double)widen(v[(left + i) * n + row]) : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < EDGE * EDGE; i++) sums[i] += a[i / EDGE] * b[i % EDGE];
+        }
+        constexpr int COUNT = EDGE * EDGE;
+        sum_over_warp<COUNT, WARP / 2>(sums);
+        const int i = lane * COUNT / WARP;
+        if (lane % (WARP / COUNT) == 0) parts[slice * SQUARE + (top + i / EDGE) * RANK + left + i % EDGE] = sums[0];
+    }
+    __syncthreads();
+}
+
+__device__ __forceinline__ double total_of_slices(const double* parts, int element) {
+    double total = 0;
+    for (int slice = 0; slice < SLICES; slice++) total += parts[slice * SQUARE + element];
+    return total;
+}
+
+// Gauss elimination without exchanges on G beside the identity: the upper triangle becomes D U where G = U^T D U, the one below it
+// that of U^-T. False if what is left of a column outside the span of those before it is so small a part that it is inexact, or
+// if epsilon, which Gram-Schmidt adds to the norms, is not small: it makes directions inexact, too, by its square. Columns of zeros
+// are passed over.
+__device__ __forceinline__ bool eliminate(double* g, const double* squares, int rank, double least, double epsilon) {
+    if (epsilon > 2e-4) return false;
+    for (int i = 0; i < rank; i++) {
+        if (squares[i] == 0) continue;
+        const double pivot = g[i * RANK + i];
+        if (!(pivot >= least * squares[i] && pivot > epsilon * epsilon)) return false;
+        for (int element = threadIdx.x; element < SQUARE; element += SWEEP_THREADS) {
+            const int row = element / RANK, column = element % RANK;
+            if (row <= i || row >= rank || (i < column && column < row)) continue;
+            g[element] -= g[i * RANK + row] / pivot * (column == i ? 1 : g[i * RANK + column]);
         }
         __syncthreads();
-        const A norm = root(totals[i]) + epsilon;
-        const A inverse = norm == 0 ? A(0) : 1 / norm;
-        for (long long row = threadIdx.x; row < n; row += blockDim.x) {
-            const A own = widen(v[i * n + row]) * inverse;
-            narrow(own, v + i * n + row);
-            for (int j = i + 1; j < rank; j++) narrow(widen(v[j * n + row]) - own * (totals[j] * inverse), v + j * n + row);
+    }
+    return true;
+}
+
+// 1 / norm, with what epsilon makes of it in two sweeps of Gram-Schmidt.
+__device__ __forceinline__ double inverse_pivot(double pivot, double square, double epsilon) {
+    if (square == 0) return 0;
+    const double norm = root(pivot), once = norm / (norm + epsilon);
+    return once / (once + epsilon) / norm;
+}
+
+template <class T>
+__device__ __forceinline__ void factorize(T* v, long long n, int rank, const Sweep& sweep, typename Compute<T>::type epsilon,
+                                          Sums<typename Compute<T>::type>& sums, double* grams, int* counters) {
+    constexpr double LEAST = sizeof(T) == 8 ? 1e-5 : 1e-8;  // of a column's square: sine of its angle 3e-3, 1e-4
+    __shared__ double parts[SLICES * SQUARE];
+    __shared__ double squares[RANK];
+    const long long block = blockIdx.x - sweep.block, start = block * sweep.segment;
+    const long long end = start + sweep.segment < n ? start + sweep.segment : n;
+    double* of_blocks = grams + sweep.gram;
+    multiply_segment(v, n, rank, start, end, parts);
+    for (int i = threadIdx.x; i < SQUARE; i += SWEEP_THREADS)
+        if (is_upper(i)) of_blocks[block * SQUARE + i] = total_of_slices(parts, i);
+    if (!is_last_to_arrive(counters + sweep.counter, sweep.blocks)) return;
+    for (int i = threadIdx.x; i < SLICES * SQUARE; i += SWEEP_THREADS) {
+        if (!is_upper(i % SQUARE)) continue;
+        double total = 0;
+        for (long long other = i / SQUARE; other < sweep.blocks; other += SLICES)
+            total += __ldcg(of_blocks + other * SQUARE + i % SQUARE);
+        parts[i] = total;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < SQUARE; i += SWEEP_THREADS) {
+        const double total = is_upper(i) ? total_of_slices(parts, i) : 0;
+        parts[i] = total;
+        if (i % (RANK + 1) == 0) squares[i / RANK] = total;
+    }
+    __syncthreads();
+    const bool is_regular = eliminate(parts, squares, rank, LEAST, epsilon);
+    for (int i = threadIdx.x; i < SQUARE; i += SWEEP_THREADS) {
+        const int row = i / RANK, column = i % RANK;
+        const double inverse = inverse_pivot(parts[column * (RANK + 1)], squares[column], epsilon);
+        of_blocks[i] = !is_regular ? DONE : row == column ? inverse : row < column ? parts[column * RANK + row] * inverse : 0;
+    }
+    if (!is_regular) sweep_memory(v, n, rank, epsilon, sums);
+}
+
+template <class T>
+__device__ __forceinline__ void orthogonalize(const Item* items, const int* owners, int is_q, typename Compute<T>::type epsilon,
+                                              double* grams, int* counters) {
+    __shared__ Sums<typename Compute<T>::type> sums;
+    const Item& item = items[owners[blockIdx.x]];  // copied, it would lie in local memory: `is_q` chooses at run time
+    const Sweep sweep = item.sweeps[is_q];
+    T* v = (T*)(is_q ? item.q : item.p);
+    const long long n = is_q ? item.columns : item.rows;
+    if (sweep.blocks == 1) sweep_registers(v, (int)n, (int)item.rank, epsilon, sums);
+    else factorize(v, n, (int)item.rank, sweep, epsilon, sums, grams, counters);
+}
+
+// V R^-1 for tall matrices.
+template <class T> __device__ __forceinline__ void normalize(const Item* items, const int* owners, int is_q, const double* grams) {
+    using A = typename Compute<T>::type;
+    constexpr int AT_ONCE = RANK <= 8 ? RANK : 1;  // columns; of more the compiler would read the whole factor ahead
+    __shared__ double inverse[SQUARE];
+    const Item& item = items[owners[blockIdx.x]];
+    const Sweep sweep = item.sweeps[is_q];
+    const int rank = (int)item.rank;
+    if (sweep.blocks == 1) return;
+    for (int i = threadIdx.x; i < SQUARE; i += SWEEP_THREADS) inverse[i] = grams[sweep.gram + i];
+    __syncthreads();
+    if (inverse[0] == DONE) return;
+    const long long n = is_q ? item.columns : item.rows, start = (blockIdx.x - sweep.block) * sweep.segment;
+    const long long end = start + sweep.segment < n ? start + sweep.segment : n;
+    T* v = (T*)(is_q ? item.q : item.p);
+    for (long long row = start + threadIdx.x; row < end; row += SWEEP_THREADS) {
+        double x[RANK];
+#pragma unroll
+        for (int j = 0; j < RANK; j++) x[j] = j < rank ? (double)widen(v[j * n + row]) : 0;
+#pragma unroll (AT_ONCE)
+        for (int j = 0; j < RANK; j++) {
+            if (j >= rank) continue;
+            double sum = 0;
+#pragma unroll
+            for (int i = 0; i < RANK; i++)
+                if (i <= j) sum += x[i] * inverse[i * RANK + j];
+            narrow((A)sum, v + j * n + row);
         }
     }
 }
@@ -365,14 +664,23 @@ template <class T> __device__ __forceinline__ void orthogonalize(T* v, long long
         backproject<T>(items, owners, scale, partials, counters);                                                             \
     }                                                                                                                         \
     extern "C" __global__ void reconstruct_##T(const Item* items, const int* owners) { reconstruct<T>(items, owners); }       \
-    extern "C" __global__ void __launch_bounds__(SWEEP_THREADS)                                                               \
-        orthogonalize_##T(const Item* items, int is_q, typename Compute<T>::type epsilon) {                                   \
-        const Item item = items[blockIdx.x];                                                                                  \
-        if (item.rank == 0) return;                                                                                           \
-        orthogonalize<T>((T*)(is_q ? item.q : item.p), is_q ? item.columns : item.rows, (int)item.rank, epsilon);             \
+    extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)                                                             \
+        orthogonalize_##T(const Item* items, const int* owners, int is_q, typename Compute<T>::type epsilon, double* grams,   \
+                          int* counters) {                                                                                    \
+        orthogonalize<T>(items, owners, is_q, epsilon, grams, counters);                                                      \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)                                                             \
+        normalize_##T(const Item* items, const int* owners, int is_q, const double* grams) {                                  \
+        normalize<T>(items, owners, is_q, grams);                                                                             \
     }
 
+// A bucket has one type; to compile all takes four times as long.
+#ifdef ELEMENT
+#define EXPANDED(T) POWERSGD(T)
+EXPANDED(ELEMENT)
+#else
 POWERSGD(float)
 POWERSGD(double)
 POWERSGD(float16)
 POWERSGD(bfloat16)
+#endif

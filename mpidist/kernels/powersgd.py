@@ -2,8 +2,9 @@
 
 X lies in M until ``reconstruct``, and E is as the last step left it: a step whose sums are not finite is given up (``give_up``).
 
-On CUDA each function is one launch of ``cuda/powersgd.cu``, whatever the number of matrices and their shapes; the twins in this
-file do the same with torch's operations. Tensors that are not worth compressing travel beside the Ps.
+On CUDA each function is one launch of ``cuda/powersgd.cu``, whatever the number of matrices and their shapes (two, to make the
+columns of matrices orthonormal that are too tall for one block's registers: past 8192 rows, fewer at ranks past 4); the twins in
+this file do the same with torch's operations. Tensors that are not worth compressing travel beside the Ps.
 
 Letters: n × m a matrix; r the approximation's rank, at most 32 on CUDA.
 
@@ -183,30 +184,37 @@ class _OnDevice:
 
     def __init__(self, bucket: Bucket) -> None:
         self._dtype, self._device = bucket.dtype, bucket.device
-        plan = powersgd_plan.plan(items_of(bucket), chunk_numel(bucket.dtype))
-        self._sweep_threads = powersgd_plan.sweep_threads(plan.rank)
-        self._defines = (f"RANK={plan.rank}", f"SWEEP_THREADS={self._sweep_threads}")
-        self._count = len(bucket.matrices)
+        computed = compute_dtype(bucket.dtype)
+        plan = powersgd_plan.plan(items_of(bucket), chunk_numel(bucket.dtype), computed.itemsize)
+        self._defines = (f"RANK={plan.rank}", f"ELEMENT={NAMES[bucket.dtype]}")
         self._items = to_device(plan.items, self._device)
-        self._row_owners, self._column_owners = (to_device(o, self._device) for o in (plan.row_owners, plan.column_owners))
-        self._partials = torch.empty(plan.partials_numel, dtype=compute_dtype(bucket.dtype), device=self._device)
+        owners = (plan.row_owners, plan.column_owners, *plan.sweep_owners)
+        self._owners = to_device(np.concatenate(owners), self._device)  # one copy for all
+        starts = np.cumsum([0, *(o.nbytes for o in owners)]) + self._owners.data_ptr()
+        self._rows, self._columns, *self._sweeps = ((int(at), len(o)) for at, o in zip(starts, owners, strict=False))
+        self._has_tall = plan.has_tall
+        self._partials = torch.empty(plan.partials_numel, dtype=computed, device=self._device)
+        self._grams = torch.empty(plan.grams_numel, dtype=torch.float64, device=self._device)
         self._counters = torch.zeros(plan.counters, dtype=torch.int32, device=self._device)
 
     def launch(self, name: str, *args: Any) -> None:
-        self._launch(name, self._row_owners.numel(), (self._items.data_ptr(), self._row_owners.data_ptr(), *args))
+        self._launch(name, self._rows, *args)
 
     def backproject(self, scale: float) -> None:
-        owners, space = self._column_owners, (self._partials.data_ptr(), self._counters.data_ptr())
-        self._launch(
-            "backproject", owners.numel(), (self._items.data_ptr(), owners.data_ptr(), scalar(scale, self._dtype), *space)
-        )
+        factor = scalar(scale, self._dtype)
+        self._launch("backproject", self._columns, factor, self._partials.data_ptr(), self._counters.data_ptr())
 
     def orthogonalize(self, is_q: int, epsilon: float) -> None:
-        args = (self._items.data_ptr(), np.int32(is_q), scalar(epsilon, self._dtype))
-        self._launch("orthogonalize", self._count, args, self._sweep_threads)
+        sweep, side, grams = self._sweeps[is_q], np.int32(is_q), self._grams.data_ptr()
+        args = (side, scalar(epsilon, self._dtype), grams, self._counters.data_ptr())
+        self._launch("orthogonalize", sweep, *args, threads=powersgd_plan.SWEEP_THREADS)
+        if self._has_tall[is_q]:
+            self._launch("normalize", sweep, side, grams, threads=powersgd_plan.SWEEP_THREADS)
 
-    def _launch(self, name: str, blocks: int, args: Sequence[Any], threads: int = powersgd_plan.THREADS) -> None:
-        launch("powersgd.cu", f"{name}_{NAMES[self._dtype]}", self._device, blocks, args, threads, self._defines)
+    def _launch(self, name: str, grid: tuple[int, int], *args: Any, threads: int = powersgd_plan.THREADS) -> None:
+        owners, blocks = grid
+        given = (self._items.data_ptr(), owners, *args)
+        launch("powersgd.cu", f"{name}_{NAMES[self._dtype]}", self._device, blocks, given, threads, self._defines)
 
 
 def items_of(bucket: Bucket) -> list[powersgd_plan.Item]:

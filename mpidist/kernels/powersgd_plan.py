@@ -13,9 +13,15 @@ import numpy as np
 from mpidist.kernels.launch import THREADS, blocks_of
 
 HIGHEST_RANK = 32
+SWEEP_THREADS = 512  # of a block that orthogonalises
 _WARP = 32
 _TILE = 128  # rows that a block of backproject takes at once
 _MOST_SPLITS = 64  # of the rows of one strip of columns: more blocks, and more sums of theirs to add up
+_LONG_ROW = 1024  # columns from which the warps of a block may share rows: each has an iteration of its loop
+_ENOUGH_BLOCKS = 1024  # of a bucket in project: with so many a device is busy, and rows of one's own spare reads of Q
+_HELD_BYTES, _MOST_HELD = 256, 16  # what a thread that orthogonalises has in registers: bytes, rows
+_SEGMENT = 512  # rows of a block that shares a tall matrix
+_MOST_SEGMENTS = 256  # more blocks, and more Gram matrices to add up
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,11 @@ class Plan:
     items: np.ndarray  # int64, one row an item
     row_owners: np.ndarray  # int32: the item of each block of project and reconstruct
     column_owners: np.ndarray  # int32: of backproject
+    sweep_owners: tuple[np.ndarray, np.ndarray]  # int32: of orthogonalize, for P and for Q
+    has_tall: tuple[bool, bool]  # some P, some Q is shared by several blocks, so orthogonalize takes a second launch
     partials_numel: int  # sums that blocks of one strip leave each other
-    counters: int  # strips with several blocks
+    grams_numel: int  # float64: Gram matrices that blocks of one tall matrix leave each other
+    counters: int  # strips and tall matrices with several blocks
     rank: int  # the power of two that the kernels are compiled for
 
 
@@ -51,35 +60,84 @@ def compiled_rank(highest: int) -> int:
     return 1 << max(highest - 1, 0).bit_length()
 
 
-def sweep_threads(rank: int) -> int:
-    """Return how many threads orthogonalise a matrix, for a compiled rank: as many as its registers leave room for."""
-    return 1024 if rank <= 8 else 512
+def held_rows(rank: int, compute_bytes: int) -> int:
+    """Return how many rows one block of ``orthogonalize`` holds in registers, for a compiled rank and its arithmetic's bytes."""
+    return SWEEP_THREADS * min(_HELD_BYTES // compute_bytes // rank, _MOST_HELD)
 
 
-def plan(items: Sequence[Item], chunk_numel: int, threads: int = THREADS) -> Plan:
+def plan(items: Sequence[Item], chunk_numel: int, compute_bytes: int = 4, threads: int = THREADS) -> Plan:
     """Give each item its blocks in each kernel.
 
     Args:
         chunk_numel: Elements of a whole tensor that one block copies.
-        threads: Of a block.
+        compute_bytes: Of the type that the kernels compute in: 8 for float64, else 4.
+        threads: Of a block, but for ``orthogonalize``.
     """
     rank = compiled_rank(max((item.rank for item in items), default=0))
     per_thread = 4 if rank <= 8 else 32 // rank  # rows of a warp, and columns of a thread
-    rows_of_block, width = per_thread * (threads // _WARP), per_thread * _WARP
-    shares, splits, strips = [], [], []
-    for item in items:
-        shares.append(-(-item.rows // (rows_of_block if item.rank else chunk_numel)))
-        strips.append(-(-item.columns // width) if item.rank else 0)
-        splits.append(min(-(-item.rows // _TILE), _MOST_SPLITS) if item.rank else 1)
+    width = per_thread * _WARP
+    shares, shares_rows = _row_blocks(items, chunk_numel, per_thread, threads // _WARP)
+    strips = [-(-item.columns // width) if item.rank else 0 for item in items]
+    splits = [min(-(-item.rows // _TILE), _MOST_SPLITS) if item.rank else 1 for item in items]
     first_row, row_owners = blocks_of(shares)
     first_column, column_owners = blocks_of([n * s for n, s in zip(strips, splits, strict=True)])
     shared = [n if s > 1 else 0 for n, s in zip(strips, splits, strict=True)]
     partials = np.cumsum([0, *(n * s * rank * width for n, s in zip(shared, splits, strict=True))])
     counters = np.cumsum([0, *shared])
-    table = [
-        (*item.addresses, item.rows, item.columns, item.rank, first_row[i], first_column[i], splits[i], partials[i], counters[i])
-        for i, item in enumerate(items)
-    ]
+    held = held_rows(rank, compute_bytes)
+    of_p = _sweeps([item.rows if item.rank else 0 for item in items], held, rank, 0, int(counters[-1]))
+    of_q = _sweeps([item.columns if item.rank else 0 for item in items], held, rank, of_p.grams_end, of_p.counters_end)
+    table = []
+    for i, item in enumerate(items):
+        stages = (first_row[i], shares_rows[i], first_column[i], splits[i], partials[i], counters[i])
+        table.append((*item.addresses, item.rows, item.columns, item.rank, *stages, *of_p.fields[i], *of_q.fields[i]))
     return Plan(
-        np.asarray(table, np.int64).reshape(-1, 12), row_owners, column_owners, int(partials[-1]), int(counters[-1]), rank
+        items=np.asarray(table, np.int64).reshape(-1, 23),
+        row_owners=row_owners,
+        column_owners=column_owners,
+        sweep_owners=(of_p.owners, of_q.owners),
+        has_tall=(of_p.has_tall, of_q.has_tall),
+        partials_numel=int(partials[-1]),
+        grams_numel=of_q.grams_end,
+        counters=of_q.counters_end,
+        rank=rank,
     )
+
+
+def _row_blocks(items: Sequence[Item], chunk_numel: int, rows: int, warps: int) -> tuple[list[int], list[bool]]:
+    """Return each item's blocks in project and reconstruct, and where the warps of a block share its rows.
+
+    Few long rows make few blocks, each with a long loop: there a block takes the rows of one warp, and its warps cut the columns.
+    """
+    own = [-(-item.rows // (rows * warps if item.rank else chunk_numel)) for item in items]
+    is_busy = sum(own) >= _ENOUGH_BLOCKS
+    shares_rows = [bool(item.rank) and item.columns >= _LONG_ROW and not is_busy for item in items]
+    return [-(-item.rows // rows) if s else n for item, n, s in zip(items, own, shares_rows, strict=True)], shares_rows
+
+
+@dataclass(frozen=True)
+class _Sweeps:
+    fields: list[tuple[int, int, int, int, int]]  # ``struct Sweep`` of each item
+    owners: np.ndarray
+    has_tall: bool
+    grams_end: int
+    counters_end: int
+
+
+def _sweeps(heights: Sequence[int], held: int, rank: int, grams: int, counters: int) -> _Sweeps:
+    """Give each thin matrix the blocks that orthogonalise it: one, or if it is tall as many as share its rows.
+
+    Args:
+        heights: Rows of each; 0: there is nothing to do.
+        held: Rows that one block holds in registers.
+        grams: The first free place for Gram matrices.
+        counters: The first free counter.
+    """
+    segments = [_SEGMENT if n <= _SEGMENT * _MOST_SEGMENTS else -(-n // _MOST_SEGMENTS) for n in heights]
+    blocks = [1 if 0 < n <= held else -(-n // segment) for n, segment in zip(heights, segments, strict=True)]
+    first, owners = blocks_of(blocks)
+    is_tall = [n > held for n in heights]
+    gram = grams + np.cumsum([0, *(b * rank * rank * tall for b, tall in zip(blocks, is_tall, strict=True))])
+    counter = counters + np.cumsum([0, *is_tall])
+    fields = [(int(first[i]), blocks[i], segments[i], int(gram[i]), int(counter[i])) for i in range(len(heights))]
+    return _Sweeps(fields, owners, any(is_tall), int(gram[-1]), int(counter[-1]))

@@ -50,7 +50,7 @@ def _address(arg: torch.Tensor | int | None) -> int:
 @functools.cache
 def _library(file: str, defines: tuple[str, ...]) -> ctypes.CDLL:
     expanded = _expanded(file, defines)
-    names = re.findall(r"__global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(", expanded)
+    names = re.findall(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", expanded)
     text = "\n".join([f'#include "{_SHIM}"', f'#include "{load.folder() / file}"', *map(_launcher, names)])
     # Ranks, workers and later runs load what the first one has compiled. Two may compile at once:
     # each writes beside it and renames.

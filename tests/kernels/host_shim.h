@@ -22,7 +22,7 @@
 #define __device__
 #define __shared__ static
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 namespace shim {
 struct Index { unsigned x, y, z; };

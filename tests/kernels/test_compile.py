@@ -19,7 +19,7 @@ CUPY = ("-ftz=true", "--device-as-default-execution-space")
 
 
 def of_rank(rank):
-    return (f"RANK={rank}", f"SWEEP_THREADS={powersgd_plan.sweep_threads(rank)}")
+    return (f"RANK={rank}",)
 
 
 FILES = [("accumulate.cu", ()), ("pack.cu", ()), ("powersgd.cu", of_rank(4))]
@@ -34,16 +34,18 @@ def test_every_file_is_compiled():
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "defines", "architecture"), CASES, ids=str)
 def test_nvrtc(file, defines, architecture):
-    """It compiles without a word, and a block of the size that is launched finds room in a multiprocessor's registers."""
+    """It compiles without a word, a block of the size that is launched finds room in a multiprocessor's registers, and no thread
+    keeps anything in local memory, where what is chosen at run time among registers would lie."""
     log, code = compiled_by_nvrtc(load._text(file), [f"--gpu-architecture={architecture}", *(f"-D{d}" for d in defines)])
     assert code[:4] == b"\x7fELF", log
     assert "warning" not in log, log
-    found = registers(code)
+    found = attributes(code, REGISTERS)
     assert found
     for name, count in found.items():
-        is_sweep = name.startswith("orthogonalize")
-        threads = powersgd_plan.sweep_threads(int(defines[0].removeprefix("RANK="))) if is_sweep else launch.THREADS
+        is_sweep = name.startswith(("orthogonalize", "normalize"))
+        threads = powersgd_plan.SWEEP_THREADS if is_sweep else launch.THREADS
         assert -(-count // 8) * 8 * threads <= 65536, f"{name}: {count} registers in {threads} threads"
+    assert not any(attributes(code, FRAME_BYTES).values()), attributes(code, FRAME_BYTES)
 
 
 def test_a_mistake_is_told_with_its_file_and_line():
@@ -96,6 +98,30 @@ def test_what_must_be_exact_keeps_subnormals():
         assert not re.search(r"\b(add|mul|sub|fma)\S*\.ftz", text), name
 
 
+@pytest.mark.slow
+def test_powersgd_reads_and_writes_what_it_must_once():
+    """For each width what a warp's loop reads and writes of four rows, and of Q at rank 4; and backproject's rows of P."""
+    kernels = ptx_of("powersgd.cu", of_rank(4))
+
+    def count(name, pattern):
+        return len(re.findall(rf"\b{pattern}\b", kernels[name]))
+
+    for width in (4, 2):
+        whole = 4 if width == 4 else 0  # of tensors that travel whole, for each of two alignments of their sources
+        loads, stores = rf"ld\.v{width}\.[fu]32", rf"st\.v{width}\.b32"
+        assert count("project_float", loads) == 4 + 4 + 4 + whole, "M, E and Q"
+        assert count("project_float", stores) == 4 + 2 * whole, "M"
+        assert count("reconstruct_float", loads) == 4 + 4 + whole, "M and Q"
+        assert count("reconstruct_float", stores) == 4 + 4 + 2 * whole, "M and E"
+        assert count("backproject_float", loads) == 4 * (4 // width), "M"
+    # The four rows of P in flight, for each width: 16 and 8 bytes and one element; 8 bytes are the most of four bfloat16.
+    assert count("backproject_float", r"ld\.shared\.v4\.f32") == 3 * 4
+    assert count("backproject_bfloat16", r"ld\.shared\.v4\.f32") == 2 * 4
+    # 16 rows of 4 columns are read and written once; the rest is for matrices that stay in memory.
+    assert 64 <= count("orthogonalize_float", r"st\.f32") < 2 * 64
+    assert not any(re.search(r"\.local\b", text) for text in kernels.values())
+
+
 def test_an_unknown_source_is_named():
     with pytest.raises(KernelError, match=r"nothing\.cu"):
         load.source("nothing.cu")
@@ -121,8 +147,11 @@ def compiled_by_nvrtc(text: str, options: list[str]) -> tuple[str, bytes]:
     return log.value.decode(), code
 
 
-def registers(cubin: bytes) -> dict[str, int]:
-    """Return the registers of a thread of each kernel, as the machine code's ELF file tells them (EIATTR_REGCOUNT)."""
+REGISTERS, FRAME_BYTES = 0x2F, 0x11  # of a thread: EIATTR_REGCOUNT, EIATTR_FRAME_SIZE
+
+
+def attributes(cubin: bytes, wanted: int) -> dict[str, int]:
+    """Return one attribute of each kernel, as the machine code's ELF file tells it."""
     start, (size, count) = struct.unpack_from("<Q", cubin, 0x28)[0], struct.unpack_from("<HH", cubin, 0x3A)
     sections = [struct.unpack_from("<IIQQQQII", cubin, start + i * size) for i in range(count)]
     names = sections[struct.unpack_from("<H", cubin, 0x3E)[0]]
@@ -136,7 +165,7 @@ def registers(cubin: bytes) -> dict[str, int]:
     found, at = {}, info[4]
     while at < info[4] + info[5]:
         form, attribute, length = struct.unpack_from("<BBH", cubin, at)
-        if (form, attribute, length) == (4, 0x2F, 8):
+        if (form, attribute, length) == (4, wanted, 8):
             symbol, number = struct.unpack_from("<II", cubin, at + 4)
             found[text(words[4], struct.unpack_from("<I", cubin, symbols[4] + 24 * symbol)[0])] = number
         at += 4 + (length if form == 4 else 0)

@@ -1,9 +1,11 @@
 """PowerSGD's stages over a bucket, by the twin, the CUDA text and the kernels, against plain matrix products."""
 
+import random
+
 import pytest
 import torch
 
-from mpidist.kernels import powersgd
+from mpidist.kernels import powersgd, powersgd_plan
 from mpidist.kernels.powersgd import Bucket, Matrix, gram_schmidt, orthogonalize
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -40,33 +42,60 @@ CASES = [(rank, torch.float32) for rank in (1, 3, 4, 7, 16, 32)] + [(rank, dtype
 
 @pytest.mark.parametrize(("rank", "dtype"), CASES, ids=str)
 def test_the_stages_are_the_products_they_stand_for(device, rank, dtype):
-    for feedback, scale, offset in [(True, 0.5, 0), (False, 1.0, 1), (False, 2.0, 0)]:
-        bucket = bucket_of(SHAPES, rank, dtype, device, feedback, offset=offset)
-        xs = [x.m.double().cpu() * scale + (x.e.double().cpu() if feedback else 0) for x in bucket.matrices]
-        qs, whole = doubles(x.q for x in bucket.matrices), doubles(bucket.whole)
-        errors = [x.e.clone() for x in bucket.matrices if x.e is not None]
-        powersgd.project(bucket, scale)
-        for x, wanted, q in zip(bucket.matrices, xs, qs, strict=True):
-            assert x.e is None or is_close(x.m, wanted, dtype)
-            assert is_close(x.p, wanted @ q, dtype), x.m.shape
-        assert is_close(bucket.slots, torch.cat(whole) * scale, dtype)
-        ps = doubles(x.p for x in bucket.matrices)
-        powersgd.backproject(bucket, scale)
-        powersgd.backproject(bucket, scale)  # what the first one left behind must not matter
-        for x, wanted, p in zip(bucket.matrices, xs, ps, strict=True):
-            assert is_close(x.q, wanted.t() @ p, dtype), x.m.shape
-        assert all(torch.equal(a, b.e) for a, b in zip(errors, bucket.matrices, strict=feedback)), "E changes at the end alone"
-        for x in bucket.matrices:
-            x.q.mul_(0.01)
-        bucket.slots.mul_(3)
-        qs = doubles(x.q for x in bucket.matrices)
-        powersgd.reconstruct(bucket)
-        for x, wanted, p, q in zip(bucket.matrices, xs, ps, qs, strict=True):
-            assert is_close(x.m, p @ q.t(), dtype)
-            if feedback:
-                sizes = float(wanted.abs().max() + (p @ q.t()).abs().max())
-                assert float((x.m.double() + x.e.double()).cpu().sub(wanted).abs().max()) <= TOLERANCE[dtype] * sizes
-        assert is_close(torch.cat(bucket.whole), torch.cat(whole) * scale * 3, dtype)
+    # Two elements further, fp32 may be read 8 bytes at once.
+    for feedback, scale, offset in [(True, 0.5, 0), (False, 1.0, 1), (False, 2.0, 0), (True, 1.0, 2)]:
+        check_stages(bucket_of(SHAPES, rank, dtype, device, feedback, offset=offset), scale)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_few_long_rows(device, dtype, is_busy, monkeypatch):
+    """Cut among the warps of a block, unless the bucket has blocks enough."""
+    monkeypatch.setattr(powersgd_plan, "_ENOUGH_BLOCKS", 0 if is_busy else 1024)
+    shapes = [(1, 1024), (6, 1023), (3, 1501), (9, 2050), (7, 4100), (40, 30)]
+    for rank, feedback, offset in [(3, True, 0), (8, False, 2), (20, True, 0)]:
+        check_stages(bucket_of(shapes, rank, dtype, device, feedback, offset=offset), 0.5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_shapes(device, seed):
+    generator = random.Random(seed)
+    for _ in range(3):
+        shapes = [(generator.randint(1, 300), generator.choice([generator.randint(1, 1100), 4 * generator.randint(1, 80)]))]
+        shapes += [(generator.randint(1, 20), 2 * generator.randint(1, 900)) for _ in range(generator.randint(0, 3))]
+        dtype, rank, feedback = generator.choice(DTYPES), generator.randint(1, 8), generator.random() < 0.6
+        bucket = bucket_of(shapes, rank, dtype, device, feedback, offset=generator.randint(0, 4))
+        check_stages(bucket, generator.choice([1.0, 0.25]))
+
+
+def check_stages(bucket, scale):
+    """All stages against plain products in fp64, up to the rounding of the bucket's dtype."""
+    feedback, dtype = bucket.matrices[0].e is not None, bucket.dtype
+    xs = [x.m.double().cpu() * scale + (x.e.double().cpu() if feedback else 0) for x in bucket.matrices]
+    qs, whole = doubles(x.q for x in bucket.matrices), doubles(bucket.whole)
+    errors = [x.e.clone() for x in bucket.matrices if x.e is not None]
+    powersgd.project(bucket, scale)
+    for x, wanted, q in zip(bucket.matrices, xs, qs, strict=True):
+        assert x.e is None or is_close(x.m, wanted, dtype)
+        assert is_close(x.p, wanted @ q, dtype), x.m.shape
+    assert is_close(bucket.slots, torch.cat(whole) * scale, dtype)
+    ps = doubles(x.p for x in bucket.matrices)
+    powersgd.backproject(bucket, scale)
+    powersgd.backproject(bucket, scale)  # what the first one left behind must not matter
+    for x, wanted, p in zip(bucket.matrices, xs, ps, strict=True):
+        assert is_close(x.q, wanted.t() @ p, dtype), x.m.shape
+    assert all(torch.equal(a, b.e) for a, b in zip(errors, bucket.matrices, strict=feedback)), "E changes at the end alone"
+    for x in bucket.matrices:
+        x.q.mul_(0.01)
+    bucket.slots.mul_(3)
+    qs = doubles(x.q for x in bucket.matrices)
+    powersgd.reconstruct(bucket)
+    for x, wanted, p, q in zip(bucket.matrices, xs, ps, qs, strict=True):
+        assert is_close(x.m, p @ q.t(), dtype), x.m.shape
+        if feedback:
+            sizes = float(wanted.abs().max() + (p @ q.t()).abs().max())
+            assert float((x.m.double() + x.e.double()).cpu().sub(wanted).abs().max()) <= TOLERANCE[dtype] * sizes
+    assert is_close(torch.cat(bucket.whole), torch.cat(whole) * scale * 3, dtype)
 
 
 def test_many_rows_are_shared_among_blocks(device):
@@ -120,6 +149,24 @@ def test_zeros_stay_finite(device, epsilon):
     assert not x.m.any() and not x.e.any() and bool(x.p.isfinite().all())
 
 
+on_kernels = pytest.mark.parametrize("device", ["text", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+
+
+def thin_bucket(matrices, device):
+    """A bucket whose Ps are these."""
+    rank = matrices[0].shape[1]
+    bucket = bucket_of([(len(v), rank) for v in matrices], rank, matrices[0].dtype, device, whole=())
+    for x, v in zip(bucket.matrices, matrices, strict=True):
+        x.p.copy_(v)
+    return bucket
+
+
+def exact(matrix):
+    """The Q of the QR decomposition whose R has a positive diagonal, in fp64."""
+    q, r = torch.linalg.qr(matrix.double())
+    return q * r.diagonal().sign()
+
+
 def test_gram_schmidt_has_the_kernels_numbers(device):
     bucket = bucket_of([(400, 90)], 6, torch.float32, device)
     p = bucket.matrices[0].p
@@ -127,6 +174,114 @@ def test_gram_schmidt_has_the_kernels_numbers(device):
     powersgd.orthogonalize_p(bucket)
     signs = (wanted * p.cpu()).sum(0).sign()  # QR, the host's way, may turn a column
     assert torch.allclose(p.cpu(), wanted * signs, atol=1e-5)
+
+
+# An error of a few roundings, for matrices of moderate condition.
+ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+# Every width of the compiled kernel; every type at a small and a large one.
+THIN = [(rank, torch.float32) for rank in (1, 2, 3, 8, 11, 32)] + [(rank, dtype) for dtype in DTYPES[1:] for rank in (3, 11)]
+
+
+@on_kernels
+@pytest.mark.parametrize(("rank", "dtype"), [*THIN, (32, torch.float64)], ids=str)
+def test_rows_in_registers(device, rank, dtype):
+    """Around the ends of warps, of a block's threads, and of what a block holds."""
+    torch.manual_seed(rank)
+    held = powersgd_plan.held_rows(powersgd_plan.compiled_rank(rank), 8 if dtype is torch.float64 else 4)
+    rows = {rank, 31, 33, 513, 2049, held} if rank < 32 else {100, held}
+    matrices = [torch.randn(n, rank, dtype=torch.float64).to(dtype) for n in sorted(rows) if rank <= n <= held]
+    bucket = thin_bucket(matrices, device)
+    assert not bucket.on_device._has_tall[0]
+    powersgd.orthogonalize_p(bucket)
+    for x, v in zip(bucket.matrices, matrices, strict=True):
+        got, twin = x.p.cpu(), gram_schmidt(v.clone())
+        if len(v) > 2 * rank:  # else their condition may be anything
+            assert float((got.double() - exact(v)).abs().max()) < ROUNDING[dtype] * (1 + rank), v.shape
+            assert float((got.double() - twin.double()).abs().max()) < ROUNDING[dtype] * (1 + rank), v.shape
+        off = got.double().t() @ got.double() - torch.eye(rank, dtype=torch.float64)
+        assert float(off.abs().max()) < ROUNDING[dtype] * 2 * (1 + rank), v.shape
+
+
+@pytest.fixture
+def tall(monkeypatch):
+    """Let matrices of more than 40 rows be tall, and three blocks or more share them."""
+    monkeypatch.setattr(powersgd_plan, "held_rows", lambda rank, compute_bytes: 40)
+    monkeypatch.setattr(powersgd_plan, "_SEGMENT", 64)
+    monkeypatch.setattr(powersgd_plan, "_MOST_SEGMENTS", 5)
+
+
+@on_kernels
+@pytest.mark.parametrize(("rank", "dtype"), THIN, ids=str)
+def test_tall_matrices(device, tall, rank, dtype):
+    """Exact up to rounding, columns of any size, and also where the columns are far from orthogonal."""
+    torch.manual_seed(rank)
+    matrices = [torch.randn(n, rank, dtype=torch.float64) for n in (130, 193, 320, 40, 700)]
+    matrices[1] *= 10.0 ** torch.linspace(-2, 2, rank)
+    # The sine of the angle to those before is near 3e-3, in fp64 3e-2.
+    matrices[2] = matrices[2][:, :1] + (3e-2 if dtype is torch.float64 else 3e-3) * matrices[2]
+    matrices = [v.to(dtype) for v in matrices]
+    if dtype.itemsize == 2:
+        del matrices[2]  # rounding leaves little of so small an angle
+    bucket = thin_bucket(matrices, device)
+    assert bucket.on_device._has_tall[0]
+    powersgd.orthogonalize_p(bucket)
+    for x, v in zip(bucket.matrices, matrices, strict=True):
+        limit = ROUNDING[dtype] * (1 + rank) * (1000 if dtype is torch.float64 else 1)  # the square of the condition
+        got = x.p.double().cpu()
+        if len(v) > 2 * rank:
+            assert float((got - exact(v)).abs().max()) < limit, v.shape
+        assert float((got.t() @ got - torch.eye(rank, dtype=torch.float64)).abs().max()) < 2 * limit, v.shape
+    first = [x.p.clone() for x in bucket.matrices]
+    for _ in range(2):
+        for x, v in zip(bucket.matrices, matrices, strict=True):
+            x.p.copy_(v)
+        powersgd.orthogonalize_p(bucket)
+        assert all(torch.equal(x.p, p) for x, p in zip(bucket.matrices, first, strict=True)), "not the same bits again"
+
+
+@on_kernels
+@pytest.mark.parametrize("epsilon", [0, 1e-8, 1e-4, 1e-2])
+def test_tall_matrices_that_cholesky_cannot_take(device, tall, epsilon):
+    """Dependent columns, zeros, norms near epsilon: as Gram-Schmidt does them."""
+    torch.manual_seed(3)
+    sizes = (100, 200, 300, 130, 250, 140, 150)
+    near, equal, zero, all_zero, small, tiny, slanting = matrices = [torch.randn(n, 5) for n in sizes]
+    slanting += 2 * slanting[:, :1].clone()  # a large epsilon leaves some of one column in another
+    near[:, 3] = near[:, 1] + 1e-6 * near[:, 3]
+    equal[:, 4] = equal[:, 0]
+    zero[:, [0, 2]] = 0
+    all_zero[:] = 0
+    small *= 1e-8
+    tiny *= 1e-11
+    bucket = thin_bucket(matrices, device)
+    powersgd.orthogonalize_p(bucket, epsilon)
+    got = [x.p.cpu() for x in bucket.matrices]
+    for place, v in enumerate(matrices):
+        twin = gram_schmidt(v.clone(), epsilon)
+        if place > 1:  # the direction of what rounding leaves of dependent columns is any
+            assert torch.allclose(got[place], twin, atol=3e-6), place
+        filled = got[place][:, v.any(dim=0)].double()
+        if v is not all_zero and (epsilon == 0 or (epsilon == 1e-8 and v is not tiny)):
+            assert float((filled.t() @ filled - torch.eye(filled.shape[1])).abs().max()) < 1e-4, place
+    assert not got[2][:, [0, 2]].any() and not got[3].any()
+    assert torch.allclose(got[0][:, :3], gram_schmidt(near.clone(), epsilon)[:, :3], atol=3e-6)
+
+
+@on_kernels
+def test_only_tall_matrices_take_a_second_launch(device, monkeypatch):
+    launched = []
+    call = powersgd.launch
+    monkeypatch.setattr(powersgd, "launch", lambda file, name, *args: launched.append(name) or call(file, name, *args))
+    for rows, of_p in [(8192, ["orthogonalize_float"]), (8193, ["orthogonalize_float", "normalize_float"])]:
+        launched.clear()
+        bucket = bucket_of([(rows, 4), (20, 30)], 4, torch.float32, device)
+        wanted = exact(bucket.matrices[0].p.cpu())
+        powersgd.orthogonalize_p(bucket)
+        powersgd.orthogonalize_q(bucket)
+        assert launched == [*of_p, "orthogonalize_float"]
+        assert float((bucket.matrices[0].p.double().cpu() - wanted).abs().max()) < 1e-6
 
 
 def test_batched_twins_multiply_the_same(device):
