@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from torch.utils._triton import has_triton
 
 from mpidist import ddp as mddp
 from tests.integration.training import STEPS, assert_trained, loss, net, reference, sgd, share
@@ -21,7 +22,7 @@ def place(request):
     """Where the model is, and torch.compile's backend: on the host the graphs are captured and not translated, to be quick."""
     device, backend = request.param
     if backend == "inductor":
-        if not torch.utils._triton.has_triton():
+        if not has_triton():
             missing("Triton, which inductor writes its kernels in, is not installed")
         if not any(map(shutil.which, ("cc", "gcc", "clang"))):
             missing("Triton needs a C compiler")
