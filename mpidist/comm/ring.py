@@ -126,16 +126,22 @@ def _reduce_scatter(
     chunk = max(chunk_bytes // travels_as.itemsize, 1)
     route = legs(size, longest, chunk, first_sent=(rank - 1) % size)
     in_step = -(-longest // chunk)
+    first = shards[(rank - 1) % size]
+    # What needs no other form goes out from where it lies; of an all-reduce the last sum is made where it belongs.
+    is_plain = travels_as is target.dtype and plan.factor is None
+    ends_in_place = is_plain and target.data_ptr() == shards[rank].data_ptr()
     # What a step receives, the next one sends: two buffers take turns.
-    held = [device.empty(longest, travels_as) for _ in range(min(size, 2))]
-    device.down.do(partial(_scaled_copy, held[1][: shards[(rank - 1) % size].numel()], shards[(rank - 1) % size], plan))
+    held = [device.empty(longest if step < size - 1 or not is_plain else 0, travels_as) for step in range(2)]
+    if not is_plain:
+        device.down.do(partial(_scaled_copy, held[1][: first.numel()], first, plan))
     order.begin()
     messages = _Messages(comm)
     added: list[Event] = []
     for place, leg in enumerate(route):
         if leg.step:
             added[place - in_step].synchronize()
-        messages.send(_part(held[(leg.step + 1) % 2], shards[leg.sent], leg))
+        going = first if is_plain and not leg.step else held[(leg.step + 1) % 2]
+        messages.send(_part(going, shards[leg.sent], leg))
         # One receive ahead; its memory was sent from in the step before.
         for ahead in route[len(messages.receives) : place + 2]:
             messages.sent(len(messages.receives) - in_step)
@@ -143,10 +149,14 @@ def _reduce_scatter(
         messages.received(place)
         theirs = _part(held[leg.step % 2], shards[leg.received], leg)
         mine = _part(shards[leg.received], shards[leg.received], leg)
+        if ends_in_place and leg.step == size - 2:
+            theirs, mine = mine, theirs
         device.down.do(partial(_combine, theirs, mine, plan))
         added.append(device.down.record())
-    total = held[(size - 2) % 2][: shards[rank].numel()]
-    device.down.do(partial(_finish, target, total, plan, size))
+    if not ends_in_place:
+        device.down.do(partial(_finish, target, held[(size - 2) % 2][: target.numel()], plan, size))
+    elif plan.divides:
+        device.down.do(partial(arithmetic.divide, target, plan, size))
     messages.end()
     order.begin()  # the buffers are not used by MPI or the device any more
 
@@ -220,7 +230,7 @@ def _scaled_copy(target: Tensor, source: Tensor, plan: Reduction) -> None:
 
 
 def _combine(theirs: Tensor, mine: Tensor, plan: Reduction) -> None:
-    # A rank's own part is widened on the way.
+    # Into ``theirs``; a rank's own part is widened on the way.
     if plan.factor is not None:
         mine = mine.to(theirs.dtype) * plan.factor
     if plan.combine == SUM and theirs.dtype in NAMES and mine.dtype in NAMES:

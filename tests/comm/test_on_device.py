@@ -336,6 +336,23 @@ def test_long_messages_around_the_ring(monkeypatch, group):
         agree(group, torch.equal(place.consume(tensor.clone), wanted), str(dtype))
 
 
+def test_a_plain_sum_is_made_where_it_belongs(monkeypatch, group):
+    """Shards go out from where they lie; each copy would be a launch, and a pass over the memory."""
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
+    for name in ("_scaled_copy", "_finish"):
+        monkeypatch.setattr(ring, name, None)
+    place = Lazy(monkeypatch, 5)
+    for dtype, op in [(torch.float32, SUM), (torch.float64, AVG), (torch.int32, MAX)]:
+        parts = [contribution(rank, 5000, dtype) for rank in range(group.size)]
+        tensor = place.produce(parts[group.rank])
+        order = buffer.Order(place.device, (tensor,))
+        order.enter()
+        ring.all_reduce(group._comm, order, tensor, op, 900)
+        for event in order.leave():
+            event.hold()
+        agree(group, torch.equal(place.consume(tensor.clone), reduced(parts, op)), f"{dtype} {op}")
+
+
 def test_pairs_of_several_types(place, group):
     sources = [place.produce(torch.full((4 * group.size,), 3).to(dtype)) for dtype in (torch.float32, torch.int64)]
     outputs = [place.blank(torch.empty(4, dtype=source.dtype)) for source in sources]
