@@ -232,7 +232,7 @@ else
     with_cuda=
 fi
 reserve_s=0 beside=0
-[ "$DEVICE" = cuda ] && asked bench-kernels && reserve_s=$((BUDGET_S * 2 / 5))
+[ "$DEVICE" = cuda ] && asked bench-kernels && reserve_s=$((BUDGET_S / 3))
 
 # What decides how MPI and CUDA meet here: whether processes may share the GPU, whether MPI finds the driver's library.
 machine() {
@@ -333,12 +333,13 @@ trap 'stop_mps; collect; rm -rf "$work"' EXIT
 reserve_s=0
 to=(--device "$DEVICE" --output "$work/results")
 if [ "$DEVICE" = cuda ]; then
-    kernels=(--limit-s 75) device=() tune=(--rounds 7) powersgd=(--models mlp:256 resnet18:64 --rounds 5 --bucket-cap-mb 25)
+    kernels=(--limit-s 100) device=() tune=(--rounds 7)
+    powersgd=(--models mlp:256 resnet18:64 transformer:64 --rounds 9 --bucket-cap-mb 25)
 else
     kernels=(--quick) device=(--quick) tune=(--device cpu --sizes 4096 --rounds 2) powersgd=(--models many:2 --rounds 1 --bucket-cap-mb 1)
 fi
 drawn="matplotlib tabulate psutil mpi4py"
-step bench-kernels 120 "$drawn $with_cuda" "${alone[@]}" "$PY" benchmarks/bench_kernels.py "${to[@]}" "${kernels[@]}"
+step bench-kernels 150 "$drawn $with_cuda" "${alone[@]}" "$PY" benchmarks/bench_kernels.py "${to[@]}" "${kernels[@]}"
 start_mps
 step tune 100 "CUDA_MPI mpi4py" "${aware[@]}" tests/gpu_rank.py mpidist.tune "${tune[@]}"
 step bench-device 60 "CUDA_MPI $drawn" "${aware[@]}" benchmarks/bench_device.py "${to[@]}" "${device[@]}"
