@@ -551,14 +551,17 @@ __device__ __forceinline__ double total_of_slices(const double* parts, int eleme
 
 // Gauss elimination without exchanges on G beside the identity: the upper triangle becomes D U where G = U^T D U, the one below it
 // that of U^-T. False if what is left of a column outside the span of those before it is so small a part that it is inexact, or
-// if epsilon, which Gram-Schmidt adds to the norms, is not small: it makes directions inexact, too, by its square. Columns of zeros
-// are passed over.
+// if epsilon, which Gram-Schmidt adds to the norms, is not small: it makes directions inexact, too, by its square. A part not of the
+// column alone: those before it are taken away times a row of U^-T, which is large where they lie near each other, and G's rounding
+// grows with them. Columns of zeros are passed over.
 __device__ __forceinline__ bool eliminate(double* g, const double* squares, int rank, double least, double epsilon) {
     if (epsilon > 2e-4) return false;
     for (int i = 0; i < rank; i++) {
         if (squares[i] == 0) continue;
         const double pivot = g[i * RANK + i];
-        if (!(pivot >= least * squares[i] && pivot > epsilon * epsilon)) return false;
+        double taken = squares[i];
+        for (int k = 0; k < i; k++) taken += squares[k] * g[i * RANK + k] * g[i * RANK + k];
+        if (!(pivot >= least * taken && pivot > epsilon * epsilon)) return false;
         for (int element = threadIdx.x; element < SQUARE; element += SWEEP_THREADS) {
             const int row = element / RANK, column = element % RANK;
             if (row <= i || row >= rank || (i < column && column < row)) continue;
@@ -579,7 +582,7 @@ __device__ __forceinline__ double inverse_pivot(double pivot, double square, dou
 template <class T>
 __device__ __forceinline__ void factorize(T* v, long long n, int rank, const Sweep& sweep, typename Compute<T>::type epsilon,
                                           Sums<typename Compute<T>::type>& sums, double* grams, int* counters) {
-    constexpr double LEAST = sizeof(T) == 8 ? 1e-5 : 1e-8;  // of a column's square: sine of its angle 3e-3, 1e-4
+    constexpr double LEAST = sizeof(T) == 8 ? 1e-5 : 1e-8;  // of the squares it is a difference of: sine of an angle 3e-3, 1e-4
     __shared__ double parts[SLICES * SQUARE];
     __shared__ double squares[RANK];
     const long long block = blockIdx.x - sweep.block, start = block * sweep.segment;

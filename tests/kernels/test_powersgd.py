@@ -242,6 +242,27 @@ def test_tall_matrices(device, tall, rank, dtype):
 
 
 @on_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rank", [3, 4, 8])
+def test_tall_matrices_whose_small_angles_add_up(device, tall, rank, dtype):
+    """Each column lies near the one before it, and near nothing else: a pivot's rounding grows with each of them."""
+    torch.manual_seed(rank)
+    basis, _ = torch.linalg.qr(torch.randn(300, rank, dtype=torch.float64))
+    matrices = []
+    for sine in (2e-4, 1e-3, 3e-3, 6e-3, 3e-2, 9e-2):
+        v = basis.clone()
+        v[:, 1:] = basis[:, :-1] + sine * basis[:, 1:]
+        matrices.append(v.to(dtype))
+    bucket = thin_bucket(matrices, device)
+    powersgd.orthogonalize_p(bucket)
+    for place, x in enumerate(bucket.matrices):
+        got, limit = x.p.double().cpu(), ROUNDING[dtype] * 2 * (1 + rank) * (1000 if dtype is torch.float64 else 1)
+        assert float((got.t() @ got - torch.eye(rank, dtype=torch.float64)).abs().max()) < limit, place
+        wide = matrices[place].double()
+        assert float((wide - got @ (got.t() @ wide)).abs().max()) < limit, place
+
+
+@on_kernels
 @pytest.mark.parametrize("epsilon", [0, 1e-8, 1e-4, 1e-2])
 def test_tall_matrices_that_cholesky_cannot_take(device, tall, epsilon):
     """Dependent columns, zeros, norms near epsilon: as Gram-Schmidt does them."""

@@ -73,7 +73,8 @@ def _compress(state: PowerSGDState, bucket: GradBucket, group: Any, step: int) -
 def _begun(state: PowerSGDState, factors: Factors, group: Any, step: int) -> Callable[[], bool]:
     """Do what comes before the first collective; return what begins with it, and says whether the step was finite."""
     matrices, epsilon = factors.bucket, state.orthogonalization_epsilon
-    asks_once = matrices.on_device is not None
+    # By the device, not by this rank's kernels: another rank may have none, and the collectives of a step are the same on all.
+    asks_once = matrices.on_device is not None or matrices.device.type == "cuda"
     last = state.q_memory_dict if state.warm_start else {}
     for name, x in zip(factors.names, matrices.matrices, strict=True):
         if last.get(name) is not x.q:

@@ -10,6 +10,7 @@ from mpidist.ddp.hooks.default import fp16_compress_wrapper
 from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.module import DistributedDataParallel
+from mpidist.kernels import powersgd
 from tests.ddp.hooks.test_powersgd import bucket_of, state_of
 from tests.kernels.conftest import use_cuda_text_on_the_cpu
 from tests.support import agree
@@ -120,6 +121,36 @@ def test_the_state_of_a_step_that_is_given_up(group, device, is_text, monkeypatc
     given = bucket.views[0].clone()
     powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
     agree(group, torch.allclose(bucket.views[0] + state.error_dict["a"], given + before["a"], atol=1e-4), "the next step")
+
+
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+def test_ranks_with_kernels_and_without_give_up_alike(group, hook, monkeypatch):
+    """On devices: CuPy may be missing, or broken, on one rank alone; all issue the same collectives and keep the same Qs."""
+    if group.rank == 0:
+        use_cuda_text_on_the_cpu(monkeypatch)
+    make = powersgd.Bucket.__init__
+
+    def on_cuda(bucket, *args):
+        make(bucket, *args)
+        bucket.device = torch.device("cuda", 0)
+
+    monkeypatch.setattr(powersgd.Bucket, "__init__", on_cuda)
+    calls = []
+    call = group.all_reduce
+    monkeypatch.setattr(group, "all_reduce", lambda *args, **kwargs: (calls.append(args), call(*args, **kwargs))[1])
+    state = state_of(group, 2)
+    for step in range(4):
+        bucket = bucket_of(group.rank, ("a", "conv", "c"), seed=step)
+        if step == 1 and group.rank == group.size - 1:
+            bucket.views[0][3, 5] = float("nan")
+        count = len(calls)
+        hook(state, GradBucket(bucket, 0, True)).wait()
+        told = group.all_gather_object(len(calls) - count)
+        agree(group, told == [2] * group.size, f"collectives of step {step}: {told}")
+        agree(group, bool(bucket.flat.isfinite().all()) == (step != 1), f"step {step}")
+        qs = group.all_gather_object(state.q_memory_dict)
+        same = all(torch.allclose(q, its[name], atol=1e-4) for its in qs for name, q in qs[0].items())
+        agree(group, bool(qs[0]) and same, f"Qs of step {step}")
 
 
 @pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
