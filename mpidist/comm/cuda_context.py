@@ -130,7 +130,10 @@ def _nothing() -> None:
 
 
 def _devices_with_context(torch: Any) -> list[int]:
-    return [index for index in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(index)]
+    try:
+        return [index for index in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(index)]
+    except RuntimeError:  # torch has counted devices by NVML, and CUDA refuses them: a forked process
+        return []
 
 
 def _chosen(torch: Any, held: Sequence[int]) -> int | None:

@@ -19,7 +19,7 @@ from mpidist.comm.communicator import Communicator
 from mpidist.comm.host_copies import on_host
 from mpidist.comm.library import MPI
 from mpidist.comm.overlap import separated
-from mpidist.comm.stream import Device
+from mpidist.comm.stream import Device, Event
 from mpidist.kernels.pack import pack, unpack
 
 Tensor = torch.Tensor
@@ -52,9 +52,7 @@ def placed(
         async_op: Whoever waits may do so on another stream than the current one.
     """
     if size == 1 and _changes_nothing(execute, outputs, args):
-        if async_op:
-            events.append(device.here())
-        return _nothing
+        return partial(_nothing_behind, device, device.here(), events) if async_op else _nothing
     order = Order(device, (*inputs, *outputs))
     way = _WAYS.get(execute)
     staged = on_host(execute, order)
@@ -82,6 +80,14 @@ def _changes_nothing(execute: Execute, outputs: Tensors, args: tuple[Any, ...]) 
 
 def _nothing(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any) -> None:
     return None
+
+
+def _nothing_behind(
+    device: Device, ready: Event, events: list[Any], comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any
+) -> None:
+    # Whoever waits for this call alone is behind those before it, too: their copies may be under way on this thread's streams.
+    with device.as_current():
+        events.extend((ready, device.down.record(), device.up.record()))
 
 
 # --- reductions ---

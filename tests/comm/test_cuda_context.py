@@ -89,6 +89,20 @@ def test_a_device_that_refuses_does_not_keep_mpi_from_starting(cuda):
     assert cuda_context.is_first() is False
 
 
+def test_a_forked_process_that_cannot_ask_for_contexts_starts_mpi_without_one(cuda, monkeypatch):
+    """torch counts devices by NVML where ``PYTORCH_NVML_BASED_CUDA_CHECK`` is set, and so sees those that CUDA refuses."""
+
+    def refuse(index):
+        raise RuntimeError("CUDA driver error: initialization error")
+
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", refuse)
+    cuda.refuses = True
+    for is_running in (False, True):
+        with current_at_start(is_running):
+            assert cuda.current == 0
+        assert cuda_context.is_first() is False
+
+
 def test_none_is_made_for_those_who_want_none(cuda):
     with current_at_start(False, makes=False):
         assert cuda.contexts == []

@@ -297,6 +297,18 @@ def test_a_rank_by_itself_does_nothing(monkeypatch, world):
     alone.close()
 
 
+def test_a_rank_by_itself_keeps_the_order_of_its_asynchronous_calls(monkeypatch, world):
+    """As on several ranks, whoever waits for the last call is behind the copies of those before it."""
+    place = Lazy(monkeypatch, None)
+    alone = world.split(world.rank)
+    gathered = place.blank(torch.ones(300))
+    first = alone.all_gather_into_tensor(gathered, place.produce(torch.full((300,), 3.0)), async_op=True)
+    alone.all_reduce(gathered, async_op=True).wait()
+    agree(world, bool((place.consume(gathered.clone) == 3).all()), f"{gathered}")
+    first.wait()
+    alone.close()
+
+
 @pytest.mark.gpu
 def test_memory_that_was_dropped_is_not_given_away(group):
     for turn in range(20):
