@@ -120,6 +120,8 @@ def agreed_operations(comm: Communicator, device: torch.device) -> frozenset[str
     held = comm.device_operations.get(device.type)
     if held is None:
         held = comm.device_operations[device.type] = _agree(comm, device)
+        if device.type == "cuda":  # behind what is collective: a warning may be an error, on this rank alone
+            cuda_context.warn_of_late_visibility()
     return held if takes_blocking_calls(comm) else _as_twins(held)
 
 
@@ -134,10 +136,8 @@ def _as_twins(working: frozenset[str]) -> frozenset[str]:
 
 def _agree(comm: Communicator, device: torch.device) -> frozenset[str]:
     is_cuda_first = _compared(comm)
-    if device.type == "cuda":
-        cuda_context.warn_of_late_visibility()
-        if _forced() is None and not _all_seen(comm, device):
-            return frozenset()
+    if device.type == "cuda" and _forced() is None and not _all_seen(comm, device):
+        return frozenset()
     # One byte for an answer at all, one for each operation.
     told = bytearray(1 + len(probe.OPERATIONS))
     failure: Exception | None = None

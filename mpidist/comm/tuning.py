@@ -165,7 +165,7 @@ def _from_plain(held: Any, kind: str) -> Table:
         rows = tuple((int(nbytes), tuple(ranking)) for nbytes, ranking in held["rows"])
         if rows and all(sorted(ranking) == sorted(algorithms) for _, ranking in rows):
             return Table(rows, str(held["source"]), _chunks(held.get("chunks", ()), len(rows)))
-    except (TypeError, ValueError, LookupError):
+    except (TypeError, ValueError, LookupError, OverflowError):
         pass
     return unmeasured
 
