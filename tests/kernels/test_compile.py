@@ -18,13 +18,15 @@ from tests.support import missing
 CUPY = ("-ftz=true", "--device-as-default-execution-space")
 
 
-def of_rank(rank):
-    return (f"RANK={rank}",)
+def of_rank(rank, element):
+    return (f"RANK={rank}", f"ELEMENT={element}")
 
 
-FILES = [("accumulate.cu", ()), ("pack.cu", ()), ("powersgd.cu", of_rank(4))]
+FILES = [("accumulate.cu", ()), ("pack.cu", ()), ("powersgd.cu", of_rank(4, "float"))]
 CASES = [(file, defines, architecture) for file, defines in FILES for architecture in ("sm_80", "sm_90")]
-CASES += [("powersgd.cu", of_rank(rank), "sm_90") for rank in (1, 32)]
+# A compilation takes seconds. Half types differ from float in what they read and write; fp64 needs the most registers.
+CASES += [("powersgd.cu", of_rank(4, element), "sm_90") for element in ("bfloat16", "double")]
+CASES += [("powersgd.cu", of_rank(*case), "sm_90") for case in ((1, "float"), (32, "float16"), (32, "double"))]
 
 
 def test_every_file_is_compiled():
@@ -101,7 +103,7 @@ def test_what_must_be_exact_keeps_subnormals():
 @pytest.mark.slow
 def test_powersgd_reads_and_writes_what_it_must_once():
     """For each width what a warp's loop reads and writes of four rows, and of Q at rank 4; and backproject's rows of P."""
-    kernels = ptx_of("powersgd.cu", of_rank(4))
+    kernels = ptx_of("powersgd.cu", of_rank(4, "float")) | ptx_of("powersgd.cu", of_rank(4, "bfloat16"))
 
     def count(name, pattern):
         return len(re.findall(rf"\b{pattern}\b", kernels[name]))
