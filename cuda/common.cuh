@@ -95,12 +95,6 @@ template <int N, class T> __device__ __forceinline__ void store(T* p, const Vect
         memcpy(w, &v, BYTES);
         asm volatile("st.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(w[0]), "r"(w[1]) : "memory");
         return;
-    } else if constexpr (BYTES == 32) {
-        unsigned w[8];
-        memcpy(w, &v, BYTES);
-        asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
-        asm volatile("st.v4.b32 [%0+16], {%1, %2, %3, %4};" ::"l"(p), "r"(w[4]), "r"(w[5]), "r"(w[6]), "r"(w[7]) : "memory");
-        return;
     }
 #endif
     *(Vector<T, N>*)p = v;

@@ -1,4 +1,4 @@
-"""What the MPI library of this job can do, asked of the library itself; on device memory, tried out as well.
+"""Capabilities of this job's MPI library, asked of the library itself; on device memory, tried out as well.
 
 A library that calls itself CUDA-aware may still crash in one operation. So each is tried once in a job of its own (``probe``),
 and what came out is kept in the user's cache, for each MPI library, version, device and setting that matters, and by whether MPI
@@ -26,12 +26,12 @@ import torch
 from mpidist import cache
 from mpidist.comm import cuda_context, launch, probe, runtime
 from mpidist.comm.communicator import Communicator
+from mpidist.comm.cuda_context import ENV_CUDA_AWARE
 from mpidist.comm.door import TWINS, SerialComm
 from mpidist.comm.library import MPI, library_name
 from mpidist.comm.patience import TwinComm
 from mpidist.errors import MpidistError
 
-_ENV_CUDA_AWARE = "MPIDIST_CUDA_AWARE"  # "0": no operation takes device pointers; "1": all do; unset: ask and try
 _UNSET, _OFF, _ON, _UNREADABLE = range(4)  # what the environment forces, as one byte that ranks can compare
 _FORCED = {"": _UNSET, "0": _OFF, "1": _ON}
 _FORCED_WORDS = ("unset", "0", "1", "neither 0 nor 1")
@@ -160,7 +160,7 @@ def _compared(comm: Communicator) -> bool:
     forced, first = every[::2], every[1::2]
     if len(set(forced)) > 1:
         words = ", ".join(f"{_FORCED_WORDS[code]} on rank {forced.index(code)}" for code in sorted(set(forced)))
-        raise MpidistError(f"{_ENV_CUDA_AWARE} must be the same on all ranks; it is {words}")
+        raise MpidistError(f"{ENV_CUDA_AWARE} must be the same on all ranks; it is {words}")
     _forced()
     return all(first)
 
@@ -203,13 +203,13 @@ def _device_name(index: int) -> bytes:
 
 
 def _forced_code() -> int:
-    return _FORCED.get(os.environ.get(_ENV_CUDA_AWARE, ""), _UNREADABLE)
+    return _FORCED.get(os.environ.get(ENV_CUDA_AWARE, ""), _UNREADABLE)
 
 
 def _forced() -> bool | None:
     code = _forced_code()
     if code == _UNREADABLE:
-        raise ValueError(f"{_ENV_CUDA_AWARE} must be 0 or 1, or unset; got {os.environ[_ENV_CUDA_AWARE]!r}")
+        raise ValueError(f"{ENV_CUDA_AWARE} must be 0 or 1, or unset; got {os.environ[ENV_CUDA_AWARE]!r}")
     return None if code == _UNSET else code == _ON
 
 
@@ -236,7 +236,7 @@ def _working(table: Mapping[str, str]) -> frozenset[str]:
 def _known_table(device: torch.device, is_cuda_first: bool) -> dict[str, str] | None:
     forced = _forced()
     if forced is not None:
-        return _all(f"{probe.WORKS}, says {_ENV_CUDA_AWARE}=1" if forced else f"switched off by {_ENV_CUDA_AWARE}=0")
+        return _all(f"{probe.WORKS}, says {ENV_CUDA_AWARE}=1" if forced else f"switched off by {ENV_CUDA_AWARE}=0")
     cuda_aware, source = _cuda_support()
     if device.type == "cuda" and cuda_aware is False:
         return _all(f"the library is not CUDA-aware ({source})")

@@ -18,7 +18,7 @@ from typing import Any
 from mpidist.comm import launch
 from mpidist.comm.launch import Launch
 
-_ENV_CUDA_AWARE = "MPIDIST_CUDA_AWARE"
+ENV_CUDA_AWARE = "MPIDIST_CUDA_AWARE"  # "0": no operation takes device pointers; "1": all do; unset: ask and try
 _ENV_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 _index: int | None = None  # the device whose context was current when MPI started
@@ -51,7 +51,7 @@ def current_at_start(is_running: bool, makes: bool = True) -> Iterator[None]:
     global _index, _is_first, _visible_at_start
     _index, _is_first, _visible_at_start = None, None, os.environ.get(_ENV_VISIBLE)
     # The environment first: to ask torch for devices initialises the driver, which forked processes cannot use any more.
-    if os.environ.get(_ENV_CUDA_AWARE) == "0":
+    if os.environ.get(ENV_CUDA_AWARE) == "0":
         yield
         return
     import torch

@@ -33,8 +33,8 @@ class HostCopies:
         self._outputs = outputs
         self._order = order
         self._twins: dict[int, torch.Tensor] = {}
-        total = sum(t.nbytes for t in {id(t): t for t in (*inputs, *outputs)}.values())
-        self._is_pinned = total <= PINNED_BYTES
+        # Of the host's own tensors, whose copies are never pinned, nobody asks.
+        self._is_pinned = order is not None and sum({id(t): t.nbytes for t in (*inputs, *outputs)}.values()) <= PINNED_BYTES
 
     def load(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return contiguous host tensors in the place of inputs and outputs; inputs hold their data.

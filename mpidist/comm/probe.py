@@ -1,4 +1,4 @@
-"""Which operations an MPI library really does on device memory: tried in a job of its own, because a try may crash.
+"""Trials of MPI's operations on device memory, in a job of their own, because a trial may crash.
 
 ``python -m mpidist.comm.probe --device cuda:0 Bcast …`` is the program of that job's ranks; ``try_operations`` starts it, hears
 what each operation came to, and starts it again without those that are settled when one has ended it.

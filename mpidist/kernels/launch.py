@@ -1,4 +1,4 @@
-"""How a kernel is started: on torch's current stream, from tables that lie on the device.
+"""Launches of kernels: on torch's current stream, from tables that lie on the device.
 
 Letters: N elements of a tensor.
 """

@@ -1,4 +1,4 @@
-"""What the PowerSGD kernels are told of a bucket: pure arithmetic, from sizes to a table.
+"""Tables and grids of the PowerSGD kernels for a bucket: pure arithmetic, from sizes to a table.
 
 Letters: n × m a matrix; r the approximation's rank.
 """

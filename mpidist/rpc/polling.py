@@ -1,4 +1,4 @@
-"""Who looks for messages, and who runs what they ask for.
+"""Threads that poll for messages, and the pool that runs what those ask for.
 
 One thread at a time has the **turn** and polls:
 
