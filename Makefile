@@ -46,7 +46,7 @@ help:
 	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'
 	@echo '              CUDA_MPI=PREFIX of a CUDA-aware Open MPI; PY=python3 without a network; DEVICE=cpu to see that it runs'
 	@echo 'make gpu-wheels  what a GPU machine without a network lacks, into .gpu/, which is to be brought along (GPU_PYTHON=3.12)'
-	@echo 'make bench    timing, long, and the benchmarks on two ranks: collectives, who executes them, training steps, hooks, calls'
+	@echo 'make bench    timing, long, and the benchmarks on two ranks: collectives, execution, training steps, hooks, calls'
 	@echo 'make bench-link  training steps on slow links between network namespaces (root, iproute2)'
 	@echo 'make clean    remove what the targets wrote;  make distclean: the environments too'
 
@@ -83,7 +83,7 @@ mpich-%: $(READY) $(MPICH)/.stamp
 # MPICH at three ranks: the modules that call MPI, and the tests of who calls it in which order.
 # All else (ddp, torch's modules on our backend) reaches MPI through these alone; it runs on MPICH at
 # two ranks and on Open MPI at one to four.
-mpich-3: TESTS := tests/comm tests/rpc tests/integration/test_order.py tests/integration/test_torch_messages.py
+mpich-3: TESTS := tests/comm tests/rpc/test_calls.py tests/rpc/test_rrefs.py tests/integration/test_order.py tests/integration/test_torch_messages.py
 
 timing: $(READY)
 	$(LIMIT) $(PY) -m pytest -q -m 'timing and not mpi and not gpu' $(TESTS)
@@ -125,6 +125,7 @@ gpu-wheels:
 	    --platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64 \
 	    $$($(PYTHON) tests/gpu_needs.py wheels)
 
+# bench_rpc_scale.py starts its jobs by itself, each with a limit of its own.
 bench: $(VENV)/.stamp-bench timing long
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_collectives.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_execution.py
@@ -132,6 +133,7 @@ bench: $(VENV)/.stamp-bench timing long
 	$(OPENMPI_RUN) -n 1 $(PY) benchmarks/bench_ddp.py --models mlp:256 many:256
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_powersgd.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_rpc.py
+	$(PY) benchmarks/bench_rpc_scale.py --jobs 2 4 8 16 32
 
 # Status 77: namespaces are not allowed here, as the script has said.
 bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp

@@ -93,3 +93,9 @@ def _judge(goal: Goal, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     missed = [size for value, size in measured if not goal.holds(value)]
     verdict = "not reached" if missed else "reached"
     return {"goal": goal.text, "verdict": verdict, "worst": worst, "worst_size_bytes": size, "missed_sizes_bytes": missed}
+
+
+def judge_below(text: str, value: float | None, bound: float) -> dict[str, Any]:
+    """Hold one figure against a bound that it must stay below; None if it was not measured."""
+    verdict = "not measured" if value is None else "reached" if value < bound else "not reached"
+    return {"goal": text, "verdict": verdict, "worst": value, "worst_size_bytes": None, "missed_sizes_bytes": []}

@@ -25,6 +25,10 @@ _PAIRS = (
     ("staged", "library"),
     ("staged", "ring"),
     ("tensorpipe", "mpidist"),
+    ("mpidist", "floor"),
+    ("mpidist", "ping-pong"),
+    ("mpidist", "mpidist no-op"),
+    ("mpidist", "mpidist, fewer"),
 )
 _COLORS = {
     "gloo": "tab:red",
@@ -55,19 +59,24 @@ def result_of(operation: str, numel: int, size_bytes: int, series: Sequence[Seri
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return the table of one operation's results."""
-    first = results[0]
-    labels = list(first["contenders"])
-    pairs = [f"{pair['left']} / {pair['right']}" for pair in first["comparisons"]]
-    rows = [
-        [
-            _size(result),
-            *(_time(values) for values in result["contenders"].values()),
-            *(f"{pair['ratio_of_rounds']:.2f} ({pair['ratio_of_medians']:.2f})" for pair in result["comparisons"]),
-        ]
-        for result in results
-    ]
+    # Not every contender takes part at every size.
+    labels = list(dict.fromkeys(label for result in results for label in result["contenders"]))
+    pairs = list(dict.fromkeys(_pair(pair) for result in results for pair in result["comparisons"]))
+    rows = []
+    for result in results:
+        compared = {_pair(pair): _ratios(pair) for pair in result["comparisons"]}
+        times = [_time(result["contenders"][label]) if label in result["contenders"] else "" for label in labels]
+        rows.append([_size(result), *times, *(compared.get(pair, "") for pair in pairs)])
     headers = ["size", *(f"{label}\nus (p10–p90)" for label in labels), *(pair.replace(" / ", " /\n") for pair in pairs)]
     return tabulate(rows, headers, tablefmt="simple", stralign="right", disable_numparse=True)
+
+
+def _pair(comparison: dict[str, Any]) -> str:
+    return f"{comparison['left']} / {comparison['right']}"
+
+
+def _ratios(comparison: dict[str, Any]) -> str:
+    return f"{comparison['ratio_of_rounds']:.2f} ({comparison['ratio_of_medians']:.2f})"
 
 
 def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:

@@ -1,11 +1,13 @@
-"""What is called on the other worker, and the cases: each the same calls by mpidist.rpc and by torch's RPC over TensorPipe."""
+"""Functions that are called, workers that answer, and cases for mpidist.rpc and for TensorPipe."""
 
 from __future__ import annotations
 
+import os
 import queue
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -14,20 +16,49 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
+_KI = 1 << 10
+SMALL_BYTES = 64  # of each tensor where many go in one message
+_FLOODED = 50  # calls of each caller
+
+# Functions that are called. They go by name, hence from this module.
 
 
 def noop() -> None:
     """Do nothing."""
 
 
-def echo(tensor: Tensor) -> Tensor:
+def echo(value: Any) -> Any:
     """Give back what came."""
-    return tensor
+    return value
 
 
 def one() -> int:
     """Return 1: what a reference is made of."""
     return 1
+
+
+def kept_tensor() -> Tensor:
+    """Return a tensor of 1 KiB that exists already."""
+    return _KEPT
+
+
+class Layer:
+    """A part of a model that computes nothing, so that only the call is timed."""
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def forward(rref: Any, tensor: Tensor) -> Tensor:
+    """Call a layer that lives here; with a reference to it, the forward call of a split model."""
+    result: Tensor = rref.local_value().forward(tensor)
+    return result
+
+
+def forward_all(*, rref: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Call a layer with each tensor of a dict; by keywords alone."""
+    layer = rref.local_value()
+    return {name: layer.forward(tensor) for name, tensor in tensors.items()}
 
 
 def flood(module: str, to: str, calls: int) -> int:
@@ -38,32 +69,50 @@ def flood(module: str, to: str, calls: int) -> int:
     return calls
 
 
-phases: queue.SimpleQueue[str] = queue.SimpleQueue()
+_KEPT = torch.arange(_KI // 4, dtype=torch.float32)
+
+# The main thread of a worker that answers, and what it does meanwhile.
+
+_phases: queue.SimpleQueue[tuple[str, float, float]] = queue.SimpleQueue()
+_shares: queue.SimpleQueue[float] = queue.SimpleQueue()
 _busy = threading.Event()
 
 
-def begin(phase: str) -> None:
-    """Have this worker's main thread do something else: ``compute`` in Python until ``end_of_phase``, or ``leave``."""
+def begin(phase: str, settle_s: float = 0.0, seconds: float = 0.0) -> None:
+    """Have this worker's main thread do something else: see ``follow_phases``."""
     if phase == "compute":
         _busy.set()
-    phases.put(phase)
+    _phases.put((phase, settle_s, seconds))
 
 
 def end_of_phase() -> None:
-    """Let the main thread end what it does."""
+    """Let the main thread end what it computes."""
     _busy.clear()
 
 
+def idle_share() -> float:
+    """Return which part of a core this worker used while it was idle."""
+    return _shares.get(timeout=30)
+
+
 def follow_phases() -> None:
-    """Do what ``begin`` says, until it says ``leave``; the main thread of workers that answer."""
-    while phases.get() != "leave":
+    """Do what ``begin`` says until it says ``leave``.
+
+    ``compute``: in Python until ``end_of_phase``. ``idle``: sleep for ``settle_s`` after the call that
+    said so, then measure for ``seconds`` what the process uses of a core; no call asks meanwhile.
+    """
+    while (following := _phases.get())[0] != "leave":
+        phase, settle_s, seconds = following
+        if phase == "idle":
+            time.sleep(settle_s)
+            used, start = time.process_time(), time.perf_counter()
+            time.sleep(seconds)
+            _shares.put((time.process_time() - used) / (time.perf_counter() - start))
         while _busy.is_set():
             sum(range(2000))
 
 
-def processor_seconds() -> float:
-    """Return what this process has used of processors so far."""
-    return time.process_time()
+# Contenders.
 
 
 def modules() -> dict[str, Any]:
@@ -72,7 +121,51 @@ def modules() -> dict[str, Any]:
 
     import mpidist.rpc
 
-    return {"tensorpipe": tensorpipe, "mpidist": mpidist.rpc}
+    return {"mpidist": mpidist.rpc, "tensorpipe": tensorpipe}
+
+
+def start(name: str, group: Any) -> Any:
+    """Start a contender, ``worker0`` and so on by rank, and return its module. Collective."""
+    rpc, worker = modules()[name], f"worker{group.rank}"
+    if name != "tensorpipe":
+        rpc.init_rpc(worker)
+        return rpc
+    # A file that all can see, not a port: a store over TCP survives no second start in a process.
+    store = None
+    if group.rank == 0:
+        handle, store = tempfile.mkstemp()
+        os.close(handle)
+        os.remove(store)
+    at = f"file://{group.broadcast_object(store)}"
+    options = rpc.TensorPipeRpcBackendOptions(init_method=at)
+    rpc.init_rpc(worker, rank=group.rank, world_size=group.size, rpc_backend_options=options)
+    return rpc
+
+
+def end(name: str, group: Any) -> None:
+    """End a contender. Collective."""
+    rpc = modules()[name]
+    if name == "tensorpipe":  # or it prints a line for each reference
+        rpc.api._delete_all_user_and_unforked_owner_rrefs()
+        time.sleep(0.5)
+    group.barrier()
+    # TensorPipe's graceful shutdown does not end the second time within one process.
+    rpc.shutdown(graceful=name != "tensorpipe")
+    group.barrier()
+
+
+# Cases.
+
+Pass = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A case of a contender that others are held against."""
+
+    contender: str
+    operation: str
+    size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -80,71 +173,139 @@ class Case:
     """One way to use a worker.
 
     Attributes:
-        name: For tables.
-        size_bytes: Of the tensor that goes and comes; 0 for none.
-        calls: How many calls one pass makes.
-        run: (rpc, worker) makes one pass.
-        is_right: (rpc, worker) says whether the result is.
+        operation: For tables.
+        size_bytes: Of what goes, or comes; 0 for next to nothing.
+        calls: By how many one pass is divided.
+        make: (rpc, worker) returns one pass.
+        is_right: Says whether a pass's result is.
+        against: What it is shown beside and held against, by label.
+        has_references: References to values on the worker take part.
     """
 
-    name: str
+    operation: str
     size_bytes: int
     calls: int
-    run: Callable[[Any, str], object]
-    is_right: Callable[[Any, str], bool]
+    make: Callable[[Any, str], Pass]
+    is_right: Callable[[Any], bool]
+    against: tuple[tuple[str, Reference], ...] = ()
+    has_references: bool = False
 
 
-def cases(sizes_bytes: tuple[int, ...], burst: int, callers: int) -> list[Case]:
+FLOOR = ("floor", Reference("floor", "no-op", 0))
+NOOP = ("mpidist no-op", Reference("mpidist", "no-op", 0))
+
+
+def cases(sizes_bytes: Sequence[int], burst: int, callers: int, many: Sequence[int]) -> list[Case]:
     """Return the cases.
 
     Args:
         sizes_bytes: Of what is echoed.
         burst: Asynchronous calls under way at once.
         callers: Workers beside the first.
+        many: How many small tensors go in one message; two numbers or more.
     """
-    made = [Case("no-op", 0, 1, _noop, lambda rpc, to: rpc.rpc_sync(to, one) == 1)]
+    made = [Case("no-op", 0, 1, _sync(noop), lambda result: result is None, (FLOOR,))]
     for size in sizes_bytes:
-        tensor = torch.arange(size // 4, dtype=torch.float32)
-        made.append(Case("echo", size, 1, partial(_echo, tensor), partial(_is_echoed, tensor)))
-    made.append(Case("async", 0, burst, partial(_async, burst), partial(_are_answered, burst)))
-    made.append(Case("remote + to_here", 0, 1, _remote, lambda rpc, to: rpc.remote(to, one).to_here() == 1))
-    flooded = 50
-    made.append(Case("many to one", 0, callers * flooded, partial(_flooded, callers, flooded), partial(_is_flooded, callers)))
+        tensor = _floats(size)
+        bare = ("ping-pong", Reference("ping-pong", "echo", size))
+        made.append(Case("echo", size, 1, _sync(echo, tensor), _is(tensor), (FLOOR, bare)))
+    kept, small, layer = _KEPT, _floats(_KI), _floats(4 * _KI)
+    right = partial(_are_answered, burst)
+    made += [
+        Case("async", 0, burst, partial(_async, burst), right, (FLOOR,)),
+        Case("remote + to_here", 0, 1, _remote(one), lambda result: result == 1, (FLOOR,), True),
+        Case("remote + to_here", _KI, 1, _remote(kept_tensor), _is(kept), (FLOOR,), True),
+        Case("remote of torch.add + to_here", _KI, 1, _remote(torch.add, small, 1), _is(small + 1), (FLOOR,), True),
+        Case("RRef and tensor", 4 * _KI, 1, partial(_forward, layer), _is(layer), (NOOP, FLOOR), True),
+        Case("RRef and dict", 4 * _KI, 1, partial(_forward_all, layer), _are_halves(layer), (NOOP,), True),
+        Case("rref.rpc_sync()", 4 * _KI, 1, partial(_proxy, layer), _is(layer), (NOOP,), True),
+    ]
+    # The most are held against the second most: both have little but the tensors to pay for.
+    second = SMALL_BYTES * sorted(many)[-2]
+    fewer = (("mpidist, fewer", Reference("mpidist", "tensor of many", second)),)
+    for count in many:
+        tensors = [torch.full((SMALL_BYTES // 4,), float(number)) for number in range(count)]
+        here = fewer if count == max(many) else ()
+        made.append(Case("tensor of many", SMALL_BYTES * count, count, _sync(echo, tensors), _are(tensors), here))
+    right = partial(_is_flooded, callers)
+    made.append(Case("many to one", 0, callers * _FLOODED, partial(_flooded, callers), right))
     return made
 
 
-def _noop(rpc: Any, to: str) -> object:
-    return rpc.rpc_sync(to, noop)
+def chosen(made: Sequence[Case], names: Sequence[str]) -> list[Case]:
+    """Return the cases whose operation contains one of the names; all if there is no name.
+
+    What they are held against is taken, too.
+    """
+    if not names:
+        return list(made)
+    taken = [case for case in made if any(name in case.operation for name in names)]
+    needed = {(other.operation, other.size_bytes) for case in taken for _, other in case.against if other.contender == "mpidist"}
+    return [case for case in made if case in taken or (case.operation, case.size_bytes) in needed]
 
 
-def _echo(tensor: Tensor, rpc: Any, to: str) -> object:
-    return rpc.rpc_sync(to, echo, args=(tensor,))
+def _floats(size_bytes: int) -> Tensor:
+    return torch.arange(size_bytes // 4, dtype=torch.float32)
 
 
-def _is_echoed(tensor: Tensor, rpc: Any, to: str) -> bool:
-    return torch.equal(rpc.rpc_sync(to, echo, args=(tensor,)), tensor)
+def _is(tensor: Tensor) -> Callable[[Any], bool]:
+    return lambda result: torch.equal(result, tensor)
 
 
-def _async(count: int, rpc: Any, to: str) -> None:
-    futures = [rpc.rpc_async(to, noop) for _ in repeat(None, count)]
-    for future in futures:
-        future.wait()
+def _are(tensors: list[Tensor]) -> Callable[[Any], bool]:
+    return lambda result: len(result) == len(tensors) and all(map(torch.equal, result, tensors))
 
 
-def _are_answered(count: int, rpc: Any, to: str) -> bool:
-    futures = [rpc.rpc_async(to, one) for _ in repeat(None, count)]
-    return sum(future.wait() for future in futures) == count
+def _are_halves(tensor: Tensor) -> Callable[[Any], bool]:
+    return lambda result: list(result) == ["first", "second"] and torch.equal(torch.cat(list(result.values())), tensor)
 
 
-def _remote(rpc: Any, to: str) -> object:
-    return rpc.remote(to, one).to_here()
+def _sync(function: Callable[..., Any], *args: Any) -> Callable[[Any, str], Pass]:
+    return lambda rpc, to: lambda: rpc.rpc_sync(to, function, args=args)
 
 
-def _flooded(callers: int, calls: int, rpc: Any, to: str) -> int:
+def _async(count: int, rpc: Any, to: str) -> Pass:
+    def run() -> list[Any]:
+        futures = [rpc.rpc_async(to, noop) for _ in repeat(None, count)]
+        return [future.wait() for future in futures]
+
+    return run
+
+
+def _are_answered(count: int, results: list[Any]) -> bool:
+    return results == [None] * count
+
+
+def _remote(function: Callable[..., Any], *args: Any) -> Callable[[Any, str], Pass]:
+    return lambda rpc, to: lambda: rpc.remote(to, function, args=args).to_here()
+
+
+def _forward(tensor: Tensor, rpc: Any, to: str) -> Pass:
+    layer = rpc.remote(to, Layer)
+    return lambda: rpc.rpc_sync(to, forward, args=(layer, tensor))
+
+
+def _forward_all(tensor: Tensor, rpc: Any, to: str) -> Pass:
+    layer = rpc.remote(to, Layer)
+    first, second = (half.clone() for half in tensor.chunk(2))
+    return lambda: rpc.rpc_sync(to, forward_all, kwargs={"rref": layer, "tensors": {"first": first, "second": second}})
+
+
+def _proxy(tensor: Tensor, rpc: Any, to: str) -> Pass:
+    layer = rpc.remote(to, Layer)
+    return lambda: layer.rpc_sync().forward(tensor)
+
+
+def _flooded(callers: int, rpc: Any, to: str) -> Pass:
     name = next(name for name, module in modules().items() if module is rpc)
-    futures = [rpc.rpc_async(f"worker{rank + 1}", flood, args=(name, "worker0", calls)) for rank in range(callers)]
-    return sum(future.wait() for future in futures)
+    args = (name, "worker0", _FLOODED)
+
+    def run() -> int:
+        futures = [rpc.rpc_async(f"worker{rank + 1}", flood, args=args) for rank in range(callers)]
+        return sum(future.wait() for future in futures)
+
+    return run
 
 
-def _is_flooded(callers: int, rpc: Any, to: str) -> bool:
-    return _flooded(callers, 3, rpc, to) == 3 * callers
+def _is_flooded(callers: int, calls: int) -> bool:
+    return calls == callers * _FLOODED

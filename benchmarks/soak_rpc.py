@@ -92,12 +92,12 @@ def _problem(memory: list[int], agent: Any) -> str:
     while time.monotonic() < deadline and any(thread.name.startswith("mpidist-rpc") for thread in threading.enumerate()):
         time.sleep(0.01)
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("mpidist-rpc")]
-    entries, forks = agent.store.counts()
+    entries, forks = agent.references.store.counts()
     left = {
-        "calls": len(agent._pending),
+        "calls": len(agent.calls),
         "references": entries,
         "forks": forks,
-        "creations": len(agent.creations),
+        "creations": agent.calls.creations(),
         "threads": threads,
     }
     return "" if not any(left.values()) else f"left: {left}"

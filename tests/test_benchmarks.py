@@ -61,6 +61,7 @@ def of_two_ranks(_libraries, tmp_path_factory):
     programs = [
         ["soak_rpc.py", "--calls", "5000", "--references", "500"],
         ["bench_rpc.py", "--quick", *to],
+        ["bench_rpc_scale.py", "--quick", *to],
         ["bench_collectives.py", "--quick", *to],
         ["bench_execution.py", "--rounds", "1", *to],
         ["bench_ddp.py", *_TRAINING, *to],
@@ -171,11 +172,25 @@ def test_ways_from_device_memory_are_compared_and_recorded(of_two_ranks):
 
 @pytest.mark.slow
 def test_calls_are_compared_and_recorded(of_two_ranks):
-    record = record_of(of_two_ranks[0], "rpc-*-2.json", has_picture=False)
-    assert {result["operation"] for result in record["results"]} == {"no-op", "echo", "async", "remote + to_here", "many to one"}
-    assert all(set(result["contenders"]) == {"tensorpipe", "mpidist"} for result in record["results"])
-    assert record["results_checked"] is True and len(record["goals"]) == 5
+    record = record_of(of_two_ranks[0], "rpc-[mo]*-2.json", has_picture=False)
+    shown = {(result["operation"], result["size_bytes"]): set(result["contenders"]) for result in record["results"]}
+    assert all(names >= {"tensorpipe", "mpidist"} for names in shown.values())
+    assert {operation for operation, _ in shown} == {
+        "no-op", "echo", "async", "remote + to_here", "remote of torch.add + to_here", "RRef and tensor", "RRef and dict",
+        "rref.rpc_sync()", "tensor of many", "many to one",
+    }  # fmt: skip
+    assert "floor" in shown["no-op", 0] and "ping-pong" in shown["echo", 1024]
+    assert "mpidist no-op" in shown["RRef and tensor", 4096]
+    judged = [goal["verdict"] for goal in record["goals"] if "4 MiB" not in goal["goal"] and "1000" not in goal["goal"]]
+    assert record["results_checked"] is True and len(judged) == 14 and "not measured" not in judged
     assert set(record["idle_share_of_a_core"]) == {"tensorpipe", "mpidist"}
+
+
+@pytest.mark.slow
+def test_start_memory_and_calls_of_all_are_recorded(of_two_ranks):
+    measured = record_of(of_two_ranks[0], "rpc-scale-*-2.json", has_picture=False)["contenders"]["mpidist"]
+    assert min(measured[key] for key in ("start_s", "shutdown_s", "async_calls_per_s", "sync_calls_per_s", "sync_median_ms")) > 0
+    assert measured["async_rounds_least"] >= 1
 
 
 @pytest.mark.slow
@@ -312,6 +327,63 @@ def test_a_wrong_result_is_found():
     assert case([1.0, 2.0]).wrong(OneRank) == ["it (call 0) on rank 0"]
 
 
+class _Here:
+    """Makes calls in this process; ``damage`` is done to each result."""
+
+    def __init__(self, damage):
+        self.damage = damage
+
+    def rpc_sync(self, to, function, args=(), kwargs=None):
+        return self.damage(function(*args, **(kwargs or {})))
+
+    def rpc_async(self, to, function):
+        return SimpleNamespace(wait=lambda: self.rpc_sync(to, function))
+
+    def remote(self, to, function, args=()):
+        value = function(*args)
+        proxy = SimpleNamespace(forward=lambda tensor: self.damage(value.forward(tensor)))
+        return SimpleNamespace(to_here=lambda: self.damage(value), local_value=lambda: value, rpc_sync=lambda: proxy)
+
+
+def _damaged(result):
+    if isinstance(result, torch.Tensor):
+        return result + 1
+    if isinstance(result, list):
+        return [_damaged(one) for one in result]
+    if isinstance(result, dict):
+        return {name: _damaged(one) for name, one in result.items()}
+    return 0 if result is None else result + 1
+
+
+def test_a_wrong_result_of_a_call_is_found():
+    made = importlib.import_module("rpc_cases").cases((1024,), 3, 1, (1, 10))
+    alone = [case for case in made if case.operation != "many to one"]
+    assert len(alone) == len(made) - 1
+    for case in alone:
+        assert case.is_right(case.make(_Here(lambda result: result), "worker1")()), case.operation
+        assert not case.is_right(case.make(_Here(_damaged), "worker1")()), case.operation
+
+
+def test_cases_are_chosen_with_what_they_are_held_against():
+    rpc_cases = importlib.import_module("rpc_cases")
+    made = rpc_cases.cases((1024,), 3, 1, (1, 10, 100))
+
+    def taken(*names):
+        return [(case.operation, case.size_bytes) for case in rpc_cases.chosen(made, names)]
+
+    assert taken("RRef and") == [("no-op", 0), ("RRef and tensor", 4096), ("RRef and dict", 4096)]
+    assert taken("async", "echo") == [("echo", 1024), ("async", 0)]
+    assert taken("nothing") == [] and len(taken()) == len(made)
+    ((_, fewer),) = made[-2].against
+    assert made[-2].size_bytes == 6400 and fewer.size_bytes == 640
+
+
+def test_a_job_over_its_limit_is_ended():
+    run_limited = importlib.import_module("bench_rpc_scale").run_limited
+    assert run_limited([sys.executable, "-c", "raise SystemExit(3)"], 60) == 3
+    assert run_limited([sys.executable, "-c", "import time; time.sleep(600)"], 0.2) is None
+
+
 def test_comparison_takes_rounds_as_pairs():
     timing = importlib.import_module("timing")
     left = timing.Series("left", 1, 1, (10.0, 20.0, 90.0))
@@ -344,3 +416,8 @@ def test_goals_are_reached_missed_or_not_measured():
     assert verdict([barrier(2.0), barrier(0.5)])["verdict"] == "not reached"
     assert verdict([barrier(2.0), barrier(0.5)])["worst"] == 0.5
     assert verdict([])["verdict"] == "not measured"
+    assert [goals.judge_below("it", value, 0.5)["verdict"] for value in (0.4, 0.5, None)] == [
+        "reached",
+        "not reached",
+        "not measured",
+    ]

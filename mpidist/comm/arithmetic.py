@@ -42,7 +42,7 @@ class PremulSum:
 Operation = str | PremulSum
 
 HALVES = (torch.float16, torch.bfloat16)
-# Types narrower than 32 bits have no arithmetic in MPI that would be right; they add up in the wider one.
+# Fractions narrower than 32 bits have no arithmetic in MPI that would be right; they add up in the wider one.
 ACCUMULATES_IN = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,

@@ -48,6 +48,8 @@ class Collectives(Execution):
     def all_reduce(self, tensor: Tensor, op: Operation = SUM, async_op: bool = False) -> Work | None:
         """Reduce ``tensor`` (any shape, equal on all ranks) over all ranks, in place; the same bits everywhere.
 
+        Sums and products of integers wrap around, and AVG divides the sum that has.
+
         A sparse COO tensor is reduced by SUM or AVG; ranks may hold different elements of it. It becomes a coalesced one.
         """
         if not async_op and isinstance(tensor, Tensor) and not tensor.requires_grad and self.all_reduce_at_once(tensor, op):

@@ -29,7 +29,7 @@ def translate(error: Any, where: str) -> MpidistError:
         RankFailureError where MPI says that a process died or the communicator was revoked, else MpidistError.
     """
     text = f"{where}: {error.Get_error_string()}"
-    return RankFailureError(text) if _is_failure(error) else MpidistError(text)
+    return RankFailureError(text) if is_failure(error) else MpidistError(text)
 
 
 def failed_ranks(mpi: Any, world_ranks: Sequence[int]) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ def death_tolerated() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not is_mpi_error(error) or not _is_failure(error):
+        if not is_mpi_error(error) or not is_failure(error):
             raise
 
 
@@ -72,11 +72,23 @@ def matched_probe(mpi: Any, tag: int, status: Any) -> Any:
     try:
         return mpi.Improbe(MPI.ANY_SOURCE, tag, status)
     except Exception as error:
-        if not is_mpi_error(error) or not _is_failure(error):
+        if not is_mpi_error(error) or not is_failure(error):
             raise
         # MPI refuses any-source receives until somebody has taken note of the dead.
         mpi.Ack_failed()
         return None
+
+
+def is_pending(error: Any) -> bool:
+    """Say whether the receive that raised this is still posted: it is from any source, and one has died (ULFM)."""
+    return is_failure(error) and error.Get_error_class() == getattr(MPI, "ERR_PROC_FAILED_PENDING", None)
+
+
+def acknowledged_deaths(mpi: Any) -> set[int]:
+    """Return the ranks of a communicator that MPI knows to be dead; receives from any source go on from here (ULFM)."""
+    mpi.Ack_failed()
+    dead = mpi.Get_failed()
+    return set(MPI.Group.Translate_ranks(dead, list(range(dead.Get_size())), mpi.Get_group()))
 
 
 def is_over(request: Any) -> bool:
@@ -84,12 +96,13 @@ def is_over(request: Any) -> bool:
     try:
         return bool(request.Test())
     except Exception as error:
-        if not is_mpi_error(error) or not _is_failure(error):
+        if not is_mpi_error(error) or not is_failure(error):
             raise
         return True
 
 
-def _is_failure(error: Any) -> bool:
+def is_failure(error: Any) -> bool:
+    """Say whether an error of MPI means that a process died, or that the communicator was revoked."""
     # The names exist in mpi4py for every MPI; their values are distinct only where the library has ULFM.
     kind = error.Get_error_class()
     failures = {getattr(MPI, name, None) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")}

@@ -3,16 +3,16 @@
 ::
 
     magic "MPIF" | version u16 | reserved u16 | buffers n u64 | pickle length u64 | n buffer lengths u64 …    (header)
-    pickle bytes, protocol 5
+    table bytes u32 | table of tensors (``tensor_format``) | pickle bytes, protocol 5
     n raw buffers, which travel straight from and into the memory of tensors and arrays
 
-CPU tensors go out of band, dtype, shape and ``requires_grad`` kept; their values are not copied to encode. Unpickling runs what
-the sender put in: frames are accepted from ranks of the same job only.
+CPU tensors are described by the table; values of large ones are not copied to encode, and views keep sharing memory. Unpickling
+runs what the sender put in: frames are accepted from ranks of the same job only.
 """
 
 from __future__ import annotations
 
-import io
+import ctypes
 import pickle
 import struct
 from collections.abc import Sequence
@@ -20,54 +20,54 @@ from typing import Any
 
 import torch
 
+from mpidist.comm import tensor_pickle, tensor_rebuild, tensor_table
 from mpidist.errors import FrameError
-from mpidist.kernels.view import byte_view
 
 _MAGIC = b"MPIF"
-_VERSION = 1
+_VERSION = 2
 _FIXED = struct.Struct("<4sHHQQ")
 _LENGTH = struct.Struct("<Q")
+_TABLE = struct.Struct("<I")
 HEADER_BYTES = _FIXED.size
 _MAX_BUFFERS = 1 << 20  # more than any real object has; a header that says more is not ours
 
 
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        # Plain dense CPU tensors; whatever is special about the rest, torch's own pickling knows.
-        if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.is_cpu and not obj.is_quantized and obj.is_leaf:
-            if obj.__dict__ or obj.is_conj() or obj.is_neg():
-                return NotImplemented
-            dense = obj.detach().contiguous()
-            raw: Any = byte_view(dense).numpy() if dense.numel() else b""
-            return _rebuild_tensor, (pickle.PickleBuffer(raw), obj.dtype, tuple(obj.shape), obj.requires_grad)
-        return NotImplemented
+class _HostSink(tensor_pickle.Sink):
+    """Leaves CUDA tensors to torch's own pickling: whoever receives an object has no say in its device."""
 
+    __slots__ = ()
 
-def _rebuild_tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
-    if memoryview(raw).nbytes == 0:
-        tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    else:
-        view = memoryview(raw)
-        # In-band pickles hand out read-only bytes; a tensor must own memory it may write.
-        tensor = torch.frombuffer(bytearray(raw) if view.readonly else raw, dtype=dtype).view(shape)
-    return tensor.requires_grad_(requires_grad) if requires_grad else tensor
+    def reduced(self, obj: Any) -> Any:
+        """See ``tensor_pickle.Sink``."""
+        if isinstance(obj, torch.Tensor) and not obj.is_cpu:
+            return NotImplemented
+        return super().reduced(obj)
 
 
 def encode(obj: Any) -> tuple[bytes, list[memoryview]]:
     """Turn an object into a header and the memory that follows it.
 
     Returns:
-        The header with all lengths, and [pickle, buffer, …] in the order in which they are sent.
+        The header with all lengths, and [table and pickle, buffer, …] in the order in which they are sent.
 
     Raises:
         Exception: What pickle raises for an object it cannot handle.
     """
-    buffers: list[pickle.PickleBuffer] = []
-    stream = io.BytesIO()
-    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(obj)
-    body = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
-    header = _FIXED.pack(_MAGIC, _VERSION, 0, len(buffers), body[0].nbytes)
+    sink = _HostSink()
+    pickled = tensor_pickle.dumps(obj, sink)
+    table, parts, _ = tensor_table.described(sink.objects) if sink.objects else (b"", [], [])
+    body = [memoryview(_TABLE.pack(len(table)) + table + pickled)]
+    body += [_memory(part) if isinstance(part, torch.Tensor) else memoryview(part).cast("B") for part in parts]
+    body += [buffer.raw() for buffer in sink.buffers]
+    header = _FIXED.pack(_MAGIC, _VERSION, 0, len(body) - 1, body[0].nbytes)
     return header + b"".join(_LENGTH.pack(part.nbytes) for part in body[1:]), body
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """Return a flat tensor's memory, which keeps the tensor; ``numpy()`` would forbid to resize it from then on."""
+    memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    return memoryview(memory).cast("B")
 
 
 def buffer_count(fixed: bytes | bytearray | memoryview) -> int:
@@ -102,14 +102,23 @@ def body_lengths(header: bytes | bytearray | memoryview) -> list[int]:
 
 
 def decode(body: Sequence[Any]) -> Any:
-    """Rebuild the object from [pickle, buffer, …]; tensors keep the buffers' memory as their own.
+    """Rebuild the object from [table and pickle, buffer, …]; tensors keep the buffers' memory as their own.
 
     Raises:
         FrameError: The bytes do not rebuild an object.
     """
     try:
-        return pickle.loads(body[0], buffers=body[1:])
-    except (pickle.UnpicklingError, EOFError) as error:
+        first = memoryview(body[0])
+        (table_bytes,) = _TABLE.unpack_from(first)
+        # In-band parts may be read-only bytes; a tensor must own memory it may write.
+        parts = [part if not (view := memoryview(part)).readonly else memoryview(bytearray(view)) for part in body[1:]]
+        parts = [memoryview(part) for part in parts]
+        objects: list[Any] = []
+        used = 0
+        if table_bytes:
+            objects, used, _ = tensor_rebuild.read(first, _TABLE.size, parts)
+        return tensor_pickle.loads(first[_TABLE.size + table_bytes :], objects, parts[used:])
+    except (pickle.UnpicklingError, EOFError, struct.error) as error:
         raise FrameError(f"the pickle of a frame is damaged: {error}") from error
 
 

@@ -173,6 +173,8 @@ def _is_mpis(dtype: torch.dtype, plan: Reduction) -> bool:
     # Booleans and NaN are where MPI libraries differ; integers are averaged on the host.
     if plan.wide is not None or dtype not in buffer.datatypes() or dtype is torch.bool or extremes.applies(dtype, plan):
         return False
+    if operations.calls_back(dtype, plan):
+        return False
     return not plan.divides or dtype.is_floating_point or dtype.is_complex
 
 

@@ -1,6 +1,7 @@
 """Collectives with arithmetic, over contiguous host tensors: all_reduce, reduce, reduce_scatter.
 
-MPI's own reductions serve every type that MPI can add. Five cases are ours:
+MPI's own reductions serve every type that MPI can add. Integers wrap around, as torch's: for sums of 8 and 16 bits MPI calls
+back (``operations``). Five cases are ours:
 
 * ``narrow`` types accumulate in fp32.
 * ``extremes`` (MIN and MAX) of floating-point numbers go as integers, because MPI leaves open what becomes of NaN.

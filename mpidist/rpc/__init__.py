@@ -1,4 +1,8 @@
-"""api → codec → message → agent → comm/mailbox ⇝ the peer's agent → dispatch → the function → back. The names are torch's."""
+"""Remote procedure calls with torch's names and meanings, over MPI point-to-point messages.
+
+A call: ``api`` → ``calls`` → ``wire`` → ``comm.transport`` ⇝ the peer's ``agent`` → ``requests`` →
+the function → ``wire`` ⇝ ``calls``. An agent is composed of wire ← calls ← references ← agent.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other workers may call here: ``init_rpc(..., allowed=[...])``.
+"""Allowlist of what other workers may call here: ``init_rpc(..., allowed=[...])``.
 
 A pickle names the classes and functions that rebuild it, and may call any of them. So the list is enforced where names become
 objects: an unpickler that knows the listed names, and what plain data needs, and refuses all others.
@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from mpidist.comm import tensor_pickle
 from mpidist.errors import MpidistError
-from mpidist.rpc import codec
+from mpidist.rpc import callee
 from mpidist.rpc.message import Kind
-from mpidist.rpc.target import target_of
 
 _SAFE_BUILTINS = {
     name for name in dir(builtins) if isinstance(getattr(builtins, name), type) and issubclass(getattr(builtins, name), Exception)
@@ -38,6 +38,12 @@ _SAFE_BUILTINS = {
     "str",
     "tuple",
 }
+# What calls of this library itself name.
+_OWN_CALLS = {
+    "mpidist.rpc.proxy": {"call_method", "type_of", "has_attribute"},
+    "mpidist.rpc.gathering": {"_gather_to_leader", "_broadcast_to_followers"},
+    "mpidist.rpc.rref": {"run_backward"},
+}
 _SAFE = {
     "builtins": _SAFE_BUILTINS,
     "collections": {"OrderedDict", "defaultdict", "deque"},
@@ -49,9 +55,9 @@ _SAFE = {
     "numpy.core.numeric": {"_frombuffer"},
     "numpy._core.numeric": {"_frombuffer"},
     "mpidist.rpc.worker": {"WorkerInfo"},
-    "mpidist.rpc.codec": {function.__name__ for function in codec.REBUILDERS} - {"_script_module"},
-    "mpidist.rpc.proxy": {"call_method", "type_of", "has_attribute"},
-    "mpidist.rpc.gathering": {"_gather_to_leader", "_broadcast_to_followers"},
+    "mpidist.rpc.pickles": {"_reference"},
+    "mpidist.comm.tensor_pickle": {function.__name__ for function in tensor_pickle.REBUILDERS},
+    **_OWN_CALLS,
     "mpidist.errors": {"MpidistError", "CommTimeout", "RemoteError", "RRefError", "FrameError"},
 }
 
@@ -96,6 +102,14 @@ class Allowed:
         if name not in _SAFE.get(module, ()) and not self._lists(module, name):
             raise Refused(f'"{module}.{name}" is not in the list of what this worker allows (init_rpc(..., allowed=[...]))')
 
+    def require_function(self, module: str, attribute: str) -> None:
+        """Refuse the name of a function before it is looked up."""
+        if attribute not in _OWN_CALLS.get(module, ()) and not self._lists(module, attribute):
+            raise Refused(
+                f'"{module}.{attribute}" may not be called: it is not in the list of what this worker allows '
+                "(init_rpc(..., allowed=[...]))"
+            )
+
     def require_callable(self, function: Any) -> None:
         """Refuse a function that only plain data may use."""
         module, name = getattr(function, "__module__", "") or "", getattr(function, "__qualname__", "") or ""
@@ -127,9 +141,9 @@ def _name_of(item: Any) -> str:
         return item
     if isinstance(item, type(pickle)):
         return item.__name__
-    kind, named, _ = target_of(item) if callable(item) else (None, None, None)
-    if kind is not None and kind != Kind.CALL_PYTHON:
-        return str(named).removeprefix("__torch__.")
+    kind, named = callee.named(item) if callable(item) else (Kind.CALL_PYTHON, b"")
+    if kind != Kind.CALL_PYTHON:
+        return callee.text_of(named).removeprefix("__torch__.")
     module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
     if not module or not name:
         raise TypeError(f"allowed names functions, classes and modules; got {item!r}")

@@ -1,80 +1,165 @@
-"""A request that waits for its answer, and the future that ``rpc_async`` returns."""
+"""Requests that wait for their answers, and the future that ``rpc_async`` returns."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from mpidist.errors import CommTimeout
+from mpidist.errors import CommTimeout, MpidistError
+from mpidist.rpc import interceptor
+from mpidist.rpc.pool import CALLBACKS
+
+_RawFuture: Any = torch._C.Future
+_parking = threading.Lock()
 
 
 class Call:
-    """One request under way.
+    """A request whose caller waits.
 
     Attributes:
         sequence: Its number on this worker.
         to: The callee's rank.
-        what: For messages.
-        deadline: When it times out (``time.monotonic``); infinite for no timeout.
-        arrival: The answer, not decoded.
-        error: What went wrong before an answer came.
+        what: For messages: a text, or a function's name and the function.
+        deadline: The time at which it fails (``time.monotonic``); infinite for no timeout.
+        incoming: The answer, not decoded.
+        error: The reason for which it failed before an answer came.
         done: An answer or an error is there; of a call with a future, the future is complete.
-        future: Of an asynchronous call.
-        settle: Called in the polling thread with the call in place of completing anything; must not block.
+        acting: While its thread polls: the number of the action that it runs, else 0 (``polling``).
     """
 
-    __slots__ = ("arrival", "deadline", "done", "error", "future", "latch", "sequence", "settle", "timeout_s", "to", "what")
+    __slots__ = ("acting", "deadline", "done", "error", "incoming", "latches", "sequence", "timeout_s", "to", "what")
 
-    def __init__(self, to: int, what: str, timeout_s: float) -> None:
+    is_pools = False  # polls in its own thread (``polling``)
+    is_creation = False
+    lane = CALLBACKS
+    may_block = False
+
+    def __init__(self, to: int, what: Any, timeout_s: float) -> None:
         self.sequence = -1
         self.to = to
         self.what = what
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
-        self.arrival: Any = None
+        self.incoming: Any = None
         self.error: BaseException | None = None
         self.done = False
-        self.future: RpcFuture | None = None
-        self.latch: threading.Lock | None = None
-        self.settle: Callable[[Call], None] | None = None
+        self.latches: tuple[Any, ...] = ()  # of threads that sleep
+        self.acting = 0
 
     def finish(self) -> None:
-        """Note that it is done, and wake who waits for it."""
+        """Note that it is done, and wake the threads that wait for it."""
         self.done = True
-        latch = self.latch
-        if latch is not None:
-            latch.release()
+        if self.latches:
+            self.wake()
 
-    def park(self, timeout_s: float) -> None:
-        """Sleep until it is done, at most ``timeout_s`` seconds; one thread at a time per latch."""
+    def wake(self) -> None:
+        """Wake the threads that sleep until it is done."""
+        for latch in self.latches:
+            try:
+                latch.release()
+            except RuntimeError:  # another thread was faster
+                pass
+
+    def answered(self, incoming: Any) -> Any:
+        """Take the answer, on the polling thread; return the action that is left to do, or None."""
+        self.incoming = incoming
+        self.finish()
+
+    def failed(self, error: BaseException) -> Any:
+        """Take an error in place of an answer; return the action that is left to do, or None."""
+        self.error = error
+        self.finish()
+
+    def park(self, timeout_s: float, may_sleep: Callable[[], bool] | None = None) -> None:
+        """Sleep until it is done, or woken, at most ``timeout_s`` seconds; several threads may.
+
+        Args:
+            may_sleep: Called once ``wake`` reaches this thread; False: it does not sleep.
+        """
         latch = threading.Lock()
         latch.acquire()
-        before, self.latch = self.latch, latch
-        if not self.done:
+        with _parking:
+            self.latches = (*self.latches, latch)
+        if not self.done and (may_sleep is None or may_sleep()):
             latch.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
-        if before is not None and self.done:
-            before.release()  # two threads wait for one call: the later passes it on
+        with _parking:
+            self.latches = tuple(other for other in self.latches if other is not latch)
 
-    def timed_out(self) -> CommTimeout:
+    def timed_out(self, text: str) -> CommTimeout:
         """Return the error of a call that has had no answer in time."""
         return CommTimeout(
             f"RPC ran for more than set timeout ({self.timeout_s * 1e3:.0f} ms) and will now be marked with an error: "
-            f"{self.what}; pass timeout= (0 for none), or set rpc_timeout of the options"
+            f"{text}; pass timeout= (0 for none), or set rpc_timeout of the options"
         )
 
 
-class RpcFuture(torch.futures.Future):
-    """A ``torch.futures.Future`` whose waiting thread looks for the answer by itself."""
+class AsyncCall(Call):
+    """A request whose answer completes a future; as an action it does so, which may run users' callbacks."""
 
-    def __init__(self, wait_for: Callable[[Call, float], None], call: Call, devices: list[Any] | None = None) -> None:
-        super().__init__(devices=devices)
+    __slots__ = ("_result_of", "future")
+
+    def __init__(self, to: int, what: Any, timeout_s: float, result_of: Callable[[Call], Any]) -> None:
+        super().__init__(to, what, timeout_s)
+        self.future: RpcFuture | None = None
+        self._result_of = result_of
+
+    @property
+    def may_block(self) -> bool:  # type: ignore[override]
+        """Say whether completing the future runs users' code."""
+        future = self.future
+        return future is not None and future.has_callbacks
+
+    def answered(self, incoming: Any) -> Any:
+        """See ``Call``."""
+        self.incoming = incoming
+        return self
+
+    def failed(self, error: BaseException) -> Any:
+        """See ``Call``."""
+        self.error = error
+        return self
+
+    def run(self) -> None:
+        """Complete the future."""
+        # A complete future lets its call go, and the call its future: neither waits for the garbage collector.
+        future, self.future = self.future, None
+        if future is None:
+            return
+        try:
+            result = self._result_of(self)
+        except BaseException as error:
+            self.error = error
+            self.incoming = None
+            self.done = True
+            # torch takes no other; and reading an answer must not end this program.
+            is_error = isinstance(error, Exception)
+            future.set_exception(error if is_error else MpidistError(f"reading the answer raised {error!r}"))
+        else:
+            self.incoming = None
+            self.done = True
+            _RawFuture.set_result(future, result)
+        future.call = None
+        self.finish()
+
+
+class RpcFuture(torch.futures.Future):
+    """A ``torch.futures.Future`` whose waiting thread polls for the answer by itself.
+
+    Attributes:
+        call: None once the future is complete.
+        has_callbacks: Completing it runs users' code.
+    """
+
+    def __init__(self, wait_for: Callable[[Call], None], call: AsyncCall, devices: list[Any]) -> None:
+        _RawFuture.__init__(self, devices)
         self.has_callbacks = False
+        self.call: AsyncCall | None = call
         self._wait_for = wait_for
-        self._call = call
+        call.future = self
 
     def wait(self) -> Any:
         """Return the call's result, or raise what it raised.
@@ -82,16 +167,48 @@ class RpcFuture(torch.futures.Future):
         Blocks: until the answer is there, at most the call's timeout.
         """
         # Not whether the call is done: within a callback the future is complete, and the call not yet.
-        if not self.done():
-            self._wait_for(self._call, self._call.deadline)
+        call = self.call
+        if call is not None and not self.done():
+            self._wait_for(call)
         return super().wait()
 
+    def observe(self, callback: Callable[[Any], None]) -> None:
+        """Call ``callback(self)`` on completion, in the thread that completes it; must not block."""
+        super().add_done_callback(callback)
+
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        """See ``torch.futures.Future.then``; the callback runs where it may block."""
+        """See ``torch.futures.Future.then``; the callback runs where it may block, in the caller's autograd context."""
         self.has_callbacks = True
-        return super().then(callback)
+        return super().then(interceptor.in_current_context(callback))
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """See ``torch.futures.Future.add_done_callback``."""
+        """See ``torch.futures.Future.add_done_callback``; as for ``then``."""
         self.has_callbacks = True
-        super().add_done_callback(callback)
+        super().add_done_callback(interceptor.in_current_context(callback))
+
+
+def wait_for_all(futures: Sequence[RpcFuture], wait: Callable[[Call], None]) -> None:
+    """Wait until calls are done; raise the first error as soon as it is there, whatever the others do.
+
+    Args:
+        wait: Waits for a call, as ``Polling`` does.
+    """
+    failed: list[RpcFuture] = []
+    waiting = set(map(id, futures))
+    latch = Call(-1, "all calls", 0.0)
+
+    def note(future: Any) -> None:
+        try:
+            future.value()
+        except Exception:
+            failed.append(future)
+        waiting.discard(id(future))
+        if failed or not waiting:
+            latch.finish()
+
+    for future in futures:
+        future.observe(note)
+    if futures:
+        wait(latch)
+    for future in failed:
+        future.wait()

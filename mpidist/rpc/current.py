@@ -10,14 +10,15 @@ if TYPE_CHECKING:
     from mpidist.rpc.agent import Agent
 
 agent: Agent | None = None
+absence = "RPC has not been initialized. Call mpidist.rpc.init_rpc first."  # the reason for None
 
 
 def require() -> Agent:
     """Return it.
 
     Raises:
-        MpidistError: ``init_rpc`` was not called, or ``shutdown`` was.
+        MpidistError: ``init_rpc`` was not called, or ``shutdown`` was, or this process was forked from a worker.
     """
     if agent is None:
-        raise MpidistError("RPC has not been initialized. Call mpidist.rpc.init_rpc first.")
+        raise MpidistError(absence)
     return agent

@@ -10,7 +10,7 @@ import torch
 
 from mpidist.errors import MpidistError
 
-_MARK = "_wrapped_async_rpc_function"  # torch's name: functions that its decorator has marked are served as well
+MARK = "_wrapped_async_rpc_function"  # torch's name: functions that its decorator has marked are served as well
 
 
 def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,7 +24,7 @@ def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
-    setattr(wrapper, _MARK, fn)
+    setattr(wrapper, MARK, fn)
     return wrapper
 
 
@@ -42,9 +42,6 @@ class Later:
         self.future = future
 
 
-def called(function: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function; return its result, or a ``Later``."""
-    result = function(*args, **kwargs)
-    if hasattr(function, _MARK) and not isinstance(result, Later):
-        return Later(result, getattr(function, "__qualname__", repr(function)))
-    return result
+def later(function: Any, result: Any) -> Later:
+    """Return what a marked function's result means."""
+    return result if isinstance(result, Later) else Later(result, getattr(function, "__qualname__", repr(function)))

@@ -34,7 +34,7 @@ class _State:
 
 
 _lock = threading.RLock()
-_counts: dict[str, int] = {}  # by the names of those who gather: they count alike
+_counts: dict[tuple[int, str], int] = {}  # by agent, and the names of those who gather: they count alike
 _states: dict[str, _State] = {}
 
 
@@ -70,17 +70,20 @@ def all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: flo
     """
     agent = current.require()
     names = set(worker_names) if worker_names else {worker.name for worker in agent.get_worker_infos()}
-    leader, me = min(names), agent.me.name
+    leader, me = min(names), agent.workers.me.name
+    joined = " ".join(sorted(names))
     with _lock:
-        joined = " ".join(sorted(names))
-        number = _counts.get(joined, 0)
-        _counts[joined] = number + 1
+        # Each agent counts anew: one that a worker has missed, and ended with RPC, must not part them for ever.
+        if any(generation != agent.generation for generation, _ in _counts):
+            _counts.clear()
+        number = _counts.get((agent.generation, joined), 0)
+        _counts[agent.generation, joined] = number + 1
     sequence_id = f"{agent.generation}:{number}:{joined}"
-    limit = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
+    limit = agent.calls.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
     if me == leader:
         _gather_to_leader(sequence_id, me, obj, names)
     else:
-        agent.invoke(agent.rank_of(leader), _gather_to_leader, (sequence_id, me, obj, names), {}, timeout)
+        agent.calls.invoke(agent.workers.rank_of(leader), _gather_to_leader, (sequence_id, me, obj, names), {}, timeout)
     state = _state(sequence_id)
     deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
     while not state.proceed.wait(_LOOK_S):
@@ -96,19 +99,19 @@ def all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: flo
 
 
 def _require_present(agent: Agent, me: str, missing: set[str], leader: str) -> None:
-    ranks = {agent.rank_of(name) for name in missing}
+    ranks = {agent.workers.rank_of(name) for name in missing}
     # Who leaves RPC may have had the answer that is still on its way here; only the leader leaves after all have it.
-    gone = agent.left & (ranks if me == leader else {agent.rank_of(leader)})
-    ended = departures.ended([agent.world_ranks[rank] for rank in sorted(ranks)])
+    gone = agent.workers.left & (ranks if me == leader else {agent.workers.rank_of(leader)})
+    ended = departures.ended([agent.workers.world_ranks[rank] for rank in sorted(ranks)])
     if gone or ended:
-        lost = sorted({agent.world_ranks[rank] for rank in gone} | set(ended))
-        raise departures.failure(f"{agent.me}: _all_gather", lost)
+        lost = sorted({agent.workers.world_ranks[rank] for rank in gone} | set(ended))
+        raise departures.failure(f"{agent.workers.me}: _all_gather", lost)
 
 
 def _tell_followers(followers: set[str], sequence_id: str, gathered: Any, timeout: float, limit: float) -> None:
     agent = current.require()
     told = {
-        name: agent.invoke_async(agent.rank_of(name), _broadcast_to_followers, (sequence_id, gathered), {}, timeout)
+        name: agent.calls.invoke_async(agent.workers.rank_of(name), _broadcast_to_followers, (sequence_id, gathered), {}, timeout)
         for name in sorted(followers)
     }
     errors = []

@@ -1,56 +1,86 @@
-"""The seam for distributed autograd: what is done to tensors on their way, and the kinds of messages that it adds.
+"""Seam for distributed autograd: hooks on tensors in transit, and message kinds of its own.
 
-``rpc`` knows nothing of autograd. Whoever registers here sees the tensors of every call and answer, wraps the message in
-metadata, and handles message kinds of its own.
+``rpc`` knows nothing of autograd. An engine that registers here sees the tensors of every message
+that is sent within one of its contexts, and handles its own kinds. Outside a context the hooks cost
+one look for it. The context's id is a field of every message, also of those without tensors: a
+fetch, an error, the answer to a call of ``remote``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 Tensor = torch.Tensor
-Outer = tuple[int, tuple[int, ...]]  # an outer kind of ``message.Kind``, and its ids
 
 
 class Interceptor(Protocol):
-    """What distributed autograd does."""
+    """Distributed autograd, as messages need it."""
 
-    def leaving(self, to: int, tensors: Sequence[Tensor], answered: Outer | None) -> Outer | None:
-        """Record that tensors leave for rank ``to``; return the metadata that wraps the message, or None.
+    def current_context(self) -> int:
+        """Return the id of the calling thread's context; 0 for none."""
+
+    def leaving(self, context: int, to: int, tensors: list[Tensor], is_answer: bool) -> int:
+        """Record that a message leaves within a context.
 
         Args:
-            answered: In an answer, what wrapped the request.
+            context: Of the sending thread; of an answer, its request's.
+            to: The receiver's rank.
+            tensors: All tensors of the message, sparse ones and parameters themselves; may be empty.
+            is_answer: The message answers a request, or is its error.
+
+        Returns:
+            A number for the message, below 2⁶⁴, if one of its tensors needs a gradient; else 0.
         """
 
-    def arriving(self, source: int, outer: Outer, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors that take the places of those that arrived in a wrapped message."""
+    def arriving(self, context: int, source: int, number: int, tensors: list[Tensor], is_answer: bool) -> list[Tensor]:
+        """Return the tensors that take the places of those that arrived in a message with a number."""
 
-    def serving(self, source: int, outer: Outer) -> AbstractContextManager[Any]:
-        """Return the context in which the function of a wrapped call runs."""
+    def entering(self, context: int, source: int, is_answer: bool) -> AbstractContextManager[Any]:
+        """Return the context manager under which a function of rank ``source``'s request, or a callback, runs."""
 
-    def handle(self, source: int, kind: int, ids: tuple[int, ...], tensors: Any) -> Any:
-        """Handle a request of a kind of autograd's own; what is returned, or raised, is its answer."""
+    def handle(self, source: int, kind: int, context: int, obj: Any) -> Any:
+        """Handle a request of autograd's own kinds; what is returned, or raised, is its answer."""
 
-    def backward(self, context_id: int, root: Tensor, retain_graph: bool) -> None:
+    def handle_one_way(self, source: int, kind: int, context: int, obj: Any) -> None:
+        """Handle a one-way message, on the thread that polls; must not block."""
+
+    def worker_left(self, rank: int) -> None:
+        """Note that a worker has left RPC, or died: nothing of it will come any more. On the polling thread."""
+
+    def backward(self, context: int, root: Tensor, retain_graph: bool) -> None:
         """Run ``RRef.backward`` on the owner."""
 
     def debug_info(self) -> dict[str, str]:
         """Return counters for ``_get_debug_info``."""
 
 
-_registered: Interceptor | None = None
+engine: Interceptor | None = None  # read on the path of every message
 
 
 def register(interceptor: Interceptor | None) -> None:
-    """Have all messages of this process pass an interceptor from now on; None for none."""
-    global _registered
-    _registered = interceptor
+    """Have all messages of this process pass an engine from now on; None for none."""
+    global engine
+    engine = interceptor
 
 
-def registered() -> Interceptor | None:
-    """Return it."""
-    return _registered
+def current_context() -> int:
+    """Return the calling thread's context; 0 for none."""
+    return engine.current_context() if engine is not None else 0
+
+
+def in_current_context(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the callback so that it runs in the calling thread's context, on any thread."""
+    context = current_context()
+    return partial(_run_in, context, callback) if context else callback
+
+
+def _run_in(context: int, callback: Callable[[Any], Any], argument: Any) -> Any:
+    if engine is None:
+        return callback(argument)
+    with engine.entering(context, -1, True):
+        return callback(argument)

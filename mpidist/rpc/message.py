@@ -1,40 +1,45 @@
-"""What a letter between workers says: its kind, whose answer it is, which references it touches, and where its content lies.
-
-Pure: from a header and a content to a letter with its parts, and back.
+"""Kinds of messages between workers, and the layout of their headers.
 
 ::
 
-    magic "RP" | version u8 | kind u8 | generation u32 | sequence u64 | outer kind u8 | flags u8 | outer ids u16 | ids u16 |
-    forks u16 | table bytes u32 | pickle bytes u32 | parts n u32 | reserved u32                                 (the header)
-    outer ids u64 … | ids u64 … | forks (reference u64, fork u64) … | n part lengths u64 (top bit: a part of its own)
-    table | pickle | small parts, each from a multiple of 16 bytes                    (the body; if too large, the first part)
+    autograd message u64                                             (flag AUTOGRAD)
+    references n u16 | n × (reference u64, fork u64, owner u32)      (flag REFERENCES)
+    calls: function's name bytes u16 | name;  remote calls: reference u64 | fork u64 before it
+    the content (``codec``), or, with flag FAR, nothing: it is the first part
 
-A request may be wrapped: ``outer`` says which kind of metadata (autograd's) it carries, and its ids; the inner request is
-complete in itself.
+Kinds below 32 are requests: each is answered by one of the kinds from 32 to 47. Those from 48 on
+are one-way. The context of distributed autograd is a field of every message (``comm.transport``).
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mpidist.comm import mailbox
+from mpidist.comm import transport
 from mpidist.errors import FrameError
 
-_MAGIC, _VERSION = b"RP", 1
-_HEADER = struct.Struct("<2sBBIQBBHHHIIII")
-_PLAIN_START = 16  # where the header of a letter without parts stands
-_FAR_BODY = 1  # flag: the body is the first part
-_OWN_PART = 1 << 63
-_ALIGNMENT = 16
-MAX_FORKS = 64  # more references than these are announced in letters ahead
+FAR = 16  # the content is the first part
+AUTOGRAD = 32  # tensors of the message are recorded by distributed autograd under a number
+REFERENCES = 64  # references are in the header, and counted by their owner as soon as it arrives
+ANNOUNCED = 128  # references are too many for it: they begin the content, and were announced ahead
+MAX_REFERENCES = 512  # in a header
+
+Kind3 = tuple[int, int, int]  # reference, fork, owner's rank
+
+WORD = struct.Struct("<Q")
+PAIR = struct.Struct("<QQ")
+COUNT = struct.Struct("<H")
+REFERENCE = struct.Struct("<QQI")
+ONE_REFERENCE = struct.Struct("<HQQI")
+_COUNT32 = struct.Struct("<I")
+ROOM_BYTES = transport.EAGER_BYTES - 1024  # of a header and a content without parts
 
 
 class Kind(enum.IntEnum):
-    """The kinds of messages. Those of distributed autograd are named here and handled by whoever registers for them."""
+    """The kinds. Those of distributed autograd are handled by whoever registers for them (``interceptor``)."""
 
     CALL_PYTHON = 1
     CALL_BUILTIN = 2
@@ -43,209 +48,107 @@ class Kind(enum.IntEnum):
     REMOTE_BUILTIN = 5
     REMOTE_SCRIPT = 6
     RREF_FETCH = 7
-    RREF_FORK = 8
-    RREF_USER_DELETE = 9
-    FORWARD_AUTOGRAD = 16  # an outer kind: wraps a request or its answer
-    BACKWARD_AUTOGRAD = 17
-    CLEANUP_AUTOGRAD = 18
+    BACKWARD_AUTOGRAD = 16
+    CLEANUP_AUTOGRAD = 17
     RESULT = 32
     REMOTE_DONE = 33
     EXCEPTION = 34
-    BACKWARD_AUTOGRAD_DONE = 35
-    CLEANUP_AUTOGRAD_DONE = 36
-    LEAVE = 48
-    QUIET_REPORT = 49
-    QUIET_VERDICT = 50
+    RREF_FORK = 48
+    RREF_USER_DELETE = 49
+    LEAVE = 50
+    QUIET_REPORT = 51
+    QUIET_VERDICT = 52
+    GRADIENTS = 64
+    AUTOGRAD_NOTICE = 65
 
 
-KINDS = frozenset(Kind)
-RESPONSES = frozenset(kind for kind in Kind if 32 <= kind < 48)
+TO_REMOTE = int(Kind.REMOTE_PYTHON - Kind.CALL_PYTHON)  # from a kind of call to that whose result stays
+FIRST_RESPONSE, FIRST_ONE_WAY = 32, 48
 
 
-@dataclass(slots=True)
-class Content:
-    """An encoded object: see ``codec``.
-
-    Attributes:
-        pickled: The pickle.
-        table: The tensors and references that the pickle names by number.
-        parts: Memory that the table and the pickle refer to: ``bytes`` lie in the body, what else a mailbox takes follows it.
-        devices: The receiver's device index of each part; None for host memory.
-    """
-
-    pickled: Any = b""
-    table: Any = b""
-    parts: list[Any] = field(default_factory=list)
-    devices: list[int | None] = field(default_factory=list)
+def written_references(rows: Sequence[Kind3]) -> bytes:
+    """Write the references of a header: at most ``MAX_REFERENCES``."""
+    return COUNT.pack(len(rows)) + b"".join([REFERENCE.pack(*row) for row in rows])
 
 
-@dataclass(slots=True)
-class Header:
-    """All of a message but its content.
-
-    Attributes:
-        kind: What it is.
-        generation: How many times RPC has been initialised on these ranks; what was sent before is not for us.
-        sequence: The sender's number of a request; an answer carries it back.
-        ids: What the kind needs: a reference, a fork, a counter.
-        forks: (reference, fork) pairs that the receiver, their owner, counts as soon as the letter arrives.
-        outer: Kind and ids of metadata around the message; None if it is not wrapped.
-        noted: What the receiver's handler kept when the letter came.
-    """
-
-    kind: int
-    generation: int
-    sequence: int = 0
-    ids: tuple[int, ...] = ()
-    forks: Sequence[tuple[int, int]] = ()
-    outer: tuple[int, tuple[int, ...]] | None = None
-    flags: int = 0
-    noted: Any = None
-    sizes: tuple[int, int, int, int] = (0, 0, 0, 0)  # table, pickle, number of parts, where their lengths stand in the letter
-
-
-def written(header: Header, content: Content) -> tuple[bytearray, Sequence[Any], Sequence[int | None]]:
-    """Write a message as a letter, the parts that follow it, and their devices.
-
-    Args:
-        header: At most ``MAX_FORKS`` forks.
-        content: Its object, encoded.
-    """
-    if not (content.parts or header.outer or header.forks) and len(content.pickled) < _PLAIN_BYTES and not content.table:
-        return _plainly_written(header, content.pickled), (), ()
-    outer_kind, outer_ids = header.outer or (0, ())
-    numbers = [*outer_ids, *header.ids]
-    for pair in header.forks:
-        numbers += pair
-    parts: list[Any] = []
-    devices: list[int | None] = []
-    near = len(content.table) + len(content.pickled)
-    for place, part in enumerate(content.parts):
-        if type(part) is bytes:
-            numbers.append(len(part))
-            near += len(part) + _ALIGNMENT
-        else:
-            numbers.append(part.nbytes | _OWN_PART)
-            parts.append(part)
-            devices.append(content.devices[place] if content.devices else None)
-    head = _HEADER.size + 8 * len(numbers)
-    is_far = mailbox.envelope_bytes(len(parts)) + head + near > mailbox.LETTER_BYTES
-    if is_far:
-        body = _body(bytearray(), content)
-        parts, devices = [body, *parts], [None, *devices]
-    letter = bytearray(mailbox.envelope_bytes(len(parts)))
-    letter += _HEADER.pack(
-        _MAGIC, _VERSION, header.kind, header.generation, header.sequence, outer_kind, _FAR_BODY if is_far else 0,
-        len(outer_ids), len(header.ids), len(header.forks), len(content.table), len(content.pickled), len(content.parts), 0,
-    )  # fmt: skip
-    if numbers:
-        letter += struct.pack(f"<{len(numbers)}Q", *numbers)
-    if not is_far:
-        _body(letter, content)
-    return letter, parts, devices
-
-
-_PLAIN_BYTES = mailbox.LETTER_BYTES - 1024
-_ROOM = bytes(_PLAIN_START)
-
-
-def _plainly_written(header: Header, pickled: bytes) -> bytearray:
-    """Write what most letters are: a pickle alone."""
-    ids = header.ids
-    letter = bytearray(_ROOM)
-    letter += _HEADER.pack(
-        _MAGIC, _VERSION, header.kind, header.generation, header.sequence, 0, 0, 0, len(ids), 0, 0, len(pickled), 0, 0
-    )
-    if ids:
-        letter += struct.pack(f"<{len(ids)}Q", *ids)
-    letter += pickled
-    return letter
-
-
-def header_of(letter: memoryview) -> Header:
-    """Read a letter's header.
+def read_references(data: Any, place: int) -> tuple[list[Kind3], int]:
+    """Return the references that begin at ``place``, and where they end.
 
     Raises:
-        FrameError: Not a letter between workers, or of a kind that is not known.
+        FrameError: They are cut off.
     """
-    start = _start(letter)
-    if len(letter) < start + _HEADER.size:
-        raise FrameError(f"truncated letter of {len(letter)} bytes")
-    magic, version, kind, generation, sequence, outer, flags, n_outer, n_ids, n_forks, table, pickled, n_parts, _ = (
-        _HEADER.unpack_from(letter, start)
-    )
-    if magic != _MAGIC or version != _VERSION:
-        raise FrameError(
-            f"a letter that starts with {magic!r}, version {version}; this side writes {_MAGIC!r}, version {_VERSION}"
-        )
-    if kind not in KINDS:
-        raise FrameError(f"a letter of unknown kind {kind}")
-    count = n_outer + n_ids + 2 * n_forks
-    place = start + _HEADER.size
-    if not count and not outer:
-        return Header(kind, generation, sequence, flags=flags, sizes=(table, pickled, n_parts, place))
-    if len(letter) < place + 8 * count:
-        raise FrameError(f"letter of kind {kind}: {count} numbers announced, cut off after {len(letter)} bytes")
-    numbers = struct.unpack_from(f"<{count}Q", letter, place)
-    ids, pairs = numbers[n_outer : n_outer + n_ids], numbers[n_outer + n_ids :]
-    return Header(
-        kind,
-        generation,
-        sequence,
-        ids,
-        list(zip(pairs[::2], pairs[1::2], strict=True)) if n_forks else (),
-        (outer, numbers[:n_outer]) if outer else None,
-        flags=flags,
-        sizes=(table, pickled, n_parts, place + 8 * count),
-    )
+    try:
+        (count,) = COUNT.unpack_from(data, place)
+        place += COUNT.size
+        return _read_rows(data, place, count)
+    except struct.error as error:
+        raise FrameError(f"references are cut off after {len(data)} bytes") from error
 
 
-def content_of(header: Header, letter: memoryview, parts: Sequence[Any]) -> Content:
-    """Find a complete message's content in its letter and the parts that followed; nothing is copied.
+def _read_rows(data: Any, place: int, count: int) -> tuple[list[Kind3], int]:
+    end = place + count * REFERENCE.size
+    if end > len(data):
+        raise FrameError(f"{count} references announced, cut off after {len(data)} bytes")
+    return [REFERENCE.unpack_from(data, start) for start in range(place, end, REFERENCE.size)], end
+
+
+def written_announced(rows: Sequence[Kind3]) -> bytes:
+    """Write the references that begin a content."""
+    return _COUNT32.pack(len(rows)) + b"".join([REFERENCE.pack(*row) for row in rows])
+
+
+def read_announced(data: Any, place: int) -> tuple[list[Kind3], int]:
+    """Return the references that begin a content, and where they end.
 
     Raises:
-        FrameError: Lengths that do not fit what has come.
+        FrameError: They are cut off.
     """
-    table_bytes, pickle_bytes, count, place = header.sizes
-    if not (count or table_bytes or header.flags) and len(letter) == place + pickle_bytes:
-        return Content(letter[place:])
-    end = place + 8 * count
-    if len(letter) < end:
-        raise FrameError(f"letter of kind {header.kind}: {count} parts announced, cut off after {len(letter)} bytes")
-    lengths = struct.unpack_from(f"<{count}Q", letter, place) if count else ()
-    following = list(parts)
-    body, place = letter, end
-    if header.flags & _FAR_BODY:
-        if not following:
-            raise FrameError(f"letter of kind {header.kind} without its body")
-        body, place = following.pop(0), 0
-    end = place + table_bytes + pickle_bytes
-    content = Content(body[place + table_bytes : end], body[place : place + table_bytes])
-    for length in lengths:
-        if length & _OWN_PART:
-            if not following or following[0].nbytes != length ^ _OWN_PART:
-                raise FrameError(f"letter of kind {header.kind}: a part of {length ^ _OWN_PART} bytes is missing")
-            content.parts.append(following.pop(0))
-        else:
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = start + length
-            content.parts.append(body[start:end])
-    if len(body) < end or following:
-        raise FrameError(f"letter of kind {header.kind}: {len(body)} bytes and {len(parts)} parts do not hold what it announces")
-    return content
+    try:
+        (count,) = _COUNT32.unpack_from(data, place)
+        place += _COUNT32.size
+        return _read_rows(data, place, count)
+    except struct.error as error:
+        raise FrameError(f"references are cut off after {len(data)} bytes") from error
 
 
-def _body(start: bytearray, content: Content) -> bytearray:
-    start += content.table
-    start += content.pickled
-    for part in content.parts:
-        if type(part) is bytes:
-            start += bytes(-len(start) % _ALIGNMENT)
-            start += part
-    return start
+def written_words(words: Iterable[int]) -> bytes:
+    """Write the numbers of a message without content."""
+    words = tuple(words)
+    return struct.pack(f"<{len(words)}Q", *words)
 
 
-def _start(letter: memoryview) -> int:
-    if len(letter) < 8:
-        raise FrameError(f"truncated letter of {len(letter)} bytes")
-    return mailbox.envelope_bytes(int.from_bytes(letter[:4], "little"))
+def read_words(data: Any, start: int, end: int) -> tuple[int, ...]:
+    """Return the numbers of a message without content.
+
+    Raises:
+        FrameError: Not whole numbers.
+    """
+    if (end - start) % WORD.size:
+        raise FrameError(f"{end - start} bytes are no row of numbers")
+    return struct.unpack_from(f"<{(end - start) // WORD.size}Q", data, start)
+
+
+def read_ids(data: Any, place: int, end: int, count: int) -> tuple[int, ...]:
+    """Return the numbers with which a header's part for its kind begins.
+
+    Raises:
+        FrameError: They are cut off.
+    """
+    if end - place < WORD.size * count:
+        raise FrameError(f"{count} numbers announced, cut off after {end - place} bytes")
+    return struct.unpack_from(f"<{count}Q", data, place)
+
+
+def read_name(data: Any, place: int, end: int) -> tuple[bytes, int]:
+    """Return a function's name, and where it ends.
+
+    Raises:
+        FrameError: It is cut off.
+    """
+    start = place + 2
+    if start > end:
+        raise FrameError("a call without a name")
+    place = start + data[start - 2] + 256 * data[start - 1]
+    if place > end:
+        raise FrameError("a call's name is cut off")
+    return bytes(data[start:place]), place

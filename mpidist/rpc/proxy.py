@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from mpidist.rpc import current, functions
+from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 
 SYNC, ASYNC, REMOTE = "rpc_sync", "rpc_async", "remote"
 
@@ -32,16 +33,32 @@ class Proxy:
         return _call(self._rref, self._mode, "__call__", self._timeout, *args, **kwargs)
 
 
+class Proxied:
+    """The methods of ``RRef`` that return proxies."""
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Return a helper whose methods are the value's, called on the owner; they return results."""
+        return Proxy(self, SYNC, timeout)
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Return a helper whose methods are the value's, called on the owner; they return futures."""
+        return Proxy(self, ASYNC, timeout)
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Return a helper whose methods are the value's, called on the owner; they return references to their results."""
+        return Proxy(self, REMOTE, timeout)
+
+
 def _call(rref: Any, mode: str, name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
     agent = rref._agent
     current.require()
     to, arguments = rref.owner().id, (rref, name, args, kwargs)
     if mode == SYNC:
-        return agent.invoke(to, call_method, arguments, {}, timeout)
+        return agent.calls.invoke(to, call_method, arguments, {}, timeout)
     if mode == ASYNC:
-        return agent.invoke_async(to, call_method, arguments, {}, timeout)
+        return agent.calls.invoke_async(to, call_method, arguments, {}, timeout)
     kind = rref._get_type(timeout=timeout)
-    if not hasattr(kind, name) and not agent.invoke(to, has_attribute, (rref, name), {}, timeout):
+    if not hasattr(kind, name) and not agent.calls.invoke(to, has_attribute, (rref, name), {}, timeout):
         raise AttributeError(f"type object '{kind.__name__}' has no attribute '{name}', and neither has the value of {rref}")
     return rref.create(agent, to, call_method, arguments, {}, timeout)
 
@@ -52,7 +69,9 @@ def call_method(rref: Any, name: str, args: Any, kwargs: Any) -> Any:
     allowed = current.require().allowed
     if allowed is not None:
         allowed.require_method(value, name)
-    return functions.called(getattr(value, name), args, kwargs)
+    method = getattr(value, name)
+    result = method(*args, **kwargs)
+    return functions.later(method, result) if hasattr(method, functions.MARK) else result
 
 
 def type_of(rref: Any) -> type:

@@ -30,10 +30,14 @@ class RemoteTraceback(Exception):
 
 def described(error: BaseException) -> tuple[str, str, str, bytes | None]:
     """Return an exception as plain data: type name, representation, traceback, and its pickle if it has one."""
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    # Whatever the exception's own methods raise, the caller must hear of it.
+    try:
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except BaseException as failure:
+        text = f"{type(error).__qualname__} (its traceback raised {type(failure).__name__})"
     try:
         pickled: bytes | None = pickle.dumps(error, 5)
-    except Exception:
+    except BaseException:
         pickled = None
     return type(error).__qualname__, _representation(error), text, pickled
 
@@ -57,6 +61,8 @@ def rebuilt(description: Any, worker: WorkerInfo, unpickler: Any = pickle.Unpick
             error = unpickler(io.BytesIO(pickled)).load()
         except BaseException as failure:
             reason = f"rebuilding it raised {failure!r}"
+    if error is not None and not isinstance(error, Exception):
+        reason = "an answer must not interrupt or end this program"
     if not isinstance(error, Exception):
         error = RemoteError(
             f"{worker.name} (rank {worker.id}) raised {type_name}, which cannot be raised here: {reason}. "
@@ -71,5 +77,5 @@ def rebuilt(description: Any, worker: WorkerInfo, unpickler: Any = pickle.Unpick
 def _representation(error: BaseException) -> str:
     try:
         return f"{type(error).__qualname__}: {error}"
-    except Exception as failure:
-        return f"{type(error).__qualname__} (its text raised {failure!r})"
+    except BaseException as failure:
+        return f"{type(error).__qualname__} (its text raised {type(failure).__name__})"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from mpidist.errors import CommTimeout, MpidistError, RRefError
-from mpidist.rpc import codec, current, interceptor, proxy
-from mpidist.rpc.call import Call
+from mpidist.errors import MpidistError, RRefError
+from mpidist.rpc import current, interceptor, proxy
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
-from mpidist.rpc.message import Kind
-from mpidist.rpc.rref_store import Entry, id_parts
-from mpidist.rpc.target import TO_REMOTE, target_of
+from mpidist.rpc.holder import Holder, unique
+from mpidist.rpc.message import WORD, Kind
+from mpidist.rpc.options import seconds
+from mpidist.rpc.references import Creation
+from mpidist.rpc.rref_store import Entry
 from mpidist.rpc.worker import WorkerInfo
 
 if TYPE_CHECKING:
@@ -21,49 +21,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LOST = (
-    "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist: "
-    "{what}; give remote() a longer timeout (0 for none)"
-)
+_TO_HERE = "to_here() of a reference"
 
 
-class Creation:
-    """What became of a call of ``remote``.
-
-    Attributes:
-        done: The owner has answered, or was too late.
-        lost: It was too late: nobody knows whether the value exists.
-        error: What made it fail on the way, or on the owner.
-    """
-
-    def __init__(self) -> None:
-        self.done = False
-        self.lost = False
-        self.error: BaseException | None = None
-        self._future: torch.futures.Future[Any] | None = None
-        self._lock = threading.Lock()
-
-    def settle(self, error: BaseException | None) -> None:
-        """Note how it ended."""
-        with self._lock:
-            self.error, self.lost = error, isinstance(error, CommTimeout)
-            self.done = True
-            future = self._future
-        if future is not None:
-            _complete(future, error)
-
-    def future(self) -> torch.futures.Future[Any]:
-        """Return a future that is complete when the owner has answered."""
-        with self._lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if not self.done:
-                    return self._future
-                _complete(self._future, self.error)
-            return self._future
-
-
-class RRef(codec.Reference, Generic[T]):
+class RRef(Holder, proxy.Proxied, Generic[T]):
     """A remote reference. Made of a value, it is the owner's; ``remote`` and messages make users'.
 
     It can be passed to any worker in arguments and results, alone or within containers and objects, and to nothing else. The
@@ -83,23 +44,9 @@ class RRef(codec.Reference, Generic[T]):
             raise MpidistError(
                 "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
             )
-        entry = Entry(agent.store.make_id())
+        entry = Entry(agent.references.store.make_id())
         entry.set(value)
-        self._set_up(agent, agent.me, entry.reference, None, entry, None)
-
-    def _set_up(
-        self, agent: Agent, owner: WorkerInfo, reference: int, fork: int | None, entry: Entry | None, creation: Creation | None
-    ) -> None:
-        self._agent = agent
-        self._owner = owner
-        self._reference = reference
-        self._fork = fork
-        self._entry = entry
-        self._creation = creation
-        self._type: Any = None  # a future
-        self._deleted = False
-        if fork is not None:
-            agent.users.add(self)
+        self._set_up(agent, agent.workers.me, entry.reference, None, entry, None)
 
     def is_owner(self) -> bool:
         """Say whether the value lives on this worker."""
@@ -119,7 +66,7 @@ class RRef(codec.Reference, Generic[T]):
         Of a reference that came in a message that is certain: the owner is told before its value could go (``rref_store``).
         """
         creation = self._creation
-        return self._entry is not None or creation is None or (creation.done and creation.error is None)
+        return self._entry is not None or creation is None or (creation.done and creation.reason() is None)
 
     def local_value(self) -> T:
         """Return the value itself, on its owner.
@@ -132,8 +79,8 @@ class RRef(codec.Reference, Generic[T]):
         """
         if self._entry is None:
             raise RRefError(
-                f"For UserRRef(rref_id={_unique(self._reference)}, fork_id={_unique(self._fork or 0)}), can't call localValue() "
-                f"on user {self._agent.me}. Call it on owner {self._owner}, or to_here() for a copy"
+                f"For UserRRef(rref_id={unique(self._reference)}, fork_id={unique(self._fork or 0)}), can't call localValue() "
+                f"on user {self._agent.workers.me}. Call it on owner {self._owner}, or to_here() for a copy"
             )
         return self._own_value(0.0)
 
@@ -155,25 +102,12 @@ class RRef(codec.Reference, Generic[T]):
         if self._deleted:
             raise RRefError(f"{self!r} was deleted. Cannot call to_here() on it after deletion.")
         self._require_made()
-        call = self._agent.request(self._owner.id, Kind.RREF_FETCH, None, timeout, f"to_here of {self!r}", ids=(self._reference,))
-        return self._agent.wait_for_result(call)
+        return self._agent.calls.request(self._owner.id, Kind.RREF_FETCH, WORD.pack(self._reference), None, timeout, _TO_HERE)
 
     @staticmethod
     def create(agent: Agent, to: int, function: Any, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
         """See ``create``; for the proxies."""
         return create(agent, to, function, args, kwargs, timeout)
-
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a helper whose methods are the value's, called on the owner; they return results."""
-        return proxy.Proxy(self, proxy.SYNC, timeout)
-
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a helper whose methods are the value's, called on the owner; they return futures."""
-        return proxy.Proxy(self, proxy.ASYNC, timeout)
-
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a helper whose methods are the value's, called on the owner; they return references to their results."""
-        return proxy.Proxy(self, proxy.REMOTE, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run the backward pass from the value, a scalar tensor, on its owner.
@@ -185,58 +119,18 @@ class RRef(codec.Reference, Generic[T]):
         if self._entry is None:
             if dist_autograd_ctx_id == -1:
                 raise MpidistError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-            self._agent.invoke(self._owner.id, run_backward, (self, dist_autograd_ctx_id, retain_graph), {}, UNSET_RPC_TIMEOUT)
+            self._agent.calls.invoke(
+                self._owner.id, run_backward, (self, dist_autograd_ctx_id, retain_graph), {}, UNSET_RPC_TIMEOUT
+            )
             return
         run_backward(self, dist_autograd_ctx_id, retain_graph)
-
-    def require_shareable(self) -> None:
-        """Raise what keeps this reference from being passed on."""
-        if self._deleted:
-            raise RRefError(f"{self!r} was deleted. Cannot call fork an UserRRef after deletion.")
-        self._require_made()
-        if self._agent is not current.agent:
-            raise RRefError(f"{self!r} is of an earlier init_rpc and cannot be passed on")
-
-    def fork(self, to: int) -> tuple[int, int, int]:
-        """Count a new holder on rank ``to``."""
-        agent = self._agent
-        fork = agent.store.make_id()
-        if self._entry is not None:
-            agent.store.keep(self._entry, fork)
-        elif self._owner.id != to:
-            agent.announce(self._owner.id, self._reference, fork)
-        return self._reference, fork, self._owner.id
-
-    def delete(self) -> None:
-        """Tell the owner that this holder is gone; the reference cannot be used any more. Again does nothing."""
-        fork = self._fork
-        if fork is not None and not self._deleted:
-            self._deleted = True
-            self._agent.queue_delete(self._owner.id, self._reference, fork)
-
-    def __del__(self) -> None:
-        # A finalizer runs anywhere, within MPI's calls, too: it only puts down what others send.
-        if getattr(self, "_fork", None) is not None:
-            self.delete()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if self._deleted:
-            raise RRefError(f"{self!r} was deleted. Cannot call fork an UserRRef after deletion.")
-        raise RRefError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
-
-    def __repr__(self) -> str:
-        if self._fork is None:
-            return f"OwnerRRef({_unique(self._reference)})"
-        return f"UserRRef(RRefId = {_unique(self._reference)}, ForkId = {_unique(self._fork)})"
-
-    __str__ = __repr__
 
     def _own_value(self, timeout_s: float) -> T:
         entry = self._entry
         assert entry is not None
         if not entry.is_set:
             self._require_made()
-            self._agent.wait_for_entry(entry, timeout_s, self._creation)
+            self._agent.references.wait_for_entry(entry, timeout_s, self._creation)
             if not entry.is_set:
                 self._require_made()
         if entry.error is not None:
@@ -244,26 +138,25 @@ class RRef(codec.Reference, Generic[T]):
         value: T = entry.value
         return value
 
-    def _require_made(self) -> None:
-        creation = self._creation
-        if creation is not None and creation.lost:
-            raise RRefError(_LOST.format(what=creation.error))
-
     def _get_future(self) -> torch.futures.Future[Any]:
         """Return a future that is complete when the value's creation has ended (torch's name)."""
         creation = self._creation
-        if creation is None:
-            creation = Creation()
-            creation.settle(None)
-        return creation.future()
+        if creation is not None:
+            return creation.future()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(None)
+        return future
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """Return the value's type, or a future of it; asked of the owner once."""
         if self._type is None:
+            if self._entry is not None and blocking:
+                # Not by a future: a handler that waits here must leave its place to the one that makes the value.
+                return type(self._own_value(0.0 if timeout == UNSET_RPC_TIMEOUT else timeout))
             if self._entry is not None:
-                self._type = self._agent.future_of_entry(self._entry, type)
+                self._type = self._agent.references.future_of_entry(self._entry, type)
             else:
-                self._type = self._agent.invoke_async(self._owner.id, proxy.type_of, (self,), {}, timeout)
+                self._type = self._agent.calls.invoke_async(self._owner.id, proxy.type_of, (self,), {}, timeout)
         return self._type.wait() if blocking else self._type
 
     def _serialize(self) -> None:
@@ -276,53 +169,34 @@ PyRRef = RRef
 
 def create(agent: Agent, to: int, function: Any, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
     """Call a function on a worker and return a reference to its result, which stays there."""
-    kind, named, what = target_of(function)
-    reference, fork, creation = agent.store.make_id(), agent.store.make_id(), Creation()
-    owner = agent.worker(to)
-    entry = agent.store.create(reference, fork) if owner == agent.me else None
-
-    def settle(call: Call) -> None:
-        agent.creations.discard(creation)
-        if call.error is None and call.arrival.note.kind == Kind.EXCEPTION:
-            agent.polling.submit(lambda: creation.settle(agent.error_of(call)))
-        else:
-            creation.settle(call.error)
-        if entry is not None:
-            agent.store.delete_fork(reference, fork)
-
-    agent.creations.add(creation)
-    try:
-        what = f"remote {what} on {owner.name}"
-        agent.request(to, kind + TO_REMOTE, (named, args, kwargs), timeout, what, (reference, fork), settle=settle)
-    except BaseException:
-        agent.creations.discard(creation)
-        if entry is not None:
-            agent.store.delete_fork(reference, fork)
-        raise
-    return owned(agent, entry, creation) if entry is not None else user(agent, owner, reference, fork, creation)
+    calls = agent.calls
+    timeout_s = calls.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
+    reference, fork, entry, creation = agent.references.create(to, function, args, kwargs, timeout_s)
+    if entry is not None:
+        return owner_rref(agent, entry, creation)
+    return user_rref(agent, agent.workers.infos[to], reference, fork, creation)
 
 
-def user(agent: Agent, owner: WorkerInfo, reference: int, fork: int, creation: Creation | None) -> RRef[Any]:
+def user_rref(agent: Agent, owner: WorkerInfo, reference: int, fork: int, creation: Creation | None) -> RRef[Any]:
     """Make a user's reference."""
     made: RRef[Any] = RRef.__new__(RRef)
     made._set_up(agent, owner, reference, fork, None, creation)
     return made
 
 
-def owned(agent: Agent, entry: Entry, creation: Creation | None = None) -> RRef[Any]:
+def owner_rref(agent: Agent, entry: Entry, creation: Creation | None = None) -> RRef[Any]:
     """Make the owner's reference to an entry."""
     made: RRef[Any] = RRef.__new__(RRef)
-    made._set_up(agent, agent.me, entry.reference, None, entry, creation)
+    made._set_up(agent, agent.workers.me, entry.reference, None, entry, creation)
     return made
 
 
-def adopt(agent: Agent, reference: int, fork: int, owner: int) -> RRef[Any]:
+def from_wire(agent: Agent, reference: int, fork: int, owner: int) -> RRef[Any]:
     """Make the reference that a message brought."""
-    if owner != agent.me.id:
-        return user(agent, agent.worker(owner), reference, fork, None)
-    made = owned(agent, agent.store.find(reference))
-    agent.store.delete_fork(reference, fork)  # the message's own; from here on the reference holds the entry
-    return made
+    if owner != agent.workers.me.id:
+        return user_rref(agent, agent.workers.infos[owner], reference, fork, None)
+    # The message's own fork ends here: from now on the reference holds the entry.
+    return owner_rref(agent, agent.references.store.redeem(reference, fork))
 
 
 def run_backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
@@ -333,19 +207,7 @@ def run_backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
     if context_id == -1:
         value.backward(retain_graph=retain_graph)
         return
-    engine = interceptor.registered()
+    engine = interceptor.engine
     if engine is None:
         raise MpidistError(f"Could not find autograd context with id: {context_id}; distributed autograd is not in use here")
     engine.backward(context_id, value, retain_graph)
-
-
-def _unique(identity: int) -> str:
-    rank, number = id_parts(identity)
-    return f"GloballyUniqueId(created_on={rank}, local_id={number})"
-
-
-def _complete(future: torch.futures.Future[Any], error: BaseException | None) -> None:
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)

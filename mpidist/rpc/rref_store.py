@@ -1,9 +1,9 @@
-"""Who holds which remote reference: the owner's table of values and forks. Pure: what is to be sent is returned as data.
+"""Reference counts of remote values: the owner's table of values and forks. Pure: what is to be sent is returned as data.
 
 **Names.** A *reference* names one value on its owner; a *fork* names one holder of it on another worker. Both ids are unique in
 the job: the rank that made it, and a number of that rank. The value lives while a fork is known, or the owner's code holds it.
 
-**Messages**, counted per event. MPI keeps the order of two messages of one pair of ranks (MPI-4.1 §3.5), and letters are
+**Messages**, counted per event. MPI keeps the order of two messages of one pair of ranks (MPI-4.1 §3.5), and they are
 taken up in that order. That is all the protocol needs, so nothing is confirmed:
 
 ========================================  =======================================================================  =========
@@ -29,6 +29,7 @@ torch confirms every fork (fork request and child accept, each acknowledged) bec
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -101,14 +102,12 @@ class RRefStore:
         self.rank = rank
         self._entries: dict[int, Entry] = {}
         self._lock = threading.RLock()  # a finalizer may run within any call
-        self._next = 0
+        self._base = new_id(rank, 0)
+        self._numbers = itertools.count()  # atomic in CPython
 
     def make_id(self) -> int:
         """Return an id that no other call on any rank returns."""
-        with self._lock:
-            number = self._next
-            self._next += 1
-        return new_id(self.rank, number)
+        return self._base | next(self._numbers)
 
     def create(self, reference: int, fork: int | None) -> Entry:
         """Take up the entry that a REMOTE_* message names, with its sender's fork; the value comes by ``Entry.set``."""
@@ -125,6 +124,15 @@ class RRefStore:
             self._entries[entry.reference] = entry
             self._count(entry, fork)
 
+    def add_fork(self, reference: int, fork: int) -> None:
+        """Count a fork that another worker announces."""
+        with self._lock:
+            entry = self._entries.get(reference)
+            if entry is None or entry.early:
+                self._count(self._of(reference), fork)
+            else:
+                entry.forks.add(fork)
+
     def add_forks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Count (reference, fork) pairs that other workers announce."""
         with self._lock:
@@ -140,6 +148,17 @@ class RRefStore:
                 self._drop_if_unused(entry)
             else:
                 entry.early.add(fork)
+
+    def redeem(self, reference: int, fork: int) -> Entry:
+        """Return the entry of a reference that has come home, and forget the fork with which it came."""
+        with self._lock:
+            entry = self._entries.get(reference)
+            if entry is not None and len(entry.forks) > 1 and fork in entry.forks:
+                entry.forks.discard(fork)
+                return entry
+            entry = self._of(reference)
+            self.delete_fork(reference, fork)
+            return entry
 
     def find(self, reference: int) -> Entry:
         """Return the entry of a reference that is asked for; an empty one if its creation is still under way."""

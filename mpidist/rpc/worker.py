@@ -1,10 +1,11 @@
-"""Who takes part: names and ranks."""
+"""Workers that take part: names and ranks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mpidist.errors import MpidistError
 
@@ -50,3 +51,48 @@ def doubled(workers: Sequence[WorkerInfo]) -> list[str]:
     """Return the names that more than one worker has."""
     names = [worker.name for worker in workers]
     return sorted({name for name in names if names.count(name) > 1})
+
+
+class Workers:
+    """The workers of a group, by rank and by name.
+
+    Attributes:
+        infos: By rank.
+        me: This one.
+        world_ranks: By rank.
+        left: Ranks that have left RPC, or died.
+    """
+
+    def __init__(self, infos: Sequence[WorkerInfo], rank: int, world_ranks: Sequence[int]) -> None:
+        self.infos = tuple(infos)
+        self.me = self.infos[rank]
+        self.world_ranks = tuple(world_ranks)
+        self.left: set[int] = set()
+        self._ranks = {info.name: info.id for info in infos}
+
+    def rank_of(self, to: Any) -> int:
+        """Return the rank of a worker that is named, numbered or described.
+
+        A worker that has left RPC keeps its rank; a call to it raises RankFailureError.
+
+        Raises:
+            ValueError: Neither a name, nor a rank, nor a worker.
+            MpidistError: No such worker.
+        """
+        if type(to) is str and to in self._ranks:
+            return self._ranks[to]
+        if isinstance(to, str):
+            rank = -1
+        elif isinstance(to, int) and not isinstance(to, bool):
+            rank = to
+        elif hasattr(to, "name") and hasattr(to, "id"):
+            rank = self._ranks.get(to.name, -1)
+        else:
+            raise ValueError(f"a worker is a name, a rank or a WorkerInfo; got {to!r}")
+        if not 0 <= rank < len(self.infos):
+            names = ", ".join(worker.name for worker in self.infos[:8])
+            raise MpidistError(
+                f"could not find destination {to!r}: the {len(self.infos)} workers are {names}"
+                f"{', ...' if len(self.infos) > 8 else ''}"
+            )
+        return rank

@@ -37,9 +37,18 @@ def test_large_memory_is_not_copied_to_encode():
     tensor = torch.arange(10_000.0)
     array = np.arange(10_000)
     _, body = frame.encode([tensor, array])
-    assert [part.nbytes for part in body[1:]] == [tensor.nbytes, array.nbytes]
+    parts = {part.nbytes: part for part in body[1:]}
+    assert set(parts) == {tensor.nbytes, array.nbytes}
     tensor[0] = 42.0
-    assert body[1][:4] == struct.pack("<f", 42.0)
+    assert parts[tensor.nbytes][:4] == struct.pack("<f", 42.0)
+
+
+def test_views_share_and_the_senders_tensor_can_still_be_resized():
+    base = torch.arange(20_000.0)
+    whole, half = frame.from_bytes(frame.to_bytes([base, base[:10_000]]))
+    half.zero_()
+    assert whole[:10_000].count_nonzero() == 0 and whole[-1] == 19_999
+    base.resize_(50_000)
 
 
 def test_requires_grad_views_and_attributes_survive():
@@ -78,7 +87,7 @@ def test_every_truncation_is_refused():
         (b"", "truncated"),
         (b"HTTP/1.1 200 OK\r\n\r\n      ", "not a frame"),
         (struct.pack("<4sHHQQ", b"MPIF", 99, 0, 0, 0), "version 99"),
-        (struct.pack("<4sHHQQ", b"MPIF", 1, 0, 1 << 40, 0), "buffers"),
+        (struct.pack("<4sHHQQ", b"MPIF", 2, 0, 1 << 40, 0), "buffers"),
     ],
 )
 def test_foreign_bytes_are_refused(data, words):

@@ -64,6 +64,18 @@ def test_values_are_those_of_a_flat_all_reduce(world, on_nodes, layout, shares):
     agree(world, bool(group._comm.children()), "it was not done by levels")
 
 
+@pytest.mark.parametrize("shares", [True, False], ids=["memory", "messages"])
+def test_integers_wrap_around(world, on_nodes, shares):
+    group = on_nodes("blocks", shares)
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16):
+        limits = torch.iinfo(dtype)
+        for value in (limits.min, limits.max):
+            tensor = torch.full((1500,), value, dtype=dtype)
+            group.all_reduce(tensor)
+            expected = torch.tensor(value * group.size).to(dtype)
+            agree(world, bool((tensor == expected).all()), f"{dtype} {value} {tensor[:3]}")
+
+
 def test_same_bits_on_all_ranks_in_either_thread(world, on_nodes):
     group = on_nodes("cyclic")
     told = []

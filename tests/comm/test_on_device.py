@@ -18,6 +18,7 @@ from mpidist.comm import (
     PRODUCT,
     SUM,
     PremulSum,
+    arithmetic,
     buffer,
     device_messages,
     execution,
@@ -135,6 +136,25 @@ def test_all_reduce(place, group):
             wanted = reduced(parts, op)
             close = torch.equal(got, wanted) if not dtype.is_complex else torch.allclose(got, wanted)
             agree(group, close, f"{op} of {numel} {dtype}, async {async_op}: {got} instead of {wanted}")
+
+
+def test_integers_wrap_around(place, group):
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16):
+        limits = torch.iinfo(dtype)
+        for value, op in itertools.product((limits.min, limits.max), (SUM, AVG)):
+            tensor = place.produce(torch.full((129,), value, dtype=dtype))
+            group.all_reduce(tensor, op)
+            total = torch.tensor(value * group.size).to(dtype).item()
+            wanted = int(total / group.size) if op == AVG else total
+            got = place.consume(tensor.clone)
+            agree(group, got.tolist() == [wanted] * 129, f"{dtype} {op}: {got[:3]} {wanted}")
+
+
+def test_mpi_adds_no_device_memory_by_calling_back():
+    """A Python function would read the device's addresses."""
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16):
+        assert not on_device._is_mpis(dtype, arithmetic.reduction(dtype, SUM))
+        assert on_device._is_mpis(dtype, arithmetic.reduction(dtype, MAX))
 
 
 def test_premul_sum(place, group):

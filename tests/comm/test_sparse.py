@@ -78,6 +78,18 @@ def test_every_dtype_and_shape(group, async_op):
 
 
 @pytest.mark.mpi
+def test_integers_wrap_around(group):
+    places = torch.arange(100)[None]
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16):
+        limits = torch.iinfo(dtype)
+        for value in (limits.min, limits.max):
+            tensor = torch.sparse_coo_tensor(places, torch.full((100,), value, dtype=dtype), (100,), check_invariants=True)
+            group.all_reduce(tensor)
+            expected = torch.tensor(value * group.size).to(dtype)
+            agree(group, bool((tensor._values() == expected).all()), f"{dtype} {value} {tensor}")
+
+
+@pytest.mark.mpi
 def test_a_mean(group):
     for dtype in (torch.float64, torch.complex64):
         tensor = contribution(group.rank, (7, 3), 1, dtype)

@@ -1,4 +1,4 @@
-"""An agent that delays some kinds of messages and drops others, as torch's faulty agent does."""
+"""Faults of torch's faulty agent, injected at the transport: some kinds of messages are delayed, others dropped."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator
 from unittest import mock
 
+from mpidist.comm.transport import Transport
 from mpidist.errors import CommTimeout
-from mpidist.rpc import RpcBackendOptions
-from mpidist.rpc.agent import Agent
+from mpidist.rpc import RpcBackendOptions, current
 from mpidist.rpc.message import Kind
 
 # torch's names of messages, and our kinds.
@@ -38,28 +38,26 @@ class FaultyOptions(RpcBackendOptions):
 
 @contextlib.contextmanager
 def faults() -> Iterator[None]:
-    """Have agents with ``FaultyOptions`` behave so."""
-    post = Agent.post
+    """Have the transports of agents with ``FaultyOptions`` behave so."""
+    send = Transport.send
 
-    def faulty_post(self, to, header, content):
-        options = self.options
+    def faulty_send(self, to, kind, sequence=0, *args, **kwargs):
+        agent = current.agent
+        options = agent.options if agent is not None else None
         if not isinstance(options, FaultyOptions):
-            post(self, to, header, content)
+            send(self, to, kind, sequence, *args, **kwargs)
             return
-        dropped = {kind for name in options.messages_to_fail for kind in KINDS[name]}
-        if header.kind in dropped:
-            call = self.pop_call(header.sequence)
-            if call is not None:
-                self._fail(call, CommTimeout("the message was dropped"))
+        if kind in {faulty for name in options.messages_to_fail for faulty in KINDS[name]}:
+            agent.calls.fail(sequence, CommTimeout("the message was dropped"))
             return
-        delay = max((s for name, s in options.messages_to_delay.items() if header.kind in KINDS[name]), default=0.0)
+        delay = max((s for name, s in options.messages_to_delay.items() if kind in KINDS[name]), default=0.0)
         if delay:
             # Later messages overtake it, as they do torch's.
-            timer = threading.Timer(delay, lambda: self.is_stopped or post(self, to, header, content))
+            timer = threading.Timer(delay, lambda: agent.wire.is_stopped or send(self, to, kind, sequence, *args, **kwargs))
             timer.daemon = True
             timer.start()
         else:
-            post(self, to, header, content)
+            send(self, to, kind, sequence, *args, **kwargs)
 
-    with mock.patch.object(Agent, "post", faulty_post):
+    with mock.patch.object(Transport, "send", faulty_send):
         yield

@@ -5,9 +5,11 @@ Nothing of the suite is copied: a test runs by its name, on every rank of the jo
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import faulthandler
 import inspect
+import logging
 import sys
 import tempfile
 import types
@@ -54,6 +56,14 @@ def ours_in_place_of_torchs() -> Iterator[None]:
         # The suite imports this module within functions, to set its switch for leaks.
         stack.enter_context(mock.patch.object(dist.rpc, "api", api))
         stack.enter_context(mock.patch.dict(sys.modules, {"torch.distributed.rpc.api": api}))
+        yield
+
+
+@contextlib.contextmanager
+def as_in_a_new_process() -> Iterator[None]:
+    """Undo what a test does to its module, and leave out pytest's log handlers: torch runs each in processes of its own."""
+    fresh = mock.patch.dict(rpc_test.__dict__, {"VALUE_FUTURE": concurrent.futures.Future()})
+    with fresh, mock.patch.object(logging.getLogger(), "handlers", []):
         yield
 
 
@@ -126,7 +136,7 @@ def run(suite, name: str, group) -> None:
     faulthandler.dump_traceback_later(100, exit=True)
     leaks = api._ignore_rref_leak
     try:
-        with ours_in_place_of_torchs(), faults(), PREPARED.get(name, contextlib.nullcontext)():
+        with ours_in_place_of_torchs(), as_in_a_new_process(), faults(), PREPARED.get(name, contextlib.nullcontext)():
             getattr(test, name)()
     finally:
         api._ignore_rref_leak = leaks
@@ -141,5 +151,19 @@ def _nothing_deleted():
     return mock.patch.object(api, "_delete_all_user_and_unforked_owner_rrefs")
 
 
-# The suite patches torch's own module by its object in these; the same is done to ours.
-PREPARED = {"test_rref_leak": _nothing_deleted, "test_ignore_rref_leak": _nothing_deleted}
+def _as_torchs(self, init_method):
+    dist.rpc.RpcBackendOptions.__init__(self)
+    self.init_method = init_method
+
+
+def _options_of_torchs():
+    # The class is derived from torch's options, and calls the initializer of what the name stands for now.
+    return mock.patch.object(rpc_test.FooBackendOptions, "__init__", _as_torchs)
+
+
+# The suite patches torch's own module by its object in the first two; the same is done to ours.
+PREPARED = {
+    "test_rref_leak": _nothing_deleted,
+    "test_ignore_rref_leak": _nothing_deleted,
+    "test_cannot_infer_backend_from_options": _options_of_torchs,
+}

@@ -125,3 +125,51 @@ def test_with_ulfm_a_job_whose_rank_died_does_not_end_well():
     assert done.stdout.count("handled (1,)") == 2, done.stdout + done.stderr
     assert "ends this process with status 1: rank 1 of its job died" in done.stderr
     assert done.returncode != 0
+
+
+def test_with_ulfm_calls_to_a_dead_worker_fail_and_the_living_go_on():
+    done = run(
+        3,
+        """
+        import json, os, signal, threading, time, torch
+        import mpidist.comm, mpidist.rpc as rpc
+        from mpidist.errors import RankFailureError
+        def echo(x):
+            return x
+        def failure(call):
+            try:
+                return f"went through: {call()!r}"
+            except BaseException as error:
+                return [type(error).__name__, str(error)]
+        world = mpidist.comm.init()
+        rpc.init_rpc(f"worker{world.rank}")
+        kept = rpc.remote("worker2", torch.ones, args=(3,))
+        kept.to_here()
+        world.barrier()
+        if world.rank == 2:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        waits = rpc.rpc_async("worker2", time.sleep, args=(60,), timeout=0)
+        facts = {"rank": world.rank, "under way": failure(waits.wait)}
+        facts["async"] = failure(lambda: rpc.rpc_async("worker2", echo, args=(1,), timeout=20).wait())
+        facts["sync"] = failure(lambda: rpc.rpc_sync("worker2", echo, args=(torch.ones(100_000),), timeout=20))
+        facts["remote"] = failure(lambda: rpc.remote("worker2", echo, args=(1,), timeout=20).to_here(timeout=20))
+        facts["to_here"] = failure(lambda: kept.to_here(timeout=20))
+        facts["method"] = failure(lambda: kept.rpc_sync(timeout=20).sum())
+        other = 1 - world.rank
+        facts["living"] = [rpc.rpc_sync(other, torch.add, args=(torch.full((size,), 2.0).double(), size), timeout=20).sum().item()
+                           for size in (1, 100_000) for _ in range(20)]
+        rref = rpc.remote(other, torch.ones, args=(4,), timeout=20)
+        facts["reference"] = rref.to_here(timeout=20).tolist()
+        facts["shutdown"] = failure(lambda: rpc.shutdown(timeout=20))
+        print(json.dumps(facts), flush=True)
+        """,
+        *_ULFM,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert sorted(line.pop("rank") for line in lines) == [0, 1], done.stdout + done.stderr
+    for line in lines:
+        assert line.pop("living") == [3.0] * 20 + [1e5 * (2 + 1e5)] * 20 and line.pop("reference") == [1.0] * 4
+        assert len(line) == 7
+        for place, (name, text) in line.items():
+            assert name == "RankFailureError" and "worker2" in text, (place, name, text)

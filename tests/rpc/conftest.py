@@ -22,9 +22,9 @@ def workers(group):
     agent = api._get_current_rpc_agent()
     gc.collect()
     rpc.shutdown()
-    entries, _ = agent.store.counts()
+    entries, _ = agent.references.store.counts()
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("mpidist-rpc")]
-    agree(group, not (entries or left or len(agent._pending)), f"{entries} entries, {len(agent._pending)} calls, threads {left}")
+    agree(group, not (entries or left or len(agent.calls)), f"{entries} entries, {len(agent.calls)} calls, threads {left}")
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ import torch
 
 import mpidist.rpc as rpc
 from mpidist.errors import MpidistError
-from mpidist.rpc import codec, proxy
+from mpidist.rpc import proxy
 from mpidist.rpc.allowed import Allowed, Refused
+from tests.rpc.carried import over
 
 
 def add(x, y=1):
@@ -33,7 +34,7 @@ class Box:
 
 
 def load(allowed, obj):
-    return codec.decode(codec.Encoding(obj).content(0), None, None, None, allowed.unpickler)
+    return over(obj, unpickler=allowed.unpickler)
 
 
 class Runs:

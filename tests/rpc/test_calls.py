@@ -14,6 +14,7 @@ import mpidist.rpc as rpc
 from mpidist.comm.library import library_name
 from mpidist.errors import CommTimeout, MpidistError, RankFailureError, RemoteError
 from mpidist.rpc import api
+from mpidist.rpc.message import Kind
 
 pytestmark = pytest.mark.mpi(min_size=1)
 _event = threading.Event()
@@ -111,11 +112,11 @@ def test_an_exception_has_its_type_its_place_and_its_worker(workers, to):
 
 def test_what_cannot_be_pickled_fails_at_the_caller(workers, to):
     lock = threading.Lock()
-    before = api._get_current_rpc_agent().totals()[1]
+    before = api._get_current_rpc_agent().calls.started
     for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
         with pytest.raises(TypeError, match=r"cannot pickle|can't pickle"):
             call(to, echo, args=(lock,))
-    assert api._get_current_rpc_agent().totals()[1] == before  # nothing was sent
+    assert api._get_current_rpc_agent().calls.started == before  # nothing was sent
     with pytest.raises(TypeError, match="pickle"):
         rpc.rpc_sync(to, threading.Lock)
     with pytest.raises(TypeError, match="callable"):
@@ -292,31 +293,37 @@ def spreads(depth, size):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_damaged_letters_are_refused_and_the_agent_lives(group, workers, to, caplog):
-    mailbox = api._get_current_rpc_agent()._mailbox
+def test_damaged_messages_are_refused_and_the_agent_lives(group, workers, to, caplog):
+    transport = api._get_current_rpc_agent()._transport
     group.barrier()  # what is refused before the test has begun is not in its records
     peer = (group.rank + 1) % group.size
-    damaged = [b"", b"abc", b"\xff" * 40, bytes(100), b"x" * 16]
+    damaged = [b"", b"abc", b"\xff" * 40, b"x" * 32, b"x" * 1000]
     if "Open MPI" not in library_name():  # Open MPI 5.0 writes past the receive's memory before it reports the truncation
         damaged.append(b"x" * 60_000)
     with pytest.raises(ValueError, match="60000 bytes"):
-        mailbox.send(peer, bytearray(60_000))
+        transport.send(peer, Kind.CALL_PYTHON, header=bytes(60_000))
     for data in damaged:
-        mailbox._mpi.Isend((data, len(data), mailbox_byte()), peer, mailbox._letter_tag).Wait()
-    # Envelope right, inside wrong.
-    for inside in (b"", b"RP", b"XX" + bytes(60), b"RP\x01\xf0" + bytes(60)):
-        letter = bytearray(16) + inside
-        mailbox.send(peer, letter)
+        transport._mpi.Isend((data, len(data), transport._byte), peer, transport._eager_tag).Wait()
+    # Eager message right, inside wrong: no name, a name that is cut off, an unknown kind.
+    inside = [(200, b""), (40, b""), (Kind.RREF_FETCH, b"")]
+    for kind, header in inside:
+        transport.send(peer, kind, header=header)
+    api._get_current_rpc_agent().wire.post_one_way(peer, Kind.RREF_FORK, b"12345")  # counted all the same
+    inside.append((Kind.RREF_FORK, b"12345"))
     assert rpc.rpc_sync(to, echo, args=(1,)) == 1
     group.barrier()
     refused = [record.message for record in caplog.records if f"{api.get_worker_info()} refused a message" in record.message]
-    assert len(refused) == len(damaged) + 4, refused
+    assert len(refused) == len(damaged) + len(inside), refused
 
 
-def mailbox_byte():
-    from mpidist.comm.library import MPI
-
-    return MPI.BYTE
+@pytest.mark.mpi(min_size=2)
+def test_damaged_calls_are_answered_with_the_reason(group, workers, to):
+    agent = api._get_current_rpc_agent()
+    peer = agent.workers.rank_of(to)
+    for prefix, words in ((b"", "without a name"), (b"\xff\xff", "cut off"), (b"\x03\x00abc", "has no attribute")):
+        with pytest.raises(MpidistError, match=words):
+            agent.calls.request(peer, Kind.CALL_PYTHON, prefix, None, 10.0, "a damaged call")
+    assert rpc.rpc_sync(to, echo, args=(1,)) == 1
 
 
 @pytest.mark.mpi(min_size=1)

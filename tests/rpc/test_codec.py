@@ -1,4 +1,4 @@
-"""Objects go to bytes and come back: values, strides, sharing, references; and what cannot is told."""
+"""Objects go to bytes and come back: by marks or by pickle, with their sharing and references; what cannot is told."""
 
 from __future__ import annotations
 
@@ -11,139 +11,100 @@ import pytest
 import torch
 
 from mpidist.errors import FrameError
-from mpidist.rpc import codec, tensor_table
-from mpidist.rpc.message import Content, Header
-from tests.rpc.test_message import carried
+from mpidist.rpc import codec, decoder
+from tests.rpc.carried import Marked, decoded, described, memory_of, over
 
 Pair = collections.namedtuple("Pair", "left right")
-DTYPES = [dtype for dtype in tensor_table.DTYPES if dtype is not None]
 
 
-class Marked(codec.Reference):
-    """A reference that notes what becomes of it."""
+class Other:
+    """An object that only pickle can carry; it holds any other."""
 
-    def __init__(self, number):
-        self.number = number
-
-    def fork(self, to):
-        return self.number, 100 + self.number, to
+    def __init__(self, held):
+        self.held = held
 
 
-def over(obj, forgotten=None, **options):
-    """Send an object through the codec and the message format."""
-    forgotten = [] if forgotten is None else forgotten
-    content = codec.Encoding(obj, options.pop("needs_tensors", False)).content(1)
-    _, there = carried(Header(1, 1), content)
-    return codec.decode(there, lambda *numbers: Marked(numbers[0]), lambda *numbers: forgotten.append(numbers), **options)
+def by_both(obj):
+    """Return an object that came over by marks, and one that came by pickle."""
+    return over([obj])[0], over(Other(obj)).held
 
 
-def same(left, right):
-    left, right = left.detach(), right.detach()
-    equal = torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))
-    return left.dtype == right.dtype and left.shape == right.shape and equal
+@pytest.mark.parametrize("numel", [0, 1, 7, 3000, 100_000])
+def test_tensors_come_by_either_way_shared_and_writable(numel):
+    tensor = torch.arange(numel, dtype=torch.float32)
+    for there in by_both([tensor, {"again": tensor}, torch.nn.Parameter(tensor)]):
+        assert described(there) == described([tensor, {"again": tensor}, torch.nn.Parameter(tensor)])
+        assert there[1]["again"] is there[0]
+        there[0].fill_(1)  # it owns memory that it may write
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_and_size(dtype):
-    for numel, needs_tensors in itertools.product([0, 1, 7, 3000, 100_000], [False, True]):
-        tensor = torch.arange(numel * 16, dtype=torch.uint8)[: numel * dtype.itemsize]
-        tensor = (tensor & 1 if dtype is torch.bool else tensor).view(dtype)
-        there = over([tensor, {"again": tensor}], needs_tensors=needs_tensors)
-        assert same(there[0], tensor) and there[1]["again"] is there[0], f"{numel}, {needs_tensors}"
-        if numel:
-            there[0].view(torch.uint8)[0] = 1  # it owns memory that it may write
+def test_views_keep_their_strides_and_share_by_either_way():
+    base = torch.arange(24.0).view(4, 6)
+    for left, turned, whole in by_both([base[:2], base.t(), base]):
+        left.zero_()
+        assert torch.equal(whole[:2], torch.zeros(2, 6)) and turned.stride() == (1, 6)
+        assert turned[:, :2].count_nonzero() == 0 and torch.equal(whole[2:], base[2:])
 
 
-@pytest.mark.parametrize("needs_tensors", [False, True])
-def test_shapes_strides_and_flags(needs_tensors):
-    base = torch.randn(6, 8)
-    wide = torch.randn(2000, 40)
-    cases = [base, base.t(), base[:, 2:5], base[0, 0], base.expand(3, 6, 8), torch.zeros(0, 3), wide[:, 0], wide.t(), wide[::2]]
-    for case in cases:
-        there = over(case, needs_tensors=needs_tensors)
-        assert same(there, case)
-        if case is not cases[6]:
-            assert there.stride() == case.stride()
-    scattered = over(wide[:, 0], needs_tensors=needs_tensors)
-    assert scattered.untyped_storage().nbytes() < wide.nbytes / 10  # what lies between did not travel
-    leaf = torch.ones(3, requires_grad=True)
-    for tensor in (leaf, leaf * 2):
-        there = over(tensor, needs_tensors=needs_tensors)
-        assert there.requires_grad and there.is_leaf and same(there, tensor)
-    odd = torch.ones(3)
+def test_attributes_of_tensors_come_over():
+    odd = torch.ones(3, requires_grad=True)
     odd.note = "kept"
-    assert over(odd).note == "kept"
-    weight = over(torch.nn.Parameter(torch.ones(2), requires_grad=False))
-    assert type(weight) is torch.nn.Parameter and not weight.requires_grad
-    complex_ = torch.randn(5, dtype=torch.complex64)
-    assert same(over(complex_.conj()), complex_.conj().resolve_conj()) and same(
-        over(complex_.conj().imag), complex_.conj().imag.clone()
-    )
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.note = odd
+    for there, other in by_both([odd, weight]):
+        assert there.note == "kept" and there.requires_grad and there.is_leaf
+        assert type(other) is torch.nn.Parameter and other.note is there
 
 
-@pytest.mark.parametrize("rows", [4, 40_000])
-def test_views_keep_sharing_within_a_message(rows):
-    base = torch.arange(rows * 6.0).view(rows, 6)
-    left, right, whole = over([base[: rows // 2], base[rows // 2 :], base])
-    left.zero_()
-    right.fill_(1)
-    assert torch.equal(whole, torch.cat([torch.zeros(rows // 2, 6), torch.ones(rows - rows // 2, 6)]))
-    flat, as_ints = over([base, base.view(torch.int32)])
-    flat.zero_()
-    assert as_ints.count_nonzero() == 0
-
-
-def test_far_apart_views_do_not_bring_what_lies_between():
-    base = torch.arange(1_000_000.0)
-    content = codec.Encoding([base[:10], base[-10:]], needs_tensors=True).content(1)
-    assert sum(len(part) for part in content.parts) == 80
-    first, last = over([base[:10], base[-10:]])
-    assert torch.equal(first, base[:10]) and torch.equal(last, base[-10:])
-
-
-def test_sparse_and_quantized():
-    coo = torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 2]], [3.0, 4.0, 5.0], (2, 3))
-    for tensor in (
-        coo,
-        coo.coalesce(),
-        torch.eye(4).to_sparse_csr(),
-        torch.eye(4).to_sparse_csc(),
-        torch.eye(4).to_sparse_bsr((2, 2)),
-    ):
-        there = over(tensor)
-        assert there.layout == tensor.layout and torch.equal(there.to_dense(), tensor.to_dense())
-        assert tensor.layout is not torch.sparse_coo or there.is_coalesced() == tensor.is_coalesced()
-    plain = torch.quantize_per_tensor(torch.randn(8), 0.1, 3, torch.qint8)
-    channels = torch.quantize_per_channel(torch.randn(2, 8), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.qint8)
-    for tensor in (plain, channels):
-        there = over(tensor)
-        assert torch.equal(there.dequantize(), tensor.dequantize()) and there.qscheme() == tensor.qscheme()
+def test_a_result_that_needs_a_gradient_comes_as_a_leaf():
+    leaf = torch.ones(3, requires_grad=True)
+    for there in by_both(leaf * 2):
+        assert there.requires_grad and there.is_leaf and there.tolist() == [2, 2, 2]
 
 
 def test_objects_arrays_and_modules():
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU())
-    there = over({"pair": Pair(1, [torch.ones(2)]), "model": model, "array": np.arange(50_000), "few": np.ones(3), "none": None})
-    assert there["pair"].left == 1 and (there["array"] == np.arange(50_000)).all() and there["none"] is None
+    obj = {"pair": Pair(1, [torch.ones(2)]), "model": model, "array": np.arange(50_000), "few": np.ones(3), "none": None}
+    there = over(obj)
+    assert type(there["pair"]) is Pair and there["pair"].left == 1 and there["none"] is None
+    assert (there["array"] == np.arange(50_000)).all()
     there["few"][0] = 2
-    assert all(torch.equal(left, right) for left, right in zip(there["model"].parameters(), model.parameters(), strict=True))
+    pairs = zip(there["model"].parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(left, right) for left, right in pairs)
     scripted = over(torch.jit.script(torch.nn.Linear(2, 2)))
     assert scripted(torch.ones(2)).shape == (2,)
 
 
+@pytest.mark.parametrize(
+    "array",
+    [np.arange(12).reshape(3, 4).T, np.array(["a", None], dtype=object), np.arange(5, dtype=">i4"), np.ones(3, dtype="m8[s]")],
+    ids=["strided", "objects", "big-endian", "timedelta"],
+)
+def test_arrays_of_other_kinds_go_by_pickle(array):
+    content = codec.encoded([array, torch.ones(2)])
+    there, tensor = decoded(content)
+    assert content.flags & codec.PICKLED and there.dtype == array.dtype and (there == array).all()
+    assert tensor.tolist() == [1, 1]
+
+
 def test_large_memory_is_not_copied():
-    large = torch.zeros(100_000)
-    content = codec.Encoding(large).content(1)
-    large[5] = 7
-    (part,) = content.parts
-    assert part.data_ptr() == large.data_ptr() and part.view(torch.float32)[5] == 7
+    large, array = torch.zeros(100_000), np.zeros(100_000)
+    addresses = {large.data_ptr(), array.ctypes.data}
+    for obj in ([large, array], Other([large, array])):
+        _, _, parts, _ = codec.encoded(obj).body(None)
+        own = {part.data_ptr() if isinstance(part, torch.Tensor) else address_of(part) for part in parts}
+        assert len(own) == len(parts) == 2 and own == addresses
+
+
+def address_of(part):
+    return np.frombuffer(part, np.uint8).ctypes.data
 
 
 def test_functions_without_a_name_need_cloudpickle():
     pytest.importorskip("cloudpickle")
-    step = 3
-    shared = torch.ones(3)
-    function, first, second = over([lambda x: x + step, shared, shared])
-    assert function(4) == 7 and first is second
+    step, shared, reference = 3, torch.ones(3), Marked(2)
+    function, first, second, there = over([lambda x: x + step, shared, shared, reference])
+    assert function(4) == 7 and first is second and there.number == 2
 
 
 def test_what_cannot_be_pickled_raises_and_the_next_object_is_whole():
@@ -151,40 +112,67 @@ def test_what_cannot_be_pickled_raises_and_the_next_object_is_whole():
         def __reduce__(self):
             raise RuntimeError("not this one")
 
-    with pytest.raises(RuntimeError, match="not this one"):
-        codec.Encoding([torch.ones(3), Marked(1), Stubborn()])
-    assert over([1, torch.ones(2)])[0] == 1
+    for encode in (codec.encoded, lambda obj: codec.encoded_call(obj, {}), lambda obj: codec.encoded_call((), {"k": obj})):
+        with pytest.raises(RuntimeError, match="not this one"):
+            encode([torch.ones(3), Marked(1), Stubborn()])
+        assert over([1, torch.ones(2)])[0] == 1
 
 
 class Nested:
     """Encodes another object while it is encoded, as a call within ``__reduce__`` does."""
 
     def __reduce__(self):
-        inside = codec.Encoding([torch.zeros(3), "inner"])
-        return bytes, (inside.pickled,)
+        inside = codec.pickled([torch.zeros(3), "inner"])
+        assert len(inside.objects) == 1
+        return bytes, (inside.skeleton,)
 
 
 def test_encoding_within_encoding():
-    there = over([torch.ones(2), Nested(), torch.ones(3)])
-    assert there[0].shape == (2,) and pickle.loads(there[1])[1] == "inner" and there[2].shape == (3,)
+    content = codec.encoded([torch.ones(2), Nested(), torch.ones(3)])
+    assert [obj.shape for obj in content.objects] == [(2,), (3,)]
+    there = decoded(content)
+    assert there[0].shape == (2,) and there[2].shape == (3,)
+    assert type(there[1]) is bytes
 
 
-def test_references_are_made_once_and_the_others_forgotten():
-    forgotten = []
-    reference = Marked(5)
-    there = over([reference, [reference], Marked(6)], forgotten)
-    assert there[0].number == 5 and there[1][0].number == 5 and there[2].number == 6 and forgotten == []
-    content = codec.Encoding([Marked(7), Unreadable()]).content(1)
-    assert tensor_table.references_in(content) == [(7, 107, 1)]
-    with pytest.raises(ValueError, match="unreadable"):
-        codec.decode(content, lambda *numbers: Marked(numbers[0]), lambda *numbers: forgotten.append(numbers))
-    content = codec.Encoding([Unreadable(), Marked(8)]).content(1)
-    with pytest.raises(ValueError, match="unreadable"):
-        codec.decode(content, lambda *numbers: Marked(numbers[0]), lambda *numbers: forgotten.append(numbers))
-    assert forgotten == [(8, 108, 1)]
+class Reading:
+    """Decodes another object while it is decoded, as a call within ``__setstate__`` does."""
+
+    def __init__(self):
+        self.found = None
+
+    def __getstate__(self):
+        return {}
+
+    def __setstate__(self, state):
+        self.found = over(Other([Marked(9), torch.full((2,), 9.0)])).held
+
+    def __reduce__(self):
+        return Reading, (), {"any": 1}
+
+
+def test_decoding_within_decoding():
+    before, reading, after = over([(Marked(1), torch.zeros(2)), Reading(), (Marked(3), torch.ones(2))])
+    assert reading.found[0].number == 9 and reading.found[1].tolist() == [9, 9]
+    assert before[0].number == 1 and before[1].tolist() == [0, 0]
+    assert after[0].number == 3 and after[1].tolist() == [1, 1]
+
+
+def test_a_reference_travels_once_however_often_it_stands_there():
+    for is_pickled in (False, True):
+        reference, other = Marked(5), Marked(6)
+        obj = [reference, [reference], other, torch.ones(1), reference]
+        content = codec.encoded(Other(obj) if is_pickled else obj)
+        assert [one.number for one in content.references] == [5, 6]
+        assert bool(content.flags & codec.PICKLED) == is_pickled
+        there = decoded(content)
+        there = there.held if is_pickled else there
+        assert [there[0].number, there[2].number] == [5, 6] and there[0] is there[1][0] is there[4]
 
 
 class Unreadable:
+    """An object whose rebuilding raises."""
+
     def __reduce__(self):
         return unreadable, ()
 
@@ -193,17 +181,125 @@ def unreadable():
     raise ValueError("unreadable")
 
 
+def test_the_references_of_what_cannot_be_read_are_known_without_reading_it():
+    for obj in ([Marked(7), Unreadable()], [Unreadable(), Marked(7)]):
+        content = codec.encoded(obj)
+        assert [one.number for one in content.references] == [7]
+        with pytest.raises(ValueError, match="unreadable"):
+            decoded(content)
+
+
 def test_attached_tensors_take_the_places_of_those_that_came():
-    doubled = over([torch.ones(2), {"x": torch.ones(3)}], needs_tensors=True, attach=lambda tensors: [t * 2 for t in tensors])
-    assert doubled[0].sum() == 4 and doubled[1]["x"].sum() == 6
+    sparse = torch.eye(3).to_sparse()
+    obj = [torch.ones(2), {"x": torch.ones(3)}, np.ones(2), Marked(1), torch.nn.Parameter(torch.ones(1)), sparse, bytearray(b"b")]
+    for whole, take in ((obj, lambda there: there), (Other(obj), lambda there: there.held)):
+        came = []
+
+        def attach(tensors, came=came):
+            came += tensors
+            return [tensor * 2 for tensor in tensors]
+
+        there = take(over(whole, attach=attach))
+        assert [type(one) for one in came] == [torch.Tensor, torch.Tensor, torch.nn.Parameter, torch.Tensor]
+        assert came[3].layout is torch.sparse_coo
+        assert there[0].sum() == 4 and there[1]["x"].sum() == 6 and there[4].sum() == 2
+        assert there[5].to_dense().sum() == 6
+        assert there[2].sum() == 2 and there[3].number == 1 and there[6] == b"b"
+    assert over([np.ones(2), 1], attach=lambda tensors: 1 / 0)[1] == 1  # nothing to attach
 
 
-def test_damaged_tables_are_refused():
-    content = codec.Encoding([torch.randn(100_000), torch.ones(3)], needs_tensors=True).content(1)
-    for length in range(1, len(content.table)):
-        with pytest.raises((FrameError, IndexError)):
-            codec.decode(Content(content.pickled, content.table[:length], content.parts), None, None)
-    with pytest.raises(FrameError):
-        codec.decode(Content(content.pickled, content.table, content.parts[:1]), None, None)
-    with pytest.raises(FrameError):
-        codec.decode(Content(content.pickled, content.table, [memoryview(b"short"), memoryview(b"x")]), None, None)
+def test_memory_of_other_objects_travels_out_of_band():
+    class Sheet:
+        """Exports its memory, as arrays of other libraries do."""
+
+        def __init__(self, data):
+            self.data = data
+
+        def __reduce_ex__(self, protocol):
+            return bytearray, (pickle.PickleBuffer(self.data),)
+
+    tensor = torch.ones(20_000)
+    content = codec.encoded([Sheet(bytes(range(200)) * 100), tensor, Sheet(b"small")])
+    flags, _, parts, _ = content.body(None)
+    assert flags & codec.PICKLED and [memory_of(part).nbytes for part in parts] == [80_000, 20_000, 5]
+    first, there, second = decoded(content)
+    assert first == bytes(range(200)) * 100 and torch.equal(there, tensor) and second == b"small"
+
+
+def test_every_truncation_is_refused():
+    reference = Marked(1)
+    contents = [
+        codec.encoded([torch.arange(9), torch.ones(100_000), 1, "text"]),
+        codec.encoded([reference, torch.ones(2)]),
+        codec.encoded_call([1, torch.ones(3)], {"k": torch.zeros(2)}),
+        codec.encoded([1, 2.0, "three"]),
+    ]
+    assert codec.encoded([torch.ones(1), reference, reference]).body(None)[0] & codec.SLOTS
+    for content in contents:
+        flags, body, parts, _ = content.body(None)
+        there = [memory_of(part) for part in parts]
+        references = list(content.references)
+        decoder.decode(flags, bytearray(body), 0, there, references)
+        for length in range(len(body)):
+            with pytest.raises(FrameError):
+                decoder.decode(flags, bytearray(body[:length]), 0, there, references)
+        for missing in range(len(parts)):
+            with pytest.raises(FrameError):
+                decoder.decode(flags, bytearray(body), 0, there[:missing], references)
+        if references or flags & codec.TABLE:
+            for wrong in ([] if references else [reference], [reference] * 9):
+                with pytest.raises(FrameError):
+                    decoder.decode(flags, bytearray(body), 0, there, wrong)
+
+
+def test_marks_that_do_not_fit_the_slots_are_refused():
+    one, two = torch.ones(1), torch.ones(2)
+    flags, body, _, _ = codec.encoded([one, two]).body(None)
+    for data in ([one], [one, two, one, two], 5, one):
+        content = codec.encoded(data)
+        _, whole, _, _ = content.body(None)
+        skeleton = whole[len(whole) - len(content.skeleton) :]
+        table = body[: len(body) - len(codec.encoded([one, two]).skeleton)]
+        with pytest.raises(FrameError):
+            decoder.decode(flags, bytearray(table + skeleton), 0, [])
+
+
+def test_slots_of_all_orders():
+    met = [Marked(1), torch.ones(1), Marked(2), np.ones(2)]
+    for order in itertools.permutations(range(4)):
+        obj = [met[place] for place in order]
+        assert described(over(obj)) == described(obj)
+
+
+def came(args, kwargs):
+    content = codec.encoded_call(args, kwargs)
+    flags, body, parts, _ = content.body(None)
+    return decoder.arguments(flags, decoder.decode(flags, bytearray(body), 0, parts))
+
+
+@pytest.mark.parametrize("kwargs", [None, {"last": 3}])
+def test_arguments_from_an_iterator_come_with_what_only_pickle_carries(kwargs):
+    args, found = came(iter([1, Pair(2, 3)]), kwargs)
+    assert args == (1, Pair(2, 3)) and found == (kwargs or {})
+
+
+class Named(str):
+    """A string of a class of its own, such as a member of an enumeration."""
+
+
+def test_names_of_arguments_may_be_of_a_class_of_their_own():
+    assert came((1,), {Named("left"): 2}) == ((1,), {"left": 2})
+
+
+class Short:
+    """A marshal to which all bytes are too many: as 2 GiB of them are to Python's."""
+
+    @staticmethod
+    def dumps(obj, version):
+        raise ValueError("unmarshallable object")
+
+
+@pytest.mark.parametrize("encode", [codec.encoded, lambda obj: codec.encoded_call((obj,), None)])
+def test_what_is_too_long_for_marshal_is_pickled(encode, monkeypatch):
+    monkeypatch.setattr(codec, "marshal", Short)
+    assert encode(b"long").flags == codec.PICKLED

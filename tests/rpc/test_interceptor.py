@@ -1,91 +1,327 @@
-"""The seam for distributed autograd: messages are wrapped, tensors replaced, kinds of its own handled."""
+"""The seam for distributed autograd: contexts ride on all messages, tensors are replaced, kinds of its own are handled."""
 
 from __future__ import annotations
 
 import contextlib
+import random
+import threading
+import time
+from unittest import mock
 
 import pytest
 import torch
 
 import mpidist.rpc as rpc
-from mpidist.errors import MpidistError
+from mpidist.errors import MpidistError, RankFailureError
 from mpidist.rpc import api, interceptor
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
-from mpidist.rpc.message import Kind
+from mpidist.rpc.message import FIRST_RESPONSE, Kind
+from mpidist.rpc.wire import Wire
+from tests.rpc.network import delayed
+from tests.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
 
-class Doubling:
-    """Wraps messages that hold tensors in ids 7 and 8, and doubles the tensors that arrive so."""
+class Recording:
+    """An engine that notes all that it is asked, and doubles the tensors that arrive with a number."""
 
     def __init__(self):
-        self.served = []
-        self.answered = []
+        self.here = threading.local()
+        self.lock = threading.Lock()
+        self.left, self.arrived, self.entered, self.one_way, self.gone = [], [], [], [], []
+        self.handled = 0
+        self.number = 2**63 + 5
+        self.on_one_way = lambda obj: None
 
-    def leaving(self, to, tensors, answered):
-        self.answered.append(answered)
-        return (int(Kind.FORWARD_AUTOGRAD), (7, 8)) if tensors else None
-
-    def arriving(self, source, outer, tensors):
-        assert outer == (Kind.FORWARD_AUTOGRAD, (7, 8))
-        return [tensor * 2 for tensor in tensors]
+    def current_context(self):
+        return getattr(self.here, "context", 0)
 
     @contextlib.contextmanager
-    def serving(self, source, outer):
-        self.served.append((source, outer))
-        yield
+    def within(self, context):
+        before, self.here.context = self.current_context(), context
+        try:
+            yield
+        finally:
+            self.here.context = before
 
-    def handle(self, source, kind, ids, obj):
+    def leaving(self, context, to, tensors, is_answer):
+        with self.lock:
+            self.left.append((context, to, list(tensors), is_answer))
+        return self.number if tensors else 0
+
+    def arriving(self, context, source, number, tensors, is_answer):
+        assert number == self.number
+        with self.lock:
+            self.arrived.append((context, source, list(tensors), is_answer))
+        return [tensor.detach() * 2 for tensor in tensors]
+
+    @contextlib.contextmanager
+    def entering(self, context, source, is_answer):
+        with self.lock:
+            self.entered.append((context, source, is_answer))
+        with self.within(context):
+            yield
+
+    def handle(self, source, kind, context, obj):
         if kind == Kind.CLEANUP_AUTOGRAD:
             raise ValueError("no context")
-        return source, kind, ids, obj
+        return source, kind, context, obj
 
-    def backward(self, context_id, root, retain_graph):
-        self.context_id = context_id
+    def handle_one_way(self, source, kind, context, obj):
+        with self.lock:
+            self.one_way.append((source, kind, context, obj, threading.current_thread().name))
+        self.on_one_way(obj)
+        if obj == "fails":
+            raise ValueError("an error of the engine")
+
+    def worker_left(self, rank):
+        self.gone.append(rank)
+
+    def backward(self, context, root, retain_graph):
+        self.passes = (context, root, retain_graph)
 
     def debug_info(self):
         return {"num_current_dist_autograd_contexts": "0"}
 
 
 @pytest.fixture
-def doubling(group, workers):
-    interceptor.register(made := Doubling())
-    group.barrier()  # no message may come to a worker that has none yet
+def engine(group):
+    """Registered before RPC begins, and for longer than it lasts."""
+    interceptor.register(made := Recording())
     yield made
     group.barrier()
     interceptor.register(None)
-    group.barrier()
+
+
+@pytest.fixture
+def posted(monkeypatch):
+    """Return what all messages of this process but the shortest are: (to, kind, context)."""
+    seen, post = [], Wire.post
+
+    def noting(self, to, kind, sequence=0, context=0, *more, **options):
+        seen.append((to, int(kind), context))
+        post(self, to, kind, sequence, context, *more, **options)
+
+    monkeypatch.setattr(Wire, "post", noting)
+    return seen
 
 
 def add_one(x):
     return x + 1
 
 
-def test_tensors_pass_through_on_both_ways(group, workers, to, doubling):
-    assert torch.equal(rpc.rpc_sync(to, add_one, args=(torch.ones(2),)), torch.full((2,), 6.0))
+def nothing():
+    return None
+
+
+def fail(*args):
+    raise ValueError("as told")
+
+
+def my_context():
+    return interceptor.engine.current_context()
+
+
+def context_of(rank):
+    return 2**40 + rank
+
+
+def test_the_context_rides_on_every_kind_of_message(group, engine, posted, workers, to):
+    mine, next_rank = context_of(group.rank), (group.rank + 1) % group.size
+    posted.clear()
+    with engine.within(mine):
+        assert rpc.rpc_sync(to, nothing) is None
+        assert rpc.rpc_sync(to, my_context) == mine
+        assert rpc.rpc_sync(to, add_one, args=(torch.ones(2),)).tolist() == [6, 6]  # doubled on both ways
+        with pytest.raises(ValueError, match="as told"):
+            rpc.rpc_sync(to, fail)
+        reference = rpc.remote(to, add_one, args=(1,))
+        lost = rpc.remote(to, fail, args=(torch.ones(1),))
+        assert reference.to_here() == 2
+        with pytest.raises(ValueError, match="as told"):
+            lost.to_here()
+        deadline = time.monotonic() + 20
+        while api._get_current_rpc_agent().calls.creations() and time.monotonic() < deadline:
+            time.sleep(0.001)
     group.barrier()
-    assert doubling.served == [((group.rank - 1) % group.size, (Kind.FORWARD_AUTOGRAD, (7, 8)))]
-    assert (Kind.FORWARD_AUTOGRAD, (7, 8)) in doubling.answered  # an answer knows what wrapped its request
-    assert rpc.rpc_sync(to, add_one, args=(1,)) == 2
-    assert "num_current_dist_autograd_contexts" in api._get_debug_info()
-    rpc.RRef(torch.ones(1)).backward(3)
-    assert doubling.context_id == 3
+    before = (group.rank - 1) % group.size
+    requests = {(one[1], one[2]) for one in posted if one[0] == next_rank and one[1] < FIRST_RESPONSE}
+    kinds = {Kind.CALL_PYTHON, Kind.REMOTE_PYTHON}
+    if group.size > 1:
+        kinds.add(Kind.RREF_FETCH)  # a value of this worker's needs none
+    agree(group, requests == {(kind, mine) for kind in kinds}, f"requests {requests}")
+    answers = {(one[1], one[2]) for one in posted if one[0] == before and FIRST_RESPONSE <= one[1] < Kind.RREF_FORK}
+    kinds = {Kind.RESULT, Kind.EXCEPTION, Kind.REMOTE_DONE}
+    agree(group, answers == {(kind, context_of(before)) for kind in kinds}, f"answers {answers}")
+    # The engine sees them all, those without tensors too, and knows answers from requests.
+    for is_answer, context, other in ((False, mine, next_rank), (True, context_of(before), before)):
+        seen = [one for one in engine.left if one[3] == is_answer]
+        agree(group, {one[:2] for one in seen} == {(context, other)}, f"{is_answer}: {seen}")
+        agree(group, any(one[2] for one in seen) and any(not one[2] for one in seen), f"{is_answer}: {seen}")
+    arrived = {(one[0], one[1], one[3]) for one in engine.arrived}
+    agree(group, arrived == {(context_of(before), before, False), (mine, next_rank, True)}, f"{arrived}")
+    agree(group, set(engine.entered) == {(context_of(before), before, False)}, f"{engine.entered}")
+    del reference, lost
+
+
+def echo(*args):
+    return args
+
+
+def test_tensors_of_all_kinds_reach_the_engine_themselves_and_are_replaced(group, engine, workers, to):
+    sparse = torch.eye(3).to_sparse()
+    weight = torch.nn.Parameter(torch.ones(2))
+    large = torch.ones(50_000, requires_grad=True)
+    with engine.within(7):
+        came = rpc.rpc_sync(to, echo, args=(sparse, [weight], {"k": large}, 1, torch.ones(3) * 2))
+    assert torch.equal(came[0].to_dense(), torch.eye(3) * 4) and came[0].layout is torch.sparse_coo
+    assert came[1][0].tolist() == [4, 4] and came[2]["k"].eq(4).all() and came[3] == 1 and came[4].tolist() == [8] * 3
+    (mine,) = [one[2] for one in engine.left if not one[3]]
+    assert [id(one) for one in mine[:3]] == [id(sparse), id(weight), id(large)] and len(mine) == 4
+    group.barrier()  # by now the request of the worker before this one has arrived
+    there = next(one[2] for one in engine.arrived if not one[3])
+    assert [type(one) for one in there] == [torch.Tensor, torch.nn.Parameter, torch.Tensor, torch.Tensor]
+    assert there[0].layout is torch.sparse_coo and there[2].requires_grad and not there[3].requires_grad
     group.barrier()
 
 
-def test_kinds_of_its_own(group, workers, to, doubling):
+def test_outside_a_context_the_engine_sees_nothing(group, engine, workers, to):
+    with mock.patch.object(Wire, "_post", autospec=True, side_effect=AssertionError("the slow path")):
+        assert rpc.rpc_sync(to, add_one, args=(1,)) == 2
+        assert rpc.rpc_async(to, add_one, args=(1,)).wait() == 2
+        assert rpc.remote(to, add_one, args=(1,)).to_here() == 2
+        group.barrier()
+    assert rpc.rpc_sync(to, add_one, args=(torch.ones(1),)).item() == 2
+    group.barrier()
+    agree(group, not engine.left and not engine.arrived and not engine.entered, f"{engine.left} {engine.entered}")
+
+
+def test_callbacks_run_in_the_context_in_which_they_were_given(group, engine, workers, to):
+    future = rpc.rpc_async(to, slow_echo, args=(1,))
+    with engine.within(31):
+        first = future.then(lambda done: (engine.current_context(), done.value()))
+    seen, told = [], threading.Event()
+    with engine.within(32):
+        future.add_done_callback(lambda done: (seen.append(engine.current_context()), told.set()))
+    second = future.then(lambda done: engine.current_context())
+    assert first.wait() == (31, 1) and second.wait() == 0
+    assert told.wait(20) and seen == [32]
+    assert (31, -1, True) in engine.entered and (32, -1, True) in engine.entered
+    group.barrier()
+
+
+def slow_echo(x):
+    time.sleep(0.05)
+    return x
+
+
+def test_requests_of_its_own_kinds(group, engine, workers, to):
     agent = api._get_current_rpc_agent()
-    peer = agent.rank_of(to)
-    call = agent.request(peer, Kind.BACKWARD_AUTOGRAD, ["gradient"], UNSET_RPC_TIMEOUT, "a backward request", ids=(3, 4))
-    assert agent.wait_for_result(call) == (group.rank, Kind.BACKWARD_AUTOGRAD, (3, 4), ["gradient"])
-    call = agent.request(peer, Kind.CLEANUP_AUTOGRAD, None, UNSET_RPC_TIMEOUT, "a cleanup", ids=(3,))
-    with pytest.raises(ValueError, match="no context"):
-        agent.wait_for_result(call)
+    peer = agent.workers.rank_of(to)
+
+    def ask(kind, obj, what):
+        return agent.calls.request(peer, kind, b"", obj, UNSET_RPC_TIMEOUT, what)
+
+    with engine.within(9):
+        assert ask(Kind.BACKWARD_AUTOGRAD, ["gradient"], "a backward request") == (
+            *(group.rank, Kind.BACKWARD_AUTOGRAD, 9, ["gradient"]),
+        )
+        with pytest.raises(ValueError, match="no context"):
+            ask(Kind.CLEANUP_AUTOGRAD, None, "a cleanup")
+    assert "num_current_dist_autograd_contexts" in api._get_debug_info()
+    reference = rpc.RRef(torch.ones(1))
+    reference.backward(3, True)
+    assert engine.passes == (3, reference.local_value(), True)
     group.barrier()
     interceptor.register(None)
     group.barrier()
-    call = agent.request(peer, Kind.CLEANUP_AUTOGRAD, None, UNSET_RPC_TIMEOUT, "a cleanup", ids=(3,))
     with pytest.raises(MpidistError, match="no autograd is in use"):
-        agent.wait_for_result(call)
+        ask(Kind.CLEANUP_AUTOGRAD, None, "a cleanup")
     group.barrier()
+
+
+def shut_down_behind_one_way_messages(group, engine, count):
+    rpc.init_rpc(f"worker{group.rank}", group=group)
+    agent, rng = api._get_current_rpc_agent(), random.Random(group.rank)
+    with engine.within(11):
+        for number in range(count):
+            obj = (number, torch.ones(rng.choice([1, 20_000])))
+            for to in range(group.size):
+                agent.send_one_way(to, rng.choice([Kind.GRADIENTS, Kind.AUTOGRAD_NOTICE]), obj)
+    rpc.shutdown()
+    seen = list(engine.one_way)  # before any collective: all were handled by now
+    expected = sorted((source, number) for source in range(group.size) for number in range(count))
+    agree(group, sorted((one[0], one[3][0]) for one in seen) == expected, f"{len(seen)} of {len(expected)}")
+    agree(group, all(one[2] == 11 and one[3][1].eq(2).all() for one in seen), "contents")
+    for source in range(group.size):
+        small = [one[3][0] for one in seen if one[0] == source and one[3][1].numel() == 1]
+        agree(group, small == sorted(small), "messages without payloads keep the order of their pair")
+
+
+def test_one_way_messages_are_handled_before_a_graceful_shutdown_returns(group, engine):
+    shut_down_behind_one_way_messages(group, engine, 30)
+
+
+def test_one_way_messages_are_awaited_however_late_they_are(group, engine):
+    with delayed(group.rank):
+        shut_down_behind_one_way_messages(group, engine, 10)
+
+
+def test_one_way_messages_are_handled_by_a_thread_that_waits(group, engine, workers):
+    """A worker's own call answers only after its thread has polled, and handled what came before."""
+    agent, me = api._get_current_rpc_agent(), group.rank
+    waiting = threading.current_thread().name
+    deadline = time.monotonic() + 20
+    while not any(one[4] == waiting for one in engine.one_way) and time.monotonic() < deadline:
+        agent.send_one_way(me, Kind.GRADIENTS, "mine")
+        assert rpc.rpc_sync(me, add_one, args=(1,)) == 2
+    threads = {one[4] for one in engine.one_way}
+    agree(group, waiting in threads, f"{threads}")
+    agree(group, all(name == waiting or name.startswith("mpidist-rpc") for name in threads), f"{threads}")
+
+
+def test_a_one_way_message_that_fails_does_not_end_the_polling(group, engine, workers, to, caplog):
+    agent = api._get_current_rpc_agent()
+    peer = agent.workers.rank_of(to)
+    agent.send_one_way(peer, Kind.GRADIENTS, "fails")
+    agent.send_one_way(peer, Kind.GRADIENTS, "follows")
+    group.barrier()
+    assert rpc.rpc_sync(to, add_one, args=(1,)) == 2
+    deadline = time.monotonic() + 20
+    while len(engine.one_way) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    agree(group, [one[3] for one in engine.one_way] == ["fails", "follows"], f"{engine.one_way}")
+    agree(group, "a one-way message of rank" in caplog.text, caplog.text)
+
+
+def test_a_one_way_message_that_cannot_be_sent_is_not_counted(group, engine, workers, to):
+    agent = api._get_current_rpc_agent()
+    before = agent.wire.one_way_sent
+    with pytest.raises(Exception, match="pickle"):
+        agent.send_one_way(agent.workers.rank_of(to), Kind.GRADIENTS, threading.Lock())
+    assert agent.wire.one_way_sent == before  # the shutdown that follows does not wait for it
+    group.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_engine_is_told_of_a_worker_that_leaves(group, engine):
+    rpc.init_rpc(f"worker{group.rank}", group=group)
+    last = group.size - 1
+    if group.rank == last:
+        rpc.shutdown(graceful=False)
+        group.barrier()
+    else:
+        deadline = time.monotonic() + 20
+        while not engine.gone and time.monotonic() < deadline:
+            time.sleep(0.001)
+        agent = api._get_current_rpc_agent()
+        told = None
+        try:
+            agent.send_one_way(last, Kind.GRADIENTS, "late")
+        except RankFailureError as error:
+            told = error
+        group.barrier()
+        rpc.shutdown(graceful=False)
+        assert told is not None
+    agree(group, group.rank == last or engine.gone[0] == last, f"{engine.gone}")

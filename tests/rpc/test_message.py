@@ -1,4 +1,4 @@
-"""A message as a letter and back; whatever is cut off or unknown is refused."""
+"""A message as a header, a content and parts, and back; whatever is cut off or unknown is refused."""
 
 from __future__ import annotations
 
@@ -7,84 +7,210 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist.comm import mailbox
+from mpidist.comm.incoming import Incoming
+from mpidist.comm.transport import HEADER_BYTES, Transport
 from mpidist.errors import FrameError
-from mpidist.rpc import message
-from mpidist.rpc.message import Content, Header, Kind
+from mpidist.rpc import agent, codec, interceptor, message
+from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FIRST_ONE_WAY, FIRST_RESPONSE, MAX_REFERENCES, REFERENCES, Kind
+from mpidist.rpc.pickles import Reference
+from mpidist.rpc.wire import Wire
+from tests.rpc.carried import Marked, described
+from tests.rpc.test_codec import Unreadable
+from tests.rpc.test_plain_data import mixed
 
 numbers = st.integers(0, 2**64 - 1)
+rows = st.lists(st.tuples(numbers, numbers, st.integers(0, 2**32 - 1)), max_size=20)
 
 
-def as_bytes(part):
-    return part.numpy().tobytes() if isinstance(part, torch.Tensor) else bytes(part)
+class Held(Reference):
+    """A reference with a row of its own."""
+
+    def __init__(self, row):
+        self.row = row
+
+    def fork(self, to):
+        return self.row
 
 
-def carried(header, content):
-    """Write a message, carry its letter and parts over, and read it."""
-    letter, parts, devices = message.written(header, content)
-    assert len(letter) <= mailbox.LETTER_BYTES
-    mailbox._write_envelope(letter, parts, devices)
-    there = [
-        memoryview(bytearray(bytes(part) if not isinstance(part, torch.Tensor) else part.numpy().tobytes())) for part in parts
-    ]
-    read = message.header_of(memoryview(letter))
-    return read, message.content_of(read, memoryview(letter), there)
+@given(rows, rows, st.lists(numbers, max_size=9), st.binary(max_size=300), st.binary(max_size=9))
+def test_what_is_written_is_read(references, announced, words, name, ahead):
+    place, data = len(ahead), ahead + message.written_references(references)
+    assert message.read_references(data + b"behind", place) == (references, len(data))
+    data = ahead + message.written_announced(announced)
+    assert message.read_announced(data + b"behind", place) == (announced, len(data))
+    data = ahead + message.written_words(words)
+    assert message.read_words(data + b"behind", place, len(data)) == tuple(words)
+    for count in range(len(words) + 1):
+        assert message.read_ids(data, place, len(data), count) == tuple(words[:count])
+    data = ahead + message.COUNT.pack(len(name)) + name
+    assert message.read_name(data + b"behind", place, len(data)) == (name, len(data))
 
 
-@settings(max_examples=150, deadline=None)
+def test_every_truncation_is_refused():
+    table, announced = message.written_references([(1, 2, 3)] * 3), message.written_announced([(1, 2, 3)] * 3)
+    words, name = message.written_words((1, 2)), message.COUNT.pack(5) + b"a.b:c"
+    for read, data in (
+        (lambda data: message.read_references(data, 0), table),
+        (lambda data: message.read_announced(data, 0), announced),
+        (lambda data: message.read_ids(data, 0, len(data), 2), words),
+        (lambda data: message.read_name(data, 0, len(data)), name),
+    ):
+        read(data)
+        for length in range(len(data)):
+            with pytest.raises(FrameError):
+                read(data[:length])
+    for length in set(range(len(words))) - {0, 8}:
+        with pytest.raises(FrameError):
+            message.read_words(words, 0, length)
+
+
+def test_requests_answers_and_one_way_messages_are_told_apart_by_their_numbers():
+    requests = {kind for kind in Kind if kind < FIRST_RESPONSE}
+    answers = {kind for kind in Kind if FIRST_RESPONSE <= kind < FIRST_ONE_WAY}
+    assert answers == {Kind.RESULT, Kind.REMOTE_DONE, Kind.EXCEPTION}
+    assert {Kind.CALL_PYTHON, Kind.REMOTE_SCRIPT, Kind.RREF_FETCH, Kind.BACKWARD_AUTOGRAD} <= requests
+    assert {Kind.RREF_FORK, Kind.LEAVE, Kind.QUIET_REPORT, Kind.GRADIENTS} <= set(Kind) - requests - answers
+    assert all(0 < kind < 256 for kind in Kind)
+    for kind in ("PYTHON", "BUILTIN", "SCRIPT"):
+        assert Kind[f"CALL_{kind}"] + message.TO_REMOTE == Kind[f"REMOTE_{kind}"]
+
+
+def test_unknown_kinds_are_refused():
+    with pytest.raises(FrameError, match="unknown kind 200 from rank 3"):
+        agent._unknown(Incoming(3, 200, 0, 0, 0, bytearray(), 0, 0))
+
+
+# Whole messages, by a lone process's transport.
+
+
+class Numbering:
+    """An engine that numbers messages, and sees what leaves and arrives."""
+
+    def __init__(self, number):
+        self.number = number
+        self.seen = []
+
+    def leaving(self, context, to, tensors, is_answer):
+        self.seen.append(("leaving", context, to, is_answer, [tensor.shape for tensor in tensors]))
+        return self.number
+
+    def arriving(self, context, source, number, tensors, is_answer):
+        self.seen.append(("arriving", context, source, is_answer, [tensor.shape for tensor in tensors]))
+        assert number == self.number
+        return tensors
+
+
+@pytest.fixture
+def wire():
+    transport = Transport(None)
+    made = Wire(transport, {}, {})
+    made.transport, made.announced, made.adopted = transport, [], []
+
+    def adopt(*row):
+        made.adopted.append(row)
+        return Held(row)
+
+    made.use_references(adopt, lambda owner, pairs: made.announced.append((owner, pairs)))
+    yield made
+    interceptor.register(None)
+
+
+def sent(wire, obj, prefix=b"", context=0, kind=Kind.CALL_PYTHON, content=None):
+    """Send an object to this process; return the message, and the object that it holds."""
+    wire.post(0, kind, 7, context, prefix, content or codec.encoded(obj))
+    incoming = wire.transport.poll()
+    assert (incoming.source, incoming.kind, incoming.sequence, incoming.context) == (0, kind, 7, context)
+    if incoming.flags & (AUTOGRAD | REFERENCES):
+        wire.take_preamble(incoming)  # as the agent does on arrival
+    place = incoming.start
+    assert bytes(incoming.data[place : place + len(prefix)]) == prefix
+    there = wire.decode(incoming, place + len(prefix), FIRST_RESPONSE <= kind < FIRST_ONE_WAY)
+    return incoming, there
+
+
+@settings(max_examples=100, deadline=None)
 @given(
-    kind=st.sampled_from(sorted(message.KINDS)),
-    sequence=numbers,
-    ids=st.lists(numbers, max_size=6),
-    forks=st.lists(st.tuples(numbers, numbers), max_size=message.MAX_FORKS),
-    outer=st.none() | st.tuples(st.sampled_from([Kind.FORWARD_AUTOGRAD]), st.lists(numbers, max_size=3).map(tuple)),
-    pickled=st.binary(max_size=40) | st.just(bytes(40_000)),
-    table=st.binary(max_size=30),
-    parts=st.lists(st.binary(max_size=2000) | st.integers(0, 5000), max_size=30),
+    obj=mixed | st.sampled_from([b"x" * size for size in (15_000, 31_000, 33_000, 100_000)]),
+    prefix=st.binary(max_size=60) | st.just(b"p" * 9000),
+    number=st.none() | numbers,
 )
-def test_what_is_written_is_read(kind, sequence, ids, forks, outer, pickled, table, parts):
-    header = Header(kind, 7, sequence, tuple(ids), forks, outer)
-    made = [part if isinstance(part, bytes) else torch.arange(part).to(torch.uint8) for part in parts]
-    read, content = carried(header, Content(pickled, table, made))
-    assert (read.kind, read.generation, read.sequence, tuple(read.ids)) == (kind, 7, sequence, tuple(ids))
-    assert list(read.forks) == forks and read.outer == outer
-    assert bytes(content.pickled) == pickled and bytes(content.table) == table
-    assert [bytes(part) for part in content.parts] == [
-        part if isinstance(part, bytes) else part.numpy().tobytes() for part in made
-    ]
+def test_messages_of_any_size_come_over(obj, prefix, number):
+    made = Wire(transport := Transport(None), {}, {})
+    made.transport = transport
+    made.use_references(lambda reference, fork, owner: Marked(reference), None)
+    engine = Numbering(number)
+    interceptor.register(engine if number is not None else None)
+    try:
+        for kind in (Kind.CALL_PYTHON, Kind.RESULT):
+            _, there = sent(made, obj, prefix, 5 if number is not None else 0, kind)
+            assert described(there) == described(obj)
+            if number is not None:
+                leaving = [one for one in engine.seen if one[0] == "leaving"]
+                assert len(leaving) == (1 if kind == Kind.CALL_PYTHON else 2)
+                assert leaving[-1][3] == (kind == Kind.RESULT)
+                arriving = [one for one in engine.seen if one[0] == "arriving" and one[3] == (kind == Kind.RESULT)]
+                # Without tensors, or without a number, nothing needs to be attached.
+                assert [one[4] for one in arriving] == ([leaving[-1][4]] if number and leaving[-1][4] else [])
+    finally:
+        interceptor.register(None)
 
 
-def read_all(letter, parts):
-    return message.content_of(message.header_of(letter), letter, parts)
+@pytest.mark.parametrize("count", [1, MAX_REFERENCES, MAX_REFERENCES + 1, 3000])
+@pytest.mark.parametrize("number", [0, 9])
+def test_any_number_of_references_travels_once_each(wire, count, number):
+    interceptor.register(Numbering(number))
+    held = [Held((1000 + place, 2**63 + place, place % 2)) for place in range(count)]
+    expected = [one.row for one in held]
+    incoming, there = sent(wire, [held, torch.ones(2), held], b"prefix", context=3)
+    assert [one.row for one in there[0]] == expected == wire.adopted and there[2] is not None
+    assert wire.references_in(incoming) == expected
+    assert bool(incoming.flags & ANNOUNCED) == (count > MAX_REFERENCES)
+    if count > MAX_REFERENCES:
+        # The owner counts them before they can come: only its own, by their forks.
+        ((owner, pairs),) = wire.announced
+        assert owner == 0 and pairs == [row[:2] for row in expected if row[2] == 0]
+    else:
+        assert not wire.announced
 
 
-def test_small_parts_begin_at_multiples_of_16():
-    letter, parts, devices = message.written(Header(1, 1), Content(b"x", b"", [b"abc", b"defg"]))
-    mailbox._write_envelope(letter, parts, devices)
-    assert letter.index(b"abc") % 16 == 0 and letter.index(b"defg") % 16 == 0
+def test_a_call_without_arguments_has_no_content(wire):
+    incoming, there = sent(wire, None, b"name")
+    assert there is None and incoming.end - incoming.start == 4
+    incoming.flags |= message.FAR
+    with pytest.raises(FrameError, match="without its content"):
+        wire.decode(incoming, 0, False)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [Content(b"pickle"), Content(b"pickle", b"table", [b"abc", torch.zeros(9, dtype=torch.uint8)]), Content(bytes(50_000))],
-)
-def test_truncated_letters_are_refused(content):
-    letter, parts, devices = message.written(Header(Kind.CALL_PYTHON, 1, 2, (3, 4), [(5, 6)]), content)
-    mailbox._write_envelope(letter, parts, devices)
-    there = [memoryview(bytearray(as_bytes(part))) for part in parts]
-    for length in range(len(letter)):
-        with pytest.raises(FrameError):
-            read_all(memoryview(letter)[:length], there)
-    if there:
-        with pytest.raises(FrameError):
-            message.content_of(message.header_of(memoryview(letter)), memoryview(letter), there[:-1])
+def test_nothing_is_sent_nor_counted_if_a_reference_cannot_travel(wire):
+    class Deleted(Held):
+        def require_shareable(self):
+            raise RuntimeError("deleted")
+
+        def fork(self, to):
+            raise AssertionError("counted")
+
+    content = codec.encoded([Deleted((1, 2, 3)), Held((4, 5, 6))])
+    with pytest.raises(RuntimeError, match="deleted"):
+        wire.post(0, Kind.RESULT, 1, 0, b"", content)
+    with pytest.raises(RuntimeError, match="deleted"):
+        wire.post_one_way(0, Kind.GRADIENTS, b"", content)
+    assert wire.transport.poll() is None and wire.one_way_sent == 0
 
 
-def test_unknown_letters_are_refused():
-    letter, _, _ = message.written(Header(Kind.CALL_PYTHON, 1), Content(b"x"))
-    start = mailbox.envelope_bytes(0)
-    for place, value, words in ((start, 0, "starts with"), (start + 2, 99, "version 99"), (start + 3, 200, "unknown kind 200")):
-        broken = bytearray(letter)
-        broken[place] = value
-        with pytest.raises(FrameError, match=words):
-            message.header_of(memoryview(broken))
+def test_what_is_stopped_sends_no_answers_and_no_one_way_messages(wire):
+    wire.is_stopped = True
+    wire.answer(0, Kind.RESULT, 1, 0, codec.EMPTY)
+    wire.post_one_way(0, Kind.GRADIENTS, b"")
+    assert wire.transport.poll() is None and wire.answered == 1 and wire.one_way_sent == 0
+
+
+def test_the_longest_header_fits(wire):
+    room = HEADER_BYTES - 1000
+    incoming, there = sent(wire, torch.ones(5000), b"n" * room)
+    assert there.sum() == 5000 and incoming.end >= room
+
+
+def test_references_of_a_message_that_cannot_be_read_are_made_and_so_let_go(wire):
+    with pytest.raises(ValueError, match="unreadable"):
+        sent(wire, [Unreadable(), Held((1, 2, 3))])
+    assert wire.adopted == [(1, 2, 3)]

@@ -1,14 +1,19 @@
-"""Who polls and who runs what was found: leader, the thread that stands by, the pool, and callers that wait."""
+"""Leader, follower, pool, and callers that wait: the thread that polls, and the thread that runs what was found."""
 
 from __future__ import annotations
 
+import random
 import threading
 import time
+import weakref
+from collections import deque
 
 import pytest
 
+from mpidist.rpc import polling as module
 from mpidist.rpc.call import Call
-from mpidist.rpc.polling import NOTHING_LEFT, Action, Polling
+from mpidist.rpc.polling import NOTHING_LEFT, Polling
+from mpidist.rpc.pool import Task
 
 
 class Source:
@@ -18,10 +23,12 @@ class Source:
         self.actions = []
         self.pollers = set()
         self.at_once = 0
+        self.errors = []
 
-    def poll(self):
+    def poll(self, looks):
         self.at_once += 1
-        assert self.at_once == 1  # one thread at a time
+        if self.at_once != 1 or looks < 1:  # one thread at a time
+            self.errors.append((self.at_once, looks))
         self.pollers.add(threading.current_thread().name)
         found = self.actions.pop(0) if self.actions else None
         self.at_once -= 1
@@ -34,55 +41,7 @@ def polled():
     polling = Polling(source.poll, 2, "test")
     polling.start()
     yield source, polling
-    assert polling.stop(5)
-
-
-def test_a_stuck_leader_is_replaced(polled):
-    source, _ = polled
-    gate, done = threading.Event(), threading.Event()
-    source.actions.append(Action(gate.wait, True))
-    time.sleep(0.1)
-    source.actions.append(Action(done.set, True))
-    assert done.wait(2)
-    gate.set()
-
-
-def test_no_more_actions_run_at_once_than_the_pool_has_threads(polled):
-    source, polling = polled
-    gate, running, most, lock = threading.Event(), [0], [0], threading.Lock()
-
-    def run():
-        with lock:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
-        gate.wait(5)
-        with lock:
-            running[0] -= 1
-
-    source.actions.extend(Action(run, True) for _ in range(6))
-    time.sleep(0.3)
-    assert most[0] == 2
-    gate.set()
-    deadline = time.monotonic() + 5
-    while polling.counts()[2] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert polling.counts()[2] == 0
-
-
-def test_who_waits_polls_and_hands_on_what_may_block(polled):
-    source, polling = polled
-    call, ran_in = Call(0, "x", 5), []
-    source.actions.append(Action(lambda: ran_in.append(threading.current_thread().name), True))
-    source.actions.append(NOTHING_LEFT)
-    source.actions.append(Action(call.finish, False))
-    polling.wait(call, call.deadline)
-    deadline = time.monotonic() + 5
-    while not ran_in and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert call.done and ran_in[0] != threading.current_thread().name
-    late = Call(0, "x", 0.05)
-    polling.wait(late, late.deadline)
-    assert not late.done
+    assert polling.stop(5) and not source.errors
 
 
 def until(holds, limit_s=10):
@@ -90,6 +49,65 @@ def until(holds, limit_s=10):
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.001)
     return holds()
+
+
+def test_a_stuck_leader_is_replaced(polled):
+    source, _ = polled
+    gate, entered, done = threading.Event(), threading.Event(), threading.Event()
+    source.actions.append(Task(lambda: (entered.set(), gate.wait(10))))
+    assert entered.wait(5)
+    source.actions.append(Task(done.set))
+    assert done.wait(5)
+    gate.set()
+
+
+class Crowd:
+    """Actions that block at a gate, and how many run at once."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.lock = threading.Lock()
+        self.running = self.most = self.ended = 0
+
+    def task(self):
+        return Task(self.run)
+
+    def run(self):
+        with self.lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        self.gate.wait(10)
+        with self.lock:
+            self.running -= 1
+            self.ended += 1
+
+
+def test_no_more_actions_run_at_once_than_the_pool_has_threads(polled):
+    """The leader runs them itself, and blocks in them; those that are submitted meanwhile count as well."""
+    source, polling = polled
+    crowd = Crowd()
+    source.actions.extend(crowd.task() for _ in range(6))
+    # All have been found, and none is left to the leader that is stuck.
+    assert until(lambda: not source.actions and polling.pool.counts()[2] == 6), polling.pool.counts()
+    for _ in range(3):
+        polling.pool.submit(crowd.task())
+    assert crowd.running == 2 == crowd.most and polling.pool.is_full()
+    crowd.gate.set()
+    assert until(lambda: polling.pool.counts()[2] == 0) and crowd.ended == 9 and crowd.most == 2
+
+
+def test_who_waits_polls_and_hands_on_what_may_block(polled):
+    source, polling = polled
+    call, ran_in = Call(0, "x", 5), []
+    source.actions.append(Task(lambda: ran_in.append(threading.current_thread().name)))
+    source.actions.append(NOTHING_LEFT)
+    source.actions.append(Task(call.finish, False))
+    polling.wait(call)
+    assert until(lambda: ran_in)
+    assert call.done and ran_in[0] != threading.current_thread().name
+    late = Call(0, "x", 0.05)
+    polling.wait(late)
+    assert not late.done
 
 
 def test_a_handler_that_waits_leaves_its_place_to_others(polled):
@@ -100,28 +118,124 @@ def test_a_handler_that_waits_leaves_its_place_to_others(polled):
 
     def wait_for(call):
         entered.append(call)
-        polling.wait(call, call.deadline)
+        polling.wait(call)
         left.append(call.done)
 
-    source.actions.extend(Action(lambda call=call: wait_for(call), True) for call in calls)
+    source.actions.extend(Task(lambda call=call: wait_for(call)) for call in calls)
     assert until(lambda: len(entered) == 5), len(entered)
     assert left == []
-    source.actions.extend(Action(call.finish, False) for call in calls)
+    source.actions.extend(Task(call.finish, False) for call in calls)
     assert until(lambda: left == [True] * 5), left
-    assert until(lambda: polling.counts()[2] == 0)
+    assert until(lambda: polling.pool.counts()[2] == 0)
 
 
-def test_what_waits_for_a_place_runs_in_its_order():
-    polling = Polling(lambda: None, 1, "test")
-    polling.start()
-    gate, ran = threading.Event(), []
-    polling.submit(lambda: gate.wait(10))
-    for number in range(20):
-        polling.submit(lambda number=number: ran.append(number))
-    assert ran == [] and polling.counts()[2] == 21
-    gate.set()
-    assert until(lambda: polling.counts()[2] == 0) and ran == list(range(20))
-    assert polling.stop(5)
+class Patient(Call):
+    """A call whose thread sleeps until it is woken: no clock wakes it in time."""
+
+    __slots__ = ()
+
+    def park(self, timeout_s, *more):
+        super().park(60, *more)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_turn_is_handed_on_without_a_follower(monkeypatch, seed):
+    """Of many threads that wait one polls; as its own answer comes it wakes the next. No thread of the pool is there to help."""
+    monkeypatch.setattr(module, "_WAIT_S", 60)  # who has the turn keeps it
+    rng = random.Random(seed)
+    waiting, ended, lock = [], [], threading.Lock()
+
+    def poll(looks):
+        with lock:
+            if not waiting or rng.random() < 0.3:
+                return None
+            return Task(waiting.pop(rng.randrange(len(waiting))).finish, False)
+
+    polling = Polling(poll, 2, "test")
+
+    def call_often():
+        for _ in range(50):
+            call = Patient(0, "x", 0)
+            with lock:
+                waiting.append(call)
+            polling.wait(call)
+            ended.append(call.done)
+
+    threads = [threading.Thread(target=call_often, daemon=True) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert ended == [True] * 16 * 50
+    assert not polling._parked and polling._turn is None
+
+
+class Interrupted(deque):
+    """The calls whose threads would poll; another thread runs between an append and what comes behind it."""
+
+    def __init__(self, polling, meanwhile):
+        super().__init__()
+        self.polling = polling
+        self.meanwhile = meanwhile
+
+    def append(self, call):
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile == "ends before":
+            self.polling._turn = None  # it has promoted nobody: nobody was there
+        super().append(call)
+        if meanwhile == "promotes":
+            self.polling._turn = None
+            self.polling._promote()
+
+
+@pytest.mark.parametrize("meanwhile", ["ends before", "promotes"])
+def test_a_turn_that_is_freed_while_a_thread_goes_to_sleep_is_not_lost(meanwhile):
+    call = Patient(0, "x", 0)
+    polling = Polling(lambda looks: Task(call.finish, False), 1, "test")
+    polling._parked = Interrupted(polling, meanwhile)
+    polling._turn = Call(1, "another that polls", 0)
+    thread = threading.Thread(target=polling.wait, args=(call,), daemon=True)
+    thread.start()
+    thread.join(5)
+    assert call.done and polling._turn is None
+
+
+def test_a_thread_that_is_chosen_to_poll_but_has_its_answer_passes_the_turn_on():
+    """It is woken by both at once; another that sleeps must not wait for more."""
+    first, second = Patient(0, "x", 0), Patient(0, "y", 0)
+    polling = Polling(lambda looks: Task(second.finish, False), 1, "test")
+    polling._turn = leader = Call(1, "another that polls", 0)
+    threads = [threading.Thread(target=polling.wait, args=(one,), daemon=True) for one in (first, second)]
+    for count, thread in enumerate(threads, 1):
+        thread.start()
+        assert until(lambda count=count: len(polling._parked) == count)
+    assert until(lambda: first.latches and second.latches)
+    polling._parked.remove(first)  # chosen, …
+    assert polling._turn is leader
+    polling._turn = None
+    first.finish()  # … and its answer comes before it runs
+    for thread in threads:
+        thread.join(5)
+    assert first.done and second.done
+
+
+def test_many_threads_wait_while_the_pool_polls_too(polled):
+    source, polling = polled
+    rng, calls = random.Random(1), []
+
+    def wait_often():
+        for _ in range(20):
+            calls.append(call := Call(0, "x", 20))
+            polling.wait(call)
+
+    threads = [threading.Thread(target=wait_often) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        if calls:
+            source.actions.append(Task(calls.pop(rng.randrange(len(calls))).finish, False))
+        time.sleep(0)
+    assert not calls and until(lambda: not source.actions)
 
 
 def test_a_thread_that_issues_calls_looks_once_by_itself(polled):
@@ -132,33 +246,61 @@ def test_a_thread_that_issues_calls_looks_once_by_itself(polled):
         ran.append((what, threading.current_thread() is threading.main_thread()))
 
     for _ in range(1000):  # the leader may be faster
-        source.actions.append(Action(lambda: note("at once"), False))
+        source.actions.append(Task(lambda: note("at once"), False))
         polling.help()
         if ("at once", True) in ran:
             break
     assert ("at once", True) in ran
     for _ in range(50):
-        source.actions.append(Action(lambda: note("may block"), True))
+        source.actions.append(Task(lambda: note("may block")))
         polling.help()
-    assert until(lambda: not source.actions and polling.counts()[2] == 0)
+    assert until(lambda: not source.actions and polling.pool.counts()[2] == 0)
     assert ("may block", False) in ran and ("may block", True) not in ran
 
 
 def test_a_thread_knows_whether_it_leads(polled):
     source, polling = polled
     seen = {}
-    source.actions.append(Action(lambda: seen.setdefault("leader", polling.is_leading()), False))
+    source.actions.append(Task(lambda: seen.setdefault("leader", polling.is_leading()), False))
     assert until(lambda: "leader" in seen)
-    polling.submit(lambda: seen.setdefault("pool", polling.is_leading()))
+    polling.pool.submit(Task(lambda: seen.setdefault("pool", polling.is_leading())))
     assert until(lambda: "pool" in seen)
     assert seen == {"leader": True, "pool": False} and not polling.is_leading()
 
 
+class Argument:
+    """What an action holds."""
+
+
+def test_what_an_action_holds_is_free_as_soon_as_it_has_run(polled):
+    """Run by the leader, by a thread that waits, and by the pool."""
+    source, polling = polled
+    ran = []
+
+    def run(may_block, give):
+        argument = Argument()
+        held = weakref.ref(argument)
+        give(Task(lambda: ran.append(type(argument)), may_block))
+        return held
+
+    def wait_with(action):
+        call = Call(0, "x", 5)
+        source.actions += [action, Task(call.finish, False)]
+        del action
+        polling.wait(call)
+
+    for may_block in (False, True):
+        for give in (source.actions.append, polling.pool.submit, wait_with):
+            held = run(may_block, give)
+            assert until(lambda held=held: held() is None)
+    assert ran == [Argument] * 6
+
+
 def test_a_wait_ends_with_the_polling():
-    polling = Polling(lambda: None, 1, "test")
+    polling = Polling(lambda looks: None, 1, "test")
     polling.start()
     call = Call(0, "x", 0)
-    waiting = threading.Thread(target=polling.wait, args=(call, call.deadline))
+    waiting = threading.Thread(target=polling.wait, args=(call,))
     waiting.start()
     assert polling.stop(5)
     waiting.join(5)
@@ -170,11 +312,23 @@ def test_a_handler_that_does_not_end_is_told_by_stop():
     polling = Polling(source.poll, 1, "test")
     polling.start()
     entered = threading.Event()
-    source.actions.append(Action(lambda: (entered.set(), gate.wait(10)), True))
+    source.actions.append(Task(lambda: (entered.set(), gate.wait(10))))
     assert entered.wait(5)
     assert not polling.stop(0.05)
     gate.set()
     assert polling.stop(5)
+
+
+def test_a_poller_without_messages_needs_no_clock_after_a_while(polled):
+    """The follower sleeps until it is woken; what comes then finds a leader, and a stuck one is replaced."""
+    source, polling = polled
+    assert until(lambda: polling._is_calm)
+    gate, entered, done = threading.Event(), threading.Event(), threading.Event()
+    source.actions.append(Task(lambda: (entered.set(), gate.wait(10))))
+    assert entered.wait(5)
+    source.actions.append(Task(done.set))
+    assert done.wait(5)
+    gate.set()
 
 
 @pytest.mark.timing

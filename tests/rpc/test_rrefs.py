@@ -1,4 +1,4 @@
-"""References between workers: values, holders, errors, proxies; random histories with delayed letters."""
+"""References between workers: values, holders, errors, proxies; random histories with delayed messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pickle
 import random
 import threading
 import time
-from collections import defaultdict, deque
 from unittest import mock
 
 import pytest
@@ -17,7 +16,7 @@ import torch
 import mpidist.rpc as rpc
 from mpidist.errors import CommTimeout, MpidistError, RRefError
 from mpidist.rpc import api
-from mpidist.rpc.agent import Agent
+from tests.rpc import network
 from tests.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -103,7 +102,7 @@ def test_references_travel_in_any_direction(group, workers):
     assert rpc.rpc_sync(owner, fetch_all, args=((rref,),))[0][0] == rank  # user to owner
     nested = rpc.remote(user, give_back, args=([rref],))  # a reference to a value that holds one
     assert nested.to_here()[0].to_here()[0] == rank
-    many = [rpc.RRef(number) for number in range(200)]  # more than a letter announces
+    many = [rpc.RRef(number) for number in range(200)]  # several in one message
     assert rpc.rpc_sync(user, fetch_all, args=(many,)) == list(range(200))
     back = rpc.rpc_sync(user, give_back, args=(many,))
     assert [one.local_value() for one in back] == list(range(200))
@@ -164,10 +163,10 @@ def test_a_dropped_reference_frees_its_value(group, workers, to):
     rref = rpc.remote(to, torch.zeros, args=(1000,))
     rref.to_here()
     group.barrier()
-    assert soon(lambda: agent.store.counts()[0] == (1 if group.size > 1 else 0))
+    assert soon(lambda: agent.references.store.counts()[0] == (1 if group.size > 1 else 0))
     group.barrier()
     del rref
-    assert soon(lambda: agent.store.counts() == (0, 0))
+    assert soon(lambda: agent.references.store.counts() == (0, 0))
     group.barrier()
 
 
@@ -218,27 +217,10 @@ def drop(number):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_histories_with_delayed_letters(group, seed):
-    """Letters of a pair keep their order, and are late by random times; values are right, and in the end all tables are empty."""
-    queues, rng, end = defaultdict(deque), random.Random(1000 * seed + group.rank), threading.Event()
-    post, lock = Agent.post, threading.Lock()
-
-    def late(self, to, header, content):
-        with lock:
-            queues[to].append((self, to, header, content))
-
-    def deliver():
-        while not end.is_set() or any(queues.values()):
-            time.sleep(rng.choice([0.0, 0.0, 2e-4, 1e-3]))
-            busy = [to for to, queue in list(queues.items()) if queue]
-            for to in rng.sample(busy, rng.randint(0, len(busy))):
-                with lock:
-                    item = queues[to].popleft()
-                    post(*item)
-
-    with mock.patch.object(Agent, "post", late):
-        thread = threading.Thread(target=deliver)
-        thread.start()
+def test_random_histories_with_delayed_messages(group, seed):
+    """Messages of a pair keep their order, and are late by random times; in the end all tables are empty."""
+    rng = random.Random(1000 * seed + group.rank)
+    with network.delayed(rng.random()):
         rpc.init_rpc(f"worker{group.rank}", group=group)
         agent = api._get_current_rpc_agent()
         mine, calls = [], []
@@ -267,6 +249,4 @@ def test_random_histories_with_delayed_letters(group, seed):
         _kept.clear()
         gc.collect()
         rpc.shutdown(timeout=30)
-        end.set()
-        thread.join()
-    agree(group, not wrong and agent.store.counts() == (0, 0), f"{wrong} {agent.store.counts()}")
+    agree(group, not wrong and agent.references.store.counts() == (0, 0), f"{wrong} {agent.references.store.counts()}")

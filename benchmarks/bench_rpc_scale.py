@@ -1,0 +1,228 @@
+"""Measure start-up, shutdown, memory and all-to-all calls of mpidist.rpc, many ranks on few cores.
+
+mpirun --oversubscribe -n 8 python benchmarks/bench_rpc_scale.py       # one job
+python benchmarks/bench_rpc_scale.py --jobs 2 4 8 16 32                # one job after the other
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import environment
+import numpy as np
+import report
+import rpc_cases
+import torch
+from rpc_cases import noop
+from tabulate import tabulate
+
+import mpidist.comm
+from mpidist.comm.launch import without_launcher
+
+_MI = 1 << 20
+_END_S = 15.0  # for a job that was told to end
+
+
+def main() -> None:
+    options = _arguments()
+    if options.jobs:
+        _run_jobs(options)
+    else:
+        _run_here(options)
+
+
+# One job.
+
+
+def _run_here(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    group = mpidist.comm.init()
+    if group.size < 2:
+        raise SystemExit("start at least 2 ranks, or name sizes of jobs: --jobs 2 4 8 16 32")
+    from mpi4py import MPI
+
+    about = environment.describe(MPI.COMM_WORLD)
+    window_s = 0.05 if options.quick else options.window_s
+    names = ["mpidist", *(["tensorpipe"] if options.tensorpipe else [])]
+    measured = {name: _measure(name, group, window_s) for name in names}
+    if group.rank:
+        return
+    _print([{"ranks": group.size, "contenders": measured}])
+    path = options.output / f"rpc-scale-{environment.library_name(about)}-{group.size}.json"
+    record = {"benchmark": "rpc-scale", "environment": about, "window_s": window_s, "contenders": measured}
+    report.write_json(record, path)
+    print(f"\nwritten to {options.output.name}: {path.name}", flush=True)
+
+
+def _measure(name: str, group: Any, window_s: float) -> dict[str, Any]:
+    """Start a contender, have all call all, and end it.
+
+    Collective: over ``group``. The result is of all ranks.
+    """
+    rpc_cases.modules()  # imports are no part of the start
+    before = _resident_bytes()
+    group.barrier()
+    start = time.perf_counter()
+    rpc = rpc_cases.start(name, group)
+    started_s = time.perf_counter() - start
+    group.barrier()
+    resident = _resident_bytes() - before
+    # Each begins with its neighbour, so that not all call the same.
+    others = [f"worker{(group.rank + step) % group.size}" for step in range(1, group.size)]
+    _call_all(rpc, others)  # what the first call of each pair sets up is no part of the rate
+    group.barrier()
+    rounds_s = _for_a_while(lambda: _call_all(rpc, others), window_s)
+    group.barrier()
+    in_turn = itertools.cycle(others)
+    calls_s = _for_a_while(lambda: rpc.rpc_sync(next(in_turn), noop), window_s)
+    group.barrier()
+    called = _resident_bytes() - before
+    start = time.perf_counter()
+    rpc.shutdown()
+    ended_s = time.perf_counter() - start
+    group.barrier()
+    own = started_s, ended_s, resident, called, rounds_s, calls_s
+    starts, ends, residents, after_calls, rounds, calls = zip(*group.all_gather_object(own), strict=True)
+    return {
+        "start_s": max(starts),
+        "shutdown_s": max(ends),
+        "resident_mib": float(np.median(residents)) / _MI,
+        "resident_most_mib": max(residents) / _MI,
+        "resident_after_calls_mib": float(np.median(after_calls)) / _MI,
+        "async_calls_per_s": sum(len(others) * len(each) / sum(each) for each in rounds),
+        "async_rounds_least": min(map(len, rounds)),
+        "sync_calls_per_s": sum(len(each) / sum(each) for each in calls),
+        "sync_median_ms": 1e3 * float(np.median(np.concatenate(calls))),
+    }
+
+
+def _call_all(rpc: Any, others: Sequence[str]) -> None:
+    """Call every other worker once, all at a time."""
+    for future in [rpc.rpc_async(other, noop) for other in others]:
+        future.wait()
+
+
+def _for_a_while(run: Callable[[], object], seconds: float) -> list[float]:
+    """Return how long each run took, of as many as begin within ``seconds``."""
+    times_s = []
+    now = time.perf_counter()
+    end = now + seconds
+    while now < end:
+        start = now
+        run()
+        now = time.perf_counter()
+        times_s.append(now - start)
+    return times_s
+
+
+def _resident_bytes() -> int:
+    """Return the memory of this process that is in RAM (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kib,) = (int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+    return kib << 10
+
+
+# Jobs, one after the other.
+
+
+def _run_jobs(options: argparse.Namespace) -> None:
+    records = []
+    for ranks in options.jobs:
+        with tempfile.TemporaryDirectory() as folder:
+            passed = ["--output", folder, "--window-s", str(options.window_s)]
+            passed += ["--tensorpipe"] * options.tensorpipe + ["--quick"] * options.quick
+            command = [*_launcher(options.launcher), "-n", str(ranks), sys.executable, __file__, *passed]
+            status = run_limited(command, options.limit_s)
+            written = list(Path(folder).glob("*.json"))
+            if status == 0 and written:
+                records.append(json.loads(written[0].read_text(encoding="utf-8")))
+        if status is None:
+            print(f"{ranks} ranks: not ended after {options.limit_s:g} s", flush=True)
+        elif status:
+            print(f"{ranks} ranks: ended with status {status}", flush=True)
+    if not records:
+        raise SystemExit("no job ended well")
+    jobs = [{"ranks": record["environment"]["ranks"], **record} for record in records]
+    _print(jobs)
+    path = options.output / f"rpc-scale-{environment.library_name(jobs[0]['environment'])}.json"
+    missed = [ranks for ranks in options.jobs if ranks not in [job["ranks"] for job in jobs]]
+    report.write_json({"benchmark": "rpc-scale", "jobs": jobs, "jobs_without_result": missed}, path)
+    print(f"\nwritten to {options.output.name}: {path.name}", flush=True)
+    if missed:
+        raise SystemExit(1)
+
+
+def _launcher(text: str | None) -> list[str]:
+    """Return the beginning of a job's command line: the text's words.
+
+    Without a text the mpirun beside this Python, or else that of the path.
+    """
+    if text is not None:
+        return shlex.split(text)
+    beside = Path(sys.executable).with_name("mpirun")
+    return [str(beside) if beside.exists() else "mpirun", "--oversubscribe"]
+
+
+def run_limited(command: Sequence[str], limit_s: float) -> int | None:
+    """Run a command without its output; return its status, or None if it outlasted ``limit_s``."""
+    job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=without_launcher(os.environ))
+    try:
+        return job.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        job.terminate()  # a launcher ends its ranks first
+        try:
+            job.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            job.kill()
+            job.wait()
+        return None
+
+
+def _print(jobs: Sequence[dict[str, Any]]) -> None:
+    headers = (
+        "ranks", "", "start, s", "shutdown, s", "MiB a rank\n(most)", "… after\ncalls",
+        "async calls\na second", "rpc_sync calls\na second", "median,\nms",
+    )  # fmt: skip
+    rows = [
+        (
+            job["ranks"],
+            name,
+            f"{values['start_s']:.3f}",
+            f"{values['shutdown_s']:.3f}",
+            f"{values['resident_mib']:.1f} ({values['resident_most_mib']:.1f})",
+            f"{values['resident_after_calls_mib']:.1f}",
+            f"{values['async_calls_per_s']:.0f}",
+            f"{values['sync_calls_per_s']:.0f}",
+            f"{values['sync_median_ms']:.3f}",
+        )
+        for job in jobs
+        for name, values in job["contenders"].items()
+    ]
+    print(tabulate(rows, headers, disable_numparse=True, stralign="right"), flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, nargs="+", metavar="RANKS", help="start jobs of so many ranks, one after the other")
+    parser.add_argument("--limit-s", type=float, default=240.0, help="for each of them")
+    parser.add_argument("--launcher", help="their command up to -n; mpirun --oversubscribe if not given")
+    parser.add_argument("--window-s", type=float, default=1.5, help="how long all call all, in each of the two ways")
+    parser.add_argument("--tensorpipe", action="store_true", help="measure TensorPipe, too")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
+    parser.add_argument("--quick", action="store_true", help="see that it runs: figures of no worth")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Layout of the tensor table: its structs, forms, flags and dtype numbers.
+
+::
+
+    rows n u32 | parts used u32 | n rows
+    row: dtype u8 | form u8 | flags u8 | dimensions d u8 | part u32 | shape d × i64
+         dense:  inline: the elements;  whole: nothing;  else: offset in elements i64, strides d × i64
+         sparse: the rows of indices (one, or two compressed) and values
+         quantized: scale f64, zero point i64, the row of the integers; by channel: axis i64, the rows of integers, scales, zeros
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import torch
+
+COUNTS = struct.Struct("<II")
+ROW = struct.Struct("<BBBBI")  # dtype, form, flags, dimensions, part; then the shape
+FIRST = struct.Struct("<IIBBBBI")  # the counts and the first row: a table has one at least
+SHAPES = [struct.Struct(f"<{dims}q") for dims in range(9)]
+OFFSET = struct.Struct("<q")
+SCALE = struct.Struct("<dq")
+DENSE, ARRAY, BYTEARRAY, PER_TENSOR, PER_CHANNEL, COO = range(6)
+COMPRESSED = {torch.sparse_csr: 6, torch.sparse_csc: 7, torch.sparse_bsr: 8, torch.sparse_bsc: 9}
+LAYOUTS = {form: layout for layout, form in COMPRESSED.items()}
+BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
+REQUIRES_GRAD, WHOLE, INLINE, PARAMETER, COALESCED = 1, 2, 4, 8, 16
+
+# Their places are the wire's numbers: new ones go to the end.
+_DTYPE_NAMES = (
+    "float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32", "uint8", "int8", "int16", "int32",
+    "int64", "bool", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)  # fmt: skip
+DTYPES = [getattr(torch, name, None) for name in _DTYPE_NAMES]
+ITEM_BYTES = [0 if dtype is None else dtype.itemsize for dtype in DTYPES]
+DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES) if dtype is not None}
+ARRAY_DTYPES = [np.dtype(name) if hasattr(np, name) or name == "bool" else None for name in _DTYPE_NAMES]
+ARRAY_NUMBERS = {dtype: number for number, dtype in enumerate(ARRAY_DTYPES) if dtype is not None}

@@ -1,0 +1,300 @@
+"""Wire description of tensors and arrays: a table with one row each, and the memory that travels for them.
+
+Small whole host tensors stand in their row. All else refers to a part: memory that the transport
+takes and gives back. Of a storage, only what the tensors cover travels, and once: views that
+overlap or adjoin still share memory at the receiver; far apart ones do not bring what lies between.
+
+The layout is in ``tensor_format``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpidist.comm.buffer import memory as _memory
+from mpidist.comm.tensor_format import (
+    ARRAY,
+    ARRAY_NUMBERS,
+    BY_ROW,
+    BYTEARRAY,
+    COALESCED,
+    COMPRESSED,
+    COO,
+    COUNTS,
+    DENSE,
+    DTYPE_NUMBERS,
+    INLINE,
+    OFFSET,
+    PARAMETER,
+    PER_CHANNEL,
+    PER_TENSOR,
+    REQUIRES_GRAD,
+    ROW,
+    SCALE,
+    WHOLE,
+)
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+_STRIDED = torch.strided
+_MOST_HEADS = 4096  # kinds of small tensors; a job that sends more starts again
+_ONE = COUNTS.pack(1, 0)
+# By dtype, shape, class and requires_grad: what stands before the elements.
+_heads: dict[Any, tuple[bytes | None, int]] = {}
+
+INLINE_BYTES = 30 << 10  # a tensor up to this size stands in its row: the message is still one eager message
+_WASTE_BYTES = 64 << 10  # what may travel unused between a tensor's elements, beside as much as the tensor itself
+
+
+def is_describable(obj: Any) -> bool:
+    """Say whether an object can be a row: a tensor, parameter, array or bytearray of a plain kind."""
+    kind = type(obj)
+    if kind is np.ndarray:
+        return obj.dtype in ARRAY_NUMBERS and obj.flags.c_contiguous and obj.dtype.isnative
+    if kind is bytearray:
+        return True
+    if kind is not Tensor and kind is not torch.nn.Parameter:
+        return False
+    if obj.__dict__ or not (obj.is_cpu or obj.is_cuda) or obj.is_nested:
+        return False
+    if obj.layout is not torch.strided:
+        return obj.layout is torch.sparse_coo or obj.layout in COMPRESSED
+    return obj.dtype in DTYPE_NUMBERS or obj.is_quantized
+
+
+def described(objects: Sequence[Any], device_map: Mapping[int, int] | None = None) -> tuple[bytes, list[Any], list[int | None]]:
+    """Describe objects for which ``is_describable`` holds, and name the memory that travels for them.
+
+    Args:
+        device_map: From this rank's CUDA device indices to the receiver's.
+
+    Returns:
+        The table, the parts (contiguous tensors or buffers), and the receiver's device index of each part.
+
+    Raises:
+        ValueError: A tensor on a device that ``device_map`` does not name.
+    """
+    table = inline_table(objects)
+    if table is not None:
+        return b"".join(table), [], []
+    if len(objects) == 1 and _is_whole(objects[0]):
+        # What most messages with large tensors hold.
+        obj = objects[0]
+        flags = WHOLE | REQUIRES_GRAD * obj.requires_grad | PARAMETER * (type(obj) is not Tensor)
+        return COUNTS.pack(1, 1) + _row(DTYPE_NUMBERS[obj.dtype], DENSE, flags, 0, obj.shape), [obj], [None]
+    layout = _Layout(device_map or {})
+    heads: list[Any] = [layout.add(obj) for obj in objects]
+    layout.lay_out()
+    joined = b"".join(_flat(heads, layout.rows))
+    return COUNTS.pack(len(objects), len(layout.parts)) + joined, layout.parts, layout.devices
+
+
+def inline_table(objects: Sequence[Any]) -> list[Any] | None:
+    """Return the table of small whole host tensors that share no memory, as bytes and buffers to be joined at once.
+
+    The buffers are the tensors' own memory. None if any of the objects is another.
+    """
+    if len(objects) == 1:
+        pieces: list[Any] = [_ONE]
+        return pieces if _add_inline_row(objects[0], pieces) else None
+    pieces = [COUNTS.pack(len(objects), 0)]
+    for obj in objects:
+        if not _add_inline_row(obj, pieces):
+            return None
+    return None if _overlap(objects) else pieces
+
+
+def _is_whole(obj: Any) -> bool:
+    return (
+        isinstance(obj, Tensor)
+        and obj.is_cpu
+        and obj.layout is _STRIDED
+        and obj.dtype in DTYPE_NUMBERS
+        and obj.is_contiguous()
+        and not (obj.is_neg() or obj.is_conj())
+    )
+
+
+def _add_inline_row(obj: Any, pieces: list[Any]) -> bool:
+    kind = type(obj)
+    if (kind is not Tensor and kind is not Parameter) or not obj.is_cpu or obj.layout is not _STRIDED:
+        return False
+    key = obj.dtype, obj.shape, kind, obj.requires_grad
+    found = _heads.get(key)
+    head, nbytes = _head_of(*key) if found is None else found
+    if head is None or not obj.is_contiguous() or obj.is_neg() or obj.__dict__ or (nbytes < 0 and obj.is_conj()):
+        return False
+    pieces.append(head)
+    if nbytes:
+        # Not numpy(): a tensor whose memory it has seen cannot be resized any more.
+        pieces.append(_memory(obj.data_ptr(), abs(nbytes)))
+    return True
+
+
+def _head_of(dtype: torch.dtype, shape: torch.Size, kind: type, requires_grad: bool) -> tuple[bytes | None, int]:
+    """Return what stands before an inline row's elements, None if it cannot be one, and their bytes, negative if complex."""
+    number = DTYPE_NUMBERS.get(dtype)
+    nbytes = shape.numel() * dtype.itemsize
+    head = None
+    if number is not None and nbytes <= INLINE_BYTES and len(shape) < 256:
+        flags = INLINE | WHOLE | REQUIRES_GRAD * requires_grad | PARAMETER * (kind is not Tensor)
+        head = _row(number, DENSE, flags, 0, shape)
+    if len(_heads) >= _MOST_HEADS:
+        _heads.clear()
+    found = _heads[dtype, shape, kind, requires_grad] = head, -nbytes if dtype.is_complex else nbytes
+    return found
+
+
+def _overlap(objects: Iterable[Any]) -> bool:
+    """Say whether two dense host tensors share memory."""
+    spans = sorted(_span(obj) for obj in objects if isinstance(obj, Tensor) and obj.layout is torch.strided and obj.is_cpu)
+    reach = -1
+    for low, high in spans:
+        if low < reach and high > low:
+            return True
+        reach = max(reach, high)
+    return False
+
+
+class _Layout:
+    """The memory of objects that do not stand in their rows."""
+
+    def __init__(self, device_map: Mapping[int, int]) -> None:
+        self.parts: list[Any] = []
+        self.devices: list[int | None] = []
+        self.rows: list[bytes] = []  # of the dense tensors
+        self._device_map = device_map
+        self._tensors: list[tuple[Tensor, int]] = []  # (resolved, flags)
+
+    def add(self, obj: Any) -> Any:
+        """Take an object up; return its row, or a tuple of what its row consists of: bytes, and places in ``rows``."""
+        if type(obj) is np.ndarray or type(obj) is bytearray:
+            return self._add_array(obj)
+        flags = REQUIRES_GRAD * obj.requires_grad | PARAMETER * (type(obj) is not Tensor)
+        if obj.layout is torch.strided and not obj.is_quantized:
+            self._tensors.append((_resolved(obj), flags))
+            return len(self._tensors) - 1
+        plain, shape = obj.detach(), tuple(obj.shape)
+        if obj.layout is torch.sparse_coo:
+            head = _row(DTYPE_NUMBERS[obj.dtype], COO, flags | COALESCED * obj.is_coalesced(), 0, shape)
+            return head, self.add(plain._indices()), self.add(plain._values())
+        if obj.layout in COMPRESSED:
+            by_row = obj.layout in BY_ROW
+            compressed = plain.crow_indices() if by_row else plain.ccol_indices()
+            indices = plain.col_indices() if by_row else plain.row_indices()
+            head = _row(DTYPE_NUMBERS[obj.dtype], COMPRESSED[obj.layout], flags, 0, shape)
+            return head, self.add(compressed), self.add(indices), self.add(plain.values())
+        if obj.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            head = _row(0, PER_TENSOR, flags, 0, shape) + SCALE.pack(obj.q_scale(), obj.q_zero_point())
+            return head, self.add(obj.int_repr())
+        head = _row(0, PER_CHANNEL, flags, 0, shape) + OFFSET.pack(obj.q_per_channel_axis())
+        scales, zeros = obj.q_per_channel_scales(), obj.q_per_channel_zero_points()
+        return head, self.add(obj.int_repr()), self.add(scales), self.add(zeros)
+
+    def _add_array(self, obj: Any) -> bytes:
+        if type(obj) is bytearray:
+            self.parts.append(bytes(obj))  # a view would keep the caller from resizing it until MPI's send is tested
+        else:
+            self.parts.append(obj.reshape(-1).view(np.uint8).data if obj.size else b"")
+        self.devices.append(None)
+        if type(obj) is bytearray:
+            return _row(0, BYTEARRAY, 0, len(self.parts) - 1, ())
+        return _row(ARRAY_NUMBERS[obj.dtype], ARRAY, 0, len(self.parts) - 1, obj.shape)
+
+    def lay_out(self) -> None:
+        """Say which memory travels for the dense tensors, and write their rows."""
+        self.rows = [b""] * len(self._tensors)
+        for members in _clusters([tensor for tensor, _ in self._tensors]):
+            first, flags = self._tensors[members[0]]
+            low, high = _span(first)
+            if len(members) == 1:
+                if high - low > 2 * first.nbytes + _WASTE_BYTES:
+                    first = first.contiguous()  # scattered: what lies between need not travel
+                    low, high = _span(first)
+                if first.is_contiguous():
+                    number = DTYPE_NUMBERS[first.dtype]
+                    self.rows[members[0]] = _row(number, DENSE, flags | WHOLE, len(self.parts), first.shape)
+                    self._add_memory(first, low, high)
+                    continue
+            for place in members[1:]:
+                span = _span(self._tensors[place][0])
+                low, high = min(low, span[0]), max(high, span[1])
+            low -= (low - first.untyped_storage().data_ptr()) % 16  # whole elements of any type: complex128 is the widest
+            for place in members:
+                tensor, flags = self._tensors[place]
+                offset = (tensor.data_ptr() - low) // tensor.element_size() if tensor.numel() else 0
+                head = _row(DTYPE_NUMBERS[tensor.dtype], DENSE, flags, len(self.parts), tensor.shape)
+                self.rows[place] = head + OFFSET.pack(offset) + struct.pack(f"<{tensor.dim()}q", *tensor.stride())
+            self._add_memory(first, low, high)
+
+    def _add_memory(self, tensor: Tensor, low: int, high: int) -> None:
+        if tensor.nbytes == high - low and tensor.is_contiguous():
+            self.parts.append(tensor)
+        else:
+            storage = tensor.untyped_storage()
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            self.parts.append(flat.set_(storage, low - storage.data_ptr(), (high - low,), (1,)))
+        if tensor.is_cpu:
+            self.devices.append(None)
+            return
+        index = tensor.device.index
+        if index not in self._device_map:
+            raise ValueError(
+                f"a tensor on {tensor.device} cannot be sent: the device map for this worker names "
+                f"{sorted(self._device_map) or 'no device'}; set it with RpcBackendOptions.set_device_map, or send tensor.cpu()"
+            )
+        self.devices.append(self._device_map[index])
+
+
+def _flat(heads: Iterable[Any], rows: Sequence[bytes]) -> Iterable[bytes]:
+    for head in heads:
+        if type(head) is bytes:
+            yield head
+        elif type(head) is int:
+            yield rows[head]
+        else:
+            yield from _flat(head, rows)
+
+
+def _row(number: int, form: int, flags: int, part: int, shape: Sequence[int]) -> bytes:
+    return ROW.pack(number, form, flags, len(shape), part) + struct.pack(f"<{len(shape)}q", *shape)
+
+
+def _resolved(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses between which the tensor's elements lie."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
+    return start, start + (reach + 1) * tensor.element_size()
+
+
+def _clusters(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Group tensors of one storage whose spans overlap or adjoin, in the order of their first members."""
+    if len(tensors) == 1:
+        return [[0]]
+    order = sorted(range(len(tensors)), key=lambda place: (tensors[place].device.index or -1, *_span(tensors[place])))
+    clusters: list[list[int]] = []
+    reach, owner = -1, None
+    for place in order:
+        tensor = tensors[place]
+        low, high = _span(tensor)
+        storage = (tensor.device, tensor.untyped_storage().data_ptr())
+        if clusters and storage == owner and low <= reach and tensor.numel():
+            clusters[-1].append(place)
+            reach = max(reach, high)
+        else:
+            clusters.append([place])
+            reach, owner = high, storage
+    return sorted(map(sorted, clusters))

@@ -1,0 +1,221 @@
+"""Outgoing requests of one worker: pending table, deadlines, waiting threads, and failures."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpidist.comm.incoming import Incoming
+from mpidist.errors import MpidistError, RankFailureError
+from mpidist.rpc import callee, codec, interceptor, remote_error
+from mpidist.rpc.call import AsyncCall, Call, RpcFuture
+from mpidist.rpc.codec import EMPTY, Content
+from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
+from mpidist.rpc.message import Kind
+from mpidist.rpc.options import seconds
+from mpidist.rpc.pending import PendingCalls
+from mpidist.rpc.polling import NOTHING_LEFT, Polling
+from mpidist.rpc.wire import Wire
+from mpidist.rpc.worker import Workers
+
+_EXCEPTION = int(Kind.EXCEPTION)
+
+
+class Calls(PendingCalls):
+    """Requests under way, by number. Thread-safe: whoever takes a call out completes it.
+
+    Args:
+        rpc_timeout: Seconds for calls that name none; 0 for no timeout.
+        devices: Of futures.
+        unpickler: The class that reads exceptions.
+        drop: Lets go of an answer that came too late.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        wire: Wire,
+        polling: Polling,
+        rpc_timeout: float,
+        devices: Sequence[Any],
+        unpickler: Any,
+        drop: Callable[[Incoming], None],
+    ) -> None:
+        super().__init__()
+        self.rpc_timeout = rpc_timeout
+        self.started = 0  # a number about that of the calls so far; it changes with each
+        self.is_stopped = False
+        self.stop_reason = "RPC was shut down"
+        self._workers = workers
+        self._wire = wire
+        self._polling = polling
+        self._devices = list(devices)
+        self._unpickler = unpickler
+        self._drop = drop
+        self._post = wire.post
+        self._numbers = itertools.count(1)
+
+    # Calls of functions.
+
+    def invoke(self, to: int, function: Any, args: Any, kwargs: Any, timeout: float) -> Any:
+        """Call a function on a worker and return its result.
+
+        Blocks: until it is there, at most the timeout.
+        """
+        kind, name = callee.named(function)
+        content = codec.encoded_function(function, name, args, kwargs)
+        call = Call(to, (name, function), self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout))
+        self.start(call, kind, name, content)
+        self._polling.wait(call)
+        return self.result(call)
+
+    def invoke_async(self, to: int, function: Any, args: Any, kwargs: Any, timeout: float) -> RpcFuture:
+        """Call a function on a worker and return a future of its result."""
+        kind, name = callee.named(function)
+        content = codec.encoded_function(function, name, args, kwargs)
+        timeout_s = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
+        call = AsyncCall(to, (name, function), timeout_s, self._result_of)
+        future = RpcFuture(self.wait, call, self._devices)
+        self.start(call, kind, name, content)
+        self._polling.help()
+        return future
+
+    def request(self, to: int, kind: int, prefix: bytes, obj: Any, timeout: float, what: str) -> Any:
+        """Send a request that is no call of a function, and return what answers it.
+
+        Blocks: until it is there, at most the timeout.
+        """
+        content = codec.encoded(obj) if obj is not None else EMPTY
+        call = Call(to, what, self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout))
+        self.start(call, kind, prefix, content)
+        return self.result(call)
+
+    def start(self, call: Call, kind: int, prefix: bytes, content: Content) -> None:
+        """Register a call and send its request; a worker that has left fails the call.
+
+        Raises:
+            MpidistError: RPC was shut down.
+            Exception: The request cannot be sent; the call is not registered then.
+        """
+        if self.is_stopped:
+            raise MpidistError(f"{self.stop_reason}; {_text(call, self._workers)} cannot be sent")
+        to = call.to
+        left = self._workers.left
+        if left and to in left:
+            self._act(call.failed(_has_left(call, self._workers)))
+            return
+        self.started = call.sequence = sequence = next(self._numbers)
+        self._pending[sequence] = call
+        if call.deadline < self._next_deadline:
+            self._next_deadline = call.deadline
+        try:
+            engine = interceptor.engine
+            self._post(to, kind, sequence, 0 if engine is None else engine.current_context(), prefix, content)
+        except BaseException:
+            self._pending.pop(sequence, None)
+            raise
+        # It may have left, or been shut down, between the look above and the registration.
+        if (left or self.is_stopped) and (to in left or self.is_stopped) and self._pending.pop(sequence, None) is not None:
+            error = (
+                MpidistError(f"{self.stop_reason}; {_text(call, self._workers)}")
+                if self.is_stopped
+                else _has_left(call, self._workers)
+            )
+            self._act(call.failed(error))
+
+    # Waiting.
+
+    def wait(self, call: Call) -> None:
+        """Wait until a call is done; at its deadline it is done with an error."""
+        self._polling.wait(call)
+        while not call.done:
+            if self.has_expired():
+                self.expire()
+            if not call.done:
+                if self.is_stopped and self._pending.pop(call.sequence, None) is not None:
+                    self._act(call.failed(MpidistError(f"{self.stop_reason} before {_text(call, self._workers)} was answered")))
+                call.park(0.01)  # another thread is completing it
+
+    def result(self, call: Call) -> Any:
+        """Wait for a call without a future; return what its answer holds, or raise it."""
+        if not call.done:
+            self.wait(call)
+        return self._result_of(call)
+
+    def _result_of(self, call: Call) -> Any:
+        if call.error is not None:
+            raise call.error
+        incoming = call.incoming
+        if incoming.kind == _EXCEPTION:
+            raise self.error_of(call)
+        return self._wire.decode_answer(incoming)
+
+    def error_of(self, call: Call) -> BaseException:
+        """Return what a call raised on the other worker."""
+        description = self._wire.decode_answer(call.incoming)
+        return remote_error.rebuilt(description, self._workers.infos[call.to], self._unpickler)
+
+    # On the polling thread.
+
+    def answered(self, incoming: Incoming) -> Any:
+        """Take an answer; return the action that is left to do."""
+        call = self._pending.pop(incoming.sequence, None)
+        if call is None:  # it has timed out
+            self._drop(incoming)
+            return NOTHING_LEFT
+        if type(call) is not Call:
+            return call.answered(incoming) or NOTHING_LEFT
+        call.incoming = incoming
+        call.done = True
+        if call.latches:
+            call.wake()
+        return NOTHING_LEFT
+
+    def fail_to(self, rank: int) -> None:
+        """Fail the calls to a worker that answers no more."""
+        for call in self._taken(lambda call: call.to == rank):
+            self._act(call.failed(_has_left(call, self._workers)))
+
+    def stop(self) -> None:
+        """Fail all calls; none can be started any more."""
+        self.is_stopped = True
+        for call in self._taken(lambda call: True):
+            self._act(call.failed(MpidistError(f"{_text(call, self._workers)}: {self.stop_reason} on this worker")))
+
+    def fail(self, sequence: int, error: BaseException) -> None:
+        """Fail a call by its number; nothing if it is done."""
+        call = self._pending.pop(sequence, None)
+        if call is not None:
+            self._act(call.failed(error))
+
+    def expire(self) -> None:
+        """Fail the calls that are too late."""
+        for call in self._taken_expired():
+            self._act(call.failed(call.timed_out(_text(call, self._workers))))
+
+    def _act(self, action: Any) -> None:
+        if action is None:
+            return
+        if action.may_block and not self.is_stopped:
+            self._polling.pool.submit(action)
+        else:
+            action.run()
+
+
+def _text(call: Call, workers: Workers) -> str:
+    """Return what messages to users call a call."""
+    what = call.what
+    if type(what) is str:
+        return what
+    name, function, *before = what
+    text = "".join(before) + (callee.text_of(name) or getattr(function, "__qualname__", None) or repr(function))
+    return f"{text} on {workers.infos[call.to].name}"
+
+
+def _has_left(call: Call, workers: Workers) -> MpidistError:
+    return RankFailureError(
+        f"{_text(call, workers)}: {workers.infos[call.to].name} has left RPC (shutdown without graceful, the end of its program, "
+        "or its death)",
+        (workers.world_ranks[call.to],),
+    )

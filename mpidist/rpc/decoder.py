@@ -1,0 +1,125 @@
+"""Decoding of arguments and results: the way back of ``codec``."""
+
+from __future__ import annotations
+
+import marshal
+import pickle
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpidist.comm import tensor_rebuild
+from mpidist.errors import FrameError
+from mpidist.rpc import pickles
+from mpidist.rpc.codec import COUNT, KEYWORDS, LONE_ARGUMENT, LONE_MARK, PICKLED, SLOTS, TABLE, Tensor
+from mpidist.rpc.plain_data import MARK, Filling
+
+
+def decode(
+    flags: int,
+    body: Any,
+    place: int,
+    parts: Sequence[Any],
+    references: Sequence[Any] = (),
+    attach: Callable[[list[Any]], list[Any]] | None = None,
+    unpickler: Callable[..., Any] = pickle.Unpickler,
+) -> Any:
+    """Rebuild what ``Content.body`` has written; tensors and arrays own the memory that they came in.
+
+    Args:
+        body: A ``bytearray``, or a view of one, which ends where the content does.
+        place: Where the content begins in it.
+        parts: In their order.
+        references: Those that came, already made.
+        attach: Gets all tensors and returns those that take their places: distributed autograd's seam.
+        unpickler: The class that reads pickles.
+
+    Returns:
+        Of a call (args, kwargs), as a tuple and a dict; for ``KEYWORDS`` see ``arguments``.
+
+    Raises:
+        FrameError: Tables that do not fit what has arrived.
+        Exception: What unpickling raises.
+    """
+    objects: list[Any] = []
+    used = 0
+    if flags & TABLE:
+        objects, used, place = tensor_rebuild.read(body, place, parts)
+        if attach is not None:
+            objects = _attached(objects, attach)
+    numbers: Any = None
+    if flags & SLOTS:
+        numbers, place = _slots(body, place)
+    if flags & PICKLED:
+        return pickles.loads(body[place:], objects, references, parts[used:], unpickler)
+    met = [*references, *objects] if references else objects
+    if numbers is not None:
+        met = _chosen(met, numbers)
+    rest = body[place:]
+    if len(met) == 1:
+        if rest == LONE_MARK:
+            return met[0]
+        if rest == LONE_ARGUMENT:
+            return (met[0],)
+    try:
+        data = marshal.loads(rest)
+    except (ValueError, EOFError, TypeError) as error:
+        raise FrameError(f"{len(body) - place} bytes are no data: {error}") from error
+    if not met:
+        return data
+    if type(data) is tuple and data.count(MARK) == len(met):
+        following = iter(met)
+        return tuple([next(following) if item is MARK else item for item in data])
+    return _filled(data, met)
+
+
+def _chosen(met: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
+    try:
+        return [met[number] for number in numbers]
+    except IndexError as error:
+        raise FrameError(f"slots beyond the {len(met)} objects that came with them") from error
+
+
+def _filled(data: Any, met: Sequence[Any]) -> Any:
+    following = iter(met)
+    try:
+        made = next(following) if data is MARK else Filling(following).filled(data)
+    except StopIteration as error:
+        raise FrameError(f"{len(met)} slots do not fit the data that came with them") from error
+    if next(following, MARK) is not MARK:
+        raise FrameError(f"{len(met)} slots do not fit the data that came with them")
+    return made
+
+
+def _attached(objects: list[Any], attach: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    tensors = [obj for obj in objects if isinstance(obj, Tensor)]
+    if not tensors:
+        return objects
+    following = iter(attach(tensors))
+    return [next(following) if isinstance(obj, Tensor) else obj for obj in objects]
+
+
+def _slots(body: Any, place: int) -> tuple[array[int], int]:
+    numbers = array("I")
+    try:
+        (count,) = COUNT.unpack_from(body, place)
+        end = place + COUNT.size + numbers.itemsize * count
+        if end > len(body):
+            raise FrameError(f"{count} slots announced, cut off after {len(body)} bytes")
+    except struct.error as error:
+        raise FrameError("slots announced, and cut off") from error
+    numbers.frombytes(memoryview(body)[place + COUNT.size : end])
+    return numbers, end
+
+
+def arguments(flags: int, data: Any) -> tuple[Any, Any]:
+    """Return the args and kwargs of a decoded call."""
+    if flags & PICKLED:
+        args, kwargs = data
+        return args, kwargs
+    if not flags & KEYWORDS:
+        return data, {}
+    names = data[0]
+    first = len(data) - len(names)
+    return data[1:first], dict(zip(names, data[first:], strict=True))

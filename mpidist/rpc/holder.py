@@ -1,0 +1,92 @@
+"""Holder of a remote value: its place in the protocol of ``rref_store``, from its making to its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpidist.errors import RRefError
+from mpidist.rpc import current
+from mpidist.rpc.pickles import Reference
+from mpidist.rpc.references import Creation
+from mpidist.rpc.rref_store import Entry, id_parts
+from mpidist.rpc.worker import WorkerInfo
+
+if TYPE_CHECKING:
+    from mpidist.rpc.agent import Agent
+
+_LOST = (
+    "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist: "
+    "{what}; give remote() a longer timeout (0 for none)"
+)
+
+
+class Holder(Reference):
+    """The base of ``RRef``: what a reference is to the agents. ``_set_up`` makes it one."""
+
+    def _set_up(
+        self, agent: Agent, owner: WorkerInfo, reference: int, fork: int | None, entry: Entry | None, creation: Creation | None
+    ) -> None:
+        self._agent = agent
+        self._owner = owner
+        self._reference = reference
+        self._fork = fork
+        self._entry = entry
+        self._creation = creation
+        self._type: Any = None  # a future
+        self._deleted = False
+        if fork is not None:
+            agent.references.hold(fork, self)
+
+    def require_shareable(self) -> None:
+        """Raise what keeps this reference from being passed on."""
+        if self._deleted:
+            raise RRefError(f"{self!r} was deleted. Cannot call fork an UserRRef after deletion.")
+        self._require_made()
+        if self._agent is not current.agent:
+            raise RRefError(f"{self!r} is of an earlier init_rpc and cannot be passed on")
+
+    def fork(self, to: int) -> tuple[int, int, int]:
+        """Count a new holder on rank ``to``."""
+        agent = self._agent
+        references = agent.references
+        fork = references.store.make_id()
+        if self._entry is not None:
+            references.store.keep(self._entry, fork)
+        elif self._owner.id != to:
+            references.announce(self._owner.id, ((self._reference, fork),))
+        return self._reference, fork, self._owner.id
+
+    def delete(self) -> None:
+        """Tell the owner that this holder is gone; the reference cannot be used any more. Again does nothing."""
+        fork = self._fork
+        if fork is not None and not self._deleted:
+            self._deleted = True
+            self._agent.references.queue_delete(self._owner.id, self._reference, fork)
+
+    def __del__(self) -> None:
+        # A finalizer runs anywhere, within MPI's calls, too: it only puts down what others send.
+        if getattr(self, "_fork", None) is not None:
+            self.delete()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._deleted:
+            raise RRefError(f"{self!r} was deleted. Cannot call fork an UserRRef after deletion.")
+        raise RRefError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
+
+    def __repr__(self) -> str:
+        if self._fork is None:
+            return f"OwnerRRef({unique(self._reference)})"
+        return f"UserRRef(RRefId = {unique(self._reference)}, ForkId = {unique(self._fork)})"
+
+    __str__ = __repr__
+
+    def _require_made(self) -> None:
+        creation = self._creation
+        if creation is not None and creation.is_lost:
+            raise RRefError(_LOST.format(what=creation.error))
+
+
+def unique(identity: int) -> str:
+    """Return an id as torch writes it."""
+    rank, number = id_parts(identity)
+    return f"GloballyUniqueId(created_on={rank}, local_id={number})"

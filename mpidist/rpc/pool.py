@@ -1,0 +1,190 @@
+"""Thread pool of one agent: runs actions, at most so many that may block at once, and lends threads to ``polling``."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from mpidist.comm import runtime
+
+
+class Action(Protocol):
+    """Work that a message asks for.
+
+    Attributes:
+        may_block: It runs users' code.
+        lane: ``HANDLERS``, or ``CALLBACKS`` for the end of a call of this worker.
+    """
+
+    may_block: Any
+    lane: int
+
+    def run(self) -> None:
+        """Do it."""
+
+
+# Handlers may wait for the end of calls of their own: those must not wait for handlers.
+HANDLERS, CALLBACKS = 0, 1
+
+
+class Task:
+    """An action made of a function."""
+
+    __slots__ = ("may_block", "run")
+
+    lane = HANDLERS
+
+    def __init__(self, run: Callable[[], Any], may_block: bool = True) -> None:
+        self.run = run
+        self.may_block = may_block
+
+
+class Turn:
+    """A pool thread's claim to poll.
+
+    Attributes:
+        acting: The number of the action that it runs as the leader; 0 while it polls.
+        is_counted: Its action counts among those that run.
+        lane: The action's.
+    """
+
+    __slots__ = ("acting", "is_counted", "lane")
+
+    is_pools = True  # a thread that waits for an answer may take over
+
+    def __init__(self) -> None:
+        self.acting = 0
+        self.is_counted = False
+        self.lane = HANDLERS
+
+
+class _Here(threading.local):
+    turn: Turn | None = None  # of a thread of the pool
+
+
+here = _Here()
+_FOLLOW = Task(lambda: None)  # given to a thread that is to follow and lead
+
+
+class Pool:
+    """Threads, made when there is work and none is idle; they live until ``stop``.
+
+    Args:
+        limit: The number of actions of each lane that run at once. Those that wait for an answer do not count.
+        name: For the threads' names.
+        follow: The body of a thread that is to follow and lead, with its turn; returns when others do.
+    """
+
+    def __init__(self, limit: int, name: str, follow: Callable[[Turn], None]) -> None:
+        self._limit = limit
+        self._name = name
+        self._follow = follow
+        self._lock = threading.Lock()  # guards the next four
+        self._running = [0, 0]  # by lane
+        self._backlog: tuple[deque[Action], deque[Action]] = (deque(), deque())  # actions beyond the limit
+        self._idle = 0  # threads that wait for the queue, less the items in it
+        self._threads: list[threading.Thread] = []
+        self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
+        self._numbers = itertools.count()
+        self._is_stopping = False
+
+    def submit(self, action: Action) -> None:
+        """Have a thread run an action; beyond the limit, when another has ended."""
+        lane = action.lane
+        with self._lock:
+            if self._running[lane] >= self._limit:
+                self._backlog[lane].append(action)
+                return
+            self._running[lane] += 1
+        self._give(action)
+
+    def submit_follower(self) -> None:
+        """Have a thread follow and lead."""
+        self._give(_FOLLOW)
+
+    def is_full(self) -> bool:
+        """Say whether as many handlers run as may."""
+        return self._running[HANDLERS] >= self._limit
+
+    def enter(self, turn: Turn) -> None:
+        """Count the action that a thread runs, from now on."""
+        with self._lock:
+            self._running[turn.lane] += 1
+            turn.is_counted = True
+
+    def leave(self, turn: Turn) -> None:
+        """Count it no more: it has ended, or waits for an answer and must not keep others from running. Again does nothing."""
+        with self._lock:
+            if not turn.is_counted:
+                return
+            turn.is_counted = False
+            backlog, lane = self._backlog[turn.lane], turn.lane
+            self._running[lane] -= 1
+            if not backlog or self._running[lane] >= self._limit:
+                return
+            self._running[lane] += 1
+            action = backlog.popleft()
+        self._give(action)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return the number of threads, of those without work, and of actions that wait or run."""
+        with self._lock:
+            return len(self._threads), max(self._idle, 0), sum(self._running) + sum(map(len, self._backlog))
+
+    def stop(self, timeout_s: float, wake: Callable[[], None]) -> bool:
+        """Let the threads end; say whether all did. Those in users' code end after it.
+
+        Args:
+            wake: Wakes a thread that follows.
+        """
+        with self._lock:
+            self._is_stopping = True  # no thread starts from here on
+        deadline = time.monotonic() + timeout_s
+        # Again until all have ended: a thread may take another's wake-up.
+        while alive := [one for one in self._threads if one.is_alive() and one is not threading.current_thread()]:
+            for _ in alive:
+                wake()
+                self._queue.put(None)
+            if time.monotonic() > deadline:
+                return False
+            alive[0].join(min(0.1, timeout_s))
+        return True
+
+    def _give(self, action: Action) -> None:
+        with self._lock:
+            self._idle -= 1
+            needs_thread = self._idle < 0
+            self._idle += needs_thread
+        # By the queue, also to a new thread: a thread keeps the arguments of its body alive until it ends.
+        self._queue.put(action)
+        if needs_thread:
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        name = f"mpidist-{self._name}-{next(self._numbers)}"
+        thread = threading.Thread(target=runtime.guard_thread(self._live), name=name, daemon=True)
+        with self._lock:
+            if not self._is_stopping:
+                self._threads.append(thread)
+                thread.start()
+
+    def _live(self) -> None:
+        """Run one action after the other; the body of all threads."""
+        turn = here.turn = Turn()
+        while (action := self._queue.get()) is not None and not self._is_stopping:
+            if action is _FOLLOW:
+                turn.lane = HANDLERS
+                self._follow(turn)
+            else:
+                turn.lane, turn.is_counted = action.lane, True
+                action.run()
+            del action  # its arguments end with it, not with the next action
+            with self._lock:
+                self._idle += 1
+            if turn.is_counted:
+                self.leave(turn)

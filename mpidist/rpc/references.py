@@ -1,0 +1,243 @@
+"""Remote references of one worker: values that others hold, holders that are gone, and calls of ``remote``."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mpidist.errors import CommTimeout
+from mpidist.rpc import callee, codec, message
+from mpidist.rpc.call import Call
+from mpidist.rpc.calls import Calls
+from mpidist.rpc.message import PAIR, TO_REMOTE, Kind
+from mpidist.rpc.polling import Polling
+from mpidist.rpc.rref_store import Entry, RRefStore
+from mpidist.rpc.wire import Wire
+from mpidist.rpc.worker import Workers
+
+_EXCEPTION = int(Kind.EXCEPTION)
+_MOST_PAIRS = 1000  # of (reference, fork) in one message
+
+
+_telling = threading.RLock()  # guards which thread reads a creation's answer, and completes its future
+
+
+class Creation(Call):
+    """A call of ``remote``: nobody waits for its answer, which says whether the value was made.
+
+    Args:
+        error_of: Decodes an exception.
+        settled: Called once, on the polling thread.
+    """
+
+    __slots__ = ("_error_of", "_future", "_settled", "_untold")
+
+    def __init__(
+        self, to: int, what: Any, timeout_s: float, error_of: Callable[[Call], BaseException], settled: Callable[[], None] | None
+    ) -> None:
+        super().__init__(to, what, timeout_s)
+        self._error_of = error_of
+        self._settled = settled
+        self._future: torch.futures.Future[Any] | None = None
+        self._untold: torch.futures.Future[Any] | None = None  # the same, until a thread completes it
+
+    may_block = True
+    is_creation = True
+
+    @property
+    def is_lost(self) -> bool:
+        """Say whether the owner was too late: nobody knows whether the value exists."""
+        return isinstance(self.error, CommTimeout)
+
+    def answered(self, incoming: Any) -> Any:
+        """See ``Call``."""
+        if incoming.kind == _EXCEPTION:
+            self.incoming = incoming
+        return self._end()
+
+    def failed(self, error: BaseException) -> Any:
+        """See ``Call``."""
+        self.error = error
+        return self._end()
+
+    def _end(self) -> Any:
+        settled, self._settled = self._settled, None
+        if settled is not None:
+            settled()
+        self.finish()
+        return self if self._future is not None else None
+
+    def reason(self) -> BaseException | None:
+        """Return the error on the way or on the owner, once it is done; None for success."""
+        with _telling:
+            if self.incoming is not None and self.error is None:
+                self.error = self._error_of(self)
+                self.incoming = None
+            return self.error
+
+    def future(self) -> torch.futures.Future[Any]:
+        """Return a future that is complete when the owner has answered."""
+        with _telling:
+            if self._future is None:
+                self._untold = self._future = torch.futures.Future()
+        if self.done:
+            self.run()
+        return self._future
+
+    def run(self) -> None:
+        """Complete the future, if no other thread does."""
+        with _telling:
+            future, self._untold = self._untold, None
+            if future is None:
+                return
+            error = self.reason()
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+
+class References:
+    """The references that this worker owns, and those that it holds.
+
+    Args:
+        make: Makes the object of (reference, fork, owner's rank) that a message brought.
+    """
+
+    def __init__(
+        self, workers: Workers, wire: Wire, calls: Calls, polling: Polling, make: Callable[[int, int, int], Any]
+    ) -> None:
+        self.store = RRefStore(workers.me.id)
+        self.deletes: deque[tuple[int, int, int]] = deque()  # (owner, reference, fork) of holders that are gone
+        self._users: dict[int, weakref.ref[Any]] = {}  # other workers' references that are held here, by fork
+        self._workers = workers
+        self._wire = wire
+        self._calls = calls
+        self._polling = polling
+        wire.use_references(make, self.announce)
+
+    # Holders here, of values elsewhere.
+
+    def hold(self, fork: int, holder: Any) -> None:
+        """Note a holder of another worker's value."""
+        self._users[fork] = weakref.ref(holder)
+
+    def queue_delete(self, owner: int, reference: int, fork: int) -> None:
+        """Note that a holder is gone; whoever polls tells the owner. Callable from finalizers."""
+        self._users.pop(fork, None)
+        self.deletes.append((owner, reference, fork))
+
+    def delete_users(self) -> None:
+        """Delete all holders of other workers' values."""
+        for found in list(self._users.values()):
+            holder = found()
+            if holder is not None:
+                holder.delete()
+
+    def flush_deletes(self) -> None:
+        """Tell the owners of the holders that are gone, on the polling thread."""
+        pairs: dict[int, list[tuple[int, int]]] = {}
+        while self.deletes:
+            owner, reference, fork = self.deletes.popleft()
+            pairs.setdefault(owner, []).append((reference, fork))
+        for owner, gone in pairs.items():
+            if owner == self._workers.me.id:
+                for reference, fork in gone:
+                    self.store.delete_fork(reference, fork)
+            else:
+                self._post_pairs(owner, Kind.RREF_USER_DELETE, gone)
+
+    def announce(self, owner: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Tell an owner of (reference, fork) of new holders, before those hear of it."""
+        self._post_pairs(owner, Kind.RREF_FORK, pairs)
+
+    def _post_pairs(self, owner: int, kind: int, pairs: Sequence[tuple[int, int]]) -> None:
+        if owner in self._workers.left:
+            return
+        for start in range(0, len(pairs), _MOST_PAIRS):
+            header = b"".join([PAIR.pack(*pair) for pair in pairs[start : start + _MOST_PAIRS]])
+            self._wire.post_one_way(owner, kind, header)
+
+    def drop(self, incoming: Any) -> None:
+        """Let the references of an answer go that nobody waits for any more."""
+        for reference, fork, owner in self._wire.references_in(incoming):
+            self.queue_delete(owner, reference, fork)
+
+    # Values here, holders elsewhere; on the polling thread, in the order of messages.
+
+    def count(self, rows: Sequence[message.Kind3]) -> None:
+        """Count the forks of this worker's values that come with a message."""
+        me = self.store.rank
+        for reference, fork, owner in rows:
+            if owner == me:
+                self.store.add_fork(reference, fork)
+
+    def take_forks(self, incoming: Any) -> None:
+        """Count the forks that another worker announces."""
+        words = message.read_words(incoming.data, incoming.start, incoming.end)
+        self.store.add_forks(zip(words[::2], words[1::2], strict=True))
+
+    def take_deletes(self, incoming: Any) -> None:
+        """Forget the forks of holders that are gone."""
+        words = message.read_words(incoming.data, incoming.start, incoming.end)
+        for reference, fork in zip(words[::2], words[1::2], strict=True):
+            self.store.delete_fork(reference, fork)
+
+    def wait_for_entry(self, entry: Entry, timeout_s: float, creation: Creation | None) -> None:
+        """Wait until a value of this worker is there, or its creation is lost.
+
+        Raises:
+            CommTimeout: Not there in time.
+        """
+        what = f"the value of reference {entry.reference:#x}"
+        call = Call(self._workers.me.id, what, timeout_s)
+        entry.when_set(lambda _: call.finish())
+        if creation is not None:
+            creation.future().add_done_callback(lambda future: call.finish() if creation.is_lost and not call.done else None)
+        self._polling.wait(call)
+        if not call.done:
+            raise call.timed_out(what)
+
+    def future_of_entry(self, entry: Entry, function: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        """Return a future of ``function(value)`` of a value of this worker."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+
+        def complete(entry: Entry) -> None:
+            if entry.error is not None:
+                future.set_exception(entry.error)
+            else:
+                future.set_result(function(entry.value))
+
+        entry.when_set(complete)
+        return future
+
+    def create(self, to: int, function: Any, args: Any, kwargs: Any, timeout_s: float) -> tuple[int, int, Entry | None, Creation]:
+        """Call a function on a worker, where its result stays.
+
+        Returns:
+            The reference, the caller's fork, the entry if the worker is this one, and the call.
+        """
+        kind, name = callee.named(function)
+        content = codec.encoded_function(function, name, args, kwargs)
+        store = self.store
+        reference, fork = store.make_id(), store.make_id()
+        entry, settled = None, None
+        if to == self._workers.me.id:
+            entry = store.create(reference, fork)
+
+            def settled() -> None:
+                store.delete_fork(reference, fork)
+
+        creation = Creation(to, (name, function, "remote "), timeout_s, self._calls.error_of, settled)
+        try:
+            self._calls.start(creation, int(kind) + TO_REMOTE, PAIR.pack(reference, fork) + name, content)
+        except BaseException:
+            if settled is not None:
+                settled()
+            raise
+        return reference, fork, entry, creation

@@ -1,0 +1,242 @@
+"""Incoming requests, one object each: decoding, the function's run, and the answer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from mpidist.comm.incoming import Incoming
+from mpidist.errors import MpidistError
+from mpidist.rpc import callee, codec, decoder, functions, interceptor, message, remote_error
+from mpidist.rpc.allowed import Allowed
+from mpidist.rpc.codec import EMPTY, KEYWORDS, PICKLED
+from mpidist.rpc.inline_policy import InlinePolicy
+from mpidist.rpc.message import PAIR, Kind
+from mpidist.rpc.polling import Polling
+from mpidist.rpc.pool import HANDLERS, Task
+from mpidist.rpc.references import References
+from mpidist.rpc.rref_store import Entry
+from mpidist.rpc.wire import Wire
+from mpidist.rpc.worker import Workers
+
+logger = logging.getLogger("mpidist.rpc")
+
+_METHOD = b"mpidist.rpc.proxy:call_method"
+_REMOTE, _RESULT = int(Kind.REMOTE_PYTHON), int(Kind.RESULT)  # an enumeration's attribute costs as much as a comparison
+
+
+class Server(Protocol):
+    """The agent, as requests need it."""
+
+    workers: Workers
+    wire: Wire
+    references: References
+    polling: Polling
+    policy: InlinePolicy
+    allowed: Allowed | None
+    gil_waits: list[float] | None
+
+
+class Request:
+    """A call; as an action it runs the function, and answers with its result."""
+
+    __slots__ = ("_agent", "_incoming")
+
+    may_block = True
+    lane = HANDLERS
+
+    def __init__(self, agent: Server, incoming: Incoming) -> None:
+        self._agent = agent
+        self._incoming = incoming
+
+    def run(self) -> None:
+        """Decode the call and run it: inline, or on another thread if it may take long."""
+        agent, incoming = self._agent, self._incoming
+        args: Any = ()
+        kwargs: Any = {}
+        try:
+            flags, kind = incoming.flags, incoming.kind
+            place = incoming.start
+            if kind >= _REMOTE:
+                place += PAIR.size
+                kind -= message.TO_REMOTE
+            key, place = message.read_name(incoming.data, place, incoming.end)
+            try:
+                function = callee.found(kind, key, agent.allowed) if key else None
+            except BaseException:
+                agent.references.drop(incoming)  # its arguments are not read
+                raise
+            data = agent.wire.decode(incoming, place, False) if flags or place != incoming.end else None
+            if function is None:
+                function, args, kwargs, key = self._pickled(data)
+            elif data is not None:
+                args, kwargs = (data, kwargs) if not flags & (PICKLED | KEYWORDS) else decoder.arguments(flags, data)
+                if key == _METHOD:
+                    key = args[1]
+        except BaseException as error:
+            self._log(error)
+            self.fail(error)
+            return
+        polling = agent.polling
+        if agent.policy.is_quick(key) or not polling.is_leading():
+            self._call(function, args, kwargs, key)
+        else:
+            polling.pool.submit(Task(partial(self._call, function, args, kwargs, key)))
+
+    def _pickled(self, data: Any) -> tuple[Any, Any, Any, Any]:
+        function, args, kwargs = data
+        if self._agent.allowed is not None:
+            self._agent.allowed.require_callable(function)
+        name = getattr(function, "__qualname__", None)
+        return function, args, kwargs, name if type(name) is str else type(function)
+
+    def _call(self, function: Any, args: Any, kwargs: Any, key: Any) -> None:
+        agent, incoming = self._agent, self._incoming
+        if agent.gil_waits is not None:
+            _measure_lock(agent.gil_waits)
+        engine = interceptor.engine if incoming.context else None
+        start = time.monotonic()
+        try:
+            if engine is None:
+                result = function(*args, **kwargs)
+            else:
+                with engine.entering(incoming.context, incoming.source, False):
+                    result = function(*args, **kwargs)
+            if hasattr(function, functions.MARK):
+                result = functions.later(function, result)
+        except BaseException as error:
+            self._log(error)
+            self.fail(error)
+            return
+        finally:
+            agent.policy.note(key, time.monotonic() - start)
+        if type(result) is functions.Later:
+            result.future.add_done_callback(self._finish)
+        else:
+            self.succeed(result)
+
+    def _finish(self, future: Any) -> None:
+        try:
+            value = future.value()
+        except BaseException as error:
+            self.fail(error)
+        else:
+            self.succeed(value)
+
+    def succeed(self, value: Any) -> None:
+        """Answer with a result; with the reason if it cannot be sent."""
+        incoming = self._incoming
+        try:
+            content = codec.encoded(value)
+            self._agent.wire.answer(incoming.source, _RESULT, incoming.sequence, incoming.context, content)
+        except BaseException as error:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with an exception. Never raises: this request alone may suffer from it."""
+        try:
+            self._answer(Kind.EXCEPTION, codec.encoded(remote_error.described(error)))
+        except BaseException:
+            logger.exception("%s cannot answer a request of rank %d", self._agent.workers.me, self._incoming.source)
+            self._agent.wire.count_answer()
+
+    def _answer(self, kind: int, content: codec.Content) -> None:
+        incoming = self._incoming
+        self._agent.wire.answer(incoming.source, kind, incoming.sequence, incoming.context, content)
+
+    def _log(self, error: BaseException) -> None:
+        logger.warning("On %s: a function that was called from another worker raised", self._agent.workers.me, exc_info=error)
+
+
+class RemoteRequest(Request):
+    """A call whose result stays here."""
+
+    __slots__ = ("_entry",)
+
+    def __init__(self, agent: Server, incoming: Incoming) -> None:
+        super().__init__(agent, incoming)
+        # Kept from here on: the last holder may be gone before the function has run.
+        reference, fork = message.read_ids(incoming.data, incoming.start, incoming.end, 2)
+        self._entry = agent.references.store.create(reference, fork)
+
+    def succeed(self, value: Any) -> None:
+        """Keep the result, and say so."""
+        if isinstance(value, torch._C.Future):
+            self.fail(MpidistError("Can not pickle torch.futures.Future; mark the function with rpc.functions.async_execution"))
+            return
+        self._entry.set(value)
+        try:
+            self._answer(Kind.REMOTE_DONE, EMPTY)
+        except BaseException as error:
+            super().fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the exception in place of the result, and answer with it."""
+        # Read on this worker, it must not interrupt or end the program either.
+        kept = (
+            error if isinstance(error, Exception) else remote_error.rebuilt(remote_error.described(error), self._agent.workers.me)
+        )
+        self._entry.set(error=kept)
+        super().fail(error)
+
+
+class FetchRequest(Request):
+    """A fetch of a value, which waits for it without a thread."""
+
+    __slots__ = ("_entry",)
+
+    may_block = False
+
+    def __init__(self, agent: Server, incoming: Incoming) -> None:
+        super().__init__(agent, incoming)
+        (reference,) = message.read_ids(incoming.data, incoming.start, incoming.end, 1)
+        self._entry: Entry = agent.references.store.find(reference)
+
+    def when_set(self) -> bool:
+        """Say whether the value is there; if not, this runs on the pool once it is."""
+        if self._entry.is_set:
+            return True
+        pool = self._agent.polling.pool
+        self._entry.when_set(lambda entry: pool.submit(Task(self.run)))
+        return False
+
+    def run(self) -> None:
+        """Answer with the value, or with what its creation raised."""
+        if self._entry.error is not None:
+            self.fail(self._entry.error)
+        else:
+            self.succeed(self._entry.value)
+
+
+class EngineRequest(Request):
+    """A request of a kind of distributed autograd."""
+
+    __slots__ = ()
+
+    def run(self) -> None:
+        """Have the engine handle it; answer with what that returns."""
+        agent, incoming = self._agent, self._incoming
+        try:
+            engine = interceptor.engine
+            if engine is None:
+                raise MpidistError(
+                    f"{agent.workers.me.name} does not handle messages of kind {Kind(incoming.kind).name}: no autograd is in use"
+                )
+            obj = agent.wire.decode(incoming, incoming.start, False)
+            result = engine.handle(incoming.source, incoming.kind, incoming.context, obj)
+        except BaseException as error:
+            self.fail(error)
+        else:
+            self.succeed(result)
+
+
+def _measure_lock(waits: list[float]) -> None:
+    """Give the GIL away, and note how long it takes to come back."""
+    start = time.perf_counter()
+    time.sleep(0)
+    waits.append(time.perf_counter() - start)
+    del waits[:-1000]

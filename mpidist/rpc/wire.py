@@ -1,0 +1,227 @@
+"""Encoded messages on their way out and in: device maps, distributed autograd's hooks, and references."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from mpidist.comm.incoming import Incoming
+from mpidist.comm.transport import HEADER_BYTES, Transport
+from mpidist.errors import FrameError
+from mpidist.rpc import codec, decoder, interceptor, message
+from mpidist.rpc.codec import EMPTY, TABLE, Content
+from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, FIRST_RESPONSE, MAX_REFERENCES, REFERENCES, ROOM_BYTES, WORD, Kind3
+
+DeviceMap = Mapping[int, int]
+_COMPACT_BYTES = ROOM_BYTES - message.ONE_REFERENCE.size
+
+
+class Wire:
+    """Messages of one worker.
+
+    Args:
+        transport: Carries them.
+        request_maps: By rank: from this worker's device indices to the receiver's, for requests.
+        answer_maps: For answers.
+        unpickler: The class that reads pickles.
+
+    Attributes:
+        answered: Requests that were answered.
+        one_way_sent: One-way messages that were sent.
+        is_stopped: Nothing is sent any more.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        request_maps: Mapping[int, DeviceMap],
+        answer_maps: Mapping[int, DeviceMap],
+        unpickler: Any = pickle.Unpickler,
+    ) -> None:
+        self.answered = self.one_way_sent = 0
+        self.is_stopped = False
+        self._count_lock = threading.Lock()
+        self._adopt: Callable[[int, int, int], Any] = _no_references
+        self._announce: Callable[[int, Sequence[tuple[int, int]]], None] = _no_references
+        self._request_maps = request_maps
+        self._answer_maps = answer_maps
+        self._unpickler = unpickler
+        self._send = transport.send
+
+    def use_references(
+        self, adopt: Callable[[int, int, int], Any], announce: Callable[[int, Sequence[tuple[int, int]]], None]
+    ) -> None:
+        """Have references made of (reference, fork, owner's rank), and owners told of (owner, pairs) ahead of a message."""
+        self._adopt = adopt
+        self._announce = announce
+
+    def post(
+        self, to: int, kind: int, sequence: int = 0, context: int = 0, prefix: bytes = b"", content: Content = EMPTY
+    ) -> None:
+        """Send a message.
+
+        Args:
+            sequence: Of a request; an answer carries it back.
+            context: Of distributed autograd; 0 for none.
+            prefix: The header in front of the content.
+
+        Raises:
+            Exception: It cannot be sent; nothing was.
+        """
+        table, references = content.table, content.references
+        if context or table is None or content.slots or content.buffers or len(references) > 1:
+            self._post(to, kind, sequence, context, prefix, content)
+            return
+        flags, body = content.flags, content.skeleton
+        if table:
+            flags |= TABLE
+            body = b"".join((*table, body))
+        if len(prefix) + len(body) > _COMPACT_BYTES:
+            self._post(to, kind, sequence, 0, prefix, content)
+            return
+        if references:
+            references[0].require_shareable()
+            # Last of all: nothing can fail any more, and no holder is counted that never comes to be.
+            prefix = message.ONE_REFERENCE.pack(1, *references[0].fork(to)) + prefix
+            flags |= REFERENCES
+        self._send(to, kind, sequence, 0, flags, prefix + body)
+
+    def answer(self, to: int, kind: int, sequence: int, context: int, content: Content) -> None:
+        """Answer a request; nothing once RPC is stopped.
+
+        Raises:
+            Exception: It cannot be sent; nothing was.
+        """
+        if not self.is_stopped:
+            self.post(to, kind, sequence, context, b"", content)
+        with self._count_lock:
+            self.answered += 1
+
+    def count_answer(self) -> None:
+        """Count a request as answered."""
+        with self._count_lock:
+            self.answered += 1
+
+    def post_one_way(self, to: int, kind: int, prefix: bytes, content: Content = EMPTY, context: int = 0) -> None:
+        """Send a message that is not answered, counted for quiescence; nothing once RPC is stopped.
+
+        Raises:
+            Exception: It cannot be sent; nothing was.
+        """
+        if self.is_stopped:
+            return
+        with self._count_lock:
+            self.one_way_sent += 1
+        try:
+            self.post(to, kind, 0, context, prefix, content)
+        except BaseException:
+            with self._count_lock:
+                self.one_way_sent -= 1
+            raise
+
+    def _post(self, to: int, kind: int, sequence: int, context: int, prefix: bytes, content: Content) -> None:
+        is_answer = FIRST_RESPONSE <= kind < message.FIRST_ONE_WAY
+        maps = self._answer_maps if is_answer else self._request_maps
+        flags, body, parts, devices = content.body(maps.get(to))
+        for reference in content.references:
+            reference.require_shareable()
+        number = 0
+        engine = interceptor.engine
+        if context and engine is not None:
+            tensors = [obj for obj in content.objects if isinstance(obj, codec.Tensor)]
+            number = engine.leaving(context, to, tensors, is_answer)
+            if number:
+                flags |= AUTOGRAD
+                prefix = WORD.pack(number) + prefix
+        if content.references:
+            # Last of all: nothing can fail any more, and no holder is counted that never comes to be.
+            flags, prefix, body = self._with_references(to, flags, prefix, body, content.references, number)
+        nbytes = len(prefix) + len(body)
+        # Announced references begin a content that is a part, whatever its size.
+        if flags & FAR or nbytes > (HEADER_BYTES if parts else ROOM_BYTES):
+            self._send(to, kind, sequence, context, flags | FAR, prefix, [body, *parts], [None, *devices])
+        else:
+            self._send(to, kind, sequence, context, flags, prefix + body, parts, devices)
+
+    def _with_references(
+        self, to: int, flags: int, prefix: bytes, body: bytes, references: Sequence[Any], number: int
+    ) -> tuple[int, bytes, bytes]:
+        rows = [reference.fork(to) for reference in references]
+        if len(rows) > MAX_REFERENCES:
+            self._announce(to, [(reference, fork) for reference, fork, owner in rows if owner == to])
+            return flags | ANNOUNCED | FAR, prefix, message.written_announced(rows) + body
+        table = message.written_references(rows)
+        first = WORD.size if number else 0
+        return flags | REFERENCES, prefix[:first] + table + prefix[first:], body
+
+    def take_preamble(self, incoming: Incoming) -> list[Kind3]:
+        """Take autograd's number and the references off the header of a message that has just arrived; return the references.
+
+        Raises:
+            FrameError: They are cut off.
+        """
+        number = 0
+        rows: list[Kind3] = []
+        if incoming.flags & AUTOGRAD:
+            (number,) = message.read_ids(incoming.data, incoming.start, incoming.end, 1)
+            incoming.start += WORD.size
+        if incoming.flags & REFERENCES:
+            rows, incoming.start = message.read_references(incoming.data, incoming.start)
+        incoming.noted = number, rows
+        return rows
+
+    def references_in(self, incoming: Incoming) -> list[Kind3]:
+        """Return the references of a message; those that were announced once it is complete."""
+        if incoming.flags & REFERENCES:
+            return incoming.noted[1]
+        if incoming.flags & ANNOUNCED and incoming.is_complete and incoming.parts:
+            return message.read_announced(incoming.parts[0], 0)[0]
+        return []
+
+    def decode(self, incoming: Incoming, place: int, is_answer: bool) -> Any:
+        """Return the object that a complete message holds.
+
+        Args:
+            place: Where its content begins in the header.
+
+        Raises:
+            FrameError: The message does not hold what it announces.
+            Exception: What unpickling raises.
+        """
+        flags, body, parts = incoming.flags, incoming.data, incoming.parts
+        if parts:
+            incoming.bring()
+        if flags & FAR:
+            if not parts:
+                raise FrameError(f"a message of kind {incoming.kind} without its content")
+            body, place, parts = parts[0], 0, parts[1:]
+        elif incoming.end != len(body):
+            body = body[: incoming.end]  # packed parts stand behind it
+        if place == len(body):
+            return None
+        references: Sequence[Any] = ()
+        if flags & REFERENCES:
+            references = [self._adopt(*row) for row in incoming.noted[1]]
+        elif flags & ANNOUNCED:
+            rows, place = message.read_announced(body, place)
+            references = [self._adopt(*row) for row in rows]
+        attach = None
+        if flags & AUTOGRAD and (engine := interceptor.engine) is not None:
+            attach = partial(_attached, engine, incoming, incoming.noted[0], is_answer)
+        return decoder.decode(flags, body, place, parts, references, attach, self._unpickler)
+
+    def decode_answer(self, incoming: Incoming) -> Any:
+        """Return the object that an answer holds."""
+        place = incoming.start
+        return None if place == incoming.end and not incoming.flags else self.decode(incoming, place, True)
+
+
+def _no_references(*args: Any) -> Any:
+    raise FrameError("references in a message of a worker that has none")
+
+
+def _attached(engine: Any, incoming: Incoming, number: int, is_answer: bool, tensors: list[Any]) -> list[Any]:
+    return engine.arriving(incoming.context, incoming.source, number, tensors, is_answer)

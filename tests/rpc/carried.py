@@ -1,0 +1,68 @@
+"""Contents carried from encoding to decoding without MPI, and references that stand for remote ones."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+
+import numpy as np
+import torch
+
+from mpidist.rpc import codec, decoder, pickles
+
+
+class Marked(pickles.Reference):
+    """A reference that is told from others by its number."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def fork(self, to):
+        return self.number, 100 + self.number, to
+
+
+def memory_of(part):
+    """Return a part as the transport gives it back: memory of its own."""
+    is_tensor = isinstance(part, torch.Tensor)
+    data = part.detach().view(-1).view(torch.uint8).numpy().tobytes() if is_tensor else bytes(part)
+    return memoryview(bytearray(data))
+
+
+def decoded(content, place=0, **options):
+    """Carry a content over; ``place`` bytes stand before it, as a header's do."""
+    flags, body, parts, _ = content.body(None)
+    if not body:
+        return None
+    references = [Marked(reference.number) for reference in content.references]
+    there = [memory_of(part) for part in parts]
+    return decoder.decode(flags, bytearray(place) + body, place, there, references, **options)
+
+
+def over(obj, **options):
+    """Return an object that has been encoded and decoded."""
+    return decoded(codec.encoded(obj), **options)
+
+
+def described(obj):
+    """Return a hashable description that is equal for objects of the same types and values alone."""
+    kind = type(obj)
+    if kind is float:
+        return kind, struct.pack("<d", obj)
+    if kind is complex:
+        return kind, struct.pack("<dd", obj.real, obj.imag)
+    if kind in (tuple, list):
+        return kind, tuple(map(described, obj))
+    if kind is dict:
+        return kind, tuple((described(key), described(value)) for key, value in obj.items())
+    if kind in (set, frozenset):
+        return kind, frozenset(Counter(map(described, obj)).items())
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        data = obj.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return kind, obj.dtype, obj.shape, data, obj.requires_grad
+    if kind is np.ndarray:
+        return kind, obj.dtype, obj.shape, obj.tobytes()
+    if kind is bytearray:
+        return kind, bytes(obj)
+    if kind is Marked:
+        return kind, obj.number
+    return kind, obj

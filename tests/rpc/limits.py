@@ -1,0 +1,63 @@
+"""Limits and last looks of RPC's tests: a test that hangs ends its process, and a worker that ends has nothing left."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from _pytest.faulthandler import fault_handler_stderr_fd_key
+
+import mpidist.rpc as rpc
+from mpidist.rpc import api
+from tests.support import agree
+
+CALL_S = 10  # the limit of one call, and of a shutdown
+
+
+@contextlib.contextmanager
+def process_ends_after(seconds: float, config: Any) -> Iterator[None]:
+    """Limit of a block: on expiry the stacks of all threads go to stderr, and the process ends; MPI then ends the other ranks."""
+    # In the place of pytest's own limit, and on its file: while a test runs, stderr itself is captured and would be lost.
+    faulthandler.dump_traceback_later(seconds, exit=True, file=config.stash[fault_handler_stderr_fd_key])
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def left_behind(agent: Any) -> list[str]:
+    """Texts that name what a worker still has after its shutdown: entries of values, calls, threads. Empty where all is well."""
+    entries, forks = agent.references.store.counts()
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("mpidist-rpc")]
+    found = [f"{entries} entries"] * bool(entries) + [f"{forks} forks"] * bool(forks)
+    return found + [f"{len(agent.calls)} calls"] * bool(len(agent.calls)) + threads
+
+
+def shut_down(group: Any, timeout: float = CALL_S) -> None:
+    """End RPC on all ranks of a group, and require that nothing is left behind on any."""
+    agent = api._get_current_rpc_agent()
+    gc.collect()
+    rpc.shutdown(timeout=timeout)
+    found = left_behind(agent)
+    agree(group, not found, f"left behind: {found}")
+
+
+def joined(threads: list[threading.Thread], seconds: float) -> list[str]:
+    """Names of those threads that have not ended after so many seconds."""
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [thread.name for thread in threads if thread.is_alive()]
+
+
+def soon(holds: Callable[[], bool], seconds: float = CALL_S) -> bool:
+    """Wait until a condition holds, at most so many seconds; return whether it does."""
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()

@@ -1,0 +1,44 @@
+"""Faults injected at the transport: every message of a process, whatever sends it, is delayed, or dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from unittest import mock
+
+from mpidist.comm.transport import Transport
+
+_send = Transport.send
+
+
+@contextlib.contextmanager
+def delayed(seed: int) -> Iterator[None]:
+    """Delay each message by a random time; messages of one pair of ranks keep their order, all others overtake each other."""
+    rng, lock, end = random.Random(seed), threading.Lock(), threading.Event()
+    queues: defaultdict[int, deque] = defaultdict(deque)
+
+    def late(self, to, *args, **kwargs):
+        with lock:
+            queues[to].append((self, to, args, kwargs))
+
+    def deliver():
+        while not end.is_set() or any(queues.values()):
+            time.sleep(rng.choice([0.0, 0.0, 2e-4, 1e-3]))
+            busy = [to for to, queue in list(queues.items()) if queue]
+            for to in rng.sample(busy, rng.randint(0, len(busy))):
+                with lock:
+                    transport, to, args, kwargs = queues[to].popleft()
+                    _send(transport, to, *args, **kwargs)
+
+    thread = threading.Thread(target=deliver, name="network", daemon=True)
+    with mock.patch.object(Transport, "send", late):
+        thread.start()
+        try:
+            yield
+        finally:
+            end.set()
+            thread.join()

@@ -1,0 +1,139 @@
+"""Names of functions in messages: what has one is found by it again, what has none is told from it."""
+
+import operator
+import os.path
+import sys
+import types
+
+import pytest
+import torch
+
+from mpidist.errors import MpidistError
+from mpidist.rpc import callee
+from mpidist.rpc.message import COUNT, Kind
+
+
+class Kept:
+    """Functions with nested names."""
+
+    @staticmethod
+    def fixed():
+        return 1
+
+    @classmethod
+    def bound(cls):
+        return cls
+
+    def method(self):
+        return self
+
+
+def of_this_module():
+    return 1
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def name_of(function):
+    """Return kind and name, without its length."""
+    kind, name = callee.named(function)
+    (length,) = COUNT.unpack_from(name)
+    assert length == len(name) - COUNT.size
+    return kind, name[COUNT.size :].decode()
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (torch.add, "torch.add"),
+        (torch.ops.aten.mul, "aten::mul"),
+        (torch.ops.aten.add.Tensor, "aten::add.Tensor"),
+    ],
+)
+def test_operators_of_torch_go_by_name_and_are_found_by_it(function, name):
+    for _ in range(2):  # the second time from what is kept
+        assert name_of(function) == (Kind.CALL_BUILTIN, name)
+        assert callee.found(Kind.CALL_BUILTIN, name.encode(), None) is function
+    assert callee.text_of(callee.named(function)[1]) == name
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (operator.add, "_operator:add"),
+        (len, "builtins:len"),
+        (dict, "builtins:dict"),
+        (Kept, f"{__name__}:Kept"),
+        (Kept.fixed, f"{__name__}:Kept.fixed"),
+        (Kept.method, f"{__name__}:Kept.method"),
+        (of_this_module, f"{__name__}:of_this_module"),
+        (os.path.join, "posixpath:join"),
+        (torch.ones_like, "torch.ones_like"),
+    ],
+)
+def test_importable_functions_go_by_name_and_are_found_by_it(function, name):
+    for _ in range(2):
+        kind, told = name_of(function)
+        assert told == name and callee.found(kind, name.encode(), None) is function
+    assert callee.text_of(callee.named(function)[1]) == name.rpartition(":")[2]
+
+
+def test_functions_without_an_importable_name_go_by_pickle():
+    class Local:
+        def __call__(self):
+            return 1
+
+    made = types.FunctionType(of_this_module.__code__, {}, "of_this_module")
+    made.__module__ = __name__  # its name is another function's
+    for function in (Local, Local(), lambda: 1, made, Kept().method, Kept.bound, operator.itemgetter(1), [].append):
+        assert name_of(function) == (Kind.CALL_PYTHON, "")
+    assert callee.text_of(callee.named(made)[1]) == ""
+    with pytest.raises(TypeError, match="callable; got 3"):
+        callee.named(3)
+
+
+def test_script_functions_go_by_their_qualified_names():
+    kind, name = name_of(scripted)
+    assert kind == Kind.CALL_SCRIPT and name.endswith("scripted")
+    assert callee.found(kind, name.encode(), None)(torch.ones(1)).item() == 2
+    with pytest.raises(MpidistError, match=r'script function "__torch__[.]nobody" is not defined'):
+        callee.found(Kind.CALL_SCRIPT, b"__torch__.nobody", None)
+
+
+def test_a_replaced_function_is_noticed(monkeypatch):
+    module = types.ModuleType("replaced_for_a_test")
+    exec("def function(): return 1", module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    first = module.function
+    assert name_of(first) == (Kind.CALL_PYTHON, "replaced_for_a_test:function")
+    exec("def function(): return 2", module.__dict__)
+    assert name_of(first) == (Kind.CALL_PYTHON, "")
+    assert name_of(module.function) == (Kind.CALL_PYTHON, "replaced_for_a_test:function")
+    assert callee.found(Kind.CALL_PYTHON, b"replaced_for_a_test:function", None)() == 2
+
+
+def test_modules_are_imported_where_they_are_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    assert callee.found(Kind.CALL_PYTHON, b"colorsys:rgb_to_hsv", None)(0, 0, 0) == (0, 0, 0)
+    for name in (b"nowhere_at_all:function", b"colorsys:nothing", b"colorsys:rgb_to_hsv.nothing"):
+        with pytest.raises(MpidistError, match="Default RPC pickler does not serialize function code"):
+            callee.found(Kind.CALL_PYTHON, name, None)
+
+
+def test_only_a_limited_number_of_names_is_kept(monkeypatch):
+    monkeypatch.setattr(callee, "_MOST", 5)
+    monkeypatch.setattr(callee, "_of_functions", {})
+    monkeypatch.setattr(callee, "_of_names", {})
+    for function in (len, dict, list, tuple, set, int, str, of_this_module, operator.add, operator.sub):
+        kind, name = name_of(function)
+        assert callee.found(kind, name.encode(), None) is function
+        assert len(callee._of_functions) <= 5 and len(callee._of_names) <= 5
+
+
+@pytest.mark.parametrize("name", ["torch.nothing_of_the_kind", "torch.Tensor", "aten::nothing_of_the_kind", "aten::add.Nothing"])
+def test_what_this_torch_lacks_is_named(name):
+    with pytest.raises(MpidistError, match=f'operator "{name}" is not known'):
+        callee.builtin(name)

@@ -1,0 +1,318 @@
+"""Requests under way: registered before they are sent, taken by one thread alone, failed for every reason."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mpidist.errors import CommTimeout, MpidistError, RankFailureError
+from mpidist.rpc import call as call_module
+from mpidist.rpc import pending as pending_module
+from mpidist.rpc import remote_error
+from mpidist.rpc.call import AsyncCall, Call
+from mpidist.rpc.calls import Calls
+from mpidist.rpc.codec import EMPTY
+from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
+from mpidist.rpc.message import Kind
+from mpidist.rpc.polling import NOTHING_LEFT
+from mpidist.rpc.references import References
+from mpidist.rpc.worker import WorkerInfo, Workers
+
+DEFAULT_S = 7.0
+
+
+class Wire:
+    """Takes what is sent; may refuse it, or have the answer come at once."""
+
+    def __init__(self):
+        self.sent = []
+        self.refusal = None
+        self.on_post = lambda sequence: None
+
+    def post(self, to, kind, sequence=0, context=0, prefix=b"", content=EMPTY):
+        if self.refusal is not None:
+            raise self.refusal
+        self.sent.append((to, kind, sequence))
+        self.on_post(sequence)
+
+    def decode_answer(self, incoming):
+        return incoming.value
+
+    def use_references(self, adopt, announce):
+        pass
+
+
+class Polling:
+    """Polls for nothing: a test says what happens while a thread waits."""
+
+    def __init__(self):
+        self.meanwhile = lambda call: None
+        self.submitted = []
+        self.pool = SimpleNamespace(submit=self.submitted.append)
+        self.helped = 0
+
+    def wait(self, call):
+        self.meanwhile(call)
+
+    def help(self):
+        self.helped += 1
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Return a list whose one number is what the modules' clock says, in seconds."""
+    now = [1000.0]
+    for module in (call_module, pending_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+@pytest.fixture
+def calls(clock):
+    workers = Workers([WorkerInfo(f"worker{rank}", rank) for rank in range(3)], 0, [10, 11, 12])
+    wire, polling, dropped = Wire(), Polling(), []
+    made = Calls(workers, wire, polling, DEFAULT_S, (), None, dropped.append)
+    made.wire, made.polling, made.dropped, made.workers = wire, polling, dropped, workers
+    made.references = References(workers, wire, made, polling, None)
+    return made
+
+
+def started(calls, to=1, timeout_s=0.0, text="x"):
+    call = Call(to, text, timeout_s)
+    calls.start(call, Kind.CALL_PYTHON, b"", EMPTY)
+    return call
+
+
+def answer(call_or_sequence, value=None, kind=Kind.RESULT):
+    sequence = getattr(call_or_sequence, "sequence", call_or_sequence)
+    return SimpleNamespace(sequence=sequence, kind=kind, value=value)
+
+
+def test_every_request_has_a_number_of_its_own_and_is_registered_before_it_is_sent(calls):
+    seen = []
+    calls.wire.on_post = lambda sequence: seen.append((sequence, len(calls)))
+    made = [started(calls) for _ in range(3)]
+    assert [call.sequence for call in made] == [1, 2, 3] and seen == [(1, 1), (2, 2), (3, 3)]
+    assert calls.started == 3 and calls.creations() == 0
+
+
+def test_pending_calls_time_out_in_any_order(calls, clock):
+    made = [started(calls, timeout_s=timeout_s, text=f"call {timeout_s}") for timeout_s in (0, 2, 100, 1)]
+    assert not calls.has_expired()
+    clock[0] += 1.5
+    assert calls.has_expired()
+    calls.expire()
+    assert [call.done for call in made] == [False, False, False, True] and not calls.has_expired()
+    clock[0] += 1.5
+    assert calls.has_expired()
+    calls.expire()
+    assert [call.done for call in made] == [False, True, False, True] and not calls.has_expired() and len(calls) == 2
+    with pytest.raises(CommTimeout, match=r"RPC ran for more than set timeout \(2000 ms\).*call 2"):
+        calls.result(made[1])
+    assert calls.answered(answer(made[2], "late enough")) is NOTHING_LEFT and calls.result(made[2]) == "late enough"
+    clock[0] += 1e9
+    calls.expire()
+    assert not made[0].done and len(calls) == 1  # no timeout
+    nearer = started(calls, timeout_s=1)
+    clock[0] += 2
+    assert calls.has_expired()
+    calls.expire()
+    assert nearer.done
+
+
+def test_a_thread_whose_wait_is_over_fails_its_call_by_itself(calls, clock):
+    call = started(calls, timeout_s=3)
+    calls.polling.meanwhile = lambda call: clock.__setitem__(0, clock[0] + 4)
+    with pytest.raises(CommTimeout):
+        calls.result(call)
+    assert len(calls) == 0
+
+
+@pytest.mark.parametrize(("timeout", "expected"), [(UNSET_RPC_TIMEOUT, DEFAULT_S), (0, 0.0), (2.5, 2.5)])
+def test_timeouts_of_calls_and_requests(calls, timeout, expected):
+    seen = []
+
+    def meanwhile(call):
+        seen.append(call.timeout_s)
+        calls.answered(answer(call, 5)).run()
+
+    calls.polling.meanwhile = meanwhile
+    assert calls.invoke(1, len, ((),), {}, timeout) == 5
+    assert calls.request(1, Kind.RREF_FETCH, b"", None, timeout, "a fetch") == 5
+    calls.invoke_async(1, len, ((),), {}, timeout).wait()
+    assert seen == [expected] * 2 + [expected] and calls.polling.helped == 1
+
+
+def test_each_call_is_taken_by_one_thread_alone(calls):
+    ended = []
+
+    class Counting(Call):
+        def finish(self):
+            ended.append(self.sequence)
+            super().finish()
+
+    for _ in range(400):
+        calls.start(Counting(1, "x", 0), Kind.CALL_PYTHON, b"", EMPTY)
+    start = threading.Barrier(4)
+
+    def take(how):
+        start.wait(10)
+        for sequence in range(1, 401):
+            how(sequence)
+
+    ways = [
+        lambda sequence: calls.answered(answer(sequence)),
+        lambda sequence: calls.answered(answer(sequence)),
+        lambda sequence: calls.fail(sequence, ValueError()),
+        lambda sequence: calls.fail_to(1) if sequence % 100 == 50 else None,
+    ]
+    threads = [threading.Thread(target=take, args=(way,)) for way in ways]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(ended) == list(range(1, 401)) and len(calls) == 0
+    assert all(one.kind == Kind.RESULT for one in calls.dropped)
+
+
+def test_a_failure_to_send_leaves_nothing_registered(calls):
+    calls.wire.refusal = ValueError("cannot be sent")
+    store = calls.references.store
+    ways = [
+        lambda: calls.invoke(1, len, ((),), {}, 1.0),
+        lambda: calls.invoke_async(1, len, ((),), {}, 1.0),
+        lambda: calls.request(1, Kind.RREF_FETCH, b"", None, 1.0, "a fetch"),
+        lambda: calls.references.create(1, len, ((),), {}, 1.0),
+        lambda: calls.references.create(0, len, ((),), {}, 1.0),
+    ]
+    for way in ways:
+        with pytest.raises(ValueError, match="cannot be sent"):
+            way()
+        assert len(calls) == 0 and calls.creations() == 0 and store.counts() == (0, 0)
+    assert calls.polling.helped == 0
+
+
+def test_what_cannot_be_pickled_leaves_nothing_registered(calls):
+    class Stubborn:
+        def __reduce__(self):
+            raise RuntimeError("not this one")
+
+    for way in (calls.invoke, calls.invoke_async, calls.references.create):
+        with pytest.raises(RuntimeError, match="not this one"):
+            way(0, len, (Stubborn(),), {}, 1.0)
+    assert len(calls) == 0 and calls.started == 0 and calls.references.store.counts() == (0, 0) and not calls.wire.sent
+
+
+def test_calls_to_a_worker_that_has_left_fail(calls):
+    to_gone, to_other = started(calls, 1), started(calls, 2)
+    future = calls.invoke_async(1, len, ((),), {}, 0)
+    calls.workers.left.add(1)
+    calls.fail_to(1)
+    assert to_gone.done and not to_other.done and len(calls) == 1
+    with pytest.raises(RankFailureError, match=r"x: worker1 has left RPC") as caught:
+        calls.result(to_gone)
+    assert caught.value.ranks == (11,)
+    with pytest.raises(RankFailureError, match=r"len on worker1: worker1 has left"):
+        future.wait()
+    sent = len(calls.wire.sent)
+    with pytest.raises(RankFailureError, match="worker1 has left"):
+        calls.invoke(1, len, ((),), {}, 0)
+    assert len(calls.wire.sent) == sent and len(calls) == 1  # nothing was sent
+
+
+def test_a_worker_that_leaves_while_a_call_is_sent_fails_it(calls):
+    calls.wire.on_post = lambda sequence: calls.workers.left.add(1)
+    call = started(calls, 1)
+    assert call.done and len(calls) == 0
+    with pytest.raises(RankFailureError):
+        calls.result(call)
+
+
+def test_stop_fails_what_is_under_way_and_refuses_the_rest(calls):
+    call, future = started(calls), calls.invoke_async(1, len, ((),), {}, 0)
+    callbacks = []
+    future.add_done_callback(callbacks.append)
+    calls.stop()
+    assert len(calls) == 0 and len(callbacks) == 1 and not calls.polling.submitted  # the pool ends as well
+    with pytest.raises(MpidistError, match="RPC was shut down on this worker"):
+        calls.result(call)
+    with pytest.raises(MpidistError, match="RPC was shut down"):
+        future.wait()
+    with pytest.raises(MpidistError, match="RPC was shut down; len on worker1 cannot be sent"):
+        calls.invoke(1, len, ((),), {}, 0)
+
+
+def test_a_stop_while_a_call_is_sent_or_waited_for_fails_it(calls):
+    calls.wire.on_post = lambda sequence: setattr(calls, "is_stopped", True)
+    call = started(calls)
+    with pytest.raises(MpidistError, match="RPC was shut down; x"):
+        calls.result(call)
+    calls.is_stopped, calls.wire.on_post = False, lambda sequence: None
+    call = started(calls)
+    calls.polling.meanwhile = lambda call: setattr(calls, "is_stopped", True)
+    with pytest.raises(MpidistError, match="RPC was shut down before x was answered"):
+        calls.result(call)
+    assert len(calls) == 0
+
+
+def test_late_answers_are_dropped(calls, clock):
+    call = started(calls, timeout_s=1)
+    clock[0] += 2
+    calls.expire()
+    late = answer(call, "late")
+    assert calls.answered(late) is NOTHING_LEFT and calls.dropped == [late]
+    with pytest.raises(CommTimeout):
+        calls.result(call)
+    assert calls.answered(answer(999)) is NOTHING_LEFT and len(calls.dropped) == 2
+
+
+def test_an_error_is_rebuilt_with_its_worker(calls):
+    calls._unpickler = pickle.Unpickler
+    call = started(calls, 2)
+    calls.answered(answer(call, remote_error.described(KeyError("missing")), Kind.EXCEPTION))
+    with pytest.raises(KeyError, match="missing") as caught:
+        calls.result(call)
+    assert caught.value.__cause__.worker == "worker2"
+
+
+def test_callbacks_of_a_future_run_on_the_pool_and_all_else_at_once(calls):
+    plain, with_callback = (calls.invoke_async(1, len, ((),), {}, 0) for _ in range(2))
+    seen = []
+    chained = with_callback.then(lambda future: seen.append(future.value()) or "chained")
+    action = calls.answered(answer(1, 5))
+    assert isinstance(action, AsyncCall) and not action.may_block
+    action.run()
+    assert plain.done() and plain.value() == 5 and plain.call is None and action.future is None
+    action = calls.answered(answer(2, 6))
+    assert action.may_block and not with_callback.done()
+    action.run()
+    assert seen == [6] and chained.wait() == "chained"
+    action.run()  # again does nothing
+    failing = calls.invoke_async(1, len, ((),), {}, 0)
+    failing.add_done_callback(lambda future: None)
+    calls.fail(3, ValueError("lost"))
+    (action,) = calls.polling.submitted
+    assert not failing.done()
+    action.run()
+    with pytest.raises(ValueError, match="lost"):
+        failing.wait()
+
+
+def test_creations_are_counted_until_the_owner_has_answered(calls, clock):
+    store = calls.references.store
+    reference, fork, entry, creation = calls.references.create(0, len, ((),), {}, 5.0)
+    assert calls.creations() == 1 and entry.forks == {fork} and entry.reference == reference
+    _, _, none, elsewhere = calls.references.create(1, torch.ones, (2,), {}, 5.0)
+    assert none is None and calls.creations() == 2 == len(calls)
+    entry.set(0)
+    calls.answered(answer(creation, kind=Kind.REMOTE_DONE))
+    assert creation.done and creation.reason() is None and not creation.is_lost and store.counts() == (0, 0)
+    clock[0] += 6
+    calls.expire()
+    assert elsewhere.is_lost and calls.creations() == 0
+    with pytest.raises(CommTimeout, match=r"remote torch[.]ones on worker1"):
+        elsewhere.future().wait()
