@@ -134,6 +134,9 @@ def test_with_ulfm_calls_to_a_dead_worker_fail_and_the_living_go_on():
         import json, os, signal, threading, time, torch
         import mpidist.comm, mpidist.rpc as rpc
         from mpidist.errors import RankFailureError
+        other_is_done = threading.Event()
+        def note_that_other_is_done():
+            other_is_done.set()
         def echo(x):
             return x
         def failure(call):
@@ -161,6 +164,9 @@ def test_with_ulfm_calls_to_a_dead_worker_fail_and_the_living_go_on():
                            for size in (1, 100_000) for _ in range(20)]
         rref = rpc.remote(other, torch.ones, args=(4,), timeout=20)
         facts["reference"] = rref.to_here(timeout=20).tolist()
+        # A shutdown that cannot be graceful leaves at once: nobody may still call this worker.
+        rpc.rpc_async(other, note_that_other_is_done)
+        assert other_is_done.wait(20)
         facts["shutdown"] = failure(lambda: rpc.shutdown(timeout=20))
         print(json.dumps(facts), flush=True)
         """,
