@@ -37,11 +37,12 @@ class Incoming:
         receives: Under way for its payloads.
         arrive: Bring payloads to their devices, and return events.
         section: The packed parts; 0 for the first payload, None once unpacked.
+        damage: The reason why its parts cannot be read, else None.
     """
 
     __slots__ = (
         *("source", "kind", "flags", "sequence", "context", "data", "start", "end", "parts", "is_new", "noted", "action"),
-        *("arrive", "receives", "section"),
+        *("arrive", "receives", "section", "damage"),
     )
 
     def __init__(self, source: int, kind: int, flags: int, sequence: int, context: int, data: Any, start: int, end: int) -> None:
@@ -55,6 +56,7 @@ class Incoming:
         self.receives: Sequence[Any] = ()
         self.arrive: Sequence[Callable[[], list[Any]]] = ()
         self.section: Any = None
+        self.damage: FrameError | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -97,11 +99,14 @@ def arranged(parts: Sequence[Part], devices: Sequence[int | None]) -> tuple[byte
 
 
 def unpack(incoming: Incoming) -> None:
-    """Give a complete message its parts in the order in which they were sent.
+    """Give a complete message its parts in the order in which they were sent; or none, and say why."""
+    try:
+        _unpack(incoming)
+    except FrameError as error:
+        incoming.parts, incoming.damage = (), error
 
-    Raises:
-        FrameError: Lengths that do not fit what has arrived.
-    """
+
+def _unpack(incoming: Incoming) -> None:
     payloads = list(incoming.parts)
     section = incoming.section
     if section == 0:

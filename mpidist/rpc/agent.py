@@ -192,6 +192,8 @@ class Agent:
                     incoming.action = RemoteRequest(self, incoming)
             if incoming.receives:
                 return NOTHING_LEFT
+            if incoming.damage is not None:
+                raise incoming.damage
             return self._takers[kind](incoming)
         except FrameError as error:
             logger.error("%s refused a message: %s", self.workers.me, error)
@@ -205,8 +207,9 @@ class Agent:
 
     def _refuse(self, incoming: Incoming, error: FrameError) -> None:
         """Have nobody wait for a message that cannot be read: its sender, its call, or the quiescence of all."""
+        self.references.drop(incoming)
         if incoming.kind < FIRST_RESPONSE:
-            Request(self, incoming).fail(error)
+            (incoming.action or Request(self, incoming)).fail(error)
         elif incoming.kind < FIRST_ONE_WAY:
             self.calls.fail(incoming.sequence, error)
         elif incoming.kind in _COUNTED:
@@ -259,8 +262,8 @@ class Agent:
 
 
 FORKED = (
-    "this process was forked from a worker, and RPC does not work in it: start DataLoader workers or subprocesses that call "
-    "with multiprocessing_context='spawn' or 'forkserver'"
+    "this process was forked from a worker, and RPC does not work in it: call in the process that has called init_rpc, and hand "
+    "the results to DataLoader workers and subprocesses"
 )
 
 

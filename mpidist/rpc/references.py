@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import deque
@@ -19,6 +20,8 @@ from mpidist.rpc.polling import Polling
 from mpidist.rpc.rref_store import Entry, RRefStore
 from mpidist.rpc.wire import Wire
 from mpidist.rpc.worker import Workers
+
+logger = logging.getLogger("mpidist.rpc")
 
 _EXCEPTION = int(Kind.EXCEPTION)
 _MOST_PAIRS = 1000  # of (reference, fork) in one message
@@ -150,7 +153,11 @@ class References:
                 for reference, fork in gone:
                     self.store.delete_fork(reference, fork)
             else:
-                self._post_pairs(owner, Kind.RREF_USER_DELETE, gone)
+                try:
+                    self._post_pairs(owner, Kind.RREF_USER_DELETE, gone)
+                except Exception:
+                    # One owner that cannot be reached must not keep the others' values.
+                    logger.exception("%s: %d deletes to rank %d were lost", self._workers.me, len(gone), owner)
 
     def announce(self, owner: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Tell an owner of (reference, fork) of new holders, before those hear of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -174,11 +175,12 @@ class Wire:
         return rows
 
     def references_in(self, incoming: Incoming) -> list[Kind3]:
-        """Return the references of a message; those that were announced once it is complete."""
+        """Return the references of a message; those that were announced once it is complete. None where they cannot be read."""
         if incoming.flags & REFERENCES:
-            return incoming.noted[1]
+            return incoming.noted[1] if incoming.noted is not None else []
         if incoming.flags & ANNOUNCED and incoming.is_complete and incoming.parts:
-            return message.read_announced(incoming.parts[0], 0)[0]
+            with contextlib.suppress(FrameError):
+                return message.read_announced(incoming.parts[0], 0)[0]
         return []
 
     def decode(self, incoming: Incoming, place: int, is_answer: bool) -> Any:

@@ -135,17 +135,19 @@ def test_sections_that_do_not_hold_what_they_announce_are_refused():
         one.section, one.parts = section, [memoryview(payload) for payload in payloads]
         return one
 
+    def damage_of(section, payloads=()):
+        incoming.unpack(one := made(section, payloads))
+        assert not (one.damage and one.parts)
+        return one.damage
+
     section, payloads, _ = incoming.arranged([b"abc", bytes(20_000), b""], ())
     incoming.unpack(whole := made(section, payloads))
-    assert [len(part) for part in whole.parts] == [3, 20_000, 0]
+    assert [len(part) for part in whole.parts] == [3, 20_000, 0] and whole.damage is None
     for length in range(len(section)):
-        with pytest.raises(FrameError):
-            incoming.unpack(made(section[:length], payloads))
+        assert isinstance(damage_of(section[:length], payloads), FrameError)
     for wrong in ([], [bytes(19_999)], [bytes(20_000)] * 2):
-        with pytest.raises(FrameError):
-            incoming.unpack(made(section, wrong))
-    with pytest.raises(FrameError):
-        incoming.unpack(made(struct.pack("<I", 1 << 31)))
+        assert isinstance(damage_of(section, wrong), FrameError)
+    assert isinstance(damage_of(struct.pack("<I", 1 << 31)), FrameError)
 
 
 @pytest.mark.parametrize("aware", ["0", "1"])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-
 import pytest
 
 import mpidist.rpc as rpc
 from mpidist.rpc import api
-from tests.support import agree
+from tests.rpc.limits import shut_down
 
 
 @pytest.fixture
@@ -17,14 +14,8 @@ def workers(group):
     """Return the names of all workers; this one has its group's rank."""
     rpc.init_rpc(f"worker{group.rank}", group=group)
     yield [f"worker{rank}" for rank in range(group.size)]
-    if not api._is_current_rpc_agent_set():
-        return
-    agent = api._get_current_rpc_agent()
-    gc.collect()
-    rpc.shutdown()
-    entries, _ = agent.references.store.counts()
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("mpidist-rpc")]
-    agree(group, not (entries or left or len(agent.calls)), f"{entries} entries, {len(agent.calls)} calls, threads {left}")
+    if api._is_current_rpc_agent_set():
+        shut_down(group)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 import mpidist.rpc as rpc
@@ -28,6 +29,17 @@ def process_ends_after(seconds: float, config: Any) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def limit_of_tests(seconds: float) -> Any:
+    """Fixture under which each test of a module ends after so many seconds."""
+
+    @pytest.fixture(autouse=True)
+    def limit(request: Any) -> Iterator[None]:
+        with process_ends_after(seconds, request.config):
+            yield
+
+    return limit
 
 
 def left_behind(agent: Any) -> list[str]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import operator
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 import mpidist.rpc as rpc
+from mpidist.comm import incoming, transport
 from mpidist.comm.library import library_name
 from mpidist.errors import CommTimeout, MpidistError, RankFailureError, RemoteError
-from mpidist.rpc import api
+from mpidist.rpc import api, codec
 from mpidist.rpc.message import Kind
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -324,6 +326,30 @@ def test_damaged_calls_are_answered_with_the_reason(group, workers, to):
         with pytest.raises(MpidistError, match=words):
             agent.calls.request(peer, Kind.CALL_PYTHON, prefix, None, 10.0, "a damaged call")
     assert rpc.rpc_sync(to, echo, args=(1,)) == 1
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("nbytes", [1000, 100_000])
+def test_calls_whose_parts_are_damaged_fail_and_nothing_stays_counted(group, workers, to, nbytes):
+    def cut_off(parts, devices):
+        section, payloads, places = incoming.arranged(parts, devices)
+        return section[:-1], payloads, places
+
+    def damaged(call):
+        with (
+            mock.patch.object(transport, "arranged", cut_off),
+            pytest.raises(MpidistError, match="do not hold what"),
+        ):
+            call()
+
+    data, kept = np.zeros(nbytes, np.uint8), rpc.RRef(1)
+    damaged(lambda: rpc.rpc_sync(to, echo, args=(data,), timeout=10))
+    damaged(lambda: rpc.rpc_sync(to, echo, args=(data, kept), timeout=10))
+    damaged(lambda: rpc.remote(to, echo, args=(data,), timeout=10).to_here(timeout=10))
+    with mock.patch.object(transport, "arranged", cut_off):
+        api._get_current_rpc_agent().wire.post_one_way((group.rank + 1) % group.size, Kind.GRADIENTS, b"", codec.encoded(data))
+    assert rpc.rpc_sync(to, echo, args=(1,)) == 1
+    group.barrier()
 
 
 @pytest.mark.mpi(min_size=1)

@@ -27,26 +27,14 @@ import mpidist.rpc as rpc
 from mpidist.errors import CommTimeout, MpidistError, RankFailureError, RemoteError, RRefError
 from mpidist.rpc import api, message
 from mpidist.rpc.references import Creation
-from tests.rpc.limits import CALL_S, joined, process_ends_after, shut_down, soon
+from tests.rpc.limits import CALL_S, joined, limit_of_tests, shut_down, soon
 from tests.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
 _TEST_S = 40  # a test that takes longer hangs
 
 
-@pytest.fixture(autouse=True)
-def _limit(request):
-    with process_ends_after(_TEST_S, request.config):
-        yield
-
-
-@pytest.fixture
-def workers(group):
-    """Return the names of all workers, as the fixture of all RPC tests does; the shutdown has a limit here."""
-    rpc.init_rpc(f"worker{group.rank}", group=group)
-    yield [f"worker{rank}" for rank in range(group.size)]
-    if api._is_current_rpc_agent_set():
-        shut_down(group)
+_limit = limit_of_tests(_TEST_S)
 
 
 def echo(x=None):

@@ -20,8 +20,7 @@ import pytest
 import torch
 
 import mpidist.rpc as rpc
-from mpidist.rpc import api
-from tests.rpc.limits import CALL_S, process_ends_after, shut_down
+from tests.rpc.limits import CALL_S, limit_of_tests
 
 pytestmark = [
     pytest.mark.mpi(min_size=1),
@@ -30,19 +29,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _limit(request):
-    with process_ends_after(40, request.config):
-        yield
-
-
-@pytest.fixture
-def workers(group):
-    """Return the names of all workers, as the fixture of all RPC tests does; the shutdown has a limit here."""
-    rpc.init_rpc(f"worker{group.rank}", group=group)
-    yield [f"worker{rank}" for rank in range(group.size)]
-    if api._is_current_rpc_agent_set():
-        shut_down(group)
+_limit = limit_of_tests(40)
 
 
 class Colour(enum.Enum):
