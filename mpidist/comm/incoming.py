@@ -74,8 +74,8 @@ class Incoming:
                 used_here(part)
 
 
-def arranged(parts: Sequence[Part], devices: Sequence[int | None]) -> tuple[bytearray, list[Part], list[int | None]]:
-    """Return the packed section, and the payloads with their devices."""
+def arranged(parts: Sequence[Part], devices: Sequence[int | None]) -> tuple[Any, list[Part], list[int | None]]:
+    """Return the packed section, empty if all parts are payloads, and the payloads with their devices."""
     lengths: list[int] = []
     packed: list[Any] = []
     payloads: list[Part] = []
@@ -91,6 +91,8 @@ def arranged(parts: Sequence[Part], devices: Sequence[int | None]) -> tuple[byte
             lengths.append(nbytes | _IS_PAYLOAD)
             payloads.append(part)
             where.append(device)
+    if not packed:
+        return b"", payloads, where
     section = bytearray(struct.pack(f"<I{len(lengths)}Q", len(lengths), *lengths))
     for part in packed:
         # Not numpy(): a tensor whose memory it has seen cannot be resized any more.

@@ -36,6 +36,30 @@ from mpidist.errors import FrameError
 
 Tensor = torch.Tensor
 _frombuffer = torch.frombuffer
+_DIMS_AT = COUNTS.size + 3  # of the first row's dimensions, from the start of a table
+_MOST_LONE = 4096
+_lone: dict[
+    bytes, tuple[Any, int, tuple[int, ...] | None]
+] = {}  # what stands before the elements: dtype, bytes, shape if not flat
+
+
+def read_lone(table: Any, place: int) -> tuple[Tensor, int] | None:
+    """Rebuild the tensor of a table that holds one small whole host tensor; return it and where the table ends.
+
+    None: the table is another, is damaged, or begins with what ``read`` has not met yet.
+    """
+    dims = table[place + _DIMS_AT] if place + _DIMS_AT < len(table) else 0
+    start = place + FIRST.size + 8 * dims
+    found = _lone.get(bytes(table[place:start]))
+    if found is None:
+        return None
+    dtype, nbytes, shape = found
+    end = start + nbytes
+    if end > len(table):
+        return None
+    raw = table[start:end]
+    flat = _frombuffer(raw if type(raw) is bytearray else bytearray(raw), dtype=dtype)
+    return (flat if shape is None else flat.view(shape)), end
 
 
 def read(table: Any, place: int, parts: Sequence[Any]) -> tuple[list[Any], int, int]:
@@ -56,12 +80,19 @@ def read(table: Any, place: int, parts: Sequence[Any]) -> tuple[list[Any], int, 
         count, used, number, form, flags, dims, _ = FIRST.unpack_from(table, place)
         if count == 1 and used == 0 and flags & INLINE and form == DENSE and dims < len(SHAPES):
             # What most messages with tensors hold.
+            first = place
             place += FIRST.size
             shape = SHAPES[dims].unpack_from(table, place)
             place += 8 * dims
             end = place + (shape[0] * ITEM_BYTES[number] if dims == 1 else math.prod(shape, start=ITEM_BYTES[number]))
             tensor = _inline(table[place:end], DTYPES[number], shape, end - place)
-            return [_flagged(tensor, flags) if flags & (REQUIRES_GRAD | PARAMETER) else tensor], 0, end
+            if flags & (REQUIRES_GRAD | PARAMETER):
+                return [_flagged(tensor, flags)], 0, end
+            if end > place and end <= len(table):
+                if len(_lone) >= _MOST_LONE:
+                    _lone.clear()
+                _lone[bytes(table[first:place])] = DTYPES[number], end - place, None if dims == 1 else shape
+            return [tensor], 0, end
         if used > len(parts):
             raise ValueError(f"{used} parts announced, {len(parts)} arrived")
         place += COUNTS.size

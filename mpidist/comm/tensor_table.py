@@ -45,7 +45,7 @@ _STRIDED = torch.strided
 _MOST_HEADS = 4096  # kinds of small tensors; a job that sends more starts again
 _ONE = COUNTS.pack(1, 0)
 # By dtype, shape, class and requires_grad: what stands before the elements.
-_heads: dict[Any, tuple[bytes | None, int]] = {}
+_heads: dict[Any, tuple[bytes | None, int, bytes]] = {}
 
 INLINE_BYTES = 30 << 10  # a tensor up to this size stands in its row: the message is still one eager message
 _WASTE_BYTES = 64 << 10  # what may travel unused between a tensor's elements, beside as much as the tensor itself
@@ -94,14 +94,26 @@ def described(objects: Sequence[Any], device_map: Mapping[int, int] | None = Non
     return COUNTS.pack(len(objects), len(layout.parts)) + joined, layout.parts, layout.devices
 
 
-def inline_table(objects: Sequence[Any]) -> list[Any] | None:
-    """Return the table of small whole host tensors that share no memory, as bytes and buffers to be joined at once.
+def lone_table(obj: Any) -> tuple[Any, ...] | None:
+    """Return the table of one small whole host tensor, as bytes and buffers to be joined at once; None for any other object.
 
-    The buffers are the tensors' own memory. None if any of the objects is another.
+    The buffers are the tensor's own memory. What most messages with tensors hold; ``_inline_row`` written out.
     """
+    kind = type(obj)
+    if (kind is not Tensor and kind is not Parameter) or not obj.is_cpu or obj.layout is not _STRIDED:
+        return None
+    key = obj.dtype, obj.shape, kind, obj.requires_grad
+    head, nbytes, lone = _heads.get(key) or _head_of(*key)
+    if head is None or not obj.is_contiguous() or obj.is_neg() or obj.__dict__ or (nbytes < 0 and obj.is_conj()):
+        return None
+    # Not numpy(): a tensor whose memory it has seen cannot be resized any more.
+    return (lone, _memory(obj.data_ptr(), abs(nbytes))) if nbytes else (lone,)
+
+
+def inline_table(objects: Sequence[Any]) -> Sequence[Any] | None:
+    """Return the table of small whole host tensors that share no memory, as ``lone_table``; None if any object is another."""
     if len(objects) == 1:
-        pieces: list[Any] = [_ONE]
-        return pieces if _add_inline_row(objects[0], pieces) else None
+        return lone_table(objects[0])
     pieces = [COUNTS.pack(len(objects), 0)]
     for obj in objects:
         if not _add_inline_row(obj, pieces):
@@ -125,19 +137,17 @@ def _add_inline_row(obj: Any, pieces: list[Any]) -> bool:
     if (kind is not Tensor and kind is not Parameter) or not obj.is_cpu or obj.layout is not _STRIDED:
         return False
     key = obj.dtype, obj.shape, kind, obj.requires_grad
-    found = _heads.get(key)
-    head, nbytes = _head_of(*key) if found is None else found
+    head, nbytes, _ = _heads.get(key) or _head_of(*key)
     if head is None or not obj.is_contiguous() or obj.is_neg() or obj.__dict__ or (nbytes < 0 and obj.is_conj()):
         return False
     pieces.append(head)
     if nbytes:
-        # Not numpy(): a tensor whose memory it has seen cannot be resized any more.
         pieces.append(_memory(obj.data_ptr(), abs(nbytes)))
     return True
 
 
-def _head_of(dtype: torch.dtype, shape: torch.Size, kind: type, requires_grad: bool) -> tuple[bytes | None, int]:
-    """Return what stands before an inline row's elements, None if it cannot be one, and their bytes, negative if complex."""
+def _head_of(dtype: torch.dtype, shape: torch.Size, kind: type, requires_grad: bool) -> tuple[bytes | None, int, bytes]:
+    """Return an inline row up to its elements, None if it cannot be one; their bytes, below 0 if complex; a table up to there."""
     number = DTYPE_NUMBERS.get(dtype)
     nbytes = shape.numel() * dtype.itemsize
     head = None
@@ -146,7 +156,7 @@ def _head_of(dtype: torch.dtype, shape: torch.Size, kind: type, requires_grad: b
         head = _row(number, DENSE, flags, 0, shape)
     if len(_heads) >= _MOST_HEADS:
         _heads.clear()
-    found = _heads[dtype, shape, kind, requires_grad] = head, -nbytes if dtype.is_complex else nbytes
+    found = _heads[dtype, shape, kind, requires_grad] = head, -nbytes if dtype.is_complex else nbytes, _ONE + (head or b"")
     return found
 
 

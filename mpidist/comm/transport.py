@@ -12,7 +12,7 @@ send to all at once, whatever the size: a rank that polls receives.
 
 ::
 
-    kind u8 | flags u8 | payloads n u16 | generation u32 | sequence u64 | context u64 |
+    kind u8 | flags u8 | payloads n u16 (top bit: these are all parts) | generation u32 | sequence u64 | context u64 |
     header bytes u32 | packed bytes u32                                            (32 bytes)
     n payloads: bytes u64, in the top byte the device index + 1, 0 for host memory
     header
@@ -44,6 +44,7 @@ _FIXED = struct.Struct("<BBHIQQII")
 _START = _FIXED.size
 _EAGER_TAG, _PAYLOAD_TAG = 7, 8
 _DEVICE_SHIFT = 56
+_ALL_PAYLOADS = 1 << 15  # no part is packed
 _RECEIVES = 4  # posted at a time
 _SENDING = 64  # sends under way, past which a rank that never stops receiving tests them as well
 
@@ -133,14 +134,12 @@ class Transport:
             self._own.append(incoming)
             return
         section, payloads, places = arranged(parts, devices)
-        packed = len(section)
+        packed, marks = len(section), 0 if section else _ALL_PAYLOADS
         if packed > EAGER_BYTES - _START - 8 * len(payloads) - len(header):
             payloads, places, packed = [section, *payloads], [None, *places], 0
-        fixed = _FIXED.pack(kind, flags, len(payloads), self.generation, sequence, context, len(header), packed)
-        sizes = [
-            nbytes_of(memory) | (0 if device is None else device + 1) << _DEVICE_SHIFT
-            for memory, device in zip(payloads, places, strict=True)
-        ]
+        fixed = _FIXED.pack(kind, flags, len(payloads) | marks, self.generation, sequence, context, len(header), packed)
+        tops = [0 if device is None else device + 1 for device in places]
+        sizes = [nbytes_of(memory) | top << _DEVICE_SHIFT for memory, top in zip(payloads, tops, strict=True)]
         message = b"".join((fixed, struct.pack(f"<{len(sizes)}Q", *sizes), header, section if packed else b""))
         # The receiver posts receives in the order of eager messages: no other message's payloads may come between.
         ready = [device_messages.to_send(memory) if isinstance(memory, torch.Tensor) else (memory, None) for memory in payloads]
@@ -209,7 +208,8 @@ class Transport:
             request.Free()
 
     def _received(self, source: int, data: bytearray, fields: tuple[int, ...]) -> Incoming | None:
-        kind, flags, n_payloads, generation, sequence, context, header_bytes, packed = fields
+        kind, flags, marked, generation, sequence, context, header_bytes, packed = fields
+        n_payloads = marked & ~_ALL_PAYLOADS
         start = _START + 8 * n_payloads
         end = start + header_bytes
         if len(data) != end + packed or n_payloads > MAX_PAYLOADS + 1:
@@ -226,11 +226,11 @@ class Transport:
             incoming.kind = 0
         if packed:
             incoming.section = memoryview(data)[end:]
-        elif n_payloads:
+        elif 0 < marked < _ALL_PAYLOADS:
             incoming.section = 0
         if incoming.receives:
             self._arriving.append(incoming)
-        elif n_payloads or packed:
+        elif incoming.section is not None:
             unpack(incoming)
         return incoming if incoming.kind else None
 
@@ -263,7 +263,8 @@ class Transport:
                 del self._arriving[place]
                 if not incoming.kind:
                     return None
-                unpack(incoming)
+                if incoming.section is not None:
+                    unpack(incoming)
                 return incoming
         return None
 

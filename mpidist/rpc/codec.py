@@ -106,7 +106,7 @@ def encoded_call(args: Any, kwargs: Any) -> Content:
     elif args:
         items, head, flags = args, (), 0
         if len(items) == 1 and type(items[0]) is Tensor:
-            table = tensor_table.inline_table(items)
+            table = tensor_table.lone_table(items[0])
             if table is not None:
                 return Content(0, LONE_ARGUMENT, table, items)
     else:
@@ -144,7 +144,7 @@ def encoded(obj: Any) -> Content:
         except ValueError:
             return pickled(obj)  # 2 GiB in one
     if kind is Tensor:
-        table = tensor_table.inline_table((obj,))
+        table = tensor_table.lone_table(obj)
         if table is not None or tensor_table.is_describable(obj):
             return Content(0, LONE_MARK, table, (obj,))
     try:

@@ -42,6 +42,14 @@ def decode(
         FrameError: Tables that do not fit what has arrived.
         Exception: What unpickling raises.
     """
+    if flags == TABLE and not references and attach is None and (lone := tensor_rebuild.read_lone(body, place)) is not None:
+        tensor, place = lone
+        rest = body[place:]
+        if rest == LONE_MARK:
+            return tensor
+        if rest == LONE_ARGUMENT:
+            return (tensor,)
+        return _merged(rest, [tensor])
     objects: list[Any] = []
     used = 0
     if flags & TABLE:
@@ -56,16 +64,15 @@ def decode(
     met = [*references, *objects] if references else objects
     if numbers is not None:
         met = _chosen(met, numbers)
-    rest = body[place:]
-    if len(met) == 1:
-        if rest == LONE_MARK:
-            return met[0]
-        if rest == LONE_ARGUMENT:
-            return (met[0],)
+    return _merged(body[place:], met)
+
+
+def _merged(skeleton: Any, met: Sequence[Any]) -> Any:
+    """Return a skeleton's data with objects in the places of its marks."""
     try:
-        data = marshal.loads(rest)
+        data = marshal.loads(skeleton)
     except (ValueError, EOFError, TypeError) as error:
-        raise FrameError(f"{len(body) - place} bytes are no data: {error}") from error
+        raise FrameError(f"{len(skeleton)} bytes are no data: {error}") from error
     if not met:
         return data
     if type(data) is tuple and data.count(MARK) == len(met):

@@ -7,8 +7,8 @@ The leader is the thread that has the **turn**:
   a few milliseconds without its answer it gives up the turn and sleeps.
 - Else a thread of the pool. It runs inline what is known to be quick, because waking another thread
   costs more than most handlers take (``inline_policy``); all else goes to the pool. Without messages
-  it polls briefly, then yields its core, then naps, up to 3 ms. While a user's thread issues calls
-  and looks for answers itself, it naps as well.
+  it polls briefly, then yields its core, then naps, up to 3 ms, after a second 5 ms. While a user's
+  thread issues calls and looks for answers itself, it naps as well.
 - One thread **follows**. Every 2 ms it checks whether nobody has the turn, or the leader has been in
   one handler for a whole tick; then it becomes leader. When no messages come it sleeps without a
   clock until the leader wakes it. All other threads of the pool sleep without one.
@@ -35,7 +35,8 @@ from mpidist.rpc.pool import Action, Pool, Task, Turn, here
 TICK_S = 2e-3  # between two looks of the follower
 _SPIN_S = 5e-5  # the leader polls so long without a pause, …
 _YIELD_S = 5e-4  # … so long with its core yielded in between, …
-_NAP_S = 3e-3  # … and then in naps, at most so long: an idle worker costs between 1 and 2 % of a core
+_NAP_S = 3e-3  # … and then in naps, at most so long, …
+_LONG_S, _LONG_NAP_S = 1.0, 5e-3  # … and so long once it has been idle for so long: an idle worker costs about 1.5 % of a core
 _WAIT_S = 3e-3  # a thread that waits longer than this for an answer sleeps instead of polling
 _BURST_S = 3e-4  # calls that follow each other this closely …
 _HELP_S = 2e-3  # … keep the pool's leader from polling for so long
@@ -116,10 +117,11 @@ class Polling:
         Blocks: at most until its deadline; whether it is done then is the caller's to ask.
         """
         own = here.turn
-        is_counted = own is not None and own.is_counted
-        if is_counted:
-            # A handler that waits for an answer must not keep others from running: calls may nest deeper than the pool.
-            self.pool.leave(own)  # type: ignore[arg-type]
+        acting = 0
+        if own is not None:
+            # A handler that waits must not keep others from running (calls may nest deeper than the pool), nor count as stuck.
+            acting, own.acting = own.acting, 0
+            self.pool.leave(own)
         until = 0.0
         while not call.done:
             before = self._turn
@@ -135,10 +137,11 @@ class Polling:
             if may_lead:
                 with contextlib.suppress(ValueError):
                     self._parked.remove(call)
-        if self._parked and self._turn is None:
-            self._promote()  # this thread may have been promoted just as its answer came
-        if is_counted:
-            self.pool.enter(own)  # type: ignore[arg-type]
+        self._promote()  # this thread may have been promoted just as its answer came
+        if own is not None:
+            own.acting = acting
+            if self._turn is not own:
+                self.pool.enter(own)
 
     def _offer(self, call: Call) -> bool:
         """Have a thread promoted that is about to sleep; False: the turn is free, it need not sleep."""
@@ -174,10 +177,9 @@ class Polling:
                         call.acting = 0
         finally:
             if self._turn is call:
-                self._turn = before if before is own else None
+                self._turn = before if before is own and call.done else None
                 self._waits += 1
-            if self._parked:
-                self._promote()
+            self._promote()
         return -1.0 if call.done else until
 
     def _promote(self) -> None:
@@ -279,7 +281,7 @@ class Polling:
             else:
                 self._is_resting = True
                 looks = 1
-                time.sleep(min(idle / 8, _NAP_S))
+                time.sleep(min(idle / 8, _NAP_S) if idle < _LONG_S else _LONG_NAP_S)
         self._is_resting = False
 
     def _act(self, mine: Turn, action: Action) -> None:

@@ -342,7 +342,7 @@ def test_calls_whose_parts_are_damaged_fail_and_nothing_stays_counted(group, wor
         ):
             call()
 
-    data, kept = np.zeros(nbytes, np.uint8), rpc.RRef(1)
+    data, kept = [np.zeros(10), np.zeros(nbytes, np.uint8)], rpc.RRef(1)
     damaged(lambda: rpc.rpc_sync(to, echo, args=(data,), timeout=10))
     damaged(lambda: rpc.rpc_sync(to, echo, args=(data, kept), timeout=10))
     damaged(lambda: rpc.remote(to, echo, args=(data,), timeout=10).to_here(timeout=10))

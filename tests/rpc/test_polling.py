@@ -110,6 +110,24 @@ def test_who_waits_polls_and_hands_on_what_may_block(polled):
     assert not late.done
 
 
+def test_a_leader_whose_handler_waits_for_long_is_not_counted_as_running(polled):
+    """It gives up polling after a few milliseconds and sleeps; the follower finds it in one action for a whole tick."""
+    source, polling = polled
+    calls = [Call(0, "x", 20) for _ in range(2)]
+    ended = []
+    for call in calls:
+        source.actions.append(Task(lambda call=call: (polling.wait(call), ended.append(call))))
+    assert until(lambda: not source.actions)
+    time.sleep(20 * module.TICK_S)
+    assert polling.pool.counts()[2] == 0
+    ran = [threading.Event() for _ in range(4)]
+    for event in ran:
+        polling.pool.submit(Task(event.set))
+    assert all(event.wait(5) for event in ran)
+    source.actions.extend(Task(call.finish, False) for call in calls)
+    assert until(lambda: len(ended) == 2) and until(lambda: polling.pool.counts()[2] == 0)
+
+
 def test_a_handler_that_waits_leaves_its_place_to_others(polled):
     """Calls nest deeper than the pool: more handlers wait at once than may run."""
     source, polling = polled
