@@ -90,10 +90,8 @@ class Polling:
         return turn is not None and turn is self._turn
 
     def help(self) -> None:
-        """Look once, from a user's thread that has just issued a call; while calls follow each other, the leader keeps away.
-
-        Two threads of one process that both poll hand the GIL to and fro, which costs more than the calls.
-        """
+        """Look once, from a user's thread that has just issued a call; while calls follow each other, the leader keeps away."""
+        # Two threads of one process that both poll hand the GIL to and fro, which costs more than the calls.
         if here.turn is not None:
             return  # a handler: the leader is needed for the others
         now = time.monotonic()
@@ -137,7 +135,8 @@ class Polling:
             if may_lead:
                 with contextlib.suppress(ValueError):
                     self._parked.remove(call)
-        self._promote()  # this thread may have been promoted just as its answer came
+        if self._parked:
+            self._promote()  # this thread may have been promoted just as its answer came
         if own is not None:
             own.acting = acting
             if self._turn is not own:
@@ -179,7 +178,8 @@ class Polling:
             if self._turn is call:
                 self._turn = before if before is own and call.done else None
                 self._waits += 1
-            self._promote()
+            if self._parked:
+                self._promote()
         return -1.0 if call.done else until
 
     def _promote(self) -> None:
