@@ -1,4 +1,4 @@
-"""PyTorch's tests of distributed autograd on mpidist.autograd, in one job of 4 ranks. A third; all with MPIDIST_CONFORMANCE=all."""
+"""PyTorch's tests of distributed autograd on mpidist.autograd: one job of 4 ranks, a third; MPIDIST_CONFORMANCE=all for all."""
 
 from __future__ import annotations
 
