@@ -36,6 +36,7 @@ COVERED_BY = {
     "comm/tensor_rebuild": "comm/test_tensor_table.py",
     "comm/timing": "comm/test_tuning.py",
     "comm/work": "comm/test_p2p.py",
+    "ddp/in_context": "autograd/test_data_parallel.py",
     "ddp/agreement": "ddp/test_module.py",
     "ddp/bucket": "ddp/test_reducer.py",
     "ddp/sparse_bucket": "ddp/test_sparse.py",

@@ -20,6 +20,8 @@ from typing import Any
 from mpidist.autograd.gradients import Gradients
 from mpidist.autograd.notices import Notice, notify_all
 from mpidist.autograd.recording import Node, Receive, Send
+from mpidist.ddp import in_context
+from mpidist.ddp.in_context import Captured, Reduction
 from mpidist.errors import MpidistError
 
 WORKER_SHIFT = 48
@@ -36,6 +38,7 @@ class Context:
         sends: By number of the message.
         receives: By node.
         gradients: Of the leaves.
+        reductions: Of the data-parallel modules that were run within it, by reducer.
         parts: This worker's parts of backward passes, by pass.
         plans: Plans of passes in SMART mode that were asked for and not begun.
         early: Gradients for passes whose part is not known yet.
@@ -52,6 +55,7 @@ class Context:
         self.sends: dict[int, Send] = {}
         self.receives: dict[Node, Receive] = {}
         self.gradients = Gradients()
+        self.reductions: dict[Captured, Reduction] = {}
         self.parts: dict[int, Any] = {}
         self.plans: dict[int, Any] = {}
         self.early: dict[int, list[Any]] = {}
@@ -85,6 +89,14 @@ class _Here(threading.local):
 
 
 here = _Here()
+
+
+def _join(reduction: Reduction) -> None:
+    if here.context is not None:
+        here.context.reductions.setdefault(reduction.reducer, reduction)
+
+
+in_context.register(_join)
 
 
 class Contexts:

@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge
 from mpidist.autograd.context import Context, here
 from mpidist.autograd.dependencies import Plan
 from mpidist.autograd.recording import LEAF, RECEIVE, Edge, Node, Tensor
+from mpidist.ddp.in_context import Reduction
 
 Gradient = Any  # a tensor, or None for no gradient
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
@@ -89,6 +90,7 @@ class LocalPass:
         self._is_busy = False
         self._since = time.monotonic()
         self._lock = threading.Lock()
+        self._reductions = _opened(context, plan)
 
     @property
     def since(self) -> float:
@@ -106,6 +108,7 @@ class LocalPass:
             self._inbox.clear()
             if not self._is_busy:
                 self._kept.clear()
+                self._close()
 
     def deliver(self, name: int, gradients: Sequence[Gradient]) -> None:
         """Take the gradients of one source, and run what is ready; if another thread does that already, leave them to it.
@@ -127,9 +130,18 @@ class LocalPass:
                         self._is_busy = False
                         break
                 self._advance(arrived)
+        except BaseException:
+            self._close()
+            raise
         finally:
             here.context = before
             self._since = time.monotonic()
+            if self.is_stopped:
+                self._close()
+
+    def _close(self) -> None:
+        for reduction in self._reductions:
+            reduction.close()
 
     def _advance(self, arrived: list[tuple[int, Sequence[Gradient]]]) -> None:
         plan, masks = self._plan, self._plan.masks
@@ -155,6 +167,11 @@ class LocalPass:
         del values
         if self.is_stopped:
             return
+        if self._reductions:
+            # Data-parallel modules have taken theirs as they came, and hand the averages over at the end.
+            found = [pair for pair in found if not any(reduction.owns(pair[0]) for reduction in self._reductions)]
+            if not waits_for:
+                found += [pair for reduction in self._reductions for pair in reduction.finish()]
         if found:
             self.context.gradients.add(found)
         if not waits_for:
@@ -252,6 +269,24 @@ class LocalPass:
     def _keep(self, edge: Edge, gradient: Tensor) -> None:
         before = self._kept.get(edge)
         self._kept[edge] = gradient if before is None else _sum(before, gradient)
+
+
+def _opened(context: Context, plan: Plan) -> list[Reduction]:
+    """Return the data-parallel modules of a context that a pass may reach, open for its gradients."""
+    if not context.reductions:
+        return []
+    leaves = [node.variable for capture in plan.captures.values() for node in capture.leaves]
+    opened: list[Reduction] = []
+    try:
+        for reduction in list(context.reductions.values()):
+            if any(map(reduction.owns, leaves)):
+                reduction.open()
+                opened.append(reduction)
+    except BaseException:
+        for reduction in opened:
+            reduction.close()
+        raise
+    return opened
 
 
 def _sum(first: Tensor, second: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Gradients to their average: notes what is ready, launches buckets in the order of the plan, waits, hands back.
 
-A backward pass has three moments: ``_begin`` (the gradient of an output is there), ``_arrived`` (autograd has added to one
+A backward pass has three moments: ``_begin`` (the gradient of an output is there), ``arrived`` (autograd has added to one
 parameter's gradient) and ``_finish`` (autograd's last act, in which what is missing is completed and the results are waited for).
 
 Letters: W ranks of the group; N elements of a bucket.
@@ -9,14 +9,14 @@ Letters: W ranks of the group; N elements of a bucket.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from mpidist.comm.arithmetic import AVG
-from mpidist.ddp import in_backward, mirroring
+from mpidist.ddp import in_backward, in_context, mirroring
 from mpidist.ddp.agreement import require_all_gradients, used_somewhere
 from mpidist.ddp.arrivals import Arrivals
 from mpidist.ddp.bucket import Bucket, GradBucket, take
@@ -40,6 +40,9 @@ class Reducer:
 
     Attributes:
         scale: What the average is multiplied by, if no hook reduces: W over the ranks that still have inputs.
+        captures: A pass of distributed autograd is under way, which says itself when it ends (``in_context``).
+        parameters: The parameters.
+        places: Their places.
     """
 
     def __init__(
@@ -52,7 +55,9 @@ class Reducer:
         local: bool = False,
     ) -> None:
         self.scale = 1.0
-        self._parameters = list(parameters)
+        self.captures = False
+        self.parameters = list(parameters)
+        self.places = {parameter: place for place, parameter in enumerate(parameters)}
         self._names = list(names)
         self._expects_sparse = list(expects_sparse)
         self._group = group
@@ -62,14 +67,14 @@ class Reducer:
         self._is_armed = self._is_begun = False
         self._knows_outputs = False  # of the last forward pass that was armed: its own backward pass is noticed
         # How often each gradient arrives; in a static graph that is not known before the first backward pass.
-        self._times: list[int] | None = None if settings.static_graph else [1] * len(self._parameters)
+        self._times: list[int] | None = None if settings.static_graph else [1] * len(self.parameters)
         self._unused: frozenset[int] | None = None  # places that no rank used, if they are to be skipped
         self._put_aside: mirroring.Gradients | None = None  # this rank's own, while it mirrors
-        self._layout = Layout(self._parameters, self._names, self._expects_sparse, group, settings, local)
+        self._layout = Layout(self.parameters, self._names, self._expects_sparse, group, settings, local)
         arrived = _without_owner(self)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(arrived, place))
-            for place, parameter in enumerate(self._parameters)
+            for place, parameter in enumerate(self.parameters)
         ]
 
     def register_hook(self, hook: Hook | None, state: Any = None) -> None:
@@ -92,12 +97,17 @@ class Reducer:
         """Lay the buckets out as ``plan()`` said; see ``Layout.use``. Collective: over the group."""
         self._layout.use(saved)
 
+    @property
+    def views(self) -> Mapping[int, Tensor]:
+        """Return each parameter's part of a bucket, by place."""
+        return self._layout.views
+
     def detach_optimizers(self) -> None:
         """Have optimizers that step in the backward pass wait for the average; called before each forward pass with gradients.
 
         Under ``no_sync`` gradients add up, and they do not step.
         """
-        in_backward.detach_hooks(self._parameters)
+        in_backward.detach_hooks(self.parameters)
 
     def arm(self, outputs: Sequence[Tensor]) -> None:
         """Average the gradients of the next backward pass; called after the forward pass.
@@ -105,7 +115,7 @@ class Reducer:
         Args:
             outputs: The module's output tensors.
         """
-        if not any(parameter.requires_grad for parameter in self._parameters):
+        if not any(parameter.requires_grad for parameter in self.parameters):
             self._is_armed = False  # frozen since: gradients flow through it, and none arrive
             return
         self._arm()
@@ -113,6 +123,7 @@ class Reducer:
         self._knows_outputs = bool(tracked)
         for output in tracked:
             output.register_hook(self._began)
+        in_context.join(self)
 
     def stand_by(self) -> None:
         """Leave the gradients of the next backward pass as they are; called after a forward pass under ``no_sync``.
@@ -130,18 +141,18 @@ class Reducer:
         Collective: over the group.
         """
         if self._put_aside is None:
-            self._put_aside = mirroring.put_aside(self._parameters, self._layout.views)
+            self._put_aside = mirroring.put_aside(self.parameters, self._layout.views)
         self._arm()
         self._is_armed = False
         for index in self._arrivals.take_rest():
             self._layout.buckets[index].clear()
             self._reduce(index)
-        self._settle([False] * len(self._parameters), missing=[])
+        self._settle([False] * len(self.parameters), missing=[])
 
     def end_mirroring(self) -> None:
         """Give this rank its gradients back as they were before the first ``mirror``."""
         if self._put_aside is not None:
-            mirroring.restore(self._put_aside, self._parameters, self._layout.views)
+            mirroring.restore(self._put_aside, self.parameters, self._layout.views)
             self._put_aside = None
 
     # --- the backward pass ---
@@ -155,7 +166,7 @@ class Reducer:
 
     def _began(self, gradient: Tensor) -> None:
         # Called by the outermost pass, if the outputs are known: the end of a nested one (a re-entrant checkpoint) is too early.
-        if not self._is_begun and self._adds_to_gradients():
+        if not self._is_begun and not self.captures and self._adds_to_gradients():
             self._begin()
 
     def _adds_to_gradients(self) -> bool:
@@ -164,7 +175,7 @@ class Reducer:
         Raises:
             RuntimeError: It is ``torch.autograd.grad`` of parameters.
         """
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if not parameter.requires_grad:
                 continue
             node = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -182,10 +193,12 @@ class Reducer:
         if not self._is_armed:  # a second backward pass of one forward pass, or of the one before
             self._arm()
         self._is_begun = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if not self.captures:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
-    def _arrived(self, place: int, parameter: Tensor) -> None:
-        if not self._is_armed:
+    def arrived(self, place: int, parameter: Tensor) -> None:
+        """Take a parameter's gradient: autograd has added to it, or a captured one has been put there."""
+        if not self._is_armed and not self.captures:
             return  # under no_sync, or the module was called beside DDP
         if not self._is_begun:
             self._begin()
@@ -253,10 +266,17 @@ class Reducer:
         if self._times is None:
             self._times = list(counts)
         # A gradient that this pass did not add to may still be one: of passes under no_sync.
-        has_gradient = [parameter.grad is not None for parameter in self._parameters]
+        has_gradient = [parameter.grad is not None for parameter in self.parameters]
         for index in self._arrivals.take_rest():
             self._launch(index)
         self._settle(has_gradient, [name for name, count in zip(self._names, counts, strict=True) if not count])
+
+    def finish_captured(self) -> bool:
+        """Finish a captured pass; False if it brought no gradient."""
+        if not self._is_begun:
+            return False
+        self._finish()
+        return True
 
     def _settle(self, has_gradient: list[bool], missing: list[str]) -> None:
         """Wait for all buckets, and hand back what some rank has; after the first pass, lay the buckets out as gradients came."""
@@ -268,13 +288,13 @@ class Reducer:
                 self._skip(frozenset(place for place, is_used in enumerate(used) if not is_used))
         else:
             require_all_gradients(self._group, missing, self._complaints)
-            used = [True] * len(self._parameters)
+            used = [True] * len(self.parameters)
         for bucket, result in results:
             is_hooked = self._hook is not None and isinstance(bucket, Bucket)
             bucket.accept(result, 1.0 if is_hooked else self.scale)
             bucket.hand_back(used, self._as_views)
-        if self._put_aside is None:
-            in_backward.step(self._parameters, used)
+        if self._put_aside is None and not self.captures:
+            in_backward.step(self.parameters, used)
         # Here, where every rank passes, and not before the next forward pass, which one rank may run alone.
         if not self._layout.is_settled:
             self._layout.settle(self._arrivals.order)
@@ -315,6 +335,6 @@ def _without_owner(reducer: Reducer) -> Callable[[int, Tensor], None]:
     def arrived(place: int, parameter: Tensor) -> None:
         owner = reference()
         if owner is not None:
-            owner._arrived(place, parameter)
+            owner.arrived(place, parameter)
 
     return arrived
