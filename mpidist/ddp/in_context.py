@@ -26,8 +26,14 @@ class Captured(Hashable, Protocol):
     """A reducer, as a pass that captures gradients needs it; see ``Reducer``."""
 
     captures: bool
-    parameters: Sequence[Tensor]
-    places: Mapping[Tensor, int]
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """See ``Reducer``."""
+
+    @property
+    def places(self) -> Mapping[Tensor, int]:
+        """See ``Reducer``."""
 
     @property
     def views(self) -> Mapping[int, Tensor]:
