@@ -288,7 +288,9 @@ def _taken_fetch(agent: Agent, incoming: Incoming) -> Action:
 
 
 def _noted(incoming: Incoming) -> Action:
+    # Taken out: request and message would hold each other, and the entry with them, until Python's collector runs.
     action: Action = incoming.action
+    incoming.action = None
     return action
 
 
