@@ -42,6 +42,7 @@ COVERED_BY = {
     "kernels/launch": "kernels/test_pack.py",  # on a device: with make gpu
     "nn/handle": "nn/test_remote_module.py",
     "nn/remote": "nn/test_remote_module.py",
+    "optim/local": "optim/test_distributed_optimizer.py",
     "rpc/decoder": "rpc/test_codec.py",
     "rpc/holder": "rpc/test_rrefs.py",
     "rpc/pending": "rpc/test_calls_table.py",

@@ -1,0 +1,20 @@
+"""Optimizers over remote parameters: ``distributed_optimizer`` (caller) ⇝ ``local`` (owners) → ``functional``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "DistributedOptimizer": "distributed_optimizer",
+    "functional_optim_map": "registry",
+    "register_functional_optim": "registry",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mpidist.optim' has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"mpidist.optim.{_HOMES[name]}"), name)
+    return found

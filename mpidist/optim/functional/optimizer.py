@@ -1,0 +1,185 @@
+"""Functional form of torch's optimizers: gradients are arguments of ``step``, and ``.grad`` is never touched.
+
+An optimizer of torch is made over aliases, tensors that share a parameter's memory and version
+counter and have a ``.grad`` of their own. So the arithmetic, the checks of arguments and the
+format of ``state_dict`` are torch's own. Steps call the update itself, without the decorators that
+import ``torch._dynamo`` at their first call (4 s on a cold disk, and 15 us in each later step).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import Optimizer
+
+from mpidist.optim.parameter_locks import ParameterLocks
+
+Tensor = torch.Tensor
+
+_add_param_group = inspect.unwrap(Optimizer.add_param_group)
+_state_dict = inspect.unwrap(Optimizer.state_dict)
+_load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
+
+
+class FunctionalOptimizer(Optimizer):
+    """An optimizer whose ``step`` takes gradients; stands before an optimizer of torch among a class's bases.
+
+    Arguments are those of that optimizer. On the CPU its fused kernel is used where it has one and
+    all tensors of a group are dense, real and contiguous, else its loop over the parameters; on a
+    CUDA device its foreach kernels. ``fused`` and ``foreach``, if given, decide instead.
+
+    Attributes:
+        parameters: The parameters, in the order in which ``step`` takes their gradients.
+        locks: Held during a step, and shared with all optimizers that have one of these parameters.
+
+    Raises:
+        ValueError: No parameters, one that is no leaf or occurs twice, or ``differentiable=True``.
+    """
+
+    _update: ClassVar[Callable[..., Any]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        of_torch = cls.__mro__[cls.__mro__.index(FunctionalOptimizer) + 1]
+        cls._update = staticmethod(inspect.unwrap(of_torch.step))  # type: ignore[attr-defined]
+
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.parameters: list[Tensor] = []
+        self.locks = ParameterLocks()
+        self._aliases: list[Tensor] = []
+        super().__init__(params, *args, **kwargs)
+        if self.defaults.get("differentiable"):
+            raise ValueError("a functional optimizer cannot be differentiated through: differentiable=True")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with settings of their own; as torch's."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        entries = param_group["params"]
+        entries = [entries] if isinstance(entries, Tensor) else list(entries)
+        named = [entry if isinstance(entry, tuple) else (None, entry) for entry in entries]
+        new = [parameter for _, parameter in named]
+        _check(new, self.parameters)
+        aliases = [parameter.detach() for parameter in new]
+        params = [alias if name is None else (name, alias) for (name, _), alias in zip(named, aliases, strict=True)]
+        _add_param_group(self, {**param_group, "params": params})
+        self.locks.add(new)
+        self.parameters += new
+        self._aliases += aliases
+
+    def remove_last_group(self) -> None:
+        """Remove the group that was added last, and its state."""
+        with self.locks.hold():
+            for alias in self.param_groups.pop()["params"]:
+                self.state.pop(alias, None)
+                self._aliases.pop()
+                self.parameters.pop()
+
+    def step(self, gradients: Sequence[Tensor | None]) -> None:  # type: ignore[override]
+        """Update the parameters.
+
+        Blocks: while another optimizer updates one of them. Does not wait for a CUDA stream.
+
+        Args:
+            gradients: One for each of ``parameters``, of its shape, dtype and device; None leaves it
+                and its state alone. They are not changed.
+
+        Raises:
+            ValueError: Another number of gradients.
+            RuntimeError: A gradient of another shape, dtype or device, or a sparse one for an optimizer that takes none.
+        """
+        if len(gradients) != len(self.parameters):
+            raise ValueError(f"step needs {len(self.parameters)} gradients, one a parameter or None; got {len(gradients)}")
+        with self.locks.hold(), torch.no_grad():
+            try:
+                for alias, parameter, gradient in zip(self._aliases, self.parameters, gradients, strict=True):
+                    _refresh(alias, parameter)
+                    alias.grad = gradient if gradient is None else _laid_out(gradient, alias)
+                with self._fused():
+                    self._update(self)
+            finally:
+                for alias in self._aliases:
+                    alias.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: no gradient outlives a step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in the format of torch's optimizer of the same name, which loads it."""
+        state: dict[str, Any] = _state_dict(self)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, or of torch's of the same name."""
+        with self.locks.hold():
+            _load_state_dict(self, state_dict)
+            # The fused kernels go through memory, and take a parameter and its state to be laid out alike.
+            for alias, state in self.state.items():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == alias.shape:
+                        state[name] = _laid_out(value, alias)
+
+    @contextlib.contextmanager
+    def _fused(self) -> Iterator[None]:
+        """Have groups use the fused kernel in a step, if nothing speaks against it."""
+        groups = [group for group in self.param_groups if "fused" in group and self._may_fuse(group)]
+        for group in groups:
+            group["fused"] = True
+        try:
+            yield
+        finally:
+            # The fused kernels do not count as a change; the backward pass would not notice that a saved tensor has changed.
+            fused = [group for group in self.param_groups if group.get("fused")]
+            changed = [alias for group in fused for alias in group["params"] if alias.grad is not None]
+            torch.autograd.graph.increment_version(changed)
+            for group in groups:
+                group["fused"] = None
+
+    def _may_fuse(self, group: dict[str, Any]) -> bool:
+        if (
+            group["fused"] is not None
+            or group["foreach"] is not None
+            or group.get("capturable")
+            or isinstance(group["lr"], Tensor)
+        ):
+            return False
+        used = [alias for alias in group["params"] if alias.grad is not None]
+        # The fused SGD takes momenta of all parameters or of none; some may have had no gradient until now.
+        if group.get("momentum") and len({bool(self.state.get(alias)) for alias in used}) > 1:
+            return False
+        return all(
+            alias.device.type == "cpu"
+            and alias.is_floating_point()
+            and alias.is_contiguous()
+            and alias.grad.layout is torch.strided
+            for alias in used
+        )
+
+
+def _check(new: Sequence[Any], present: Iterable[Tensor]) -> None:
+    seen = {id(parameter) for parameter in present}
+    for parameter in new:
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"optimizer can only optimize Tensors, but one of the params is {torch.typename(parameter)}")
+        if not parameter.is_leaf:
+            raise ValueError("can't optimize a non-leaf Tensor")
+        if id(parameter) in seen:
+            raise ValueError("some parameters appear in more than one parameter group, or twice in one")
+        seen.add(id(parameter))
+
+
+def _refresh(alias: Tensor, parameter: Tensor) -> None:
+    # Assigning to a parameter's .data, as Module.to does, gives it other memory.
+    if alias.data_ptr() != parameter.data_ptr() or alias.dtype != parameter.dtype or alias.shape != parameter.shape:
+        alias.data = parameter.data
+
+
+def _laid_out(value: Tensor, alias: Tensor) -> Tensor:
+    """Return a value with a parameter's strides; itself if it has them or is not strided."""
+    if value.layout is not torch.strided or value.shape != alias.shape or value.stride() == alias.stride():
+        return value
+    return torch.empty_like(alias, dtype=value.dtype, device=value.device).copy_(value)
