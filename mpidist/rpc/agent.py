@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,7 +28,7 @@ from mpidist.rpc.inline_policy import InlinePolicy
 from mpidist.rpc.message import AUTOGRAD, FIRST_ONE_WAY, FIRST_RESPONSE, REFERENCES, Kind
 from mpidist.rpc.options import RpcBackendOptions
 from mpidist.rpc.polling import NOTHING_LEFT, Polling
-from mpidist.rpc.pool import Action
+from mpidist.rpc.pool import Action, Task
 from mpidist.rpc.quiescence import COORDINATOR, Quiescence
 from mpidist.rpc.references import References
 from mpidist.rpc.requests import EngineRequest, FetchRequest, RemoteRequest, Request
@@ -38,7 +39,8 @@ logger = logging.getLogger("mpidist.rpc")
 
 _SWITCH_INTERVAL_S = 2e-4  # a thread that has seen a message waits so long for one that computes in Python
 _STOP_S = 5.0
-_COUNTED = frozenset({Kind.RREF_FORK, Kind.RREF_USER_DELETE, Kind.GRADIENTS, Kind.AUTOGRAD_NOTICE})
+_FOR_ENGINE = frozenset({Kind.GRADIENTS, Kind.REQUEST_GRADIENTS, Kind.AUTOGRAD_NOTICE})
+_COUNTED = frozenset({Kind.RREF_FORK, Kind.RREF_USER_DELETE}) | _FOR_ENGINE
 _FIRST_REMOTE, _LAST_REMOTE = int(Kind.REMOTE_PYTHON), int(Kind.REMOTE_SCRIPT)
 
 
@@ -92,6 +94,8 @@ class Agent:
         )
         self._transport = transport
         self._taken = self._one_way_taken = 0  # changed on the polling thread alone
+        self._work_done = 0  # one-way messages that were taken by an action
+        self._work_lock = threading.Lock()
         self._switch_interval = sys.getswitchinterval()
         self._takers = self._table()
 
@@ -120,6 +124,8 @@ class Agent:
             return
         self.calls.stop()
         self.wire.is_stopped = True
+        if interceptor.engine is not None:
+            interceptor.engine.stopped()
         self.polling.stop(_STOP_S)
         sys.setswitchinterval(self._switch_interval)
         self.references.store.clear()
@@ -157,8 +163,11 @@ class Agent:
             info["agent.gil_average_wait_time_us"] = f"{sum(waits) / len(waits) * 1e6:.1f}" if waits else "0"
         return info
 
-    def send_one_way(self, to: int, kind: int, obj: Any) -> None:
-        """Send a one-way message of distributed autograd, in the calling thread's context; the receiver's poller handles it.
+    def send_one_way(self, to: int, kind: int, obj: Any, context: int | None = None) -> None:
+        """Send a one-way message of distributed autograd; the receiver's poller handles it.
+
+        Args:
+            context: The context that records its tensors; 0 for none, None for the calling thread's.
 
         Raises:
             RankFailureError: The worker has left.
@@ -166,7 +175,9 @@ class Agent:
         """
         if to in self.workers.left:
             raise RankFailureError(f"{self.workers.infos[to].name} has left RPC", (self.workers.world_ranks[to],))
-        self.wire.post_one_way(to, kind, b"", codec.encoded(obj), interceptor.current_context())
+        if context is None:
+            context = interceptor.current_context()
+        self.wire.post_one_way(to, kind, b"", codec.encoded(obj), context)
 
     # On the polling thread.
 
@@ -186,6 +197,8 @@ class Agent:
                 incoming.is_new = False
                 if kind < FIRST_RESPONSE:
                     self._taken += 1  # first: one that is refused is answered, too
+                    if incoming.context and interceptor.engine is not None:
+                        interceptor.engine.request_came(incoming.context, incoming.source)
                 if incoming.flags & (AUTOGRAD | REFERENCES):
                     self.references.count(self.wire.take_preamble(incoming))
                 if _FIRST_REMOTE <= kind <= _LAST_REMOTE:
@@ -227,24 +240,42 @@ class Agent:
         elif kind == Kind.QUIET_VERDICT:
             self.quiescence.take_verdict(message.read_words(incoming.data, incoming.start, incoming.end))
             return NOTHING_LEFT
-        elif kind in (Kind.GRADIENTS, Kind.AUTOGRAD_NOTICE):
-            self._take_for_engine(incoming)
+        elif kind in _FOR_ENGINE:
+            return self._take_for_engine(incoming)
         else:
             return _unknown(incoming)
         self._one_way_taken += 1
         return NOTHING_LEFT
 
-    def _take_for_engine(self, incoming: Incoming) -> None:
+    def _take_for_engine(self, incoming: Incoming) -> Action:
         engine = interceptor.engine
+        action: Any = None
         if engine is None:
             logger.error("%s dropped a message of kind %d: no autograd is in use", self.workers.me, incoming.kind)
-            return
+        else:
+            try:
+                obj = self.wire.decode(incoming, incoming.start, False)
+                action = engine.handle_one_way(incoming.source, incoming.kind, incoming.context, obj)
+            except Exception:
+                self._log_one_way(incoming.source)
+        if action is None:
+            self._one_way_taken += 1
+            return NOTHING_LEFT
+        return Task(partial(self._run_for_engine, incoming.source, action.run), action.may_block)
+
+    def _run_for_engine(self, source: int, run: Callable[[], None]) -> None:
+        """Do what a one-way message asks for; it is taken when what that has sent is counted."""
         try:
-            obj = self.wire.decode(incoming, incoming.start, False)
-            engine.handle_one_way(incoming.source, incoming.kind, incoming.context, obj)
+            run()
         except Exception:
-            # One message must not end the polling for all others; the engine tells its own pass of its own errors.
-            logger.exception("%s: a one-way message of rank %d failed", self.workers.me, incoming.source)
+            self._log_one_way(source)
+        finally:
+            with self._work_lock:
+                self._work_done += 1
+
+    def _log_one_way(self, source: int) -> None:
+        # One message must not end the polling for all others; the engine tells its own pass of its own errors.
+        logger.exception("%s: a one-way message of rank %d failed", self.workers.me, source)
 
     def _worker_left(self, rank: int) -> None:
         self.workers.left.add(rank)
@@ -255,7 +286,7 @@ class Agent:
     def _totals(self) -> tuple[int, ...]:
         answered = self.wire.answered
         active = len(self.calls) + self._taken - answered + len(self.references.deletes)
-        return active, self.calls.started, answered, self.wire.one_way_sent, self._one_way_taken
+        return active, self.calls.started, answered, self.wire.one_way_sent, self._one_way_taken + self._work_done
 
 
 FORKED = (

@@ -42,7 +42,6 @@ _SAFE_BUILTINS = {
 _OWN_CALLS = {
     "mpidist.rpc.proxy": {"call_method", "type_of", "has_attribute"},
     "mpidist.rpc.gathering": {"_gather_to_leader", "_broadcast_to_followers"},
-    "mpidist.rpc.rref": {"run_backward"},
 }
 _SAFE = {
     "builtins": _SAFE_BUILTINS,
@@ -58,7 +57,7 @@ _SAFE = {
     "mpidist.rpc.pickles": {"_reference"},
     "mpidist.comm.tensor_pickle": {function.__name__ for function in tensor_pickle.REBUILDERS},
     **_OWN_CALLS,
-    "mpidist.errors": {"MpidistError", "CommTimeout", "RemoteError", "RRefError", "FrameError"},
+    "mpidist.errors": {"MpidistError", "CommTimeout", "RankFailureError", "RemoteError", "RRefError", "FrameError"},
 }
 
 

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from mpidist.rpc.pool import Action
+
 Tensor = torch.Tensor
 
 
@@ -23,6 +25,9 @@ class Interceptor(Protocol):
 
     def current_context(self) -> int:
         """Return the id of the calling thread's context; 0 for none."""
+
+    def request_came(self, context: int, source: int) -> None:
+        """Note that a request's header has arrived within a context: in the order of the messages, on the polling thread."""
 
     def leaving(self, context: int, to: int, tensors: list[Tensor], is_answer: bool) -> int:
         """Record that a message leaves within a context.
@@ -46,13 +51,16 @@ class Interceptor(Protocol):
     def handle(self, source: int, kind: int, context: int, obj: Any) -> Any:
         """Handle a request of autograd's own kinds; what is returned, or raised, is its answer."""
 
-    def handle_one_way(self, source: int, kind: int, context: int, obj: Any) -> None:
-        """Handle a one-way message, on the thread that polls; must not block."""
+    def handle_one_way(self, source: int, kind: int, context: int, obj: Any) -> Action | None:
+        """Handle a one-way message, on the thread that polls; must not block. What takes longer is returned, and run later."""
 
     def worker_left(self, rank: int) -> None:
         """Note that a worker has left RPC, or died: nothing of it will come any more. On the polling thread."""
 
-    def backward(self, context: int, root: Tensor, retain_graph: bool) -> None:
+    def stopped(self) -> None:
+        """Note that RPC has ended on this worker."""
+
+    def backward(self, context: int, root: Tensor, retain_graph: bool, mode: str) -> None:
         """Run ``RRef.backward`` on the owner."""
 
     def debug_info(self) -> dict[str, str]:

@@ -60,6 +60,7 @@ class Kind(enum.IntEnum):
     QUIET_VERDICT = 52
     GRADIENTS = 64
     AUTOGRAD_NOTICE = 65
+    REQUEST_GRADIENTS = 66  # of a request's tensors: they go back by the device maps of answers
 
 
 TO_REMOTE = int(Kind.REMOTE_PYTHON - Kind.CALL_PYTHON)  # from a kind of call to that whose result stays

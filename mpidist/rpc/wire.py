@@ -16,6 +16,7 @@ from mpidist.rpc.codec import EMPTY, TABLE, Content
 from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, FIRST_RESPONSE, MAX_REFERENCES, REFERENCES, ROOM_BYTES, WORD, Kind3
 
 DeviceMap = Mapping[int, int]
+_REQUEST_GRADIENTS = int(message.Kind.REQUEST_GRADIENTS)
 _COMPACT_BYTES = ROOM_BYTES - message.ONE_REFERENCE.size
 
 
@@ -124,7 +125,8 @@ class Wire:
 
     def _post(self, to: int, kind: int, sequence: int, context: int, prefix: bytes, content: Content) -> None:
         is_answer = FIRST_RESPONSE <= kind < message.FIRST_ONE_WAY
-        maps = self._answer_maps if is_answer else self._request_maps
+        goes_back = is_answer or kind == _REQUEST_GRADIENTS
+        maps = self._answer_maps if goes_back else self._request_maps
         flags, body, parts, devices = content.body(maps.get(to))
         for reference in content.references:
             reference.require_shareable()

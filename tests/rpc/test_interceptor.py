@@ -29,7 +29,7 @@ class Recording:
     def __init__(self):
         self.here = threading.local()
         self.lock = threading.Lock()
-        self.left, self.arrived, self.entered, self.one_way, self.gone = [], [], [], [], []
+        self.left, self.arrived, self.entered, self.one_way, self.gone, self.came = [], [], [], [], [], []
         self.handled = 0
         self.number = 2**63 + 5
         self.on_one_way = lambda obj: None
@@ -78,8 +78,15 @@ class Recording:
     def worker_left(self, rank):
         self.gone.append(rank)
 
-    def backward(self, context, root, retain_graph):
-        self.passes = (context, root, retain_graph)
+    def request_came(self, context, source):
+        with self.lock:
+            self.came.append((context, source))
+
+    def stopped(self):
+        self.is_stopped = True
+
+    def backward(self, context, root, retain_graph, mode):
+        self.passes = (context, root, retain_graph, mode)
 
     def debug_info(self):
         return {"num_current_dist_autograd_contexts": "0"}
@@ -231,8 +238,10 @@ def test_requests_of_its_own_kinds(group, engine, workers, to):
             ask(Kind.CLEANUP_AUTOGRAD, None, "a cleanup")
     assert "num_current_dist_autograd_contexts" in api._get_debug_info()
     reference = rpc.RRef(torch.ones(1))
-    reference.backward(3, True)
-    assert engine.passes == (3, reference.local_value(), True)
+    reference.backward(3, True, mode="smart")
+    assert engine.passes == (3, reference.local_value(), True, "smart")
+    rpc.remote(to, torch.ones, args=(1,)).to_here()
+    group.barrier()
     group.barrier()
     interceptor.register(None)
     group.barrier()

@@ -1,0 +1,122 @@
+"""Public calls: ``context``, ``backward``, ``get_gradients``; torch's names and meanings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpidist.autograd import notices
+from mpidist.autograd.context import MAX_COUNT, WORKER_SHIFT, Context, here, unknown
+from mpidist.autograd.engine import Engine
+from mpidist.autograd.initiator import MODES
+from mpidist.rpc import current, interceptor
+
+Tensor = torch.Tensor
+_engine = Engine()
+interceptor.register(_engine)
+
+
+class context:
+    """A distributed autograd context, for the calling thread; ``with context() as context_id:``.
+
+    All calls of RPC within it are recorded, here and in the functions that they call. At its end all gradients are gone, on all
+    workers.
+
+    Raises:
+        RuntimeError: The thread is within a context, or RPC is not initialised.
+    """
+
+    def __enter__(self) -> int:
+        """Begin it; return its id, which no other context of the job has."""
+        self._context = _new_context()
+        return self._context.number
+
+    def __exit__(self, *error: Any) -> None:
+        """End it. Returns at once: others are told one way."""
+        here.context = None
+        _engine.release(self._context.number)
+
+
+def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False, mode: str = "fast") -> None:
+    """Run the distributed backward pass from some roots; gradients of leaves are added up in the context, on each leaf's worker.
+
+    Blocks: until all workers have done their parts.
+
+    Args:
+        context_id: A context known on this worker.
+        roots: Scalar tensors.
+        retain_graph: Keep the graph for another pass.
+        mode: ``"fast"`` awaits gradients for all that was sent in the context, as torch does: everything must be used.
+            ``"smart"`` awaits those that the roots depend on, for three small messages more per worker.
+
+    Raises:
+        TypeError: Arguments of a wrong kind.
+        RuntimeError: Unknown context; wrong roots; "Error on Node r: …" for an error on any worker, with the original as cause.
+        RankFailureError: A worker has left.
+        CommTimeout: For as long as a call may take no gradient has come.
+
+    Source: "Distributed Autograd Design", pytorch.org/docs/stable/rpc/distributed_autograd.html
+    """
+    if type(context_id) is not int or not isinstance(roots, (list, tuple)) or not all(isinstance(r, Tensor) for r in roots):
+        raise TypeError(
+            "backward(): incompatible function arguments: expected (context_id: int, roots: list of tensors, "
+            f"retain_graph: bool, mode: str); got ({type(context_id).__name__}, {type(roots).__name__})"
+        )
+    if mode not in MODES:
+        raise ValueError(f"mode is one of {MODES}; got {mode!r}")
+    _engine.initiator.backward(context_id, roots, bool(retain_graph), mode)
+
+
+def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """Return the gradients that a context has on this worker, by leaf.
+
+    Raises:
+        RuntimeError: Unknown context.
+    """
+    return _engine.contexts.require(context_id).gradients.all()
+
+
+# Read by torch's tests.
+
+
+def _new_context() -> Context:
+    if here.context is not None:
+        raise RuntimeError("Already have an autograd context id for this thread")
+    here.context = made = _engine.contexts.create(current.require().workers.me.id)
+    return made
+
+
+def _release_context(context_id: int) -> None:
+    if here.context is not None and here.context.number == context_id:
+        here.context = None
+    if not _engine.release(context_id):
+        raise unknown(context_id)
+
+
+def _current_context() -> Context:
+    if here.context is None:
+        raise RuntimeError("Current thread doesn't have a valid autograd context. Please wrap your code using: `with context()`")
+    return here.context
+
+
+def _retrieve_context(context_id: int) -> Context:
+    return _engine.contexts.require(context_id)
+
+
+def _is_valid_context(context_id: int) -> bool:
+    return _engine.contexts.find(context_id) is not None
+
+
+def _get_max_id() -> int:
+    return (current.require().workers.me.id << WORKER_SHIFT) + MAX_COUNT
+
+
+def _get_debug_info() -> dict[str, str]:
+    return _engine.debug_info()
+
+
+def _message_counts() -> dict[str, int]:
+    """Return how many messages of each sort this process has sent: ``GRADIENTS``, and the names of ``notices.Notice``."""
+    return dict(notices.counts)

@@ -1,0 +1,223 @@
+"""Contexts of distributed autograd: which exist on this worker, what each has recorded, and how they end.
+
+A context begins with ``context()`` on one worker, or with the first request that arrives in it,
+and is noted as the request's header arrives. MPI keeps the order of a pair of workers, so a
+clean-up from the same worker finds all that it is meant for. An answer never makes a context. At
+its end each worker passes the clean-up on, once, to all workers to which it has sent requests
+within it; while handlers of the context still run here, the last of them does: what they sent goes
+ahead. Nothing is confirmed.
+
+When a worker has died, those that know a context from it alone ask the context's own worker to
+clean up for it (``Notice.ADOPT``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+from mpidist.autograd.gradients import Gradients
+from mpidist.autograd.notices import Notice, notify_all
+from mpidist.autograd.recording import Node, Receive, Send
+from mpidist.errors import MpidistError
+
+WORKER_SHIFT = 48
+MAX_COUNT = (1 << WORKER_SHIFT) - 1
+
+
+class Context:
+    """One context on one worker.
+
+    Attributes:
+        number: Its id; the worker that made it is in the top 16 bits.
+        told: Ranks to which requests were sent within it.
+        told_by: Ranks whose requests came within it.
+        sends: By number of the message.
+        receives: By node.
+        gradients: Of the leaves.
+        parts: This worker's parts of backward passes, by pass.
+        plans: Plans of passes in SMART mode that were asked for and not begun.
+        early: Gradients for passes whose part is not known yet.
+        stopped: Passes that have failed.
+        active: Handlers that run within it.
+        is_released: It has ended here.
+        lock: Guards ``active``, ``is_released`` and the making of parts.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.told: set[int] = set()
+        self.told_by: set[int] = set()
+        self.sends: dict[int, Send] = {}
+        self.receives: dict[Node, Receive] = {}
+        self.gradients = Gradients()
+        self.parts: dict[int, Any] = {}
+        self.plans: dict[int, Any] = {}
+        self.early: dict[int, list[Any]] = {}
+        self.stopped: set[int] = set()
+        self.active = 0
+        self.is_released = False
+        self.lock = threading.Lock()
+
+    def peers(self) -> set[int]:
+        """Return all workers that it is shared with, as far as this worker knows."""
+        return set(self.told) | set(self.told_by)
+
+    # torch's names, read by its tests.
+
+    def _context_id(self) -> int:
+        return self.number
+
+    def _send_functions(self) -> dict[int, Send]:
+        return dict(self.sends)
+
+    def _recv_functions(self) -> dict[int, Node]:
+        return {receive.message: node for node, receive in list(self.receives.items())}
+
+    def _known_worker_ids(self) -> set[int]:
+        return set(self.told)
+
+
+class _Here(threading.local):
+    context: Context | None = None
+    waits = False  # the thread waits in ``backward``
+
+
+here = _Here()
+
+
+class Contexts:
+    """All contexts of this worker."""
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, Context] = {}
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def make_id(self, worker: int) -> int:
+        """Return a number that no other worker makes: for contexts, messages and passes."""
+        return worker << WORKER_SHIFT | next(self._numbers)
+
+    def create(self, worker: int) -> Context:
+        """Make a context of this worker."""
+        made = Context(self.make_id(worker))
+        self._by_number[made.number] = made
+        return made
+
+    def request_came(self, me: int, number: int, source: int) -> None:
+        """Note a request's context as its header arrives, on the polling thread."""
+        found = self._by_number.get(number)
+        if found is None:
+            if number >> WORKER_SHIFT == me:
+                return  # one of ours, which has ended
+            found = self._by_number[number] = Context(number)
+        found.told_by.add(source)
+
+    def find(self, number: int) -> Context | None:
+        """Return a context; None if it is not known here, or no more."""
+        return self._by_number.get(number)
+
+    def require(self, number: int) -> Context:
+        """Return a context.
+
+        Raises:
+            MpidistError: It is not known here, or no more.
+        """
+        found = self._by_number.get(number)
+        if found is None:
+            raise unknown(number)
+        return found
+
+    def release(self, number: int, me: int) -> Context | None:
+        """End a context here, and on all workers that were told of it here; return it, if it was known."""
+        found = self._by_number.pop(number, None)
+        if found is not None:
+            with found.lock:
+                found.is_released = True
+                is_last = found.active == 0
+            if is_last:
+                _pass_on(found, me)
+        return found
+
+    def worker_left(self, rank: int, me: int) -> list[Context]:
+        """End the contexts of a worker that has left, and find others for those known from it alone.
+
+        Returns:
+            The contexts that have ended.
+        """
+        ended = []
+        for context in list(self._by_number.values()):
+            owner = context.number >> WORKER_SHIFT
+            if owner == rank:
+                self.release(context.number, me)
+                ended.append(context)
+            elif rank in context.told_by:
+                context.told_by.discard(rank)
+                if not context.told_by and owner != me:
+                    notify_all([owner], Notice.ADOPT, context.number)
+        return ended
+
+    def adopt(self, number: int, worker: int) -> None:
+        """Have a worker cleaned up when the context ends; at once if it has."""
+        found = self._by_number.get(number)
+        if found is not None:
+            found.told.add(worker)
+        else:
+            notify_all([worker], Notice.CLEANUP, number)
+
+    def values(self) -> list[Context]:
+        """Return all."""
+        return list(self._by_number.values())
+
+    def clear(self) -> None:
+        """Forget all: RPC has ended."""
+        for context in self.values():
+            context.is_released = True
+        self._by_number.clear()
+
+
+class Within:
+    """The context manager under which a handler or a callback runs in a context.
+
+    Args:
+        context: None for none.
+        me: This worker's rank.
+    """
+
+    __slots__ = ("_before", "_context", "_me")
+
+    def __init__(self, context: Context | None, me: int) -> None:
+        self._context = context
+        self._me = me
+
+    def __enter__(self) -> None:
+        """Make it the thread's."""
+        self._before = here.context
+        here.context = context = self._context
+        if context is not None:
+            with context.lock:
+                context.active += 1
+
+    def __exit__(self, *error: Any) -> None:
+        """Give the thread back what it had."""
+        here.context = self._before
+        context = self._context
+        if context is not None:
+            with context.lock:
+                context.active -= 1
+                is_last = context.is_released and context.active == 0
+            if is_last:
+                _pass_on(context, self._me)
+
+
+def unknown(number: int) -> MpidistError:
+    """Return the error of a context that is not known here."""
+    return MpidistError(f"Could not find autograd context with id: {number}")
+
+
+def _pass_on(context: Context, me: int) -> None:
+    # The context's own worker has ended it first. All others get it, also those that told us: we may have told them again.
+    notify_all(context.told - {me, context.number >> WORKER_SHIFT}, Notice.CLEANUP, context.number)

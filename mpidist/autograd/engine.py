@@ -1,0 +1,162 @@
+"""Engine of distributed autograd: what ``rpc`` calls for each message within a context (``rpc/interceptor.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from mpidist.autograd import recording
+from mpidist.autograd.context import Context, Contexts, Within, here, unknown
+from mpidist.autograd.initiator import Initiator
+from mpidist.autograd.notices import GRADIENT_KINDS, Notice, notify_all
+from mpidist.autograd.recording import Receive, Send, Tensor
+from mpidist.errors import MpidistError, RankFailureError
+from mpidist.rpc import current
+from mpidist.rpc.message import Kind
+from mpidist.rpc.pool import Task
+
+
+class Engine:
+    """The engine of this process."""
+
+    def __init__(self) -> None:
+        self.contexts = Contexts()
+        self.initiator = Initiator(self.contexts)
+        self._parts = self.initiator.parts
+
+    # Messages within contexts.
+
+    def current_context(self) -> int:
+        """See ``Interceptor``."""
+        context = here.context
+        return context.number if context is not None and not context.is_released else 0
+
+    def request_came(self, context: int, source: int) -> None:
+        """See ``Interceptor``."""
+        self.contexts.request_came(_me(), context, source)
+
+    def leaving(self, context: int, to: int, tensors: Sequence[Tensor], is_answer: bool) -> int:
+        """See ``Interceptor``."""
+        found: Context | None
+        if is_answer:
+            found = self.contexts.find(context)
+        else:
+            found = here.context  # it may have ended a moment ago: the clean-up follows when this handler ends
+            if found is not None and found.number == context:
+                found.told.add(to)
+        if found is None:
+            return 0
+        sent = [tensor for tensor in tensors if tensor.requires_grad]
+        if not sent:
+            return 0
+        number = self.contexts.make_id(_me())
+        found.sends[number] = Send(to, is_answer, sent)
+        return number
+
+    def arriving(self, context: int, source: int, number: int, tensors: list[Tensor], is_answer: bool) -> list[Tensor]:
+        """See ``Interceptor``."""
+        found = self.contexts.find(context)
+        came = [tensor for tensor in tensors if tensor.requires_grad]
+        if found is None or not came:
+            return tensors
+        made = recording.received(came)
+        found.receives[made[0].grad_fn] = Receive(number, source, is_answer, len(made))
+        following = iter(made)
+        return [next(following) if tensor.requires_grad else tensor for tensor in tensors]
+
+    def entering(self, context: int, source: int, is_answer: bool) -> AbstractContextManager[Any]:
+        """See ``Interceptor``."""
+        return Within(self.contexts.find(context), _me())
+
+    # Messages of its own.
+
+    def handle(self, source: int, kind: int, context: int, obj: Any) -> Any:
+        """See ``Interceptor``; a pass from the value of a reference on its owner, asked for by another worker."""
+        if kind != Kind.BACKWARD_AUTOGRAD:
+            raise MpidistError(f"autograd handles no request of kind {kind}")
+        reference, number, retain_graph, mode = obj
+        reference.backward(number, retain_graph, mode)
+
+    def handle_one_way(self, source: int, kind: int, context: int, obj: Any) -> Any:
+        """See ``Interceptor``."""
+        if kind in GRADIENT_KINDS:
+            return _work(self._parts.take_gradients, obj)
+        what, number, *rest = obj
+        if what == Notice.DONE:
+            self.initiator.take_done(source, *rest)
+        elif what == Notice.FAILED:
+            self.initiator.take_failure(current.require(), source, *rest)
+        elif what == Notice.STOP:
+            if (found := self.contexts.find(number)) is not None:
+                self._parts.stop(found, *rest)
+        elif what == Notice.ASK:
+            return _work(self._parts.answer_survey, number, *rest)
+        elif what == Notice.SUMMARY:
+            return _work(self.initiator.take_summary, source, *rest)
+        elif what == Notice.AWAIT:
+            return _work(self._parts.begin_awaited, number, *rest)
+        elif what == Notice.PROBE:
+            idle_s, missing, sent_to = self._parts.report(number, *rest)
+            notify_all([source], Notice.REPORT, number, *rest, idle_s, missing, tuple(sent_to))
+        elif what == Notice.REPORT:
+            self.initiator.take_report(source, *rest)
+        elif what == Notice.CLEANUP:
+            self.release(number)
+        elif what == Notice.ADOPT:
+            self.contexts.adopt(number, source)
+        return None
+
+    def worker_left(self, rank: int) -> None:
+        """See ``Interceptor``."""
+        agent = current.agent
+        if agent is None:
+            return
+        workers = agent.workers
+        error = RankFailureError(
+            f"a backward pass needs {workers.infos[rank].name}, which has left RPC (shutdown without graceful, the end of its "
+            "program, or its death)",
+            (workers.world_ranks[rank],),
+        )
+        self.initiator.fail_all(error, worker=rank)
+        self._parts.worker_left(rank, error)
+        for context in self.contexts.worker_left(rank, workers.me.id):
+            self._parts.stop_all(context)
+
+    def stopped(self) -> None:
+        """See ``Interceptor``."""
+        self.initiator.fail_all(MpidistError("RPC was shut down on this worker during a backward pass"))
+        self.contexts.clear()
+
+    # What users call.
+
+    def backward(self, context: int, root: Tensor, retain_graph: bool, mode: str) -> None:
+        """See ``Interceptor``."""
+        self.initiator.backward(context, [root], retain_graph, mode)
+
+    def release(self, number: int) -> bool:
+        """End a context here, and wherever it is known from here; say whether it was known."""
+        context = self.contexts.release(number, _me())
+        if context is None:
+            return False
+        self._parts.stop_all(context)
+        self.initiator.fail_all(unknown(number), context=number)
+        return True
+
+    def debug_info(self) -> dict[str, str]:
+        """See ``Interceptor``; torch's names."""
+        return {
+            "num_current_backward_passes": str(self._parts.count()),
+            "num_autograd_contexts": str(len(self.contexts)),
+        }
+
+
+def _me() -> int:
+    agent = current.agent
+    return agent.workers.me.id if agent is not None else -1
+
+
+def _work(function: Any, *args: Any) -> Task:
+    # The thread that waits for its pass does the work by itself; one that waits for something else leaves it to the pool.
+    return Task(partial(function, *args), not here.waits)

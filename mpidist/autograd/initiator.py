@@ -1,0 +1,199 @@
+"""Backward passes that begin on this worker: roots, the survey of SMART mode, and the wait for the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from mpidist.autograd.context import Context, Contexts, here, unknown
+from mpidist.autograd.dependencies import Plan
+from mpidist.autograd.local_pass import ROOTS
+from mpidist.autograd.notices import Notice, notify, notify_all
+from mpidist.autograd.parts import SMART, Parts, plan_of
+from mpidist.autograd.passes import Pass
+from mpidist.autograd.recording import Edge, Tensor
+from mpidist.autograd.smart import Hop, Survey, closure, summary
+from mpidist.errors import RankFailureError
+from mpidist.rpc import current, remote_error
+from mpidist.rpc.agent import Agent
+
+MODES = ("fast", "smart")
+
+
+def edges_of(roots: Sequence[Tensor]) -> list[Edge]:
+    """Return where a pass begins.
+
+    Raises:
+        RuntimeError: No roots, or one without a gradient, of more than one element, or without a function; in torch's words.
+    """
+    if not roots:
+        raise RuntimeError("No tensors provided for gradient computation.")
+    for root in roots:
+        if not root.requires_grad:
+            raise RuntimeError("requires_grad not set on root")
+        if root.numel() != 1:
+            raise RuntimeError(f"root of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar")
+        if root.grad_fn is None:
+            raise RuntimeError("root does not have a valid gradient function.")
+    return [(root.grad_fn, root.output_nr) for root in roots]
+
+
+class Initiator:
+    """The passes that began here and have not ended.
+
+    Args:
+        contexts: Of this worker.
+    """
+
+    def __init__(self, contexts: Contexts) -> None:
+        self._contexts = contexts
+        self._passes: dict[int, Pass] = {}
+        self.parts = Parts(contexts, self._complete, self._fail)
+
+    def backward(self, number: int, roots: Sequence[Tensor], retain: bool, mode: str) -> None:
+        """See ``mpidist.autograd.backward``."""
+        agent = current.require()
+        context = self._contexts.require(number)
+        edges = edges_of(roots)
+        me = agent.workers.me.id
+        key = self._contexts.make_id(me) | (SMART if mode == "smart" else 0)
+        running = self._passes[key] = Pass(key, number, me)
+        before, here.waits = here.waits, True
+        try:
+            plan, names = plan_of(context, edges)
+            if mode == "smart":
+                self._survey(running, context, retain, plan, names, roots)
+            else:
+                self._begin(running, context, retain, plan, names, roots, None)
+            running.wait(agent.polling.wait, agent.calls.rpc_timeout, self._probe, [info.name for info in agent.workers.infos])
+        except BaseException:
+            self.parts.stop(context, key)
+            if running.survey is not None:
+                notify_all(running.survey.asked - {me}, Notice.STOP, number, key)
+            raise
+        finally:
+            here.waits = before
+            del self._passes[key]
+
+    def _begin(
+        self,
+        running: Pass,
+        context: Context,
+        retain: bool,
+        plan: Plan,
+        names: Sequence[int],
+        roots: Sequence[Tensor],
+        awaited: Iterable[int] | None,
+    ) -> None:
+        part = self.parts.begin(context, running.key, retain, plan, names, awaited)
+        if part is None:
+            running.fail(unknown(context.number))
+        else:
+            self.parts.deliver(part, ROOTS, [torch.ones_like(root) for root in roots])
+
+    # SMART mode.
+
+    def _survey(
+        self, running: Pass, context: Context, retain: bool, plan: Plan, names: list[int], roots: Sequence[Tensor]
+    ) -> None:
+        me = current.require().workers.me.id
+        own = summary(plan, names, context.receives)
+        running.survey = Survey(me, own, context.peers() - {me})
+        running.survey.begin = partial(self._begin_awaited, running, context, retain, plan, names, roots, own[ROOTS])
+        self._ask(running)
+
+    def _ask(self, running: Pass) -> None:
+        """Ask the workers that are new; begin once all have answered."""
+        for worker in running.survey.next():
+            notify(worker, Notice.ASK, running.context, running.key)
+        if running.survey.is_complete():
+            running.survey.begin()
+
+    def _begin_awaited(
+        self,
+        running: Pass,
+        context: Context,
+        retain: bool,
+        plan: Plan,
+        names: Sequence[int],
+        roots: Sequence[Tensor],
+        first: Sequence[Hop],
+    ) -> None:
+        me = current.require().workers.me.id
+        reached = closure(running.survey.summaries, first)
+        running.expect(worker for worker, sends in reached.items() if sends)
+        for worker in running.survey.asked - {me}:
+            notify(worker, Notice.AWAIT, context.number, running.key, retain, tuple(reached.get(worker, ())))
+        self._begin(running, context, retain, plan, names, roots, [ROOTS, *reached.get(me, ())])
+
+    def take_summary(self, worker: int, key: int, found: Any, peers: Iterable[int]) -> None:
+        """Take a worker's answer to the survey."""
+        running = self._passes.get(key)
+        if running is None or running.error is not None:
+            return
+        running.progress()
+        try:
+            if running.survey.add(worker, found, peers):
+                self._ask(running)
+        except Exception as error:
+            running.fail(error)
+
+    # What others report.
+
+    def _complete(self, key: int, sent_to: Iterable[int]) -> None:
+        running = self._passes.get(key)
+        if running is not None:
+            running.complete(running.me, sent_to)
+
+    def take_done(self, worker: int, key: int, sent_to: Iterable[int]) -> None:
+        """Note that a worker's part is complete."""
+        running = self._passes.get(key)
+        if running is not None:
+            running.complete(worker, sent_to)
+
+    def _fail(self, key: int, error: BaseException) -> None:
+        """End a pass for an error on this worker."""
+        running = self._passes.get(key)
+        if running is None:
+            return
+        if not isinstance(error, Exception):  # an interrupt is the user's own
+            running.fail(error)
+        else:
+            running.fail(_error_on(running.me, error))
+
+    def take_failure(self, agent: Agent, worker: int, key: int, description: Any) -> None:
+        """End a pass for an error on another worker."""
+        running = self._passes.get(key)
+        if running is not None:
+            unpickler = {} if agent.allowed is None else {"unpickler": agent.allowed.unpickler}
+            running.fail(_error_on(worker, remote_error.rebuilt(description, agent.workers.infos[worker], **unpickler)))
+
+    def take_report(self, worker: int, key: int, idle_s: float, missing: list[str], sent_to: Iterable[int]) -> None:
+        """Take a worker's answer about its progress."""
+        running = self._passes.get(key)
+        if running is not None:
+            running.report(worker, idle_s, missing, sent_to)
+
+    def _probe(self, running: Pass) -> tuple[float, list[str]]:
+        for worker in running.members():
+            notify(worker, Notice.PROBE, running.context, running.key)
+        idle_s, missing, _ = self.parts.report(running.context, running.key)
+        is_there = running.key in getattr(self._contexts.find(running.context), "parts", ())
+        return (idle_s if is_there else float("inf")), missing
+
+    def fail_all(self, error: BaseException, context: int | None = None, worker: int | None = None) -> None:
+        """End all passes, or those of a context, or those in which a worker has a part, with an error."""
+        for running in list(self._passes.values()):
+            if (context is None or running.context == context) and (worker is None or running.involves(worker)):
+                running.fail(error)
+
+
+def _error_on(worker: int, error: BaseException) -> RuntimeError:
+    if isinstance(error, RankFailureError) and error.__cause__ is None:
+        return error  # a worker that is gone, as noticed here
+    made = RuntimeError(f"Error on Node {worker}: {error}")
+    made.__cause__ = error
+    return made

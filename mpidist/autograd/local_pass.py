@@ -1,0 +1,263 @@
+"""One worker's part of a backward pass: runs torch's engine on what is ready, as gradients of its sources arrive.
+
+A set of nodes is run as soon as the gradients of all its sources are here and another worker waits
+for what it yields, or nothing more will arrive: in one call of torch's engine, which takes
+gradients at leaves, at received tensors and at cuts (``dependencies``). Every node runs once, in
+torch's engine, with its hooks.
+
+Cuts at inner nodes, and at leaves with hooks, need care. torch's engine runs the hooks of a node
+at which it takes a gradient, which is only a part of the node's; and it runs on through such a
+node if it takes another gradient below. So the nodes above these cuts are run one at a time, each
+ended by a hook of ours behind it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from mpidist.autograd.context import Context, here
+from mpidist.autograd.dependencies import Plan
+from mpidist.autograd.recording import LEAF, RECEIVE, Edge, Node, Tensor
+
+Gradient = Any  # a tensor, or None for no gradient
+_run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+ROOTS = 0  # the name of the source that the roots are; messages have numbers above
+
+
+class Outlet(Protocol):
+    """What a part yields."""
+
+    def send(self, part: LocalPass, node: Node, gradients: list[Gradient]) -> None:
+        """Send the gradients of received tensors back."""
+
+    def complete(self, part: LocalPass) -> None:
+        """Note that all sources have had their gradients, and all nodes have run."""
+
+
+class _Stop(Exception):
+    """Raised by our hook behind a node that is to run alone."""
+
+
+class LocalPass:
+    """The part.
+
+    Args:
+        outlet: Gets what it yields.
+        context: Gets the leaves' gradients.
+        key: The pass's number.
+        retain: Whether the graph is kept.
+        plan: Of all the sources.
+        names: Of the plan's sources, in their order: numbers of messages, or ``ROOTS``.
+        awaited: Those that get gradients; None for all.
+
+    Attributes:
+        sent_to: Workers that were sent gradients.
+        is_stopped: The pass has failed: nothing more is yielded.
+    """
+
+    def __init__(
+        self,
+        outlet: Outlet,
+        context: Context,
+        key: int,
+        retain: bool,
+        plan: Plan,
+        names: Sequence[int],
+        awaited: Iterable[int] | None = None,
+    ) -> None:
+        self.context = context
+        self.key = key
+        self.retain = retain
+        self.sent_to: set[int] = set()
+        self.is_stopped = False
+        self._outlet = outlet
+        self._plan = plan
+        self._places = {name: place for place, name in enumerate(names)}
+        self._needed = self._all = (1 << len(names)) - 1
+        if awaited is not None:
+            self._needed = sum(1 << self._places[name] for name in awaited)
+        self._arrived = self._all & ~self._needed
+        self._left = {mask for mask in (*plan.captures, *plan.cuts) if mask & self._needed}  # masks that have not run
+        self._kept: dict[Edge, Tensor] = {}  # gradients at edges into nodes that have not run
+        self._inbox: list[tuple[int, Sequence[Gradient]]] = []
+        self._is_busy = False
+        self._since = time.monotonic()
+        self._lock = threading.Lock()
+
+    @property
+    def since(self) -> float:
+        """Return when gradients have last come; now while nodes run."""
+        return time.monotonic() if self._is_busy else self._since
+
+    def missing(self) -> list[int]:
+        """Return the sources that have had no gradients yet."""
+        return [name for name, place in self._places.items() if not self._arrived >> place & 1]
+
+    def stop(self) -> None:
+        """Yield nothing more, and let the gradients go."""
+        self.is_stopped = True
+        with self._lock:
+            self._inbox.clear()
+            if not self._is_busy:
+                self._kept.clear()
+
+    def deliver(self, name: int, gradients: Sequence[Gradient]) -> None:
+        """Take the gradients of one source, and run what is ready; if another thread does that already, leave them to it.
+
+        Raises:
+            Exception: What the nodes raise; the part is of no use then.
+        """
+        with self._lock:
+            self._inbox.append((name, gradients))
+            if self._is_busy:
+                return
+            self._is_busy = True
+        before, here.context = here.context, None  # calls of nodes and hooks, of a recomputed forward pass say, are not recorded
+        try:
+            while not self.is_stopped:
+                with self._lock:
+                    arrived, self._inbox = self._inbox, []
+                    if not arrived:
+                        self._is_busy = False
+                        break
+                self._advance(arrived)
+        finally:
+            here.context = before
+            self._since = time.monotonic()
+
+    def _advance(self, arrived: list[tuple[int, Sequence[Gradient]]]) -> None:
+        plan, masks = self._plan, self._plan.masks
+        for name, gradients in arrived:
+            place = self._places[name]
+            self._arrived |= 1 << place
+            for edge, gradient in zip(plan.sources[place], gradients, strict=True):
+                if gradient is not None:
+                    self._keep(edge, gradient)
+        waits_for = self._all & ~self._arrived
+        ready = [mask for mask in self._left if not mask & waits_for]
+        captures = [plan.captures[mask] for mask in ready if mask in plan.captures]
+        receives = [node for one in captures for node in one.receives]
+        if waits_for and not receives:
+            return  # nothing that another worker waits for: later, in one go
+        self._left.difference_update(ready)
+        leaves = [node for one in captures for node in one.leaves]
+        cuts = {edge for mask in ready for edge in plan.cuts.get(mask, ()) if masks[edge[0]] & waits_for}
+        edges = [edge for edge in self._kept if not masks[edge[0]] & waits_for]
+        values = [self._kept.pop(edge) for edge in edges]
+        run = self._run_one_by_one if any(_needs_care(node) for node, _ in cuts) else self._run_together
+        found = run(edges, values, leaves, receives, cuts)
+        del values
+        if self.is_stopped:
+            return
+        if found:
+            self.context.gradients.add(found)
+        if not waits_for:
+            self._outlet.complete(self)
+
+    def _run_together(
+        self, edges: list[Edge], values: list[Tensor], leaves: list[Node], receives: list[Node], cuts: Iterable[Edge]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Run all ready nodes in one call of torch's engine; return the leaves' gradients."""
+        widths = [self.context.receives[node].width for node in receives]
+        cuts = list(cuts)
+        targets = [
+            *((node, 0) for node in leaves),
+            *((node, number) for node, width in zip(receives, widths, strict=True) for number in range(width)),
+            *cuts,
+        ]
+        found = self._call(edges, values, targets) if edges and targets else [None] * len(targets)
+        start = len(leaves)
+        for node, width in zip(receives, widths, strict=True):
+            self._send(node, list(found[start : start + width]))
+            start += width
+        for edge, gradient in zip(cuts, found[start:], strict=True):
+            if gradient is not None:
+                self._keep(edge, gradient)
+        return [(node.variable, gradient) for node, gradient in zip(leaves, found, strict=False) if gradient is not None]
+
+    def _run_one_by_one(
+        self, edges: list[Edge], values: list[Tensor], leaves: list[Node], receives: list[Node], cuts: Iterable[Edge]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Run each ready node in a call of its own."""
+        for edge, gradient in zip(edges, values, strict=True):
+            self._keep(edge, gradient)
+        waits_for = self._all & ~self._arrived
+        found = []
+        due, sending = set(leaves), set(receives)
+        above: dict[Node, list[Edge]] = {}
+        for edge in self._kept:
+            above.setdefault(edge[0], []).append(edge)
+        for node in reversed(self._plan.order):
+            if self._plan.masks[node] & waits_for or self.is_stopped:
+                continue
+            into = [edge for edge in dict.fromkeys(above.get(node, ())) if edge in self._kept]
+            gradients = [self._kept.pop(edge) for edge in into]
+            kind = type(node)
+            if kind is RECEIVE:
+                if node in sending:
+                    targets = [(node, number) for number in range(self.context.receives[node].width)]
+                    self._send(node, list(self._call(into, gradients, targets)) if into else [None] * len(targets))
+            elif kind is LEAF:
+                if into and node in due:
+                    found.append((node.variable, self._call(into, gradients, [(node, 0)])[0]))
+            elif into:
+                for edge, gradient in zip(node.next_functions, self._run_alone(node, into, gradients), strict=True):
+                    if edge[0] is not None and gradient is not None:
+                        self._keep(edge, gradient)
+                        above.setdefault(edge[0], []).append(edge)
+        return found
+
+    def _run_alone(self, node: Node, into: list[Edge], gradients: list[Tensor]) -> Sequence[Gradient]:
+        """Run one node, with the hooks before and behind it, and nothing below; return what it yields."""
+        below = [edge for edge in dict.fromkeys(node.next_functions) if edge[0] is not None]
+        if not below:
+            return [None] * len(node.next_functions)
+        made: list[Gradient] = []
+
+        def stop(grad_inputs: Any, grad_outputs: Any) -> None:
+            made.extend(grad_inputs)
+            raise _Stop
+
+        handle = node.register_hook(stop)
+        try:
+            self._call(into, gradients, below)
+        except _Stop:
+            pass
+        finally:
+            handle.remove()
+        return made
+
+    def _call(self, edges: Sequence[Edge], gradients: Sequence[Tensor], targets: Sequence[Edge]) -> Sequence[Gradient]:
+        found: Sequence[Gradient] = _run_backward(
+            tuple([GradientEdge(*edge) for edge in edges]),
+            tuple(gradients),
+            self.retain,
+            False,
+            tuple([GradientEdge(*edge) for edge in targets]),
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
+        return found
+
+    def _send(self, node: Node, gradients: list[Gradient]) -> None:
+        if not self.is_stopped:
+            self._outlet.send(self, node, gradients)
+
+    def _keep(self, edge: Edge, gradient: Tensor) -> None:
+        before = self._kept.get(edge)
+        self._kept[edge] = gradient if before is None else _sum(before, gradient)
+
+
+def _sum(first: Tensor, second: Tensor) -> Tensor:
+    # torch adds a sparse tensor to a dense one, and not the other way round.
+    return second + first if first.is_sparse and not second.is_sparse else first + second
+
+
+def _needs_care(node: Node) -> bool:
+    return type(node) is not LEAF or bool(node.variable._backward_hooks)

@@ -1,0 +1,74 @@
+"""Messages of the engine, all one-way: gradients, and notices of passes and contexts.
+
+::
+
+    gradients   context, pass, whether to retain the graph, number of the message whose tensors' gradients these are, and for
+                each of its tensors that needs one the gradient, or None if there is none
+    notice      what, context, and what follows (``Notice``)
+
+They name their context in their content and carry none in the header: gradients are not recorded.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mpidist.errors import MpidistError
+from mpidist.rpc import current
+from mpidist.rpc.message import Kind
+
+
+class Notice(enum.IntEnum):
+    """Notices, and what follows the context in each."""
+
+    DONE = 1  # pass, workers that were sent gradients: the sender's part is complete; to the initiator
+    FAILED = 2  # pass, description of an error (rpc.remote_error); to the initiator
+    STOP = 3  # pass: it has failed; passed on to whom gradients were sent
+    ASK = 4  # pass: which receives does each of your sends reach?
+    SUMMARY = 5  # pass, {message: [(message, worker), …]}, workers of the context; to the initiator
+    AWAIT = 6  # pass, whether to retain the graph, messages that get gradients
+    PROBE = 7  # pass: is there progress?
+    REPORT = 8  # pass, seconds since the last gradient, messages without one as texts, workers sent to; to the initiator
+    CLEANUP = 9  # nothing: the context has ended; passed on to whom requests were sent
+    ADOPT = 10  # nothing: whom the sender had this context from has died; to the context's worker
+
+
+GRADIENT_KINDS = (Kind.GRADIENTS, Kind.REQUEST_GRADIENTS)
+counts: Counter[str] = Counter()  # messages that this process has sent, by name
+
+
+def send_gradients(to: int, is_back: bool, content: Sequence[Any]) -> None:
+    """Send gradients.
+
+    Args:
+        to: The worker that sent the tensors.
+        is_back: It sent them in a request: the gradients go by the device maps of answers.
+        content: See above.
+
+    Raises:
+        RankFailureError: It has left.
+    """
+    counts["GRADIENTS"] += 1
+    current.require().send_one_way(to, Kind.REQUEST_GRADIENTS if is_back else Kind.GRADIENTS, content, 0)
+
+
+def notify(to: int, what: Notice, context: int, *rest: Any) -> None:
+    """Send a notice.
+
+    Raises:
+        RankFailureError: The worker has left.
+    """
+    counts[what.name] += 1
+    current.require().send_one_way(to, Kind.AUTOGRAD_NOTICE, (int(what), context, *rest), 0)
+
+
+def notify_all(workers: Iterable[int], what: Notice, context: int, *rest: Any) -> None:
+    """Send a notice to all of some workers that are still there; nothing once RPC has ended."""
+    for to in workers:
+        try:
+            notify(to, what, context, *rest)
+        except MpidistError:  # it has left, or RPC has been shut down
+            counts[what.name] -= 1

@@ -1,0 +1,208 @@
+"""This worker's parts of backward passes: begun by the first gradient or by the initiator, ended by the last or by an error."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from mpidist.autograd.context import WORKER_SHIFT, Context, Contexts, unknown
+from mpidist.autograd.dependencies import Plan
+from mpidist.autograd.local_pass import ROOTS, Gradient, LocalPass
+from mpidist.autograd.notices import Notice, notify, notify_all, send_gradients
+from mpidist.autograd.recording import Edge, Node
+from mpidist.autograd.smart import summary
+from mpidist.errors import RankFailureError
+from mpidist.rpc import current, remote_error
+
+SMART = 1 << (WORKER_SHIFT - 1)  # in the number of a pass: its mode
+
+
+def initiator_of(key: int) -> int:
+    """Return the rank of the worker that began a pass."""
+    return key >> WORKER_SHIFT
+
+
+def plan_of(context: Context, roots: Sequence[Edge] | None = None) -> tuple[Plan, list[int]]:
+    """Plan a pass from all sends of a context, and from the roots if it begins here; return the sources' names, too."""
+    sends = list(context.sends.items())
+    names = [name for name, _ in sends]
+    sources = [send.next_functions for _, send in sends]
+    if roots is not None:
+        return Plan([roots, *sources]), [ROOTS, *names]
+    return Plan(sources), names
+
+
+class Parts:
+    """The parts of all passes.
+
+    Args:
+        contexts: Of this worker.
+        complete: Called for a part of a pass that began here, with (pass, workers sent to).
+        fail: Called for an error in one, with (pass, error).
+    """
+
+    def __init__(
+        self, contexts: Contexts, complete: Callable[[int, Iterable[int]], None], fail: Callable[[int, BaseException], None]
+    ) -> None:
+        self._contexts = contexts
+        self._complete = complete
+        self._fail = fail
+
+    def count(self) -> int:
+        """Return the number of parts under way."""
+        return sum(len(context.parts) for context in self._contexts.values())
+
+    def take_gradients(self, content: Sequence[Any]) -> None:
+        """Take a message of gradients; in FAST mode the first of a pass begins this worker's part."""
+        number, key, retain, message = content[:4]
+        context = self._contexts.find(number)
+        if context is None:
+            self.report_failure(number, key, unknown(number))
+            return
+        part = context.parts.get(key)
+        if part is None:
+            try:
+                part = self._first_contact(context, key, retain, message, content[4:])
+            except Exception as error:
+                self.abort(context, key, error)
+        if part is not None:
+            self.deliver(part, message, content[4:])
+
+    def _first_contact(
+        self, context: Context, key: int, retain: bool, message: int, gradients: Sequence[Gradient]
+    ) -> LocalPass | None:
+        with context.lock:
+            part: LocalPass | None = context.parts.get(key)
+            if part is not None or key in context.stopped or context.is_released:
+                return part
+            if key & SMART:  # what to await is still under way
+                context.early.setdefault(key, []).append((message, gradients))
+                return None
+            plan, names = plan_of(context)
+            part = context.parts[key] = LocalPass(self, context, key, retain, plan, names)
+            return part
+
+    def begin(
+        self, context: Context, key: int, retain: bool, plan: Plan, names: Sequence[int], awaited: Iterable[int] | None = None
+    ) -> LocalPass | None:
+        """Begin a part, and give it what has come already; None if the pass has failed meanwhile."""
+        with context.lock:
+            if key in context.stopped or context.is_released:
+                return None
+            part = context.parts[key] = LocalPass(self, context, key, retain, plan, names, awaited)
+            early = context.early.pop(key, ())
+        for message, gradients in early:
+            self.deliver(part, message, gradients)
+        return part
+
+    def deliver(self, part: LocalPass, name: int, gradients: Sequence[Gradient]) -> None:
+        """Give a part the gradients of one source; an error ends the pass."""
+        try:
+            part.deliver(name, gradients)
+        except BaseException as error:
+            self.abort(part.context, part.key, error)
+
+    # SMART mode.
+
+    def answer_survey(self, number: int, key: int) -> None:
+        """Tell the initiator which receives each send of a context reaches."""
+        context = self._contexts.find(number)
+        if context is None:
+            self.report_failure(number, key, unknown(number))
+            return
+        plan, names = plan_of(context)
+        context.plans[key] = plan, names
+        found = summary(plan, names, context.receives)
+        notify_all([initiator_of(key)], Notice.SUMMARY, number, key, found, tuple(context.peers()))
+
+    def begin_awaited(self, number: int, key: int, retain: bool, awaited: Sequence[int]) -> None:
+        """Begin a part with the sends that get gradients, if any."""
+        context = self._contexts.find(number)
+        plan, names = context.plans.pop(key, (None, ())) if context is not None else (None, ())
+        if context is not None and plan is not None and awaited:
+            self.begin(context, key, retain, plan, names, awaited)
+
+    # What a part yields.
+
+    def send(self, part: LocalPass, node: Node, gradients: list[Gradient]) -> None:
+        """Send the gradients of received tensors to the worker that they came from."""
+        receive = part.context.receives[node]
+        part.sent_to.add(receive.source)
+        content = (part.context.number, part.key, part.retain, receive.message, *gradients)
+        send_gradients(receive.source, not receive.is_answer, content)
+
+    def complete(self, part: LocalPass) -> None:
+        """Tell the initiator that a part is complete."""
+        part.context.parts.pop(part.key, None)
+        if initiator_of(part.key) == current.require().workers.me.id:
+            self._complete(part.key, part.sent_to)
+        else:
+            notify(initiator_of(part.key), Notice.DONE, part.context.number, part.key, tuple(part.sent_to))
+
+    # Errors.
+
+    def abort(self, context: Context, key: int, error: BaseException) -> None:
+        """End a pass because of an error on this worker."""
+        self.stop(context, key)
+        self.report_failure(context.number, key, error)
+
+    def report_failure(self, number: int, key: int, error: BaseException) -> None:
+        """Tell the initiator of an error."""
+        agent = current.agent
+        if agent is None:
+            return
+        if initiator_of(key) == agent.workers.me.id:
+            self._fail(key, error)
+        else:
+            notify_all([initiator_of(key)], Notice.FAILED, number, key, remote_error.described(error))
+
+    def stop(self, context: Context, key: int) -> None:
+        """End a part of a failed pass, and those of the workers that it has sent gradients to. Again does nothing."""
+        with context.lock:
+            if key in context.stopped:
+                return
+            context.stopped.add(key)
+            part = context.parts.pop(key, None)
+            context.plans.pop(key, None)
+            context.early.pop(key, None)
+        if part is not None:
+            part.stop()
+            agent = current.agent
+            if agent is not None:
+                notify_all(part.sent_to - {agent.workers.me.id, initiator_of(key)}, Notice.STOP, context.number, key)
+
+    def stop_all(self, context: Context) -> None:
+        """End all parts of a context that has ended."""
+        for key in list(context.parts):
+            part = context.parts.pop(key, None)
+            if part is not None:
+                part.stop()
+                self.report_failure(context.number, key, unknown(context.number))
+
+    def worker_left(self, rank: int, error: RankFailureError) -> None:
+        """End the passes of contexts that are shared with a worker that has left."""
+        for context in self._contexts.values():
+            if context.parts and rank in context.peers():
+                for key in list(context.parts):
+                    self.abort(context, key, error)
+
+    # Progress.
+
+    def report(self, number: int, key: int) -> tuple[float, list[str], set[int]]:
+        """Return the seconds since a part has had a gradient, what it waits for, and the workers it has sent gradients to.
+
+        A part that is not there has just ended, or begins when a message arrives that is under way.
+        """
+        context = self._contexts.find(number)
+        part: LocalPass | None = context.parts.get(key) if context is not None else None
+        if context is None or part is None:
+            return 0.0, [], set()
+        infos = current.require().workers.infos
+        texts = []
+        for name in part.missing():
+            send = context.sends.get(name)
+            if send is not None:
+                what = "the result of a call from" if send.is_answer else "arguments of a call to"
+                texts.append(f"the gradients of {what} {infos[send.to].name} (shapes {send.shapes()})")
+        return time.monotonic() - part.since, texts, set(part.sent_to)

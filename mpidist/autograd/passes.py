@@ -1,0 +1,144 @@
+"""A backward pass at the worker that began it: its end, its errors, and the time without progress.
+
+Every worker tells the initiator once that its part is complete, and to whom it has sent gradients.
+The pass is over when all workers that are known of in this way are complete. Whatever fails on any
+worker, or the loss of a worker, ends it at once. Without progress for as long as a call may take,
+the initiator asks the workers of the pass what they wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mpidist.errors import CommTimeout, RankFailureError
+from mpidist.rpc.call import Call
+
+_REPORT_S = 5.0  # for the workers to say what they wait for
+
+
+class Pass:
+    """The pass.
+
+    Args:
+        key: Its number.
+        context: The context's.
+        me: This worker's rank.
+
+    Attributes:
+        survey: In SMART mode, what the workers have answered.
+        error: The first.
+        me: This worker's rank.
+    """
+
+    def __init__(self, key: int, context: int, me: int) -> None:
+        self.key = key
+        self.context = context
+        self.error: BaseException | None = None
+        self.survey: Any = None
+        self.me = me
+        self.mentioned = {me}
+        self._complete: set[int] = set()
+        self._reports: dict[int, tuple[float, list[str]]] = {}
+        self._progress = 0
+        self._lock = threading.Lock()
+        self._call = Call(me, "a backward pass", 0.0)
+
+    def expect(self, workers: Iterable[int]) -> None:
+        """Note workers that have a part."""
+        with self._lock:
+            self.mentioned.update(workers)
+
+    def complete(self, worker: int, sent_to: Iterable[int]) -> None:
+        """Note that a worker's part is complete, and to whom it has sent gradients."""
+        with self._lock:
+            self._complete.add(worker)
+            self.mentioned.update(sent_to)
+            is_over = self.mentioned <= self._complete
+        self.progress()
+        if is_over:
+            self._call.finish()
+
+    def progress(self) -> None:
+        """Note that something has come."""
+        self._progress += 1
+
+    def report(self, worker: int, idle_s: float, missing: list[str], sent_to: Iterable[int]) -> None:
+        """Take a worker's answer to ``Notice.PROBE``."""
+        with self._lock:
+            self.mentioned.update(sent_to)
+            self._reports[worker] = idle_s, missing
+
+    def fail(self, error: BaseException) -> None:
+        """End the pass with an error; the first counts."""
+        with self._lock:
+            if self.error is None and not self._call.done:
+                self.error = error
+        self._call.finish()
+
+    def involves(self, worker: int) -> bool:
+        """Say whether a worker has a part that is not complete, or has not yet answered the survey."""
+        if self.survey is not None and worker in self.survey.asked and worker not in self.survey.summaries:
+            return True
+        return worker in self.mentioned and worker not in self._complete
+
+    def members(self) -> set[int]:
+        """Return the other workers that are known to have a part which is not complete."""
+        with self._lock:
+            return self.mentioned - self._complete - {self.me}
+
+    def wait(
+        self, wait: Callable[[Call], None], timeout_s: float, probe: Callable[[Pass], tuple[float, list[str]]], names: Any
+    ) -> None:
+        """Wait for the end.
+
+        Args:
+            wait: Waits for a call, at most until its deadline; as ``rpc.Polling.wait``.
+            timeout_s: For which there may be no progress; 0 for any time.
+            probe: Asks the members for reports, and returns this worker's own: seconds since the last gradient, and what it
+                waits for.
+            names: Of the workers, by rank.
+
+        Raises:
+            CommTimeout: There was no progress.
+            Exception: What has ended the pass.
+        """
+        call = self._call
+        while not call.done:
+            before, since = self._progress, time.monotonic()
+            call.deadline = since + timeout_s if timeout_s > 0 else float("inf")
+            wait(call)
+            if call.done or self._progress != before:
+                continue
+            if time.monotonic() < call.deadline:
+                raise RankFailureError("RPC was shut down during a backward pass")
+            self._examine(wait, timeout_s, probe, names)
+        if self.error is not None:
+            raise self.error
+
+    def _examine(self, wait: Any, timeout_s: float, probe: Any, names: Any) -> None:
+        """Ask all members what they wait for; raise if none has had a gradient for the whole time."""
+        call, before = self._call, self._progress
+        members = self.members()
+        self._reports.clear()
+        own_idle_s, missing = probe(self)
+        end = time.monotonic() + max(_REPORT_S, timeout_s)
+        while not call.done and not members <= set(self._reports) and time.monotonic() < end:
+            call.deadline = time.monotonic() + 0.01
+            wait(call)
+        with self._lock:
+            reports = dict(self._reports)
+            is_new = bool(self.mentioned - self._complete - {self.me} - members)
+        idle_s = min([own_idle_s, *(idle for idle, _ in reports.values())])
+        if call.done or self._progress != before or is_new or idle_s < timeout_s / 2:
+            return
+        lines = [f"{names[self.me]} waits for {text}" for text in missing]
+        for worker in sorted(members):
+            lines += [f"{names[worker]} waits for {text}" for text in reports.get(worker, (0, ["an answer of its own"]))[1]]
+        raise CommTimeout(
+            f"backward in context {self.context}: no gradient has come for {timeout_s:g} s (the RPC timeout). "
+            f"FAST mode waits for the gradients of everything that was sent; results that are not used get none. "
+            f'Pass mode="smart" to await only what the roots depend on. {"; ".join(lines) or "No part is complete"}'
+        )
