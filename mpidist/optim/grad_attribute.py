@@ -56,7 +56,7 @@ class GradAttributeOptimizer:
             gradients: One for each parameter; for None its ``.grad`` is None during the step.
         """
         parameters = self.parameters
-        with self.locks.hold():
+        with self.locks:
             kept = [parameter.grad for parameter in parameters]
             try:
                 for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -73,7 +73,7 @@ class GradAttributeOptimizer:
 
     def remove_last_group(self) -> None:
         """Remove the group that was added last, and its state."""
-        with self.locks.hold():
+        with self.locks:
             for parameter in self.param_groups.pop()["params"]:
                 self._optimizer.state.pop(parameter, None)
 
@@ -83,5 +83,5 @@ class GradAttributeOptimizer:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of the same optimizer."""
-        with self.locks.hold():
+        with self.locks:
             self._optimizer.load_state_dict(state_dict)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
 import torch
+
+from mpidist.autograd import api as autograd
 
 Tensor = torch.Tensor
 
 
 def require_context(context_id: int) -> None:
-    """Raise a RuntimeError if this worker knows no such context."""
-    importlib.import_module("mpidist" + ".autograd")._is_valid_context(context_id)
+    """Refuse an unknown context.
+
+    Raises:
+        TypeError: No number of a context.
+        RuntimeError: This worker knows no such context, or no more.
+    """
+    if type(context_id) is not int:
+        raise TypeError(f"context_id is the number that mpidist.autograd.context() returns; got {context_id!r}")
+    autograd._retrieve_context(context_id)
 
 
 def of_context(context_id: int) -> dict[Tensor, Tensor]:
@@ -21,8 +29,7 @@ def of_context(context_id: int) -> dict[Tensor, Tensor]:
     Raises:
         RuntimeError: No such context here.
     """
-    found: dict[Tensor, Tensor] = importlib.import_module("mpidist" + ".autograd").get_gradients(context_id)
-    return found
+    return autograd.get_gradients(context_id)
 
 
 def of_parameters(context_id: int, parameters: Sequence[Tensor]) -> list[Tensor | None]:

@@ -139,7 +139,7 @@ def state(optimizer: Any) -> dict[int, Any]:
     locks = getattr(local.optimizer, "locks", None)
     if locks is None:
         return _copied(local._own("state_dict")()["state"])
-    with locks.hold():
+    with locks:
         return _copied(local.optimizer.state_dict()["state"])
 
 

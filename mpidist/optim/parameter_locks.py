@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -47,13 +46,15 @@ class ParameterLocks:
                 found.add(lock)
         self._held = tuple(sorted(found, key=lambda lock: lock.serial))
 
-    @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Exclude the steps of all optimizers that share one of these parameters.
 
         Blocks: until those under way have ended. All acquire by serial number, so that none waits in a circle.
         """
-        with contextlib.ExitStack() as stack:
-            for lock in self._held:
-                stack.enter_context(lock.lock)
-            yield
+        for lock in self._held:
+            lock.lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        """Admit them again."""
+        for lock in self._held:
+            lock.lock.release()

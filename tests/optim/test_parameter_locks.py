@@ -22,10 +22,10 @@ def excludes(first, second):
     entered = threading.Event()
 
     def enter():
-        with second.hold():
+        with second:
             entered.set()
 
-    with first.hold():
+    with first:
         thread = threading.Thread(target=enter)
         thread.start()
         waits = not entered.wait(0.05)
@@ -57,7 +57,7 @@ def test_no_deadlock_in_whatever_order_parameters_came():
 
     def run(locks):
         for _ in range(2000):
-            with locks.hold():
+            with locks:
                 pass
         done.append(locks)
 
