@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import time
 import weakref
 
 import pytest
@@ -263,13 +265,19 @@ def test_other_pickles_refuse_it(workers, to):
 
 
 def test_the_module_goes_with_its_last_handle(group, workers, to):
-    module = RemoteModule(to, net)
-    module(torch.ones(2, 3))
-    other = rpc.rpc_sync(to, give_back, (module,))
-    rpc.rpc_sync(to, own_weak, (module.get_module_rref(),))
-    del module, other
-    gone = any(rpc.rpc_sync(to, is_gone) for _ in range(200))
-    agree(group, gone, "the module is still there")
+    gc.disable()  # no cycle may keep the module
+    try:
+        module = RemoteModule(to, net)
+        module(torch.ones(2, 3))
+        other = rpc.rpc_sync(to, give_back, (module,))
+        rpc.rpc_sync(to, own_weak, (module.get_module_rref(),))
+        del module, other
+        deadline = time.monotonic() + 10  # a thread there may have the last message in hand still
+        while not (gone := rpc.rpc_sync(to, is_gone)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        agree(group, gone, "the module is still there")
+    finally:
+        gc.enable()
     _alive.clear()
 
 
