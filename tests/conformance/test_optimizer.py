@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import traceback
 
 import pytest
 
@@ -16,19 +15,13 @@ def pytest_generate_tests(metafunc):
     # Only within a job that is large enough: importing torch's suites takes seconds on each rank.
     names = []
     if metafunc.config.getoption("--only-mpi", False) and (from_environment(os.environ).size or 1) >= 4:
-        from tests.conformance import optimizer_suite, rpc_suite
+        from tests.conformance import optimizer_suite, suite
 
-        names = rpc_suite.names_of(optimizer_suite.OptimizerSuite)
+        names = suite.names_of(optimizer_suite.OptimizerSuite)
     metafunc.parametrize("name", names)
 
 
 def test_optimizer(name, group):
-    from tests.conformance import optimizer_suite
-    from tests.support import agree
+    from tests.conformance import optimizer_suite, suite
 
-    text = ""
-    try:
-        optimizer_suite.run(name, group)
-    except BaseException:
-        text = traceback.format_exc()
-    agree(group, not text, text)
+    suite.run_on_all(optimizer_suite.OptimizerSuite, name, group)

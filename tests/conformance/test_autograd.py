@@ -1,0 +1,57 @@
+"""PyTorch's tests of distributed autograd on mpidist.autograd: one job of 4 ranks, a third; MPIDIST_CONFORMANCE=all for all."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mpidist.comm.launch import from_environment
+
+pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.filterwarnings("ignore")]
+
+# Exact names of tests, and why they say nothing of us.
+NOT_APPLICABLE = {
+    "test_dist_autograd_profiling": "reads events that torch's C++ engine writes into the legacy autograd profiler",
+    "test_post_hooks": "hooks on AccumulateGrad nodes: gradients are taken in front of them, so that nothing touches .grad",
+    "test_trainer_ps_torchscript_functions": "passes a reference to a script function, whose RRef type is torch's C++ class",
+    "test_verify_backend_options": "reads the options of torch's faulty agent",
+}
+
+
+def chosen(suite_name: str) -> list[str]:
+    """Return the tests that run here."""
+    from tests.conformance import autograd_suite, suite
+
+    return suite.selected([name for name in suite.names_of(getattr(autograd_suite, suite_name)) if name not in NOT_APPLICABLE])
+
+
+def pytest_generate_tests(metafunc):
+    # Only within a job that is large enough: importing torch's suites takes seconds on each rank.
+    if "name" in metafunc.fixturenames:
+        ranks = from_environment(os.environ).size or 1
+        runs = metafunc.config.getoption("--only-mpi", False) and ranks >= 4
+        metafunc.parametrize("name", chosen(metafunc.function.suite) if runs else [])
+
+
+def test_autograd(name, group):
+    from tests.conformance import autograd_suite, suite
+
+    suite.run_on_all(autograd_suite.AutogradSuite, name, group)
+
+
+def test_sparse(name, group):
+    from tests.conformance import autograd_suite, suite
+
+    suite.run_on_all(autograd_suite.SparseSuite, name, group)
+
+
+def test_faulty(name, group):
+    from tests.conformance import autograd_suite, suite
+
+    suite.run_on_all(autograd_suite.FaultySuite, name, group)
+
+
+test_autograd.suite = "AutogradSuite"
+test_sparse.suite = "SparseSuite"
+test_faulty.suite = "FaultySuite"
