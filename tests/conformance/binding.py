@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
-
-from mpidist.rpc import api
+import torch.distributed.autograd
+import torch.distributed.rpc.api  # noqa: F401
 
 # Where torch has a name, and where we have the same.
 PLACES = {
@@ -22,7 +21,8 @@ PLACES = {
     "torch.distributed.optim": "mpidist.optim",
     "torch.distributed.nn": "mpidist.nn",
 }
-_API = "torch.distributed.rpc.api"
+# Modules that tests import within functions, to set a switch of theirs or to read counters.
+IMPORTED_LATE = ("torch.distributed.rpc.api", "torch.distributed.autograd")
 
 
 def bound(ours: str) -> types.ModuleType:
@@ -59,9 +59,11 @@ def ours_in_place_of_torchs(modules: Iterable[types.ModuleType], more: Mapping[s
             for name, found in names.items():
                 if found is not None:
                     stack.enter_context(mock.patch.object(module, name, found))
-        # The suites import this module within functions, to set its switch for leaks.
-        stack.enter_context(mock.patch.object(dist.rpc, "api", api))
-        # mock.patch.dict would take out of sys.modules what a test imports, torch._dynamo among it.
-        stack.callback(sys.modules.__setitem__, _API, sys.modules[_API])
-        sys.modules[_API] = api
+        for name in IMPORTED_LATE:
+            parent, _, attribute = name.rpartition(".")
+            ours_here = importlib.import_module(PLACES[name])
+            stack.enter_context(mock.patch.object(sys.modules[parent], attribute, ours_here))
+            # mock.patch.dict would take out of sys.modules what a test imports, torch._dynamo among it.
+            stack.callback(sys.modules.__setitem__, name, sys.modules[name])
+            sys.modules[name] = ours_here
         yield
