@@ -82,7 +82,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
 
 
 def _new_context() -> Context:
-    if here.context is not None:
+    if _engine.current_context():
         raise RuntimeError("Already have an autograd context id for this thread")
     here.context = made = _engine.contexts.create(current.require().workers.me.id)
     return made
@@ -96,7 +96,7 @@ def _release_context(context_id: int) -> None:
 
 
 def _current_context() -> Context:
-    if here.context is None:
+    if not _engine.current_context() or here.context is None:
         raise RuntimeError("Current thread doesn't have a valid autograd context. Please wrap your code using: `with context()`")
     return here.context
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mpidist.errors import CommTimeout, RankFailureError
+from mpidist.errors import CommTimeout, MpidistError
 from mpidist.rpc.call import Call
 
 _REPORT_S = 5.0  # for the workers to say what they wait for
@@ -113,7 +113,7 @@ class Pass:
             if call.done or self._progress != before:
                 continue
             if time.monotonic() < call.deadline:
-                raise RankFailureError("RPC was shut down during a backward pass")
+                raise MpidistError("RPC was shut down on this worker during a backward pass")
             self._examine(wait, timeout_s, probe, names)
         if self.error is not None:
             raise self.error

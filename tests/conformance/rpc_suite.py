@@ -22,6 +22,7 @@ import torch.testing._internal.dist_utils as dist_utils
 import torch.testing._internal.distributed.rpc.faulty_agent_rpc_test as faulty_test
 import torch.testing._internal.distributed.rpc.rpc_test as rpc_test
 
+import mpidist.autograd as dist_autograd
 import mpidist.rpc as rpc
 from mpidist.rpc import api
 from tests.conformance.faulty_agent import FaultyOptions, faults
@@ -51,6 +52,7 @@ def ours_in_place_of_torchs() -> Iterator[None]:
             ):
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, getattr(rpc, name)))
+        stack.enter_context(mock.patch.object(rpc_test, "dist_autograd", dist_autograd))
         for name in ("_thread_local_var", "_wait_all"):
             stack.enter_context(mock.patch.object(rpc_test, name, getattr(api, name)))
         # The suite imports this module within functions, to set its switch for leaks.

@@ -12,7 +12,6 @@ from mpidist.comm.launch import from_environment
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.filterwarnings("ignore")]
 
 _PROFILER = "reads events that torch's C++ agent writes into the legacy autograd profiler"
-_AUTOGRAD = "needs distributed autograd, which is not built yet"
 # Exact names of tests, and why they say nothing of us.
 NOT_APPLICABLE = {
     "test_async_record_function_cbs_jit_call": _PROFILER,
@@ -50,9 +49,6 @@ NOT_APPLICABLE = {
     "test_rref_type_blocking": _PROFILER,
     "test_rref_type_non_blocking": _PROFILER,
     "test_server_process_global_profiler": _PROFILER,
-    "test_owner_rref_backward": _AUTOGRAD,
-    "test_user_rref_backward": _AUTOGRAD,
-    "test_debug_info": _AUTOGRAD,
     "test_register_rpc_backend_and_set_and_start_rpc_backend": (
         "registers a backend in torch's rpc.backend_registry, and replaces torch's own api._set_and_start_rpc_agent"
     ),
