@@ -130,7 +130,7 @@ class DistributedOptimizer(Optimizer):
         """Do nothing: each context has gradients of its own, which end with it. Kept so that training loops need no change."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with settings of their own.
+        """Add parameters, with settings of their own. Must not run beside a step of this object.
 
         Args:
             param_group: ``"params"`` are references to parameters or modules, or a single one.
