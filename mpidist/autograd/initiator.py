@@ -178,9 +178,10 @@ class Initiator:
             running.report(worker, idle_s, missing, sent_to)
 
     def _probe(self, running: Pass) -> tuple[float, list[str]]:
+        idle_s, missing, sent_to = self.parts.report(running.context, running.key)
+        running.expect(sent_to)
         for worker in running.members():
             notify(worker, Notice.PROBE, running.context, running.key)
-        idle_s, missing, _ = self.parts.report(running.context, running.key)
         is_there = running.key in getattr(self._contexts.find(running.context), "parts", ())
         return (idle_s if is_there else float("inf")), missing
 

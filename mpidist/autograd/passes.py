@@ -121,9 +121,9 @@ class Pass:
     def _examine(self, wait: Any, timeout_s: float, probe: Any, names: Any) -> None:
         """Ask all members what they wait for; raise if none has had a gradient for the whole time."""
         call, before = self._call, self._progress
-        members = self.members()
         self._reports.clear()
         own_idle_s, missing = probe(self)
+        members = self.members()
         end = time.monotonic() + max(_REPORT_S, timeout_s)
         while not call.done and not members <= set(self._reports) and time.monotonic() < end:
             call.deadline = time.monotonic() + 0.01

@@ -56,7 +56,7 @@ def test_progress_here_or_elsewhere_extends_the_time():
         if len(probes) == 1:
             of.report(1, 0.0, ["x"], [])  # busy
         elif len(probes) == 2:
-            of.report(1, 9.0, ["x"], [2])  # has sent to another one
+            of.report(1, 0.0, ["x"], [2])  # has sent to another one
         else:
             of.report(1, 9.0, ["x of w2"], [])
             of.report(2, 9.0, [], [])

@@ -1,0 +1,248 @@
+"""What goes wrong: bad input in torch's words, errors of nodes on any worker, workers that leave, results that are not used."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import mpidist.autograd as autograd
+import mpidist.rpc as rpc
+from mpidist.errors import CommTimeout, RankFailureError
+from mpidist.rpc import api
+from tests.support import agree
+
+pytestmark = pytest.mark.mpi(min_size=1)
+
+MODES = ["fast", "smart"]
+
+
+@pytest.mark.usefixtures("clean")
+def test_bad_input_is_refused_in_torchs_words(group, workers, to):
+    x = torch.ones(3, requires_grad=True)
+    with autograd.context() as context:
+        good = (x * 2).sum()
+        for args, error, text in [
+            ((context, None), TypeError, "incompatible function arguments"),
+            ((None, [good]), TypeError, "incompatible function arguments"),
+            ((context, [1.0]), TypeError, "incompatible function arguments"),
+            ((context, []), RuntimeError, "No tensors provided for gradient computation"),
+            ((context, [torch.ones(1)]), RuntimeError, "requires_grad not set on"),
+            ((context, [good, x * 2]), RuntimeError, "is not a scalar, all roots need to be scalar"),
+            ((context, [torch.ones(1, requires_grad=True)]), RuntimeError, "does not have a valid gradient function"),
+            ((context + 1, [good]), RuntimeError, f"Could not find autograd context with id: {context + 1}"),
+            ((context, [good], False, "slow"), ValueError, "mode is one of"),
+        ]:
+            with pytest.raises(error, match=text):
+                autograd.backward(*args)
+        autograd.backward(context, [good])
+        assert autograd.get_gradients(context)[x].tolist() == [2, 2, 2]
+    with pytest.raises(RuntimeError, match="Could not find autograd context"):
+        autograd.backward(context, [good])
+    group.barrier()
+
+
+class TellTale(ValueError):
+    """An error with a type of its own."""
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise TellTale("in the backward pass")
+
+
+def fail(x):
+    return Fails.apply(x)
+
+
+def then(path, x, function=fail):
+    """Go to the end of a path of workers, and call a function there."""
+    return rpc.rpc_sync(path[0], then, args=(path[1:], x * 2, function)) * 2 if path else function(x)
+
+
+def under_way():
+    return int(autograd._get_debug_info()["num_current_backward_passes"])
+
+
+def wait_until(done):
+    deadline = time.monotonic() + 20
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return done()
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("hops", [0, 1, 3])
+def test_an_error_anywhere_ends_the_pass_on_all_workers(group, workers, mode, hops):
+    path = [workers[(group.rank + 1 + place) % group.size] for place in range(hops)]
+    node = (group.rank + hops) % group.size
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context:
+        for _ in range(3):
+            loss = then(path, x).sum()
+            with pytest.raises(RuntimeError, match=f"Error on Node {node}: in the backward pass") as caught:
+                autograd.backward(context, [loss], mode=mode)
+            assert type(caught.value.__cause__) is TellTale
+        # The context is still good for what does not fail.
+        y = torch.ones(2, requires_grad=True)
+        autograd.backward(context, [then(path, y, torch.exp).sum()], mode="smart")
+        assert y in autograd.get_gradients(context) and x not in autograd.get_gradients(context)
+    group.barrier()
+    agree(group, wait_until(lambda: under_way() == 0), "parts of failed passes are left")
+
+
+class Interrupts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise SystemExit(3)
+
+
+def interrupt(x):
+    return Interrupts.apply(x)
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.mpi(min_size=2)
+def test_what_would_end_a_program_ends_the_pass_and_not_its_worker(group, workers, to):
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context:
+        loss = rpc.rpc_sync(to, interrupt, args=(x,)).sum()
+        with pytest.raises(RuntimeError, match="Error on Node"):
+            autograd.backward(context, [loss])
+        assert rpc.rpc_sync(to, under_way) >= 0
+    group.barrier()
+
+
+@pytest.mark.usefixtures("clean")
+def test_fast_mode_names_what_it_waits_for(group, workers, to):
+    x = torch.ones(2, 5, requires_grad=True)
+    group.barrier()
+    rpc._set_rpc_timeout(0.5)
+    with autograd.context() as context:
+        rpc.rpc_sync(to, torch.mul, args=(x, 2), timeout=20)  # not used
+        used = rpc.rpc_sync(to, torch.mul, args=(x, 3), timeout=20)
+        with pytest.raises(CommTimeout, match=r'mode="smart"') as caught:
+            autograd.backward(context, [used.sum()], retain_graph=True)
+        text = str(caught.value)
+        assert f"{workers[group.rank]} waits for the gradients of arguments of a call to {to} (shapes [(2, 5)])" in text
+        if group.size > 1:
+            assert f"{to} waits for the gradients of the result of a call from {workers[group.rank]}" in text
+        group.barrier()
+        rpc._set_rpc_timeout(20)
+        autograd.backward(context, [used.sum()], mode="smart")
+        assert autograd.get_gradients(context)[x][0, 0].item() == 3
+    group.barrier()
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.6)
+        return gradient
+
+
+def slow(x):
+    return Slow.apply(Slow.apply(x))
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_pass_may_take_longer_than_a_call(group, workers, to):
+    """What is running on other workers is progress, though this one hears nothing of it."""
+    x = torch.ones(2, requires_grad=True)
+    last = workers[(group.rank + 2) % group.size]
+    with autograd.context() as context:
+        loss = then([to, last], x, slow).sum()
+        group.barrier()
+        rpc._set_rpc_timeout(0.3)
+        autograd.backward(context, [loss])
+        rpc._set_rpc_timeout(60)
+        assert autograd.get_gradients(context)[x].tolist() == [16, 16]
+    group.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_worker_that_has_left_fails_the_pass_at_once(group, mode):
+    rpc.init_rpc(f"worker{group.rank}", group=group)
+    last = group.size - 1
+    path = [f"worker{rank}" for rank in range(1, group.size)]
+    told, x = None, torch.ones(2, requires_grad=True)
+    if group.rank == 0:
+        with autograd.context() as context:
+            loss = then(path, x, torch.exp).sum()
+            group.barrier()
+            assert wait_until(lambda: last in api._get_current_rpc_agent().workers.left)
+            try:
+                autograd.backward(context, [loss], mode=mode)
+            except RuntimeError as error:
+                told = error
+    else:
+        group.barrier()
+        if group.rank == last:
+            rpc.shutdown(graceful=False)
+    group.barrier()
+    if group.rank != last:
+        rpc.shutdown(graceful=False)
+    agree(group, group.rank != 0 or (told is not None and "has left RPC" in str(told)), f"{told!r}")
+    agree(
+        group, group.rank != 0 or isinstance(told, RankFailureError) or isinstance(told.__cause__, RankFailureError), f"{told!r}"
+    )
+
+
+class Leaves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gone.append(1)
+        time.sleep(0.3)
+        return gradient
+
+
+gone: list[int] = []
+
+
+def leave(x):
+    return Leaves.apply(x)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_worker_that_leaves_during_a_pass_fails_it_at_once(group, mode):
+    rpc.init_rpc(f"worker{group.rank}", group=group)
+    gone.clear()
+    last = group.size - 1
+    path = [f"worker{rank}" for rank in range(1, group.size)]
+    told, x = None, torch.ones(2, requires_grad=True)
+    if group.rank == 0:
+        with autograd.context() as context:
+            loss = then(path, x, leave).sum()
+            try:
+                autograd.backward(context, [loss], mode=mode)
+            except RuntimeError as error:
+                told = error
+    elif group.rank == last:
+        wait_until(lambda: gone)
+        rpc.shutdown(graceful=False)
+    group.barrier()
+    if group.rank != last:
+        rpc.shutdown(graceful=False)
+    agree(group, group.rank != 0 or (told is not None and "has left RPC" in str(told)), f"{told!r}")
+    agree(group, not int(autograd._get_debug_info()["num_autograd_contexts"]), "contexts are left")
