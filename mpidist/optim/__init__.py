@@ -1,4 +1,8 @@
-"""Optimizers over remote parameters: ``distributed_optimizer`` (caller) ⇝ ``local`` (owners) → ``functional``."""
+"""Optimizers over remote parameters.
+
+A step: ``distributed_optimizer`` → ``owner_calls`` ⇝ ``local`` on the owners → ``gradients`` of the
+context → ``functional``, or ``grad_attribute`` for classes without a functional form.
+"""
 
 from __future__ import annotations
 

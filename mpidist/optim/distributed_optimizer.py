@@ -1,4 +1,4 @@
-"""Caller's side: one optimizer object over parameters of several workers, each updated by its owner."""
+"""Caller's side: an optimizer over parameters of several workers, each updated by its owner."""
 
 from __future__ import annotations
 
@@ -11,45 +11,47 @@ from torch.optim import Optimizer
 from mpidist.optim import gradients, local
 from mpidist.optim.layout import Layout
 from mpidist.optim.owner_calls import call_all, raise_for, start_all
+from mpidist.optim.param_groups import groups_of, same, settings_of, snapshot
 from mpidist.optim.registry import functional_optim_map, name_or_class
-from mpidist.rpc.rref import RRef
 from mpidist.rpc.worker import WorkerInfo
 
 
 class DistributedOptimizer(Optimizer):
-    """An optimizer over remote parameters: each owner of some has a local optimizer, made and driven by RPC.
+    """An optimizer over remote parameters: each owner has a local optimizer, driven by RPC.
 
-    Gradients are those of a distributed autograd context and are given to ``step``; ``.grad`` of the
-    parameters stays as it is. Several trainers may optimize the same parameters, each with an object
-    of its own (and so with state of its own): on each worker their steps run one after the other, in
-    the order of arrival, which may differ between workers. A step counts as an in-place change of the
-    parameters: another trainer's backward pass that needs their old values raises.
+    Gradients are those of a distributed autograd context and are given to ``step``; ``.grad`` of
+    the parameters stays as it is. Several trainers may optimize the same parameters, each with an
+    object of its own (and so with state of its own): on each worker their steps run one after the
+    other, in the order of arrival, which may differ between workers. A step counts as an in-place
+    change of the parameters: another trainer's backward pass that needs their old values raises.
 
     It is a ``torch.optim.Optimizer``, so torch's LR schedulers work on it: they write to
     ``param_groups``, and the next ``step`` sends along what has changed.
 
-    All methods that call the owners call them at the same time, and wait until the last has answered.
+    Methods that call the owners call them at the same time, and wait until the last has answered.
 
     Attributes:
         param_groups: As torch's; ``"params"`` are the references.
         is_functional_optim: The optimizer takes gradients as arguments (``functional_optim_map``).
 
     Args:
-        optimizer_class: A subclass of ``torch.optim.Optimizer``, or a key of ``functional_optim_map``. The
-            classes of that map are replaced by their functional form; others work through ``.grad`` under a
-            lock, which restores it.
-        params_rref: References to parameters, or to modules, which stand for their ``parameters()``; or a
-            list of dicts with these as ``"params"`` and settings of their own, as torch's.
+        optimizer_class: A subclass of ``torch.optim.Optimizer``, or a key of ``functional_optim_map``.
+            The classes of that map are replaced by their functional form; others work through
+            ``.grad`` under a lock, and it is restored.
+        params_rref: References to parameters, or to modules, which stand for their ``parameters()``;
+            or a list of dicts with these as ``"params"`` and settings of their own, as torch's.
         args: For the class, on each owner.
         kwargs: For the class, on each owner.
 
     Raises:
         TypeError: No optimizer class, or no references.
         ValueError: No parameters.
-        WorkerErrors: An owner could not make its optimizer: wrong arguments, a reference to something else.
+        WorkerErrors: An owner could not make its optimizer: wrong arguments, a reference to
+            something else.
 
-    Source: ``torch.distributed.optim.DistributedOptimizer``. Beyond it: ``state_dict``, ``param_groups``,
-    ``add_param_group``, ``clip_grad_norm_``, references to modules, all workers' errors in one.
+    Source: ``torch.distributed.optim.DistributedOptimizer``. Beyond it: ``state_dict``,
+    ``param_groups``, ``add_param_group``, ``clip_grad_norm_``, references to modules, all workers'
+    errors in one.
     """
 
     def __init__(self, optimizer_class: Any, params_rref: Iterable[Any], *args: Any, **kwargs: Any) -> None:
@@ -62,9 +64,9 @@ class DistributedOptimizer(Optimizer):
         self._layout: Layout[WorkerInfo] = Layout()
         self._optimizers: dict[WorkerInfo, Any] = {}
         self._sent: list[dict[str, Any]] = []
-        # torch's own way to set up an optimizer whose groups exist already: its constructor takes tensors.
+        # torch's constructor takes tensors; this sets up an optimizer whose groups exist already.
         super().__setstate__({"defaults": {}, "state": {}, "param_groups": []})
-        self._make_all(_as_groups(params_rref))
+        self._make_all(groups_of(params_rref))
 
     @property
     def remote_optimizers(self) -> list[Any]:
@@ -86,7 +88,7 @@ class DistributedOptimizer(Optimizer):
         calls = {worker: (optimizer, context_id, self._own(worker, changes)) for worker, optimizer in self._optimizers.items()}
         call_all("DistributedOptimizer.step", local.step, calls)
         for number, settings in changes.items():
-            self._sent[number].update(_snapshot(settings))
+            self._sent[number].update(snapshot(settings))
 
     def clip_grad_norm_(
         self, context_id: int, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -127,10 +129,13 @@ class DistributedOptimizer(Optimizer):
         return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: each context has gradients of its own, which end with it. Kept so that training loops need no change."""
+        """Do nothing: each context has gradients of its own, which end with it.
+
+        Here so that training loops need no change.
+        """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with settings of their own.
+        """Add parameters, with settings of their own. Must not run beside a step of this object.
 
         Args:
             param_group: ``"params"`` are references to parameters or modules, or a single one.
@@ -141,9 +146,9 @@ class DistributedOptimizer(Optimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
-        (group,) = _as_groups([param_group])
+        (group,) = groups_of([param_group])
         owners = [rref.owner() for rref in group["params"]]
-        settings = _settings(group)
+        settings = settings_of(group)
         own = {worker: [rref for rref in group["params"] if rref.owner() == worker] for worker in owners}
         present = {
             worker: (self._optimizers[worker], rrefs, settings) for worker, rrefs in own.items() if worker in self._optimizers
@@ -162,9 +167,9 @@ class DistributedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters, gathered from their owners, on the CPU.
 
-        The format is that of torch's optimizer of the same name over all parameters in the order of the
-        references (those of a module in the order of ``parameters()``), which can load it. So can a
-        DistributedOptimizer over references in the same order, whoever owns what.
+        The format is that of torch's optimizer of the same name over all parameters in the order of
+        the references (those of a module in the order of ``parameters()``), which can load it. So
+        can a DistributedOptimizer over references in the same order, whichever workers own them.
 
         Raises:
             WorkerErrors: Owners' errors.
@@ -175,7 +180,7 @@ class DistributedOptimizer(Optimizer):
             {worker: (optimizer,) for worker, optimizer in self._optimizers.items()},
         )
         groups = [
-            {**_snapshot(_settings(group)), "params": numbers}
+            {**snapshot(settings_of(group)), "params": numbers}
             for group, numbers in zip(self.param_groups, self._layout.numbers(), strict=True)
         ]
         return {"state": self._layout.gather(states), "param_groups": groups}
@@ -203,7 +208,7 @@ class DistributedOptimizer(Optimizer):
                 )
         order = [number for group in groups for number in group["params"]]
         state = {place: state_dict["state"][number] for place, number in enumerate(order) if number in state_dict["state"]}
-        settings = [_snapshot(_settings(group)) for group in groups]
+        settings = [snapshot(settings_of(group)) for group in groups]
         parts = self._layout.scatter(state, self._optimizers)
         calls = {
             worker: (optimizer, parts[worker], [settings[number] for number in self._layout.groups_of(worker)])
@@ -211,7 +216,7 @@ class DistributedOptimizer(Optimizer):
         }
         call_all("DistributedOptimizer.load_state_dict", local.load_state, calls)
         for group, loaded in zip(self.param_groups, settings, strict=True):
-            group.update(_snapshot(loaded))
+            group.update(snapshot(loaded))
         self._sent = settings
 
     def _make_all(self, groups: list[dict[str, Any]]) -> None:
@@ -219,7 +224,7 @@ class DistributedOptimizer(Optimizer):
         for group in groups:
             for worker in dict.fromkeys(rref.owner() for rref in group["params"]):
                 rrefs = [rref for rref in group["params"] if rref.owner() == worker]
-                own.setdefault(worker, []).append((rrefs, _settings(group)))
+                own.setdefault(worker, []).append((rrefs, settings_of(group)))
         calls = {worker: self._plan(parts) for worker, parts in own.items()}
         made = call_all(f"DistributedOptimizer({self._recipe[0]!r})", local.make, calls)
         self._optimizers = {worker: answer[0] for worker, answer in made.items()}
@@ -240,14 +245,14 @@ class DistributedOptimizer(Optimizer):
     def _note_group(self, group: dict[str, Any], counts: Mapping[WorkerInfo, list[int]], settings: dict[str, Any]) -> None:
         self._layout.add([rref.owner() for rref in group["params"]], counts)
         self.param_groups.append({**group, **settings})
-        self._sent.append(_snapshot(_settings(self.param_groups[-1])))
+        self._sent.append(snapshot(settings_of(self.param_groups[-1])))
 
     def _changes(self) -> dict[int, dict[str, Any]]:
         """Return what has changed in each group since its owners were told."""
         found = {}
         for number, (group, sent) in enumerate(zip(self.param_groups, self._sent, strict=True)):
             new = {
-                key: value for key, value in group.items() if key != "params" and (key not in sent or not _same(value, sent[key]))
+                key: value for key, value in group.items() if key != "params" and (key not in sent or not same(value, sent[key]))
             }
             if new:
                 found[number] = new
@@ -257,37 +262,3 @@ class DistributedOptimizer(Optimizer):
         if not changes:
             return {}
         return {here: changes[number] for here, number in enumerate(self._layout.groups_of(worker)) if number in changes}
-
-
-def _as_groups(params: Any) -> list[dict[str, Any]]:
-    """Return the groups, with lists of references; as torch's constructor."""
-    if isinstance(params, (RRef, torch.Tensor)):
-        raise TypeError(f"params_rref is an iterable of references or of dicts; got a single {type(params).__name__}")
-    entries = list(params)
-    if not entries:
-        raise ValueError("optimizer got an empty parameter list")
-    groups = [dict(entry) for entry in entries] if isinstance(entries[0], dict) else [{"params": entries}]
-    for group in groups:
-        rrefs = group["params"]
-        group["params"] = rrefs = [rrefs] if isinstance(rrefs, RRef) else list(rrefs)
-        if not rrefs:
-            raise ValueError("optimizer got a parameter group without references")
-        for rref in rrefs:
-            if not isinstance(rref, RRef):
-                raise TypeError(f"params_rref takes references (RRef) to parameters or modules; got {torch.typename(rref)}")
-    return groups
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _snapshot(settings: Mapping[str, Any]) -> dict[str, Any]:
-    # A scheduler changes a learning rate that is a tensor in place.
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
-
-
-def _same(value: Any, sent: Any) -> bool:
-    if isinstance(value, torch.Tensor) or isinstance(sent, torch.Tensor):
-        return isinstance(value, torch.Tensor) and isinstance(sent, torch.Tensor) and torch.equal(value, sent)
-    return bool(value == sent)

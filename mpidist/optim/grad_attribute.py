@@ -1,4 +1,4 @@
-"""Functional form of any other optimizer of torch: gradients pass through ``.grad`` for the time of a step."""
+"""Functional form of any optimizer: gradients pass through ``.grad`` for the time of a step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Tensor = torch.Tensor
 class GradAttributeOptimizer:
     """An optimizer whose ``step`` takes gradients, over one that reads ``.grad``.
 
-    The parameters are its own, as some optimizers know them by identity or by attributes. ``.grad`` is
-    restored after each step. A backward pass outside of distributed autograd that writes ``.grad``
-    meanwhile is not excluded.
+    The parameters are its own, as some optimizers know them by identity or by attributes. ``.grad``
+    is restored after each step. A backward pass outside of distributed autograd that writes
+    ``.grad`` meanwhile is not excluded.
 
     Attributes:
         locks: Held during a step, and shared with all optimizers that have one of these parameters.

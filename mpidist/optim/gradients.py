@@ -1,4 +1,4 @@
-"""Gradients of a distributed autograd context: fetched, measured and scaled on the worker that owns the parameters."""
+"""Gradients of a distributed autograd context, on the worker that owns the parameters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def of_parameters(context_id: int, parameters: Sequence[Tensor]) -> list[Tensor 
 
 @torch.no_grad()
 def norms(gradients: Sequence[Tensor | None], norm_type: float) -> Tensor:
-    """Return the norm of each gradient that is not None, in one tensor on the CPU; a sparse gradient's is that of its sum."""
+    """Return the norm of each gradient that is not None, in one tensor on the CPU.
+
+    Rows that occur twice in a sparse gradient are added up first.
+    """
     present = [_values(gradient) for gradient in gradients if gradient is not None]
     if not present:
         return torch.zeros(0)
@@ -55,7 +58,10 @@ def norms(gradients: Sequence[Tensor | None], norm_type: float) -> Tensor:
 
 
 def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all gradients from the norms of each, as ``torch.nn.utils.get_total_norm``; 0 if there are none."""
+    """Return the norm of all gradients from the norms of each; 0 if there are none.
+
+    Source: ``torch.nn.utils.get_total_norm``.
+    """
     present = [each for each in norms if each.numel()]
     return torch.linalg.vector_norm(torch.cat(present), norm_type) if present else torch.tensor(0.0)
 

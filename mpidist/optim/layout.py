@@ -1,4 +1,4 @@
-"""Parameters of all workers in one order: groups and numbers of a distributed optimizer's state; pure.
+"""Parameters of all workers in one order, for a distributed optimizer's state; pure.
 
 Parameters are numbered group by group, reference by reference, and within a module as its
 ``parameters()`` come: as torch's optimizer would number them in one process. A worker's own
@@ -38,7 +38,7 @@ class Layout(Generic[Worker]):
         return sum(count for _, count in self.groups[group])
 
     def groups_of(self, worker: Worker) -> list[int]:
-        """Return the groups in which a worker owns something: the groups of its own optimizer, in their order."""
+        """Return the groups in which a worker owns something: those of its own optimizer."""
         return [number for number, group in enumerate(self.groups) if any(owner == worker for owner, _ in group)]
 
     def numbers(self) -> list[list[int]]:
@@ -50,7 +50,7 @@ class Layout(Generic[Worker]):
         return found
 
     def numbers_of(self, worker: Worker) -> list[list[int]]:
-        """Return the numbers of the parameters that a worker owns, for each group of its own optimizer."""
+        """Return the numbers of a worker's parameters, for each group of its own optimizer."""
         found = []
         for group in self.groups_of(worker):
             left = iter(self.numbers()[group])
@@ -62,7 +62,7 @@ class Layout(Generic[Worker]):
         return found
 
     def gather(self, states: Mapping[Worker, Mapping[int, Any]]) -> dict[int, Any]:
-        """Return the state of all parameters by number, from those of all workers by the number there."""
+        """Return the state of all parameters by number, from each worker's by the number there."""
         state: dict[int, Any] = {}
         for worker, own in states.items():
             numbers = [number for group in self.numbers_of(worker) for number in group]

@@ -94,8 +94,8 @@ def make(named: Any, is_functional: bool, groups: Sequence[Group], args: Any, kw
         kwargs: The class's further arguments.
 
     Returns:
-        A reference to it; for each group, how many parameters each reference stands for; the settings
-        of each group; the class's defaults.
+        A reference to it; for each group, how many parameters each reference stands for; the
+        settings of each group; the class's defaults.
 
     Raises:
         TypeError: A reference to something else, or arguments that the class does not take.
@@ -106,7 +106,7 @@ def make(named: Any, is_functional: bool, groups: Sequence[Group], args: Any, kw
 
 
 def add_group(optimizer: Any, references: Sequence[Any], settings: dict[str, Any]) -> Any:
-    """Add a group; return how many parameters each reference stands for, and the group's settings."""
+    """Add a group; return how many parameters each reference has, and the group's settings."""
     local: LocalOptimizer = optimizer.local_value()
     local.add(references, settings)
     return local.counts[-1], local.settings()[-1]

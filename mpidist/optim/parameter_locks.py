@@ -1,4 +1,4 @@
-"""Locks of parameters: optimizers that share a parameter step one after the other, all others at the same time."""
+"""Locks of parameters: optimizers that share one step in turn, all others at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 _registering = threading.Lock()
 _serials = itertools.count()
-_locks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # a parameter's lock, as long as the parameter lives
+_locks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by parameter, as long as it lives
 
 
 class SerialLock:
@@ -49,7 +49,8 @@ class ParameterLocks:
     def __enter__(self) -> None:
         """Exclude the steps of all optimizers that share one of these parameters.
 
-        Blocks: until those under way have ended. All acquire by serial number, so that none waits in a circle.
+        Blocks: until those under way have ended. All acquire by serial number, so that none waits
+        in a circle.
         """
         for lock in self._held:
             lock.lock.acquire()

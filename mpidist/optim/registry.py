@@ -1,4 +1,4 @@
-"""Register of functional optimizers: the classes that ``DistributedOptimizer`` uses in place of torch's."""
+"""Register of functional optimizers, which ``DistributedOptimizer`` uses in place of torch's."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ def register_functional_optim(key: Any, optim: Any) -> None:
 
     Args:
         key: What users give ``DistributedOptimizer`` as ``optimizer_class``; need not be a class.
-        optim: Called on each owner with its parameters, a list, and the optimizer's other arguments; the
-            result has ``step(gradients)``, with one gradient a parameter or None. ``param_groups``,
-            ``state_dict`` and ``load_state_dict``, in torch's format, are used if present.
+        optim: Called on each owner with its parameters, a list, and the optimizer's other
+            arguments; the result has ``step(gradients)``, with one gradient a parameter or None.
+            ``param_groups``, ``add_param_group``, ``state_dict`` and ``load_state_dict``, in torch's
+            format, are used if present.
     """
     functional_optim_map.setdefault(key, optim)
 
 
 def name_or_class(functional: Any) -> Any:
-    """Return how a message names an optimizer: one of this library by a string, so that it needs no pickle."""
+    """Return how a message names an optimizer: this library's by strings, which need no pickle."""
     name = getattr(functional, "__name__", "")
     return name if _NAMES.get(name) is functional else functional
 

@@ -238,19 +238,18 @@ def test_a_learning_rate_that_is_a_tensor_and_changed_in_place(group, workers):
     on_rank_0(group, run)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-@pytest.mark.parametrize("max_norm", [0.5, 1e6])
-def test_clip_grad_norm(group, workers, norm_type, max_norm):
+def test_clip_grad_norm(group, workers):
     def run():
         case = Case(workers)
         optimizer = DistributedOptimizer(torch.optim.SGD, case.rrefs)
-        for own, gradient in zip(case.copies, case.give(0), strict=True):
-            own.grad = gradient.clone()
-        expected = torch.nn.utils.clip_grad_norm_(case.copies, max_norm, norm_type)
-        torch.testing.assert_close(optimizer.clip_grad_norm_(1, max_norm, norm_type), expected)
-        for own, rref in zip(case.copies[2 * len(workers) :], case.parameters, strict=True):
-            found = rpc.rpc_sync(rref.owner(), owners.given_gradient, args=(rref, 1))
-            torch.testing.assert_close(found, own.grad)
+        for max_norm, norm_type in [(0.5, 1.0), (0.5, 2.0), (0.25, float("inf")), (1e6, 2.0)]:
+            for own, gradient in zip(case.copies, case.give(0), strict=True):
+                own.grad = gradient.clone()
+            expected = torch.nn.utils.clip_grad_norm_(case.copies, max_norm, norm_type)
+            torch.testing.assert_close(optimizer.clip_grad_norm_(1, max_norm, norm_type), expected)
+            for own, rref in zip(case.copies[2 * len(workers) :], case.parameters, strict=True):
+                found = rpc.rpc_sync(rref.owner(), owners.given_gradient, args=(rref, 1))
+                torch.testing.assert_close(found, own.grad)
 
     on_rank_0(group, run)
 
@@ -372,6 +371,24 @@ def test_errors_name_the_workers(group, workers):
             DistributedOptimizer(torch.optim.SGD, rrefs).step(77)
 
     on_rank_0(group, run)
+
+
+def test_workers_with_a_list_of_what_is_allowed(group):
+    """One module in the list is enough for this library's optimizers; other classes are named by themselves."""
+    rpc.init_rpc(f"worker{group.rank}", group=group, allowed=["mpidist.optim.local", "tests.optim.owners.parameter"])
+
+    def run():
+        rref = rpc.remote(f"worker{group.size - 1}", owners.parameter, args=([1.0, 2.0],))
+        optimizer = DistributedOptimizer(torch.optim.Adam, [{"params": [rref], "lr": 0.5}], betas=(0.5, 0.6))
+        optimizer.param_groups[0]["lr"] = 0.25
+        optimizer.step(1)
+        optimizer.clip_grad_norm_(1, 1.0)
+        optimizer.load_state_dict(optimizer.state_dict())
+        with pytest.raises(WorkerErrors, match=r'"tests.optim.owners.Halving" is not in the list'):
+            DistributedOptimizer(owners.Halving, [rref])
+
+    on_rank_0(group, run)
+    rpc.shutdown()
 
 
 def test_what_is_refused(group, workers):

@@ -1,4 +1,4 @@
-"""Functional optimizers: ``optimizers`` (one class a name) over ``optimizer`` (torch's own, on aliases of the parameters)."""
+"""Functional optimizers: ``optimizers`` (eight classes) over ``optimizer`` (torch's, on aliases)."""
 
 from mpidist.optim.functional.optimizer import FunctionalOptimizer
 from mpidist.optim.functional.optimizers import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, RMSprop, Rprop

@@ -1,4 +1,4 @@
-"""Functional form of torch's optimizers: gradients are arguments of ``step``, and ``.grad`` is never touched.
+"""Functional form of torch's optimizers: gradients are arguments, ``.grad`` is never touched.
 
 An optimizer of torch is made over aliases, tensors that share a parameter's memory and version
 counter and have a ``.grad`` of their own. So the arithmetic, the checks of arguments and the
@@ -25,7 +25,7 @@ _load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
 
 
 class FunctionalOptimizer(Optimizer):
-    """An optimizer whose ``step`` takes gradients; stands before an optimizer of torch among a class's bases.
+    """An optimizer whose ``step`` takes gradients; a base that stands before an optimizer of torch.
 
     Arguments are those of that optimizer. On the CPU its fused kernel is used where it has one and
     all tensors of a group are dense, real and contiguous, else its loop over the parameters; on a
@@ -50,13 +50,14 @@ class FunctionalOptimizer(Optimizer):
         self.parameters: list[Tensor] = []
         self.locks = ParameterLocks()
         self._aliases: list[Tensor] = []
-        self._contiguous: dict[int, bool] = {}  # groups whose tensors are on the CPU, real and contiguous
+        # By group: all its tensors are on the CPU, real and contiguous.
+        self._contiguous: dict[int, bool] = {}
         super().__init__(params, *args, **kwargs)
         if self.defaults.get("differentiable"):
             raise ValueError("a functional optimizer cannot be differentiated through: differentiable=True")
 
     def _patch_step_function(self) -> None:
-        # torch wraps each step in an event of its profiler and in hooks, at a third of a small step's price.
+        # torch would wrap each step in an event of its profiler, a third of a small step's price.
         self._zero_grad_profile_name = ""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -91,12 +92,13 @@ class FunctionalOptimizer(Optimizer):
         Blocks: while another optimizer updates one of them. Does not wait for a CUDA stream.
 
         Args:
-            gradients: One for each of ``parameters``, of its shape, dtype and device; None leaves it
-                and its state alone. They are not changed.
+            gradients: One for each of ``parameters``, of its shape, dtype and device; None leaves
+                it and its state alone. They are not changed.
 
         Raises:
             ValueError: Another number of gradients.
-            RuntimeError: A gradient of another shape, dtype or device, or a sparse one for an optimizer that takes none.
+            RuntimeError: A gradient of another shape, dtype or device, or a sparse one for an
+                optimizer that takes none.
         """
         if len(gradients) != len(self.parameters):
             raise ValueError(f"step needs {len(self.parameters)} gradients, one a parameter or None; got {len(gradients)}")
@@ -124,7 +126,7 @@ class FunctionalOptimizer(Optimizer):
         """Load a state of this optimizer, or of torch's of the same name."""
         with self.locks:
             _load_state_dict(self, state_dict)
-            # The fused kernels go through memory, and take a parameter and its state to be laid out alike.
+            # The fused kernels take a parameter and its state to have the same strides.
             for alias, state in self.state.items():
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.shape == alias.shape:
@@ -138,7 +140,8 @@ class FunctionalOptimizer(Optimizer):
         try:
             self._update(self)
         finally:
-            # A fused kernel does not count as a change; the backward pass would not notice that a saved tensor has changed.
+            # A fused kernel does not raise the version counters; without them the backward pass
+            # would not notice that a saved tensor has changed.
             for group in self.param_groups:
                 if group.get("fused"):
                     torch.autograd.graph.increment_version([alias for alias in group["params"] if alias.grad is not None])
@@ -154,7 +157,7 @@ class FunctionalOptimizer(Optimizer):
         if is_contiguous is None:
             is_contiguous = self._contiguous[number] = all(map(_is_contiguous, group["params"]))
         used = [(alias, alias.grad) for alias in group["params"] if alias.grad is not None] if is_contiguous else []
-        # The fused SGD takes momenta of all parameters or of none; some may have had no gradient until now.
+        # The fused SGD takes momenta of all parameters or of none; some may have none yet.
         if group.get("momentum") and len({bool(self.state.get(alias)) for alias, _ in used}) > 1:
             return False
         return bool(used) and all(gradient.layout is torch.strided for _, gradient in used)
