@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from mpidist.errors import MpidistError
-from mpidist.nn import remote, scripted
+from mpidist.nn import address, remote, scripted
 from mpidist.rpc import api, current
 from mpidist.rpc.rref import RRef
 
 # torch's names, in torch's order: its tests read them.
 ATTRIBUTES = ("on", "device", "is_device_map_set", "is_scriptable", "generated_methods", "module_rref")
 _NO_PICKLE = "Cannot {} RemoteModule in python pickler. RemoteModule can only be {}d when using RPC"
-
 
 T = TypeVar("T", bound="Handle")
 
@@ -28,7 +27,7 @@ class Handle(nn.Module):
     Attributes:
         on: The worker's name or rank.
         device: The module's device there.
-        is_device_map_set: This worker has a device map to that one, so that CUDA tensors can come back.
+        is_device_map_set: This worker has a device map to the module's owner, so that CUDA tensors can come back.
         is_scriptable: ``torch.jit.script`` can compile it.
         generated_methods: Names of the methods that are made for each handle by itself.
         module_rref: The reference to the module.
@@ -46,15 +45,10 @@ class Handle(nn.Module):
     forward_async: Any
     _interface: Any  # where is_scriptable
 
-    def _set_place(self, on: str | int | None, device: str) -> None:
-        agent = current.agent
-        if agent is None:
-            raise MpidistError("RemoteModule only works in RPC: call mpidist.rpc.init_rpc first")
-        self.on = agent.workers.me.name if on is None else on
+    def _set_up(self, on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any) -> None:
+        self.on = on
         self.device = device
-        self.is_device_map_set = agent.wire.has_device_map(agent.workers.rank_of(self.on))
-
-    def _set_up(self, module_rref: RRef[nn.Module], interface: Any) -> None:
+        self.is_device_map_set = current.require().wire.has_device_map(module_rref.owner().id)
         self.is_scriptable = interface is not None
         self.generated_methods = ("forward_async", "forward")
         self.module_rref = module_rref
@@ -95,11 +89,26 @@ class Handle(nn.Module):
 _OWN = frozenset((*ATTRIBUTES, "_interface", "forward", "forward_async", "training", *vars(nn.Module())))
 
 
-def rebuild(kind: type[T], on: str | int | None, device: str, module_rref: RRef[nn.Module], interface: Any) -> T:
+def place_of(remote_device: str) -> tuple[str | int, str]:
+    """Return the worker and the device that an address names.
+
+    Raises:
+        MpidistError: RPC is not initialised, or there is no such worker.
+        ValueError: See ``address.parse``.
+    """
+    agent = current.agent
+    if agent is None:
+        raise MpidistError("RemoteModule only works in RPC: call mpidist.rpc.init_rpc first")
+    place = address.parse(remote_device)
+    on = agent.workers.me.name if place.worker is None else place.worker
+    agent.workers.rank_of(on)
+    return on, place.device
+
+
+def rebuild(kind: type[T], on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any) -> T:
     """Make a handle of a module that exists."""
     made = kind.__new__(kind)
-    made._set_place(on, device)
-    made._set_up(module_rref, interface)
+    made._set_up(on, device, module_rref, interface)
     return made
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpidist.nn import address, handle, remote, scripted
+from mpidist.nn import handle, remote, scripted
 from mpidist.rpc import api
 from mpidist.rpc.pickles import Carried
 from mpidist.rpc.rref import RRef
@@ -91,10 +91,10 @@ class RemoteModule(handle.Handle, Carried):
         super().__init__()
         if _module_interface_cls is not None:
             scripted.require_interface(_module_interface_cls)
-        place = address.parse(remote_device)
-        self._set_place(place.worker, place.device)
-        arguments = (module_cls, tuple(args or ()), dict(kwargs or {}), self.device, _module_interface_cls is not None)
-        self._set_up(api.remote(self.on, remote.execute, (remote.CREATE, *arguments)), _module_interface_cls)
+        on, device = handle.place_of(remote_device)
+        arguments = (module_cls, tuple(args or ()), dict(kwargs or {}), device, _module_interface_cls is not None)
+        module_rref = api.remote(on, remote.execute, (remote.CREATE, *arguments))
+        self._set_up(on, device, module_rref, _module_interface_cls)
 
     @staticmethod
     def init_from_module_rref(
@@ -107,8 +107,7 @@ class RemoteModule(handle.Handle, Carried):
             module_rref: A reference to it.
             _module_interface_cls: See the class.
         """
-        place = address.parse(remote_device)
-        return from_wire(place.worker, place.device, module_rref, _module_interface_cls)
+        return from_wire(*handle.place_of(remote_device), module_rref, _module_interface_cls)
 
     def get_module_rref(self) -> RRef[nn.Module]:
         """Return the reference to the module."""
@@ -212,7 +211,7 @@ class RemoteModule(handle.Handle, Carried):
         error_msgs += [f"{prefix}* on {self.module_rref.owner_name()}: {error}" for error in errors]
 
 
-def from_wire(on: str | int | None, device: str, module_rref: RRef[nn.Module], interface: Any) -> RemoteModule:
+def from_wire(on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any) -> RemoteModule:
     """Make the ``RemoteModule`` that a message brought."""
     return handle.rebuild(RemoteModule, on, device, module_rref, interface)
 
