@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class MpidistError(RuntimeError):
@@ -53,6 +53,18 @@ class RemoteError(MpidistError):
         super().__init__(message)
         self.rank = rank
         self.type_name = type_name
+
+
+class WorkerErrors(MpidistError):
+    """One operation failed on some workers, or on all; the text has each worker's error, the cause is the first.
+
+    Attributes:
+        errors: By the worker's name.
+    """
+
+    def __init__(self, message: str, errors: Mapping[str, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self.errors = dict(errors or {})
 
 
 class RRefError(MpidistError):

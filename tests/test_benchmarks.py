@@ -163,6 +163,17 @@ def test_the_hosts_part_of_a_rank_by_itself(tmp_path):
 
 
 @pytest.mark.slow
+def test_pauses_during_steps_of_optimizers(tmp_path):
+    program = str(BENCHMARKS / "bench_optim_pause.py")
+    done = started([sys.executable, program, "--quick", "--threads", "1", "--output", str(tmp_path)], timeout_s=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = record_of(tmp_path, "optim-pause-1.json", has_picture=False)["results"]
+    fused = {result["optimizer"] for result in results if result["kernel"] == "fused"}
+    assert fused == {"SGD", "Adam", "AdamW", "Adagrad"} and len({result["optimizer"] for result in results}) == 9
+    assert all(result["longest pause, ms"] >= result["99 % of pauses below, ms"] for result in results)
+
+
+@pytest.mark.slow
 def test_ways_from_device_memory_are_compared_and_recorded(of_two_ranks):
     record = record_of(of_two_ranks[0], "device-*-2-cpu.json")
     contenders = {result["operation"]: list(result["contenders"]) for result in record["results"]}

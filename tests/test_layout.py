@@ -44,6 +44,9 @@ COVERED_BY = {
     "ddp/hooks/powersgd_state": "ddp/hooks/test_powersgd.py",
     "errors": "rpc/test_remote_error.py",
     "kernels/launch": "kernels/test_pack.py",  # on a device: with make gpu
+    "nn/handle": "nn/test_remote_module.py",
+    "nn/remote": "nn/test_remote_module.py",
+    "optim/local": "optim/test_distributed_optimizer.py",
     "rpc/decoder": "rpc/test_codec.py",
     "rpc/holder": "rpc/test_rrefs.py",
     "rpc/pending": "rpc/test_calls_table.py",

@@ -2,8 +2,8 @@
 
 ::
 
-    gradients   context, pass, whether to retain the graph, number of the message whose tensors' gradients these are, and for
-                each of its tensors that needs one the gradient, or None if there is none
+    gradients   context, pass, number of the message whose tensors' gradients these are, whether to retain the graph; and for
+                each of its tensors that needs one the gradient, or None if there is none: in a list, or itself if it is one
     notice      what, context, and what follows (``Notice``)
 
 They name their context in their content and carry none in the header: gradients are not recorded.
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from mpidist.errors import MpidistError
 from mpidist.rpc import current
-from mpidist.rpc.message import Kind
+from mpidist.rpc.message import GRADIENTS, Kind
 
 
 class Notice(enum.IntEnum):
@@ -40,19 +40,25 @@ GRADIENT_KINDS = (Kind.GRADIENTS, Kind.REQUEST_GRADIENTS)
 counts: Counter[str] = Counter()  # messages that this process has sent, by name
 
 
-def send_gradients(to: int, is_back: bool, content: Sequence[Any]) -> None:
+def send_gradients(to: int, is_back: bool, context: int, key: int, message: int, retain: bool, gradients: list[Any]) -> None:
     """Send gradients.
 
     Args:
         to: The worker that sent the tensors.
         is_back: It sent them in a request: the gradients go by the device maps of answers.
-        content: See above.
+        context: Its id.
+        key: The number of the pass.
+        message: That of the message.
+        retain: Keep the graph.
+        gradients: Tensors, or None.
 
     Raises:
         RankFailureError: It has left.
     """
     counts["GRADIENTS"] += 1
-    current.require().send_one_way(to, Kind.REQUEST_GRADIENTS if is_back else Kind.GRADIENTS, content, 0)
+    kind = Kind.REQUEST_GRADIENTS if is_back else Kind.GRADIENTS
+    content = gradients[0] if len(gradients) == 1 else gradients
+    current.require().send_one_way(to, kind, content, 0, GRADIENTS.pack(context, key, message, retain))
 
 
 def notify(to: int, what: Notice, context: int, *rest: Any) -> None:

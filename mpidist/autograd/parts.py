@@ -55,7 +55,10 @@ class Parts:
 
     def take_gradients(self, content: Sequence[Any]) -> None:
         """Take a message of gradients; in FAST mode the first of a pass begins this worker's part."""
-        number, key, retain, message = content[:4]
+        number, key, message, flag, gradients = content
+        retain = bool(flag)
+        if type(gradients) is not list:
+            gradients = (gradients,)
         context = self._contexts.find(number)
         if context is None:
             self.report_failure(number, key, unknown(number))
@@ -63,11 +66,11 @@ class Parts:
         part = context.parts.get(key)
         if part is None:
             try:
-                part = self._first_contact(context, key, retain, message, content[4:])
+                part = self._first_contact(context, key, retain, message, gradients)
             except Exception as error:
                 self.abort(context, key, error)
         if part is not None:
-            self.deliver(part, message, content[4:])
+            self.deliver(part, message, gradients)
 
     def _first_contact(
         self, context: Context, key: int, retain: bool, message: int, gradients: Sequence[Gradient]
@@ -129,8 +132,9 @@ class Parts:
         """Send the gradients of received tensors to the worker that they came from."""
         receive = part.context.receives[node]
         part.sent_to.add(receive.source)
-        content = (part.context.number, part.key, part.retain, receive.message, *gradients)
-        send_gradients(receive.source, not receive.is_answer, content)
+        send_gradients(
+            receive.source, not receive.is_answer, part.context.number, part.key, receive.message, part.retain, gradients
+        )
 
     def complete(self, part: LocalPass) -> None:
         """Tell the initiator that a part is complete."""

@@ -163,11 +163,12 @@ class Agent:
             info["agent.gil_average_wait_time_us"] = f"{sum(waits) / len(waits) * 1e6:.1f}" if waits else "0"
         return info
 
-    def send_one_way(self, to: int, kind: int, obj: Any, context: int | None = None) -> None:
+    def send_one_way(self, to: int, kind: int, obj: Any, context: int | None = None, prefix: bytes = b"") -> None:
         """Send a one-way message of distributed autograd; the receiver's poller handles it.
 
         Args:
             context: The context that records its tensors; 0 for none, None for the calling thread's.
+            prefix: Of gradients: ``message.GRADIENTS``.
 
         Raises:
             RankFailureError: The worker has left.
@@ -177,7 +178,7 @@ class Agent:
             raise RankFailureError(f"{self.workers.infos[to].name} has left RPC", (self.workers.world_ranks[to],))
         if context is None:
             context = interceptor.current_context()
-        self.wire.post_one_way(to, kind, b"", codec.encoded(obj), context)
+        self.wire.post_one_way(to, kind, prefix, codec.encoded(obj), context)
 
     # On the polling thread.
 
@@ -257,7 +258,11 @@ class Agent:
             logger.error("%s dropped a message of kind %d: no autograd is in use", self.workers.me, incoming.kind)
         else:
             try:
-                obj = self.wire.decode(incoming, incoming.start, False)
+                if incoming.kind != Kind.AUTOGRAD_NOTICE:
+                    numbers = message.read_gradients(incoming.data, incoming.start, incoming.end)
+                    obj = (*numbers, self.wire.decode(incoming, incoming.start + message.GRADIENTS.size, False))
+                else:
+                    obj = self.wire.decode(incoming, incoming.start, False)
                 action = engine.handle_one_way(incoming.source, incoming.kind, incoming.context, obj)
             except Exception:
                 self._log_one_way(incoming.source)
@@ -322,7 +327,9 @@ def _taken_fetch(agent: Agent, incoming: Incoming) -> Action:
 
 
 def _noted(incoming: Incoming) -> Action:
+    # Taken out: request and message would hold each other, and the entry with them, until Python's collector runs.
     action: Action = incoming.action
+    incoming.action = None
     return action
 
 

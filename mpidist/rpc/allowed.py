@@ -55,6 +55,7 @@ _SAFE = {
     "numpy._core.numeric": {"_frombuffer"},
     "mpidist.rpc.worker": {"WorkerInfo"},
     "mpidist.rpc.pickles": {"_reference"},
+    "mpidist.nn.remote_module": {"from_wire"},
     "mpidist.comm.tensor_pickle": {function.__name__ for function in tensor_pickle.REBUILDERS},
     **_OWN_CALLS,
     "mpidist.errors": {"MpidistError", "CommTimeout", "RankFailureError", "RemoteError", "RRefError", "FrameError"},

@@ -52,7 +52,17 @@ class Interceptor(Protocol):
         """Handle a request of autograd's own kinds; what is returned, or raised, is its answer."""
 
     def handle_one_way(self, source: int, kind: int, context: int, obj: Any) -> Action | None:
-        """Handle a one-way message, on the thread that polls; must not block. What takes longer is returned, and run later."""
+        """Handle a one-way message, on the thread that polls; must not block.
+
+        Args:
+            source: The sender's rank.
+            kind: Of the message.
+            context: In its header; 0 for none.
+            obj: What was sent; of gradients the four numbers of ``message.GRADIENTS``, and then that.
+
+        Returns:
+            What takes longer, to be run now or on another thread; None for nothing.
+        """
 
     def worker_left(self, rank: int) -> None:
         """Note that a worker has left RPC, or died: nothing of it will come any more. On the polling thread."""

@@ -5,6 +5,7 @@
     autograd message u64                                             (flag AUTOGRAD)
     references n u16 | n × (reference u64, fork u64, owner u32)      (flag REFERENCES)
     calls: function's name bytes u16 | name;  remote calls: reference u64 | fork u64 before it
+    gradients: four numbers (``GRADIENTS``)
     the content (``codec``), or, with flag FAR, nothing: it is the first part
 
 Kinds below 32 are requests: each is answered by one of the kinds from 32 to 47. Those from 48 on
@@ -34,6 +35,7 @@ PAIR = struct.Struct("<QQ")
 COUNT = struct.Struct("<H")
 REFERENCE = struct.Struct("<QQI")
 ONE_REFERENCE = struct.Struct("<HQQI")
+GRADIENTS = struct.Struct("<QQQB")  # context, pass, number of the message whose tensors' gradients these are, retain the graph
 _COUNT32 = struct.Struct("<I")
 ROOM_BYTES = transport.EAGER_BYTES - 1024  # of a header and a content without parts
 
@@ -138,6 +140,18 @@ def read_ids(data: Any, place: int, end: int, count: int) -> tuple[int, ...]:
     if end - place < WORD.size * count:
         raise FrameError(f"{count} numbers announced, cut off after {end - place} bytes")
     return struct.unpack_from(f"<{count}Q", data, place)
+
+
+def read_gradients(data: Any, place: int, end: int) -> tuple[int, int, int, int]:
+    """Return what stands before the content of a message of gradients.
+
+    Raises:
+        FrameError: It is cut off.
+    """
+    if end - place < GRADIENTS.size:
+        raise FrameError(f"gradients are cut off after {end - place} bytes")
+    found: tuple[int, int, int, int] = GRADIENTS.unpack_from(data, place)
+    return found
 
 
 def read_name(data: Any, place: int, end: int) -> tuple[bytes, int]:

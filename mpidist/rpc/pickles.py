@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mpidist.comm import tensor_pickle
+from mpidist.errors import MpidistError
 
 
 class Reference:
@@ -27,6 +28,16 @@ class Reference:
 
     def fork(self, to: int) -> tuple[int, int, int]:
         """Count a new holder on rank ``to``, and return reference, fork and the owner's rank."""
+        raise NotImplementedError
+
+
+class Carried:
+    """The base of what messages carry by a rule of its own, and other pickles may refuse."""
+
+    __slots__ = ()
+
+    def reduced(self) -> Any:
+        """Return the function that rebuilds the object, and its arguments, as ``__reduce__`` does."""
         raise NotImplementedError
 
 
@@ -69,9 +80,14 @@ class Sink(tensor_pickle.Sink):
         if isinstance(obj, Reference):
             self.references.append(obj)
             return _reference, (len(self.references) - 1,)
+        if isinstance(obj, Carried):
+            return obj.reduced()
         if isinstance(obj, torch.jit.ScriptModule):
             stream = io.BytesIO()
-            torch.jit.save(obj, stream)
+            try:
+                torch.jit.save(obj, stream)
+            except torch.jit.Error as error:
+                raise MpidistError(f"a script module of type {obj.original_name} cannot be sent: {error}") from error
             return _script_module, (stream.getvalue(),)
         return super().reduced(obj)
 

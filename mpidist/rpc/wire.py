@@ -60,6 +60,10 @@ class Wire:
         self._adopt = adopt
         self._announce = announce
 
+    def has_device_map(self, to: int) -> bool:
+        """Say whether requests to a worker can carry CUDA tensors, and its answers to them."""
+        return bool(self._request_maps.get(to))
+
     def post(
         self, to: int, kind: int, sequence: int = 0, context: int = 0, prefix: bytes = b"", content: Content = EMPTY
     ) -> None:

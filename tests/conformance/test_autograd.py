@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import traceback
 
 import pytest
 
@@ -21,11 +20,10 @@ NOT_APPLICABLE = {
 
 
 def chosen(suite_name: str) -> list[str]:
-    """Return the tests that run here: the same on every rank and in every run."""
-    from tests.conformance import autograd_suite, rpc_suite
+    """Return the tests that run here."""
+    from tests.conformance import autograd_suite, suite
 
-    names = [name for name in rpc_suite.names_of(getattr(autograd_suite, suite_name)) if name not in NOT_APPLICABLE]
-    return names if os.environ.get("MPIDIST_CONFORMANCE") == "all" else names[::3]
+    return suite.selected([name for name in suite.names_of(getattr(autograd_suite, suite_name)) if name not in NOT_APPLICABLE])
 
 
 def pytest_generate_tests(metafunc):
@@ -36,29 +34,22 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("name", chosen(metafunc.function.suite) if runs else [])
 
 
-def run_on_all(suite_name, name, group):
-    """Run a test; it has passed if it has on all ranks."""
-    from tests.conformance import autograd_suite
-    from tests.support import agree
-
-    text = ""
-    try:
-        autograd_suite.run(getattr(autograd_suite, suite_name), name, group)
-    except BaseException:
-        text = traceback.format_exc()
-    agree(group, not text, text)
-
-
 def test_autograd(name, group):
-    run_on_all("AutogradSuite", name, group)
+    from tests.conformance import autograd_suite, suite
+
+    suite.run_on_all(autograd_suite.AutogradSuite, name, group)
 
 
 def test_sparse(name, group):
-    run_on_all("SparseSuite", name, group)
+    from tests.conformance import autograd_suite, suite
+
+    suite.run_on_all(autograd_suite.SparseSuite, name, group)
 
 
 def test_faulty(name, group):
-    run_on_all("FaultySuite", name, group)
+    from tests.conformance import autograd_suite, suite
+
+    suite.run_on_all(autograd_suite.FaultySuite, name, group)
 
 
 test_autograd.suite = "AutogradSuite"

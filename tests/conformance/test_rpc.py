@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import traceback
 
 import pytest
 
@@ -81,15 +80,16 @@ def reason_against(name: str) -> str | None:
 
 def applicable(suite_name: str) -> list[str]:
     """Return the tests of a suite that apply."""
-    from tests.conformance import rpc_suite
+    from tests.conformance import rpc_suite, suite
 
-    return [name for name in rpc_suite.names_of(getattr(rpc_suite, suite_name)) if reason_against(name) is None]
+    return [name for name in suite.names_of(getattr(rpc_suite, suite_name)) if reason_against(name) is None]
 
 
 def chosen(suite_name: str) -> list[str]:
-    """Return those that run here: the same on every rank and in every run."""
-    names = [name for name in applicable(suite_name) if name not in KNOWN_FAILURES]
-    return names if os.environ.get("MPIDIST_CONFORMANCE") == "all" else names[::3]
+    """Return those that run here."""
+    from tests.conformance import suite
+
+    return suite.selected([name for name in applicable(suite_name) if name not in KNOWN_FAILURES])
 
 
 def pytest_generate_tests(metafunc):
@@ -100,25 +100,16 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("name", chosen(metafunc.function.suite) if runs else [])
 
 
-def run_on_all(suite_name, name, group):
-    """Run a test; it has passed if it has on all ranks."""
-    from tests.conformance import rpc_suite
-    from tests.support import agree
-
-    text = ""
-    try:
-        rpc_suite.run(getattr(rpc_suite, suite_name), name, group)
-    except BaseException:
-        text = traceback.format_exc()
-    agree(group, not text, text)
-
-
 def test_rpc(name, group):
-    run_on_all("RpcSuite", name, group)
+    from tests.conformance import rpc_suite, suite
+
+    suite.run_on_all(rpc_suite.RpcSuite, name, group)
 
 
 def test_faulty(name, group):
-    run_on_all("FaultySuite", name, group)
+    from tests.conformance import rpc_suite, suite
+
+    suite.run_on_all(rpc_suite.FaultySuite, name, group)
 
 
 test_rpc.suite = "RpcSuite"

@@ -10,9 +10,9 @@ pytestmark = pytest.mark.slow  # importing torch's suites takes seconds
 
 
 def test_listed_tests_exist():
-    from tests.conformance import rpc_suite
+    from tests.conformance import rpc_suite, suite
 
-    names = rpc_suite.names_of(rpc_suite.RpcSuite) + rpc_suite.names_of(rpc_suite.FaultySuite)
+    names = suite.names_of(rpc_suite.RpcSuite) + suite.names_of(rpc_suite.FaultySuite)
     assert sorted(set(NOT_APPLICABLE) - set(names)) == [] == sorted(set(KNOWN_FAILURES) - set(names))
     assert not set(NOT_APPLICABLE) & set(KNOWN_FAILURES)
 

@@ -1,4 +1,4 @@
-"""The examples of RPC run as they stand, and learn what they are to learn; in one process, and at the lowest thread level."""
+"""The examples of RPC and of distributed autograd run as they stand, and learn what they are to learn."""
 
 from __future__ import annotations
 
@@ -34,6 +34,28 @@ def test_actors_win_by_the_learners_policy(ranks):
     assert float(match[2]) > 0.65 and float(match[3].split(",")[2]) > 0.9  # the best arm wins 80 %, drawing at random 45 %
 
 
-@pytest.mark.parametrize("program", ["parameter_server.py", "actor_learner.py"])
-def test_examples_are_short(program):
-    assert len((ROOT / "examples" / program).read_text().splitlines()) < 100
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 60), (3, 100)])
+def test_a_divided_transformer_learns_the_librarys_text(ranks, steps):
+    text = run(ranks, "pipeline_transformer.py", f"--steps={steps}")
+    match = re.search(r"(\d) stage\(s\), (\d+) steps: loss (\S+) -> (\S+), on other text (\S+)", text)
+    assert match and (int(match[1]), int(match[2])) == (ranks, steps)
+    first, last, elsewhere = (float(match[number]) for number in (3, 4, 5))
+    # The logarithm of 256 at first, within what random weights add; 3.2 for one who knows the bytes' frequencies alone.
+    assert 5 < first < 7 and max(last, elsewhere) < 2.9
+
+
+@pytest.mark.parametrize(("ranks", "trainers", "servers"), [(1, 1, 1), (4, 2, 2)])
+def test_trainers_learn_with_tables_on_servers(ranks, trainers, servers):
+    text = run(ranks, "embedding_server.py", "--steps=200")
+    match = re.search(r"(\d) trainer\(s\), (\d) server\(s\), 200 steps: loss (\S+) -> (\S+)", text)
+    assert match and (int(match[1]), int(match[2])) == (trainers, servers)
+    # The logarithm of 2000 words at first; 4.8 for one who knows their frequencies alone.
+    assert 7 < float(match[3]) < 8 and float(match[4]) < 4.2
+
+
+@pytest.mark.parametrize(
+    ("program", "lines"),
+    [("parameter_server.py", 100), ("actor_learner.py", 100), ("pipeline_transformer.py", 150), ("embedding_server.py", 150)],
+)
+def test_examples_are_short(program, lines):
+    assert len((ROOT / "examples" / program).read_text().splitlines()) < lines

@@ -54,6 +54,7 @@ def test_every_truncation_is_refused():
         (lambda data: message.read_announced(data, 0), announced),
         (lambda data: message.read_ids(data, 0, len(data), 2), words),
         (lambda data: message.read_name(data, 0, len(data)), name),
+        (lambda data: message.read_gradients(data, 0, len(data)), message.GRADIENTS.pack(1, 2, 3, True)),
     ):
         read(data)
         for length in range(len(data)):

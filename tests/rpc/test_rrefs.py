@@ -8,6 +8,7 @@ import pickle
 import random
 import threading
 import time
+import weakref
 from unittest import mock
 
 import pytest
@@ -168,6 +169,32 @@ def test_a_dropped_reference_frees_its_value(group, workers, to):
     del rref
     assert soon(lambda: agent.references.store.counts() == (0, 0))
     group.barrier()
+
+
+def test_a_dropped_value_does_not_wait_for_the_collector(group, workers, to):
+    gc.disable()
+    try:
+        rref = rpc.remote(to, Counter)
+        rref.to_here()
+        rpc.rpc_sync(to, watch, (rref,))
+        group.barrier()
+        del rref
+        gone = soon(lambda: rpc.rpc_sync(to, all_gone))
+        agree(group, gone, "the value is still there")
+    finally:
+        gc.enable()
+    _watched.clear()
+
+
+_watched: list[weakref.ref] = []
+
+
+def watch(rref):
+    _watched.append(weakref.ref(rref.local_value()))
+
+
+def all_gone():
+    return all(reference() is None for reference in _watched)
 
 
 def soon(holds):

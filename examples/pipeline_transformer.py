@@ -1,0 +1,135 @@
+"""Train a transformer that is divided over ranks: micro-batches flow through its stages, gradients come back the same way.
+
+mpirun -n 4 python examples/pipeline_transformer.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+
+import torch
+import torch.nn.functional as F
+from text_training import library_text, progress
+from torch import nn
+
+import mpidist.autograd as dist_autograd
+import mpidist.comm
+import mpidist.rpc as rpc
+from mpidist.nn import RemoteModule
+from mpidist.optim import DistributedOptimizer
+
+BYTES = 256  # the vocabulary
+HELD_OUT = 0.1  # of the text: the last part
+WANTED = 0.75  # of the first loss, at most, after 100 steps or more
+
+
+class Stage(nn.Module):
+    """Some of the layers, on one worker; the first stage reads bytes, the last one returns the loss."""
+
+    def __init__(self, layers: int, is_first: bool, is_last: bool, dim: int, context: int) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(BYTES, dim) if is_first else None
+        self.places = nn.Parameter(0.02 * torch.randn(context, dim)) if is_first else None
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(dim, 4, 4 * dim, dropout=0.0, batch_first=True, norm_first=True) for _ in range(layers)
+        )
+        self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, BYTES)) if is_last else None
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context))
+        self._lock = threading.Lock()
+
+    def forward(self, source: rpc.RRef, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Fetch what the stage before has made, and go on with it.
+
+        Args:
+            source: A micro-batch: bytes (samples, context), later activations (samples, context, dim).
+            targets: Each place's next byte, for the last stage.
+        """
+        x = source.to_here()
+        with self._lock:  # one micro-batch at a time: the next one is computed elsewhere meanwhile
+            if self.bytes is not None:
+                x = self.bytes(x) + self.places
+            for layer in self.layers:
+                x = layer(x, src_mask=self.mask, is_causal=True)
+            return x if self.head is None else F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class Pipeline:
+    """The stages, one on each worker, used by worker 0."""
+
+    def __init__(self, workers: int, layers: int, dim: int, context: int) -> None:
+        shares = [layers // workers + (k < layers % workers) for k in range(workers)]
+        self.stages = [
+            RemoteModule(f"worker{k}", Stage, (share, k == 0, k == workers - 1, dim, context)) for k, share in enumerate(shares)
+        ]
+
+    def loss(self, samples: torch.Tensor, micro_batches: int) -> torch.Tensor:
+        """Return the mean loss of a batch of (samples, context + 1) bytes; all stages work at the same time."""
+        losses = []
+        for part in samples.chunk(micro_batches):
+            # References go from worker to worker; the activations go straight from one stage to the next.
+            flow = rpc.RRef(part[:, :-1])
+            for stage in self.stages[:-1]:
+                flow = stage.get_module_rref().remote().forward(flow)
+            losses.append(self.stages[-1].forward_async(flow, part[:, 1:]))
+        return torch.stack([loss.wait() for loss in losses]).mean()
+
+    def parameters(self) -> list[rpc.RRef]:
+        return [parameter for stage in self.stages for parameter in stage.remote_parameters()]
+
+
+def train(pipeline: Pipeline, options: argparse.Namespace) -> list[float]:
+    """Return the loss of each step, and at the end that of text that was not trained on."""
+    text = torch.tensor(list(library_text(options.characters).encode())[: options.characters])
+    end = int(len(text) * (1 - HELD_OUT))
+    optimizer = DistributedOptimizer(torch.optim.AdamW, pipeline.parameters(), lr=options.lr)
+    losses = []
+    bar = progress(options.steps, f"{len(pipeline.stages)} stages")
+    for _ in bar:
+        with dist_autograd.context() as context_id:
+            loss = pipeline.loss(batch(text[:end], options), options.micro_batches)
+            dist_autograd.backward(context_id, [loss])
+            optimizer.clip_grad_norm_(context_id, 1.0)
+            optimizer.step(context_id)
+        losses.append(loss.item())
+        bar.set_postfix(loss=f"{losses[-1]:.2f}", refresh=False)
+    with torch.no_grad():
+        held_out = [pipeline.loss(batch(text[end:], options), options.micro_batches).item() for _ in range(4)]
+    return [*losses, sum(held_out) / len(held_out)]
+
+
+def batch(text: torch.Tensor, options: argparse.Namespace) -> torch.Tensor:
+    starts = torch.randint(len(text) - options.context - 1, (options.batch_size, 1))
+    return text[starts + torch.arange(options.context + 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--context", type=int, default=64, help="bytes that a sample has")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--characters", type=int, default=1_000_000, help="so much of the sources of Python's library")
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)  # the ranks share the node's cores
+    torch.manual_seed(0)
+    group = mpidist.comm.init()
+    rpc.init_rpc(f"worker{group.rank}")
+    first = last = held_out = 0.0
+    if group.rank == 0:
+        pipeline = Pipeline(group.size, options.layers, options.dim, options.context)
+        *losses, held_out = train(pipeline, options)
+        first, last = losses[0], sum(losses[-10:]) / len(losses[-10:])
+        print(f"{group.size} stage(s), {options.steps} steps: loss {first:.2f} -> {last:.2f}, on other text {held_out:.2f}")
+    rpc.shutdown()
+    if options.steps >= 100 and last > WANTED * first:
+        sys.exit(f"the loss fell from {first:.2f} to {last:.2f} only")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Functional form of torch's optimizers: gradients are arguments, ``.grad`` is never touched.
+
+An optimizer of torch is made over aliases, tensors that share a parameter's memory and version
+counter and have a ``.grad`` of their own. So the arithmetic, the checks of arguments and the
+format of ``state_dict`` are torch's own. Steps call the update itself, without the decorators that
+import ``torch._dynamo`` at their first call (4 s on a cold disk, and 15 us in each later step).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import Optimizer
+
+from mpidist.optim.parameter_locks import ParameterLocks
+
+Tensor = torch.Tensor
+
+_add_param_group = inspect.unwrap(Optimizer.add_param_group)
+_state_dict = inspect.unwrap(Optimizer.state_dict)
+_load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
+
+
+class FunctionalOptimizer(Optimizer):
+    """An optimizer whose ``step`` takes gradients; a base that stands before an optimizer of torch.
+
+    Arguments are those of that optimizer. On the CPU its fused kernel is used where it has one and
+    all tensors of a group are dense, real and contiguous, else its loop over the parameters; on a
+    CUDA device its foreach kernels. ``fused`` and ``foreach``, if given, decide instead.
+
+    Attributes:
+        parameters: The parameters, in the order in which ``step`` takes their gradients.
+        locks: Held during a step, and shared with all optimizers that have one of these parameters.
+
+    Raises:
+        ValueError: No parameters, one that is no leaf or occurs twice, or ``differentiable=True``.
+    """
+
+    _update: ClassVar[Callable[..., Any]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        of_torch = cls.__mro__[cls.__mro__.index(FunctionalOptimizer) + 1]
+        cls._update = staticmethod(inspect.unwrap(of_torch.step))  # type: ignore[attr-defined]
+
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.parameters: list[Tensor] = []
+        self.locks = ParameterLocks()
+        self._aliases: list[Tensor] = []
+        # By group: all its tensors are on the CPU, real and contiguous.
+        self._contiguous: dict[int, bool] = {}
+        super().__init__(params, *args, **kwargs)
+        if self.defaults.get("differentiable"):
+            raise ValueError("a functional optimizer cannot be differentiated through: differentiable=True")
+
+    def _patch_step_function(self) -> None:
+        # torch would wrap each step in an event of its profiler, a third of a small step's price.
+        self._zero_grad_profile_name = ""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with settings of their own; as torch's."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        entries = param_group["params"]
+        entries = [entries] if isinstance(entries, Tensor) else list(entries)
+        named = [entry if isinstance(entry, tuple) else (None, entry) for entry in entries]
+        new = [parameter for _, parameter in named]
+        _check(new, self.parameters)
+        aliases = [parameter.detach() for parameter in new]
+        params = [alias if name is None else (name, alias) for (name, _), alias in zip(named, aliases, strict=True)]
+        _add_param_group(self, {**param_group, "params": params})
+        self.locks.add(new)
+        self.parameters += new
+        self._aliases += aliases
+        self._contiguous.clear()
+
+    def remove_last_group(self) -> None:
+        """Remove the group that was added last, and its state."""
+        with self.locks:
+            for alias in self.param_groups.pop()["params"]:
+                self.state.pop(alias, None)
+                self._aliases.pop()
+                self.parameters.pop()
+            self._contiguous.clear()
+
+    def step(self, gradients: Sequence[Tensor | None]) -> None:  # type: ignore[override]
+        """Update the parameters.
+
+        Blocks: while another optimizer updates one of them. Does not wait for a CUDA stream.
+
+        Args:
+            gradients: One for each of ``parameters``, of its shape, dtype and device; None leaves
+                it and its state alone. They are not changed.
+
+        Raises:
+            ValueError: Another number of gradients.
+            RuntimeError: A gradient of another shape, dtype or device, or a sparse one for an
+                optimizer that takes none.
+        """
+        if len(gradients) != len(self.parameters):
+            raise ValueError(f"step needs {len(self.parameters)} gradients, one a parameter or None; got {len(gradients)}")
+        with self.locks, torch.no_grad():
+            try:
+                for alias, parameter, gradient in zip(self._aliases, self.parameters, gradients, strict=True):
+                    if not _has_same_memory(alias, parameter):
+                        alias.data = parameter.data
+                        self._contiguous.clear()
+                    alias.grad = gradient if gradient is None else _laid_out(gradient, alias)
+                self._run()
+            finally:
+                for alias in self._aliases:
+                    alias.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: no gradient outlives a step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in the format of torch's optimizer of the same name, which loads it."""
+        state: dict[str, Any] = _state_dict(self)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, or of torch's of the same name."""
+        with self.locks:
+            _load_state_dict(self, state_dict)
+            # The fused kernels take a parameter and its state to have the same strides.
+            for alias, state in self.state.items():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == alias.shape:
+                        state[name] = _laid_out(value, alias)
+
+    def _run(self) -> None:
+        """Update the parameters, by the fused kernel in groups where nothing speaks against it."""
+        chosen = [number for number, group in enumerate(self.param_groups) if self._may_fuse(number, group)]
+        for number in chosen:
+            self.param_groups[number]["fused"] = True
+        try:
+            self._update(self)
+        finally:
+            # A fused kernel does not raise the version counters; without them the backward pass
+            # would not notice that a saved tensor has changed.
+            for group in self.param_groups:
+                if group.get("fused"):
+                    torch.autograd.graph.increment_version([alias for alias in group["params"] if alias.grad is not None])
+            for number in chosen:
+                self.param_groups[number]["fused"] = None
+
+    def _may_fuse(self, number: int, group: dict[str, Any]) -> bool:
+        if group.get("fused", False) is not None or group["foreach"] is not None:
+            return False
+        if group.get("capturable") or isinstance(group["lr"], Tensor):
+            return False
+        is_contiguous = self._contiguous.get(number)
+        if is_contiguous is None:
+            is_contiguous = self._contiguous[number] = all(map(_is_contiguous, group["params"]))
+        used = [(alias, alias.grad) for alias in group["params"] if alias.grad is not None] if is_contiguous else []
+        # The fused SGD takes momenta of all parameters or of none; some may have none yet.
+        if group.get("momentum") and len({bool(self.state.get(alias)) for alias, _ in used}) > 1:
+            return False
+        return bool(used) and all(gradient.layout is torch.strided for _, gradient in used)
+
+
+def _check(new: Sequence[Any], present: Iterable[Tensor]) -> None:
+    seen = {id(parameter) for parameter in present}
+    for parameter in new:
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"optimizer can only optimize Tensors, but one of the params is {torch.typename(parameter)}")
+        if not parameter.is_leaf:
+            raise ValueError("can't optimize a non-leaf Tensor")
+        if id(parameter) in seen:
+            raise ValueError("some parameters appear in more than one parameter group, or twice in one")
+        seen.add(id(parameter))
+
+
+def _has_same_memory(alias: Tensor, parameter: Tensor) -> bool:
+    # Assigning to a parameter's .data, as Module.to does, gives it other memory.
+    return alias.dtype is parameter.dtype and alias.device == parameter.device and alias.is_set_to(parameter)
+
+
+def _laid_out(value: Tensor, alias: Tensor) -> Tensor:
+    """Return a value with a parameter's strides; itself if it has them or is not strided."""
+    if value.layout is not torch.strided or value.stride() == alias.stride() or value.shape != alias.shape:
+        return value
+    return torch.empty_like(alias, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _is_contiguous(alias: Tensor) -> bool:
+    return alias.device.type == "cpu" and alias.is_floating_point() and alias.is_contiguous()

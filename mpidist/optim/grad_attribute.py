@@ -1,0 +1,87 @@
+"""Functional form of any optimizer: gradients pass through ``.grad`` for the time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpidist.optim.parameter_locks import ParameterLocks
+
+Tensor = torch.Tensor
+
+
+class GradAttributeOptimizer:
+    """An optimizer whose ``step`` takes gradients, over one that reads ``.grad``.
+
+    The parameters are its own, as some optimizers know them by identity or by attributes. ``.grad``
+    is restored after each step. A backward pass outside of distributed autograd that writes
+    ``.grad`` meanwhile is not excluded.
+
+    Attributes:
+        locks: Held during a step, and shared with all optimizers that have one of these parameters.
+
+    Args:
+        optimizer_class: A subclass of ``torch.optim.Optimizer``.
+        params: As that takes them; further arguments, too.
+    """
+
+    def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Any, *args: Any, **kwargs: Any) -> None:
+        self._optimizer = optimizer_class(params, *args, **kwargs)
+        self.locks = ParameterLocks()
+        self.locks.add(self.parameters)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order in which ``step`` takes their gradients."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's own."""
+        return self._optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The optimizer's own."""
+        return self._optimizer.defaults
+
+    def step(self, gradients: Sequence[Tensor | None]) -> None:
+        """Update the parameters.
+
+        Blocks: while another optimizer updates one of them.
+
+        Args:
+            gradients: One for each parameter; for None its ``.grad`` is None during the step.
+        """
+        parameters = self.parameters
+        with self.locks:
+            kept = [parameter.grad for parameter in parameters]
+            try:
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                self._optimizer.step()
+            finally:
+                for parameter, gradient in zip(parameters, kept, strict=True):
+                    parameter.grad = gradient
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with settings of their own."""
+        self._optimizer.add_param_group(param_group)
+        self.locks.add(self.parameters)
+
+    def remove_last_group(self) -> None:
+        """Remove the group that was added last, and its state."""
+        with self.locks:
+            for parameter in self.param_groups.pop()["params"]:
+                self._optimizer.state.pop(parameter, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of the same optimizer."""
+        with self.locks:
+            self._optimizer.load_state_dict(state_dict)

@@ -1,0 +1,78 @@
+"""Parameters of all workers in one order, for a distributed optimizer's state; pure.
+
+Parameters are numbered group by group, reference by reference, and within a module as its
+``parameters()`` come: as torch's optimizer would number them in one process. A worker's own
+optimizer numbers those that it owns in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+Worker = TypeVar("Worker")
+
+
+class Layout(Generic[Worker]):
+    """Who owns which parameters.
+
+    Attributes:
+        groups: For each group, the owner of each reference and how many parameters it stands for.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[list[tuple[Worker, int]]] = []
+
+    def add(self, owners: Sequence[Worker], counts: Mapping[Worker, Sequence[int]]) -> None:
+        """Add a group.
+
+        Args:
+            owners: Of each reference.
+            counts: For each owner, how many parameters each of its references stands for.
+        """
+        left = {owner: iter(found) for owner, found in counts.items()}
+        self.groups.append([(owner, next(left[owner])) for owner in owners])
+
+    def size(self, group: int) -> int:
+        """Return how many parameters a group has."""
+        return sum(count for _, count in self.groups[group])
+
+    def groups_of(self, worker: Worker) -> list[int]:
+        """Return the groups in which a worker owns something: those of its own optimizer."""
+        return [number for number, group in enumerate(self.groups) if any(owner == worker for owner, _ in group)]
+
+    def numbers(self) -> list[list[int]]:
+        """Return the numbers of each group's parameters."""
+        found, first = [], 0
+        for group in range(len(self.groups)):
+            found.append(list(range(first, first + self.size(group))))
+            first += self.size(group)
+        return found
+
+    def numbers_of(self, worker: Worker) -> list[list[int]]:
+        """Return the numbers of a worker's parameters, for each group of its own optimizer."""
+        found = []
+        for group in self.groups_of(worker):
+            left = iter(self.numbers()[group])
+            own: list[int] = []
+            for owner, count in self.groups[group]:
+                taken = [next(left) for _ in range(count)]
+                own += taken if owner == worker else []
+            found.append(own)
+        return found
+
+    def gather(self, states: Mapping[Worker, Mapping[int, Any]]) -> dict[int, Any]:
+        """Return the state of all parameters by number, from each worker's by the number there."""
+        state: dict[int, Any] = {}
+        for worker, own in states.items():
+            numbers = [number for group in self.numbers_of(worker) for number in group]
+            state.update((numbers[here], value) for here, value in own.items())
+        return dict(sorted(state.items()))
+
+    def scatter(self, state: Mapping[int, Any], workers: Iterable[Worker]) -> dict[Worker, dict[int, Any]]:
+        """Return the state for each worker; undoes ``gather``."""
+        found = {}
+        for worker in workers:
+            numbers = [number for group in self.numbers_of(worker) for number in group]
+            found[worker] = {here: state[number] for here, number in enumerate(numbers) if number in state}
+        return found

@@ -1,0 +1,62 @@
+"""Concurrent calls of one operation on several workers, and all their errors in one exception."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpidist.errors import WorkerErrors
+from mpidist.rpc import api
+from mpidist.rpc.worker import WorkerInfo
+
+Calls = Mapping[WorkerInfo, tuple[Any, ...]]
+
+
+def start_all(function: Callable[..., Any], calls: Calls) -> tuple[dict[WorkerInfo, Any], dict[WorkerInfo, BaseException]]:
+    """Call a function on workers at the same time.
+
+    Blocks: until the last has answered or failed.
+
+    Args:
+        function: What runs there.
+        calls: Its arguments, by worker.
+
+    Returns:
+        Results and errors, by worker.
+    """
+    results: dict[WorkerInfo, Any] = {}
+    errors: dict[WorkerInfo, BaseException] = {}
+    futures: dict[WorkerInfo, Any] = {}
+    for worker, arguments in calls.items():
+        try:
+            futures[worker] = api.rpc_async(worker, function, args=arguments)
+        except Exception as error:  # it cannot be sent
+            errors[worker] = error
+    for worker, future in futures.items():
+        try:
+            results[worker] = future.wait()
+        except Exception as error:
+            errors[worker] = error
+    return results, errors
+
+
+def call_all(operation: str, function: Callable[..., Any], calls: Calls) -> dict[WorkerInfo, Any]:
+    """Call a function on workers at the same time; return the results.
+
+    Blocks: until the last has answered or failed.
+
+    Raises:
+        WorkerErrors: Some raised, with the error of each.
+    """
+    results, errors = start_all(function, calls)
+    raise_for(operation, errors, len(calls))
+    return results
+
+
+def raise_for(operation: str, errors: Mapping[WorkerInfo, BaseException], of: int) -> None:
+    """Raise one exception for the errors of some workers, if there are any."""
+    if not errors:
+        return
+    texts = (f"{worker.name} (rank {worker.id}): {type(error).__name__}: {error}" for worker, error in errors.items())
+    text = f"{operation} failed on {len(errors)} of {of} worker(s): {'; '.join(texts)}"
+    raise WorkerErrors(text, {worker.name: error for worker, error in errors.items()}) from next(iter(errors.values()))

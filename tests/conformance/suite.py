@@ -1,0 +1,114 @@
+"""A suite of torch's tests from the installed wheel: each test runs by its name on every rank of the job, its workers.
+
+Nothing is copied: the names of torch's modules are bound to ours (``binding``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import inspect
+import logging
+import os
+import tempfile
+import traceback
+import types
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+import torch.testing._internal.dist_utils as dist_utils
+
+import mpidist.rpc as rpc
+from mpidist.rpc import api
+from tests.conformance.binding import ours_in_place_of_torchs
+from tests.support import agree
+
+TIMEOUT_S = 15.0
+
+
+class OnMpidist:
+    """What a test needs to know of its surroundings; the first base of a suite, torch's class is the second."""
+
+    modules: tuple[types.ModuleType, ...] = ()  # of torch's suite, beside dist_utils
+    more: Mapping[str, Any] = {}  # names and what they stand for, where ``binding`` has no rule
+    rank: int
+    size: int
+    file_name: str
+
+    @property
+    def world_size(self) -> int:
+        return self.size
+
+    @property
+    def rpc_backend(self) -> rpc.BackendType:
+        return rpc.BackendType.MPI
+
+    @property
+    def rpc_backend_options(self) -> rpc.RpcBackendOptions:
+        return rpc.RpcBackendOptions(init_method=self.init_method, rpc_timeout=TIMEOUT_S)
+
+    def get_shutdown_error_regex(self) -> str:
+        return "has left RPC"
+
+    def get_timeout_error_regex(self) -> str:
+        return "RPC ran for more than"
+
+    def surroundings(self) -> contextlib.AbstractContextManager[Any]:
+        """Return what a test runs in."""
+        return contextlib.nullcontext()
+
+    def __reduce__(self):
+        # A test may send its own methods to other workers.
+        return made, (type(self), self._testMethodName, self.rank, self.size, self.file_name)
+
+
+def made(suite, name, rank, size, file_name):
+    """Make a test."""
+    test = suite(name)
+    test.rank, test.size, test.file_name = rank, size, file_name
+    return test
+
+
+def names_of(suite) -> list[str]:
+    """Return the names of a suite's own tests."""
+    source = suite.__bases__[1]
+    return [name for name, _ in inspect.getmembers(source, inspect.isfunction) if name.startswith("test_")]
+
+
+def run(suite, name: str, group) -> None:
+    """Run one test on all ranks.
+
+    Collective: over ``group``.
+    """
+    file_name = group.broadcast_object(tempfile.mktemp() if group.rank == 0 else None)
+    test = made(suite, name, group.rank, group.size, file_name)
+    faulthandler.dump_traceback_later(100, exit=True)
+    leaks = api._ignore_rref_leak
+    no_log = mock.patch.object(logging.getLogger(), "handlers", [])  # pytest's; torch runs each test in a process of its own
+    try:
+        with ours_in_place_of_torchs((dist_utils, *suite.modules), suite.more), no_log, test.surroundings():
+            getattr(test, name)()
+    finally:
+        api._ignore_rref_leak = leaks
+        faulthandler.cancel_dump_traceback_later()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if api._is_current_rpc_agent_set():
+            rpc.shutdown(graceful=False)
+
+
+def run_on_all(suite, name: str, group) -> None:
+    """Run a test; it has passed if it has on all ranks."""
+    text = ""
+    try:
+        run(suite, name, group)
+    except BaseException:
+        text = traceback.format_exc()
+    agree(group, not text, text)
+
+
+def selected(names: list[str]) -> list[str]:
+    """Return a fixed third of the tests, the same on every rank and in every run; all with MPIDIST_CONFORMANCE=all."""
+    return names if os.environ.get("MPIDIST_CONFORMANCE") == "all" else names[::3]

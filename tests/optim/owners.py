@@ -1,0 +1,101 @@
+"""Functions that tests call on the owners of parameters."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+CONTEXTS = (1, 2, 3, 4, 5)
+contexts: dict[int, dict[torch.Tensor, torch.Tensor]] = {}
+
+
+def parameter(values, requires_grad=True):
+    return torch.nn.Parameter(torch.tensor(values), requires_grad=requires_grad)
+
+
+def module(size):
+    """Return a module whose parameters do not depend on the worker."""
+    made = torch.nn.Linear(size, 2)
+    with torch.no_grad():
+        for index, own in enumerate(made.parameters()):
+            own.copy_(torch.linspace(-1, 1 + index, own.numel()).view(own.shape))
+    return made
+
+
+def give(rref, context_id, *given):
+    """Have a context hold gradients of a parameter, or of a module's parameters; None for none."""
+    value = rref.local_value()
+    parameters = list(value.parameters()) if isinstance(value, torch.nn.Module) else [value]
+    for own, gradient in zip(parameters, given, strict=True):
+        if gradient is not None:
+            contexts.setdefault(context_id, {})[own] = gradient
+
+
+def values(rref):
+    """Return a parameter's values, or a module's."""
+    value = rref.local_value()
+    return [own.detach().clone() for own in (value.parameters() if isinstance(value, torch.nn.Module) else [value])]
+
+
+def grad_attributes(rref):
+    value = rref.local_value()
+    return [own.grad for own in (value.parameters() if isinstance(value, torch.nn.Module) else [value])]
+
+
+def set_grad(rref, gradient):
+    rref.local_value().grad = gradient
+
+
+def given_gradient(rref, context_id):
+    return contexts[context_id][rref.local_value()]
+
+
+class Halving(torch.optim.Optimizer):
+    """An optimizer without a functional form."""
+
+    inside = threading.Lock()
+
+    def __init__(self, params, lr=0.5):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        # Raises if another thread is here.
+        if not self.inside.acquire(blocking=False):
+            raise RuntimeError("two steps at a time")
+        try:
+            for group in self.param_groups:
+                for own in group["params"]:
+                    if own.grad is not None:
+                        own.sub_(own.grad * group["lr"])
+                        self.state[own]["steps"] = self.state[own].get("steps", 0) + 1
+        finally:
+            self.inside.release()
+
+
+class FailsInStep(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        raise ValueError("Error running optimizer.")
+
+
+class FailsToBeMade(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+        raise ValueError("Error creating optimizer.")
+
+
+class Signs:
+    """A functional optimizer of a user's, with the least that it needs."""
+
+    def __init__(self, params, step=1.0):
+        self.params, self.size = params, step
+
+    @torch.no_grad()
+    def step(self, gradients):
+        for own, gradient in zip(self.params, gradients, strict=True):
+            if gradient is not None:
+                own.sub_(self.size * gradient.sign())
