@@ -171,6 +171,7 @@ def test_the_context_rides_on_every_kind_of_message(group, engine, posted, worke
         agree(group, any(one[2] for one in seen) and any(not one[2] for one in seen), f"{is_answer}: {seen}")
     arrived = {(one[0], one[1], one[3]) for one in engine.arrived}
     agree(group, arrived == {(context_of(before), before, False), (mine, next_rank, True)}, f"{arrived}")
+    agree(group, set(engine.came) == {(context_of(before), before)}, f"{engine.came}")
     agree(group, set(engine.entered) == {(context_of(before), before, False)}, f"{engine.entered}")
     del reference, lost
 
