@@ -140,19 +140,25 @@ class LocalPass:
                 if gradient is not None:
                     self._keep(edge, gradient)
         waits_for = self._all & ~self._arrived
+        leaves: list[Node] = []
+        receives: list[Node] = []
+        cuts: set[Edge] = set()
         ready = [mask for mask in self._left if not mask & waits_for]
-        captures = [plan.captures[mask] for mask in ready if mask in plan.captures]
-        receives = [node for one in captures for node in one.receives]
+        for mask in ready:
+            captures = plan.captures.get(mask)
+            if captures is not None:
+                leaves += captures.leaves
+                receives += captures.receives
+            if waits_for and mask in plan.cuts:
+                cuts.update([edge for edge in plan.cuts[mask] if masks[edge[0]] & waits_for])
         if waits_for and not receives:
             return  # nothing that another worker waits for: later, in one go
         self._left.difference_update(ready)
-        leaves = [node for one in captures for node in one.leaves]
-        cuts = {edge for mask in ready for edge in plan.cuts.get(mask, ()) if masks[edge[0]] & waits_for}
         careful = {edge for edge in cuts if _needs_care(edge[0])}
         if careful:
             self._run_one_by_one(plan.above(careful, set(ready)))
             cuts -= careful
-        edges = [edge for edge in self._kept if not masks[edge[0]] & waits_for]
+        edges = [edge for edge in self._kept if not masks[edge[0]] & waits_for] if waits_for else list(self._kept)
         values = [self._kept.pop(edge) for edge in edges]
         found = self._run_together(edges, values, leaves, receives, cuts)
         del values
@@ -169,11 +175,10 @@ class LocalPass:
         """Run all ready nodes in one call of torch's engine; return the leaves' gradients."""
         widths = [self.context.receives[node].width for node in receives]
         cuts = list(cuts)
-        targets = [
-            *((node, 0) for node in leaves),
-            *((node, number) for node, width in zip(receives, widths, strict=True) for number in range(width)),
-            *cuts,
-        ]
+        targets = [(node, 0) for node in leaves]
+        for node, width in zip(receives, widths, strict=True):
+            targets += [(node, number) for number in range(width)]
+        targets += cuts
         found = self._call(edges, values, targets) if edges and targets else [None] * len(targets)
         start = len(leaves)
         for node, width in zip(receives, widths, strict=True):
