@@ -55,7 +55,9 @@ def ours_in_place_of_torchs() -> Iterator[None]:
         stack.enter_context(mock.patch.object(rpc_test, "dist_autograd", dist_autograd))
         for name in ("_thread_local_var", "_wait_all"):
             stack.enter_context(mock.patch.object(rpc_test, name, getattr(api, name)))
-        # The suite imports this module within functions, to set its switch for leaks.
+        # The suite imports these modules within functions, the second to set its switch for leaks.
+        stack.enter_context(mock.patch.object(dist, "autograd", dist_autograd))
+        stack.enter_context(mock.patch.dict(sys.modules, {"torch.distributed.autograd": dist_autograd}))
         stack.enter_context(mock.patch.object(dist.rpc, "api", api))
         stack.enter_context(mock.patch.dict(sys.modules, {"torch.distributed.rpc.api": api}))
         yield
