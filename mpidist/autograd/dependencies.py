@@ -8,7 +8,7 @@ is **cut**: the gradient at that edge is kept until the node below can run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from mpidist.autograd.recording import LEAF, RECEIVE, Edge, Node
 
@@ -123,3 +123,20 @@ class Plan:
                 below = edge[0]
                 if below is not None and masks[below] != mask:
                     self.cuts.setdefault(mask, set()).add(edge)
+
+    def above(self, cuts: Set[Edge], masks: Set[int]) -> list[Node]:
+        """Return the nodes from which some cuts are reached, each behind those above it.
+
+        Args:
+            cuts: Edges.
+            masks: Of the nodes to look at; no others lie between them and the cuts.
+        """
+        found: dict[Node, None] = {}
+        for node in self.order:  # behind all below it
+            kind = type(node)
+            if kind is not LEAF and kind is not RECEIVE and self.masks[node] in masks:
+                for edge in node.next_functions:
+                    if edge in cuts or edge[0] in found:
+                        found[node] = None
+                        break
+        return list(reversed(found))

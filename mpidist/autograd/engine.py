@@ -14,7 +14,6 @@ from mpidist.autograd.notices import GRADIENT_KINDS, Notice, notify_all
 from mpidist.autograd.recording import Receive, Send, Tensor
 from mpidist.errors import MpidistError, RankFailureError
 from mpidist.rpc import current
-from mpidist.rpc.message import Kind
 from mpidist.rpc.pool import Task
 
 
@@ -74,8 +73,6 @@ class Engine:
 
     def handle(self, source: int, kind: int, context: int, obj: Any) -> Any:
         """See ``Interceptor``; a pass from the value of a reference on its owner, asked for by another worker."""
-        if kind != Kind.BACKWARD_AUTOGRAD:
-            raise MpidistError(f"autograd handles no request of kind {kind}")
         reference, number, retain_graph, mode = obj
         reference.backward(number, retain_graph, mode)
 

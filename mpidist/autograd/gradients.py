@@ -29,12 +29,14 @@ class Gradients:
         Source: ``torch/csrc/autograd/functions/accumulate_grad.h``, without a graph of the gradients.
         """
         sums = self._sums
-        with self._lock, torch.no_grad():
+        with self._lock:
             for leaf, gradient in found:
                 old = sums.get(leaf)
+                if gradient.requires_grad:  # a node has returned what is not its own, a parameter say
+                    gradient = gradient.detach().clone()
                 if old is None:
                     is_alone = sys.getrefcount(gradient) <= _HOLDERS
-                    sums[leaf] = gradient.detach() if is_alone and _fits(gradient, leaf) else _copy(gradient, leaf)
+                    sums[leaf] = gradient if is_alone and _fits(gradient, leaf) else _copy(gradient, leaf)
                 elif old.layout is torch.strided:
                     old.add_(gradient)
                 else:

@@ -8,7 +8,7 @@ torch's engine, with its hooks.
 Cuts at inner nodes, and at leaves with hooks, need care. torch's engine runs the hooks of a node
 at which it takes a gradient, which is only a part of the node's; and it runs on through such a
 node if it takes another gradient below. So the nodes above these cuts are run one at a time, each
-ended by a hook of ours behind it.
+ended by a hook of ours behind it; all others that are ready follow in one call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 
 from mpidist.autograd.context import Context, here
 from mpidist.autograd.dependencies import Plan
-from mpidist.autograd.recording import LEAF, RECEIVE, Edge, Node, Tensor
+from mpidist.autograd.recording import LEAF, Edge, Node, Tensor
 from mpidist.ddp.in_context import Reduction
 
 Gradient = Any  # a tensor, or None for no gradient
@@ -152,18 +152,27 @@ class LocalPass:
                 if gradient is not None:
                     self._keep(edge, gradient)
         waits_for = self._all & ~self._arrived
+        leaves: list[Node] = []
+        receives: list[Node] = []
+        cuts: set[Edge] = set()
         ready = [mask for mask in self._left if not mask & waits_for]
-        captures = [plan.captures[mask] for mask in ready if mask in plan.captures]
-        receives = [node for one in captures for node in one.receives]
+        for mask in ready:
+            captures = plan.captures.get(mask)
+            if captures is not None:
+                leaves += captures.leaves
+                receives += captures.receives
+            if waits_for and mask in plan.cuts:
+                cuts.update([edge for edge in plan.cuts[mask] if masks[edge[0]] & waits_for])
         if waits_for and not receives:
             return  # nothing that another worker waits for: later, in one go
         self._left.difference_update(ready)
-        leaves = [node for one in captures for node in one.leaves]
-        cuts = {edge for mask in ready for edge in plan.cuts.get(mask, ()) if masks[edge[0]] & waits_for}
-        edges = [edge for edge in self._kept if not masks[edge[0]] & waits_for]
+        careful = {edge for edge in cuts if _needs_care(edge[0])}
+        if careful:
+            self._run_one_by_one(plan.above(careful, set(ready)))
+            cuts -= careful
+        edges = [edge for edge in self._kept if not masks[edge[0]] & waits_for] if waits_for else list(self._kept)
         values = [self._kept.pop(edge) for edge in edges]
-        run = self._run_one_by_one if any(_needs_care(node) for node, _ in cuts) else self._run_together
-        found = run(edges, values, leaves, receives, cuts)
+        found = self._run_together(edges, values, leaves, receives, cuts)
         del values
         if self.is_stopped:
             return
@@ -183,11 +192,10 @@ class LocalPass:
         """Run all ready nodes in one call of torch's engine; return the leaves' gradients."""
         widths = [self.context.receives[node].width for node in receives]
         cuts = list(cuts)
-        targets = [
-            *((node, 0) for node in leaves),
-            *((node, number) for node, width in zip(receives, widths, strict=True) for number in range(width)),
-            *cuts,
-        ]
+        targets = [(node, 0) for node in leaves]
+        for node, width in zip(receives, widths, strict=True):
+            targets += [(node, number) for number in range(width)]
+        targets += cuts
         found = self._call(edges, values, targets) if edges and targets else [None] * len(targets)
         start = len(leaves)
         for node, width in zip(receives, widths, strict=True):
@@ -198,37 +206,23 @@ class LocalPass:
                 self._keep(edge, gradient)
         return [(node.variable, gradient) for node, gradient in zip(leaves, found, strict=False) if gradient is not None]
 
-    def _run_one_by_one(
-        self, edges: list[Edge], values: list[Tensor], leaves: list[Node], receives: list[Node], cuts: Iterable[Edge]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Run each ready node in a call of its own."""
-        for edge, gradient in zip(edges, values, strict=True):
-            self._keep(edge, gradient)
-        waits_for = self._all & ~self._arrived
-        found = []
-        due, sending = set(leaves), set(receives)
-        above: dict[Node, list[Edge]] = {}
+    def _run_one_by_one(self, nodes: Sequence[Node]) -> None:
+        """Run nodes, each behind those above it, in calls of their own; keep what they yield."""
+        into: dict[Node, list[Edge]] = {node: [] for node in nodes}
         for edge in self._kept:
-            above.setdefault(edge[0], []).append(edge)
-        for node in reversed(self._plan.order):
-            if self._plan.masks[node] & waits_for or self.is_stopped:
+            if edge[0] in into:
+                into[edge[0]].append(edge)
+        for node in nodes:
+            edges = into[node]
+            if not edges or self.is_stopped:
                 continue
-            into = [edge for edge in dict.fromkeys(above.get(node, ())) if edge in self._kept]
-            gradients = [self._kept.pop(edge) for edge in into]
-            kind = type(node)
-            if kind is RECEIVE:
-                if node in sending:
-                    targets = [(node, number) for number in range(self.context.receives[node].width)]
-                    self._send(node, list(self._call(into, gradients, targets)) if into else [None] * len(targets))
-            elif kind is LEAF:
-                if into and node in due:
-                    found.append((node.variable, self._call(into, gradients, [(node, 0)])[0]))
-            elif into:
-                for edge, gradient in zip(node.next_functions, self._run_alone(node, into, gradients), strict=True):
-                    if edge[0] is not None and gradient is not None:
-                        self._keep(edge, gradient)
-                        above.setdefault(edge[0], []).append(edge)
-        return found
+            gradients = [self._kept.pop(edge) for edge in edges]
+            for edge, gradient in zip(node.next_functions, self._run_alone(node, edges, gradients), strict=True):
+                below = edge[0]
+                if below is not None and gradient is not None:
+                    if below in into and edge not in self._kept:
+                        into[below].append(edge)
+                    self._keep(edge, gradient)
 
     def _run_alone(self, node: Node, into: list[Edge], gradients: list[Tensor]) -> Sequence[Gradient]:
         """Run one node, with the hooks before and behind it, and nothing below; return what it yields."""

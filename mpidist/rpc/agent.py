@@ -106,7 +106,7 @@ class Agent:
         for kind in (Kind.REMOTE_PYTHON, Kind.REMOTE_BUILTIN, Kind.REMOTE_SCRIPT):
             takers[kind] = _noted
         takers[Kind.RREF_FETCH] = partial(_taken_fetch, self)
-        takers[Kind.BACKWARD_AUTOGRAD] = takers[Kind.CLEANUP_AUTOGRAD] = partial(EngineRequest, self)
+        takers[Kind.BACKWARD_AUTOGRAD] = partial(EngineRequest, self)
         takers[Kind.RESULT] = takers[Kind.REMOTE_DONE] = takers[Kind.EXCEPTION] = self.calls.answered
         takers[FIRST_ONE_WAY:] = [self._take_one_way] * (256 - FIRST_ONE_WAY)
         return takers

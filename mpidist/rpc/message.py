@@ -51,7 +51,6 @@ class Kind(enum.IntEnum):
     REMOTE_SCRIPT = 6
     RREF_FETCH = 7
     BACKWARD_AUTOGRAD = 16
-    CLEANUP_AUTOGRAD = 17
     RESULT = 32
     REMOTE_DONE = 33
     EXCEPTION = 34

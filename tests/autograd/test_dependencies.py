@@ -28,12 +28,12 @@ def graph(rng):
         first, second = rng.choice(values), rng.choice(values[-3:])
         values.append(rng.choice([first + second, first.exp(), torch.cat([first, second])[:2]]))
     sends = [Send(0, True, rng.sample(values, rng.randint(1, 2))) for _ in range(rng.randint(1, 6))]
-    return values, sends
+    return sends
 
 
 @pytest.mark.parametrize("seed", range(80))
 def test_plans_equal_brute_force(seed):
-    values, sends = graph(random.Random(seed))
+    sends = graph(random.Random(seed))
     sources = [send.next_functions for send in sends]
     plan = Plan(sources)
     reached = [set().union(*(below(node, set()) for node, _ in edges)) for edges in sources]
@@ -55,7 +55,12 @@ def test_plans_equal_brute_force(seed):
         assert set(plan.order) == set(masks) and len(places) == len(plan.order)
         assert all(places[other] < places[node] for node in masks if type(node) not in (LEAF, RECEIVE)
                    for other, _ in node.next_functions if other is not None)  # fmt: skip
-    del values
+        mask = next(iter(plan.cuts), 0)
+        cut = set(list(plan.cuts.get(mask, ()))[:1])
+        ready = {node for node in masks if masks[node] == mask and type(node) not in (LEAF, RECEIVE)}
+        above = {node for node in ready if cut & {edge for one in below(node, set()) & ready for edge in one.next_functions}}
+        found = plan.above(cut, {mask})
+        assert set(found) == above and found == sorted(above, key=places.get, reverse=True)
 
 
 def test_no_sources_and_deep_graphs():

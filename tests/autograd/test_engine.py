@@ -176,6 +176,35 @@ class TestBothModes:
         del loss
         group.barrier()
 
+    def test_hooks_that_call_other_workers(self, group, workers, to, mode):
+        """They run on threads that poll, and their calls are not recorded."""
+        x = torch.full((2,), 2.0, requires_grad=True)
+        me = workers[group.rank]
+        with autograd.context() as context:
+            hidden = x * 1
+            hidden.register_hook(lambda gradient: rpc.rpc_sync(to, torch.mul, args=(gradient, 2)))
+            came = rpc.rpc_sync(to, cube_with_hook, args=(me, hidden))
+            came.register_hook(lambda gradient: rpc.rpc_sync(to, torch.mul, args=(gradient, 5)))
+            before = len(autograd._current_context()._send_functions())
+            autograd.backward(context, [came.sum()], mode=mode)
+            assert autograd.get_gradients(context)[x].tolist() == [12.0 * 2 * 3 * 5] * 2
+            assert group.size == 1 or len(autograd._current_context()._send_functions()) == before
+        group.barrier()
+
+    def test_workers_that_allow_little(self, group, mode):
+        rpc.shutdown()
+        rpc.init_rpc(f"worker{group.rank}", group=group, allowed=[cube, loss_of, in_place])
+        to = f"worker{(group.rank + 1) % group.size}"
+        x = torch.full((2,), 2.0, requires_grad=True)
+        with autograd.context() as context:
+            loss = rpc.rpc_sync(to, cube, args=(x,)).sum()
+            autograd.backward(context, [loss], mode=mode)
+            rpc.remote(to, loss_of, args=(x,)).backward(context, mode="smart")
+            assert autograd.get_gradients(context)[x].tolist() == [24, 24]
+            with pytest.raises(RuntimeError, match="Error on Node"):
+                autograd.backward(context, [loss], mode="smart")
+        group.barrier()
+
     def test_tensors_that_were_sent_in_a_call_of_remote(self, group, workers, to, mode):
         with autograd.context() as context:
             weight = rpc.remote(to, make_weight)
@@ -184,6 +213,12 @@ class TestBothModes:
             assert rpc.rpc_sync(to, gradient_of, args=(context, weight)).tolist() == [4, 4]
         del weight
         group.barrier()
+
+
+def cube_with_hook(other, x):
+    made = cube(x)
+    made.register_hook(lambda gradient: rpc.rpc_sync(other, torch.mul, args=(gradient, 3)))
+    return made
 
 
 def in_checkpoint(h):

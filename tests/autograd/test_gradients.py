@@ -70,7 +70,7 @@ def test_layouts_are_those_of_grad(leaf, layout):
 
 
 def rows(places, values):
-    return torch.sparse_coo_tensor([places], torch.tensor(values), (4,))
+    return torch.sparse_coo_tensor([places], torch.tensor(values), (4,), check_invariants=True)
 
 
 def test_sparse_gradients_add_up_with_each_other_and_with_dense_ones():
@@ -91,3 +91,9 @@ def test_a_sparse_gradient_of_strided_parts_is_copied():
     sums.add(pairs)
     found = sums.all()[leaf]
     assert found._values().data_ptr() != values and found.to_dense().tolist() == [0, 3, 0, 0]
+
+
+def test_a_parameter_that_a_node_returns_stays_as_it_is():
+    leaf, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(2))
+    found = added(leaf, parameter, parameter)
+    assert found.tolist() == [2, 2] and not found.requires_grad and parameter.tolist() == [1, 1]

@@ -152,6 +152,25 @@ def test_a_tied_weight_below_a_skip_connection_with_hooks_that_are_not_linear():
     assert torch.allclose(context.gradients.all()[weight], expected)
 
 
+def test_only_the_nodes_above_a_cut_with_care_run_one_by_one():
+    context, outlet = Context(1), Recording()
+    weight = torch.ones(3, requires_grad=True)
+    hidden = torch.tanh(weight)
+    (back,), (other,) = arrival(context, [torch.ones(3)], 9), arrival(context, [torch.ones(3)], 8)
+    for _ in range(50):
+        other = other * weight
+    loss = ((back + hidden) * other).sum()
+    part = part_of(context, [[loss], [hidden]], outlet)
+    calls = []
+    call, part._call = part._call, lambda *args: (calls.append(1), call(*args))[1]
+    part.deliver(1, [torch.ones(())])
+    assert len(outlet.sent) == 2 and len(calls) == 3 + 1  # sum, product and addition; all of the rest
+    part.deliver(2, [torch.ones(3)])
+    assert len(calls) == 3 + 2 and outlet.completed == 1
+    slope = 1 - torch.tanh(torch.ones(3)) ** 2
+    assert torch.allclose(context.gradients.all()[weight], 2 * slope + 50 * (1 + torch.tanh(torch.ones(3))))
+
+
 def test_nothing_runs_before_it_must():
     """Without a received tensor that another worker waits for, one call of torch's engine does it all."""
     context = Context(1)

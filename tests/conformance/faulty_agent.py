@@ -23,7 +23,7 @@ KINDS = {
     "RREF_FORK_REQUEST": (Kind.RREF_FORK,),
     "RREF_USER_DELETE": (Kind.RREF_USER_DELETE,),
     "RREF_CHILD_ACCEPT": (),
-    "CLEANUP_AUTOGRAD_CONTEXT_REQ": (Kind.CLEANUP_AUTOGRAD,),
+    "CLEANUP_AUTOGRAD_CONTEXT_REQ": (),  # one way, sent once: MPI loses nothing, so there is nothing to send again
 }
 
 

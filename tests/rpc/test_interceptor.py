@@ -64,7 +64,7 @@ class Recording:
             yield
 
     def handle(self, source, kind, context, obj):
-        if kind == Kind.CLEANUP_AUTOGRAD:
+        if obj is None:
             raise ValueError("no context")
         return source, kind, context, obj
 
@@ -171,6 +171,7 @@ def test_the_context_rides_on_every_kind_of_message(group, engine, posted, worke
         agree(group, any(one[2] for one in seen) and any(not one[2] for one in seen), f"{is_answer}: {seen}")
     arrived = {(one[0], one[1], one[3]) for one in engine.arrived}
     agree(group, arrived == {(context_of(before), before, False), (mine, next_rank, True)}, f"{arrived}")
+    agree(group, set(engine.came) == {(context_of(before), before)}, f"{engine.came}")
     agree(group, set(engine.entered) == {(context_of(before), before, False)}, f"{engine.entered}")
     del reference, lost
 
@@ -238,7 +239,7 @@ def test_requests_of_its_own_kinds(group, engine, workers, to):
             *(group.rank, Kind.BACKWARD_AUTOGRAD, 9, ["gradient"]),
         )
         with pytest.raises(ValueError, match="no context"):
-            ask(Kind.CLEANUP_AUTOGRAD, None, "a cleanup")
+            ask(Kind.BACKWARD_AUTOGRAD, None, "a request that fails")
     assert "num_current_dist_autograd_contexts" in api._get_debug_info()
     reference = rpc.RRef(torch.ones(1))
     reference.backward(3, True, mode="smart")
@@ -249,7 +250,7 @@ def test_requests_of_its_own_kinds(group, engine, workers, to):
     interceptor.register(None)
     group.barrier()
     with pytest.raises(MpidistError, match="no autograd is in use"):
-        ask(Kind.CLEANUP_AUTOGRAD, None, "a cleanup")
+        ask(Kind.BACKWARD_AUTOGRAD, None, "a request that fails")
     group.barrier()
 
 
