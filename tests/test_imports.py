@@ -31,6 +31,9 @@ LEVEL = {part: level for level, row in enumerate(LAYERS) for part in row}
 OWNED_LIBRARIES = {"mpi4py": "comm", "cupy": "kernels", "cupyx": "kernels"}
 OWNED_NAMES = {"COMM_WORLD": "mpidist.comm.runtime"}
 
+# The one name that a lower part may look up: what registers there, loaded when a message first asks for it.
+LOADED_LATE = {("mpidist.rpc.interceptor", "mpidist.autograd.api")}
+
 # A function without a home shows that a noun is missing.
 HOMELESS = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
 
@@ -196,6 +199,8 @@ def find_violations(root: Path) -> list[str]:
         found += [f"{where}:{line}: {text}" for line, text in check_owned(module)]
         for item in filter(lambda item: is_own(item.module), imports_of(module)):
             target = target_of(item, modules)
+            if (module.name, target) in LOADED_LATE:
+                continue
             complaints = [check_layer(module, target), check_origin(module, item, modules)]
             found += [f"{where}:{item.line}: {text}" for text in complaints if text]
             if target in modules:

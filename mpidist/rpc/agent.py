@@ -198,8 +198,8 @@ class Agent:
                 incoming.is_new = False
                 if kind < FIRST_RESPONSE:
                     self._taken += 1  # first: one that is refused is answered, too
-                    if incoming.context and interceptor.engine is not None:
-                        interceptor.engine.request_came(incoming.context, incoming.source)
+                    if incoming.context:
+                        interceptor.load().request_came(incoming.context, incoming.source)
                 if incoming.flags & (AUTOGRAD | REFERENCES):
                     self.references.count(self.wire.take_preamble(incoming))
                 if _FIRST_REMOTE <= kind <= _LAST_REMOTE:

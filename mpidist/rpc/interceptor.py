@@ -8,6 +8,7 @@ fetch, an error, the answer to a call of ``remote``.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -84,6 +85,18 @@ def register(interceptor: Interceptor | None) -> None:
     """Have all messages of this process pass an engine from now on; None for none."""
     global engine
     engine = interceptor
+
+
+def load() -> Interceptor:
+    """Have the engine of distributed autograd registered, and return it: a request came within a context.
+
+    A worker that serves layers need not import ``mpidist.autograd``: without it, gradients would be lost without a word. It is
+    the one name of a higher part that this package knows, and it is imported at the first such request.
+    """
+    global engine
+    if engine is None:
+        engine = importlib.import_module("mpidist.autograd.api")._engine
+    return engine
 
 
 def current_context() -> int:

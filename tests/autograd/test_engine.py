@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpidist.autograd as autograd
 import mpidist.rpc as rpc
+from mpidist.rpc import interceptor
 from tests.autograd import random_graphs
 from tests.rpc.network import delayed
 from tests.support import agree
@@ -294,3 +295,22 @@ def test_messages_of_a_pass_are_counted(group, workers, depth):
     agree(group, used["fast"] == fast, f"{used}")
     extra = {"ASK": others, "SUMMARY": others, "AWAIT": others} if others else {}
     agree(group, used["smart"] == fast | extra, f"{used}")
+
+
+def scaled(x):
+    return 3 * x
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_worker_that_has_not_registered_the_engine_records_all_the_same(group, workers, to, engine):
+    """As in a job whose servers import mpidist.rpc alone."""
+    if group.rank != 0:
+        interceptor.register(None)
+    group.barrier()
+    if group.rank == 0:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context:
+            autograd.backward(context, [rpc.rpc_sync(to, scaled, args=(x,)).sum()])
+            assert autograd.get_gradients(context)[x].tolist() == [3, 3, 3]
+    group.barrier()
+    assert group.rank > 1 or interceptor.engine is engine
