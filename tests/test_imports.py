@@ -293,7 +293,7 @@ def test_import_starts_neither_mpi_nor_cuda():
     """A DataLoader worker that imports the user's script again must not start MPI."""
     script = """
 import importlib, sys
-for name in ("mpidist", "torch", "mpidist.torch_backend", "mpidist.ddp", "mpidist.rpc", "mpidist.nn"):
+for name in ("mpidist", "torch", "mpidist.torch_backend", "mpidist.ddp", "mpidist.rpc", "mpidist.autograd", "mpidist.nn"):
     importlib.import_module(name)
     assert "mpi4py.MPI" not in sys.modules, f"{name} has started MPI"
     assert "cupy" not in sys.modules, f"{name} has loaded CuPy"
