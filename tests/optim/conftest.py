@@ -8,6 +8,7 @@ import mpidist.rpc as rpc
 from mpidist.errors import MpidistError
 from mpidist.optim import gradients
 from mpidist.rpc import api
+from tests.autograd.conftest import engine  # noqa: F401
 from tests.optim import owners
 
 
