@@ -23,12 +23,18 @@ def delayed(seed: int) -> Iterator[None]:
 
     def late(self, to, *args, **kwargs):
         with lock:
-            queues[to].append((self, to, args, kwargs))
+            if end.is_set() and not queues[to]:
+                _send(self, to, *args, **kwargs)  # nobody delivers any more
+            else:
+                queues[to].append((self, to, args, kwargs))
 
     def deliver():
-        while not end.is_set() or any(queues.values()):
+        while True:
             time.sleep(rng.choice([0.0, 0.0, 2e-4, 1e-3]))
-            busy = [to for to, queue in list(queues.items()) if queue]
+            with lock:
+                busy = [to for to, queue in queues.items() if queue]
+                if end.is_set() and not busy:
+                    return
             for to in rng.sample(busy, rng.randint(0, len(busy))):
                 with lock:
                     transport, to, args, kwargs = queues[to].popleft()
