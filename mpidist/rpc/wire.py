@@ -14,7 +14,18 @@ from mpidist.comm.transport import HEADER_BYTES, Transport
 from mpidist.errors import FrameError
 from mpidist.rpc import codec, decoder, interceptor, message
 from mpidist.rpc.codec import EMPTY, TABLE, Content
-from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, FIRST_RESPONSE, MAX_REFERENCES, REFERENCES, ROOM_BYTES, WORD, Kind3
+from mpidist.rpc.message import (
+    ANNOUNCED,
+    AUTOGRAD,
+    FAR,
+    FIRST_ONE_WAY,
+    FIRST_RESPONSE,
+    MAX_REFERENCES,
+    REFERENCES,
+    ROOM_BYTES,
+    WORD,
+    Kind3,
+)
 
 DeviceMap = Mapping[int, int]
 _REQUEST_GRADIENTS = int(message.Kind.REQUEST_GRADIENTS)
@@ -78,7 +89,7 @@ class Wire:
             Exception: It cannot be sent; nothing was.
         """
         table, references = content.table, content.references
-        if context or table is None or content.slots or content.buffers or len(references) > 1:
+        if table is None or content.slots or content.buffers or len(references) > 1:
             self._post(to, kind, sequence, context, prefix, content)
             return
         flags, body = content.flags, content.skeleton
@@ -86,14 +97,21 @@ class Wire:
             flags |= TABLE
             body = b"".join((*table, body))
         if len(prefix) + len(body) > _COMPACT_BYTES:
-            self._post(to, kind, sequence, 0, prefix, content)
+            self._post(to, kind, sequence, context, prefix, content)
             return
-        if references:
-            references[0].require_shareable()
-            # Last of all: nothing can fail any more, and no holder is counted that never comes to be.
-            prefix = message.ONE_REFERENCE.pack(1, *references[0].fork(to)) + prefix
-            flags |= REFERENCES
-        self._send(to, kind, sequence, 0, flags, prefix + body)
+        number = 0
+        if references or context:
+            if references:
+                references[0].require_shareable()
+            # Last of all: nothing can fail any more, and nothing is recorded or counted that never comes to be.
+            if context and (number := _recorded(to, kind, context, content)):
+                flags |= AUTOGRAD
+            if references:
+                prefix = message.ONE_REFERENCE.pack(1, *references[0].fork(to)) + prefix
+                flags |= REFERENCES
+            if number:
+                prefix = WORD.pack(number) + prefix
+        self._send(to, kind, sequence, context, flags, prefix + body)
 
     def answer(self, to: int, kind: int, sequence: int, context: int, content: Content) -> None:
         """Answer a request; nothing once RPC is stopped.
@@ -129,20 +147,15 @@ class Wire:
             raise
 
     def _post(self, to: int, kind: int, sequence: int, context: int, prefix: bytes, content: Content) -> None:
-        is_answer = FIRST_RESPONSE <= kind < message.FIRST_ONE_WAY
-        goes_back = is_answer or kind == _REQUEST_GRADIENTS
+        goes_back = FIRST_RESPONSE <= kind < FIRST_ONE_WAY or kind == _REQUEST_GRADIENTS
         maps = self._answer_maps if goes_back else self._request_maps
         flags, body, parts, devices = content.body(maps.get(to))
         for reference in content.references:
             reference.require_shareable()
-        number = 0
-        engine = interceptor.engine
-        if context and engine is not None:
-            tensors = [obj for obj in content.objects if isinstance(obj, codec.Tensor)]
-            number = engine.leaving(context, to, tensors, is_answer)
-            if number:
-                flags |= AUTOGRAD
-                prefix = WORD.pack(number) + prefix
+        number = _recorded(to, kind, context, content) if context else 0
+        if number:
+            flags |= AUTOGRAD
+            prefix = WORD.pack(number) + prefix
         if content.references:
             # Last of all: nothing can fail any more, and no holder is counted that never comes to be.
             flags, prefix, body = self._with_references(to, flags, prefix, body, content.references, number)
@@ -225,6 +238,15 @@ class Wire:
         """Return the object that an answer holds."""
         place = incoming.start
         return None if place == incoming.end and not incoming.flags else self.decode(incoming, place, True)
+
+
+def _recorded(to: int, kind: int, context: int, content: Content) -> int:
+    """Have distributed autograd record a message; return its number there, 0 if no tensor needs a gradient."""
+    engine = interceptor.engine
+    if engine is None:
+        return 0
+    tensors = [obj for obj in content.objects if isinstance(obj, codec.Tensor)]
+    return engine.leaving(context, to, tensors, FIRST_RESPONSE <= kind < FIRST_ONE_WAY)
 
 
 def _no_references(*args: Any) -> Any:
