@@ -55,6 +55,7 @@ COVERED_BY = {
     "rpc/call": "rpc/test_polling.py",
     "rpc/constants": "rpc/test_calls.py",
     "rpc/current": "rpc/test_calls.py",
+    "rpc/engine_messages": "rpc/test_interceptor.py",
     "rpc/functions": "rpc/test_calls.py",
     "rpc/membership": "rpc/test_calls.py",
     "rpc/pickles": "rpc/test_codec.py",

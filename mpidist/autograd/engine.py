@@ -144,7 +144,7 @@ class Engine:
     def debug_info(self) -> dict[str, str]:
         """See ``Interceptor``; torch's names."""
         return {
-            "num_current_backward_passes": str(self._parts.count()),
+            "num_current_backward_passes": str(sum(len(context.parts) for context in self.contexts.values())),
             "num_autograd_contexts": str(len(self.contexts)),
         }
 

@@ -77,6 +77,7 @@ class Initiator:
         finally:
             here.waits = before
             del self._passes[key]
+            running.survey = None  # it refers to the pass
 
     def _begin(
         self,

@@ -58,7 +58,7 @@ def send_gradients(to: int, is_back: bool, context: int, key: int, message: int,
     counts["GRADIENTS"] += 1
     kind = Kind.REQUEST_GRADIENTS if is_back else Kind.GRADIENTS
     content = gradients[0] if len(gradients) == 1 else gradients
-    current.require().send_one_way(to, kind, content, 0, GRADIENTS.pack(context, key, message, retain))
+    current.require().for_engine.send(to, kind, content, 0, GRADIENTS.pack(context, key, message, retain))
 
 
 def notify(to: int, what: Notice, context: int, *rest: Any) -> None:
@@ -68,7 +68,7 @@ def notify(to: int, what: Notice, context: int, *rest: Any) -> None:
         RankFailureError: The worker has left.
     """
     counts[what.name] += 1
-    current.require().send_one_way(to, Kind.AUTOGRAD_NOTICE, (int(what), context, *rest), 0)
+    current.require().for_engine.send(to, Kind.AUTOGRAD_NOTICE, (int(what), context, *rest), 0)
 
 
 def notify_all(workers: Iterable[int], what: Notice, context: int, *rest: Any) -> None:

@@ -49,10 +49,6 @@ class Parts:
         self._complete = complete
         self._fail = fail
 
-    def count(self) -> int:
-        """Return the number of parts under way."""
-        return sum(len(context.parts) for context in self._contexts.values())
-
     def take_gradients(self, content: Sequence[Any]) -> None:
         """Take a message of gradients; in FAST mode the first of a pass begins this worker's part."""
         number, key, message, flag, gradients = content

@@ -80,7 +80,8 @@ class Pass:
 
     def involves(self, worker: int) -> bool:
         """Say whether a worker has a part that is not complete, or has not yet answered the survey."""
-        if self.survey is not None and worker in self.survey.asked and worker not in self.survey.summaries:
+        survey = self.survey
+        if survey is not None and worker in survey.asked and worker not in survey.summaries:
             return True
         return worker in self.mentioned and worker not in self._complete
 

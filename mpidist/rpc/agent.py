@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import pickle
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,14 +20,15 @@ from mpidist.comm import departures, runtime
 from mpidist.comm.incoming import Incoming
 from mpidist.comm.transport import Transport
 from mpidist.errors import CommTimeout, FrameError, RankFailureError
-from mpidist.rpc import codec, interceptor, message
+from mpidist.rpc import engine_messages, interceptor, message
 from mpidist.rpc.allowed import Allowed
 from mpidist.rpc.calls import Calls
+from mpidist.rpc.engine_messages import EngineMessages
 from mpidist.rpc.inline_policy import InlinePolicy
 from mpidist.rpc.message import AUTOGRAD, FIRST_ONE_WAY, FIRST_RESPONSE, REFERENCES, Kind
 from mpidist.rpc.options import RpcBackendOptions
 from mpidist.rpc.polling import NOTHING_LEFT, Polling
-from mpidist.rpc.pool import Action, Task
+from mpidist.rpc.pool import Action
 from mpidist.rpc.quiescence import COORDINATOR, Quiescence
 from mpidist.rpc.references import References
 from mpidist.rpc.requests import EngineRequest, FetchRequest, RemoteRequest, Request
@@ -39,8 +39,7 @@ logger = logging.getLogger("mpidist.rpc")
 
 _SWITCH_INTERVAL_S = 2e-4  # a thread that has seen a message waits so long for one that computes in Python
 _STOP_S = 5.0
-_FOR_ENGINE = frozenset({Kind.GRADIENTS, Kind.REQUEST_GRADIENTS, Kind.AUTOGRAD_NOTICE})
-_COUNTED = frozenset({Kind.RREF_FORK, Kind.RREF_USER_DELETE}) | _FOR_ENGINE
+_COUNTED = frozenset({Kind.RREF_FORK, Kind.RREF_USER_DELETE}) | engine_messages.KINDS
 _FIRST_REMOTE, _LAST_REMOTE = int(Kind.REMOTE_PYTHON), int(Kind.REMOTE_SCRIPT)
 
 
@@ -88,14 +87,13 @@ class Agent:
             unpickler,
             lambda late: self.references.drop(late),
         )
+        self.for_engine = EngineMessages(workers, self.wire)
         self.references = References(workers, self.wire, self.calls, self.polling, partial(adopt, self))
         self.quiescence = Quiescence(
             workers.me.id, len(workers.infos), partial(_send_words, self.wire, workers), self._totals, partial(_check, workers)
         )
         self._transport = transport
         self._taken = self._one_way_taken = 0  # changed on the polling thread alone
-        self._work_done = 0  # one-way messages that were taken by an action
-        self._work_lock = threading.Lock()
         self._switch_interval = sys.getswitchinterval()
         self._takers = self._table()
 
@@ -163,23 +161,6 @@ class Agent:
             info["agent.gil_average_wait_time_us"] = f"{sum(waits) / len(waits) * 1e6:.1f}" if waits else "0"
         return info
 
-    def send_one_way(self, to: int, kind: int, obj: Any, context: int | None = None, prefix: bytes = b"") -> None:
-        """Send a one-way message of distributed autograd; the receiver's poller handles it.
-
-        Args:
-            context: The context that records its tensors; 0 for none, None for the calling thread's.
-            prefix: Of gradients: ``message.GRADIENTS``.
-
-        Raises:
-            RankFailureError: The worker has left.
-            Exception: It cannot be sent; nothing was.
-        """
-        if to in self.workers.left:
-            raise RankFailureError(f"{self.workers.infos[to].name} has left RPC", (self.workers.world_ranks[to],))
-        if context is None:
-            context = interceptor.current_context()
-        self.wire.post_one_way(to, kind, prefix, codec.encoded(obj), context)
-
     # On the polling thread.
 
     def _poll(self, looks: int) -> Action | None:
@@ -244,46 +225,12 @@ class Agent:
         elif kind == Kind.QUIET_VERDICT:
             self.quiescence.take_verdict(message.read_words(incoming.data, incoming.start, incoming.end))
             return NOTHING_LEFT
-        elif kind in _FOR_ENGINE:
-            return self._take_for_engine(incoming)
+        elif kind in engine_messages.KINDS:
+            return self.for_engine.take(incoming) or NOTHING_LEFT
         else:
             return _unknown(incoming)
         self._one_way_taken += 1
         return NOTHING_LEFT
-
-    def _take_for_engine(self, incoming: Incoming) -> Action:
-        engine = interceptor.engine
-        action: Any = None
-        if engine is None:
-            logger.error("%s dropped a message of kind %d: no autograd is in use", self.workers.me, incoming.kind)
-        else:
-            try:
-                if incoming.kind != Kind.AUTOGRAD_NOTICE:
-                    numbers = message.read_gradients(incoming.data, incoming.start, incoming.end)
-                    obj = (*numbers, self.wire.decode(incoming, incoming.start + message.GRADIENTS.size, False))
-                else:
-                    obj = self.wire.decode(incoming, incoming.start, False)
-                action = engine.handle_one_way(incoming.source, incoming.kind, incoming.context, obj)
-            except Exception:
-                self._log_one_way(incoming.source)
-        if action is None:
-            self._one_way_taken += 1
-            return NOTHING_LEFT
-        return Task(partial(self._run_for_engine, incoming.source, action.run), action.may_block)
-
-    def _run_for_engine(self, source: int, run: Callable[[], None]) -> None:
-        """Do what a one-way message asks for; it is taken when what that has sent is counted."""
-        try:
-            run()
-        except Exception:
-            self._log_one_way(source)
-        finally:
-            with self._work_lock:
-                self._work_done += 1
-
-    def _log_one_way(self, source: int) -> None:
-        # One message must not end the polling for all others; the engine tells its own pass of its own errors.
-        logger.exception("%s: a one-way message of rank %d failed", self.workers.me, source)
 
     def _worker_left(self, rank: int) -> None:
         self.workers.left.add(rank)
@@ -294,7 +241,7 @@ class Agent:
     def _totals(self) -> tuple[int, ...]:
         answered = self.wire.answered
         active = len(self.calls) + self._taken - answered + len(self.references.deletes)
-        return active, self.calls.started, answered, self.wire.one_way_sent, self._one_way_taken + self._work_done
+        return active, self.calls.started, answered, self.wire.one_way_sent, self._one_way_taken + self.for_engine.taken
 
 
 FORKED = (

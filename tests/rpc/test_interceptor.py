@@ -264,7 +264,7 @@ def shut_down_behind_one_way_messages(group, engine, count):
                 kind = rng.choice([Kind.GRADIENTS, Kind.REQUEST_GRADIENTS, Kind.AUTOGRAD_NOTICE])
                 # Gradients have four numbers before their content.
                 prefix = b"" if kind == Kind.AUTOGRAD_NOTICE else GRADIENTS.pack(3, 2**64 - 1, 5, True)
-                agent.send_one_way(to, kind, obj, prefix=prefix)
+                agent.for_engine.send(to, kind, obj, prefix=prefix)
     rpc.shutdown()
     seen = list(engine.one_way)  # before any collective: all were handled by now
     expected = sorted((source, number) for source in range(group.size) for number in range(count))
@@ -290,7 +290,7 @@ def test_one_way_messages_are_handled_by_a_thread_that_waits(group, engine, work
     waiting = threading.current_thread().name
     deadline = time.monotonic() + 20
     while not any(one[4] == waiting for one in engine.one_way) and time.monotonic() < deadline:
-        agent.send_one_way(me, Kind.AUTOGRAD_NOTICE, "mine")
+        agent.for_engine.send(me, Kind.AUTOGRAD_NOTICE, "mine")
         assert rpc.rpc_sync(me, add_one, args=(1,)) == 2
     threads = {one[4] for one in engine.one_way}
     agree(group, waiting in threads, f"{threads}")
@@ -300,8 +300,8 @@ def test_one_way_messages_are_handled_by_a_thread_that_waits(group, engine, work
 def test_a_one_way_message_that_fails_does_not_end_the_polling(group, engine, workers, to, caplog):
     agent = api._get_current_rpc_agent()
     peer = agent.workers.rank_of(to)
-    agent.send_one_way(peer, Kind.AUTOGRAD_NOTICE, "fails")
-    agent.send_one_way(peer, Kind.AUTOGRAD_NOTICE, "follows")
+    agent.for_engine.send(peer, Kind.AUTOGRAD_NOTICE, "fails")
+    agent.for_engine.send(peer, Kind.AUTOGRAD_NOTICE, "follows")
     group.barrier()
     assert rpc.rpc_sync(to, add_one, args=(1,)) == 2
     deadline = time.monotonic() + 20
@@ -315,7 +315,7 @@ def test_a_one_way_message_that_cannot_be_sent_is_not_counted(group, engine, wor
     agent = api._get_current_rpc_agent()
     before = agent.wire.one_way_sent
     with pytest.raises(Exception, match="pickle"):
-        agent.send_one_way(agent.workers.rank_of(to), Kind.AUTOGRAD_NOTICE, threading.Lock())
+        agent.for_engine.send(agent.workers.rank_of(to), Kind.AUTOGRAD_NOTICE, threading.Lock())
     assert agent.wire.one_way_sent == before  # the shutdown that follows does not wait for it
     group.barrier()
 
@@ -334,7 +334,7 @@ def test_the_engine_is_told_of_a_worker_that_leaves(group, engine):
         agent = api._get_current_rpc_agent()
         told = None
         try:
-            agent.send_one_way(last, Kind.AUTOGRAD_NOTICE, "late")
+            agent.for_engine.send(last, Kind.AUTOGRAD_NOTICE, "late")
         except RankFailureError as error:
             told = error
         group.barrier()

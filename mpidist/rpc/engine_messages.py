@@ -1,0 +1,92 @@
+"""One-way messages of distributed autograd: sent for its engine, decoded and handed to it, counted for quiescence."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from mpidist.comm.incoming import Incoming
+from mpidist.errors import RankFailureError
+from mpidist.rpc import codec, interceptor, message
+from mpidist.rpc.message import Kind
+from mpidist.rpc.pool import Action, Task
+from mpidist.rpc.wire import Wire
+from mpidist.rpc.worker import Workers
+
+logger = logging.getLogger("mpidist.rpc")
+
+KINDS = frozenset({Kind.GRADIENTS, Kind.REQUEST_GRADIENTS, Kind.AUTOGRAD_NOTICE})
+
+
+class EngineMessages:
+    """The messages of one worker.
+
+    Attributes:
+        taken: Messages that have been handled. What a handler sends is counted before its message is.
+    """
+
+    def __init__(self, workers: Workers, wire: Wire) -> None:
+        self.taken = 0
+        self._workers = workers
+        self._wire = wire
+        self._lock = threading.Lock()  # handlers may run on any thread
+
+    def send(self, to: int, kind: int, obj: Any, context: int | None = None, prefix: bytes = b"") -> None:
+        """Send a message; the receiver's poller hands it to the engine there.
+
+        Args:
+            context: The context that records its tensors; 0 for none, None for the calling thread's.
+            prefix: Of gradients: ``message.GRADIENTS``.
+
+        Raises:
+            RankFailureError: The worker has left.
+            Exception: It cannot be sent; nothing was.
+        """
+        workers = self._workers
+        if to in workers.left:
+            raise RankFailureError(f"{workers.infos[to].name} has left RPC", (workers.world_ranks[to],))
+        if context is None:
+            context = interceptor.current_context()
+        self._wire.post_one_way(to, kind, prefix, codec.encoded(obj), context)
+
+    def take(self, incoming: Incoming) -> Action | None:
+        """Hand a complete message to the engine, on the polling thread; return what is left to do."""
+        engine = interceptor.engine
+        action: Action | None = None
+        if engine is None:
+            logger.error("%s dropped a message of kind %d: no autograd is in use", self._workers.me, incoming.kind)
+        else:
+            try:
+                obj = self._decoded(incoming)
+                action = engine.handle_one_way(incoming.source, incoming.kind, incoming.context, obj)
+            except Exception:
+                self._log(incoming.source)
+        if action is None:
+            self._count()
+            return None
+        return Task(partial(self._run, incoming.source, action.run), action.may_block)
+
+    def _decoded(self, incoming: Incoming) -> Any:
+        if incoming.kind == Kind.AUTOGRAD_NOTICE:
+            return self._wire.decode(incoming, incoming.start, False)
+        numbers = message.read_gradients(incoming.data, incoming.start, incoming.end)
+        return (*numbers, self._wire.decode(incoming, incoming.start + message.GRADIENTS.size, False))
+
+    def _run(self, source: int, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except Exception:
+            self._log(source)
+        finally:
+            self._count()
+
+    def _count(self) -> None:
+        with self._lock:
+            self.taken += 1
+
+    def _log(self, source: int) -> None:
+        # One message must not end the polling for all others; the engine tells its own pass of its own errors.
+        logger.exception("%s: a one-way message of rank %d failed", self._workers.me, source)
