@@ -75,3 +75,13 @@ def test_a_wrong_command_line_is_explained_once(program, options, problem):
 )
 def test_examples_are_short(program, lines):
     assert len((ROOT / "examples" / program).read_text().splitlines()) < lines
+
+
+def test_the_program_of_the_page_about_distributed_autograd(tmp_path):
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "distributed-autograd.md").read_text(), re.DOTALL)
+    program = tmp_path / "program.py"
+    program.write_text("import torch\ntorch.manual_seed(0)\n" + source)
+    done = started([*launcher(2), sys.executable, str(program)], timeout_s=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(losses) == 20 and losses[-1] < losses[0] / 2, losses
