@@ -140,9 +140,8 @@ def problem_of(options: argparse.Namespace, ranks: int) -> str | None:
         return f"--servers {options.servers} leaves no trainer among {ranks} rank(s)"
     if options.servers and options.servers > options.dim:
         return f"--servers {options.servers}: more than there are columns (--dim {options.dim})"
-    if options.characters < 1000:
-        return "--characters: at least 1000"
-    return None
+    least = {"characters": 1000, "vocabulary": 2}
+    return next((f"--{name}: at least {value}" for name, value in least.items() if getattr(options, name) < value), None)
 
 
 if __name__ == "__main__":

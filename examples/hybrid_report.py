@@ -37,9 +37,9 @@ def text(result: Result, trainers: int, servers: int) -> str:
         (
             "The likeliest words to follow:",
             *(f"  {prompt!r:{width}} ->  {more}" for prompt, more in result.samples),
-            f"A step of each trainer: {_kib(result.numbers_bytes)} of words' numbers to each server, {_kib(result.rows_bytes)} "
-            f"of rows back, {_kib(result.rows_bytes)} of their gradients to the server(s); "
-            f"{_kib(result.dense_bytes)} of dense gradients averaged over the trainers. {result.steps_per_s:.0f} steps/s.",
+            f"A step of each trainer: {_size(result.numbers_bytes)} of words' numbers to each server, {_size(result.rows_bytes)} "
+            f"of rows back, {_size(result.rows_bytes)} of their gradients to the server(s); "
+            f"{_size(result.dense_bytes)} of dense gradients averaged over the trainers. {result.steps_per_s:.0f} steps/s.",
             f"{trainers} trainer(s), {servers} server(s), {len(result.losses)} steps: "
             f"loss {result.first:.2f} -> {result.last:.2f} ({result.by_frequency:.2f} by words' frequencies alone)",
         )
@@ -64,5 +64,5 @@ def write(result: Result, trainers: int, servers: int, folder: Path) -> None:
     figure.savefig(folder / "hybrid.png", dpi=150)
 
 
-def _kib(count: int) -> str:
-    return f"{count / 1024:,.0f} KiB"
+def _size(count: int) -> str:
+    return f"{count / 1024:,.0f} KiB" if count >= 1024 else f"{count} bytes"
