@@ -46,7 +46,7 @@ help:
 	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'
 	@echo '              CUDA_MPI=PREFIX of a CUDA-aware Open MPI; PY=python3 without a network; DEVICE=cpu to see that it runs'
 	@echo 'make gpu-wheels  what a GPU machine without a network lacks, into .gpu/, which is to be brought along (GPU_PYTHON=3.12)'
-	@echo 'make bench    timing, long, and the benchmarks on two ranks: collectives, execution, training steps, hooks, calls'
+	@echo 'make bench    timing, long, and the benchmarks on two ranks: collectives, execution, training steps, hooks, calls, distributed autograd'
 	@echo 'make bench-link  training steps on slow links between network namespaces (root, iproute2)'
 	@echo 'make clean    remove what the targets wrote;  make distclean: the environments too'
 
@@ -135,6 +135,9 @@ bench: $(VENV)/.stamp-bench timing long
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_powersgd.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_rpc.py
 	$(PY) benchmarks/bench_rpc_scale.py --jobs 2 4 8 16 32
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_autograd.py
+	$(OPENMPI_RUN) --bind-to none -n 3 $(PY) benchmarks/bench_autograd.py
+	$(PY) benchmarks/bench_optim_pause.py --threads 1
 
 # Status 77: namespaces are not allowed here, as the script has said.
 bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp
