@@ -84,6 +84,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
 def _new_context() -> Context:
     if _engine.current_context():
         raise RuntimeError("Already have an autograd context id for this thread")
+    interceptor.load()
     here.context = made = _engine.contexts.create(current.require().workers.me.id)
     return made
 
