@@ -93,6 +93,7 @@ timing: $(READY)
 long: $(READY)
 	$(LIMIT) $(PY) -m pytest -q -m 'long and not mpi and not gpu' $(TESTS)
 	$(OPENMPI_RUN) -n 2 $(PYTEST_MPI) -m 'long and mpi and not gpu' $(TESTS)
+	$(OPENMPI_RUN) -n 6 $(PYTEST_MPI) -m mpi tests/conformance/test_ddp.py
 
 # Each program has a time limit of its own, so that any number of them may run. MPI=mpich: on that one.
 COUNT ?= 1000
