@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 import torch
 
+from mpidist.autograd.fence import Fence
+
 Tensor = torch.Tensor
 
 _HOLDERS = 3  # of a gradient that nobody else holds: its pair, the loop's variable, the argument of getrefcount
@@ -18,6 +20,7 @@ class Gradients:
 
     def __init__(self) -> None:
         self._sums: dict[Tensor, Tensor] = {}
+        self._fence = Fence()
         self._lock = threading.Lock()
 
     def add(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -30,6 +33,7 @@ class Gradients:
         """
         sums = self._sums
         with self._lock:
+            self._fence.hold()
             for leaf, gradient in found:
                 old = sums.get(leaf)
                 if gradient.requires_grad:  # a node has returned what is not its own, a parameter say
@@ -42,10 +46,13 @@ class Gradients:
                 else:
                     # torch adds a sparse tensor to a dense one, and not the other way round.
                     sums[leaf] = gradient + old if gradient.layout is torch.strided else old + gradient
+                if not leaf.is_cpu:
+                    self._fence.record((sums[leaf],))
 
     def all(self) -> dict[Tensor, Tensor]:
-        """Return the sums so far, by leaf."""
+        """Return the sums so far, by leaf; the calling thread's current streams wait until they are there."""
         with self._lock:
+            self._fence.hold(self._sums.values())
             return dict(self._sums)
 
 

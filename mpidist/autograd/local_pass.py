@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge
 
 from mpidist.autograd.context import Context, here
 from mpidist.autograd.dependencies import Plan
+from mpidist.autograd.fence import Fence
 from mpidist.autograd.recording import LEAF, Edge, Node, Tensor
 from mpidist.ddp.in_context import Reduction
 
@@ -86,7 +87,8 @@ class LocalPass:
         self._arrived = self._all & ~self._needed
         self._left = {mask for mask in (*plan.captures, *plan.cuts) if mask & self._needed}  # masks that have not run
         self._kept: dict[Edge, Tensor] = {}  # gradients at edges into nodes that have not run
-        self._inbox: list[tuple[int, Sequence[Gradient]]] = []
+        self._fence = Fence()  # of what is kept
+        self._inbox: list[tuple[int, Sequence[Gradient], Fence]] = []
         self._is_busy = False
         self._since = time.monotonic()
         self._lock = threading.Lock()
@@ -116,8 +118,9 @@ class LocalPass:
         Raises:
             Exception: What the nodes raise; the part is of no use then.
         """
+        fence = Fence(gradients)  # another thread may use them
         with self._lock:
-            self._inbox.append((name, gradients))
+            self._inbox.append((name, gradients, fence))
             if self._is_busy:
                 return
             self._is_busy = True
@@ -143,9 +146,11 @@ class LocalPass:
         for reduction in self._reductions:
             reduction.close()
 
-    def _advance(self, arrived: list[tuple[int, Sequence[Gradient]]]) -> None:
+    def _advance(self, arrived: list[tuple[int, Sequence[Gradient], Fence]]) -> None:
         plan, masks = self._plan, self._plan.masks
-        for name, gradients in arrived:
+        self._fence.hold(self._kept.values())
+        for name, gradients, fence in arrived:
+            fence.hold(gradients)
             place = self._places[name]
             self._arrived |= 1 << place
             for edge, gradient in zip(plan.sources[place], gradients, strict=True):
@@ -164,6 +169,7 @@ class LocalPass:
             if waits_for and mask in plan.cuts:
                 cuts.update([edge for edge in plan.cuts[mask] if masks[edge[0]] & waits_for])
         if waits_for and not receives:
+            self._fence.record(self._kept.values())
             return  # nothing that another worker waits for: later, in one go
         self._left.difference_update(ready)
         careful = {edge for edge in cuts if _needs_care(edge[0])}
@@ -174,6 +180,7 @@ class LocalPass:
         values = [self._kept.pop(edge) for edge in edges]
         found = self._run_together(edges, values, leaves, receives, cuts)
         del values
+        self._fence.record(self._kept.values())
         if self.is_stopped:
             return
         if self._reductions:

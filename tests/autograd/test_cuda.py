@@ -1,0 +1,93 @@
+"""CUDA tensors in distributed autograd: gradients go back by the inverse device maps, and wait for the kernels that make them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import mpidist.autograd as autograd
+import mpidist.rpc as rpc
+from mpidist.optim import DistributedOptimizer
+from tests.support import agree
+
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.gpu]
+
+MODES = ["fast", "smart"]
+_weights: list[torch.Tensor] = []
+
+
+class SlowScale(torch.autograd.Function):
+    """x → 3x whose kernels, forward and backward, are not done when the function returns."""
+
+    @staticmethod
+    def forward(ctx, x):
+        torch.cuda._sleep(20_000_000)
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.cuda._sleep(20_000_000)
+        return gradient * 3
+
+
+def remotely(x):
+    return SlowScale.apply(x * _weights[0])
+
+
+def weight_gradient(context):
+    return autograd.get_gradients(context)[_weights[0]].cpu()
+
+
+@pytest.fixture
+def on_gpu(group):
+    group.all_reduce(torch.ones(1, device="cuda"))  # before it, messages go over the host where ranks share devices
+    options = rpc.RpcBackendOptions(device_maps={f"worker{rank}": {0: 0} for rank in range(group.size)})
+    rpc.init_rpc(f"worker{group.rank}", group=group, rpc_backend_options=options)
+    _weights[:] = [torch.full((1000,), 2.0, device="cuda", requires_grad=True)]
+    group.barrier()
+    yield f"worker{(group.rank + 1) % group.size}"
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_gradients_wait_for_slow_kernels(group, on_gpu, mode, own_stream):
+    x = torch.full((1000,), 5.0, device="cuda", requires_grad=True)
+    stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with autograd.context() as context, torch.cuda.stream(stream):
+        for passes in (1, 2):
+            loss = rpc.rpc_sync(on_gpu, remotely, args=(SlowScale.apply(x),)).sum()
+            autograd.backward(context, [loss], mode=mode)
+            gradient = autograd.get_gradients(context)[x]
+            here = torch.equal(gradient, torch.full_like(x, passes * 3 * 3 * 2.0))
+            there = rpc.rpc_sync(on_gpu, weight_gradient, args=(context,))
+            agree(group, here and there.eq(passes * 3 * 3 * 5.0).all().item(), f"{passes}: {gradient[:3]} {there[:3]}")
+    group.barrier()
+
+
+def test_another_threads_stream_reads_what_the_pass_has_made(group, on_gpu):
+    x = torch.full((1_000_000,), 1.0, device="cuda", requires_grad=True)
+    found = []
+
+    def read(context):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found.append((autograd.get_gradients(context)[x] * 1).eq(9).all().item())
+
+    with autograd.context() as context:
+        autograd.backward(context, [SlowScale.apply(SlowScale.apply(x)).sum()])
+        thread = threading.Thread(target=read, args=(context,))
+        thread.start()
+        thread.join()
+    agree(group, found == [True], str(found))
+
+
+def test_steps_wait_for_gradients(group, on_gpu):
+    weight = torch.full((1000,), 2.0, device="cuda", requires_grad=True)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.RRef(weight)], lr=1.0)
+    with autograd.context() as context:
+        autograd.backward(context, [SlowScale.apply(weight).sum()])
+        optimizer.step(context)
+    agree(group, weight.eq(-1).all().item(), str(weight[:3]))
