@@ -25,6 +25,8 @@ _PAIRS = (
     ("staged", "library"),
     ("staged", "ring"),
     ("tensorpipe", "mpidist"),
+    ("tensorpipe", "smart"),
+    ("smart", "mpidist"),
     ("mpidist", "floor"),
     ("mpidist", "ping-pong"),
     ("mpidist", "mpidist no-op"),

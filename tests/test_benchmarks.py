@@ -62,6 +62,7 @@ def of_two_ranks(_libraries, tmp_path_factory):
         ["soak_rpc.py", "--calls", "5000", "--references", "500"],
         ["bench_rpc.py", "--quick", *to],
         ["bench_rpc_scale.py", "--quick", *to],
+        ["bench_autograd.py", "--quick", *to],
         ["bench_collectives.py", "--quick", *to],
         ["bench_execution.py", "--rounds", "1", *to],
         ["bench_ddp.py", *_TRAINING, *to],
@@ -195,6 +196,24 @@ def test_calls_are_compared_and_recorded(of_two_ranks):
     judged = [goal["verdict"] for goal in record["goals"] if "4 MiB" not in goal["goal"] and "1000" not in goal["goal"]]
     assert record["results_checked"] is True and len(judged) == 14 and "not measured" not in judged
     assert set(record["idle_share_of_a_core"]) == {"tensorpipe", "mpidist"}
+
+
+@pytest.mark.slow
+def test_backward_passes_are_compared_and_recorded(of_two_ranks):
+    record = record_of(of_two_ranks[0], "autograd-*-2.json", has_picture=False)
+    shown = {result["operation"]: set(result["contenders"]) for result in record["results"]}
+    assert list(shown) == ["1 layer", "4 layers", "4 layers and step"]
+    assert all(names == {"tensorpipe", "mpidist", "smart"} for names in shown.values())
+    for result in record["results"]:
+        rounds = [len(one["rounds_us"]) for one in result["contenders"].values()]
+        assert rounds == [record["blocks"] * record["rounds"]] * 3
+    # Four results and three arguments need gradients: the first layer's input does not.
+    fast = {"GRADIENTS": 7, "DONE": 1, "CLEANUP": 1}
+    assert record["messages_per_pass"] == {"mpidist": fast, "smart": {**fast, "ASK": 1, "SUMMARY": 1, "AWAIT": 1}}
+    assert [one["sources"] for one in record["planning"]] == [1, 3]
+    assert all(0 < one["share"] < 1 and one["nodes"] == 401 for one in record["planning"])
+    judged = {goal["verdict"] for goal in record["goals"]}
+    assert record["results_checked"] is True and record["contexts"]["contexts"] == 60 and "not measured" not in judged
 
 
 @pytest.mark.slow
@@ -373,6 +392,23 @@ def test_a_wrong_result_of_a_call_is_found():
     for case in alone:
         assert case.is_right(case.make(_Here(lambda result: result), "worker1")()), case.operation
         assert not case.is_right(case.make(_Here(_damaged), "worker1")()), case.operation
+
+
+def test_wrong_gradients_and_parameters_are_found():
+    cases = importlib.import_module("autograd_cases")
+    right = [[parameter.detach() for parameter in cases.Layer(0).linear.parameters()]]
+    stack = SimpleNamespace(name="it")
+    cases._compare(stack, [[one.clone() for one in right[0]]], right)
+    with pytest.raises(RuntimeError, match="wrong result of it"):
+        cases._compare(stack, [[right[0][0], right[0][1] + 1e-3]], right)
+    assert not torch.equal(cases.Layer(1).linear.weight, cases.Layer(0).linear.weight)
+
+
+def test_trainers_take_part_from_three_workers_on():
+    cases = importlib.import_module("autograd_cases")
+    names = [case.operation for case in cases.cases((1, 4, 32), 2)]
+    assert names == ["1 layer", cases.FEW, "32 layers", cases.STEP]
+    assert [case.operation for case in cases.cases((1, 4, 32), 3)] == [*names, cases.TRAINERS]
 
 
 def test_cases_are_chosen_with_what_they_are_held_against():

@@ -62,6 +62,8 @@ class Engine:
             return tensors
         made = recording.received(came)
         found.receives[made[0].grad_fn] = Receive(number, source, is_answer, len(made))
+        if len(made) == len(tensors):
+            return list(made)
         following = iter(made)
         return [next(following) if tensor.requires_grad else tensor for tensor in tensors]
 

@@ -9,7 +9,7 @@ inputs and never runs it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,8 +66,7 @@ class Send:
     def __init__(self, to: int, is_answer: bool, tensors: Sequence[Tensor]) -> None:
         self.to = to
         self.is_answer = is_answer
-        with torch.enable_grad():
-            made: Any = torch._C._functions.DelayedError(_UNSENDABLE, len(tensors))(*tensors)
+        made = _with_graph(torch._C._functions.DelayedError(_UNSENDABLE, len(tensors)), tensors)
         self._node: Node = (made[0] if type(made) is tuple else made).grad_fn
 
     @property
@@ -106,6 +105,13 @@ class Receive:
 
 def received(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the tensors that stand for those that arrived, all of which need gradients: outputs of one node."""
-    with torch.enable_grad():
-        made: tuple[Tensor, ...] = _apply(*tensors)
+    made: tuple[Tensor, ...] = _with_graph(_apply, tensors)
     return made
+
+
+def _with_graph(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+    """Apply a function of the autograd graph, also under ``no_grad``."""
+    if torch.is_grad_enabled():  # mostly; a change of mode costs nearly as much as a node
+        return function(*tensors)
+    with torch.enable_grad():
+        return function(*tensors)

@@ -174,6 +174,8 @@ class Polling:
                         call.acting = next(self._actions)
                         action.run()
                         call.acting = 0
+                        # A backward pass is one long wait, full of short actions: its patience begins anew with each.
+                        until, rounds = 0.0, 0
         finally:
             if self._turn is call:
                 self._turn = before if before is own and call.done else None

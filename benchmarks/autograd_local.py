@@ -1,0 +1,87 @@
+"""What distributed autograd costs without a network: planning, beside the local backward pass it is made for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpidist.autograd.context import Context
+from mpidist.autograd.dependencies import Plan
+from mpidist.autograd.local_pass import LocalPass
+from mpidist.autograd.recording import Receive, Send, received
+
+Tensor = torch.Tensor
+_WIDTH, _BATCH = 64, 16
+
+
+class _Outlet:
+    """Takes what a part yields, and sends nothing."""
+
+    def send(self, part: LocalPass, node: Any, gradients: list[Any]) -> None:
+        """Take the gradients of the received tensor."""
+
+    def complete(self, part: LocalPass) -> None:
+        """Take note of nothing."""
+
+
+def planning(nodes: int, sources: int, rounds: int) -> dict[str, Any]:
+    """Time the plan of a part, and the part.
+
+    The part is a chain of linear layers below one received tensor: a product, the transposed
+    weight, and two leaves for each layer. The first source is its end; the others are results of
+    inner layers, evenly spread.
+
+    Args:
+        nodes: About how many the graph has.
+        sources: Sends.
+        rounds: Of which the medians are taken.
+
+    Returns:
+        The number of nodes and of sources, both times in µs, and the planning's share of their sum.
+
+    Raises:
+        RuntimeError: The leaves' gradients are not those of ``torch.autograd.grad``.
+    """
+    layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(nodes // 4)]
+    (x,) = received([torch.randn(_BATCH, _WIDTH, requires_grad=True)])
+    places = {(len(layers) * (number + 1)) // sources for number in range(sources)}
+    hidden, ends = x, []
+    for place, layer in enumerate(layers, 1):
+        hidden = layer(hidden)
+        if place in places:
+            ends.append(hidden)
+    sends = [Send(1, True, [end]) for end in reversed(ends)]
+    gradients = [torch.randn_like(end) for end in reversed(ends)]
+    plan_us, pass_us = [], []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        plan = Plan([send.next_functions for send in sends])
+        plan_us.append(1e6 * (time.perf_counter() - start))
+        context = Context(1)
+        context.receives[x.grad_fn] = Receive(1, 1, False, 1)
+        start = time.perf_counter()
+        part = LocalPass(_Outlet(), context, 1, True, plan, range(len(sends)))
+        for name, gradient in enumerate(gradients):
+            part.deliver(name, [gradient])
+        pass_us.append(1e6 * (time.perf_counter() - start))
+    _check(layers, list(reversed(ends)), gradients, context)
+    planned, run = float(np.median(plan_us)), float(np.median(pass_us))
+    return {
+        "nodes": len(plan.masks),
+        "sources": sources,
+        "plan_us": planned,
+        "pass_us": run,
+        "share": planned / (planned + run),
+    }
+
+
+def _check(layers: Sequence[torch.nn.Linear], ends: list[Tensor], gradients: list[Tensor], context: Context) -> None:
+    leaves = [parameter for layer in layers for parameter in layer.parameters()]
+    found = context.gradients.all()
+    for leaf, right in zip(leaves, torch.autograd.grad(ends, leaves, gradients, retain_graph=True), strict=True):
+        if not torch.allclose(found[leaf], right, rtol=1e-4, atol=1e-6):
+            raise RuntimeError("a part's gradients differ from torch.autograd.grad()")
