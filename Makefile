@@ -35,7 +35,7 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 .PHONY: help demo test check lint format unit slow timing long fuzz gpu gpu-wheels bench bench-link clean distclean
 
 help:
-	@echo 'make demo     train on the digits data set with two ranks; look into demo-output/'
+	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
 	@echo 'make test     everything CI runs: lint, unit, slow, mpi-1 .. mpi-4, mpich-2, mpich-3 (check: the same)'
 	@echo 'make lint     ruff check, ruff format --check, mypy;  make format: let ruff mend what it can'
 	@echo 'make unit     the tests of one process that take seconds at most;  make slow: those marked slow (whole jobs, benchmarks)'
@@ -52,6 +52,7 @@ help:
 
 demo: $(READY)
 	$(OPENMPI_RUN) -n 2 $(PY) examples/demo_digits.py
+	$(OPENMPI_RUN) -n 3 $(PY) examples/embedding_server.py --steps 600 --output demo-output
 
 test: lint unit slow mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3
 check: test

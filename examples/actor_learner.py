@@ -9,6 +9,7 @@ import argparse
 import threading
 
 import torch
+from command_line import parse, positive
 
 import mpidist.comm
 import mpidist.rpc as rpc
@@ -59,9 +60,9 @@ class Actor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=100)
-    options = parser.parse_args()
+    parser.add_argument("--rounds", type=positive, default=100)
     rank, size = mpidist.comm.init().rank, mpidist.comm.init().size
+    options = parse(parser, rank)
     rpc.init_rpc(f"worker{rank}")
     if rank == 0:
         learner = rpc.RRef(Learner(lr=0.1))

@@ -21,6 +21,7 @@ from typing import Any
 import demo_report
 import torch
 import torch.nn.functional as F
+from command_line import parse, positive
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -219,14 +220,14 @@ def problems_of(results: list[Result], told: list[list[str]], epochs: int) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hook", nargs="+", choices=list(METHODS), default=COMPARED, metavar="HOOK", help=", ".join(METHODS))
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together")
-    parser.add_argument("--seeds", type=int, default=1, help="train so many times with each hook")
+    parser.add_argument("--epochs", type=positive, default=30)
+    parser.add_argument("--batch-size", type=positive, default=64, help="of all ranks together")
+    parser.add_argument("--seeds", type=positive, default=1, help="train so many times with each hook")
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder of digits.png and digits.json")
-    options = parser.parse_args()
+    group = mpidist.comm.init()
+    options = parse(parser, group.rank)
 
     torch.set_num_threads(1)  # the ranks share the node's cores
-    group = mpidist.comm.init()
     runs = [(name, seed) for name in options.hook for seed in range(options.seeds)]
     results = [train(group, name, seed, options.epochs, options.batch_size) for name, seed in runs]
     told = group.all_gather_object([result.weights for result in results])

@@ -1,20 +1,22 @@
 """Train with embedding tables on servers, which answer by rows, and a dense part that trainers hold in common.
 
-mpirun -n 4 python examples/embedding_server.py
+mpirun -n 3 python examples/embedding_server.py          # 2 trainers, 1 server
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import hashlib
 import sys
+import time
 import warnings
-from collections import Counter
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from text_training import library_text, progress
+from command_line import parse, positive
+from hybrid_report import Result, text, write
+from text_training import RARE, Words, library_text, progress
 from torch import nn
 
 import mpidist.autograd as dist_autograd
@@ -24,75 +26,90 @@ from mpidist.ddp import DistributedDataParallel
 from mpidist.nn import RemoteModule
 from mpidist.optim import DistributedOptimizer
 
-WORD = re.compile(r"\w+|[^\w\s]|\n")
 BEFORE = 4  # words from which the next one is guessed
 WANTED = 0.75  # of the first loss, at most, after 200 steps or more
+PROMPTS = ("for i in range", "if not isinstance(", "def __init__(self", "raise ValueError('", "with self._lock:\n")
 
-trainers: Any = None  # the group of the trainers
-
-
-def words_of(text: str, vocabulary: int) -> torch.Tensor:
-    """Return each word's place among the most frequent ones; 0 for all others."""
-    found = WORD.findall(text)
-    places = {word: place for place, (word, _) in enumerate(Counter(found).most_common(vocabulary - 1), start=1)}
-    return torch.tensor([places.get(word, 0) for word in found])
+trainers: mpidist.comm.ProcessGroup
 
 
-def train(tables: list[RemoteModule], options: argparse.Namespace) -> list[float]:
-    """Train on one of the trainers; return the loss of each step, the mean over them.
+def train(tables: list[RemoteModule], options: argparse.Namespace) -> Result:
+    """Train on one of the trainers.
 
     Args:
         tables: On each server some columns of the embedding; all trainers use the same.
         options: The program's.
     """
     torch.manual_seed(1 + trainers.rank)
-    words = words_of(library_text(options.characters), options.vocabulary)
+    words = Words(library_text(options.characters), options.vocabulary)
     dense = nn.Sequential(nn.Linear(BEFORE * options.dim, 128), nn.ReLU(), nn.Linear(128, options.vocabulary))
     model = DistributedDataParallel(dense, process_group=trainers)
-    dense_optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    table_optimizer = DistributedOptimizer(
-        torch.optim.Adagrad, [rref for table in tables for rref in table.remote_parameters()], lr=0.1
-    )
-    losses = []
-    steps = progress(options.steps, f"{trainers.size} trainers, {len(tables)} servers") if trainers.rank == 0 else None
+    groups = [
+        {"params": [table.get_module_rref() for table in tables]},
+        {"params": [rpc.RRef(model)], "lr": 0.02},  # its owner is this trainer
+    ]
+    optimizer = DistributedOptimizer(torch.optim.Adagrad, groups, lr=0.1)
+    losses, start = [], time.perf_counter()
+    steps = progress(options.steps, f"{trainers.size} trainer(s), {len(tables)} server(s)") if trainers.rank == 0 else None
     for _ in steps or range(options.steps):
-        starts = torch.randint(len(words) - BEFORE, (options.batch_size, 1))
-        chosen = words[starts + torch.arange(BEFORE + 1)]
+        starts = torch.randint(len(words.numbers) - BEFORE, (options.batch_size, 1))
+        chosen = words.numbers[starts + torch.arange(BEFORE + 1)]
         with dist_autograd.context() as context_id:
-            rows = [table.forward_async(chosen[:, :-1]) for table in tables]
-            embedded = torch.cat([row.wait() for row in rows], dim=-1)
-            # The dense part has a backward pass of its own, which averages its gradients over the trainers.
-            inputs = embedded.detach().requires_grad_()
-            dense_optimizer.zero_grad()
-            loss = F.cross_entropy(model(inputs.flatten(1)), chosen[:, -1])
-            loss.backward()
-            dense_optimizer.step()
-            # This scalar's gradient for the embedding is the loss's: the pass goes on to the servers.
-            dist_autograd.backward(context_id, [(embedded * inputs.grad).sum()])
-            table_optimizer.step(context_id)
+            rows = look_up(tables, chosen[:, :-1])
+            loss = F.cross_entropy(model(rows.flatten(1)), chosen[:, -1])
+            # Through the dense part, whose gradients are averaged over the trainers, and on to the servers.
+            dist_autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
         mean = loss.detach() / trainers.size
         trainers.all_reduce(mean)
         losses.append(mean.item())
         if steps is not None:
             steps.set_postfix(loss=f"{losses[-1]:.2f}", refresh=False)
-    return losses
+    seconds = time.perf_counter() - start
+    weights = b"".join(weight.detach().numpy().tobytes() for weight in dense.parameters())
+    return Result(
+        losses=losses,
+        samples=[(prompt, continued(prompt, tables, dense, words)) for prompt in PROMPTS if trainers.rank == 0],
+        weights=hashlib.sha256(weights).hexdigest(),
+        by_frequency=words.entropy(),
+        steps_per_s=len(losses) / seconds,
+        numbers_bytes=chosen[:, :-1].nbytes,
+        rows_bytes=rows.nbytes,
+        dense_bytes=len(weights),
+    )
+
+
+def look_up(tables: list[RemoteModule], numbers: torch.Tensor) -> torch.Tensor:
+    """Ask all servers at the same time; return the rows of words, (…, dim)."""
+    return torch.cat([columns.wait() for columns in [table.forward_async(numbers) for table in tables]], dim=-1)
+
+
+@torch.no_grad()
+def continued(prompt: str, tables: list[RemoteModule], dense: nn.Module, words: Words, more: int = 8) -> str:
+    """Return the words that the model takes for the likeliest to follow."""
+    found = [RARE] * BEFORE + words.encode(prompt)
+    for _ in range(more):
+        chances = dense(look_up(tables, torch.tensor(found[-BEFORE:])).flatten())[: len(words)]
+        found.append(int(chances[RARE + 1 :].argmax()) + RARE + 1)
+    return words.decode(found[-more:])
 
 
 def main() -> None:
+    group = mpidist.comm.init()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--servers", type=int, default=0, help="ranks that hold tables; half of them if 0")
-    parser.add_argument("--batch-size", type=int, default=128, help="of each trainer")
-    parser.add_argument("--vocabulary", type=int, default=2000)
-    parser.add_argument("--dim", type=int, default=64, help="columns of all tables together")
-    parser.add_argument("--characters", type=int, default=1_000_000, help="so much of the sources of Python's library")
-    options = parser.parse_args()
+    parser.add_argument("--steps", type=positive, default=300)
+    parser.add_argument("--servers", type=positive, help="ranks that hold tables (default: half of them)")
+    parser.add_argument("--batch-size", type=positive, default=128, help="of each trainer")
+    parser.add_argument("--vocabulary", type=positive, default=2000)
+    parser.add_argument("--dim", type=positive, default=64, help="columns of all tables together")
+    parser.add_argument("--characters", type=positive, default=1_000_000, help="so much of the sources of Python's library")
+    parser.add_argument("--output", type=Path, help="folder of hybrid.png and hybrid.json (written if given)")
+    options = parse(parser, group.rank, lambda options: problem_of(options, group.size))
+    servers = options.servers or max(group.size // 2, 1)
 
     warnings.filterwarnings("ignore", "Sparse invariant checks")  # torch's Adagrad makes sparse tensors
     torch.set_num_threads(1)  # the ranks share the node's cores
     torch.manual_seed(0)
-    group = mpidist.comm.init()
-    servers = min(options.servers or max(group.size // 2, 1), max(group.size - 1, 1))
     training = range(max(group.size - servers, 1))
     global trainers
     trainers = group.new_group(list(training))
@@ -105,13 +122,26 @@ def main() -> None:
             for k, width in enumerate(widths)
         ]
         calls = [rpc.rpc_async(trainer, train, args=(tables, options), timeout=0) for trainer in training]
-        losses = torch.futures.wait_all(calls)[0]
-        first, last = losses[0], sum(losses[-10:]) / len(losses[-10:])
-        print(f"{len(training)} trainer(s), {servers} server(s), {options.steps} steps: loss {first:.2f} -> {last:.2f}")
-        if options.steps >= 200 and last > WANTED * first:
-            problem = f"the loss fell from {first:.2f} to {last:.2f} only"
+        results = [call.wait() for call in calls]
+        print(text(results[0], len(training), servers), flush=True)
+        if options.output:
+            write(results[0], len(training), servers, options.output)
+            print(f"Curve: {options.output / 'hybrid.png'}", flush=True)
+        if len({result.weights for result in results}) > 1:
+            problem = "the trainers ended with different dense parts"
+        elif options.steps >= 200 and results[0].last > WANTED * results[0].first:
+            problem = f"the loss fell from {results[0].first:.2f} to {results[0].last:.2f} only"
     rpc.shutdown()
     sys.exit(problem)
+
+
+def problem_of(options: argparse.Namespace, ranks: int) -> str | None:
+    if options.servers and options.servers >= max(ranks, 2):
+        return f"--servers {options.servers} leaves no trainer among {ranks} rank(s)"
+    if options.servers and options.servers > options.dim:
+        return f"--servers {options.servers}: more than there are columns (--dim {options.dim})"
+    least = {"characters": 1000, "vocabulary": 2}
+    return next((f"--{name}: at least {value}" for name, value in least.items() if getattr(options, name) < value), None)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import argparse
 import threading
 
 import torch
+from command_line import parse, positive
 from torch import nn
 
 import mpidist.comm
@@ -67,10 +68,10 @@ def train(server: rpc.RRef, steps: int, seed: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
-    options = parser.parse_args()
-    torch.manual_seed(0)
+    parser.add_argument("--steps", type=positive, default=200)
     rank, size = mpidist.comm.init().rank, mpidist.comm.init().size
+    options = parse(parser, rank)
+    torch.manual_seed(0)
     rpc.init_rpc("server" if rank == 0 else f"trainer{rank}")
     if rank == 0:
         server = rpc.RRef(ParameterServer(max(size - 1, 1), lr=0.1))

@@ -11,6 +11,7 @@ import threading
 
 import torch
 import torch.nn.functional as F
+from command_line import parse, positive
 from text_training import library_text, progress
 from torch import nn
 
@@ -21,6 +22,7 @@ from mpidist.nn import RemoteModule
 from mpidist.optim import DistributedOptimizer
 
 BYTES = 256  # the vocabulary
+HEADS = 4
 HELD_OUT = 0.1  # of the text: the last part
 WANTED = 0.75  # of the first loss, at most, after 100 steps or more
 
@@ -33,7 +35,7 @@ class Stage(nn.Module):
         self.bytes = nn.Embedding(BYTES, dim) if is_first else None
         self.places = nn.Parameter(0.02 * torch.randn(context, dim)) if is_first else None
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(dim, 4, 4 * dim, dropout=0.0, batch_first=True, norm_first=True) for _ in range(layers)
+            nn.TransformerEncoderLayer(dim, HEADS, 4 * dim, dropout=0.0, batch_first=True, norm_first=True) for _ in range(layers)
         )
         self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, BYTES)) if is_last else None
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context))
@@ -106,19 +108,19 @@ def batch(text: torch.Tensor, options: argparse.Namespace) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--context", type=int, default=64, help="bytes that a sample has")
+    parser.add_argument("--steps", type=positive, default=150)
+    parser.add_argument("--batch-size", type=positive, default=16)
+    parser.add_argument("--micro-batches", type=positive, default=4)
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--dim", type=positive, default=64)
+    parser.add_argument("--context", type=positive, default=64, help="bytes that a sample has")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--characters", type=int, default=1_000_000, help="so much of the sources of Python's library")
-    options = parser.parse_args()
+    parser.add_argument("--characters", type=positive, default=1_000_000, help="so much of the sources of Python's library")
+    group = mpidist.comm.init()
+    options = parse(parser, group.rank, problem_of)
 
     torch.set_num_threads(1)  # the ranks share the node's cores
     torch.manual_seed(0)
-    group = mpidist.comm.init()
     rpc.init_rpc(f"worker{group.rank}")
     first = last = held_out = 0.0
     if group.rank == 0:
@@ -129,6 +131,14 @@ def main() -> None:
     rpc.shutdown()
     if options.steps >= 100 and last > WANTED * first:
         sys.exit(f"the loss fell from {first:.2f} to {last:.2f} only")
+
+
+def problem_of(options: argparse.Namespace) -> str | None:
+    if options.dim % HEADS:
+        return f"--dim {options.dim}: no multiple of {HEADS}, the number of attention heads"
+    if options.characters * HELD_OUT < options.context + 2:
+        return f"--characters {options.characters}: their last tenth has no room for a sample of {options.context} bytes"
+    return None
 
 
 if __name__ == "__main__":

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
+
+WORD = re.compile(r"\w+|[^\w\s]|\n")
+RARE = 0  # the number of all words that have none of their own
 
 
 def library_text(characters: int) -> str:
@@ -18,6 +24,34 @@ def library_text(characters: int) -> str:
         if len(text) >= characters:
             break
     return text[:characters]
+
+
+class Words:
+    """A text's most frequent words, numbered from 1.
+
+    Attributes:
+        numbers: The text's words, (N,) int64.
+    """
+
+    def __init__(self, text: str, vocabulary: int) -> None:
+        found = WORD.findall(text)
+        self._names = ["?", *[word for word, _ in Counter(found).most_common(vocabulary - 1)]]
+        self._numbers = {word: number for number, word in enumerate(self._names) if number != RARE}
+        self.numbers = torch.tensor([self._numbers.get(word, RARE) for word in found])
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def encode(self, text: str) -> list[int]:
+        return [self._numbers.get(word, RARE) for word in WORD.findall(text)]
+
+    def decode(self, numbers: list[int]) -> str:
+        return " ".join(self._names[number].replace("\n", "\\n") for number in numbers)
+
+    def entropy(self) -> float:
+        """Return the loss of one who knows the words' frequencies and nothing else."""
+        shares = torch.bincount(self.numbers).double() / len(self.numbers)
+        return float(-(shares * shares.clamp(min=1e-12).log()).sum())
 
 
 def progress(steps: int, title: str) -> Any:

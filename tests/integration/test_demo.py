@@ -1,4 +1,4 @@
-"""The demo trains, reports what it sent, and PowerSGD costs no accuracy."""
+"""The demo's two parts train and report what they sent; PowerSGD costs no accuracy."""
 
 import importlib.util
 import json
@@ -9,13 +9,18 @@ import pytest
 from tests.support import launcher, missing, started
 
 
-def run(tmp_path, *options):
+def run_program(ranks, program, tmp_path, *options):
     for name in ("matplotlib", "sklearn", "tabulate", "tqdm"):
         if importlib.util.find_spec(name) is None:
             missing(f"{name} is not installed")
-    command = [*launcher(2), sys.executable, "examples/demo_digits.py", "--output", str(tmp_path), *options]
+    command = [*launcher(ranks), sys.executable, f"examples/{program}", "--output", str(tmp_path), *options]
     done = started(command, timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def run(tmp_path, *options):
+    done = run_program(2, "demo_digits.py", tmp_path, *options)
     assert (tmp_path / "digits.png").stat().st_size > 0
     assert "Weights: equal on all ranks" in done.stdout
     return done.stdout, json.loads((tmp_path / "digits.json").read_text())
@@ -54,3 +59,17 @@ def test_powersgd_costs_no_accuracy(tmp_path):
     end = accuracies_of(results)
     assert sum(result["method"] == "powersgd-2" for result in results) == 5
     assert end["powersgd-2"] > end["allreduce"] - 0.01, end
+
+
+@pytest.mark.slow
+def test_two_trainers_and_a_server_learn_the_next_word(tmp_path):
+    done = run_program(3, "embedding_server.py", tmp_path, "--steps", "200")
+    assert (tmp_path / "hybrid.png").stat().st_size > 0
+    result = json.loads((tmp_path / "hybrid.json").read_text())
+    assert (result["trainers"], result["servers"], len(result["losses"])) == (2, 1, 200)
+    assert sum(result["losses"][-10:]) / 10 < result["by_frequency"] < result["losses"][0]
+    # 128 samples of 4 words: their numbers, and 64 columns of fp32; the dense part has two layers.
+    assert result["numbers_bytes"] == 8 * 128 * 4 and result["rows_bytes"] == 4 * 128 * 4 * 64
+    assert result["dense_bytes"] == 4 * (4 * 64 * 128 + 128 + 128 * 2000 + 2000)
+    assert all(repr(prompt) in done.stdout and more in done.stdout for prompt, more in result["samples"])
+    assert len(result["samples"]) == 5 and "step/s" in done.stderr

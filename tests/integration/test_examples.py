@@ -47,10 +47,26 @@ def test_a_divided_transformer_learns_the_librarys_text(ranks, steps):
 @pytest.mark.parametrize(("ranks", "trainers", "servers"), [(1, 1, 1), (4, 2, 2)])
 def test_trainers_learn_with_tables_on_servers(ranks, trainers, servers):
     text = run(ranks, "embedding_server.py", "--steps=200")
-    match = re.search(r"(\d) trainer\(s\), (\d) server\(s\), 200 steps: loss (\S+) -> (\S+)", text)
+    match = re.search(r"(\d) trainer\(s\), (\d) server\(s\), 200 steps: loss (\S+) -> (\S+) \((\S+) by", text)
     assert match and (int(match[1]), int(match[2])) == (trainers, servers)
-    # The logarithm of 2000 words at first; 4.8 for one who knows their frequencies alone.
-    assert 7 < float(match[3]) < 8 and float(match[4]) < 4.2
+    # The logarithm of 2000 words at first; then less than for one who knows their frequencies alone.
+    assert 7 < float(match[3]) < 8 and float(match[4]) < 4.2 < float(match[5])
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "problem"),
+    [
+        ("parameter_server.py", ["--steps", "0"], "argument --steps: must be a whole number above 0, not 0"),
+        ("actor_learner.py", ["--rounds", "many"], "argument --rounds: must be a whole number above 0, not many"),
+        ("pipeline_transformer.py", ["--dim", "30"], "--dim 30: no multiple of 4"),
+        ("embedding_server.py", ["--servers", "2"], "--servers 2 leaves no trainer among 2 rank(s)"),
+    ],
+)
+def test_a_wrong_command_line_is_explained_once(program, options, problem):
+    done = started([*launcher(2), sys.executable, str(ROOT / "examples" / program), *options], timeout_s=100)
+    assert done.returncode != 0
+    assert done.stderr.count("usage:") == 1 and done.stderr.count(problem) == 1, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -59,3 +75,13 @@ def test_trainers_learn_with_tables_on_servers(ranks, trainers, servers):
 )
 def test_examples_are_short(program, lines):
     assert len((ROOT / "examples" / program).read_text().splitlines()) < lines
+
+
+def test_the_program_of_the_page_about_distributed_autograd(tmp_path):
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "distributed-autograd.md").read_text(), re.DOTALL)
+    program = tmp_path / "program.py"
+    program.write_text("import torch\ntorch.manual_seed(0)\n" + source)
+    done = started([*launcher(2), sys.executable, str(program)], timeout_s=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(losses) == 20 and losses[-1] < losses[0] / 2, losses

@@ -1,0 +1,68 @@
+"""Results of training with embedding servers: text for the terminal, a picture and a JSON file for a folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one trainer has to report."""
+
+    losses: list[float]  # of each step, mean over the trainers
+    samples: list[tuple[str, str]]  # beginnings of lines, and the words that the model adds; of the first trainer alone
+    weights: str  # hash of the dense part's
+    by_frequency: float  # loss of one who knows the words' frequencies alone
+    steps_per_s: float
+    numbers_bytes: int  # words' numbers that a trainer sends each server in a step
+    rows_bytes: int  # that all servers together send it; their gradients have the same size
+    dense_bytes: int  # gradients that the trainers average
+
+    @property
+    def first(self) -> float:
+        return self.losses[0]
+
+    @property
+    def last(self) -> float:
+        """Return the mean loss of the last ten steps."""
+        return sum(self.losses[-10:]) / len(self.losses[-10:])
+
+
+def text(result: Result, trainers: int, servers: int) -> str:
+    """Return samples, what a step moves, and the loss in the last line."""
+    width = max(len(repr(prompt)) for prompt, _ in result.samples)
+    return "\n".join(
+        (
+            "The likeliest words to follow:",
+            *(f"  {prompt!r:{width}} ->  {more}" for prompt, more in result.samples),
+            f"A step of each trainer: {_size(result.numbers_bytes)} of words' numbers to each server, {_size(result.rows_bytes)} "
+            f"of rows back, {_size(result.rows_bytes)} of their gradients to the server(s); "
+            f"{_size(result.dense_bytes)} of dense gradients averaged over the trainers. {result.steps_per_s:.0f} steps/s.",
+            f"{trainers} trainer(s), {servers} server(s), {len(result.losses)} steps: "
+            f"loss {result.first:.2f} -> {result.last:.2f} ({result.by_frequency:.2f} by words' frequencies alone)",
+        )
+    )
+
+
+def write(result: Result, trainers: int, servers: int, folder: Path) -> None:
+    """Write hybrid.json and hybrid.png."""
+    from matplotlib.figure import Figure  # not needed without a folder
+
+    folder.mkdir(parents=True, exist_ok=True)
+    row = {"trainers": trainers, "servers": servers, **asdict(result)}
+    (folder / "hybrid.json").write_text(json.dumps(row, indent=1) + "\n")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(result.losses) + 1), result.losses, linewidth=1.2)
+    axes.axhline(result.by_frequency, color="grey", linestyle="--", label="words' frequencies alone")
+    axes.set(xlabel="step", ylabel="training loss (cross-entropy)")
+    axes.set_title(f"The next word: {trainers} trainer(s), embedding on {servers} server(s)")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(folder / "hybrid.png", dpi=150)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1024:,.0f} KiB" if count >= 1024 else f"{count} bytes"
