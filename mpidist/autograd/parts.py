@@ -108,7 +108,8 @@ class Parts:
         """Tell the initiator which receives each send of a context reaches."""
         context = self._contexts.find(number)
         if context is None:
-            self.report_failure(number, key, unknown(number))
+            # The first request of the context is still under way, from another worker: no root depends on it.
+            notify_all([initiator_of(key)], Notice.SUMMARY, number, key, {}, ())
             return
         try:
             plan, names = plan_of(context)
@@ -123,7 +124,9 @@ class Parts:
         """Begin a part with the sends that get gradients, if any."""
         context = self._contexts.find(number)
         plan, names = context.plans.pop(key, (None, ())) if context is not None else (None, ())
-        if context is not None and plan is not None and awaited:
+        if awaited and context is None:
+            self.report_failure(number, key, unknown(number))
+        elif context is not None and plan is not None and awaited:
             try:
                 self.begin(context, key, retain, plan, names, awaited)
             except Exception as error:
