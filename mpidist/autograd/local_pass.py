@@ -25,9 +25,9 @@ from mpidist.autograd.context import Context, here
 from mpidist.autograd.dependencies import Plan
 from mpidist.autograd.fence import Fence
 from mpidist.autograd.recording import LEAF, Edge, Node, Tensor
+from mpidist.autograd.single_node import Gradient, run_alone
 from mpidist.ddp.in_context import Reduction
 
-Gradient = Any  # a tensor, or None for no gradient
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 ROOTS = 0  # the name of the source that the roots are; messages have numbers above
 
@@ -40,10 +40,6 @@ class Outlet(Protocol):
 
     def complete(self, part: LocalPass) -> None:
         """Note that all sources have had their gradients, and all nodes have run."""
-
-
-class _Stop(Exception):
-    """Raised by our hook behind a node that is to run alone."""
 
 
 class LocalPass:
@@ -224,32 +220,12 @@ class LocalPass:
             if not edges or self.is_stopped:
                 continue
             gradients = [self._kept.pop(edge) for edge in edges]
-            for edge, gradient in zip(node.next_functions, self._run_alone(node, edges, gradients), strict=True):
+            for edge, gradient in zip(node.next_functions, run_alone(self._call, node, edges, gradients), strict=True):
                 below = edge[0]
                 if below is not None and gradient is not None:
                     if below in into and edge not in self._kept:
                         into[below].append(edge)
                     self._keep(edge, gradient)
-
-    def _run_alone(self, node: Node, into: list[Edge], gradients: list[Tensor]) -> Sequence[Gradient]:
-        """Run one node, with the hooks before and behind it, and nothing below; return what it yields."""
-        below = [edge for edge in dict.fromkeys(node.next_functions) if edge[0] is not None]
-        if not below:
-            return [None] * len(node.next_functions)
-        made: list[Gradient] = []
-
-        def stop(grad_inputs: Any, grad_outputs: Any) -> None:
-            made.extend(grad_inputs)
-            raise _Stop
-
-        handle = node.register_hook(stop)
-        try:
-            self._call(into, gradients, below)
-        except _Stop:
-            pass
-        finally:
-            handle.remove()
-        return made
 
     def _call(self, edges: Sequence[Edge], gradients: Sequence[Tensor], targets: Sequence[Edge]) -> Sequence[Gradient]:
         found: Sequence[Gradient] = _run_backward(

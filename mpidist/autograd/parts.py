@@ -108,19 +108,29 @@ class Parts:
         """Tell the initiator which receives each send of a context reaches."""
         context = self._contexts.find(number)
         if context is None:
-            self.report_failure(number, key, unknown(number))
+            # The first request of the context is still under way, from another worker: no root depends on it.
+            notify_all([initiator_of(key)], Notice.SUMMARY, number, key, {}, ())
             return
-        plan, names = plan_of(context)
+        try:
+            plan, names = plan_of(context)
+            found = summary(plan, names, context.receives)
+        except Exception as error:
+            self.abort(context, key, error)
+            return
         context.plans[key] = plan, names
-        found = summary(plan, names, context.receives)
         notify_all([initiator_of(key)], Notice.SUMMARY, number, key, found, tuple(context.peers()))
 
     def begin_awaited(self, number: int, key: int, retain: bool, awaited: Sequence[int]) -> None:
         """Begin a part with the sends that get gradients, if any."""
         context = self._contexts.find(number)
         plan, names = context.plans.pop(key, (None, ())) if context is not None else (None, ())
-        if context is not None and plan is not None and awaited:
-            self.begin(context, key, retain, plan, names, awaited)
+        if awaited and context is None:
+            self.report_failure(number, key, unknown(number))
+        elif context is not None and plan is not None and awaited:
+            try:
+                self.begin(context, key, retain, plan, names, awaited)
+            except Exception as error:
+                self.abort(context, key, error)
 
     # What a part yields.
 

@@ -117,7 +117,10 @@ class Pass:
                 raise MpidistError("RPC was shut down on this worker during a backward pass")
             self._examine(wait, timeout_s, probe, names)
         if self.error is not None:
-            raise self.error
+            try:
+                raise self.error
+            finally:
+                self.error = None  # its traceback refers to the pass: a cycle would keep the graph until Python's collector runs
 
     def _examine(self, wait: Any, timeout_s: float, probe: Any, names: Any) -> None:
         """Ask all members what they wait for; raise if none has had a gradient for the whole time."""

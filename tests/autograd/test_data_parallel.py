@@ -256,3 +256,32 @@ def test_two_passes_at_once_through_one_module_are_refused(group, workers):
         autograd.backward(context, [loss])
         assert len(autograd.get_gradients(context)) == 4
     group.barrier()
+
+
+_models: list[DistributedDataParallel] = []
+
+
+def run_model(x):
+    return _models[0](x)
+
+
+def open_reductions(context, is_open):
+    for reduction in _engine.contexts.require(context).reductions.values():
+        reduction.open() if is_open else reduction.close()
+
+
+@pytest.mark.parametrize("mode", ["fast", "smart"])
+def test_a_module_of_another_worker_that_is_in_a_pass_already_fails_the_pass(group, workers, to, mode):
+    """In SMART mode the part begins with a notice, to which there is no answer: the error must not be lost with it."""
+    _models[:] = [DistributedDataParallel(nn.Linear(SIZE, 2), process_group=group.split(group.rank))]
+    rpc.api._set_rpc_timeout(2)
+    group.barrier()
+    with autograd.context() as context:
+        loss = rpc.rpc_sync(to, run_model, args=(torch.ones(1, SIZE, requires_grad=True),)).sum()
+        rpc.rpc_sync(to, open_reductions, args=(context, True))
+        with pytest.raises(RuntimeError, match=r"two passes at once"):
+            autograd.backward(context, [loss], mode=mode)
+        rpc.rpc_sync(to, open_reductions, args=(context, False))
+        autograd.backward(context, [loss], mode=mode)
+    group.barrier()
+    _models.clear()

@@ -314,3 +314,24 @@ def test_a_worker_that_has_not_registered_the_engine_records_all_the_same(group,
             assert autograd.get_gradients(context)[x].tolist() == [3, 3, 3]
     group.barrier()
     assert group.rank > 1 or interceptor.engine is engine
+
+
+def in_the_background(other, x):
+    rpc.rpc_async(other, torch.mul, args=(x, 2))
+    return x * 3
+
+
+def test_smart_mode_while_unused_calls_are_under_way(group, workers, to):
+    """The question may reach a worker before the request that tells it of the context."""
+    other = workers[(group.rank + 2) % group.size]
+    wrong = ""
+    for _ in range(40):
+        x = torch.ones(2, requires_grad=True)
+        with autograd.context() as context:
+            loss = rpc.rpc_sync(to, in_the_background, args=(other, x)).sum()
+            try:
+                autograd.backward(context, [loss], mode="smart")
+                assert autograd.get_gradients(context)[x].tolist() == [3, 3]
+            except RuntimeError as error:
+                wrong = str(error)
+    agree(group, not wrong, wrong)

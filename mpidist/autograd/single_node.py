@@ -1,0 +1,66 @@
+"""One node of torch's autograd graph by itself: run with the hooks before and behind it, and nothing below."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mpidist.autograd.recording import Edge, Node, Tensor
+
+Gradient = Any  # a tensor, or None for no gradient
+
+
+class _Stop(Exception):
+    """Raised by our hook behind the node."""
+
+
+def run_alone(
+    call: Callable[[Sequence[Edge], Sequence[Tensor], Sequence[Edge]], Any], node: Node, into: list[Edge], gradients: list[Tensor]
+) -> Sequence[Gradient]:
+    """Run one node; return what it yields.
+
+    torch's anomaly mode would report the stop as an error of the node, and would look for NaN only
+    behind it: it is off meanwhile, and the yield is examined here.
+
+    Args:
+        call: Runs torch's engine from edges with gradients to targets.
+        node: The node.
+        into: Edges into it.
+        gradients: One for each.
+
+    Raises:
+        RuntimeError: In anomaly mode, the node has yielded NaN.
+    """
+    below = [edge for edge in dict.fromkeys(node.next_functions) if edge[0] is not None]
+    if not below:
+        return [None] * len(node.next_functions)
+    made: list[Gradient] = []
+
+    def stop(grad_inputs: Any, grad_outputs: Any) -> None:
+        made.extend(grad_inputs)
+        raise _Stop
+
+    is_examined = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    handle = node.register_hook(stop)
+    try:
+        with _without_anomaly_mode():
+            call(into, gradients, below)
+    except _Stop:
+        pass
+    finally:
+        handle.remove()
+    if is_examined:
+        for number, gradient in enumerate(made):
+            if gradient is not None and bool(gradient.isnan().any()):
+                raise RuntimeError(f"Function '{node.name()}' returned nan values in its {number}th output.")
+    return made
+
+
+def _without_anomaly_mode() -> contextlib.AbstractContextManager[Any]:
+    if not torch.is_anomaly_enabled():
+        return contextlib.nullcontext()
+    mode: Any = torch.autograd.set_detect_anomaly
+    return mode(False, torch.is_anomaly_check_nan_enabled())
