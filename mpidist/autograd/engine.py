@@ -9,10 +9,10 @@ from typing import Any
 
 from mpidist.autograd import recording
 from mpidist.autograd.context import Context, Contexts, Within, here, unknown
-from mpidist.autograd.initiator import Initiator
+from mpidist.autograd.initiator import Initiator, loss_of
 from mpidist.autograd.notices import GRADIENT_KINDS, Notice, notify_all
 from mpidist.autograd.recording import Receive, Send, Tensor
-from mpidist.errors import MpidistError, RankFailureError
+from mpidist.errors import MpidistError
 from mpidist.rpc import current
 from mpidist.rpc.pool import Task
 
@@ -113,11 +113,7 @@ class Engine:
         if agent is None:
             return
         workers = agent.workers
-        error = RankFailureError(
-            f"a backward pass needs {workers.infos[rank].name}, which has left RPC (shutdown without graceful, the end of its "
-            "program, or its death)",
-            (workers.world_ranks[rank],),
-        )
+        error = loss_of(workers, rank)
         self.initiator.fail_all(error, worker=rank)
         self._parts.worker_left(rank, error)
         for context in self.contexts.worker_left(rank, workers.me.id):

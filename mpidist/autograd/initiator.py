@@ -19,6 +19,7 @@ from mpidist.autograd.smart import Hop, Survey, closure, summary
 from mpidist.errors import RankFailureError
 from mpidist.rpc import current, remote_error
 from mpidist.rpc.agent import Agent
+from mpidist.rpc.worker import Workers
 
 MODES = ("fast", "smart")
 
@@ -148,12 +149,21 @@ class Initiator:
         running = self._passes.get(key)
         if running is not None:
             running.complete(running.me, sent_to)
+            self._require_living(running)
 
     def take_done(self, worker: int, key: int, sent_to: Iterable[int]) -> None:
         """Note that a worker's part is complete."""
         running = self._passes.get(key)
         if running is not None:
             running.complete(worker, sent_to)
+            self._require_living(running)
+
+    def _require_living(self, running: Pass) -> None:
+        """Fail a pass in which a worker has a part that has left before that was known."""
+        agent = current.agent
+        if agent is not None and agent.workers.left:
+            for rank in agent.workers.left & running.members():
+                running.fail(loss_of(agent.workers, rank))
 
     def _fail(self, key: int, error: BaseException) -> None:
         """End a pass for an error on this worker."""
@@ -191,6 +201,15 @@ class Initiator:
         for running in list(self._passes.values()):
             if (context is None or running.context == context) and (worker is None or running.involves(worker)):
                 running.fail(error)
+
+
+def loss_of(workers: Workers, rank: int) -> RankFailureError:
+    """Return the error of a pass that needs a worker which has left."""
+    return RankFailureError(
+        f"a backward pass needs {workers.infos[rank].name}, which has left RPC (shutdown without graceful, the end of its "
+        "program, or its death)",
+        (workers.world_ranks[rank],),
+    )
 
 
 def _error_on(worker: int, error: BaseException) -> RuntimeError:

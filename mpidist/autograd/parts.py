@@ -8,9 +8,10 @@ from typing import Any
 
 from mpidist.autograd.context import WORKER_SHIFT, Context, Contexts, unknown
 from mpidist.autograd.dependencies import Plan
-from mpidist.autograd.local_pass import ROOTS, Gradient, LocalPass
+from mpidist.autograd.local_pass import ROOTS, LocalPass
 from mpidist.autograd.notices import Notice, notify, notify_all, send_gradients
 from mpidist.autograd.recording import Edge, Node
+from mpidist.autograd.single_node import Gradient
 from mpidist.autograd.smart import summary
 from mpidist.errors import RankFailureError
 from mpidist.rpc import current, remote_error
@@ -202,12 +203,12 @@ class Parts:
     def report(self, number: int, key: int) -> tuple[float, list[str], set[int]]:
         """Return the seconds since a part has had a gradient, what it waits for, and the workers it has sent gradients to.
 
-        A part that is not there has just ended, or begins when a message arrives that is under way.
+        A part that is not there makes no progress: it has ended, and its end is told, or what would begin it was lost.
         """
         context = self._contexts.find(number)
         part: LocalPass | None = context.parts.get(key) if context is not None else None
         if context is None or part is None:
-            return 0.0, [], set()
+            return float("inf"), [], set()
         infos = current.require().workers.infos
         texts = []
         for name in part.missing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -44,7 +45,7 @@ class DistributedOptimizer(Optimizer):
         kwargs: For the class, on each owner.
 
     Raises:
-        TypeError: No optimizer class, or no references.
+        TypeError: No optimizer class, one whose steps need a closure, or no references.
         ValueError: No parameters.
         WorkerErrors: An owner could not make its optimizer: wrong arguments, a reference to
             something else.
@@ -58,6 +59,9 @@ class DistributedOptimizer(Optimizer):
         functional = functional_optim_map.get(optimizer_class)
         if functional is None and not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise TypeError(f"optimizer_class is a subclass of torch.optim.Optimizer, or registered; got {optimizer_class!r}")
+        if functional is None and _needs_closure(optimizer_class):
+            name = optimizer_class.__name__
+            raise TypeError(f"{name} evaluates the model within its steps (closure), which no owner of parameters can do")
         self.is_functional_optim = functional is not None
         named = optimizer_class if functional is None else name_or_class(functional)
         self._recipe = (named, self.is_functional_optim, args, kwargs)
@@ -262,3 +266,8 @@ class DistributedOptimizer(Optimizer):
         if not changes:
             return {}
         return {here: changes[number] for here, number in enumerate(self._layout.groups_of(worker)) if number in changes}
+
+
+def _needs_closure(optimizer_class: type[Optimizer]) -> bool:
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

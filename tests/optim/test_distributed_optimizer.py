@@ -401,6 +401,7 @@ def test_what_is_refused(group, workers):
             ((torch.optim.SGD, [torch.ones(1)]), TypeError, "takes references"),
             ((torch.nn.Linear, [rref]), TypeError, "optimizer_class is a subclass"),
             (("unknown", [rref]), TypeError, "optimizer_class is a subclass"),
+            ((torch.optim.LBFGS, [rref]), TypeError, "closure"),
             ((torch.optim.SGD, [rpc.remote(workers[-1], torch.nn.ReLU)]), ValueError, "no parameters"),
             ((torch.optim.SGD, [rref, rref]), WorkerErrors, "twice"),
             ((torch.optim.SGD, [rpc.remote(workers[-1], len, args=([],))]), WorkerErrors, "one to a int"),
