@@ -42,18 +42,19 @@ def decode(
         FrameError: Tables that do not fit what has arrived.
         Exception: What unpickling raises.
     """
-    if flags == TABLE and not references and attach is None and (lone := tensor_rebuild.read_lone(body, place)) is not None:
-        tensor, place = lone
-        rest = body[place:]
-        if rest == LONE_MARK:
-            return tensor
-        if rest == LONE_ARGUMENT:
-            return (tensor,)
-        return _merged(rest, [tensor])
     objects: list[Any] = []
     used = 0
     if flags & TABLE:
-        objects, used, place = tensor_rebuild.read(body, place, parts)
+        if (lone := tensor_rebuild.read_lone(body, place)) is not None:
+            tensor, place = lone
+            if flags == TABLE and not references and attach is None:  # what most messages with tensors hold
+                rest = body[place:]
+                if rest == LONE_MARK:
+                    return tensor
+                return (tensor,) if rest == LONE_ARGUMENT else _merged(rest, [tensor])
+            objects = [tensor]
+        else:
+            objects, used, place = tensor_rebuild.read(body, place, parts)
         if attach is not None:
             objects = _attached(objects, attach)
     numbers: Any = None
