@@ -1,4 +1,4 @@
-"""What distributed autograd costs without a network: planning, beside the local backward pass it is made for."""
+"""Cost of distributed autograd without a network: planning, beside the local backward pass it is made for."""
 
 from __future__ import annotations
 

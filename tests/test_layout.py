@@ -31,6 +31,7 @@ COVERED_BY = {
     "comm/shortcut": "comm/test_reductions.py",
     "comm/staging": "comm/test_on_device.py",
     "comm/stream": "comm/test_on_device.py",  # CUDA's with make gpu
+    "comm/tensor_spans": "comm/test_tensor_table.py",
     "comm/tensor_format": "comm/test_tensor_table.py",
     "comm/tensor_pickle": "rpc/test_codec.py",
     "comm/tensor_rebuild": "comm/test_tensor_table.py",

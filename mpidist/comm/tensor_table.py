@@ -38,6 +38,7 @@ from mpidist.comm.tensor_format import (
     SCALE,
     WHOLE,
 )
+from mpidist.comm.tensor_spans import clusters, overlap, span
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -118,7 +119,7 @@ def inline_table(objects: Sequence[Any]) -> Sequence[Any] | None:
     for obj in objects:
         if not _add_inline_row(obj, pieces):
             return None
-    return None if _overlap(objects) else pieces
+    return None if overlap(objects) else pieces
 
 
 def _is_whole(obj: Any) -> bool:
@@ -158,17 +159,6 @@ def _head_of(dtype: torch.dtype, shape: torch.Size, kind: type, requires_grad: b
         _heads.clear()
     found = _heads[dtype, shape, kind, requires_grad] = head, -nbytes if dtype.is_complex else nbytes, _ONE + (head or b"")
     return found
-
-
-def _overlap(objects: Iterable[Any]) -> bool:
-    """Say whether two dense host tensors share memory."""
-    spans = sorted(_span(obj) for obj in objects if isinstance(obj, Tensor) and obj.layout is torch.strided and obj.is_cpu)
-    reach = -1
-    for low, high in spans:
-        if low < reach and high > low:
-            return True
-        reach = max(reach, high)
-    return False
 
 
 class _Layout:
@@ -219,21 +209,21 @@ class _Layout:
     def lay_out(self) -> None:
         """Say which memory travels for the dense tensors, and write their rows."""
         self.rows = [b""] * len(self._tensors)
-        for members in _clusters([tensor for tensor, _ in self._tensors]):
+        for members in clusters([tensor for tensor, _ in self._tensors]):
             first, flags = self._tensors[members[0]]
-            low, high = _span(first)
+            low, high = span(first)
             if len(members) == 1:
                 if high - low > 2 * first.nbytes + _WASTE_BYTES:
                     first = first.contiguous()  # scattered: what lies between need not travel
-                    low, high = _span(first)
+                    low, high = span(first)
                 if first.is_contiguous():
                     number = DTYPE_NUMBERS[first.dtype]
                     self.rows[members[0]] = _row(number, DENSE, flags | WHOLE, len(self.parts), first.shape)
                     self._add_memory(first, low, high)
                     continue
             for place in members[1:]:
-                span = _span(self._tensors[place][0])
-                low, high = min(low, span[0]), max(high, span[1])
+                start, end = span(self._tensors[place][0])
+                low, high = min(low, start), max(high, end)
             low -= (low - first.untyped_storage().data_ptr()) % 16  # whole elements of any type: complex128 is the widest
             for place in members:
                 tensor, flags = self._tensors[place]
@@ -279,32 +269,3 @@ def _resolved(tensor: Tensor) -> Tensor:
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses between which the tensor's elements lie."""
-    start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.nbytes
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
-    return start, start + (reach + 1) * tensor.element_size()
-
-
-def _clusters(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Group tensors of one storage whose spans overlap or adjoin, in the order of their first members."""
-    if len(tensors) == 1:
-        return [[0]]
-    order = sorted(range(len(tensors)), key=lambda place: (tensors[place].device.index or -1, *_span(tensors[place])))
-    clusters: list[list[int]] = []
-    reach, owner = -1, None
-    for place in order:
-        tensor = tensors[place]
-        low, high = _span(tensor)
-        storage = (tensor.device, tensor.untyped_storage().data_ptr())
-        if clusters and storage == owner and low <= reach and tensor.numel():
-            clusters[-1].append(place)
-            reach = max(reach, high)
-        else:
-            clusters.append([place])
-            reach, owner = high, storage
-    return sorted(map(sorted, clusters))

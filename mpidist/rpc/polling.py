@@ -162,9 +162,8 @@ class Polling:
                 if action is None:
                     rounds += 1
                     if rounds > _SPINS:
-                        now = time.monotonic()
-                        until = until or min(now + _WAIT_S, call.deadline)
-                        if now > until or self._is_stopping:
+                        until = until or min(time.monotonic() + _WAIT_S, call.deadline)
+                        if time.monotonic() > until or self._is_stopping:
                             break
                         os.sched_yield()
                 elif action is not NOTHING_LEFT:
@@ -174,8 +173,7 @@ class Polling:
                         call.acting = next(self._actions)
                         action.run()
                         call.acting = 0
-                        # A backward pass is one long wait, full of short actions: its patience begins anew with each.
-                        until, rounds = 0.0, 0
+                        until, rounds = 0.0, 0  # a backward pass is one long wait, full of short actions
         finally:
             if self._turn is call:
                 self._turn = before if before is own and call.done else None

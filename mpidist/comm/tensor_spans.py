@@ -1,0 +1,50 @@
+"""Spans of tensors in memory: the addresses between which their elements lie, and which of them belong together. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def overlap(objects: Iterable[Any]) -> bool:
+    """Say whether two dense host tensors share memory."""
+    spans = sorted(span(obj) for obj in objects if isinstance(obj, Tensor) and obj.layout is torch.strided and obj.is_cpu)
+    reach = -1
+    for low, high in spans:
+        if low < reach and high > low:
+            return True
+        reach = max(reach, high)
+    return False
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses between which the tensor's elements lie."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
+    return start, start + (reach + 1) * tensor.element_size()
+
+
+def clusters(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Group tensors of one storage whose spans overlap or adjoin, in the order of their first members."""
+    if len(tensors) == 1:
+        return [[0]]
+    order = sorted(range(len(tensors)), key=lambda place: (tensors[place].device.index or -1, *span(tensors[place])))
+    found: list[list[int]] = []
+    reach, owner = -1, None
+    for place in order:
+        tensor = tensors[place]
+        low, high = span(tensor)
+        storage = (tensor.device, tensor.untyped_storage().data_ptr())
+        if found and storage == owner and low <= reach and tensor.numel():
+            found[-1].append(place)
+            reach = max(reach, high)
+        else:
+            found.append([place])
+            reach, owner = high, storage
+    return sorted(map(sorted, found))
