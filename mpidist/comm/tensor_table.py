@@ -98,7 +98,7 @@ def described(objects: Sequence[Any], device_map: Mapping[int, int] | None = Non
 def lone_table(obj: Any) -> tuple[Any, ...] | None:
     """Return the table of one small whole host tensor, as bytes and buffers to be joined at once; None for any other object.
 
-    The buffers are the tensor's own memory. What most messages with tensors hold; ``_inline_row`` written out.
+    The buffers are the tensor's own memory. What most messages with tensors hold; ``_add_inline_row`` written out.
     """
     kind = type(obj)
     if (kind is not Tensor and kind is not Parameter) or not obj.is_cpu or obj.layout is not _STRIDED:

@@ -6,6 +6,8 @@ import threading
 
 import torch
 
+from tests.support import agree
+
 CONTEXTS = (1, 2, 3, 4, 5)
 contexts: dict[int, dict[torch.Tensor, torch.Tensor]] = {}
 
@@ -99,3 +101,14 @@ class Signs:
         for own, gradient in zip(self.params, gradients, strict=True):
             if gradient is not None:
                 own.sub_(self.size * gradient.sign())
+
+
+def on_rank_0(group, run):
+    """Run a function on rank 0 while the others answer its calls; fail on all if it failed."""
+    text = ""
+    if group.rank == 0:
+        try:
+            run()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+    agree(group, not text, text)

@@ -13,6 +13,7 @@ import mpidist.rpc as rpc
 from mpidist.errors import MpidistError, WorkerErrors
 from mpidist.optim import DistributedOptimizer, functional, register_functional_optim
 from tests.optim import owners
+from tests.optim.owners import on_rank_0
 from tests.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("given")]
@@ -49,17 +50,6 @@ class Case:
 
     def equal(self):
         return all(torch.equal(a, b) for a, b in zip(self.values(), self.copies, strict=True))
-
-
-def on_rank_0(group, run):
-    """Run a function on rank 0 while the others answer its calls; fail on all if it failed."""
-    text = ""
-    if group.rank == 0:
-        try:
-            run()
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-    agree(group, not text, text)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from mpidist import autograd
 from mpidist.errors import MpidistError
 from mpidist.optim import DistributedOptimizer, functional
 from tests.optim import owners
+from tests.optim.owners import on_rank_0
 from tests.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -44,17 +45,6 @@ def square(size):
         for number, own in enumerate(made.parameters()):
             own.copy_(torch.linspace(-1, 1 + number, own.numel()).view(own.shape))
     return made
-
-
-def on_rank_0(group, run):
-    """Run a function on rank 0 while the others answer its calls; fail on all if it failed."""
-    text = ""
-    if group.rank == 0:
-        try:
-            run()
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-    agree(group, not text, text)
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad"])
