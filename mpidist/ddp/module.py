@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, Joinable
 
+from mpidist.comm.native_group import default_group, native_group
 from mpidist.ddp import in_backward, plan, signature
 from mpidist.ddp.agreement import broadcast_state, require_equal
 from mpidist.ddp.join import Iteration, TorchJoinHook, exchange, joined
 from mpidist.ddp.layout import Settings
 from mpidist.ddp.outputs import moved, tensors_in
-from mpidist.ddp.process_group import default_group, native_group
 from mpidist.ddp.reducer import Hook, Reducer
 from mpidist.errors import DisagreementError, MpidistError
 from mpidist.kernels.launch import has_kernels

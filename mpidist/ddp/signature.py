@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from mpidist.ddp.process_group import default_group
+from mpidist.comm.native_group import default_group
 
 
 def refuse(mixed_precision: Any, delayed: Any, hook_of_delayed: Any) -> None:

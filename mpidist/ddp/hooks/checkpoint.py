@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from mpidist.comm.native_group import native_group
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState, merged
-from mpidist.ddp.process_group import native_group
 from mpidist.errors import MpidistError
 
 _NAME = re.compile(r"powersgd-(\d+)-of-(\d+)\.pt")

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from mpidist.comm.arithmetic import AVG
+from mpidist.comm.native_group import native_group
 from mpidist.comm.node_memory import NodeTensor
 from mpidist.comm.stream import used_here
 from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks.order import in_order, is_in_order, runs_beside, stages_of
-from mpidist.ddp.process_group import native_group
 from mpidist.future import Future, completed
 
 Tensor = torch.Tensor

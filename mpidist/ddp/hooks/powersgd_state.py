@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 
 from mpidist.comm.arithmetic import AVG
+from mpidist.comm.native_group import default_group, native_group
 from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks.lowrank import random_like
-from mpidist.ddp.process_group import default_group, native_group
 
 Tensor = torch.Tensor
 T = TypeVar("T")

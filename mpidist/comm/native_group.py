@@ -25,7 +25,7 @@ def native_group(process_group: Any) -> Any:
     if isinstance(native, comm_group.ProcessGroup):
         return native
     raise TypeError(
-        'mpidist.ddp needs a group of mpidist: mpidist.comm.init(), or a torch group made with backend="mpidist"; '
+        'this needs a group of mpidist: mpidist.comm.init(), or a torch group made with backend="mpidist"; '
         f"got {type(process_group).__name__}"
     )
 

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from mpidist.comm.group import ProcessGroup
-from mpidist.ddp.process_group import default_group, native_group
+from mpidist.comm.native_group import default_group, native_group
 from tests.support import agree
 
 pytestmark = pytest.mark.mpi
@@ -17,12 +17,12 @@ def test_ours_stays_and_none_is_the_world(group, world):
 
 
 def test_torchs_group_is_the_one_it_wraps(default_group, world):
-    from mpidist.ddp import process_group
+    from mpidist.comm import native_group as module
 
     native = native_group(dist.group.WORLD)
     assert isinstance(native, ProcessGroup) and native is dist.group.WORLD.native
     # A script that has called torch's init_process_group means that group.
-    assert process_group.default_group() is dist.group.WORLD and native_group(None) is native
+    assert module.default_group() is dist.group.WORLD and native_group(None) is native
     part = dist.new_group()
     agree(world, native_group(part) is part.native and part.native is not native)
     dist.destroy_process_group(part)
