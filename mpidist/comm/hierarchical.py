@@ -93,7 +93,7 @@ def _meeting(levels: Levels) -> Meeting | None:
     """Return the node's memory, made at the first use; None where its ranks cannot share any. Collective: over the node."""
     kept: dict[str, Any] = levels.node.kept
     if "meeting" not in kept:
-        maps = shared_maps(levels.node, 2 * PIECE_BYTES)
+        maps = shared_maps(levels.node, [2 * PIECE_BYTES] * levels.node.size)
         with autograd_mode.allocating():
             whole = [torch.frombuffer(memory, dtype=torch.uint8) for memory in maps or ()]
         kept["meeting"] = (

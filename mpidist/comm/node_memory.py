@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,27 @@ class NodeTensor:
         """
         self.group.in_order(self._average, async_op=False)
 
+    def gather(self, ranges: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Copy the other ranks' parts of the tensor into ``own``.
+
+        Collective: over the group, in the order of its operations.
+
+        Blocks: until all ranks have copied what they need: from then on each may write its part again.
+
+        Args:
+            ranges: For each rank the elements that it holds, as first and end; the same on all ranks.
+        """
+        self.group.in_order(lambda: self._gather(ranges), async_op=False, operation="gather_shards")
+
+    def _gather(self, ranges: Sequence[Sequence[tuple[int, int]]]) -> None:
+        group = self.group
+        group.barrier()  # all parts are complete
+        others = [*range(group.rank), *range(group.rank + 1, group.size)]
+        for other, tensor in zip(others, self._others, strict=True):
+            for first, end in ranges[other]:
+                self.own[first:end].copy_(tensor[first:end])
+        group.barrier()  # nobody reads any more
+
     def _average(self) -> None:
         group, numel = self.group, self.own.numel()
         group.barrier()  # all contributions are complete
@@ -107,16 +129,20 @@ def share(group: Any, nbytes: int) -> NodeMemory | None:
     if group.size == 1 or not group.is_single_node or not nbytes:
         return None
     found: list[list[mmap.mmap] | None] = []
-    group.in_order(lambda: found.append(shared_maps(group._comm, nbytes)), async_op=False)
+    group.in_order(lambda: found.append(shared_maps(group._comm, [nbytes] * group.size)), async_op=False)
     return None if found[0] is None else NodeMemory(group, found[0])
 
 
-def shared_maps(comm: Communicator, nbytes: int) -> list[mmap.mmap] | None:
-    """Map ``nbytes`` (> 0) of each rank of a communicator on one node, zeros at first; None on all ranks if that fails on any.
+def shared_maps(comm: Communicator, sizes: Sequence[int]) -> list[mmap.mmap] | None:
+    """Map memory of each rank of a communicator on one node, zeros at first; None on all ranks if that fails on any.
 
     Collective: over the communicator.
+
+    Args:
+        sizes: Bytes (> 0) of each rank.
     """
     token = secrets.randbits(62)
+    nbytes = sizes[comm.rank]
     try:
         file = _anonymous_file(nbytes)
     except (OSError, AttributeError):
@@ -126,7 +152,7 @@ def shared_maps(comm: Communicator, nbytes: int) -> list[mmap.mmap] | None:
         own[:8] = token.to_bytes(8, "little")
     facts = np.empty((comm.size, 3), np.int64)
     comm.mpi.Allgather(np.array([os.getpid(), file, token]), facts)
-    maps = _mapped(comm.rank, own, facts.tolist(), nbytes)
+    maps = _mapped(comm.rank, own, facts.tolist(), sizes)
     reaches_all = np.array([maps is not None], np.int64)
     comm.mpi.Allreduce(MPI.IN_PLACE, reaches_all, MPI.MIN)
     if file >= 0:
@@ -157,7 +183,7 @@ def _map(file: int, nbytes: int) -> mmap.mmap | None:
         return None
 
 
-def _mapped(rank: int, own: mmap.mmap | None, facts: list[list[int]], nbytes: int) -> list[mmap.mmap] | None:
+def _mapped(rank: int, own: mmap.mmap | None, facts: list[list[int]], sizes: Sequence[int]) -> list[mmap.mmap] | None:
     """Map all ranks' files; None if one is out of reach, or is another's that only has its number."""
     if own is None or any(file < 0 for _, file, _ in facts):
         return None
@@ -169,7 +195,7 @@ def _mapped(rank: int, own: mmap.mmap | None, facts: list[list[int]], nbytes: in
                 opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
             except OSError:
                 return None
-            memory = _map(opened, nbytes)
+            memory = _map(opened, sizes[other])
             os.close(opened)
         if memory is None or memory[:8] != token.to_bytes(8, "little"):
             return None

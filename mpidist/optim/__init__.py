@@ -1,4 +1,4 @@
-"""Optimizers over remote parameters.
+"""Optimizers over remote parameters; the sharded optimizer by its public names (``mpidist.zero``).
 
 A step: ``distributed_optimizer`` → ``owner_calls`` ⇝ ``local`` on the owners → ``gradients`` of the
 context → ``functional``, or ``grad_attribute`` for classes without a functional form.
@@ -10,9 +10,12 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "DistributedOptimizer": "distributed_optimizer",
-    "functional_optim_map": "registry",
-    "register_functional_optim": "registry",
+    "DistributedOptimizer": "mpidist.optim.distributed_optimizer",
+    "OSS": "mpidist.zero.optimizer",
+    "ShardedGradScaler": "mpidist.zero.grad_scaler",
+    "ZeroRedundancyOptimizer": "mpidist.zero.zero_redundancy",
+    "functional_optim_map": "mpidist.optim.registry",
+    "register_functional_optim": "mpidist.optim.registry",
 }
 __all__ = sorted(_HOMES)
 
@@ -20,5 +23,5 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'mpidist.optim' has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(f"mpidist.optim.{_HOMES[name]}"), name)
+    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return found

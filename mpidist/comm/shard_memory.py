@@ -1,0 +1,146 @@
+"""Memory of which each rank writes its own parts, and in which all ranks then get all parts.
+
+On a node the memory is mapped by all its ranks: a part is copied once, straight into place, or, where the node holds ONE copy,
+not at all. Between nodes the first rank of each node exchanges its node's parts with those of the others, and the rest of the
+node copies from it: each byte crosses the network once for each node, not for each rank. Memory that ranks cannot share, and
+device memory, is exchanged by the group's all-gather.
+
+Letters: W ranks of the group.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpidist.comm import autograd_mode, movement
+from mpidist.comm.communicator import Communicator
+from mpidist.comm.node_memory import shared_maps
+from mpidist.comm.work import Work
+
+Tensor = torch.Tensor
+Ranges = Sequence[Sequence[tuple[int, int]]]  # for each rank its parts, as first and end byte; as many of each rank
+
+
+class ShardMemory:
+    """Bytes of which each rank writes its parts.
+
+    Attributes:
+        own: This rank's copy, or its node's: uint8.
+        is_one_copy: All ranks of a node hold the same memory.
+        leads: This rank is the first of its node.
+    """
+
+    def __init__(self, group: Any, own: Tensor, copies: Sequence[Tensor] | None, is_one_copy: bool) -> None:
+        self.own = own
+        self.is_one_copy = is_one_copy
+        nodes = group._comm.nodes
+        self.leads = nodes.index(nodes[group.rank]) == group.rank
+        self._group = group
+        self._copies = copies  # of the ranks of this node; None: nothing is shared
+
+    def gather(self, ranges: Ranges, async_op: bool = False) -> Work | None:
+        """Bring the parts of all ranks into every copy.
+
+        Collective: over the group, in the order of its operations.
+
+        Blocks: until this rank's copy is complete and nobody reads its parts any more: it may write them again.
+
+        Args:
+            ranges: For each rank the bytes that it has written, as first and end; the same on all ranks.
+            async_op: On the group's thread, in its turn.
+
+        Returns:
+            A Work if ``async_op``.
+        """
+        group = self._group
+        if self._copies is not None:
+            return group._launch("gather_shards", _in_node_memory, (), (), (self, ranges), async_op)
+        places = range(max(map(len, ranges), default=0))
+        parts = [[self.own[slice(*ranges[rank][place])] for rank in range(group.size)] for place in places]
+
+        def stages() -> None:
+            for each in parts:
+                group.all_gather(each, each[group.rank])
+
+        return group.in_order(stages, async_op, self.own.device, operation="gather_shards")
+
+
+def allocate(group: Any, nbytes: int, one_copy: bool = False) -> ShardMemory:
+    """Make host memory of ``nbytes`` (> 0) for the shards of a group, shared by the ranks of each node if they can.
+
+    Collective: over the group.
+
+    Args:
+        one_copy: One copy for each node; where its ranks cannot share memory, each has its own all the same.
+    """
+    made: list[ShardMemory] = []
+    group.in_order(lambda: made.append(_allocated(group, group._comm, nbytes, one_copy)), async_op=False)
+    return made[0]
+
+
+def on_device(group: Any, nbytes: int, device: torch.device) -> ShardMemory:
+    """Make device memory of ``nbytes`` for the shards of a group. Communicates nothing."""
+    with autograd_mode.allocating():
+        return ShardMemory(group, torch.zeros(nbytes, dtype=torch.uint8, device=device), None, False)
+
+
+def _allocated(group: Any, comm: Communicator, nbytes: int, one_copy: bool) -> ShardMemory:
+    maps: list[mmap.mmap] | None = None
+    if comm.size > 1 and (comm.is_single_node or comm.shares_nodes):
+        node = comm if comm.is_single_node else comm.levels().node
+        # All ranks of the group take one way, or the leaders of some nodes would wait for those of others.
+        maps = shared_maps(node, [nbytes if rank == 0 or not one_copy else 1 for rank in range(node.size)])
+        reach = torch.tensor([maps is not None or node.size == 1])
+        group.all_reduce(reach, "min")
+        if not reach:
+            maps = None
+    with autograd_mode.allocating():
+        if maps is None:
+            return ShardMemory(group, torch.zeros(nbytes, dtype=torch.uint8), None, False)
+        held = maps[:1] if one_copy else maps
+        copies = [torch.frombuffer(memory, dtype=torch.uint8, count=nbytes) for memory in held]
+    own = copies[0] if one_copy else copies[node.rank]
+    return ShardMemory(group, own, copies, one_copy)
+
+
+def _in_node_memory(comm: Communicator, inputs: Any, outputs: Any, memory: ShardMemory, ranges: Ranges) -> None:
+    copies, own = memory._copies, memory.own
+    assert copies is not None
+    levels = None if comm.is_single_node else comm.levels()
+    node = comm if levels is None else levels.node
+    ranks = [rank for rank in range(comm.size) if comm.nodes[rank] == comm.nodes[comm.rank]]
+    node.mpi.Barrier()  # all parts of this node are complete
+    if not memory.is_one_copy and (levels is None or levels.leaders is not None):
+        for place, rank in enumerate(ranks):
+            if rank != comm.rank:
+                _copy(own, copies[place], ranges[rank])
+    if levels is not None:
+        if levels.leaders is not None:
+            _between_nodes(comm, levels.leaders, own, ranges)
+        node.mpi.Barrier()  # the leader has all parts
+        if not memory.is_one_copy and levels.leaders is None:
+            for rank in range(comm.size):
+                if rank != comm.rank:
+                    _copy(own, copies[0], ranges[rank])
+    if not memory.is_one_copy:
+        node.mpi.Barrier()  # nobody reads any more
+
+
+def _copy(own: Tensor, source: Tensor, parts: Sequence[tuple[int, int]]) -> None:
+    for first, end in parts:
+        own[first:end].copy_(source[first:end])
+
+
+def _between_nodes(comm: Communicator, leaders: Communicator, own: Tensor, ranges: Ranges) -> None:
+    by_node: list[list[Tensor]] = [[] for _ in range(leaders.size)]
+    for rank, parts in enumerate(ranges):
+        by_node[comm.nodes[rank]] += [own[first:end] for first, end in parts if first < end]
+    mine = by_node[leaders.rank]
+    others = [node for node in range(leaders.size) if node != leaders.rank]
+    sends = [(node, part) for node in others for part in mine]
+    receives = [(node, part) for node in others for part in by_node[node]]
+    movement.transfer(leaders, sends, receives)

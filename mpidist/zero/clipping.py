@@ -1,0 +1,58 @@
+"""Gradient norm over the shards of all ranks.
+
+Source: ``torch.nn.utils.clip_grad_norm_``, whose result it is; each rank adds up its own shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpidist.comm.arithmetic import MAX, SUM
+
+Tensor = torch.Tensor
+_TINY = 1e-6  # torch's: no division by zero
+
+
+def clip(group: Any, gradients: Sequence[Tensor], max_norm: float, norm_type: float, device: torch.device) -> Tensor:
+    """Scale gradients in place such that the norm of all ranks' gradients together is at most ``max_norm``.
+
+    Collective: over the group.
+
+    Args:
+        gradients: This rank's; any dtypes and devices.
+        norm_type: p > 0, or infinity.
+        device: Of the result.
+
+    Returns:
+        The norm before, a 0-dim tensor: fp32, or fp64 if this rank has such gradients.
+    """
+    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    norms = [_norm(each, norm_type).to(device) for each in dense if each.numel()]
+    if math.isinf(norm_type):
+        total = torch.stack(norms).max() if norms else torch.zeros((), dtype=torch.float64, device=device)
+        group.all_reduce(total, MAX)
+    else:
+        total = (torch.stack(norms) ** norm_type).sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+        group.all_reduce(total, SUM)
+        total = total ** (1 / norm_type)
+    scale = (max_norm / (total + _TINY)).clamp(max=1.0)
+    # No decision on the host: a CUDA stream goes on. A NaN norm makes all gradients NaN, as torch's does.
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.device, _real(gradient.dtype)))
+    return total.to(torch.float64 if any(gradient.dtype is torch.float64 for gradient in gradients) else torch.float32)
+
+
+def _norm(tensor: Tensor, norm_type: float) -> Tensor:
+    return torch.linalg.vector_norm(tensor, norm_type, dtype=_wide(tensor.dtype)).double()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype | None:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype

@@ -1,0 +1,156 @@
+"""Parameters as views of flat buffers, which all ranks fill together.
+
+Letters: W ranks; N elements of a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mpidist.comm import shard_memory
+from mpidist.comm.shard_memory import ShardMemory
+from mpidist.comm.work import Work
+from mpidist.zero.buffer_plan import BufferPlan
+
+Tensor = torch.Tensor
+
+
+class FlatBuffers:
+    """Memory of some parameters: one flat buffer for each plan.
+
+    Collective: constructed by all ranks of the group with the same plans; the parameters stay where they are until ``adopt``.
+
+    Args:
+        parameters: By number; those that the plans name.
+        one_copy: The ranks of a node hold one copy of host memory.
+
+    Attributes:
+        plans: The plans.
+        flats: For each plan its N elements.
+        is_one_copy: Host memory is the node's, and what one rank writes all its ranks read.
+    """
+
+    def __init__(self, group: Any, plans: Sequence[BufferPlan], parameters: Mapping[int, Tensor], one_copy: bool = False) -> None:
+        self.plans = list(plans)
+        self._group = group
+        self._parameters = {slot.number: parameters[slot.number] for plan in plans for slot in plan.slots}
+        self._memories: list[tuple[ShardMemory, list[int]]] = []
+        self._starts = [0] * len(plans)  # bytes, in the memory of each plan
+        flats: dict[int, Tensor] = {}
+        for device in dict.fromkeys(plan.device for plan in plans):
+            places = [place for place, plan in enumerate(plans) if plan.device == device]
+            memory = self._allocated(device, places, one_copy)
+            self._memories.append((memory, places))
+            for place in places:
+                start, plan = self._starts[place], plans[place]
+                flats[place] = memory.own[start : start + plan.nbytes].view(plan.dtype)
+        self.flats = [flats[place] for place in range(len(plans))]
+        self.is_one_copy = any(memory.is_one_copy for memory, _ in self._memories)
+        self._views = {
+            slot.number: laid_out(flat[slot.offset : slot.offset + slot.numel], self._parameters[slot.number])
+            for plan, flat in zip(self.plans, self.flats, strict=True)
+            for slot in plan.slots
+        }
+        self._addresses: dict[int, int] = {}  # of the parameters that lie here
+
+    def _allocated(self, device: torch.device, places: Sequence[int], one_copy: bool) -> ShardMemory:
+        nbytes = 0
+        for place in places:  # 64 elements are a multiple of every dtype's size
+            self._starts[place] = nbytes
+            nbytes += self.plans[place].nbytes
+        if device.type == "cpu":
+            return shard_memory.allocate(self._group, nbytes, one_copy)
+        return shard_memory.on_device(self._group, nbytes, device)
+
+    def adopt(self) -> None:
+        """Move the parameters here, with their values.
+
+        Collective: over the group. Where a node holds one copy, the values of its first rank hold.
+        """
+        self.bring_in(self._views)
+
+    def bring_in(self, numbers: Sequence[int] | Mapping[int, Any]) -> None:
+        """Move some of the parameters here, with their values. Collective: over the group."""
+        if not self.is_one_copy or self._memories[0][0].leads:
+            for number in numbers:
+                self._views[number].copy_(self._parameters[number].detach())
+        if self.is_one_copy:
+            self._group.barrier()  # the values are there
+        for number in numbers:
+            view = self._views[number]
+            self._parameters[number].data = view
+            self._addresses[number] = view.data_ptr()
+
+    def evict(self, number: int) -> None:
+        """Give a parameter memory of its own, with its value; its place here stays."""
+        parameter = self._parameters[number]
+        parameter.data = parameter.detach().clone(memory_format=torch.preserve_format)
+        del self._addresses[number]
+
+    def holds(self, number: int) -> bool:
+        """Say whether a parameter lies here."""
+        return number in self._addresses
+
+    def moved(self) -> list[int]:
+        """Return the numbers of parameters that lay here, and that somebody has put elsewhere (``module.to``)."""
+        parameters = self._parameters
+        return [number for number, address in self._addresses.items() if parameters[number].data_ptr() != address]
+
+    def gather(self, numbers: frozenset[int] | None = None, async_op: bool = False) -> list[Work]:
+        """Bring every rank's shard into all copies.
+
+        Collective: over the group.
+
+        Blocks: until the copies of this rank are complete, unless ``async_op``.
+
+        Args:
+            numbers: Of consecutive parameters, which alone are brought; all if None.
+
+        Returns:
+            Works, if ``async_op``.
+        """
+        works = []
+        for memory, places in self._memories:
+            ranges: list[list[tuple[int, int]]] = [[] for _ in range(self._group.size)]
+            for place in places:
+                start, plan = self._starts[place], self.plans[place]
+                size = plan.dtype.itemsize
+                for rank, (first, end) in enumerate(plan.parts(numbers)):
+                    ranges[rank].append((start + first * size, start + end * size))
+            work = memory.gather(ranges, async_op)
+            if work is not None:
+                works.append(work)
+        return works
+
+
+def laid_out(part: Tensor, parameter: Tensor) -> Tensor:
+    """View elements in a parameter's shape, and in its strides where these are dense."""
+    if is_dense(parameter):
+        return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+    return part.view(parameter.shape)
+
+
+def in_memory_order(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return a tensor's elements as one vector, in the order in which its parameter's elements lie; a view if it lies so, too."""
+    if is_dense(parameter) and not parameter.is_contiguous():
+        if tensor.stride() != parameter.stride():
+            tensor = torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+                tensor
+            )
+        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return tensor.reshape(-1)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Say whether a tensor's elements lie without a gap, each once, in some order of its dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return tensor.numel() > 0

@@ -1,0 +1,83 @@
+"""State of the base optimizer in flat tensors: one for each kind (``exp_avg``, …) and buffer, as long as the rank's shard.
+
+A shard is then one message for each kind when it is consolidated. The base optimizer keeps working on views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from mpidist.zero.pieces import Piece
+
+Tensor = torch.Tensor
+State = Mapping[Tensor, dict[str, Any]]
+
+
+class Kind(NamedTuple):
+    """One kind of state of one flat buffer."""
+
+    buffer: int
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+
+
+class FlatState:
+    """The flat tensors of one rank.
+
+    Attributes:
+        kinds: For each kind its tensor, of as many elements as the rank's shard of the buffer.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: dict[Kind, Tensor] = {}
+        self._settled = 0
+
+    def settle(self, pieces: Iterable[Piece], state: State, sizes: Mapping[int, int]) -> None:
+        """Move what has the shape of its piece into the flat tensors, unless it lies there; ``state`` then holds the views.
+
+        Args:
+            state: The base optimizer's.
+            sizes: For each buffer the elements of this rank's shard.
+        """
+        for piece in pieces:
+            held = state.get(piece.tensor)
+            if not held or piece.home is None:
+                continue
+            for name, value in held.items():
+                if self.belongs(piece, value):
+                    self._settle_one(piece, held, name, value, sizes[piece.home[0]])
+        self._settled = len(state)
+
+    def is_settled(self, state: State) -> bool:
+        """Say whether no piece has got its first state since the last ``settle``."""
+        return len(state) == self._settled
+
+    @staticmethod
+    def belongs(piece: Piece, value: Any) -> bool:
+        """Say whether a value is one element of state for each of the piece's."""
+        return (
+            piece.home is not None
+            and isinstance(value, torch.Tensor)
+            and value.layout is torch.strided
+            and value.dim() > 0
+            and value.shape == piece.tensor.shape
+        )
+
+    def _settle_one(self, piece: Piece, held: dict[str, Any], name: str, value: Tensor, size: int) -> None:
+        assert piece.home is not None
+        kind = Kind(piece.home[0], name, value.dtype, value.device)
+        flat = self.kinds.get(kind)
+        if flat is None:
+            flat = self.kinds[kind] = torch.zeros(size, dtype=value.dtype, device=value.device)
+        view = piece.state_view(flat)
+        if value.data_ptr() != view.data_ptr():
+            view.copy_(value)
+            held[name] = view
+
+    def nbytes(self) -> int:
+        """Return the bytes of all flat tensors."""
+        return sum(flat.nbytes for flat in self.kinds.values())

@@ -1,0 +1,136 @@
+"""Partition of parameters among ranks (pure): which rank owns which parameter, or which part of it.
+
+Letters: W ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+GREEDY, BALANCED, FLAT = "greedy", "balanced", "flat"
+PARTITIONS = (GREEDY, BALANCED, FLAT)
+
+# The new value of an element depends on that element alone, its gradient and its state.
+_ELEMENT_WISE = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
+)  # fmt: skip
+_OF_MATRICES = ("Muon", "Shampoo", "SOAP")
+
+Cost = Callable[[torch.Tensor], float]
+
+
+def greedy(sizes: Sequence[int], loads: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Give each parameter, in their order, to the rank that has the least so far.
+
+    Args:
+        sizes: Of each parameter; 1 for a frozen one.
+        loads: What each rank has already.
+
+    Returns:
+        The owner of each parameter, and the ranks' loads afterwards.
+
+    Source: the rule of FairScale's ``OSS.partition_parameters``.
+    """
+    owners, sums = [], list(loads)
+    for size in sizes:
+        rank = sums.index(min(sums))
+        owners.append(rank)
+        sums[rank] += size
+    return owners, sums
+
+
+def balanced(costs: Sequence[float], loads: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Give the dearest parameter first, and each to the rank with the least cost so far.
+
+    The most that a rank gets is at most 4/3 - 1/(3W) of the least possible.
+
+    Args:
+        costs: Of each parameter.
+        loads: What each rank has already.
+
+    Returns:
+        The owner of each parameter, and the ranks' loads afterwards.
+
+    Source: R. L. Graham, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17 (1969): the rule LPT.
+    """
+    owners, heap = [0] * len(costs), [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
+        load, rank = heap[0]
+        owners[place] = rank
+        heapq.heapreplace(heap, (load + costs[place], rank))
+    return owners, [load for load, _ in sorted(heap, key=lambda entry: entry[1])]
+
+
+def cuts(numel: int, ranks: int, unit: int) -> list[int]:
+    """Divide ``numel`` elements (a multiple of ``unit``) into parts of the same size, up to ``unit`` elements.
+
+    Returns:
+        W + 1 bounds, multiples of ``unit``.
+    """
+    return [numel * rank // ranks // unit * unit for rank in range(ranks)] + [numel]
+
+
+def is_element_wise(optim: type) -> bool:
+    """Say whether a class of optimizers may step parts of a parameter: torch's own, and those that say ``is_element_wise``.
+
+    A subclass counts only if it says so itself: it may compute norms.
+    """
+    return optim in _ELEMENT_WISE or bool(vars(optim).get("is_element_wise", False))
+
+
+def cost_of(cost: str | Cost | None, optim: type) -> Cost:
+    """Return the function that tells a parameter's cost.
+
+    Args:
+        cost: ``"bytes"``, ``"matrix"`` (max(m, n)·min(m, n)², the products of an m × n matrix with itself), a function of the
+            parameter, or None: ``"matrix"`` for Muon, Shampoo and SOAP, else ``"bytes"``.
+
+    Raises:
+        ValueError: Another word.
+    """
+    if callable(cost):
+        return cost
+    if cost is None:
+        cost = "matrix" if any(base.__name__ in _OF_MATRICES for base in optim.__mro__) else "bytes"
+    if cost not in ("bytes", "matrix"):
+        raise ValueError(f'cost is "bytes", "matrix" or a function of a parameter; got {cost!r}')
+    return _bytes if cost == "bytes" else _products
+
+
+def _bytes(parameter: torch.Tensor) -> float:
+    return parameter.nbytes
+
+
+def _products(parameter: torch.Tensor) -> float:
+    if parameter.dim() < 2:
+        return parameter.numel()
+    rows = parameter.shape[0]
+    columns = parameter.numel() // max(rows, 1)
+    return max(rows, columns) * min(rows, columns) ** 2
+
+
+def require(partition: str, optim: Any) -> None:
+    """Refuse what cannot be sharded.
+
+    Raises:
+        ValueError: An unknown partition, a flat one of an optimizer that is not known to be element-wise, or LBFGS.
+        TypeError: ``optim`` is no class of optimizers.
+    """
+    if not (isinstance(optim, type) and issubclass(optim, torch.optim.Optimizer)):
+        raise TypeError(f"optim is a class of torch.optim.Optimizer; got {optim!r}")
+    if issubclass(optim, torch.optim.LBFGS):
+        raise ValueError("LBFGS takes its step from the inner products of all parameters together: shards would step otherwise")
+    if partition not in PARTITIONS:
+        raise ValueError(f"partition is one of {', '.join(map(repr, PARTITIONS))}; got {partition!r}")
+    if partition == FLAT and not is_element_wise(optim):
+        raise ValueError(
+            f"partition='flat' cuts through parameters, and {optim.__name__} is not known to treat each element by itself: on "
+            "parts of a matrix it would train wrongly without a sign. Take 'balanced' (or 'greedy'), which keep parameters "
+            f"whole; if {optim.__name__} is element-wise, say is_element_wise = True in its class"
+        )

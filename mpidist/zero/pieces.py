@@ -1,0 +1,83 @@
+"""Pieces: what the base optimizer steps on one rank.
+
+A parameter that a rank owns whole is its own piece: the base optimizer finds it and its gradient as ever. Of one that is cut, or
+that has a master copy, the piece is a vector of the owned elements, whose gradient is the same part of the parameter's gradient,
+where it lies: nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from mpidist.zero.flat_buffers import in_memory_order
+
+Tensor = torch.Tensor
+
+
+@dataclass(eq=False)
+class Piece:
+    """Elements ``start`` to ``stop`` of one parameter, in the order in which they lie.
+
+    Attributes:
+        number: The parameter's number.
+        parameter: The parameter.
+        tensor: What the base optimizer holds: the parameter, or a vector or matrix of its elements.
+        home: Index of its flat buffer, and the place of its first element in the rank's shard; None if it lies in none.
+    """
+
+    number: int
+    parameter: Tensor
+    start: int
+    stop: int
+    tensor: Tensor
+    home: tuple[int, int] | None = None
+
+    @property
+    def is_parameter(self) -> bool:
+        """Say whether the base optimizer holds the parameter itself."""
+        return self.tensor is self.parameter
+
+    @property
+    def is_whole(self) -> bool:
+        """Say whether it is all of the parameter."""
+        return self.stop - self.start == self.parameter.numel()
+
+    def gradient(self) -> Tensor | None:
+        """Return the gradient of these elements, a view of the parameter's where its layout allows.
+
+        Raises:
+            RuntimeError: It is sparse, and the parameter is cut or has a master copy.
+        """
+        gradient = self.parameter.grad
+        if gradient is None or self.is_parameter:
+            return gradient
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"parameter {self.number} has a gradient of layout {gradient.layout}, of which no part can be stepped: take "
+                "partition='greedy' or 'balanced' without wire="
+            )
+        if self.is_whole and self.tensor.shape == gradient.shape:
+            return gradient
+        return in_memory_order(gradient, self.parameter)[self.start : self.stop]
+
+    def state_view(self, flat: Tensor) -> Tensor:
+        """Return these elements of a flat tensor of the shard, in the piece's shape and strides."""
+        assert self.home is not None
+        _, at = self.home
+        part = flat[at : at + self.stop - self.start]
+        return part.as_strided(self.tensor.shape, self.tensor.stride(), part.storage_offset())
+
+
+def attach_gradients(pieces: Iterable[Piece]) -> None:
+    """Give the pieces that are not parameters the gradients of their parameters."""
+    for piece in pieces:
+        piece.tensor.grad = piece.gradient()
+
+
+def detach_gradients(pieces: Iterable[Piece]) -> None:
+    """Take them off again: the pieces keep no gradient's memory that its parameter has given up."""
+    for piece in pieces:
+        piece.tensor.grad = None

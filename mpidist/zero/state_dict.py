@@ -1,0 +1,138 @@
+"""State dicts in torch's format (pure): from and to the state of one optimizer over all parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpidist.zero.flat_buffers import in_memory_order
+from mpidist.zero.pieces import Piece
+
+Tensor = torch.Tensor
+Groups = Sequence[dict[str, Any]]
+
+# What torch's optimizers keep for each parameter.
+_KINDS: dict[type, frozenset[str]] = {
+    torch.optim.SGD: frozenset({"momentum_buffer"}),
+    torch.optim.Adam: frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+    torch.optim.AdamW: frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+    torch.optim.NAdam: frozenset({"step", "mu_product", "exp_avg", "exp_avg_sq"}),
+    torch.optim.RAdam: frozenset({"step", "exp_avg", "exp_avg_sq"}),
+    torch.optim.Adamax: frozenset({"step", "exp_avg", "exp_inf"}),
+    torch.optim.Adagrad: frozenset({"step", "sum"}),
+    torch.optim.Adadelta: frozenset({"step", "square_avg", "acc_delta"}),
+    torch.optim.RMSprop: frozenset({"step", "square_avg", "momentum_buffer", "grad_avg"}),
+    torch.optim.Rprop: frozenset({"step", "prev", "step_size"}),
+    torch.optim.ASGD: frozenset({"step", "eta", "mu", "ax"}),
+}
+
+
+def packed(groups: Groups, state: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Return a state dict: ``state`` by number, and the groups with numbers in the place of parameters."""
+    number, result = 0, []
+    for group in groups:
+        count = len(group["params"])
+        settings = {key: value for key, value in group.items() if key != "params"}
+        result.append({**settings, "params": list(range(number, number + count))})
+        number += count
+    return {"state": {key: dict(values) for key, values in state.items()}, "param_groups": result}
+
+
+def require_fits(given: dict[str, Any], groups: Groups, optim: torch.optim.Optimizer) -> None:
+    """Refuse a state dict of another model, or of another class of optimizers.
+
+    Raises:
+        ValueError: What does not fit.
+    """
+    if "state" not in given or "param_groups" not in given:
+        raise ValueError(f"a state dict of an optimizer has 'state' and 'param_groups'; got {sorted(map(str, given))}")
+    saved = given["param_groups"]
+    sizes, own_sizes = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    if sizes != own_sizes:
+        raise ValueError(
+            f"the state dict is of another model: its parameter groups hold {sizes} parameters, this optimizer's {own_sizes}"
+        )
+    name = type(optim).__name__
+    needed = {key for key, value in optim.defaults.items() if isinstance(value, (float, tuple))}
+    for group in saved:
+        lacking = sorted(needed - set(group))
+        if lacking:
+            raise ValueError(
+                f"the state dict is of another class of optimizers: {name} needs {', '.join(lacking)} in each parameter group"
+            )
+    parameters = _by_id(saved, groups)
+    kinds = _KINDS.get(type(optim))
+    for key, held in given["state"].items():
+        if key not in parameters:
+            continue
+        if kinds is not None and not kinds.issuperset(held):
+            raise ValueError(
+                f"the state dict is of another class of optimizers: parameter {key} has {', '.join(map(str, held))}; {name} "
+                f"keeps {', '.join(sorted(kinds))}"
+            )
+        for kind, value in held.items():
+            shape = parameters[key].shape
+            # What is no scalar has the parameter's shape, in all of torch's optimizers that are element-wise.
+            if kinds is not None and isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
+                raise ValueError(
+                    f"the state dict is of another model: {kind} of parameter {key} has shape {tuple(value.shape)}, the "
+                    f"parameter {tuple(shape)}"
+                )
+
+
+def local(given: dict[str, Any], groups: Groups, base_groups: Groups, pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Return what the base optimizer of one rank is to load: the state of its pieces, by its own numbers.
+
+    Args:
+        groups: Of all parameters.
+        base_groups: Of the base optimizer.
+        pieces: This rank's.
+    """
+    saved_groups = given["param_groups"]
+    ids = {id(parameter): key for key, parameter in _by_id(saved_groups, groups).items()}
+    by_tensor = {id(piece.tensor): piece for piece in pieces}
+    result_groups, state, number = [], {}, 0
+    for saved, base in zip(saved_groups, base_groups, strict=True):
+        numbers = list(range(number, number + len(base["params"])))
+        number += len(numbers)
+        settings = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+        result_groups.append({**copy.deepcopy(settings), "params": numbers})
+        for own, tensor in zip(numbers, base["params"], strict=True):
+            piece = by_tensor[id(tensor)]
+            held = given["state"].get(ids[id(piece.parameter)])
+            if held is not None:
+                state[own] = {name: _part(value, piece) for name, value in held.items()}
+    return {"state": state, "param_groups": result_groups}
+
+
+def take_settings(base_groups: Groups, saved: Groups, groups: Groups) -> None:
+    """Give the groups of all parameters what was loaded: the base optimizer's settings, and names if some came."""
+    for base, given, own in zip(base_groups, saved, groups, strict=True):
+        kept = {"params": own["params"]}
+        if "param_names" in given or "param_names" in own:
+            kept["param_names"] = copy.copy(given.get("param_names", own.get("param_names")))
+        settings = {key: value for key, value in base.items() if key not in ("params", "param_names")}
+        own.clear()
+        own.update({**kept, **settings})
+
+
+def _part(value: Any, piece: Piece) -> Any:
+    """Return what of a parameter's state belongs to a piece; never the given tensor itself, which the steps would change."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if value.dim() == 0 or value.shape != piece.parameter.shape:
+        return value.clone()
+    if piece.is_whole and piece.tensor.shape == value.shape:
+        return value if piece.home is not None else value.clone()  # it is copied into the flat tensor
+    return in_memory_order(value, piece.parameter)[piece.start : piece.stop].view(piece.tensor.shape)
+
+
+def _by_id(saved: Groups, groups: Groups) -> dict[Any, Tensor]:
+    return {
+        key: parameter
+        for given, own in zip(saved, groups, strict=True)
+        for key, parameter in zip(given["params"], own["params"], strict=True)
+    }
