@@ -14,22 +14,22 @@ import torch
 from torch.profiler import record_function
 
 from mpidist.comm.native_group import native_group
-from mpidist.zero import clipping, state_dict
+from mpidist.zero import clipping, groups
 from mpidist.zero import partition as partitions
-from mpidist.zero.consolidation import CHUNK_BYTES, Consolidation
+from mpidist.zero.consolidation import Consolidation
 from mpidist.zero.flat_state import FlatState
 from mpidist.zero.partition import GREEDY, Cost
 from mpidist.zero.pieces import Piece, attach_gradients, detach_gradients
+from mpidist.zero.saving import Saving
 from mpidist.zero.shards import Bounds, Shards
 from mpidist.zero.verdict import highest, raise_together, require_alike
 from mpidist.zero.wire import wire_of
 
 Tensor = torch.Tensor
-_OF_RANKS = ("params", "param_names")  # what the groups of this optimizer and of the base optimizer do not share
 _MOVED = 1
 
 
-class OSS(torch.optim.Optimizer):
+class OSS(Saving):
     """Optimizer whose state is divided among the ranks of a group.
 
     Parameters that require gradients become views of flat buffers. Each rank builds ``optim`` over its shard of them; ``step``
@@ -105,9 +105,9 @@ class OSS(torch.optim.Optimizer):
             )
             if one_copy and self._wire is not None:
                 raise ValueError("one_copy=True moves nothing, so there is no wire to choose")
-            self._require_host_memory(one_copy, self.param_groups)
+            groups.require_host_memory(self.param_groups if one_copy else [])
             rows = [("arguments", (optim.__name__, partition, str(cost) if isinstance(cost, str) else None, one_copy, str(wire)))]
-            rows += self._rows(self.param_groups)
+            rows += groups.rows(self.param_groups)
         except Exception as raised:
             error = raised
         require_alike(self.group, "OSS", rows, error)
@@ -125,14 +125,14 @@ class OSS(torch.optim.Optimizer):
         shards.make()
         error: Exception | None = None
         try:
-            by_group = self._by_group(shards.pieces)
-            groups = [{**_shared(group), "params": by_group[place]} for place, group in enumerate(self.param_groups)]
-            self.optim = optim(groups, **defaults)
+            own = groups.by_group(self.param_groups, shards.pieces)
+            made = [{**groups.settings(group), "params": own[place]} for place, group in enumerate(self.param_groups)]
+            self.optim = optim(made, **defaults)
         except Exception as raised:
             error = raised
         raise_together(self.group, f"OSS({optim.__name__})", error)
         shards.adopt()
-        self._sync(self.optim.param_groups, self.param_groups)
+        groups.sync(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
         self._settle()
 
@@ -175,7 +175,7 @@ class OSS(torch.optim.Optimizer):
             self._settle()
         with record_function("mpidist::oss::gather"):
             self._share()
-        self._sync(self.optim.param_groups, self.param_groups)
+        groups.sync(self.optim.param_groups, self.param_groups)
         if failed:
             require_alike(self.group, "OSS.step", (), error)
         return result
@@ -188,7 +188,7 @@ class OSS(torch.optim.Optimizer):
             with record_function("mpidist::oss::follow"):
                 self._follow()
         shards.renew_masters()
-        self._sync(self.param_groups, self.optim.param_groups)
+        groups.sync(self.param_groups, self.optim.param_groups)
 
     def _attached(self) -> list[Piece]:
         """Return the pieces that borrow their gradients from parameters."""
@@ -220,10 +220,10 @@ class OSS(torch.optim.Optimizer):
         """Have the buffers and the state follow the parameters to another device or dtype."""
         error: Exception | None = None
         try:
-            self._require_host_memory(self._one_copy, self.param_groups)
+            groups.require_host_memory(self.param_groups if self._one_copy else [])
         except ValueError as raised:
             error = raised
-        require_alike(self.group, "OSS.step", self._rows(self.param_groups), error)
+        require_alike(self.group, "OSS.step", groups.rows(self.param_groups), error)
         self._shards.follow()
         self._state = FlatState()
         self.optim.load_state_dict(self.optim.state_dict())  # torch's rules for what takes the parameter's dtype and device
@@ -240,28 +240,28 @@ class OSS(torch.optim.Optimizer):
         error: Exception | None = None
         try:
             super().add_param_group(param_group)
-            self._require_host_memory(self._one_copy, self.param_groups[-1:])
+            groups.require_host_memory(self.param_groups[-1:] if self._one_copy else [])
         except Exception as raised:
             error = raised
         new = [] if error is not None else self.param_groups[-1:]
-        require_alike(self.group, "OSS.add_param_group", self._rows(new), error)
+        require_alike(self.group, "OSS.add_param_group", groups.rows(new), error)
         own = self._shards.add(new[0]["params"])
         self._shards.make()
         if not self._shards.steps_parameters:
             own = [piece for piece in self._shards.pieces if piece.number >= len(self._shards.parameters) - len(new[0]["params"])]
-        self.optim.add_param_group({**_shared(new[0]), "params": [piece.tensor for piece in own]})
+        self.optim.add_param_group({**groups.settings(new[0]), "params": [piece.tensor for piece in own]})
         self._shards.adopt()
-        self._sync(self.optim.param_groups, self.param_groups)
+        groups.sync(self.optim.param_groups, self.param_groups)
         self._settle()
 
     def refresh_trainable(self) -> None:
         """Take note of parameters that were frozen or that train again (``requires_grad``). Collective: over the group."""
         self._prepare()
-        require_alike(self.group, "OSS.refresh_trainable", self._rows(self.param_groups))
+        require_alike(self.group, "OSS.refresh_trainable", groups.rows(self.param_groups))
         shards = self._shards
         shards.refresh()
         made = shards.make()
-        for place, tensors in self._by_group(made).items():
+        for place, tensors in enumerate(groups.by_group(self.param_groups, made)):
             self.optim.param_groups[place]["params"] += tensors
         shards.adopt()
         self._settle()
@@ -286,7 +286,7 @@ class OSS(torch.optim.Optimizer):
                     held[owner].append(parameter)
                 number += 1
             for rank, params in enumerate(held):
-                found[rank].append({**_shared(group), "params": params})
+                found[rank].append({**groups.settings(group), "params": params})
         return found
 
     def bounds(self) -> Bounds:
@@ -331,148 +331,14 @@ class OSS(torch.optim.Optimizer):
 
     # --- state ---
 
-    def consolidate_state_dict(self, recipient_rank: int = 0, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """Bring all ranks' state to one, for its ``state_dict``. Other ranks allocate at most one chunk.
-
-        Collective: over the group.
-
-        Blocks: until the state has left this rank, and on the recipient until it is there.
-
-        Args:
-            recipient_rank: Rank in the group; -1 for all.
-            chunk_bytes: Longest message.
-
-        Raises:
-            ValueError: ``recipient_rank`` is out of range, or ``chunk_bytes`` not positive.
-        """
-        if isinstance(recipient_rank, bool) or not isinstance(recipient_rank, int) or not -1 <= recipient_rank < self.world_size:
-            raise ValueError(f"recipient_rank is a rank from 0 to {self.world_size - 1}, or -1 for all; got {recipient_rank!r}")
-        if chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes must be positive; got {chunk_bytes}")
-        self._sync(self.param_groups, self.optim.param_groups)
-        self._settle()
-        with record_function("mpidist::oss::consolidate"):
-            self._consolidation.run(self._shards, self._state, self.optim.state, recipient_rank, chunk_bytes)
-
-    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        """Return the state as ``optim`` over all parameters on one rank would.
-
-        Args:
-            all_ranks: First consolidate on all ranks; collective over the group. Otherwise it is the state of the last
-                ``consolidate_state_dict``, on its recipient.
-
-        Raises:
-            RuntimeError: The state was not consolidated on this rank.
-        """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        if all_ranks:
-            self.consolidate_state_dict(-1)
-        result = state_dict.packed(self.param_groups, self._consolidation.result(self.rank))
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            changed = post_hook(self, result)
-            if changed is not None:
-                result = changed
-        return result
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of any world size: of this class, of FairScale's, or of ``optim`` over all parameters.
-
-        The argument stays as it is. All ranks give the same.
-
-        Collective: over the group.
-
-        Raises:
-            ValueError: It is of another model or of another class of optimizers; nothing has been loaded (all ranks).
-            DisagreementError: Another rank refused, or ranks give different settings.
-        """
-        self._load(state_dict)
-
-    def _load(self, given: dict[str, Any]) -> None:
-        error: Exception | None = None
-        rows: list[tuple[str, Any]] = []
-        before = (self.optim.state, self.optim.param_groups)
-        try:
-            given = dict(given)
-            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-                changed = pre_hook(self, given)
-                given = given if changed is None else changed
-            state_dict.require_fits(given, self.param_groups, self.optim)
-            rows = [("group", _text(group)) for group in given["param_groups"]]
-        except Exception as raised:
-            error = raised
-        require_alike(self.group, "OSS.load_state_dict", rows, error)
-        try:
-            local = state_dict.local(given, self.param_groups, self.optim.param_groups, self._shards.pieces)
-            self.optim.load_state_dict(local)
-        except Exception as raised:
-            error = raised
-            self.optim.__setstate__({"state": before[0], "param_groups": before[1]})
-        raise_together(self.group, "OSS.load_state_dict", error)
-        self.state = self.optim.state
-        self._settle()
-        state_dict.take_settings(self.optim.param_groups, given["param_groups"], self.param_groups)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
     def local_state_bytes(self) -> int:
         """Return the bytes of the state that this rank holds."""
         return sum(
             value.nbytes for held in self.optim.state.values() for value in held.values() if isinstance(value, torch.Tensor)
         )
 
-    def _settle(self) -> None:
-        self._state.settle(self._shards.pieces, self.optim.state, self._shards.shard_sizes())
-
-    # --- groups ---
-
-    def _by_group(self, pieces: list[Piece]) -> dict[int, list[Tensor]]:
-        """Return the pieces' tensors by the group of their parameter; a list for every group."""
-        ends, end = [], 0
-        for group in self.param_groups:
-            end += len(group["params"])
-            ends.append(end)
-        found: dict[int, list[Tensor]] = {place: [] for place in range(len(ends))}
-        for piece in sorted(pieces, key=lambda piece: piece.number):
-            found[next(place for place, end in enumerate(ends) if piece.number < end)].append(piece.tensor)
-        return found
-
-    @staticmethod
-    def _sync(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-        for one, other in zip(source, target, strict=True):
-            other.update(_shared(one))
-
-    @staticmethod
-    def _rows(groups: list[dict[str, Any]]) -> list[tuple[str, Any]]:
-        rows: list[tuple[str, Any]] = []
-        for place, group in enumerate(groups):
-            rows.append((f"group {place}", _text(group)))
-            for number, p in enumerate(group["params"]):
-                held = (tuple(p.shape), str(p.dtype), p.device.type, p.requires_grad, p.stride())
-                rows.append((f"group {place} parameter {number}", held))
-        return rows
-
-    @staticmethod
-    def _require_host_memory(one_copy: bool, groups: list[dict[str, Any]]) -> None:
-        devices = {p.device.type for group in groups for p in group["params"]} - {"cpu"}
-        if one_copy and devices:
-            raise ValueError(f"one_copy=True is for parameters in host memory; got some on {', '.join(sorted(devices))}")
-
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("OSS holds memory and a group that all ranks share, and cannot be copied: build another one on all ranks")
 
     def __reduce__(self) -> Any:
         raise TypeError("OSS cannot be pickled: save consolidate_state_dict() and state_dict(), load with load_state_dict()")
-
-
-def _shared(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _OF_RANKS}
-
-
-def _text(group: dict[str, Any]) -> str:
-    """Write a group's settings such that equal ones have equal texts on all ranks."""
-    plain = {
-        key: value.tolist() if isinstance(value, Tensor) else f"{value:.17g}" if isinstance(value, float) else value
-        for key, value in _shared(group).items()
-    }
-    return str(sorted(plain.items(), key=str))

@@ -1,0 +1,69 @@
+"""Parameter groups (pure): what the groups of all parameters and those of the base optimizer share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from mpidist.zero.pieces import Piece
+from mpidist.zero.verdict import Row
+
+Tensor = torch.Tensor
+Group = dict[str, Any]
+
+_OF_RANKS = ("params", "param_names")
+
+
+def settings(group: Group) -> Group:
+    """Return a group without its parameters and their names."""
+    return {key: value for key, value in group.items() if key not in _OF_RANKS}
+
+
+def sync(source: Sequence[Group], target: Sequence[Group]) -> None:
+    """Give each group the settings of its counterpart: learning rates that a scheduler has changed, for instance."""
+    for one, other in zip(source, target, strict=True):
+        for key, value in one.items():
+            if key not in _OF_RANKS:
+                other[key] = value
+
+
+def by_group(groups: Sequence[Group], pieces: Iterable[Piece]) -> list[list[Tensor]]:
+    """Return for each group the tensors of its pieces, in the order of the parameters."""
+    place_of = [place for place, group in enumerate(groups) for _ in group["params"]]
+    found: list[list[Tensor]] = [[] for _ in groups]
+    for piece in sorted(pieces, key=lambda piece: piece.number):
+        found[place_of[piece.number]].append(piece.tensor)
+    return found
+
+
+def rows(groups: Sequence[Group]) -> list[Row]:
+    """Return what all ranks must hold alike: settings, and shape, dtype, kind of device and trainability of parameters."""
+    found: list[Row] = []
+    for place, group in enumerate(groups):
+        found.append((f"group {place}", text(group)))
+        for number, p in enumerate(group["params"]):
+            held = (tuple(p.shape), str(p.dtype), p.device.type, p.requires_grad, p.stride())
+            found.append((f"group {place} parameter {number}", held))
+    return found
+
+
+def text(group: Group) -> str:
+    """Write a group's settings such that equal ones have equal texts on all ranks."""
+    plain = {
+        key: value.tolist() if isinstance(value, Tensor) else f"{value:.17g}" if isinstance(value, float) else value
+        for key, value in settings(group).items()
+    }
+    return str(sorted(plain.items(), key=str))
+
+
+def require_host_memory(groups: Sequence[Group]) -> None:
+    """Refuse parameters on devices.
+
+    Raises:
+        ValueError: There are some.
+    """
+    devices = {p.device.type for group in groups for p in group["params"]} - {"cpu"}
+    if devices:
+        raise ValueError(f"one_copy=True is for parameters in host memory; got some on {', '.join(sorted(devices))}")
