@@ -3,7 +3,8 @@
 Sources, and what the tests hold each list against: ResNet-50 is torchvision's ``resnet50`` (He et al., arXiv 1512.03385; the
 stride that it moved to the 3 × 3 convolution changes no shape), 161 tensors, 25 557 032 parameters. BERT-large is
 ``bert-large-uncased`` without a head (Devlin et al., arXiv 1810.04805), 391 tensors, 335 141 888. GPT-2 is the smallest of its
-four (Radford et al., 2019; the head shares the embedding), 148 tensors, 124 439 808.
+four (Radford et al., 2019; the head shares the embedding), 148 tensors, 124 439 808; GPT-2 XL the largest,
+580 tensors, 1 557 611 200.
 """
 
 from __future__ import annotations
@@ -43,13 +44,18 @@ def bert_large() -> list[Shape]:
     return [(30522, width), (512, width), (2, width), *norm, *layer * 24, *_linear(width, width)]
 
 
-def gpt2() -> list[Shape]:
+def gpt2(layers: int = 12, width: int = 768) -> list[Shape]:
     """12 layers of width 768 over 50 257 words; its linear layers keep their weights transposed."""
-    width, wide = 768, 3072
+    wide = 4 * width
     norm = ((width,), (width,))
     attention = ((width, 3 * width), (3 * width,), (width, width), (width,))
     mlp = ((width, wide), (wide,), (wide, width), (width,))
-    return [(50257, width), (1024, width), *(*norm, *attention, *norm, *mlp) * 12, *norm]
+    return [(50257, width), (1024, width), *(*norm, *attention, *norm, *mlp) * layers, *norm]
+
+
+def gpt2_xl() -> list[Shape]:
+    """48 layers of width 1600."""
+    return gpt2(48, 1600)
 
 
 def _linear(outside: int, inside: int) -> tuple[Shape, ...]:

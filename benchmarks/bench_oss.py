@@ -1,0 +1,260 @@
+"""Compare sharded optimizers: a step and its parts, consolidation, state bytes.
+
+mpirun --bind-to none -n 2 python benchmarks/bench_oss.py        (pip install fairscale for FairScale's OSS)
+
+A model of 8.4 M parameters whose gradients stay the same; fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import environment
+import report
+import state_bytes
+import timing
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from timing import Contender, Series
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import mpidist.comm
+from mpidist.optim import OSS
+from mpidist.zero.pieces import attach_gradients
+
+try:
+    from fairscale.optim import OSS as FairScaleOSS
+except ImportError:
+    FairScaleOSS = None
+
+_ROUNDS, _BURST_S = 15, 0.05
+_KERNELS: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "fused": {"fused": True}}
+_WAYS: dict[str, dict[str, Any]] = {
+    "mpidist": {},
+    "mpidist balanced": {"partition": "balanced"},
+    "mpidist flat": {"partition": "flat"},
+    "mpidist flat, one copy": {"partition": "flat", "one_copy": True},
+}
+# (case, faster, slower, at least so many times)
+_GOALS = (
+    ("Adam, loop", "mpidist", "FairScale on Gloo", 1.8),
+    ("Adam, fused", "mpidist", "FairScale on Gloo", 2.6),
+    ("Adam, fused", "mpidist flat", "FairScale on Gloo", 2.6),
+    ("Adam, fused", "mpidist flat, one copy", "FairScale on Gloo", 4.0),
+    ("consolidation", "mpidist, memory used again", "FairScale on Gloo", 8.0),
+    ("consolidation", "mpidist, fresh memory", "FairScale on Gloo", 6.0),
+    ("Muon", "mpidist balanced", "unsharded", 1 / 0.6),
+)
+
+
+class Peers:
+    """The groups that the contenders use."""
+
+    def __init__(self) -> None:
+        self.native = mpidist.comm.init()
+        dist.init_process_group("mpidist", init_method="mpi://")
+        self.ours = dist.group.WORLD
+        self.gloo = dist.new_group(backend="gloo")
+
+
+def mlp(depth: int, width: int, bias: bool = True) -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(depth) for layer in (torch.nn.Linear(width, width, bias), torch.nn.GELU())]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(width, 10, bias))
+
+
+def with_gradients(model: torch.nn.Module) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * 1e-3
+    return model
+
+
+def optimizers(peers: Peers, make: Callable[[], torch.nn.Module], **settings: Any) -> dict[str, Any]:
+    """Build every contender over a model of its own."""
+    adam = torch.optim.Adam
+    built: dict[str, Any] = {"unsharded": adam(with_gradients(make()).parameters(), **settings)}
+    if FairScaleOSS is not None:
+        built["FairScale on Gloo"] = FairScaleOSS(with_gradients(make()).parameters(), adam, peers.gloo, **settings)
+    for name, group in (("torch on Gloo", peers.gloo), ("torch on mpidist", peers.ours)):
+        built[name] = ZeroRedundancyOptimizer(
+            with_gradients(make()).parameters(), adam, process_group=group, parameters_as_bucket_view=True, **settings
+        )
+    for name, way in _WAYS.items():
+        built[name] = OSS(with_gradients(make()).parameters(), adam, peers.native, **way, **settings)
+    return built
+
+
+def check(peers: Peers, built: dict[str, Any]) -> None:
+    """Step all once. Raise if a result differs from the unsharded optimizer's, or ours by a bit."""
+    for optimizer in built.values():
+        optimizer.step()
+    expected = built["unsharded"].param_groups[0]["params"]
+    for name, optimizer in built.items():
+        found = optimizer.param_groups[0]["params"]
+        is_right = all(
+            torch.equal(a, b) if name.startswith("mpidist") else torch.allclose(a, b)
+            for a, b in zip(found, expected, strict=True)
+        )
+        if not all(peers.native.all_gather_object(is_right)):
+            raise RuntimeError(f"{name}: wrong parameters after a step")
+
+
+def parts_of(peers: Peers, built: dict[str, Any]) -> list[Contender]:
+    """A step's parts: the base optimizer's own step, the gather, and a plain copy of as many bytes as the others' shards."""
+    found = []
+    for name in _WAYS:
+        oss = built[name]
+        attach_gradients(oss._attached())
+        found.append(_contender(f"{name}: base optimizer", oss.optim.step))
+        if "one copy" not in name:
+            found.append(_contender(f"{name}: gather", oss._share))
+    flat = built["mpidist flat"]._shards
+    (plan,), rank = flat.plans, peers.native.rank
+    own = plan.bounds[rank + 1] - plan.bounds[rank]
+    source, target = (torch.ones(plan.numel - own) for _ in range(2))
+    found.append(_contender("copy of the others' shards", lambda: target.copy_(source)))
+    return found
+
+
+def muons(peers: Peers, depth: int, width: int) -> dict[str, Any]:
+    """Build Muon over matrices: its step costs matrix products, which shards share."""
+    built: dict[str, Any] = {}
+    for name, make in (
+        ("unsharded", lambda parameters: torch.optim.Muon(parameters, lr=1e-3)),
+        ("mpidist balanced", lambda parameters: OSS(parameters, torch.optim.Muon, peers.native, partition="balanced", lr=1e-3)),
+    ):
+        built[name] = make(with_gradients(mlp(depth, width, bias=False)).parameters())
+    return built
+
+
+def consolidations(built: dict[str, Any]) -> Iterator[Contender]:
+    ours = built["mpidist"]
+    held: list[Any] = []
+
+    def again() -> None:
+        held.clear()  # nobody holds the last result
+        ours.consolidate_state_dict(0)
+
+    def fresh() -> None:
+        ours.consolidate_state_dict(0)
+        if ours.rank == 0:
+            held[:] = [ours.state_dict()]  # the next result needs memory of its own
+
+    yield _contender("mpidist, memory used again", again)
+    yield _contender("mpidist, fresh memory", fresh)
+    if "FairScale on Gloo" in built:
+        yield _contender("FairScale on Gloo", lambda: built["FairScale on Gloo"].consolidate_state_dict(0))
+    for name in ("torch on Gloo", "torch on mpidist"):
+        yield _contender(name, lambda name=name: built[name].consolidate_state_dict(0))
+
+
+def _contender(name: str, call: Callable[[], Any]) -> Contender:
+    return Contender(name, (call,), ())
+
+
+def measured_bytes(peers: Peers, built: dict[str, Any]) -> dict[str, list[int]]:
+    """Return the bytes of state of each rank, as they are held now."""
+    found = {}
+    for name, optimizer in built.items():
+        held = getattr(optimizer, "optim", optimizer).state.values()
+        own = sum(value.nbytes for state in held for value in state.values() if isinstance(value, torch.Tensor))
+        found[name] = peers.native.all_gather_object(own)
+    return found
+
+
+def ratios(results: list[dict[str, Any]]) -> list[tuple[str, str, str, float, float]]:
+    """Return what was to be reached, and what was, as the ratio of medians."""
+    rows = []
+    for case, ours, peer, goal in _GOALS:
+        for result in results:
+            medians = {name: values["median_us"] for name, values in result["contenders"].items()}
+            if result["operation"] == case and ours in medians and peer in medians:
+                rows.append((case, ours, peer, goal, medians[peer] / medians[ours]))
+    return rows
+
+
+def overheads(results: list[dict[str, Any]]) -> dict[str, float]:
+    """Return what a step costs beside the base optimizer, over the copy of the others' shards."""
+    found = {}
+    cases = {
+        result["operation"]: {name: values["median_us"] for name, values in result["contenders"].items()} for result in results
+    }
+    for kernel in _KERNELS:
+        whole, parts = cases[f"Adam, {kernel}"], cases[f"parts of Adam, {kernel}"]
+        for name in _WAYS:
+            rest = whole[name] - parts[f"{name}: base optimizer"]
+            found[f"Adam, {kernel}: {name}"] = rest / parts["copy of the others' shards"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=_ROUNDS)
+    parser.add_argument("--quick", action="store_true", help="a small model and few rounds: only shows that it runs")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    rounds, burst_s = (2, 0.001) if options.quick else (options.rounds, _BURST_S)
+    depth, width = (2, 64) if options.quick else (8, 1024)
+    torch.set_num_threads(1)
+    peers = Peers()
+    from mpi4py import MPI
+
+    raw = MPI.COMM_WORLD.Dup()
+    about = environment.describe(raw)
+    is_first = peers.native.rank == 0
+    if not options.quick:
+        timing.touch_memory()
+    results: list[dict[str, Any]] = []
+    held_bytes: dict[str, list[int]] = {}
+
+    def run(case: str, contenders: list[Contender]) -> None:
+        series: list[Series] = timing.time_rounds(raw, contenders, rounds, burst_s)
+        results.append(report.result_of(case, 0, 0, series))
+        if is_first:
+            rows = [(s.name, s.median_us / 1e3, s.percentile_us(10) / 1e3, s.percentile_us(90) / 1e3) for s in series]
+            print(f"\n{case}\n{tabulate(rows, ('contender', 'ms, median', 'p10', 'p90'), floatfmt='.2f')}", flush=True)
+
+    for kernel, settings in _KERNELS.items():
+        built = optimizers(peers, lambda: mlp(depth, width), lr=1e-3, **settings)
+        check(peers, built)
+        contenders = [_contender(name, optimizer.step) for name, optimizer in built.items()]
+        run(f"Adam, {kernel}", contenders)
+        run(f"parts of Adam, {kernel}", parts_of(peers, built))
+        if kernel == "loop":
+            held_bytes = measured_bytes(peers, built)
+            run("consolidation", list(consolidations(built)))
+        del built, contenders
+    matrices = muons(peers, depth // 2, width // 2)
+    run("Muon", [_contender(name, optimizer.step) for name, optimizer in matrices.items()])
+    if is_first:
+        reached, by_arithmetic = ratios(results), state_bytes.rows()
+        print(f"\n{tabulate(reached, ('case', 'ours', 'peer', 'to reach', 'times faster'), floatfmt='.2f')}")
+        print("\nStep less the base optimizer's, over a copy of the others' shards (1.5 to reach):")
+        print(tabulate(sorted(overheads(results).items()), floatfmt=".2f"))
+        print("\nState of each rank, MiB: ")
+        print(tabulate([(name, *(f"{n / 2**20:.2f}" for n in held)) for name, held in held_bytes.items()]))
+        print(f"\nAdam's state on the fullest rank, and its ratio to an even share\n{state_bytes.table(by_arithmetic)}")
+        record = {
+            "benchmark": "oss",
+            "environment": about,
+            "rounds": rounds,
+            "results": results,
+            "goals": [dict(zip(("case", "ours", "peer", "goal", "ratio"), row, strict=True)) for row in reached],
+            "overheads": overheads(results),
+            "state_bytes": held_bytes,
+            "state_bytes_by_arithmetic": by_arithmetic,
+            "median_goal_ratio": statistics.median(row[4] for row in reached) if reached else None,
+        }
+        report.write_json(record, options.output / f"oss-{environment.library_name(about)}-{about['ranks']}.json")
+    dist.destroy_process_group()
+    peers.native.close()
+
+
+if __name__ == "__main__":
+    main()
