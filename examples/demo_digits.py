@@ -2,6 +2,7 @@
 
 mpirun -n 2 python examples/demo_digits.py
 mpirun -n 2 python examples/demo_digits.py --hook powersgd-2
+mpirun -n 2 python examples/demo_digits.py --hook allreduce --optimizer oss
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from mpidist.ddp import (
     fp16_compress_hook,
     powerSGD_hook,
 )
+from mpidist.optim import OSS
 
 WANTED_ACCURACY = 0.97
 UNCOMPRESSED_SHARE = 0.1  # of the steps: PowerSGD starts when the first, large gradients are over
@@ -83,6 +85,7 @@ class Result:
     uncompressed_bytes: int  # the same in fp32
     exposed_ms: float  # of a step's forward and backward
     samples_per_s: float  # all ranks together
+    state_bytes: list[int]  # of each rank's optimizer
     peak_mib: float  # of this rank's memory
     weights: str  # hash
 
@@ -103,7 +106,7 @@ def build_net() -> nn.Module:
     )  # fmt: skip
 
 
-def train(group: Any, name: str, seed: int, epochs: int, batch_size: int) -> Result:
+def train(group: Any, name: str, optimizer_name: str, seed: int, epochs: int, batch_size: int) -> Result:
     """Train once. Collective over the group."""
     torch.manual_seed(seed)
     train_images, test_images, train_labels, test_labels = load_data(seed)
@@ -116,11 +119,18 @@ def train(group: Any, name: str, seed: int, epochs: int, batch_size: int) -> Res
     state = method.state(group, steps)
     model = DistributedDataParallel(build_net(), process_group=group)
     model.register_comm_hook(state, method.hook)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    # The same bits either way; OSS keeps on each rank the state of its share of the parameters.
+    is_sharded = optimizer_name == "oss"
+    optimizer: torch.optim.Optimizer = (
+        OSS(model.parameters(), torch.optim.Adam, group, partition="flat", lr=1e-3)
+        if is_sharded
+        else torch.optim.Adam(model.parameters(), lr=1e-3)
+    )
     schedule = OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps)
 
     losses, accuracies, training_s = [], [], 0.0
-    for epoch in progress(range(epochs), f"{name} on {group.size} ranks", group.rank):
+    title = f"{name}, OSS" if is_sharded else name
+    for epoch in progress(range(epochs), f"{title} on {group.size} ranks", group.rank):
         sampler.set_epoch(epoch)
         model.train()
         start, total, count = time.perf_counter(), 0.0, 0
@@ -142,7 +152,7 @@ def train(group: Any, name: str, seed: int, epochs: int, batch_size: int) -> Res
         _, _, elements = state.compression_stats()  # of the compressed steps alone
         sent = elements / compressed
     return Result(
-        method=name,
+        method=title,
         seed=seed,
         losses=losses,
         accuracies=accuracies,
@@ -152,6 +162,7 @@ def train(group: Any, name: str, seed: int, epochs: int, batch_size: int) -> Res
         uncompressed_bytes=4 * numel,
         exposed_ms=exposed_ms(group, model, train_images[:own_batch], train_labels[:own_batch]),
         samples_per_s=epochs * len(train_labels) / training_s,
+        state_bytes=group.all_gather_object(state_bytes(optimizer)),
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         weights=hash_of_weights(model.module),
     )
@@ -199,6 +210,11 @@ def exposed_ms(group: Any, model: Any, images: torch.Tensor, labels: torch.Tenso
     return mean_over_ranks(group, 1e3 * (with_sync - without), 1)
 
 
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of optimizer state that this rank holds."""
+    return sum(value.nbytes for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+
+
 def hash_of_weights(net: nn.Module) -> str:
     data = b"".join(weight.detach().numpy().tobytes() for weight in net.parameters())
     return hashlib.sha256(data).hexdigest()[:16]
@@ -212,14 +228,23 @@ def problems_of(results: list[Result], told: list[list[str]], epochs: int) -> li
             problems.append(f"{result.method}: the ranks ended with different weights")
         if epochs >= 20 and result.accuracies[-1] < WANTED_ACCURACY:
             problems.append(f"{result.method}: accuracy {result.accuracies[-1]:.2%} is below {WANTED_ACCURACY:.0%}")
-        if METHODS[result.method].rank is not None and result.compressed_steps < 0.8 * result.steps:
+        if METHODS[result.method.removesuffix(", OSS")].rank is not None and result.compressed_steps < 0.8 * result.steps:
             problems.append(f"{result.method}: only {result.compressed_steps} of {result.steps} steps were compressed")
+    by_run = {(result.method, result.seed): result for result in results}
+    for (method, seed), result in by_run.items():
+        other = by_run.get((method.removesuffix(", OSS"), seed))
+        if other is not None and other.weights != result.weights:
+            problems.append(f"{method}: other weights than with Adam's whole state on each rank")
     return problems
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hook", nargs="+", choices=list(METHODS), default=COMPARED, metavar="HOOK", help=", ".join(METHODS))
+    parser.add_argument(
+        "--optimizer", nargs="+", choices=["adam", "oss"], default=["adam", "oss"],
+        help="all hooks train with the first, the first hook with the others; oss is Adam with sharded state",
+    )  # fmt: skip
     parser.add_argument("--epochs", type=positive, default=30)
     parser.add_argument("--batch-size", type=positive, default=64, help="of all ranks together")
     parser.add_argument("--seeds", type=positive, default=1, help="train so many times with each hook")
@@ -228,8 +253,10 @@ def main() -> None:
     options = parse(parser, group.rank)
 
     torch.set_num_threads(1)  # the ranks share the node's cores
-    runs = [(name, seed) for name in options.hook for seed in range(options.seeds)]
-    results = [train(group, name, seed, options.epochs, options.batch_size) for name, seed in runs]
+    first, *others = options.optimizer
+    pairs = [(name, first) for name in options.hook] + [(options.hook[0], other) for other in others]
+    runs = [(*pair, seed) for pair in pairs for seed in range(options.seeds)]
+    results = [train(group, *run, options.epochs, options.batch_size) for run in runs]
     told = group.all_gather_object([result.weights for result in results])
     peaks_mib = group.all_gather_object(results[-1].peak_mib)
     problems = problems_of(results, told, options.epochs)

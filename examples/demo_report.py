@@ -28,9 +28,13 @@ def table(results: Sequence[Row]) -> str:
                 f"{mean(run['compressed_steps'] / run['steps'] for run in runs):.0%}",
                 f"{mean(run['exposed_ms'] for run in runs):.2f}",
                 f"{mean(run['samples_per_s'] for run in runs):,.0f}",
+                f"{max(runs[0]['state_bytes']):,}",
             )
         )
-    headers = ("hook", "test accuracy", "bytes sent a step", "compression", "of the steps", "exposed ms a step", "samples/s")
+    headers = (
+        "hook", "test accuracy", "bytes sent\na step", "compression", "of the\nsteps", "exposed ms\na step", "samples/s",
+        "optimizer state,\nbytes a rank",
+    )  # fmt: skip
     return tabulate(lines, headers, tablefmt="rounded_outline", stralign="right", disable_numparse=True)
 
 

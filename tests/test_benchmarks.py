@@ -68,6 +68,7 @@ def of_two_ranks(_libraries, tmp_path_factory):
         ["bench_ddp.py", *_TRAINING, *to],
         ["bench_powersgd.py", *_TRAINING, *to],
         ["bench_device.py", "--quick", "--device", "cpu", *to],
+        ["bench_oss.py", "--quick", *to],
     ]
     done = job(2, _IN_TURN.format(folder=str(BENCHMARKS), programs=programs), "--bind-to", "none", timeout_s=200)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
@@ -107,6 +108,23 @@ def test_ways_to_execute_are_compared_and_recorded(of_two_ranks):
     record = record_of(of_two_ranks[0], "execution-*-2-unbound.json", has_picture=False)
     assert [result["operation"] for result in record["results"]] == ["latency"] * 4 + ["overlap", "two threads"]
     assert set(record["results"][0]["contenders"]) == {"mpi4py", "caller", "group's thread", "non-blocking"}
+
+
+@pytest.mark.slow
+def test_sharded_steps_are_compared_and_state_bytes_recorded(of_two_ranks):
+    record = record_of(of_two_ranks[0], "oss-*-2.json", has_picture=False)
+    cases = {result["operation"]: result["contenders"] for result in record["results"]}
+    assert set(cases) == {"Adam, loop", "Adam, fused", "parts of Adam, loop", "parts of Adam, fused", "consolidation", "Muon"}
+    ways = ["mpidist", "mpidist balanced", "mpidist flat", "mpidist flat, one copy"]
+    assert [name for name in cases["Adam, fused"] if name != "FairScale on Gloo"] == [
+        "unsharded", "torch on Gloo", "torch on mpidist", *ways,
+    ]  # fmt: skip
+    assert set(record["overheads"]) == {f"Adam, {kernel}: {way}" for kernel in ("loop", "fused") for way in ways}
+    # A half and 64 elements; the whole has two moments and a step count for each parameter.
+    held = record["state_bytes"]
+    assert all(own <= held["unsharded"][0] / 2 + 8 * 64 + 4 * 6 for own in held["mpidist flat"])
+    shares = {(row["network"], row["ranks"], row["partition"]): row["over_even"] for row in record["state_bytes_by_arithmetic"]}
+    assert shares["GPT-2 XL", 64, "flat"] < 1.001 < shares["GPT-2 XL", 8, "greedy"] and shares["ResNet-50", 8, "balanced"] < 1.02
 
 
 @pytest.mark.slow

@@ -133,6 +133,7 @@ class OSS(Saving):
         raise_together(self.group, f"OSS({optim.__name__})", error)
         shards.adopt()
         groups.sync(self.optim.param_groups, self.param_groups)
+        self.defaults = self.optim.defaults  # schedulers look there for momentum or betas
         self.state = self.optim.state
         self._settle()
 

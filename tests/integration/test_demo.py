@@ -37,7 +37,12 @@ def accuracies_of(results):
 def test_hooks_stand_side_by_side_and_powersgd_costs_no_accuracy(tmp_path):
     text, results = run(tmp_path, "--epochs", "8")
     by_method = {result["method"]: result for result in results}
-    assert list(by_method) == ["allreduce", "fp16", "powersgd-1", "powersgd-2", "powersgd-4"]
+    assert list(by_method) == ["allreduce", "fp16", "powersgd-1", "powersgd-2", "powersgd-4", "allreduce, OSS"]
+    # The same bits, and two moments of fp32 for half of the parameters (and for each parameter a step count).
+    whole_state, shares = by_method["allreduce"]["state_bytes"], by_method["allreduce, OSS"]["state_bytes"]
+    assert by_method["allreduce"]["weights"] == by_method["allreduce, OSS"]["weights"]
+    assert whole_state[0] == 8 * 151_306 + 4 * 8 and sum(shares) <= whole_state[0] + 4 * 8
+    assert max(shares) <= 0.52 * whole_state[0]
     assert all(name in text for name in by_method)
     whole = by_method["allreduce"]["bytes_per_step"]
     assert whole == by_method["allreduce"]["uncompressed_bytes"] == 4 * (320 + 18_496 + 131_200 + 1_290)
