@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from mpidist.zero.optimizer import OSS
 from tests.support import agree

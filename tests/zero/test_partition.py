@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -46,7 +47,7 @@ def test_greedy_is_fairscales_rule_of_thumb():
 @given(st.integers(0, 60), RANKS)
 def test_cuts_are_equal_up_to_a_unit(units, ranks):
     bounds = cuts(units * 64, ranks, 64)
-    lengths = [end - first for first, end in zip(bounds, bounds[1:], strict=False)]
+    lengths = [end - first for first, end in itertools.pairwise(bounds)]
     assert len(bounds) == ranks + 1 and bounds[0] == 0 and bounds[-1] == units * 64
     assert not any(bound % 64 for bound in bounds) and max(lengths) - min(lengths) <= 64
 
