@@ -15,7 +15,7 @@ import torch
 
 from mpidist.zero import partition as partitions
 from mpidist.zero.buffer_plan import BufferPlan, Slot, cut, whole
-from mpidist.zero.flat_buffers import FlatBuffers, in_memory_order
+from mpidist.zero.flat_buffers import FlatBuffers, in_memory_order, laid_out
 from mpidist.zero.partition import BALANCED, FLAT, Cost
 from mpidist.zero.pieces import Piece
 
@@ -181,6 +181,15 @@ class Shards:
         for buffers in self._buffers:
             buffers.require_shapes()
 
+    def unchanged(self) -> list[Piece]:
+        """Return this rank's pieces whose parameters have the dtype and device of their buffers."""
+        kinds = [(plan.dtype, plan.device) for plan in self.plans]
+        return [
+            piece
+            for piece in self.pieces
+            if piece.home is not None and kinds[piece.home[0]] == (piece.parameter.dtype, piece.parameter.device)
+        ]
+
     def follow(self) -> None:
         """Make the buffers anew with the parameters' present devices and dtypes; each rank owns what it owned.
 
@@ -243,8 +252,10 @@ class Shards:
         with torch.no_grad():
             for piece in self.pieces:
                 if piece.home is not None and self._versions.get(piece.number) != piece.parameter._version:
-                    values = in_memory_order(piece.parameter.detach(), piece.parameter)[piece.start : piece.stop]
-                    piece.tensor.detach().copy_(values.view(piece.tensor.shape))
+                    values = piece.parameter.detach()
+                    if not piece.is_whole:
+                        values = in_memory_order(values, piece.parameter)[piece.start : piece.stop]
+                    piece.tensor.detach().copy_(values)
         self.note_masters()
 
     def note_masters(self) -> None:
@@ -278,7 +289,9 @@ class Shards:
                 own[span.number].home = home
                 continue
             parameter = self.parameters[span.number]
-            tensor = torch.nn.Parameter(self._elements(place, span.offset, span.stop - span.start, parameter))
+            tensor = torch.nn.Parameter(
+                self._elements(place, span.offset, span.stop - span.start, self._home[span.number].view(span.number))
+            )
             made.append(Piece(span.number, parameter, span.start, span.stop, tensor, home))
         return made
 
@@ -290,16 +303,18 @@ class Shards:
             piece = own[span.number]
             piece.home = (place, span.offset - low)
             if not piece.is_parameter:
-                piece.tensor.data = self._elements(place, span.offset, span.stop - span.start, piece.parameter)
+                piece.tensor.data = self._elements(
+                    place, span.offset, span.stop - span.start, self._home[span.number].view(span.number)
+                )
 
-    def _elements(self, place: int, offset: int, numel: int, parameter: Tensor) -> Tensor:
+    def _elements(self, place: int, offset: int, numel: int, view: Tensor) -> Tensor:
         """Return what the base optimizer steps: elements of the flat buffer, or of the master copy of the shard."""
         memory = self.flats[place]
         if self._has_masters:
             memory, offset = self.masters[place], offset - self.plans[place].bounds[self._group.rank]
         part = memory[offset : offset + numel]
         # Whole parameters keep their shape: the base optimizer may look at it.
-        return part.view(parameter.shape) if numel == parameter.numel() and parameter.is_contiguous() else part
+        return laid_out(part, view) if numel == view.numel() else part
 
     def _split(self, plan: BufferPlan) -> Iterable[BufferPlan]:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
