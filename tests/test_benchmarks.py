@@ -135,7 +135,9 @@ def test_kernels_are_compared_and_recorded(tmp_path):
     assert path.with_suffix(".png").stat().st_size > 0
     record = json.loads(path.read_text())
     assert record["results_checked"] is True and record["left_out_for_time"] == [] and len(record["goals"]) == 4
-    assert {result["operation"] for result in record["copies"]} == {"pack", "unpack", "accumulate"}
+    assert {result["operation"] for result in record["copies"]} == {
+        "pack", "unpack", "accumulate", "quantize_change", "dequantize_add",
+    }  # fmt: skip
     for result in record["copies"]:
         assert list(result["contenders"]) == ["mpidist", "torch", "device copy"]
         assert result["contenders"]["device copy"]["over_copy"] == 1
