@@ -1,0 +1,1 @@
+"""Sharded optimizer (ZeRO-1)."""
