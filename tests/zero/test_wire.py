@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mpidist.kernels.quantize import BLOCK
-from mpidist.zero import wire_memory
+from mpidist.zero import wire_int8, wire_memory
 from mpidist.zero.wire import wire_of
 from mpidist.zero.wire_half import HalfWire
-from mpidist.zero.wire_int8 import Int8Wire, section_nbytes
+from mpidist.zero.wire_int8 import Int8Wire, section_nbytes, segments_of
 from tests.support import agree, raises_on_all
 
 HALF = [torch.bfloat16, torch.float16]
@@ -71,7 +71,8 @@ def test_halves_are_the_rounded_masters_on_all_ranks(group, device, dtype):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
-def test_int8_sends_changes_and_leaves_the_rest_in_the_master(group, device, dtype):
+def test_int8_sends_changes_and_leaves_the_rest_in_the_master(group, device, dtype, monkeypatch):
+    monkeypatch.setattr(wire_int8, "_SEGMENT_NUMEL", 1024)  # two of the even shards, up to five of the ragged ones
     wire = Int8Wire()
     for turn, bounds in enumerate(layouts(group.size)):
         masters, own, flat = buffers(group, bounds, dtype, turn)
@@ -216,6 +217,19 @@ def test_bytes_of_the_busiest_rank(size):
             busiest = max(sum(sizes[peer] + sizes[rank] for peer in range(size) if peer != rank) for rank in range(size))
             assert wire.nbytes(bounds) == busiest
     assert [section_nbytes(numel) for numel in (0, 64, 256, 320, 1 << 20)] == [0, 80, 272, 336, (1 << 20) + (1 << 14)]
+
+
+def test_segments_hold_each_element_once_and_whole_blocks(monkeypatch):
+    monkeypatch.setattr(wire_int8, "_SEGMENT_NUMEL", 1024)
+    bounds = [64, 64, 3264, 3328, 5376]
+    segments = segments_of(bounds)
+    assert len(segments) == 4 and segments_of([5, 5, 5]) == []
+    assert segments[1] == [(64, 64), (1088, 2112), (3328, 3328), (4352, 5376)]
+    for rank, (start, stop) in enumerate(pairwise(bounds)):
+        spans = [spans[rank] for spans in segments]
+        assert [place for first, last in spans for place in range(first, last)] == list(range(start, stop))
+        assert all((first - start) % BLOCK == 0 for first, last in spans if first < last)
+        assert sum(section_nbytes(last - first) for first, last in spans) == section_nbytes(stop - start)
 
 
 def test_wires_by_name():
