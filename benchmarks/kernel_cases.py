@@ -1,4 +1,5 @@
-"""Many tensors into one flat buffer, back, and sums across dtypes: ours and torch's beside a plain copy of as many bytes."""
+"""Kernels that move tensors, ours and torch's beside a plain copy of as many bytes: many tensors into one flat buffer and back,
+sums across dtypes, changes as blockwise int8."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from timing import Contender
 
 from mpidist.kernels.accumulate import accumulate
 from mpidist.kernels.pack import pack, unpack
+from mpidist.kernels.quantize import BLOCK, blocks_in, dequantize_add, quantize_change, quantize_twin
 
 Tensor = torch.Tensor
 Call = Callable[[], object]
@@ -56,6 +58,8 @@ def cases(lists: Sequence[str], sizes_bytes: Sequence[int], device: torch.device
                 yield from _both_ways(name, shapes, size_bytes, dtype, device)
         for y, x in ((torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)):
             yield _accumulation(size_bytes, y, x, device)
+        yield _quantization(size_bytes, device)
+        yield _dequantization(size_bytes, device)
 
 
 def _both_ways(name: str, shapes: Sequence[Shape], size_bytes: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -104,6 +108,62 @@ def _accumulation(size_bytes: int, y: torch.dtype, x: torch.dtype, device: torch
     )
 
 
+class Change:
+    """A shard's master and visible parameters, and the change between them as int8, computed on the host."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        master, flat = torch.randn(2, numel)
+        q, scales = torch.empty(numel, dtype=torch.int8), torch.empty(blocks_in(numel))
+        quantize_twin(master, flat, q, scales)
+        sums = flat + (q.view(-1, BLOCK) * scales.unsqueeze(1)).view(-1)
+        self.start = flat.to(device)
+        self.master, self.flat = master.to(device), flat.to(device, copy=True)
+        self.q, self.scales, self.sums = q.to(device), scales.to(device), sums.to(device)
+        self.own_q, self.own_scales = self.q.clone(), self.scales.clone()
+
+
+def _quantization(size_bytes: int, device: torch.device) -> Case:
+    numel = size_bytes // 4
+    moved_bytes = numel * 9 + 4 * blocks_in(numel)
+    sets = [Change(numel, device) for _ in range(_sets(moved_bytes, device))]
+    calls: dict[str, list[Call]] = {
+        OURS: [partial(quantize_change, s.master, s.start, s.own_q, s.own_scales) for s in sets],
+        THEIRS: [partial(_quantized_by_torch, s.master, s.start, s.own_q, s.own_scales) for s in sets],
+    }
+    pairs = [pair for s in sets for pair in ((s.own_q, s.q), (s.own_scales, s.scales))]
+    contenders = [*_contenders(calls), _copies(moved_bytes, len(sets), device)]
+    about = ("one tensor", 1, "float32, int8", size_bytes, moved_bytes)
+    return Case("quantize_change", *about, contenders, partial(_wrong, calls, lambda: pairs))
+
+
+def _dequantization(size_bytes: int, device: torch.device) -> Case:
+    numel = size_bytes // 4
+    moved_bytes = numel * 9 + 4 * blocks_in(numel)
+    sets = [Change(numel, device) for _ in range(_sets(moved_bytes, device))]
+    calls: dict[str, list[Call]] = {
+        OURS: [partial(dequantize_add, s.flat, s.q, s.scales) for s in sets],
+        THEIRS: [partial(_dequantized_by_torch, s.flat, s.q, s.scales) for s in sets],
+    }
+
+    def results() -> list[tuple[Tensor, Tensor]]:
+        # ``_wrong`` has filled the targets with what does not matter to a sum that begins here.
+        return [(s.flat.copy_(s.start), s.sums) for s in sets]
+
+    contenders = [*_contenders(calls), _copies(moved_bytes, len(sets), device)]
+    about = ("one tensor", 1, "int8, float32", size_bytes, moved_bytes)
+    return Case("dequantize_add", *about, contenders, partial(_wrong, calls, results))
+
+
+def _quantized_by_torch(master: Tensor, flat: Tensor, q: Tensor, scales: Tensor) -> None:
+    change = (master - flat).view(-1, BLOCK)
+    torch.div(change.abs().amax(1), torch.full_like(scales, 127), out=scales)
+    q.view(-1, BLOCK).copy_((change * scales.reciprocal().unsqueeze(1)).round_())
+
+
+def _dequantized_by_torch(target: Tensor, q: Tensor, scales: Tensor) -> None:
+    target.view(-1, BLOCK).add_(q.view(-1, BLOCK) * scales.unsqueeze(1))
+
+
 def _sets(moved_bytes: int, device: torch.device) -> int:
     return max(_COLD_BYTES // moved_bytes, 1) if device.type == "cuda" else 1
 
@@ -122,7 +182,7 @@ def _wrong(calls: dict[str, list[Call]], results: Callable[[], list[tuple[Tensor
     names = []
     for name, own in calls.items():
         for got, _ in results():
-            got.fill_(math.nan)
+            got.fill_(math.nan if got.is_floating_point() else 99)
         pairs = results()
         for call in own:
             call()

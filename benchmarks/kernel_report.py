@@ -131,7 +131,7 @@ def powersgd_row(result: dict[str, Any]) -> str:
 
 def judge(copied: Sequence[dict[str, Any]], compressed: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Hold a run against the figures to reach; nothing fails on them."""
-    large = [result for result in copied if result["operation"] != "accumulate" and result["size_bytes"] >= 16 * _MI]
+    large = [result for result in copied if result["operation"] in ("pack", "unpack") and result["size_bytes"] >= 16 * _MI]
     shares = {_copy_case(result): result["contenders"][copies.OURS]["over_copy"] for result in large}
     verdicts = [_verdict("pack, unpack ≥ 0.85 of the device copy's rate, from 16 MiB", shares, 0.85, True)]
     for name in (powersgd.OURS, powersgd.KERNELS):

@@ -31,6 +31,9 @@ _PAIRS = (
     ("mpidist", "ping-pong"),
     ("mpidist", "mpidist no-op"),
     ("mpidist", "mpidist, fewer"),
+    ("fp32", "bf16"),
+    ("fp32", "fp16"),
+    ("fp32", "int8"),
 )
 _COLORS = {
     "gloo": "tab:red",

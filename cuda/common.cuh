@@ -95,6 +95,16 @@ template <int N, class T> __device__ __forceinline__ void store(T* p, const Vect
         memcpy(w, &v, BYTES);
         asm volatile("st.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(w[0]), "r"(w[1]) : "memory");
         return;
+    } else if constexpr (BYTES == 4) {
+        unsigned w;
+        memcpy(&w, &v, BYTES);
+        asm volatile("st.b32 [%0], %1;" ::"l"(p), "r"(w) : "memory");
+        return;
+    } else if constexpr (BYTES == 2) {
+        unsigned short w;
+        memcpy(&w, &v, BYTES);
+        asm volatile("st.b16 [%0], %1;" ::"l"(p), "h"(w) : "memory");
+        return;
     }
 #endif
     *(Vector<T, N>*)p = v;

@@ -69,6 +69,7 @@ def of_two_ranks(_libraries, tmp_path_factory):
         ["bench_powersgd.py", *_TRAINING, *to],
         ["bench_device.py", "--quick", "--device", "cpu", *to],
         ["bench_oss.py", "--quick", *to],
+        ["bench_wire.py", "--numel", "20000", "--rounds", "1", "--burst-s", "0", "--link", "test", *to],
     ]
     done = job(2, _IN_TURN.format(folder=str(BENCHMARKS), programs=programs), "--bind-to", "none", timeout_s=200)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
@@ -153,7 +154,9 @@ def test_kernels_are_compared_and_recorded(tmp_path):
     assert path.with_suffix(".png").stat().st_size > 0
     record = json.loads(path.read_text())
     assert record["results_checked"] is True and record["left_out_for_time"] == [] and len(record["goals"]) == 4
-    assert {result["operation"] for result in record["copies"]} == {"pack", "unpack", "accumulate"}
+    assert {result["operation"] for result in record["copies"]} == {
+        "pack", "unpack", "accumulate", "quantize_change", "dequantize_add",
+    }  # fmt: skip
     for result in record["copies"]:
         assert list(result["contenders"]) == ["mpidist", "torch", "device copy"]
         assert result["contenders"]["device copy"]["over_copy"] == 1
@@ -190,6 +193,17 @@ def test_pauses_during_steps_of_optimizers(tmp_path):
     fused = {result["optimizer"] for result in results if result["kernel"] == "fused"}
     assert fused == {"SGD", "Adam", "AdamW", "Adagrad"} and len({result["optimizer"] for result in results}) == 9
     assert all(result["longest pause, ms"] >= result["99 % of pauses below, ms"] for result in results)
+
+
+@pytest.mark.slow
+def test_wires_are_compared_and_recorded(of_two_ranks):
+    record = record_of(of_two_ranks[0], "wire-*-2-test.json", has_picture=False)
+    (result,) = record["results"]
+    sent = {name: values["bytes_of_a_rank"] for name, values in result["contenders"].items()}
+    # 157 times 64 elements and the rest; 40 and 39 blocks of int8 with a scale each, which are filled up to 16 bytes.
+    int8 = 10048 + 160 + 9952 + 160
+    assert sent == {"fp32": 80_000, "bf16": 40_000, "fp16": 40_000, "int8": int8, "int8, no network": 0}
+    assert [pair["right"] for pair in result["comparisons"]] == ["bf16", "fp16", "int8"] and record["results_checked"] is True
 
 
 @pytest.mark.slow

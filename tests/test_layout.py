@@ -68,6 +68,9 @@ COVERED_BY = {
     "torch_backend": "integration/test_torch_groups.py",
     "torch_group": "integration/test_torch_api.py",
     "tune": "comm/test_tuning.py",
+    "zero/wire_half": "zero/test_wire.py",
+    "zero/wire_int8": "zero/test_wire.py",
+    "zero/wire_memory": "zero/test_wire.py",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpidist.kernels import accumulate, launch, load, pack, powersgd
+from mpidist.kernels import accumulate, launch, load, pack, powersgd, quantize
 from tests.kernels import host
 
 
@@ -17,7 +17,7 @@ def use_cuda_text_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         launched.append(name)
         host.run(file, name, blocks, args, threads, defines)
 
-    for module in (accumulate, pack, powersgd):
+    for module in (accumulate, pack, powersgd, quantize):
         monkeypatch.setattr(module, "has_kernels", lambda tensor: True)
         monkeypatch.setattr(module, "launch", on_the_cpu)
     return launched

@@ -162,6 +162,10 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline unsigned __float_as_uint(float v) { unsigned bits; memcpy(&bits, &v, 4); return bits; }
 inline float __uint_as_float(unsigned bits) { float v; memcpy(&v, &bits, 4); return v; }
+inline long long __double_as_longlong(double v) { long long bits; memcpy(&bits, &v, 8); return bits; }
+inline double __longlong_as_double(long long bits) { double v; memcpy(&v, &bits, 8); return v; }
+inline int __float2int_rn(float v) { return (int)std::nearbyint(v); }
+inline int __double2int_rn(double v) { return (int)std::nearbyint(v); }
 
 // IEEE 754 binary16, by arithmetic: not every compiler has the type.
 inline float half_to_float(unsigned short bits) {

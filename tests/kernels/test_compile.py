@@ -22,7 +22,7 @@ def of_rank(rank, element):
     return (f"RANK={rank}", f"ELEMENT={element}")
 
 
-FILES = [("accumulate.cu", ()), ("pack.cu", ()), ("powersgd.cu", of_rank(4, "float"))]
+FILES = [("accumulate.cu", ()), ("pack.cu", ()), ("quantize.cu", ()), ("powersgd.cu", of_rank(4, "float"))]
 CASES = [(file, defines, architecture) for file, defines in FILES for architecture in ("sm_80", "sm_90")]
 # A compilation takes seconds. Half types differ from float in what they read and write; fp64 needs the most registers.
 CASES += [("powersgd.cu", of_rank(4, element), "sm_90") for element in ("bfloat16", "double")]
@@ -96,8 +96,28 @@ WIDTHS = {"float": 4, "float16": 2, "bfloat16": 2, "double": 8}
 
 def test_what_must_be_exact_keeps_subnormals():
     """CuPy's own options flush them in every fp32 operation that names no other way."""
-    for name, text in (ptx_of("pack.cu") | ptx_of("accumulate.cu")).items():
-        assert not re.search(r"\b(add|mul|sub|fma)\S*\.ftz", text), name
+    kernels = ptx_of("pack.cu") | ptx_of("accumulate.cu") | ptx_of("quantize.cu")
+    for name, text in kernels.items():
+        assert not re.search(r"\b(add|mul|sub|div|fma)\S*\.ftz", text), name
+
+
+def test_a_block_of_int8_is_read_and_written_16_bytes_at_once():
+    """By each lane; beside it what single elements of a last block take."""
+    kernels = ptx_of("quantize.cu")
+    assert len(kernels) == 4
+
+    def count(name, pattern):
+        return len(re.findall(rf"\b{pattern}\b", kernels[name]))
+
+    # 8 elements a lane, of master and flat alike.
+    for element, whole, vectors, narrow in (
+        ("float", r"ld\.global\.v4\.[uf]32", 2, "b32"),
+        ("double", r"ld\.global\.v2\.[uf]64", 4, "b16"),
+    ):
+        assert count(f"quantize_{element}", whole) == 2 * vectors
+        assert count(f"quantize_{element}", rf"st\.{narrow}") == vectors
+        assert count(f"dequantize_add_{element}", whole) == vectors
+        assert count(f"dequantize_add_{element}", r"st\.v4\.b32") == vectors
 
 
 @pytest.mark.slow

@@ -1,0 +1,165 @@
+"""Compare wire formats of the sharded optimizer: the time in which all ranks get each other's parameters after a step.
+
+mpirun --bind-to none -n 2 python benchmarks/bench_wire.py
+benchmarks/slow_link.sh 1gbit MPIRUN python benchmarks/bench_wire.py      (MPICH's mpirun)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import Any
+
+import devices
+import environment
+import report
+import timing
+import torch
+
+import mpidist.comm
+from mpidist.kernels.quantize import blocks_in, dequantize_add, quantize_change
+from mpidist.zero.wire import Wire, wire_of
+
+_NUMEL = 1 << 23
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = (*_HALVES, "int8")
+_ALONE = "int8, no network"
+
+
+class Shared:
+    """A flat buffer, this rank's shard of it, and two masters that take turns, so that each share has a change to send."""
+
+    def __init__(self, group: Any, numel: int, device: torch.device) -> None:
+        part = -(-numel // group.size // 64) * 64
+        self.group, self.bounds = group, [min(rank * part, numel) for rank in range(group.size + 1)]
+        torch.manual_seed(0)
+        start = torch.randn(numel) * 0.02
+        # Changes as those of an Adam step: of one size but for a factor of ten.
+        self.truths = [start, start + 1e-3 * torch.randn(numel).sign() * torch.rand(numel).add(0.1)]
+        self.flat = start.to(device, copy=True)
+        own = slice(self.bounds[group.rank], self.bounds[group.rank + 1])
+        self.masters = [truth[own].to(device, copy=True) for truth in self.truths]
+        self.parts = [self.flat[start:stop] for start, stop in pairwise(self.bounds)]
+
+    def by(self, wire: Wire) -> Callable[[], object]:
+        """Return a call that shares one master, then the other, and so on."""
+        masters = cycle(self.masters)
+        return lambda: wire.share(self.group, next(masters), self.flat, self.bounds)
+
+    def whole(self) -> Callable[[], object]:
+        """Return a call that gathers the parameters as they are."""
+        return partial(self.group.all_gather, self.parts, self.parts[self.group.rank])
+
+    def arithmetic(self) -> Callable[[], object]:
+        """Return a call that computes what a share by int8 does, of the same sizes, and sends nothing."""
+        masters, own = cycle(self.masters), self.parts[self.group.rank]
+        q = torch.empty(own.numel(), dtype=torch.int8, device=own.device)
+        scales = torch.empty(blocks_in(own.numel()), device=own.device)
+
+        def compute() -> None:
+            quantize_change(next(masters), own, q, scales)
+            for _ in self.parts:
+                dequantize_add(own, q, scales)
+
+        return compute
+
+    def require(self, name: str, call: Callable[[], object]) -> None:
+        """Check a contender: where the parameters end, and that all ranks hold the same.
+
+        Raises:
+            RuntimeError: They do not; on this rank.
+        """
+        for truth, master in zip(self.truths, self.masters, strict=True):
+            if name == "fp32":
+                self.parts[self.group.rank].copy_(master)
+            before = self.flat.cpu().clone()  # on the host .cpu() copies nothing
+            call()
+            got = self.flat.cpu()
+            if name == "int8":
+                # Half a step of the block with the largest change, which is what all blocks have here within a factor of two.
+                is_right = bool(((got - truth).abs() <= 0.51 / 127 * (truth - before).abs().max()).all())
+            else:
+                is_right = torch.equal(got, truth if name == "fp32" else truth.to(_HALVES[name]).float())
+            sums = self.group.all_gather_object(got.view(torch.int32).sum(dtype=torch.int64).item())
+            if not is_right or len(set(sums)) > 1:
+                raise RuntimeError(f"wrong result of {name}: off by {(got - truth).abs().max()}, sums of bits {sums}")
+
+
+def main() -> None:
+    options = _arguments()
+    torch.set_num_threads(1)
+    device = devices.chosen(options.device)
+    group = mpidist.comm.init()
+    # Only now: mpidist prepares the MPI library before it starts, and importing this module would start it.
+    from mpi4py import MPI
+
+    if group.size == 1:
+        raise SystemExit("start at least two ranks: one alone sends nothing")
+    raw = MPI.COMM_WORLD.Dup()
+    about = environment.describe(raw, device)
+    timing.touch_memory()
+    wires = {name: wire_of(name) for name in _NAMES}
+    calls: dict[str, Callable[[], object]] = {}
+    for name in ("fp32", *_NAMES):
+        shared = Shared(group, options.numel, device)
+        wire = wires.get(name)
+        calls[name] = shared.whole() if wire is None else shared.by(wire)
+        shared.require(name, calls[name])
+    calls[_ALONE] = shared.arithmetic()
+    contenders = [timing.Contender(name, (_ended(call, device),), ()) for name, call in calls.items()]
+    series = timing.time_rounds(raw, contenders, options.rounds, options.burst_s)
+    result = report.result_of("share", options.numel, 4 * options.numel, series)
+    for name, values in result["contenders"].items():
+        values["bytes_of_a_rank"] = _nbytes(name, wires, shared.bounds)
+    if group.rank == 0:
+        print(report.table([result]), flush=True)
+        record = {
+            "benchmark": "wire",
+            "link": options.link,
+            "environment": about,
+            "rounds": options.rounds,
+            "results_checked": True,  # or a check had raised
+            "results": [result],
+        }
+        on = "" if device.type == "cpu" else devices.name_of(device)
+        parts = ["wire", environment.library_name(about), str(group.size), on, options.link]
+        report.write_json(record, options.output / f"{'-'.join(filter(None, parts))}.json")
+    raw.Barrier()
+    raw.Free()
+
+
+def _nbytes(name: str, wires: dict[str, Any], bounds: list[int]) -> int:
+    if name == _ALONE:
+        return 0
+    return 2 * wires["bf16"].nbytes(bounds) if name == "fp32" else wires[name].nbytes(bounds)
+
+
+def _ended(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Return the call itself; on a GPU one that ends when the device has ended its work."""
+    if device.type == "cpu":
+        return call
+
+    def run() -> None:
+        call()
+        devices.synchronize(device)
+
+    return run
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--numel", type=int, default=_NUMEL, help="fp32 parameters of the flat buffer")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--burst-s", type=float, default=0.02, help="seconds of a burst, at least one share")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the parameters are")
+    parser.add_argument("--link", default=os.environ.get("MPIDIST_LINK", ""), help="name of the network, for the record")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

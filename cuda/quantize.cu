@@ -1,0 +1,148 @@
+// Blockwise int8: 256 elements share a scale, the largest magnitude over 127. A warp takes a block at a time, a lane 16 bytes of it.
+//
+// Every operation is rounded by itself and in one order, so that the torch twin gives the same bits.
+#include "common.cuh"
+
+constexpr int BLOCK = 256;       // elements that share a scale; as in kernels/quantize.py
+constexpr int CHUNK_BLOCKS = 16; // of them, a thread block takes so many; as in kernels/quantize.py
+constexpr float LEAST = 1.17549435e-38f, MOST = 3.40282347e+38f; // normal fp32 numbers
+
+#ifndef MPIDIST_HOST
+// In PTX for the same reason as the sums in common.cuh.
+__device__ __forceinline__ float divide_rounded(float a, float b) {
+    float quotient;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
+    return quotient;
+}
+#else
+__device__ __forceinline__ float divide_rounded(float a, float b) { return a / b; }
+#endif
+__device__ __forceinline__ double divide_rounded(double a, double b) { return a / b; }
+
+// Magnitudes as integers: they have the order of the numbers, with infinity above all, NaN above infinity, and no flush to zero.
+__device__ __forceinline__ unsigned magnitude(float v) { return __float_as_uint(v) & 0x7fffffffu; }
+__device__ __forceinline__ unsigned long long magnitude(double v) {
+    return (unsigned long long)__double_as_longlong(v) & 0x7fffffffffffffffull;
+}
+__device__ __forceinline__ float number(unsigned magnitude) { return __uint_as_float(magnitude); }
+__device__ __forceinline__ double number(unsigned long long magnitude) { return __longlong_as_double((long long)magnitude); }
+
+__device__ __forceinline__ int round_to_even(float v) { return __float2int_rn(v); }
+__device__ __forceinline__ int round_to_even(double v) { return __double2int_rn(v); }
+
+// Calls visit(block, count) for each of the warp's blocks; the last one may have fewer elements.
+template <class F> __device__ __forceinline__ void visit_blocks(long long n, F visit) {
+    const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    for (int i = warp; i < CHUNK_BLOCKS; i += warps) {
+        const long long block = (long long)blockIdx.x * CHUNK_BLOCKS + i;
+        const long long left = n - block * BLOCK;
+        if (left <= 0) return;
+        visit(block, left < BLOCK ? (int)left : BLOCK);
+    }
+}
+
+// This lane's elements of a block, N at once: v[k] is at k * 32 * N + lane * N.
+template <int N, class T> __device__ __forceinline__ void load_block(const T* p, int count, Vector<T, N>* v) {
+    const int lane = threadIdx.x % 32;
+    const bool is_whole = count == BLOCK && is_aligned<N>(p);
+#pragma unroll
+    for (int k = 0; k < BLOCK / 32 / N; k++) {
+        const int at = (k * 32 + lane) * N;
+        if (is_whole) {
+            v[k] = load<N, true>(p + at);
+        } else {
+#pragma unroll
+            for (int j = 0; j < N; j++) v[k].at[j] = at + j < count ? p[at + j] : T(0);
+        }
+    }
+}
+
+template <int N, class T> __device__ __forceinline__ void store_block(T* p, int count, const Vector<T, N>* v) {
+    const int lane = threadIdx.x % 32;
+    const bool is_whole = count == BLOCK && is_aligned<N>(p);
+#pragma unroll
+    for (int k = 0; k < BLOCK / 32 / N; k++) {
+        const int at = (k * 32 + lane) * N;
+        if (is_whole) {
+            store<N>(p + at, v[k]);
+        } else {
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                if (at + j < count) p[at + j] = v[k].at[j];
+        }
+    }
+}
+
+// base is null, or what is subtracted first.
+template <class T>
+__device__ __forceinline__ void quantize(const T* x, const T* base, signed char* q, float* scales, long long n) {
+    constexpr int N = 16 / sizeof(T), VECTORS = BLOCK / 32 / N;
+    visit_blocks(n, [=](long long block, int count) {
+        Vector<T, N> v[VECTORS];
+        load_block<N>(x + block * BLOCK, count, v);
+        if (base) {
+            Vector<T, N> from[VECTORS];
+            load_block<N>(base + block * BLOCK, count, from);
+#pragma unroll
+            for (int k = 0; k < VECTORS; k++)
+#pragma unroll
+                for (int j = 0; j < N; j++) v[k].at[j] = add_rounded(v[k].at[j], -from[k].at[j]);
+        }
+
+        auto largest = magnitude(T(0));
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++)
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                const auto own = magnitude(v[k].at[j]);
+                if (own > largest) largest = own;
+            }
+#pragma unroll
+        for (int distance = 16; distance; distance /= 2) {
+            const auto other = __shfl_xor_sync(~0u, largest, distance);
+            if (other > largest) largest = other;
+        }
+
+        const float scale = (float)divide_rounded(number(largest), T(127));
+        const bool is_finite = scale <= MOST;
+        // 0 for what is so small that its inverse might overflow.
+        const float told = !is_finite ? __uint_as_float(0x7fc00000u) : scale > LEAST ? scale : 0.0f;
+        const T inverse = divide_rounded(T(1), T(scale > LEAST ? scale : LEAST));
+        if (threadIdx.x % 32 == 0) scales[block] = told;
+
+        Vector<signed char, N> out[VECTORS];
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                out[k].at[j] = is_finite ? (signed char)round_to_even(multiply_rounded(v[k].at[j], inverse)) : (signed char)0;
+        store_block<N>(q + block * BLOCK, count, out);
+    });
+}
+
+template <class T> __device__ __forceinline__ void dequantize_add(T* target, const signed char* q, const float* scales, long long n) {
+    constexpr int N = 16 / sizeof(T), VECTORS = BLOCK / 32 / N;
+    visit_blocks(n, [=](long long block, int count) {
+        Vector<T, N> sum[VECTORS];
+        Vector<signed char, N> change[VECTORS];
+        load_block<N>(target + block * BLOCK, count, sum);
+        load_block<N>(q + block * BLOCK, count, change);
+        const T scale = scales[block];
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++)
+#pragma unroll
+            for (int j = 0; j < N; j++) sum[k].at[j] = add_rounded(sum[k].at[j], multiply_rounded(T(change[k].at[j]), scale));
+        store_block<N>(target + block * BLOCK, count, sum);
+    });
+}
+
+#define QUANTIZE(T)                                                                                                           \
+    extern "C" __global__ void quantize_##T(const T* x, const T* base, signed char* q, float* scales, long long n) {         \
+        quantize(x, base, q, scales, n);                                                                                      \
+    }                                                                                                                         \
+    extern "C" __global__ void dequantize_add_##T(T* target, const signed char* q, const float* scales, long long n) {       \
+        dequantize_add(target, q, scales, n);                                                                                 \
+    }
+
+QUANTIZE(float)
+QUANTIZE(double)

@@ -1,0 +1,68 @@
+"""Shards of a flat buffer as a wire sees them, and the memory in which they travel.
+
+Letters: W ranks of the group; N elements of the flat buffer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from mpidist.kernels.launch import stream_of
+
+Tensor = torch.Tensor
+
+
+class Scratch:
+    """Memory that is kept between calls: one piece for each thread and stream, as large as the largest that was asked for.
+
+    Buffers that are shared one after the other use the same memory; those of other threads and streams, which may be under way
+    at once, do not. A copy of it (of an optimizer that is copied or pickled) begins without memory.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[Any, ...], Tensor] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Scratch, ()
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return a uint8 tensor of ``nbytes`` bytes, with anything in it, until this thread and stream call again."""
+        key = (device, stream_of(device), threading.get_ident())
+        held = self._held.get(key)
+        if held is None or held.numel() < nbytes:
+            held = self._held[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return held[:nbytes]
+
+
+def shards_of(where: str, rank: int, size: int, master: Tensor, flat: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+    """Return the W shards as views of ``flat``, after a check of what ``Wire.share`` got.
+
+    Raises:
+        TypeError: The dtypes of master and flat differ.
+        ValueError: Anything else does not fit.
+    """
+    if len(bounds) != size + 1 or any(start > stop for start, stop in pairwise([0, *bounds, flat.numel()])):
+        raise ValueError(f"{where} needs {size + 1} ascending bounds within {flat.numel()} elements; got {list(bounds)}")
+    numel = bounds[rank + 1] - bounds[rank]
+    if master.dtype != flat.dtype:
+        raise TypeError(f"{where} needs a master of flat's dtype, {flat.dtype}; got {master.dtype}")
+    if master.numel() != numel or master.device != flat.device:
+        raise ValueError(f"{where} needs a master of {numel} elements on {flat.device}; got {master.numel()} on {master.device}")
+    if flat.dim() != 1 or not flat.is_contiguous() or not master.is_contiguous():
+        raise ValueError(
+            f"{where} needs a contiguous master and a contiguous flat of one dimension; got strides {master.stride()} and "
+            f"{flat.stride()}"
+        )
+    held = flat.detach()
+    return [held[start:stop] for start, stop in pairwise(bounds)]
+
+
+def busiest_nbytes(sizes: Sequence[int]) -> int:
+    """Return the bytes that the rank with the largest part sends and receives when all gather parts of these sizes."""
+    largest = max(sizes)
+    return sum(sizes) - largest + (len(sizes) - 1) * largest
