@@ -14,6 +14,8 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,6 +96,66 @@ class NodeTensor:
             mine.copy_(total)
         for other in self._others:
             other[start:end].copy_(mine)
+
+    def reduce_to_owners(self, owned: Sequence[tuple[int, int]], common: Sequence[tuple[int, int]] = ()) -> None:
+        """Average ranges over all ranks, each into its owner's memory alone; with the bits that ``average`` would give there.
+
+        What a rank does not own keeps its own values.
+
+        Collective: over the group, in the order of its operations.
+
+        Blocks: until this rank's ranges are complete, and no rank reads its memory any more.
+
+        Args:
+            owned: Start and end of the ranges that this rank owns, in elements; no element has two owners.
+            common: Ranges, the same on all ranks, whose average all of them get.
+        """
+        self.group.in_order(partial(self._reduce_to_owners, owned, common), async_op=False)
+
+    def _reduce_to_owners(self, owned: Sequence[tuple[int, int]], common: Sequence[tuple[int, int]]) -> None:
+        group, numel = self.group, self.own.numel()
+        shards = [numel * place // group.size for place in range(group.size + 1)]
+        step = _BLOCK_BYTES // self.own.element_size()
+        group.barrier()  # all contributions are complete
+        # The rank that computes a shard in ``average`` begins with its own contribution: who adds up here begins with the same.
+        for first in range(group.size):
+            for start, end in _within(owned, shards[first], shards[first + 1], step):
+                self._reduce_block(start, end, first)
+        for start, end in _within(common, shards[group.rank], shards[group.rank + 1], step):
+            self._average_block(start, end)
+        group.barrier()  # nobody reads this rank's contributions any more
+
+    def _reduce_block(self, start: int, end: int, first: int) -> None:
+        """Average one block into ``own`` alone: rank ``first``'s contribution, then the others' by rank."""
+        rank, size = self.group.rank, self.group.size
+        parts = [tensor[start:end] for tensor in (*self._others[:rank], self.own, *self._others[rank:])]
+        mine = parts[rank]
+        terms = [parts.pop(first), *parts]
+        if mine.dtype in _NARROW:
+            total = self.group._comm.scratch(end - start, torch.float32).copy_(terms[0])
+            for term in terms[1:]:
+                total.add_(term)
+            mine.copy_(total.div_(size))
+            return
+        before = 0 if first == rank else rank + (rank < first)  # terms that come before this rank's own
+        if before > 1:
+            total = torch.add(terms[0], terms[1], out=self.group._comm.scratch(end - start, mine.dtype))
+            for term in terms[2:before]:
+                total.add_(term)
+            terms = [total, mine, *terms[before + 1 :]]
+        for term in terms:  # of two terms either may be added to the other, with the same bits
+            if term is not mine:
+                mine.add_(term)
+        mine.div_(size)
+
+
+def _within(ranges: Sequence[tuple[int, int]], first: int, end: int, step: int) -> list[tuple[int, int]]:
+    """Return the parts of ranges that lie between two places, cut into blocks of ``step`` elements at most."""
+    return [
+        (start, min(start + step, end, stop))
+        for begin, stop in ranges
+        for start in range(max(begin, first), min(stop, end), step)
+    ]
 
 
 def share(group: Any, nbytes: int) -> NodeMemory | None:

@@ -1,6 +1,7 @@
 """Averages in memory that the ranks of a node share, against NumPy's; what happens where they cannot share; who frees it."""
 
 import gc
+import itertools
 import os
 
 import pytest
@@ -43,6 +44,24 @@ def test_average(group, dtype):
             agree(group, is_close, f"{numel} elements, step {step}")
             data = memory.own.contiguous().view(torch.uint8).numpy().tobytes() if numel < 2000 else b""
             agree(group, len(set(group.all_gather_object(data))) == 1, f"{numel} elements: ranks differ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_each_range_is_averaged_at_its_owner(group, dtype):
+    """With the bits of ``average``, whichever rank owns a range; nothing else is written."""
+    numel = 1000 if dtype is torch.complex64 else 700_001  # more than one block, and parts of one
+    bounds = [0, 3, numel // 7, numel // 2, numel // 2 + 1, numel - 5, numel]
+    cuts = list(itertools.pairwise(bounds))
+    owned = [cut for number, cut in enumerate(cuts[:-1]) if number % group.size == (group.rank + 1) % group.size]
+    everywhere, here = shared(group, numel, dtype), shared(group, numel, dtype)
+    for memory in (everywhere, here):
+        memory.own.copy_(values(group.rank, numel, dtype))
+    everywhere.average()
+    here.reduce_to_owners(owned, cuts[-1:])
+    expected = values(group.rank, numel, dtype)
+    for start, end in (*owned, cuts[-1]):
+        expected[start:end] = everywhere.own[start:end]
+    agree(group, torch.equal(here.own, expected), f"rank {group.rank} owns {owned}")
 
 
 def test_it_keeps_the_groups_order(group):
