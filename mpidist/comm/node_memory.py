@@ -26,6 +26,7 @@ from mpidist.comm.communicator import Communicator
 from mpidist.comm.library import MPI
 
 Tensor = torch.Tensor
+Ranges = Sequence[tuple[int, int]]  # start and end, in elements
 
 _BLOCK_BYTES = 1 << 20  # what the second pass over a shard still finds in the cache
 _NARROW = (torch.float16, torch.bfloat16)
@@ -78,10 +79,10 @@ class NodeTensor:
         first, end = numel * group.rank // group.size, numel * (group.rank + 1) // group.size
         step = _BLOCK_BYTES // self.own.element_size()
         for start in range(first, end, step):
-            self._average_block(start, min(start + step, end))
+            self._average_block(start, min(start + step, end), self._others)
         group.barrier()  # all shards are complete
 
-    def _average_block(self, start: int, end: int) -> None:
+    def _average_block(self, start: int, end: int, targets: Sequence[Tensor]) -> None:
         mine = self.own[start:end]
         total = mine
         if mine.dtype in _NARROW:
@@ -94,62 +95,40 @@ class NodeTensor:
         total.div_(self.group.size)
         if total is not mine:
             mine.copy_(total)
-        for other in self._others:
-            other[start:end].copy_(mine)
+        for target in targets:
+            target[start:end].copy_(mine)
 
-    def reduce_to_owners(self, owned: Sequence[tuple[int, int]], common: Sequence[tuple[int, int]] = ()) -> None:
-        """Average ranges over all ranks, each into its owner's memory alone; with the bits that ``average`` would give there.
+    def reduce_to_owners(self, by_rank: Sequence[Ranges], common: Ranges = ()) -> None:
+        """Average ranges over all ranks, each for the rank that owns it; with the bits that ``average`` would give.
 
-        What a rank does not own keeps its own values.
+        Ranks share the additions as in ``average``, so that none waits for the one that owns the most. What a rank does not own
+        of ``own`` has any values afterwards.
 
-        Collective: over the group, in the order of its operations.
+        Collective: over the group, in the order of its operations, with the same ranges.
 
-        Blocks: until this rank's ranges are complete, and no rank reads its memory any more.
+        Blocks: until this rank's result is complete, and no rank reads its memory any more.
 
         Args:
-            owned: Start and end of the ranges that this rank owns, in elements; no element has two owners.
-            common: Ranges, the same on all ranks, whose average all of them get.
+            by_rank: For each rank the ranges that it owns, as start and end in elements; no element has two owners.
+            common: Ranges whose average all ranks get.
         """
-        self.group.in_order(partial(self._reduce_to_owners, owned, common), async_op=False)
+        self.group.in_order(partial(self._reduce_to_owners, by_rank, common), async_op=False)
 
-    def _reduce_to_owners(self, owned: Sequence[tuple[int, int]], common: Sequence[tuple[int, int]]) -> None:
+    def _reduce_to_owners(self, by_rank: Sequence[Ranges], common: Ranges) -> None:
         group, numel = self.group, self.own.numel()
-        shards = [numel * place // group.size for place in range(group.size + 1)]
-        step = _BLOCK_BYTES // self.own.element_size()
         group.barrier()  # all contributions are complete
-        # The rank that computes a shard in ``average`` begins with its own contribution: who adds up here begins with the same.
-        for first in range(group.size):
-            for start, end in _within(owned, shards[first], shards[first + 1], step):
-                self._reduce_block(start, end, first)
-        for start, end in _within(common, shards[group.rank], shards[group.rank + 1], step):
-            self._average_block(start, end)
-        group.barrier()  # nobody reads this rank's contributions any more
-
-    def _reduce_block(self, start: int, end: int, first: int) -> None:
-        """Average one block into ``own`` alone: rank ``first``'s contribution, then the others' by rank."""
-        rank, size = self.group.rank, self.group.size
-        parts = [tensor[start:end] for tensor in (*self._others[:rank], self.own, *self._others[rank:])]
-        mine = parts[rank]
-        terms = [parts.pop(first), *parts]
-        if mine.dtype in _NARROW:
-            total = self.group._comm.scratch(end - start, torch.float32).copy_(terms[0])
-            for term in terms[1:]:
-                total.add_(term)
-            mine.copy_(total.div_(size))
-            return
-        before = 0 if first == rank else rank + (rank < first)  # terms that come before this rank's own
-        if before > 1:
-            total = torch.add(terms[0], terms[1], out=self.group._comm.scratch(end - start, mine.dtype))
-            for term in terms[2:before]:
-                total.add_(term)
-            terms = [total, mine, *terms[before + 1 :]]
-        for term in terms:  # of two terms either may be added to the other, with the same bits
-            if term is not mine:
-                mine.add_(term)
-        mine.div_(size)
+        first, end = numel * group.rank // group.size, numel * (group.rank + 1) // group.size
+        step = _BLOCK_BYTES // self.own.element_size()
+        for owner, ranges in enumerate(by_rank):
+            others = [] if owner == group.rank else [self._others[owner - (owner > group.rank)]]
+            for start, stop in _within(ranges, first, end, step):
+                self._average_block(start, stop, others)
+        for start, stop in _within(common, first, end, step):
+            self._average_block(start, stop, self._others)
+        group.barrier()  # all shards are complete
 
 
-def _within(ranges: Sequence[tuple[int, int]], first: int, end: int, step: int) -> list[tuple[int, int]]:
+def _within(ranges: Ranges, first: int, end: int, step: int) -> list[tuple[int, int]]:
     """Return the parts of ranges that lie between two places, cut into blocks of ``step`` elements at most."""
     return [
         (start, min(start + step, end, stop))

@@ -4,7 +4,7 @@ Each rank gets the average of the elements that it steps, and of no others. In o
 and what a rank does not own is freed as soon as its bucket has left: beside the gradients of the buckets under way a rank holds
 its own share alone (ZeRO-2).
 
-Within a node each rank adds up its ranges of all ranks' buckets where they lie, in the order of the plain average: the same bits.
+Within a node all ranks add up a bucket where it lies, as in the plain average, and write each range to its owner: the same bits.
 Between nodes, on devices, and around a copy in half precision (``bf16_compress_wrapper(to_owners(bounds))``) elements are packed
 by owner and reduced by one reduce-scatter, which may add up in another order.
 
@@ -166,7 +166,7 @@ def _reduce(group: Any, buffer: Tensor, node_tensor: NodeTensor | None, parts: S
     if group.size == 1:
         return completed(buffer)
     if node_tensor is not None and node_tensor.group is group:
-        node_tensor.reduce_to_owners(parts.by_rank[group.rank], parts.common)
+        node_tensor.reduce_to_owners(parts.by_rank, parts.common)
         return completed(buffer)
 
     def stages() -> None:
