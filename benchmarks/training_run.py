@@ -19,12 +19,18 @@ import training_report
 Measured = tuple[Sequence[timing.Series], dict[str, float]]
 
 
-def run(benchmark: str, measure: Callable[[Any, cases.Model, argparse.Namespace], Measured], options: argparse.Namespace) -> None:
+def run(
+    benchmark: str,
+    measure: Callable[[Any, cases.Model, argparse.Namespace], Measured],
+    options: argparse.Namespace,
+    counted: str = "bytes_sent",
+) -> None:
     """Measure each model, and write the record. Called by all ranks.
 
     Args:
         measure: Gets an mpi4py communicator, a model and the options; returns the contenders' times, and the bytes each sends
-            where that is known.
+            where that is known, or another figure.
+        counted: The figure's name in the record.
     """
     torch.set_num_threads(1)
     device = devices.chosen(options.device)
@@ -39,10 +45,10 @@ def run(benchmark: str, measure: Callable[[Any, cases.Model, argparse.Namespace]
     results = []
     for name, size in (text.split(":") for text in options.models):
         model = cases.MODELS[name](int(size)).on(device)
-        series, sent = measure(raw, model, options)
+        series, figures = measure(raw, model, options)
         result = training_report.result_of(model, series, "bare")
-        for contender, sent_bytes in sent.items():
-            result["contenders"][contender]["bytes_sent"] = sent_bytes
+        for contender, figure in figures.items():
+            result["contenders"][contender][counted] = figure
         results.append(result)
         if is_first:
             print(training_report.table(result), flush=True)

@@ -66,6 +66,7 @@ def of_two_ranks(_libraries, tmp_path_factory):
         ["bench_collectives.py", "--quick", *to],
         ["bench_execution.py", "--rounds", "1", *to],
         ["bench_ddp.py", *_TRAINING, *to],
+        ["bench_owners.py", *_TRAINING, *to],
         ["bench_powersgd.py", *_TRAINING, *to],
         ["bench_device.py", "--quick", "--device", "cpu", *to],
         ["bench_oss.py", "--quick", *to],
@@ -129,7 +130,7 @@ def test_sharded_steps_are_compared_and_state_bytes_recorded(of_two_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "powersgd"])
+@pytest.mark.parametrize("name", ["ddp", "owners", "powersgd"])
 def test_steps_of_training_are_compared_and_recorded(of_two_ranks, name):
     record = record_of(of_two_ranks[0], f"{name}-*-2-test*.json")
     (result,) = record["results"]
@@ -139,6 +140,10 @@ def test_steps_of_training_are_compared_and_recorded(of_two_ranks, name):
     assert result["bare_us"] == min(bare)
     if name == "ddp":
         assert {"mpidist", "noop_hook", "torch on mpidist", "torch on Gloo", "communication alone"} <= set(contenders)
+    elif name == "owners":
+        held = {label: values["gradient_bytes"] for label, values in contenders.items()}
+        assert held["to_owners, 1 buffer"] < held["to_owners"] < held["mpidist"]
+        assert held["mpidist"] >= held["bare"] == 4 * result["parameters"]
     else:
         sent = {label: values["bytes_sent"] for label, values in contenders.items()}
         assert sent["bf16_compress_hook"] == sent["allreduce_hook"] / 2

@@ -15,6 +15,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from mpidist.comm.communicator import Communicator
 from mpidist.comm.library import MPI
 
 Tensor = torch.Tensor
+Ranges = Sequence[tuple[int, int]]  # start and end, in elements
 
 _BLOCK_BYTES = 1 << 20  # what the second pass over a shard still finds in the cache
 _NARROW = (torch.float16, torch.bfloat16)
@@ -98,10 +100,10 @@ class NodeTensor:
         first, end = numel * group.rank // group.size, numel * (group.rank + 1) // group.size
         step = _BLOCK_BYTES // self.own.element_size()
         for start in range(first, end, step):
-            self._average_block(start, min(start + step, end))
+            self._average_block(start, min(start + step, end), self._others)
         group.barrier()  # all shards are complete
 
-    def _average_block(self, start: int, end: int) -> None:
+    def _average_block(self, start: int, end: int, targets: Sequence[Tensor]) -> None:
         mine = self.own[start:end]
         total = mine
         if mine.dtype in _NARROW:
@@ -114,8 +116,46 @@ class NodeTensor:
         total.div_(self.group.size)
         if total is not mine:
             mine.copy_(total)
-        for other in self._others:
-            other[start:end].copy_(mine)
+        for target in targets:
+            target[start:end].copy_(mine)
+
+    def reduce_to_owners(self, by_rank: Sequence[Ranges], common: Ranges = ()) -> None:
+        """Average ranges over all ranks, each for the rank that owns it; with the bits that ``average`` would give.
+
+        Ranks share the additions as in ``average``, so that none waits for the one that owns the most. What a rank does not own
+        of ``own`` has any values afterwards.
+
+        Collective: over the group, in the order of its operations, with the same ranges.
+
+        Blocks: until this rank's result is complete, and no rank reads its memory any more.
+
+        Args:
+            by_rank: For each rank the ranges that it owns, as start and end in elements; no element has two owners.
+            common: Ranges whose average all ranks get.
+        """
+        self.group.in_order(partial(self._reduce_to_owners, by_rank, common), async_op=False)
+
+    def _reduce_to_owners(self, by_rank: Sequence[Ranges], common: Ranges) -> None:
+        group, numel = self.group, self.own.numel()
+        group.barrier()  # all contributions are complete
+        first, end = numel * group.rank // group.size, numel * (group.rank + 1) // group.size
+        step = _BLOCK_BYTES // self.own.element_size()
+        for owner, ranges in enumerate(by_rank):
+            others = [] if owner == group.rank else [self._others[owner - (owner > group.rank)]]
+            for start, stop in _within(ranges, first, end, step):
+                self._average_block(start, stop, others)
+        for start, stop in _within(common, first, end, step):
+            self._average_block(start, stop, self._others)
+        group.barrier()  # all shards are complete
+
+
+def _within(ranges: Ranges, first: int, end: int, step: int) -> list[tuple[int, int]]:
+    """Return the parts of ranges that lie between two places, cut into blocks of ``step`` elements at most."""
+    return [
+        (start, min(start + step, end, stop))
+        for begin, stop in ranges
+        for start in range(max(begin, first), min(stop, end), step)
+    ]
 
 
 def share(group: Any, nbytes: int) -> NodeMemory | None:

@@ -12,6 +12,7 @@ from mpidist.ddp.hooks.default import (
     fp16_compress_wrapper,
     noop_hook,
 )
+from mpidist.ddp.hooks.owners import to_owners
 from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.module import DistributedDataParallel
@@ -30,6 +31,7 @@ __all__ = [
     "fp16_compress_wrapper",
     "noop_hook",
     "powerSGD_hook",
+    "to_owners",
 ]
 
 # So that torch.load(weights_only=True) reads a saved hook and its state.

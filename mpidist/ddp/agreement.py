@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,41 @@ def require_all_gradients(group: Any, missing: Sequence[str], complaints: Sequen
     if absent:
         text = _told(group, [_listed(missing)] if missing else [])
         raise RuntimeError(f"parameters received no gradient in this backward pass. {text}. {_ADVICE}")
+
+
+def require_equal_owners(
+    group: Any, names: Sequence[str], owners: Mapping[int, Any] | None, buffers: int | None, problem: Exception | None
+) -> None:
+    """Compare the owners of gradients.
+
+    Collective: over the group.
+
+    Args:
+        names: Of all parameters, by place.
+        owners: By place; None for averages on all ranks.
+        buffers: How many buffers buckets take turns in.
+        problem: Why this rank cannot have these owners; raised here, after all ranks have been told.
+
+    Raises:
+        DisagreementError: Another rank has a problem, or other owners; it names the first parameter that differs.
+    """
+    rows = None if owners is None else (buffers, *(owners.get(place) for place in range(len(names))))
+    told = group.all_gather_object((rows, None if problem is None else str(problem)))
+    if problem is not None:
+        raise problem
+    refused = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text is not None)
+    if refused:
+        raise DisagreementError(f"the communication hook was refused. {refused}")
+    tables = [rows for rows, _ in told]
+    if all(table == tables[0] for table in tables):
+        return
+    if any(table is None for table in tables):
+        without = [rank for rank, table in enumerate(tables) if table is None]
+        raise DisagreementError(f"gradients leave to owners on some ranks and not on ranks {without}: all register the same hook")
+    for place, held in enumerate(zip(*[table for table in tables if table is not None], strict=True)):
+        if len(set(held)) > 1:
+            what = f"the owners of parameter {names[place - 1]!r} differ" if place else "the numbers of buffers differ"
+            raise DisagreementError(f"{what} between ranks. " + "; ".join(f"rank {r}: {one}" for r, one in enumerate(held)))
 
 
 def _told(group: Any, lines: Sequence[str]) -> str:

@@ -21,6 +21,8 @@ class Arrivals:
         counts: How often each parameter's gradient was added to.
         order: The places of complete gradients, in the order of their completion.
         may_leave: Whether a bucket has become complete since ``take_ready`` was asked last.
+        bucket_of: For each parameter its bucket.
+        leaving: The buckets that leave, in order.
     """
 
     def __init__(
@@ -31,16 +33,16 @@ class Arrivals:
         self.order: list[int] = []
         self.may_leave = False
         self._left = None if expected is None else list(expected)
-        self._bucket_of = [0] * count
+        self.bucket_of = [0] * count
         for index, places in enumerate(buckets):
             for place in places:
-                self._bucket_of[place] = index
-        self._leaving = [index for index in range(len(buckets)) if index not in skipped]
+                self.bucket_of[place] = index
+        self.leaving = [index for index in range(len(buckets)) if index not in skipped]
         # Gradients that a bucket still waits for; a bucket that awaits none goes with the one before it.
         self._pending = [
             1 if expected is None else sum(expected[place] > 0 for place in buckets[index]) for index in range(len(buckets))
         ]
-        self._next = 0  # in ``_leaving``
+        self._next = 0  # in ``leaving``
 
     def note(self, place: int) -> int:
         """Count one arrival; return how many more this parameter awaits, less than 0 if it awaited none."""
@@ -51,7 +53,7 @@ class Arrivals:
         left = self._left[place] = self._left[place] - 1
         if not left:
             self.order.append(place)
-            index = self._bucket_of[place]
+            index = self.bucket_of[place]
             self._pending[index] -= 1
             if not self._pending[index]:
                 self.may_leave = True
@@ -61,15 +63,15 @@ class Arrivals:
         """Return the buckets that may leave now and have not yet, in order."""
         self.may_leave = False
         start = self._next
-        while self._next < len(self._leaving) and not self._pending[self._leaving[self._next]]:
+        while self._next < len(self.leaving) and not self._pending[self.leaving[self._next]]:
             self._next += 1
-        return self._leaving[start : self._next]
+        return self.leaving[start : self._next]
 
     def take_rest(self) -> list[int]:
         """Return all buckets that have not left yet, complete or not."""
-        start, self._next = self._next, len(self._leaving)
-        return self._leaving[start:]
+        start, self._next = self._next, len(self.leaving)
+        return self.leaving[start:]
 
     def is_last(self, index: int, beside: Collection[int] = frozenset()) -> bool:
         """Say whether no bucket leaves after this one, those of ``beside`` apart."""
-        return index == next((other for other in reversed(self._leaving) if other not in beside), None)
+        return index == next((other for other in reversed(self.leaving) if other not in beside), None)

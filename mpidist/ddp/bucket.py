@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_not, ne
+from typing import Any
 
 import torch
 
@@ -29,9 +30,11 @@ class Bucket:
         views: For each parameter its part of ``flat``, in the parameter's shape and, where that is dense, its strides.
         forms: For each view its shape and strides, which stay as they are.
         layout: The layout of its gradients. One of another layout counts as none: the reducer has refused it.
+        buffer: The number of the buffer in which it takes turns with others (``owned_bucket``); None for memory of its own.
     """
 
     layout = torch.strided
+    buffer: int | None = None
 
     def __init__(
         self,
@@ -39,6 +42,7 @@ class Bucket:
         parameters: Sequence[Tensor],
         names: Sequence[str],
         node_tensor: NodeTensor | None = None,
+        flat: Tensor | None = None,
     ) -> None:
         self.indices = tuple(indices)
         self.parameters = [parameters[place] for place in indices]
@@ -47,12 +51,14 @@ class Bucket:
         self.node_tensor = node_tensor
         if node_tensor is not None:
             self.flat = node_tensor.own
+        elif flat is not None:
+            self.flat = flat
         else:
             self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
         self.views: list[Tensor] = []
         start = 0
         for parameter in self.parameters:
-            self.views.append(_view(self.flat[start : start + parameter.numel()], parameter))
+            self.views.append(shaped(self.flat[start : start + parameter.numel()], parameter))
             start += parameter.numel()
         self.forms = tuple((tuple(view.shape), view.stride()) for view in self.views)
         self._strides = [strides for _, strides in self.forms]
@@ -91,7 +97,7 @@ class Bucket:
                     refused.append((name, gradient.layout))
                 continue
             views.append(view)
-            gradients.append(_plain(gradient))
+            gradients.append(plain(gradient))
             parameters.append(parameter)
         if missing:
             torch._foreach_zero_(missing)
@@ -134,7 +140,7 @@ class Bucket:
             elif gradient is None:
                 parameter.grad = view.clone()
             else:
-                targets.append(_plain(gradient))
+                targets.append(plain(gradient))
                 sources.append(view)
         self._copy_together(sources, targets, is_pack=False)
 
@@ -168,13 +174,14 @@ def take(parameter: Tensor, view: Tensor, as_view: bool) -> bool:
         return True
     if gradient is None or gradient.layout is not torch.strided:
         return False
-    view.copy_(_plain(gradient))
+    view.copy_(plain(gradient))
     if as_view:
         parameter.grad = view
     return True
 
 
-def _plain(gradient: Tensor) -> Tensor:
+def plain(gradient: Tensor) -> Tensor:
+    """Return a gradient without its history."""
     # A gradient of a pass with create_graph is tracked; for the others a detach() would be their dearest call.
     return gradient.detach() if gradient.requires_grad else gradient
 
@@ -186,8 +193,9 @@ class GradBucket:
         ``torch.distributed.GradBucket``, whose methods these are.
     """
 
-    def __init__(self, bucket: Bucket, index: int, is_last: bool) -> None:
+    def __init__(self, bucket: Bucket, index: int, is_last: bool, group: Any = None) -> None:
         self._bucket = bucket
+        self._group = group
         self._buffer = bucket.flat
         self._index = index
         self._is_last = is_last
@@ -199,6 +207,18 @@ class GradBucket:
     def is_last(self) -> bool:
         """Say whether it is the last to be launched in this backward pass."""
         return self._is_last
+
+    def group(self) -> Any:
+        """Return the native group of the module; None if the bucket was made without."""
+        return self._group
+
+    def slot(self) -> int:
+        """Return the number of its memory: ``index()``, or that of a buffer in which several buckets take turns."""
+        return self._index if self._bucket.buffer is None else self._bucket.buffer
+
+    def takes_turns(self) -> bool:
+        """Say whether buckets take turns in the memory, because their gradients leave to owners."""
+        return self._bucket.buffer is not None
 
     def names(self) -> tuple[str, ...]:
         """Return the parameters' names; what a hook keeps for a parameter it keeps by name, because buckets change."""
@@ -242,7 +262,8 @@ class GradBucket:
         return list(self._bucket.parameters)
 
 
-def _view(part: Tensor, parameter: Tensor) -> Tensor:
+def shaped(part: Tensor, parameter: Tensor) -> Tensor:
+    """Return flat memory in a parameter's shape and, where that is dense, its strides."""
     # Autograd adds into a gradient without a copy only if it is laid out as the parameter is.
     if _is_dense(parameter):
         return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())

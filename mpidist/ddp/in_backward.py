@@ -8,16 +8,30 @@ backward pass; here at its end, with the same gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 _OPTIMIZERS = "_in_backward_optimizers"
 
 
-def names_of(named: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
+def names_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Return the names of the parameters that have such an optimizer; all ranks must name the same."""
     return [name for name, parameter in named if hasattr(parameter, _OPTIMIZERS)]
+
+
+def require_none(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Require that no parameter has such an optimizer.
+
+    Raises:
+        ValueError: One has: it would step where its average is, on one rank, and the ranks' weights would differ.
+    """
+    found = names_of(named)
+    if found:
+        raise ValueError(
+            "gradients that leave to their owners cannot serve optimizers that step in the backward pass, which "
+            f"{', '.join(found[:10])} have: use a sharded optimizer, or a hook that averages on all ranks"
+        )
 
 
 def detach_hooks(parameters: Sequence[torch.Tensor]) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from mpidist.comm.node_memory import NodeMemory, share
+from mpidist.comm.node_memory import share
 from mpidist.ddp import plan
 from mpidist.ddp.bucket import Bucket
+from mpidist.ddp.owned_bucket import OwnedBucket, Owners
 from mpidist.ddp.sparse_bucket import SparseBucket
+from mpidist.ddp.turns import TurnMemory
 from mpidist.errors import DisagreementError
 
 Tensor = torch.Tensor
@@ -43,7 +47,9 @@ class Layout:
     Attributes:
         plan: For each bucket the places of its parameters, in the order of launch.
         buckets: The buckets.
-        views: For each place of a parameter with dense gradients its part of a bucket.
+        views: For each place of a parameter with dense gradients the memory that its averages are in, pass after pass: its part
+            of a bucket, or of what this rank keeps of those that it owns.
+        owners: Where gradients leave to their owners, and buckets take turns in a few buffers; else None.
         sparse: The places, in ``plan``, of buckets of sparse gradients.
         is_settled: The buckets stay as they are.
     """
@@ -62,6 +68,8 @@ class Layout:
         self._expects_sparse = expects_sparse
         self._group = group
         self._settings = settings
+        self.owners: Owners | None = None
+        self.views: dict[int, Tensor] = {}
         # Which parameters a pass uses, and so the order of their gradients, varies with unused ones.
         self._follows_arrivals = settings.static_graph or not settings.find_unused_parameters
         # Gradients come in the reverse order of use, which is about that of registration.
@@ -119,6 +127,23 @@ class Layout:
         self._make()
         self.is_settled = bool(saved["is_rebuilt"])
 
+    def own(self, owners: Owners | None) -> None:
+        """Lay the buckets out for gradients that leave to owners, or for averages on all ranks (None).
+
+        Gradients that exist keep their values, in memory of their own or as views of the new buckets.
+
+        Collective: over the group, with the same owners.
+        """
+        for place, view in self.views.items():
+            parameter = self._parameters[place]
+            gradient = parameter.grad
+            # By address: autograd may have replaced the view by another tensor on the same memory.
+            is_view = gradient is not None and gradient.layout is torch.strided and gradient.data_ptr() == view.data_ptr()
+            if is_view and self.owners is None:
+                parameter.grad = view.clone()
+        self.owners = owners
+        self._make()
+
     def _by_place(self, names: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
         """Turn buckets of names into buckets of places, if this module can have them."""
         buckets = plan.by_place(names, self._names)
@@ -141,22 +166,26 @@ class Layout:
         self._is_local = local
         self.sparse = frozenset(index for index, places in enumerate(self.plan) if self._expects_sparse[places[0]])
         is_on_host = all(parameter.device.type == "cpu" for parameter in self._parameters)
-        needed = sum(self._aligned_bytes(places) for index, places in enumerate(self.plan) if index not in self.sparse)
-        memory = share(self._group, needed) if is_on_host and not local else None
-        self.buckets = self._laid_out(memory)
-        self.views: dict[int, Tensor] = {}
+        shares = is_on_host and not local
+        self.buckets = self._laid_out(shares) if self.owners is None else self._in_turns(self.owners, shares)
+        if self.owners is not None:
+            self.views = {} if self.owners.kept is None else self.owners.kept
+            return
+        self.views = {}
         for bucket in self.buckets:
             self.views.update(zip(bucket.indices, bucket.views, strict=False))
             if self._settings.gradient_as_bucket_view:
                 bucket.adopt()
 
-    def _laid_out(self, memory: NodeMemory | None) -> list[Bucket | SparseBucket]:
-        """Return the plan's buckets, the dense ones one behind the other in ``memory``, each from a cache line on."""
+    def _laid_out(self, shares: bool) -> list[Bucket | SparseBucket]:
+        """Return the plan's buckets, the dense ones one behind the other in memory of the node, each from a cache line on."""
+        needed = sum(self._aligned_bytes(places) for index, places in enumerate(self.plan) if index not in self.sparse)
+        memory = share(self._group, needed) if shares else None
         buckets: list[Bucket | SparseBucket] = []
         start_bytes = 0
         for index, places in enumerate(self.plan):
             if index in self.sparse:
-                buckets.append(SparseBucket(places[0], self._parameters[places[0]], self._names[places[0]]))
+                buckets.append(self._sparse_bucket(places))
                 continue
             node_tensor = None
             if memory is not None:
@@ -165,6 +194,35 @@ class Layout:
                 start_bytes += self._aligned_bytes(places)
             buckets.append(Bucket(places, self._parameters, self._names, node_tensor))
         return buckets
+
+    def _in_turns(self, owners: Owners, shares: bool) -> list[Bucket | SparseBucket]:
+        """Return the plan's buckets, the dense ones of a device in turn in buffers of the biggest one's size."""
+        dense = [index for index in range(len(self.plan)) if index not in self.sparse]
+        sizes: dict[torch.device, list[int]] = {}
+        for index in dense:
+            sizes.setdefault(self._device_of(index), []).append(self._aligned_bytes(self.plan[index]))
+        memories = {device: TurnMemory(self._group, device, held, owners.buffers, shares) for device, held in sizes.items()}
+        first = dict(zip(memories, accumulate((memory.count for memory in memories.values()), initial=0), strict=False))
+        buckets: list[Bucket | SparseBucket] = []
+        placed: Counter[torch.device] = Counter()
+        for index, places in enumerate(self.plan):
+            if index in self.sparse:
+                buckets.append(self._sparse_bucket(places))
+                continue
+            device = self._device_of(index)
+            buffer = placed[device] % memories[device].count
+            placed[device] += 1
+            numel = sum(self._parameters[place].numel() for place in places)
+            node_tensor, flat = memories[device].take(buffer, numel, self._parameters[places[0]].dtype)
+            number = first[device] + buffer
+            buckets.append(OwnedBucket(places, self._parameters, self._names, node_tensor, flat, number, owners))
+        return buckets
+
+    def _sparse_bucket(self, places: Sequence[int]) -> SparseBucket:
+        return SparseBucket(places[0], self._parameters[places[0]], self._names[places[0]])
+
+    def _device_of(self, index: int) -> torch.device:
+        return self._parameters[self.plan[index][0]].device
 
     def _aligned_bytes(self, places: Sequence[int]) -> int:
         return -(-sum(self._parameters[place].nbytes for place in places) // _LINE_BYTES) * _LINE_BYTES

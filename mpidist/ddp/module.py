@@ -13,10 +13,11 @@ from torch.distributed.algorithms.join import Join, Joinable
 from mpidist.comm.native_group import default_group, native_group
 from mpidist.ddp import in_backward, plan, signature
 from mpidist.ddp.agreement import broadcast_state, require_equal
+from mpidist.ddp.backward_pass import Hook
 from mpidist.ddp.join import Iteration, TorchJoinHook, exchange, joined
 from mpidist.ddp.layout import Settings
 from mpidist.ddp.outputs import moved, tensors_in
-from mpidist.ddp.reducer import Hook, Reducer
+from mpidist.ddp.reducer import Reducer
 from mpidist.errors import DisagreementError, MpidistError
 from mpidist.kernels.launch import has_kernels
 
@@ -137,18 +138,23 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Return ``forward_sync_buffers``, by its former name."""
         return self.forward_sync_buffers
 
-    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+    def register_comm_hook(self, state: Any, hook: Hook | None) -> None:
         """Have ``hook(state, bucket)`` reduce the buckets of dense gradients; again at any time between steps.
+
+        Collective: over the group, if gradients leave to their owners (``to_owners``) or have done so until now; the buckets are
+        then laid out again. Clear the gradients before: what stands counts as each rank's own afterwards.
 
         Args:
             state: Passed to each call.
             hook: Gets a ``GradBucket`` and returns a future of the reduced buffer, ours or torch's. Collectives that it starts
-                from a future's callback are executed in the order of the buckets on all ranks.
+                from a future's callback are executed in the order of the buckets on all ranks. None for the average.
 
         Raises:
             TypeError: ``hook`` cannot be called.
+            ValueError: Its owners are of another module, do not cover a parameter, or are ranks that the group lacks.
+            DisagreementError: Another rank raised that, or has other owners.
         """
-        if not callable(hook):
+        if hook is not None and not callable(hook):
             raise TypeError(f"register_comm_hook needs a callable; got {type(hook).__name__}")
         self.reducer.register_hook(hook, state)
 

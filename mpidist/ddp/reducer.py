@@ -1,9 +1,7 @@
-"""Gradients to their average: notes what is ready, launches buckets in the order of the plan, waits, hands back.
+"""Gradients to their average: joins autograd's passes, begins and ends them, and holds what outlives a pass.
 
 A backward pass has three moments: ``_begin`` (the gradient of an output is there), ``arrived`` (autograd has added to one
 parameter's gradient) and ``_finish`` (autograd's last act, in which what is missing is completed and the results are waited for).
-
-Letters: W ranks of the group; N elements of a bucket.
 """
 
 from __future__ import annotations
@@ -15,17 +13,15 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.arithmetic import AVG
-from mpidist.ddp import in_backward, in_context, mirroring
-from mpidist.ddp.agreement import require_all_gradients, used_somewhere
-from mpidist.ddp.arrivals import Arrivals
-from mpidist.ddp.bucket import Bucket, GradBucket, take
-from mpidist.ddp.hooks import order
+from mpidist.ddp import complaints, in_backward, in_context, mirroring
+from mpidist.ddp.agreement import require_all_gradients, require_equal_owners, used_somewhere
+from mpidist.ddp.backward_pass import BackwardPass, Hook, Reduction
 from mpidist.ddp.layout import Layout, Settings
-from mpidist.ddp.sparse_bucket import SparseBucket
+from mpidist.ddp.owned_bucket import Owners
+from mpidist.ddp.ownership import Ownership, of_hook, resolve
+from mpidist.ddp.standing import Marks, Standing
 
 Tensor = torch.Tensor
-Hook = Callable[[Any, GradBucket], Any]
 
 
 class Reducer:
@@ -69,7 +65,8 @@ class Reducer:
         # How often each gradient arrives; in a static graph that is not known before the first backward pass.
         self._times: list[int] | None = None if settings.static_graph else [1] * len(self.parameters)
         self._unused: frozenset[int] | None = None  # places that no rank used, if they are to be skipped
-        self._put_aside: mirroring.Gradients | None = None  # this rank's own, while it mirrors
+        self._put_aside: tuple[mirroring.Gradients, Marks | None] | None = None  # this rank's own, while it mirrors
+        self._standing: Standing | None = None
         self._layout = Layout(self.parameters, self._names, self._expects_sparse, group, settings, local)
         arrived = _without_owner(self)
         self._handles = [
@@ -78,12 +75,34 @@ class Reducer:
         ]
 
     def register_hook(self, hook: Hook | None, state: Any = None) -> None:
-        """Have ``hook(state, bucket)`` reduce the buckets from the next backward pass on; None for the average."""
+        """Have ``hook(state, bucket)`` reduce the buckets from the next backward pass on; None for the average.
+
+        Collective: over the group, if the hook reduces to owners, or the one before it did; the buckets are then laid out again.
+
+        Raises:
+            TypeError, ValueError: The owners are none of this module's parameters.
+            DisagreementError: Another rank raised that, or has other owners.
+        """
+        ownership = of_hook(hook)
+        if ownership is not None or self._layout.owners is not None:
+            self._own(ownership)
         self._hook = None if hook is None else (hook, state)
 
-    def __del__(self) -> None:
-        for handle in getattr(self, "_handles", ()):
-            handle.remove()
+    def _own(self, ownership: Ownership | None) -> None:
+        bounds, problem = None, None
+        try:
+            if ownership is not None:
+                bounds = resolve(ownership, self.parameters, self._names, self._group.size)
+                in_backward.require_none(zip(self._names, self.parameters, strict=True))
+        except (TypeError, ValueError) as error:
+            problem = error
+        require_equal_owners(self._group, self._names, bounds, None if ownership is None else ownership.buffers, problem)
+        before, self._standing, owners = self._standing, None, None
+        if ownership is not None and bounds is not None:
+            self._standing = Standing(self.parameters, bounds, self._group.size, _averages_of(self), before)
+            kept: dict[int, Tensor] | None = {} if self._as_views else None
+            owners = Owners(bounds, ownership.buffers, self._group.rank, self._standing, kept)
+        self._layout.own(owners)
 
     def buckets(self) -> list[tuple[int, ...]]:
         """Return the places of the parameters in each bucket, in the order of launch."""
@@ -141,28 +160,34 @@ class Reducer:
         Collective: over the group.
         """
         if self._put_aside is None:
-            self._put_aside = mirroring.put_aside(self.parameters, self._layout.views)
+            marks = None if self._standing is None else self._standing.put_aside()
+            self._put_aside = mirroring.put_aside(self.parameters, self._layout.views), marks
         self._arm()
         self._is_armed = False
-        for index in self._arrivals.take_rest():
-            self._layout.buckets[index].clear()
-            self._reduce(index)
+        self._pass.mirror()
+        self._pass.wait()
         self._settle([False] * len(self.parameters), missing=[])
 
     def end_mirroring(self) -> None:
         """Give this rank its gradients back as they were before the first ``mirror``."""
         if self._put_aside is not None:
-            mirroring.restore(self._put_aside, self.parameters, self._layout.views)
+            gradients, marks = self._put_aside
+            mirroring.restore(gradients, self.parameters, self._layout.views)
+            if self._standing is not None:
+                self._standing.marks = marks or self._standing.marks
             self._put_aside = None
 
     # --- the backward pass ---
 
     def _arm(self) -> None:
         self._is_armed, self._is_begun = True, False
-        self._arrivals = Arrivals(self._layout.plan, self._times, self._skipped())
-        self._futures: list[tuple[Bucket | SparseBucket, Any]] = []
-        self._complaints: list[str] = []  # raised on all ranks, at the end
-        self._producers: dict[tuple[int, int], Any] = {}  # streams on which gradients arrived, by device and handle
+        reduction = Reduction(self._group, self._hook, self.scale, self._as_views)
+        self._pass = BackwardPass(self._layout, reduction, self._times, self._skipped())
+
+    @property
+    def averages(self) -> bool:
+        """Say whether gradients that arrive now are averaged: not those under ``no_sync``, nor of a module called beside DDP."""
+        return self._is_armed or self.captures
 
     def _began(self, gradient: Tensor) -> None:
         # Called by the outermost pass, if the outputs are known: the end of a nested one (a re-entrant checkpoint) is too early.
@@ -198,77 +223,32 @@ class Reducer:
 
     def arrived(self, place: int, parameter: Tensor) -> None:
         """Take a parameter's gradient: autograd has added to it, or a captured one has been put there."""
-        if not self._is_armed and not self.captures:
-            return  # under no_sync, or the module was called beside DDP
+        if not self.averages:
+            if self._standing is not None and parameter.grad is not None:
+                self._standing.added(place, parameter.grad)
+            return
         if not self._is_begun:
             self._begin()
-        left = self._arrivals.note(place)
-        if left > 0:
-            return
-        if left < 0:
-            self._complaints.append(self._told_of_surplus(place))
-            return
-        if parameter.is_cuda:  # the whole bucket will be one launch
-            here = _stream_here(parameter.get_device())
-            if here not in self._producers:
-                self._producers[here] = torch.cuda.current_stream(parameter.device)
-        elif not self._expects_sparse[place]:
-            # At once: it is still in the cache, and its memory serves the next one.
-            take(parameter, self._layout.views[place], self._as_views)
-        if self._arrivals.may_leave:
-            for index in self._arrivals.take_ready():
-                self._launch(index)
+        if not self._pass.arrived(place, parameter):
+            self._pass.complaints.append(self._surplus(place))
 
-    def _told_of_surplus(self, place: int) -> str:
+    def _surplus(self, place: int) -> str:
         name = self._names[place]
         if self._unused is not None and place in self._unused:
-            return (
-                f"parameter {name!r} received a gradient, but no rank used it in the first backward pass; "
-                "skip_all_reduce_unused_params needs the same unused parameters in all of them"
-            )
+            return complaints.of_unused(name)
         if self._settings.static_graph:
             first = self._times[place] if self._times is not None else 0
-            return (
-                f"the gradient of parameter {name!r} arrived {self._arrivals.counts[place]} times in one backward pass, and "
-                f"{first} times in the first: the graph is not static. Leave static_graph=True out; parameters that only some "
-                "passes use need find_unused_parameters=True"
-            )
-        return (
-            f"the gradient of parameter {name!r} arrived twice in one backward pass; a parameter that several checkpointed "
-            "segments share needs static_graph=True, or checkpoint(..., use_reentrant=False)"
-        )
-
-    def _launch(self, index: int) -> None:
-        for key, stream in self._producers.items():  # a model may compute on several
-            if key != _stream_here(key[0]):
-                torch.cuda.current_stream(stream.device).wait_stream(stream)
-        for name, layout in self._layout.buckets[index].collect(self._as_views):
-            self._complaints.append(_told_of_layout(name, layout))
-        self._reduce(index)
-
-    def _reduce(self, index: int) -> None:
-        bucket = self._layout.buckets[index]
-        if self._hook is not None and isinstance(bucket, Bucket):
-            hook, state = self._hook
-            is_last = self._arrivals.is_last(index, self._layout.sparse)
-            future = order.call(hook, state, GradBucket(bucket, index, is_last), self._group)
-        elif bucket.node_tensor is not None:
-            bucket.node_tensor.average()
-            future = None
-        else:
-            work = self._group.all_reduce(bucket.flat, AVG, async_op=order.runs_beside(self._group, bucket.flat))
-            future = None if work is None else work.get_future()
-        self._futures.append((bucket, future))
+            return complaints.of_graph(name, self._pass.arrivals.counts[place], first)
+        return complaints.of_twice(name)
 
     def _finish(self) -> None:
         self._is_armed = self._is_begun = False
-        counts = self._arrivals.counts
+        counts = self._pass.arrivals.counts
         if self._times is None:
             self._times = list(counts)
-        # A gradient that this pass did not add to may still be one: of passes under no_sync.
-        has_gradient = [parameter.grad is not None for parameter in self.parameters]
-        for index in self._arrivals.take_rest():
-            self._launch(index)
+        has_gradient = self._pass.has_gradients(self.parameters)
+        self._pass.launch_rest()
+        self._pass.wait()
         self._settle(has_gradient, [name for name, count in zip(self._names, counts, strict=True) if not count])
 
     def finish_captured(self) -> bool:
@@ -279,25 +259,21 @@ class Reducer:
         return True
 
     def _settle(self, has_gradient: list[bool], missing: list[str]) -> None:
-        """Wait for all buckets, and hand back what some rank has; after the first pass, lay the buckets out as gradients came."""
-        futures, self._futures = self._futures, []
-        results = [(bucket, bucket.flat if future is None else order.value_of(future)) for bucket, future in futures]
+        """Hand back what some rank has; after the first pass, lay the buckets out as gradients came."""
+        wrong = self._pass.complaints
         if self._settings.find_unused_parameters or self._settings.static_graph:
-            used = used_somewhere(self._group, has_gradient, self._complaints)
+            used = used_somewhere(self._group, has_gradient, wrong)
             if self._settings.skip_unused and self._unused is None:
                 self._skip(frozenset(place for place, is_used in enumerate(used) if not is_used))
         else:
-            require_all_gradients(self._group, missing, self._complaints)
+            require_all_gradients(self._group, missing, wrong)
             used = [True] * len(self.parameters)
-        for bucket, result in results:
-            is_hooked = self._hook is not None and isinstance(bucket, Bucket)
-            bucket.accept(result, 1.0 if is_hooked else self.scale)
-            bucket.hand_back(used, self._as_views)
+        self._pass.hand_back(used)
         if self._put_aside is None and not self.captures:
             in_backward.step(self.parameters, used)
         # Here, where every rank passes, and not before the next forward pass, which one rank may run alone.
         if not self._layout.is_settled:
-            self._layout.settle(self._arrivals.order)
+            self._layout.settle(self._pass.arrivals.order)
 
     # --- parameters that no rank uses ---
 
@@ -311,23 +287,6 @@ class Reducer:
         return frozenset(index for index, indices in enumerate(self._layout.plan) if unused.issuperset(indices))
 
 
-def _stream_here(device: int) -> tuple[int, int]:
-    # ``torch.cuda.current_stream`` takes ten times as long, and every gradient asks.
-    return device, torch._C._cuda_getCurrentRawStream(device)
-
-
-def _told_of_layout(name: str, layout: torch.layout) -> str:
-    if layout is torch.strided:
-        return (
-            f"the gradient of parameter {name!r} is dense, but its module announces sparse ones; a weight that other modules "
-            "share needs sparse=False"
-        )
-    return (
-        f"the gradient of parameter {name!r} has layout {layout}, but its module does not announce it; sparse gradients are "
-        "averaged for nn.Embedding and nn.EmbeddingBag that have sparse=True when they are wrapped"
-    )
-
-
 def _without_owner(reducer: Reducer) -> Callable[[int, Tensor], None]:
     # Parameters outlive a reducer, and the collector does not see what autograd's hooks refer to.
     reference = weakref.ref(reducer)
@@ -338,3 +297,14 @@ def _without_owner(reducer: Reducer) -> Callable[[int, Tensor], None]:
             owner.arrived(place, parameter)
 
     return arrived
+
+
+def _averages_of(reducer: Reducer) -> Callable[[], bool]:
+    # What stands outlives no reducer, and shall not keep one.
+    reference = weakref.ref(reducer)
+
+    def averages() -> bool:
+        owner = reference()
+        return owner is not None and owner.averages
+
+    return averages

@@ -18,12 +18,14 @@ class SparseBucket:
         names: Its name in the module.
         layout: The layout of its gradients.
         views: None: a sparse gradient has no fixed memory.
+        buffer: None, likewise.
         flat: The gradient, from ``collect`` or ``clear`` to ``hand_back``: a sparse tensor in the parameter's shape.
     """
 
     layout = torch.sparse_coo
     node_tensor = None
     views: Sequence[Tensor] = ()
+    buffer: int | None = None
 
     def __init__(self, place: int, parameter: Tensor, name: str) -> None:
         self.indices = (place,)

@@ -1,6 +1,7 @@
 """Averages in memory that the ranks of a node share, against NumPy's; what happens where they cannot share; who frees it."""
 
 import gc
+import itertools
 import os
 
 import pytest
@@ -43,6 +44,22 @@ def test_average(group, dtype):
             agree(group, is_close, f"{numel} elements, step {step}")
             data = memory.own.contiguous().view(torch.uint8).numpy().tobytes() if numel < 2000 else b""
             agree(group, len(set(group.all_gather_object(data))) == 1, f"{numel} elements: ranks differ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_each_range_is_averaged_for_its_owner(group, dtype):
+    """With the bits of ``average``, whichever rank owns a range."""
+    numel = 1000 if dtype is torch.complex64 else 700_001  # more than one block, and parts of one
+    cuts = list(itertools.pairwise([0, 3, numel // 7, numel // 2, numel // 2 + 1, numel - 5, numel]))
+    by_rank = [[cut for number, cut in enumerate(cuts[:-1]) if number % group.size == rank] for rank in range(group.size)]
+    everywhere, here = shared(group, numel, dtype), shared(group, numel, dtype)
+    for step in range(2):  # what a rank does not own is written by nobody who has not read it
+        for memory in (everywhere, here):
+            memory.own.copy_(values(group.rank + step, numel, dtype))
+        everywhere.average()
+        here.reduce_to_owners(by_rank, cuts[-1:])
+        own = [*by_rank[group.rank], cuts[-1]]
+        agree(group, all(torch.equal(here.own[a:b], everywhere.own[a:b]) for a, b in own), f"step {step}, {own}")
 
 
 def test_it_keeps_the_groups_order(group):

@@ -21,6 +21,7 @@ from mpidist.comm.node_memory import NodeTensor
 from mpidist.comm.stream import used_here
 from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks.order import in_order, is_in_order, runs_beside, stages_of
+from mpidist.ddp.ownership import Ownership, of_hook
 from mpidist.future import Future, completed
 
 Tensor = torch.Tensor
@@ -69,19 +70,24 @@ class Compressed:
         self.dtype = dtype
         self._narrow: dict[
             int, Tensor
-        ] = {}  # by bucket, for all steps: fresh memory is dear, and hooks know a buffer by its address
+        ] = {}  # by memory, for all steps: fresh memory is dear, and hooks know a buffer by its address
 
     @property
     def is_in_order(self) -> bool:
         """Say whether the hook within is."""
         return is_in_order(self.hook)
 
+    @property
+    def ownership(self) -> Ownership | None:
+        """Return the owners that the hook within reduces to."""
+        return of_hook(self.hook)
+
     def __call__(self, state: Any, bucket: GradBucket) -> Any:
         """Narrow the bucket, call the hook, and widen what comes."""
         buffer = bucket.buffer()
         if buffer.dtype.is_complex:
             return self.hook(state, bucket)
-        bucket.set_buffer(self._narrow_of(bucket.index(), buffer).copy_(buffer))
+        bucket.set_buffer(self._narrow_of(bucket, buffer).copy_(buffer))
 
         def decompress(future: Any) -> Tensor:
             value = future.value()
@@ -90,11 +96,14 @@ class Compressed:
 
         return self.hook(state, bucket).then(decompress)
 
-    def _narrow_of(self, index: int, buffer: Tensor) -> Tensor:
-        held = self._narrow.get(index)
-        if held is None or held.shape != buffer.shape or held.device != buffer.device:
-            held = self._narrow[index] = torch.empty_like(buffer, dtype=self.dtype)
-        return held
+    def _narrow_of(self, bucket: GradBucket, buffer: Tensor) -> Tensor:
+        held = self._narrow.get(bucket.slot())
+        fits = held is not None and held.device == buffer.device
+        if held is not None and fits:  # where buckets take turns, memory of the longest one so far
+            fits = held.numel() >= buffer.numel() if bucket.takes_turns() else held.shape == buffer.shape
+        if held is None or not fits:
+            held = self._narrow[bucket.slot()] = torch.empty_like(buffer, dtype=self.dtype)
+        return held[: buffer.numel()] if bucket.takes_turns() else held
 
 
 def average(group: Any, tensor: Tensor, node_tensor: NodeTensor | None = None) -> Future[Tensor]:

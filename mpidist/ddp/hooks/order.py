@@ -76,6 +76,11 @@ def call(hook: Hook, state: Any, bucket: Any, group: Any) -> Future[torch.Tensor
     return work.get_future().then(lambda ended: (ended.value(), values[0])[1])  # raises what the hook raised
 
 
+def is_done(future: Any) -> bool:
+    """Say whether what a hook returned, a future or None, is complete."""
+    return future is None or (hasattr(future, "done") and bool(future.done()))
+
+
 def value_of(future: Any) -> torch.Tensor:
     """Wait for what a hook returned: a future, ours or torch's, of a tensor or of a list of one.
 

@@ -1,0 +1,43 @@
+"""Texts about gradients that cannot be averaged: one that arrived too often, or in another layout."""
+
+from __future__ import annotations
+
+import torch
+
+
+def of_layout(name: str, layout: torch.layout) -> str:
+    """Return why a gradient of this layout was refused."""
+    if layout is torch.strided:
+        return (
+            f"the gradient of parameter {name!r} is dense, but its module announces sparse ones; a weight that other modules "
+            "share needs sparse=False"
+        )
+    return (
+        f"the gradient of parameter {name!r} has layout {layout}, but its module does not announce it; sparse gradients are "
+        "averaged for nn.Embedding and nn.EmbeddingBag that have sparse=True when they are wrapped"
+    )
+
+
+def of_unused(name: str) -> str:
+    """Return why a gradient of a parameter that is skipped was refused."""
+    return (
+        f"parameter {name!r} received a gradient, but no rank used it in the first backward pass; "
+        "skip_all_reduce_unused_params needs the same unused parameters in all of them"
+    )
+
+
+def of_graph(name: str, times: int, first: int) -> str:
+    """Return why a gradient was refused that came ``times`` times, and ``first`` times in the first pass of a static graph."""
+    return (
+        f"the gradient of parameter {name!r} arrived {times} times in one backward pass, and "
+        f"{first} times in the first: the graph is not static. Leave static_graph=True out; parameters that only some "
+        "passes use need find_unused_parameters=True"
+    )
+
+
+def of_twice(name: str) -> str:
+    """Return why a second gradient of one pass was refused."""
+    return (
+        f"the gradient of parameter {name!r} arrived twice in one backward pass; a parameter that several checkpointed "
+        "segments share needs static_graph=True, or checkpoint(..., use_reentrant=False)"
+    )

@@ -1,0 +1,205 @@
+"""Gradients to their owners: the reduce-scatter in place of the all-reduce, for an optimizer that is sharded over the ranks.
+
+Each rank gets the average of the elements that it steps, and of no others. In our DDP buckets then take turns in a few buffers,
+and what a rank does not own is freed as soon as its bucket has left: beside the gradients of the buckets under way a rank holds
+its own share alone (ZeRO-2).
+
+Within a node all ranks add up a bucket where it lies, as in the plain average, and write each range to its owner: the same bits.
+Between nodes, on devices, and around a copy in half precision (``bf16_compress_wrapper(to_owners(bounds))``) elements are packed
+by owner and reduced by one reduce-scatter, which may add up in another order.
+
+Letters: W ranks of the group.
+
+Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020 (arXiv
+1910.02054), section 5.2, P_os+g.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mpidist.comm.arithmetic import AVG
+from mpidist.comm.native_group import native_group
+from mpidist.comm.node_memory import NodeTensor
+from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.hooks.order import is_in_order, stages_of
+from mpidist.ddp.ownership import DEFAULT_BUFFERS, Bounds, Ownership, Range, Split, require_buffers, require_cover, split
+from mpidist.errors import DisagreementError
+from mpidist.future import Future, completed
+
+Tensor = torch.Tensor
+Hook = Callable[[Any, Any], Any]
+
+
+def to_owners(bounds: Mapping[Tensor, Bounds], hook: Hook | None = None, *, buffers: int = DEFAULT_BUFFERS) -> ToOwners:
+    """Return a communication hook that reduces gradients to their owners.
+
+    ``ddp.register_comm_hook(None, to_owners(bounds))`` averages in the gradients' own type. It composes from both sides:
+    ``bf16_compress_wrapper(to_owners(bounds))`` sends halves; ``register_comm_hook(state, to_owners(bounds, powerSGD_hook))``
+    leaves the reduction to another hook, whose result all ranks have, and frees what a rank does not own.
+
+    After the backward pass ``.grad`` of a parameter is None on a rank that owns nothing of it; the average, if it owns all; in
+    the parameter's full size with zeros in the others' ranges, if it owns a part. A pass that adds to averages of an earlier
+    one gives the sum of both, as in plain DDP. Under ``no_sync`` each rank keeps its own gradients, of all parameters. Sparse
+    gradients are averaged on all ranks, whatever the bounds say. Optimizers that step in the backward pass are refused.
+
+    In torch's DDP, which keeps its buckets and all gradients, others' ranges become zeros: the same step, no memory saved.
+
+    Args:
+        bounds: For each parameter its owners: (rank in the group, start, stop) in elements, in the order of memory, ascending,
+            from 0 to the number of elements. A parameter that is missing is averaged on all ranks.
+        hook: Reduces the buckets for all ranks, with the state that is registered; None for the average.
+        buffers: How many buffers of the biggest bucket's size buckets take turns in; 1 leaves no bucket to be filled while
+            another travels.
+
+    Raises:
+        TypeError: ``hook`` cannot be called, or ``buffers`` is no int.
+        ValueError: ``buffers`` is not positive.
+    """
+    return ToOwners(bounds, hook, buffers)
+
+
+class ToOwners:
+    """The hook of ``to_owners``.
+
+    Called with a group of mpidist as its state, or None for the module's.
+
+    Attributes:
+        ownership: The owners, by which a reducer recognises it.
+        is_in_order: It starts its collectives in one order on all ranks by itself.
+    """
+
+    def __init__(self, bounds: Mapping[Tensor, Bounds], hook: Hook | None, buffers: int) -> None:
+        if hook is not None and not callable(hook):
+            raise TypeError(f"to_owners needs a hook that can be called; got {type(hook).__name__}")
+        self.ownership = Ownership(bounds, require_buffers(buffers))
+        self.is_in_order = hook is None or is_in_order(hook)
+        self._hook = hook
+        self._splits: dict[int, tuple[Any, Split]] = {}  # by bucket, with the parameters that it is of
+        self._compared: set[str] = set()  # groups whose ranks have the same bounds
+        # torch asks a hook for these.
+        self.__name__ = self.__qualname__ = "to_owners"
+        names = ("state", "bucket")
+        self.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names])
+
+    def __call__(self, state: Any, bucket: Any) -> Any:
+        """Reduce one bucket, ours or torch's; return a future of its buffer, ours or torch's.
+
+        Raises:
+            TypeError, ValueError, DisagreementError: The bounds are wrong, and no registration has said so (torch's DDP).
+        """
+        is_ours = isinstance(bucket, GradBucket)
+        if is_ours and bucket.takes_turns() and self._hook is not None:
+            return self._hook(state, bucket)
+        group = self._group_of(state, bucket)
+        parts = self._split_of(group, bucket)
+        buffer = bucket.buffer()
+        if self._hook is not None:
+            future = self._hook(state, bucket)
+        else:
+            future = _reduce(group, buffer, bucket.node_tensor() if is_ours else None, parts)
+        if is_ours and bucket.takes_turns():
+            return future
+
+        def without_others() -> Tensor:
+            value = future.value()
+            result = value[0] if isinstance(value, (list, tuple)) else value
+            for rank, ranges in enumerate(parts.by_rank):
+                if rank != group.rank:
+                    for start, stop in ranges:
+                        result.view(-1)[start:stop].zero_()
+            return result
+
+        if is_ours or not isinstance(future, Future):
+            return future.then(lambda _: without_others())
+        return _torchs(future, without_others, buffer.device)
+
+    def _group_of(self, state: Any, bucket: Any) -> Any:
+        own = bucket.group() if isinstance(bucket, GradBucket) else None
+        if own is not None and (state is None or self._hook is not None):
+            return own
+        group = native_group(None if self._hook is not None else state)
+        if own is not None and group.world_ranks != own.world_ranks:
+            raise ValueError(
+                f"to_owners got a group of world ranks {list(group.world_ranks)} as its state; the module is on ranks "
+                f"{list(own.world_ranks)}, to which the bounds belong"
+            )
+        return group
+
+    def _split_of(self, group: Any, bucket: Any) -> Split:
+        parameters = bucket.parameters()
+        key = (group.size, *map(id, parameters))
+        held = self._splits.get(bucket.index())
+        if held is None or held[0] != key:
+            if not (isinstance(bucket, GradBucket) and bucket.takes_turns()):
+                self._require_agreed(group)
+            bounds = [self.ownership.bounds.get(parameter) for parameter in parameters]
+            held = self._splits[bucket.index()] = (key, split([p.numel() for p in parameters], bounds, group.size))
+        return held[1]
+
+    def _require_agreed(self, group: Any) -> None:
+        """Compare the bounds; collective over the group, in the first bucket of a module whose reducer has not done so."""
+        if group.key in self._compared:
+            return
+        problem: Exception | None = None
+        rows: list[Any] = []
+        try:
+            for number, (parameter, owners) in enumerate(self.ownership.bounds.items()):
+                rows.append((tuple(parameter.shape), require_cover(f"number {number}", owners, parameter.numel(), group.size)))
+        except (AttributeError, TypeError, ValueError) as error:
+            problem = error
+        told = group.all_gather_object((rows, None if problem is None else str(problem)))
+        if problem is not None:
+            raise problem
+        if any(one != told[0] for one in told):
+            wrong = "; ".join(f"rank {rank}: {text or f'{len(its)} parameters'}" for rank, (its, text) in enumerate(told))
+            raise DisagreementError(f"the bounds of to_owners differ between ranks. {wrong}")
+        self._compared.add(group.key)
+
+
+def _reduce(group: Any, buffer: Tensor, node_tensor: NodeTensor | None, parts: Split) -> Future[Tensor]:
+    """Average each rank's ranges of a flat tensor in place; the other ranges keep any values."""
+    if group.size == 1:
+        return completed(buffer)
+    if node_tensor is not None and node_tensor.group is group:
+        node_tensor.reduce_to_owners(parts.by_rank, parts.common)
+        return completed(buffer)
+
+    def stages() -> None:
+        if parts.common:
+            common = _packed(buffer, parts.common)
+            group.all_reduce(common, AVG)
+            _unpack(common, buffer, parts.common)
+        if any(parts.by_rank):
+            inputs = [_packed(buffer, ranges) for ranges in parts.by_rank]
+            own = torch.empty_like(inputs[group.rank])
+            group.reduce_scatter(own, inputs, AVG)
+            _unpack(own, buffer, parts.by_rank[group.rank])
+
+    return stages_of(group, buffer, stages)
+
+
+def _packed(flat: Tensor, ranges: Sequence[Range]) -> Tensor:
+    """Return the elements of ranges, one behind the other; a view, if it is one range."""
+    pieces = [flat[start:stop] for start, stop in ranges]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else flat[:0]
+
+
+def _unpack(packed: Tensor, flat: Tensor, ranges: Sequence[Range]) -> None:
+    """Write elements back that ``_packed`` has returned."""
+    targets = [flat[start:stop] for start, stop in ranges]
+    if targets and packed.data_ptr() != targets[0].data_ptr():
+        torch._foreach_copy_(targets, list(packed.split([stop - start for start, stop in ranges])))
+
+
+def _torchs(future: Future[Any], result: Callable[[], Tensor], device: torch.device) -> Any:
+    """Return a future of torch's for one of ours; ``result()`` is asked when ours is complete."""
+    ended: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+    # In a callback, because what it raises is an error for torch's reducer, too.
+    outcome = ended.then(lambda _: result())
+    future.add_done_callback(lambda _: ended.set_result(None))
+    return outcome
