@@ -160,7 +160,7 @@ def test_memory_is_kept_and_buffers_do_not_meet(group):
 
 
 def train(group, optimizer, lr, share):
-    """Fit a linear model with eight outputs by 100 steps; return the loss of seven of them.
+    """Fit a linear model with eight outputs by 60 steps; return the loss of seven of them.
 
     The gradients of the eighth are noise, two orders larger, and lie in the same blocks.
     """
@@ -174,7 +174,7 @@ def train(group, optimizer, lr, share):
     mine = slice(0, 256) if share is None else slice(bounds[group.rank], bounds[group.rank + 1])
     parameter = torch.nn.Parameter(master)
     step = optimizer([parameter], lr=lr)
-    for turn in range(100):
+    for turn in range(60):
         some = slice(turn * 32 % 512, turn * 32 % 512 + 32)
         parameter.grad = (x[some].T @ (x[some] @ flat.view(32, 8) - y[some]) / 32).view(-1)[mine].clone()
         step.step()
@@ -209,11 +209,11 @@ def test_training_ends_where_it_would_without_a_wire_because_errors_are_fed_back
     losses = {name: train(group, sgd, 0.05, wire_of(name).share) / alone for name in ("bf16", "int8")}
     agree(group, all(0.97 < ratio < 1.03 for ratio in losses.values()), f"{losses} of {alone}")
     forgetful = train(group, sgd, 0.05, Forgetful().share) / alone
-    agree(group, forgetful > 1.5, f"{forgetful} times the loss: the errors do not matter here")
+    agree(group, forgetful > 1.4, f"{forgetful} times the loss: the errors do not matter here")
     # Adam's steps are of one size, and the parameters are not.
-    alone = train(group, adam, 0.05, None)
-    changes, weights = (train(group, adam, 0.05, share) / alone for share in (Int8Wire().share, share_weights))
-    agree(group, 0.997 < changes < 1.003 and weights > 1.003, f"{changes}, and {weights} by sending parameters")
+    alone = train(group, adam, 0.1, None)
+    changes, weights = (train(group, adam, 0.1, share) / alone for share in (Int8Wire().share, share_weights))
+    agree(group, 0.999 < changes < 1.001 and weights > 1.005, f"{changes}, and {weights} by sending parameters")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
