@@ -46,8 +46,8 @@ help:
 	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'
 	@echo '              CUDA_MPI=PREFIX of a CUDA-aware Open MPI; PY=python3 without a network; DEVICE=cpu to see that it runs'
 	@echo 'make gpu-wheels  what a GPU machine without a network lacks, into .gpu/, which is to be brought along (GPU_PYTHON=3.12)'
-	@echo 'make bench    timing, long, and the benchmarks on two ranks: collectives, execution, training steps, hooks, calls, distributed autograd'
-	@echo 'make bench-link  training steps on slow links between network namespaces (root, iproute2)'
+	@echo 'make bench    timing, long, and the benchmarks on two ranks: collectives, execution, training steps, hooks, calls, distributed autograd, sharded optimizer'
+	@echo 'make bench-link  training steps, and shards, on slow links between network namespaces (root, iproute2)'
 	@echo 'make clean    remove what the targets wrote;  make distclean: the environments too'
 
 demo: $(READY)
@@ -128,7 +128,7 @@ gpu-wheels:
 	    $$($(PYTHON) tests/gpu_needs.py wheels)
 
 # bench_rpc_scale.py starts its jobs by itself, each with a limit of its own.
-bench: $(VENV)/.stamp-bench timing long
+bench: $(VENV)/.stamp-bench $(VENV)/.stamp-peers timing long
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_collectives.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_execution.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_ddp.py
@@ -139,12 +139,16 @@ bench: $(VENV)/.stamp-bench timing long
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_autograd.py
 	$(OPENMPI_RUN) --bind-to none -n 3 $(PY) benchmarks/bench_autograd.py
 	$(PY) benchmarks/bench_optim_pause.py --threads 1
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_oss.py
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_owners.py
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_wire.py
 
 # Status 77: namespaces are not allowed here, as the script has said.
 bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp
 	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_ddp.py --models mlp:64 mlp:256 mlp:1024 --rounds 8 --bucket-cap-mb 4 || test $$? = 77
 	for rate in 100mbit 1gbit 10gbit; do \
 	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_powersgd.py --models mlp:64 --rounds 8 || test $$? = 77 || exit 1; \
+	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_wire.py --rounds 5 || test $$? = 77 || exit 1; \
 	done
 
 clean:
