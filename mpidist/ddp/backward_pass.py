@@ -41,6 +41,27 @@ class Reduction:
     as_views: bool
 
 
+def adds_to_gradients(parameters: Sequence[Tensor]) -> bool:
+    """Say whether the pass under way adds to any parameter's gradient; one that is for the inputs alone does not.
+
+    Raises:
+        RuntimeError: It is ``torch.autograd.grad`` of parameters.
+    """
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        try:
+            if torch._C._will_engine_execute_node(node):
+                return True
+        except RuntimeError:  # torch cannot say it of a leaf whose gradient autograd.grad() returns
+            raise RuntimeError(
+                "torch.autograd.grad() of parameters is not supported by DistributedDataParallel, because it adds to no "
+                "gradient, and nothing would be averaged: call backward(), or run the forward pass under no_sync()"
+            ) from None
+    return False
+
+
 class BackwardPass:
     """One pass of one module's gradients.
 
@@ -120,7 +141,8 @@ class BackwardPass:
         """
         if self._problem is not None:
             raise self._problem
-        for index, result in self._reduced:
+        reduced, self._reduced = self._reduced, []  # the pass lives on until the next one; a hook's result need not
+        for index, result in reduced:
             bucket = self._layout.buckets[index]
             if result is not None:
                 bucket.accept(result, self._scale(bucket))

@@ -4,7 +4,8 @@ A pass of distributed autograd takes the gradients of leaves from torch's engine
 them to ``.grad``: the reducer's own hooks, behind that addition, never run. A module whose forward
 pass runs within a context joins it with a ``Reduction``. While a pass runs through the module's
 parameters, tensor hooks bring their gradients to the reducer, which launches buckets beside the
-pass as ever; at the pass's end the averages are handed over. ``.grad`` is put aside meanwhile.
+pass as ever; at the pass's end the averages are handed over: where gradients leave to their owners,
+each rank's own. ``.grad`` is put aside meanwhile.
 
 ``mpidist.autograd`` registers itself; this package does not know it.
 """
@@ -16,8 +17,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-
-from mpidist.ddp import mirroring
 
 Tensor = torch.Tensor
 
@@ -37,6 +36,12 @@ class Captured(Hashable, Protocol):
 
     @property
     def views(self) -> Mapping[int, Tensor]:
+        """See ``Reducer``."""
+
+    def put_aside(self) -> Any:
+        """See ``Reducer``."""
+
+    def restore(self, aside: Any) -> None:
         """See ``Reducer``."""
 
     def arrived(self, place: int, parameter: Tensor) -> None:
@@ -70,7 +75,7 @@ class Reduction:
 
     def __init__(self, reducer: Captured) -> None:
         self.reducer = reducer
-        self._put_aside: mirroring.Gradients | None = None
+        self._put_aside: Any = None
         self._handles: list[Any] = []
 
     def owns(self, leaf: Tensor) -> bool:
@@ -90,7 +95,7 @@ class Reduction:
                 "would be averaged with each other; run one backward pass after the other"
             )
         reducer.captures = True
-        self._put_aside = mirroring.put_aside(reducer.parameters, reducer.views)
+        self._put_aside = reducer.put_aside()
         self._handles = [
             parameter.register_hook(partial(self._arrived, place))
             for parameter, place in reducer.places.items()
@@ -123,7 +128,7 @@ class Reduction:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        mirroring.restore(aside, self.reducer.parameters, self.reducer.views)
+        self.reducer.restore(aside)
         self.reducer.captures = False
 
     def _arrived(self, place: int, gradient: Tensor) -> None:

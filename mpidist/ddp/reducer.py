@@ -15,13 +15,14 @@ import torch
 
 from mpidist.ddp import complaints, in_backward, in_context, mirroring
 from mpidist.ddp.agreement import require_all_gradients, require_equal_owners, used_somewhere
-from mpidist.ddp.backward_pass import BackwardPass, Hook, Reduction
+from mpidist.ddp.backward_pass import BackwardPass, Hook, Reduction, adds_to_gradients
 from mpidist.ddp.layout import Layout, Settings
 from mpidist.ddp.owned_bucket import Owners
 from mpidist.ddp.ownership import Ownership, of_hook, resolve
 from mpidist.ddp.standing import Marks, Standing
 
 Tensor = torch.Tensor
+Aside = tuple[mirroring.Gradients, Marks | None]
 
 
 class Reducer:
@@ -65,7 +66,7 @@ class Reducer:
         # How often each gradient arrives; in a static graph that is not known before the first backward pass.
         self._times: list[int] | None = None if settings.static_graph else [1] * len(self.parameters)
         self._unused: frozenset[int] | None = None  # places that no rank used, if they are to be skipped
-        self._put_aside: tuple[mirroring.Gradients, Marks | None] | None = None  # this rank's own, while it mirrors
+        self._mirrors: Aside | None = None  # this rank's own gradients, while it mirrors
         self._standing: Standing | None = None
         self._layout = Layout(self.parameters, self._names, self._expects_sparse, group, settings, local)
         arrived = _without_owner(self)
@@ -99,7 +100,8 @@ class Reducer:
         require_equal_owners(self._group, self._names, bounds, None if ownership is None else ownership.buffers, problem)
         before, self._standing, owners = self._standing, None, None
         if ownership is not None and bounds is not None:
-            self._standing = Standing(self.parameters, bounds, self._group.size, _averages_of(self), before)
+            is_averaging = partial(_asked, weakref.WeakMethod(self.averages))  # what stands shall not keep the reducer
+            self._standing = Standing(self.parameters, bounds, self._group.size, is_averaging, before)
             kept: dict[int, Tensor] | None = {} if self._as_views else None
             owners = Owners(bounds, ownership.buffers, self._group.rank, self._standing, kept)
         self._layout.own(owners)
@@ -159,9 +161,8 @@ class Reducer:
 
         Collective: over the group.
         """
-        if self._put_aside is None:
-            marks = None if self._standing is None else self._standing.put_aside()
-            self._put_aside = mirroring.put_aside(self.parameters, self._layout.views), marks
+        if self._mirrors is None:
+            self._mirrors = self.put_aside()
         self._arm()
         self._is_armed = False
         self._pass.mirror()
@@ -170,12 +171,21 @@ class Reducer:
 
     def end_mirroring(self) -> None:
         """Give this rank its gradients back as they were before the first ``mirror``."""
-        if self._put_aside is not None:
-            gradients, marks = self._put_aside
-            mirroring.restore(gradients, self.parameters, self._layout.views)
-            if self._standing is not None:
-                self._standing.marks = marks or self._standing.marks
-            self._put_aside = None
+        if self._mirrors is not None:
+            self.restore(self._mirrors)
+            self._mirrors = None
+
+    def put_aside(self) -> Aside:
+        """Take the gradients away from the parameters, for passes that shall not add to them."""
+        marks = None if self._standing is None else self._standing.put_aside()
+        return mirroring.put_aside(self.parameters, self._layout.views), marks
+
+    def restore(self, aside: Aside) -> None:
+        """Give the parameters back what was ``put_aside``."""
+        gradients, marks = aside
+        mirroring.restore(gradients, self.parameters, self._layout.views)
+        if self._standing is not None and marks is not None:
+            self._standing.restore(marks)
 
     # --- the backward pass ---
 
@@ -184,35 +194,14 @@ class Reducer:
         reduction = Reduction(self._group, self._hook, self.scale, self._as_views)
         self._pass = BackwardPass(self._layout, reduction, self._times, self._skipped())
 
-    @property
     def averages(self) -> bool:
         """Say whether gradients that arrive now are averaged: not those under ``no_sync``, nor of a module called beside DDP."""
         return self._is_armed or self.captures
 
     def _began(self, gradient: Tensor) -> None:
         # Called by the outermost pass, if the outputs are known: the end of a nested one (a re-entrant checkpoint) is too early.
-        if not self._is_begun and not self.captures and self._adds_to_gradients():
+        if not self._is_begun and not self.captures and adds_to_gradients(self.parameters):
             self._begin()
-
-    def _adds_to_gradients(self) -> bool:
-        """Say whether the pass under way adds to any parameter's gradient; one that is for the inputs alone does not.
-
-        Raises:
-            RuntimeError: It is ``torch.autograd.grad`` of parameters.
-        """
-        for parameter in self.parameters:
-            if not parameter.requires_grad:
-                continue
-            node = torch.autograd.graph.get_gradient_edge(parameter).node
-            try:
-                if torch._C._will_engine_execute_node(node):
-                    return True
-            except RuntimeError:  # torch cannot say it of a leaf whose gradient autograd.grad() returns
-                raise RuntimeError(
-                    "torch.autograd.grad() of parameters is not supported by DistributedDataParallel, because it adds to no "
-                    "gradient, and nothing would be averaged: call backward(), or run the forward pass under no_sync()"
-                ) from None
-        return False
 
     def _begin(self) -> None:
         if not self._is_armed:  # a second backward pass of one forward pass, or of the one before
@@ -223,7 +212,7 @@ class Reducer:
 
     def arrived(self, place: int, parameter: Tensor) -> None:
         """Take a parameter's gradient: autograd has added to it, or a captured one has been put there."""
-        if not self.averages:
+        if not self.averages():
             if self._standing is not None and parameter.grad is not None:
                 self._standing.added(place, parameter.grad)
             return
@@ -269,7 +258,7 @@ class Reducer:
             require_all_gradients(self._group, missing, wrong)
             used = [True] * len(self.parameters)
         self._pass.hand_back(used)
-        if self._put_aside is None and not self.captures:
+        if self._mirrors is None and not self.captures:
             in_backward.step(self.parameters, used)
         # Here, where every rank passes, and not before the next forward pass, which one rank may run alone.
         if not self._layout.is_settled:
@@ -299,12 +288,6 @@ def _without_owner(reducer: Reducer) -> Callable[[int, Tensor], None]:
     return arrived
 
 
-def _averages_of(reducer: Reducer) -> Callable[[], bool]:
-    # What stands outlives no reducer, and shall not keep one.
-    reference = weakref.ref(reducer)
-
-    def averages() -> bool:
-        owner = reference()
-        return owner is not None and owner.averages
-
-    return averages
+def _asked(method: weakref.WeakMethod[Callable[[], bool]]) -> bool:
+    averages = method()
+    return averages is not None and averages()

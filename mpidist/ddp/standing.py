@@ -80,9 +80,19 @@ class Standing:
             marks.pop(place, None)
 
     def put_aside(self) -> Marks:
-        """Take all marks away, with the gradients; return what ``marks`` is to be again when those are back."""
+        """Take all marks away, with the gradients; return what is to be ``restored`` when those are back."""
+        for place in set().union(*self.marks):
+            self._forget_if_gone(place)
         held, self.marks = self.marks, ({}, {})
         return held
+
+    def restore(self, marks: Marks) -> None:
+        """Take marks that were put aside, once the gradients have their values again."""
+        self.marks = marks
+        for place in list(marks[1]):
+            gradient = self._parameters[place].grad
+            if gradient is not None:  # its values may have been copied back, which counts as a change
+                self.added(place, gradient)
 
     def weigh(self, place: int, gradient: Tensor, target: Tensor) -> None:
         """Make a contribution of an average: in ``target``, which is ``gradient`` or its copy."""

@@ -85,7 +85,7 @@ def test_what_adds_nothing_changes_nothing():
     marks = case.standing.put_aside()
     case.add(True)
     assert case.contribution() == 6
-    case.standing.marks = marks
+    case.standing.restore(marks)
     case.parameter.grad = None
     case.add(True)
     assert case.contribution() == 1

@@ -1,5 +1,6 @@
 """Gradients leave to their owners: against plain DDP, whose averages all ranks hold."""
 
+import contextlib
 import functools
 
 import pytest
@@ -248,12 +249,13 @@ def test_sparse_gradients_are_averaged_on_all_ranks(group):
         agree(group, not is_owner or close(one.module.out.weight.grad, plain.module.out.weight.grad))
 
 
-def test_captured_passes(group, monkeypatch):
+@pytest.mark.parametrize("view", [True, False])
+def test_captured_passes(group, monkeypatch, view):
     """Distributed autograd's: each rank's context gets what it owns; ``.grad`` stays as it was, an average of one rank's, too."""
-    one, plain, bounds = pair(group)
+    one, plain, bounds = pair(group, {"gradient_as_bucket_view": view})
     joined = []
     monkeypatch.setattr(in_context, "_join", joined.append)
-    for step in range(2):
+    for step in range(3):
         found = []
         for ddp in (one, plain):
             x, target = data(group.rank, step)
@@ -273,9 +275,14 @@ def test_captured_passes(group, monkeypatch):
             agree(group, right, f"step {step}, shape {tuple(p.shape)}")
         monkeypatch.setattr(in_context, "_join", None)
         for ddp in (one, plain):
-            backward(ddp, group.rank, step)
+            with ddp.no_sync() if step else contextlib.nullcontext():
+                backward(ddp, group.rank, step)
         monkeypatch.setattr(in_context, "_join", joined.append)
-        agree(group, not (text := wrong(group, one, plain, bounds, close)), f"step {step}: {text}")
+        agree(group, step or not (text := wrong(group, one, plain, bounds, close)), f"step {step}: {text}")
+    monkeypatch.setattr(in_context, "_join", None)
+    for ddp in (one, plain):
+        backward(ddp, group.rank, 5)
+    agree(group, not (text := wrong(group, one, plain, bounds, close)), text)
 
 
 def test_it_is_registered_and_taken_back(group):
