@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 
@@ -154,9 +155,8 @@ def test_it_outlives_its_group_and_leaves_nothing(world, on_nodes):
     memories[0].own.fill_(group.rank + 1)
     view = memories[0].own[10:20]
     group.close()
-    gather = memories[0].gather
-    raises_on_all(world, GroupError, lambda: gather([[]] * world.size), "closed")
-    del memories, group, gather
+    raises_on_all(world, GroupError, functools.partial(memories[0].gather, [[]] * world.size), "closed")
+    del memories, group
     gc.collect()
     agree(world, bool((view == world.rank + 1).all()))
     del view
