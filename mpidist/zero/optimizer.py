@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from mpidist.comm import autograd_mode
 from mpidist.comm.native_group import native_group
 from mpidist.zero import clipping, groups
 from mpidist.zero import partition as partitions
@@ -117,7 +118,8 @@ class OSS(Changing):
         self._consolidation = Consolidation(self.group)
         self._one_copy = one_copy
         self.optim: torch.optim.Optimizer
-        self._build(optim, defaults)
+        with autograd_mode.allocating(), torch.no_grad():
+            self._build(optim, defaults)
         self._is_constructed = True
 
     def _build(self, optim: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
@@ -139,7 +141,6 @@ class OSS(Changing):
 
     # --- the step ---
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step this rank's shard, then bring all shards to all ranks.
 
@@ -159,6 +160,11 @@ class OSS(Changing):
             DisagreementError: The base optimizer of another rank raised (this rank's raises what it raised). The step has then
                 been taken in part, and is alike on all ranks.
         """
+        # In inference mode the base optimizer's state could not be changed outside of it.
+        with autograd_mode.allocating(), torch.no_grad():
+            return self._step(closure, kwargs)
+
+    def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         self._prepare()
         gradients = Gradients([] if self._shards.steps_parameters else self._shards.pieces, self._shards.outside())
         result, error = None, None
