@@ -9,6 +9,7 @@ from torch.profiler import record_function
 
 from mpidist.zero import groups
 from mpidist.zero.flat_state import FlatState
+from mpidist.zero.pieces import unchanged
 from mpidist.zero.saving import Saving
 from mpidist.zero.shards import Bounds
 from mpidist.zero.verdict import highest, raise_together, require_alike
@@ -45,11 +46,11 @@ class Changing(Saving):
         except ValueError as raised:
             error = raised
         require_alike(self.group, "OSS.step", groups.rows(self.param_groups), error)
-        unchanged = self._shards.unchanged()
+        same = unchanged(self._shards.pieces, self._shards.plans)
         self._shards.follow()
         self._state = FlatState()
         state = self.optim.state
-        kept = {piece.tensor: state[piece.tensor] for piece in unchanged if piece.tensor in state}
+        kept = {piece.tensor: state[piece.tensor] for piece in same if piece.tensor in state}
         self.optim.load_state_dict(self.optim.state_dict())  # torch's rules for what takes the parameter's dtype and device
         self.optim.state.update(kept)  # they would round scalars to the parameter's dtype, too
         self.state = self.optim.state

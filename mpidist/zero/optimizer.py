@@ -35,6 +35,10 @@ class OSS(Changing):
     has every rank step its shard and then brings all shards to all ranks: the same bits as ``optim`` over all parameters. Ranks
     must hold equal parameters, and equal gradients of what they own: DistributedDataParallel sees to both.
 
+    Within a node the buffers lie in memory that its ranks share. A process that is forked from a rank (a worker of torch's
+    DataLoader) shares it, too: what it writes into a parameter is not its own copy's, so it should only read. ``torch.save`` of
+    one parameter writes the whole buffer, as of any view; save ``parameter.detach().clone()``.
+
     Collective: over the group, like ``step``, ``clip_grad_norm``, ``consolidate_state_dict``, ``load_state_dict``,
     ``add_param_group`` and ``refresh_trainable``.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mpidist.zero.buffer_plan import BufferPlan
 from mpidist.zero.flat_buffers import in_memory_order, is_dense
 
 Tensor = torch.Tensor
@@ -81,6 +82,16 @@ class Piece:
         if is_dense(self.parameter):
             whole = whole.as_strided(self.parameter.shape, self.parameter.stride())
         gradient.copy_(whole.view(gradient.shape))
+
+
+def unchanged(pieces: Iterable[Piece], plans: Sequence[BufferPlan]) -> list[Piece]:
+    """Return the pieces whose parameters have the dtype and device of their buffers."""
+    kinds = [(plan.dtype, plan.device) for plan in plans]
+    return [
+        piece
+        for piece in pieces
+        if piece.home is not None and kinds[piece.home[0]] == (piece.parameter.dtype, piece.parameter.device)
+    ]
 
 
 class Gradients:

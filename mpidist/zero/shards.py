@@ -8,13 +8,13 @@ Letters: W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mpidist.zero import partition as partitions
-from mpidist.zero.buffer_plan import BufferPlan, Slot, cut, whole
+from mpidist.zero.buffer_plan import BufferPlan, Slot, Span, cut, owned_parts, split, whole
 from mpidist.zero.flat_buffers import FlatBuffers, in_memory_order, laid_out
 from mpidist.zero.partition import BALANCED, FLAT, Cost
 from mpidist.zero.pieces import Piece
@@ -181,15 +181,6 @@ class Shards:
         for buffers in self._buffers:
             buffers.require_shapes()
 
-    def unchanged(self) -> list[Piece]:
-        """Return this rank's pieces whose parameters have the dtype and device of their buffers."""
-        kinds = [(plan.dtype, plan.device) for plan in self.plans]
-        return [
-            piece
-            for piece in self.pieces
-            if piece.home is not None and kinds[piece.home[0]] == (piece.parameter.dtype, piece.parameter.device)
-        ]
-
     def follow(self) -> None:
         """Make the buffers anew with the parameters' present devices and dtypes; each rank owns what it owned.
 
@@ -201,7 +192,7 @@ class Shards:
         self.plans, self.flats, self.masters = [], [], []
         self._versions.clear()
         for buffers in old:
-            plans = [again for plan in buffers.plans for again in self._split(plan)]
+            plans = [again for plan in buffers.plans for again in split(plan, self.parameters)]
             inside = [slot.number for plan in plans for slot in plan.slots if buffers.holds(slot.number)]
             held = {slot.number: self.parameters[slot.number] for plan in plans for slot in plan.slots}
             order = {number: buffers.view(number) for number in held} if not self.steps_parameters else None
@@ -229,16 +220,11 @@ class Shards:
 
     def bounds(self) -> Bounds:
         """Return for each parameter that has a place who owns which elements, in the order in which they lie."""
-        found: dict[Tensor, list[tuple[int, int, int]]] = {}
-        for plan in self.plans:
-            for rank in range(self._group.size):
-                for span in plan.spans(rank):
-                    found.setdefault(self.parameters[span.number], []).append((rank, span.start, span.stop))
-        return {parameter: tuple(spans) for parameter, spans in found.items()}
+        return {self.parameters[number]: spans for number, spans in owned_parts(self.plans).items()}
 
     def slot(self, place: int, number: int) -> Slot:
         """Return the place of a parameter in a flat buffer."""
-        return next(slot for slot in self.plans[place].slots if slot.number == number)
+        return self.plans[place].by_number[number]
 
     def shard_sizes(self) -> dict[int, int]:
         """Return for each flat buffer the elements of this rank's shard."""
@@ -289,9 +275,7 @@ class Shards:
                 own[span.number].home = home
                 continue
             parameter = self.parameters[span.number]
-            tensor = torch.nn.Parameter(
-                self._elements(place, span.offset, span.stop - span.start, self._home[span.number].view(span.number))
-            )
+            tensor = torch.nn.Parameter(self._elements(place, span))
             made.append(Piece(span.number, parameter, span.start, span.stop, tensor, home))
         return made
 
@@ -303,22 +287,13 @@ class Shards:
             piece = own[span.number]
             piece.home = (place, span.offset - low)
             if not piece.is_parameter:
-                piece.tensor.data = self._elements(
-                    place, span.offset, span.stop - span.start, self._home[span.number].view(span.number)
-                )
+                piece.tensor.data = self._elements(place, span)
 
-    def _elements(self, place: int, offset: int, numel: int, view: Tensor) -> Tensor:
+    def _elements(self, place: int, span: Span) -> Tensor:
         """Return what the base optimizer steps: elements of the flat buffer, or of the master copy of the shard."""
-        memory = self.flats[place]
+        memory, offset, view = self.flats[place], span.offset, self._home[span.number].view(span.number)
         if self._has_masters:
             memory, offset = self.masters[place], offset - self.plans[place].bounds[self._group.rank]
-        part = memory[offset : offset + numel]
+        part = memory[offset : offset + span.stop - span.start]
         # Whole parameters keep their shape: the base optimizer may look at it.
-        return laid_out(part, view) if numel == view.numel() else part
-
-    def _split(self, plan: BufferPlan) -> Iterable[BufferPlan]:
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for slot in plan.slots:
-            parameter = self.parameters[slot.number]
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(slot.number)
-        return [plan.only(frozenset(numbers), dtype, device) for (dtype, device), numbers in kinds.items()]
+        return laid_out(part, view) if part.numel() == view.numel() else part

@@ -12,6 +12,7 @@ import torch
 
 from mpidist.comm import shard_memory
 from mpidist.zero.optimizer import OSS
+from mpidist.zero.partition import PARTITIONS, is_element_wise
 
 Parameter = torch.nn.Parameter
 optim = torch.optim
@@ -38,6 +39,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "RAdam": (optim.RAdam, {"lr": 0.01, "foreach": True}),
     "Rprop": (optim.Rprop, {"lr": 0.01}),
     "ASGD": (optim.ASGD, {"lr": 0.1, "t0": 5.0}),
+    "Adafactor": (optim.Adafactor, {"lr": 0.05}),
     "Muon": (optim.Muon, {"lr": 0.05, "weight_decay": 0.1}),
 }
 WAYS = ("node", "one copy", "messages")
@@ -77,7 +79,7 @@ def odd(fused: bool = False) -> list[Parameter]:
 def parameters_for(name: str) -> list[Parameter]:
     """Return what the optimizer of a name is tried on."""
     torch.manual_seed(7)
-    return matrices() if name.startswith("Muon") else odd(fused="fused" in name)
+    return odd(fused="fused" in name) if is_element_wise(OPTIMIZERS[name][0]) else matrices()
 
 
 def late() -> list[Parameter]:
@@ -137,7 +139,7 @@ def memory(way: str) -> Iterator[dict[str, Any]]:
 
 def partitions_of(name: str) -> tuple[str, ...]:
     """Return the partitions that the optimizer of a name allows."""
-    return ("greedy", "balanced") if name.startswith("Muon") else ("greedy", "balanced", "flat")
+    return PARTITIONS if is_element_wise(OPTIMIZERS[name][0]) else PARTITIONS[:2]
 
 
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

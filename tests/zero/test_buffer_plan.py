@@ -90,3 +90,18 @@ def test_parameters_of_several_devices_and_dtypes_lie_apart():
     plans = buffer_plan.whole(parameters, {3: 1, 4: 0, 7: 0, 9: 1}, 2)
     assert [[slot.number for slot in plan.slots] for plan in plans] == [[7, 3], [4], [9]]
     assert [plan.device.type for plan in plans] == ["cpu", "meta", "cpu"]
+
+
+def test_a_plan_is_split_by_what_its_parameters_are_now():
+    parameters = [torch.empty(100), torch.empty(3), torch.empty(200)]
+    (plan,) = buffer_plan.cut(dict(enumerate(parameters)), 3)
+    parameters[1] = parameters[1].double()
+    again = buffer_plan.split(plan, parameters)
+    assert [(part.dtype, [slot.number for slot in part.slots]) for part in again] == [
+        (torch.float32, [0, 2]),
+        (torch.float64, [1]),
+    ]
+    assert again[0].by_number[2] == buffer_plan.Slot(2, 128, 200)
+    assert buffer_plan.owned_parts(again) == buffer_plan.owned_parts([plan])
+    assert buffer_plan.owned_parts([plan])[0] == ((0, 0, 100),)
+    assert [rank for rank, _, _ in buffer_plan.owned_parts([plan])[2]] == [1, 2]

@@ -108,6 +108,8 @@ def test_memory_is_given_back_with_the_last_parameter_and_no_file_stays(group, w
     parameters.append(torch.nn.Parameter(torch.ones(70)))
     sharded.add_param_group({"params": parameters[2:]})
     values = parameters[0].detach().clone()
+    with pytest.raises(TypeError, match="momentun"):
+        OSS(parameters[:1], torch.optim.SGD, group, lr=1.0, momentun=0.9)
     del sharded
     gc.collect()
     agree(group, torch.equal(parameters[0], values), "parameters outlive their optimizer")

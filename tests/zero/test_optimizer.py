@@ -143,6 +143,7 @@ def refused(told, error, words, *arguments, **settings):
     raises_on_all(told, error, lambda: OSS(*arguments, **settings), words)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 def test_bad_arguments_are_refused_on_all_ranks_and_the_group_goes_on(group):
     p = nets.matrices
     on_meta = torch.nn.Parameter(torch.ones(3, device="meta"))
@@ -279,3 +280,31 @@ def test_fewer_parameters_than_ranks_and_a_net_smaller_than_a_unit(group):
         wrong = nets.differences(sharded, plain)
         agree(group, not wrong, f"{kind} {wrong}")
         agree(group, sum(group.all_gather_object(sharded.local_state_bytes())) == 3 * 4 * 2 + 4)
+
+
+@pytest.mark.parametrize("within_closure", [False, True])
+def test_nobody_writes_the_one_copy_that_another_still_reads(world, group, within_closure):
+    """Rank 0 reads parameters until long after the others have come to their step, or to the end of their closure."""
+    parameters = [torch.nn.Parameter(torch.ones(3000)) for _ in range(max(group.size, 2))]
+    sharded = OSS(parameters, torch.optim.SGD, group, lr=1.0, one_copy=True)
+    others = range(1, group.size)
+    for step in range(5):
+        expected = 1.0 - step
+        seen = []
+
+        def read(expected=expected, seen=seen):
+            if group.rank == 0:
+                for other in others:
+                    world.recv(torch.empty(1), other)
+                seen += [all(bool((p == expected).all()) for p in parameters) for _ in range(100)]
+            else:
+                world.send(torch.ones(1), 0)
+
+        for parameter in parameters:
+            parameter.grad = torch.ones(3000)
+        if within_closure:
+            sharded.step(read)
+        else:
+            read()
+            sharded.step()
+        agree(group, all(seen), f"{seen.count(False)} of {len(seen)} times")
