@@ -134,13 +134,18 @@ def test_built_and_stepped_in_inference_mode(group, kind, way):
     for parameter in parameters:
         group.broadcast(parameter.data, 0)
         others.append(torch.nn.Parameter(parameter.detach().clone()))
-    plain = optim(others, **settings)
+    plain = optim([{"params": others[:3]}, {"params": others[3:], "lr": 0.2}], **settings)
     for place in range(4):
         nets.give_gradients(others, place)
         plain.step()
     with nets.memory(way) as chosen:
         with torch.inference_mode():
-            sharded = OSS(parameters, optim, group, partition=kind, **chosen, **settings)
+            sharded = OSS(parameters[:3], optim, group, partition=kind, **chosen, **settings)
+            sharded.add_param_group({"params": parameters[3:], "lr": 0.2})
+            for trains in (False, True):
+                parameters[0].requires_grad_(trains)
+                sharded.refresh_trainable()
+                agree(group, not any(parameter.is_inference() for parameter in parameters))
         for place in range(4):
             nets.give_gradients(parameters, place)
             with torch.inference_mode(place % 2 == 0):
