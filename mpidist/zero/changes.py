@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from mpidist.comm import autograd_mode
 from mpidist.zero import groups
 from mpidist.zero.flat_state import FlatState
 from mpidist.zero.pieces import unchanged
@@ -61,6 +62,10 @@ class Changing(Saving):
         if not self._is_constructed:
             super().add_param_group(param_group)
             return
+        with autograd_mode.allocating(), torch.no_grad():
+            self._add(param_group)
+
+    def _add(self, param_group: dict[str, Any]) -> None:
         error: Exception | None = None
         rows: list[tuple[str, Any]] = []
         count = len(self.param_groups)
@@ -93,8 +98,9 @@ class Changing(Saving):
 
     def refresh_trainable(self) -> None:
         """Take note of parameters that were frozen or that train again (``requires_grad``). Collective: over the group."""
-        self._prepare()
-        self._refresh("OSS.refresh_trainable")
+        with autograd_mode.allocating(), torch.no_grad():
+            self._prepare()
+            self._refresh("OSS.refresh_trainable")
 
     def _refresh(self, where: str) -> None:
         require_alike(self.group, where, groups.rows(self.param_groups))

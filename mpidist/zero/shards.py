@@ -17,7 +17,7 @@ from mpidist.zero import partition as partitions
 from mpidist.zero.buffer_plan import BufferPlan, Slot, Span, cut, owned_parts, split, whole
 from mpidist.zero.flat_buffers import FlatBuffers, in_memory_order, laid_out
 from mpidist.zero.partition import BALANCED, FLAT, Cost
-from mpidist.zero.pieces import Piece
+from mpidist.zero.pieces import Piece, exact_masters
 
 Tensor = torch.Tensor
 Bounds = dict[Tensor, tuple[tuple[int, int, int], ...]]
@@ -69,10 +69,8 @@ class Shards:
     def divided(self, parameters: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
         """Return who would own further parameters, and what each rank would have then; changes and communicates nothing."""
         if self._partition == BALANCED:
-            costs = [self._cost(parameter) if parameter.requires_grad else 1 for parameter in parameters]
-            return partitions.balanced(costs, self._loads)
-        sizes = [parameter.numel() if parameter.requires_grad else 1 for parameter in parameters]
-        return partitions.greedy(sizes, self._loads)
+            return partitions.balanced([self._cost(p) if p.requires_grad else 1 for p in parameters], self._loads)
+        return partitions.greedy([p.numel() if p.requires_grad else 1 for p in parameters], self._loads)
 
     def add(self, parameters: Sequence[Tensor]) -> list[Piece]:
         """Number further parameters and decide who owns them; communicates nothing.
@@ -117,8 +115,7 @@ class Shards:
         self._pending.append(buffers)
         self._buffers.append(buffers)
         for plan, flat in zip(buffers.plans, buffers.flats, strict=True):
-            for slot in plan.slots:
-                self._home[slot.number] = buffers
+            self._home.update(dict.fromkeys(plan.by_number, buffers))
             self._append(plan, flat)
             cut_pieces = self._make_pieces(len(self.plans) - 1)
             self.pieces += cut_pieces
@@ -150,7 +147,8 @@ class Shards:
                         back.append(slot.number)
             buffers.bring_in(back)
             self._settled.update(back)
-        self._versions.clear()
+            for number in back:
+                self._versions.pop(number, None)
         self.renew_masters()
 
     def has_moved(self) -> bool:
@@ -188,9 +186,9 @@ class Shards:
 
         Collective: over the group.
         """
+        kept = exact_masters(self.pieces, {n: home.view(n) for n, home in self._home.items()}) if self._has_masters else {}
         old, self._buffers = self._buffers, []
         self.plans, self.flats, self.masters = [], [], []
-        self._versions.clear()
         for buffers in old:
             plans = [again for plan in buffers.plans for again in split(plan, self.parameters)]
             inside = [slot.number for plan in plans for slot in plan.slots if buffers.holds(slot.number)]
@@ -200,13 +198,15 @@ class Shards:
             fresh.bring_in(inside)
             self._buffers.append(fresh)
             for plan, flat in zip(fresh.plans, fresh.flats, strict=True):
-                for slot in plan.slots:
-                    self._home[slot.number] = fresh
+                self._home.update(dict.fromkeys(plan.by_number, fresh))
                 self._append(plan, flat)
                 self._move_pieces(len(self.plans) - 1)
         for piece in self.pieces:
             if piece.home is None and not piece.is_parameter:
                 piece.tensor.data = torch.empty_like(piece.parameter)
+            elif piece.number in kept:
+                piece.tensor.detach().copy_(kept[piece.number])
+        self._versions = {piece.number: piece.parameter._version for piece in self.pieces if piece.number in kept}
         self.renew_masters()
 
     def gather(self, numbers: frozenset[int] | None = None, async_op: bool = False) -> list[Any]:
@@ -274,9 +274,8 @@ class Shards:
             if span.number in own:
                 own[span.number].home = home
                 continue
-            parameter = self.parameters[span.number]
             tensor = torch.nn.Parameter(self._elements(place, span))
-            made.append(Piece(span.number, parameter, span.start, span.stop, tensor, home))
+            made.append(Piece(span.number, self.parameters[span.number], span.start, span.stop, tensor, home))
         return made
 
     def _move_pieces(self, place: int) -> None:

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from mpidist.comm import runtime, shard_memory
+from mpidist.zero.flat_buffers import in_memory_order, laid_out
 from mpidist.zero.optimizer import OSS
+from mpidist.zero.shards import Shards
 from tests.support import agree
 from tests.zero import nets
 
@@ -134,13 +136,18 @@ def test_built_and_stepped_in_inference_mode(group, kind, way):
     for parameter in parameters:
         group.broadcast(parameter.data, 0)
         others.append(torch.nn.Parameter(parameter.detach().clone()))
-    plain = optim(others, **settings)
+    plain = optim([{"params": others[:3]}, {"params": others[3:], "lr": 0.2}], **settings)
     for place in range(4):
         nets.give_gradients(others, place)
         plain.step()
     with nets.memory(way) as chosen:
         with torch.inference_mode():
-            sharded = OSS(parameters, optim, group, partition=kind, **chosen, **settings)
+            sharded = OSS(parameters[:3], optim, group, partition=kind, **chosen, **settings)
+            sharded.add_param_group({"params": parameters[3:], "lr": 0.2})
+            for trains in (False, True):
+                parameters[0].requires_grad_(trains)
+                sharded.refresh_trainable()
+                agree(group, not any(parameter.is_inference() for parameter in parameters))
         for place in range(4):
             nets.give_gradients(parameters, place)
             with torch.inference_mode(place % 2 == 0):
@@ -177,3 +184,45 @@ def test_two_optimizers_of_one_group_and_one_over_part_of_it(group):
     wrong = [nets.differences(own, other) for own, other in zip((*sharded, apart), plain, strict=True)]
     agree(group, not any(wrong), str(wrong))
     half.close()
+
+
+@pytest.mark.parametrize("kind", ["greedy", "flat"])
+def test_masters_stay_exact_where_nobody_has_written_the_parameter(group, kind):
+    """Parameters hold what has crossed the network: rounded values, of which no master may be made anew."""
+    torch.manual_seed(3)
+    shapes = [(40, 9), (130,), (6, 5, 3, 3), (7,)]
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    parameters[2].data = parameters[2].detach().to(memory_format=torch.channels_last)
+    shards = Shards(group, kind, torch.numel, one_copy=False, has_masters=True)
+    shards.add(parameters)
+    shards.make()
+    shards.adopt()
+
+    def exact(number, scale):
+        return torch.linspace(-scale, scale, parameters[number].numel())
+
+    def check(written):
+        for piece in shards.pieces:
+            values = exact(piece.number, 1.0)[piece.start : piece.stop]
+            if piece.number in written:
+                values = torch.full_like(values, 3.0)
+            own = in_memory_order(piece.tensor.detach(), piece.tensor).to(torch.float32)
+            agreed.append(torch.equal(own, values) and piece.tensor.dtype is piece.parameter.dtype)
+            assert piece.tensor.data_ptr() >= min(master.data_ptr() for master in shards.masters)
+
+    agreed = []
+    for piece in shards.pieces:
+        piece.tensor.data.copy_(laid_out(exact(piece.number, 1.0)[piece.start : piece.stop], piece.tensor))
+    for number, parameter in enumerate(parameters):  # as the wire leaves them
+        with torch.no_grad():
+            parameter.copy_(laid_out(exact(number, 1.0).bfloat16().float(), parameter))
+    shards.note_masters()
+    parameters[3].requires_grad_(False)
+    shards.refresh()
+    check(())
+    parameters[1].data = parameters[1].detach().clone()  # elsewhere, the same values
+    parameters[2].data = parameters[2].detach().double()
+    parameters[0].data = torch.full((40, 9), 3.0)
+    shards.follow()
+    check((0,))
+    agree(group, all(agreed), str(agreed))
