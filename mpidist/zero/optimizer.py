@@ -16,8 +16,11 @@ from torch.profiler import record_function
 from mpidist.comm.native_group import native_group
 from mpidist.zero import clipping, groups
 from mpidist.zero import partition as partitions
+from mpidist.zero.background import Background
 from mpidist.zero.consolidation import Consolidation
 from mpidist.zero.flat_state import FlatState
+from mpidist.zero.fresh_memory import KeptMemory
+from mpidist.zero.parked import Parked
 from mpidist.zero.partition import GREEDY, Cost
 from mpidist.zero.pieces import Piece, attach_gradients, detach_gradients
 from mpidist.zero.saving import Saving
@@ -98,7 +101,7 @@ class OSS(Saving):
         rows: list[tuple[str, Any]] = []
         try:
             partitions.require(partition, optim)
-            super().__init__(params, dict(defaults))
+            super().__init__(params, {})  # the base optimizer adds the defaults, in the order of its class
             self._wire = wire_of("fp16" if broadcast_fp16 and wire is None else wire) if self.world_size > 1 else None
             self._shards = Shards(
                 self.group, partition, partitions.cost_of(cost, optim), one_copy and self.world_size > 1, self._wire is not None
@@ -107,12 +110,15 @@ class OSS(Saving):
                 raise ValueError("one_copy=True moves nothing, so there is no wire to choose")
             groups.require_host_memory(self.param_groups if one_copy else [])
             rows = [("arguments", (optim.__name__, partition, str(cost) if isinstance(cost, str) else None, one_copy, str(wire)))]
-            rows += groups.rows(self.param_groups)
+            rows += [("defaults", groups.text(defaults)), *groups.rows(self.param_groups)]
         except Exception as raised:
             error = raised
         require_alike(self.group, "OSS", rows, error)
         self._state = FlatState()
         self._consolidation = Consolidation(self.group)
+        self._background = Background(self.group)
+        self._parked = Parked()
+        self._copies = KeptMemory()
         self._one_copy = one_copy
         self.optim: torch.optim.Optimizer
         self._build(optim, defaults)
@@ -133,6 +139,7 @@ class OSS(Saving):
         raise_together(self.group, f"OSS({optim.__name__})", error)
         shards.adopt()
         groups.sync(self.optim.param_groups, self.param_groups)
+        self.defaults = dict(self.optim.defaults)
         self.state = self.optim.state
         self._settle()
 
@@ -265,6 +272,7 @@ class OSS(Saving):
             self.optim.param_groups[place]["params"] += tensors
         shards.adopt()
         self._settle()
+        self._unpark()
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Return for each rank its groups: settings, and in ``params`` the parameters that it owns.
