@@ -67,6 +67,8 @@ class PartOfTensor(torch.Tensor):
         return f"PartOfTensor({self.elements.numel()} elements of shape {tuple(self.shape)}, {self.dtype})"
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        if not self.is_known:
+            return []  # asked for, and not there to be written
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -107,7 +109,8 @@ def sharded(
     for piece in pieces:
         if piece.number not in image.entries and piece.parameter.requires_grad:
             form = image.forms[piece.number]
-            made = {name: _wanted(piece, form, value) for name, value in first_state(piece).items()}
+            first = first_state(piece).items()
+            made = {name: _wanted(piece, form, value) for name, value in first if isinstance(value, torch.Tensor)}
             if made:
                 state[names[piece.number]] = made
     number, packed = 0, []
@@ -156,11 +159,17 @@ def as_torch(given: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
             "a sharded state dict is what sharded_state_dict() returned, filled by torch.distributed.checkpoint.load"
         )
     names = [name for group in given["param_groups"] for name in group["params"]]
-    if names != names_of(groups):
+    sizes, own_sizes = [len(group["params"]) for group in given["param_groups"]], [len(group["params"]) for group in groups]
+    if names != names_of(groups) or sizes != own_sizes:
         raise ValueError(
             f"the sharded state dict is of another model: it names {names[:4]}, this optimizer {names_of(groups)[:4]}"
         )
-    return {"state": {}, "param_groups": list(given["param_groups"])}
+    # Names of parameters are no setting that is saved; they keep their place among those.
+    packed = [
+        {key: saved.get(key, own.get(key)) for key in (*own, *saved) if key in saved or key == "param_names"}
+        for saved, own in zip(given["param_groups"], groups, strict=True)
+    ]
+    return {"state": {}, "param_groups": packed}
 
 
 def _held(image: ShardImage, piece: Piece | None, value: Any) -> Any:
@@ -171,14 +180,16 @@ def _held(image: ShardImage, piece: Piece | None, value: Any) -> Any:
     return image.loose[value.place] if isinstance(value, Loose) else value
 
 
-def _wanted(piece: Piece, form: Tensor, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dim() and value.shape == piece.tensor.shape and piece.home is not None:
-        elements = torch.zeros(piece.stop - piece.start, dtype=value.dtype, device=value.device)
+def _wanted(piece: Piece, form: Tensor, value: Tensor) -> PartOfTensor:
+    elements = torch.zeros(value.numel(), dtype=value.dtype, device=value.device)
+    if value.dim() and value.shape == piece.tensor.shape:
         return PartOfTensor(form, elements, piece.start, is_known=False)
-    return value
+    return PartOfTensor(torch.empty_like(value, device="meta"), elements, 0, is_known=False)
 
 
 def _value(value: Any, piece: Piece) -> Any:
     if isinstance(value, PartOfTensor):
-        return value.elements.as_strided(piece.tensor.shape, piece.tensor.stride(), value.elements.storage_offset())
+        if value.dim() and value.shape == piece.parameter.shape:
+            return value.elements.as_strided(piece.tensor.shape, piece.tensor.stride(), value.elements.storage_offset())
+        return value.elements.view(value.shape).clone()
     return value.clone() if isinstance(value, torch.Tensor) else value

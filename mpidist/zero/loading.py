@@ -72,7 +72,7 @@ class Loading(torch.optim.Optimizer):
         self._install(
             where,
             lambda: checkpoint.restored(state_dict, pieces, self.param_groups, self.optim.param_groups),
-            state_dict["param_groups"],
+            plain["param_groups"],
             Parked(self._parked.owners, held),
         )
 

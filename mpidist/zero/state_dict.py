@@ -122,9 +122,11 @@ def take_settings(base_groups: Groups, saved: Groups, groups: Groups) -> None:
         kept = {"params": own["params"]}
         if "param_names" in given or "param_names" in own:
             kept["param_names"] = copy.copy(given.get("param_names", own.get("param_names")))
-        settings = {key: value for key, value in base.items() if key not in ("params", "param_names")}
+        settings = {**base, **kept}
         own.clear()
-        own.update({**kept, **settings})
+        for key in (*given, *settings):  # in the order of what was loaded, as torch has it
+            if key in settings:
+                own.setdefault(key, settings[key])
 
 
 def part(value: Any, piece: Piece) -> Any:
