@@ -67,6 +67,10 @@ COVERED_BY = {
     "rpc/wire": "rpc/test_message.py",
     "torch_backend": "integration/test_torch_groups.py",
     "torch_group": "integration/test_torch_api.py",
+    "zero/first_state": "zero/test_checkpoint.py",
+    "zero/parked": "zero/test_loading.py",
+    "zero/saving": "zero/test_consolidation.py",
+    "zero/shard_image": "zero/test_consolidation.py",
     "tune": "comm/test_tuning.py",
 }
 

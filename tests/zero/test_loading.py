@@ -113,9 +113,15 @@ def test_nothing_is_loaded_from_what_does_not_fit(group, monkeypatch):
     number["state"][99] = number["state"].pop(0)
     name["state"][0]["velocity"] = name["state"][0].pop("exp_avg")
     cases = [
-        (fewer, "another model"), (shape, "another model"), (number, "99"), (name, "another class"), (other.state_dict(), "another"),
-        ({"state": {}}, "param_groups"), (None, "NoneType"), ({"state": [], "param_groups": []}, "a dict in 'state'"),
-    ]  # fmt: skip
+        (fewer, "another model"),
+        (shape, "another model"),
+        (number, "99"),
+        (name, "another class"),
+        (other.state_dict(), "another class"),
+        ({"state": {}}, "param_groups"),
+        (None, "NoneType"),
+        ({"state": [], "param_groups": []}, "a dict in 'state'"),
+    ]
     for given, words in cases:
         raises_on_all(group, ValueError, lambda given=given: optimizer.load_state_dict(given), words)
     if group.size > 1:
