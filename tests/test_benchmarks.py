@@ -68,6 +68,7 @@ def of_two_ranks(_libraries, tmp_path_factory):
         ["bench_ddp.py", *_TRAINING, *to],
         ["bench_powersgd.py", *_TRAINING, *to],
         ["bench_device.py", "--quick", "--device", "cpu", *to],
+        ["bench_oss_state.py", "--quick", *to],
     ]
     done = job(2, _IN_TURN.format(folder=str(BENCHMARKS), programs=programs), "--bind-to", "none", timeout_s=200)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
@@ -107,6 +108,19 @@ def test_ways_to_execute_are_compared_and_recorded(of_two_ranks):
     record = record_of(of_two_ranks[0], "execution-*-2-unbound.json", has_picture=False)
     assert [result["operation"] for result in record["results"]] == ["latency"] * 4 + ["overlap", "two threads"]
     assert set(record["results"][0]["contenders"]) == {"mpi4py", "caller", "group's thread", "non-blocking"}
+
+
+@pytest.mark.slow
+def test_state_of_the_sharded_optimizer_is_measured_and_recorded(of_two_ranks):
+    record = record_of(of_two_ranks[0], "oss-state-*-2.json", has_picture=False)
+    assert record["results_checked"] is True
+    ways = {"used again", "fresh", "all ranks"}
+    if importlib.util.find_spec("fairscale") is not None:
+        ways.add("FairScale on Gloo")
+    assert set(record["consolidation_ms"]) == ways
+    assert all(len(values) == record["rounds"] for values in record["consolidation_ms"].values())
+    assert [one["to a file"] for one in record["save"]] == [False, True] and len(record["goals"]) == 4
+    assert len(record["memory_mib"]["to rank 0"]) == 2
 
 
 @pytest.mark.slow

@@ -51,8 +51,9 @@ class Saving(Loading):
     ) -> Consolidating:
         """Bring the state as it is now to one rank while the training goes on; what later steps change is not seen.
 
-        Each rank copies its shard, and a group and thread of the optimizer's own (``close`` ends them) do the rest. A call while
-        the last one is under way first waits for it.
+        Each rank copies its shard, and a group and thread of the optimizer's own (``close`` ends them) do the rest. On Linux the
+        thread has the lowest priority: where training keeps all cores busy, a save takes several steps and costs them little. A
+        call while the last one is under way first waits for it.
 
         Collective: over the group.
 
