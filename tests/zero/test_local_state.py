@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpidist.errors import DisagreementError
-from mpidist.zero import local_state
+from mpidist.zero import local_state, optimizer
 from tests.support import agree, raises_on_all
 from tests.zero.stateful import ADAM, SGD, same, same_run, sharded, take_parameters, train
 
@@ -35,12 +35,12 @@ def test_training_goes_on_where_each_rank_saved_its_own(group, partition, tmp_pa
 
 
 def test_another_layout_is_refused_by_all_ranks(group):
-    optimizer = sharded(group, ADAM, "flat")
-    train(optimizer, range(1))
-    before = optimizer.state_dict(all_ranks=True)
-    other, told = sharded(group, ADAM, "flat", frozen=True), optimizer.rank_local_state_dict()
+    own = sharded(group, ADAM, "flat")
+    train(own, range(1))
+    before = own.state_dict(all_ranks=True)
+    other, told = sharded(group, ADAM, "flat", frozen=True), own.rank_local_state_dict()
     train(other, range(1))
-    raises_on_all(group, ValueError, lambda: optimizer.load_state_dict(other.rank_local_state_dict()), "another layout")
+    raises_on_all(group, ValueError, lambda: own.load_state_dict(other.rank_local_state_dict()), "another layout")
     for change, words in (
         ({"world_size": group.size + 1}, "this is rank"),
         ({"rank": group.rank + 1}, "this is rank"),
@@ -49,10 +49,35 @@ def test_another_layout_is_refused_by_all_ranks(group):
         ({"layout": {**told["layout"], "masters": True}}, "master copies"),
         ({"layout": {**told["layout"], "strides": []}}, "strides"),
     ):
-        raises_on_all(group, ValueError, lambda change=change: optimizer.load_state_dict({**told, **change}), words)
+        raises_on_all(group, ValueError, lambda change=change: own.load_state_dict({**told, **change}), words)
     if group.size > 1:
         error = ValueError if group.rank else DisagreementError
         wrong = {**told, "world_size": 99} if group.rank else told
-        raises_on_all(group, error, lambda: optimizer.load_state_dict(wrong))
-    after = optimizer.state_dict(all_ranks=True)
+        raises_on_all(group, error, lambda: own.load_state_dict(wrong))
+    after = own.state_dict(all_ranks=True)
     agree(group, same(after, before) and local_state.is_rank_local(told) and not local_state.is_rank_local(after))
+
+
+class Rounded:
+    """A wire: all ranks see the masters' values as bf16 has them."""
+
+    def share(self, group, master, flat, bounds):
+        low, high = bounds[group.rank : group.rank + 2]
+        flat[low:high].copy_(master.bfloat16())
+        group.all_gather([flat[slice(*bounds[rank : rank + 2])] for rank in range(group.size)], flat[low:high])
+
+
+def test_master_copies_come_back_to_the_bit(group, monkeypatch):
+    monkeypatch.setattr(optimizer, "wire_of", lambda name: Rounded())
+    source = sharded(group, ADAM, "greedy")
+    train(source, range(2))
+    told = source.rank_local_state_dict()
+    target = sharded(group, ADAM, "greedy")
+    take_parameters(target, source)  # rounded ones
+    target.load_state_dict(told)
+    ok = len(told["masters"]) == (group.size > 1)
+    agree(group, same_run(target, source, range(2, 4)) and ok, "the masters are lost")
+    if group.size > 1:
+        monkeypatch.undo()
+        plain = sharded(group, ADAM, "greedy")
+        raises_on_all(group, ValueError, lambda: plain.load_state_dict(told), "master copies")
