@@ -116,7 +116,7 @@ def sharded(
     number, packed = 0, []
     for group in groups:
         count = len(group["params"])
-        settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         packed.append({**settings, "params": names[number : number + count]})
         number += count
     return {"state": state, "param_groups": packed}
@@ -164,12 +164,7 @@ def as_torch(given: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
         raise ValueError(
             f"the sharded state dict is of another model: it names {names[:4]}, this optimizer {names_of(groups)[:4]}"
         )
-    # Names of parameters are no setting that is saved; they keep their place among those.
-    packed = [
-        {key: saved.get(key, own.get(key)) for key in (*own, *saved) if key in saved or key == "param_names"}
-        for saved, own in zip(given["param_groups"], groups, strict=True)
-    ]
-    return {"state": {}, "param_groups": packed}
+    return {"state": {}, "param_groups": list(given["param_groups"])}
 
 
 def _held(image: ShardImage, piece: Piece | None, value: Any) -> Any:
