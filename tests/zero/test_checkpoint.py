@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from mpidist.errors import DisagreementError
 from mpidist.zero.optimizer import OSS
@@ -176,3 +177,32 @@ def test_another_model_or_class_is_refused_by_all_ranks(group):
             part + 1
     after = optimizer.state_dict(all_ranks=True)
     agree(group, ok and same(after, before) and len(parameters_of(optimizer)) == 6)
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, source=None):
+        super().__init__()
+        for number, parameter in enumerate(parameters()):
+            self.register_parameter(f"p{number}", parameter)
+        if source is not None:
+            take_parameters(torch.optim.SGD(self.parameters()), torch.optim.SGD(source.parameters()))
+
+
+def test_torchs_own_optimizer_saves_for_it_and_loads_from_it(group, folder):
+    model = Holder()
+    source = torch.optim.Adam(model.named_parameters(), **ADAM[1])
+    train(source, range(2))
+    dcp.save({"optimizer": get_optimizer_state_dict(model, source)}, checkpoint_id=f"{folder}/torch")
+    middle = Holder(model)
+    optimizer = OSS(middle.named_parameters(), torch.optim.Adam, group, partition="flat", **ADAM[1])
+    told = {"optimizer": optimizer.sharded_state_dict()}
+    dcp.load(told, checkpoint_id=f"{folder}/torch")
+    optimizer.load_sharded_state_dict(told["optimizer"])
+    agree(group, same_run(optimizer, source, range(2, 4)), "from torch's")
+    dcp.save({"optimizer": optimizer.sharded_state_dict()}, checkpoint_id=f"{folder}/ours")
+    last = Holder(middle)
+    target = torch.optim.Adam(last.named_parameters(), **ADAM[1])
+    told = {"optimizer": get_optimizer_state_dict(last, target)}
+    dcp.load(told, checkpoint_id=f"{folder}/ours")
+    set_optimizer_state_dict(last, target, told["optimizer"])
+    agree(group, same_run(optimizer, target, range(4, 6)), "into torch's")
