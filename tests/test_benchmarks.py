@@ -71,6 +71,7 @@ def of_two_ranks(_libraries, tmp_path_factory):
         ["bench_device.py", "--quick", "--device", "cpu", *to],
         ["bench_oss.py", "--quick", *to],
         ["bench_wire.py", "--numel", "20000", "--rounds", "1", "--burst-s", "0", "--link", "test", *to],
+        ["bench_oss_state.py", "--quick", *to],
     ]
     done = job(2, _IN_TURN.format(folder=str(BENCHMARKS), programs=programs), "--bind-to", "none", timeout_s=200)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
@@ -127,6 +128,19 @@ def test_sharded_steps_are_compared_and_state_bytes_recorded(of_two_ranks):
     assert all(own <= held["unsharded"][0] / 2 + 8 * 64 + 4 * 6 for own in held["mpidist flat"])
     shares = {(row["network"], row["ranks"], row["partition"]): row["over_even"] for row in record["state_bytes_by_arithmetic"]}
     assert shares["GPT-2 XL", 64, "flat"] < 1.001 < shares["GPT-2 XL", 8, "greedy"] and shares["ResNet-50", 8, "balanced"] < 1.02
+
+
+@pytest.mark.slow
+def test_state_of_the_sharded_optimizer_is_measured_and_recorded(of_two_ranks):
+    record = record_of(of_two_ranks[0], "oss-state-*-2.json", has_picture=False)
+    assert record["results_checked"] is True
+    ways = {"used again", "fresh", "all ranks"}
+    if importlib.util.find_spec("fairscale") is not None:
+        ways.add("FairScale on Gloo")
+    assert set(record["consolidation_ms"]) == ways
+    assert all(len(values) == record["rounds"] for values in record["consolidation_ms"].values())
+    assert [one["to a file"] for one in record["save"]] == [False, True] and len(record["goals"]) == 4
+    assert len(record["memory_mib"]["to rank 0"]) == 2
 
 
 @pytest.mark.slow

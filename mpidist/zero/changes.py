@@ -14,6 +14,7 @@ from mpidist.zero.pieces import unchanged
 from mpidist.zero.saving import Saving
 from mpidist.zero.shards import Bounds
 from mpidist.zero.verdict import highest, raise_together, require_alike
+from mpidist.zero.wire import Wire
 
 Tensor = torch.Tensor
 _NEW, _MOVED = 1, 2
@@ -24,6 +25,7 @@ class Changing(Saving):
 
     _is_constructed: bool
     _one_copy: bool
+    _wire: Wire | None
 
     def _prepare(self) -> None:
         """Bring in what has changed since the last step: where parameters lie, and the groups' settings."""
@@ -73,6 +75,7 @@ class Changing(Saving):
             super().add_param_group(param_group)
             groups.require_host_memory(self.param_groups[-1:] if self._one_copy else [])
             groups.require_apart(self.param_groups)
+            groups.require_carried(self.param_groups[-1:], self._wire)
             rows = [*groups.rows(self.param_groups[-1:]), ("owners", self._shards.divided(self.param_groups[-1]["params"])[0])]
         except Exception as raised:
             error = raised
@@ -103,7 +106,12 @@ class Changing(Saving):
             self._refresh("OSS.refresh_trainable")
 
     def _refresh(self, where: str) -> None:
-        require_alike(self.group, where, groups.rows(self.param_groups))
+        error: Exception | None = None
+        try:
+            groups.require_carried(self.param_groups, self._wire)
+        except TypeError as raised:
+            error = raised
+        require_alike(self.group, where, groups.rows(self.param_groups), error)
         shards = self._shards
         shards.refresh()
         made = shards.make()
@@ -111,6 +119,7 @@ class Changing(Saving):
             self.optim.param_groups[place]["params"] += tensors
         shards.adopt()
         self._settle()
+        self._unpark()
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Return for each rank its groups: settings, and in ``params`` the parameters that it owns.

@@ -1,8 +1,8 @@
 """Consolidation of the ranks' state: raw memory in chunks, straight into the recipient's tensors.
 
-First every rank tells the recipient what it holds: for each parameter the names of its state, and what lies in no flat tensor
-(step counts, factored moments). The recipient then has one tensor for each kind of state and buffer, as long as the buffer, and
-receives each rank's shard into its place. A rank that receives nothing allocates at most one chunk.
+First every rank tells the recipient what it holds: for each parameter the names of its state, and values of no dimension (step
+counts). The recipient then has one tensor for each kind of state and buffer, as long as the buffer, and receives each rank's
+shard into its place. A rank that receives nothing allocates at most one chunk.
 
 Letters: W ranks; N elements of a buffer.
 """
@@ -10,27 +10,20 @@ Letters: W ranks; N elements of a buffer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from mpidist.zero.buffer_plan import BufferPlan
 from mpidist.zero.flat_buffers import laid_out
-from mpidist.zero.flat_state import FlatState, Kind, State
 from mpidist.zero.fresh_memory import KeptMemory
-from mpidist.zero.shards import Shards
+from mpidist.zero.shard_image import InFlat, KindKey, Loose, ShardImage
+from mpidist.zero.verdict import raise_together
 
 Tensor = torch.Tensor
+StateByNumber = dict[int, dict[str, Any]]
 CHUNK_BYTES = 16 << 20
 
-_Kind = tuple[int, str, torch.dtype]  # without the device: consolidated state lies in host memory
-_Told = tuple[list[_Kind], dict[int, dict[str, Any]]]  # this rank's kinds; by number and name: InFlat, or a value
-
-
-class InFlat(NamedTuple):
-    """Stands for a value that lies in a flat tensor: the place of its kind among those that the same rank tells."""
-
-    kind: int
+_Told = tuple[tuple[KindKey, ...], dict[int, dict[str, Any]], list[tuple[torch.Size, torch.dtype]]]
 
 
 class Consolidation:
@@ -39,10 +32,10 @@ class Consolidation:
     def __init__(self, group: Any) -> None:
         self._group = group
         self._memory = KeptMemory()
-        self._state: dict[int, dict[str, Any]] | None = None
+        self._state: StateByNumber | None = None
         self._recipient: int | None = None
 
-    def result(self, rank: int) -> dict[int, dict[str, Any]]:
+    def result(self, rank: int) -> StateByNumber:
         """Return the state by parameter number.
 
         Raises:
@@ -56,78 +49,91 @@ class Consolidation:
             )
         return self._state
 
-    def run(self, shards: Shards, flat: FlatState, state: State, recipient: int, chunk_bytes: int) -> None:
+    def run(self, image: ShardImage, recipient: int, chunk_bytes: int) -> None:
         """Bring all ranks' state to the recipient, or to all (-1). Collective: over the group."""
-        group = self._group
-        self._state, self._recipient = None, recipient
-        receives = recipient in (-1, group.rank)
-        kinds = list(flat.kinds)
-        own = [(kind.buffer, kind.name, kind.dtype) for kind in kinds]
-        told = (own, _described(shards, kinds, flat, state))
-        everyone: list[_Told] | None
-        if recipient == -1:
-            everyone = group.all_gather_object(told)
-        else:
-            everyone = group.gather_object(told, recipient)
-        if not receives or everyone is None:
-            for kind in kinds:
-                for chunk in _chunks(flat.kinds[kind], chunk_bytes):
-                    group.send(chunk, recipient)
-            return
-        whole = self._allocated(everyone, shards.plans)
-        for kind, place in zip(kinds, own, strict=True):
-            low, high = shards.plans[kind.buffer].bounds[group.rank : group.rank + 2]
-            whole[place][low:high].copy_(flat.kinds[kind])
-        for rank in range(group.size):
-            for place in everyone[rank][0]:
-                low, high = shards.plans[place[0]].bounds[rank : rank + 2]
-                for chunk in _chunks(whole[place][low:high], chunk_bytes):
-                    if recipient == -1:
-                        group.broadcast(chunk, rank)
-                    elif rank != group.rank:
-                        group.recv(chunk, rank)
-        self._state = _assembled(everyone, whole, shards)
-
-    def _allocated(self, everyone: list[_Told], plans: list[BufferPlan]) -> dict[_Kind, Tensor]:
-        places = dict.fromkeys(place for kinds, _ in everyone for place in kinds)
-        return self._memory.tensors({place: (plans[place[0]].numel, place[2]) for place in places})
+        self._state = None  # first: if nobody else holds the last result, its memory takes the new one
+        self._recipient = recipient
+        self._state = gathered(self._group, image, recipient, chunk_bytes, self._memory)
 
 
-def _described(shards: Shards, kinds: list[Kind], flat: FlatState, state: State) -> dict[int, dict[str, Any]]:
-    """Return this rank's part of the answer to what each parameter has."""
-    places = {kind: place for place, kind in enumerate(kinds)}
-    told: dict[int, dict[str, Any]] = {}
-    for piece in shards.pieces:
-        held = state.get(piece.tensor)
-        if held is None:
-            continue
-        entries: dict[str, Any] = {}
-        for name, value in held.items():
-            if flat.belongs(piece, value):
-                assert piece.home is not None
-                entries[name] = InFlat(places[Kind(piece.home[0], name, value.dtype, value.device)])
-            else:
-                entries[name] = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-        told[piece.number] = entries
-    return told
+def gathered(group: Any, image: ShardImage, recipient: int, chunk_bytes: int, memory: KeptMemory) -> StateByNumber | None:
+    """Return the state of all ranks by parameter number, in torch's shapes and order; None on ranks that do not receive.
+
+    Collective: over the group.
+
+    Args:
+        image: This rank's.
+        recipient: Rank in the group; -1 for all.
+        chunk_bytes: Longest message.
+        memory: Of the result.
+
+    Raises:
+        MemoryError: A recipient has no memory (there; DisagreementError on the others).
+    """
+    told: _Told = (image.kinds, image.entries, [(tensor.shape, tensor.dtype) for tensor in image.loose])
+    if recipient == -1:
+        everyone = group.all_gather_object(told)
+    else:
+        everyone = group.gather_object(told, recipient)
+    own = [*image.flats, *(tensor.reshape(-1) for tensor in image.loose)]
+    error: Exception | None = None
+    try:
+        whole, loose = _allocated(everyone or [], image, memory)
+    except Exception as raised:
+        error = raised
+    raise_together(group, "consolidation", error)  # nobody sends what nobody takes
+    if everyone is None:
+        for tensor in own:
+            for chunk in _chunks(tensor, chunk_bytes):
+                group.send(chunk, recipient)
+        return None
+    for rank, (kinds, _, _) in enumerate(everyone):
+        places = [whole[kind][slice(*image.plans[kind[0]].bounds[rank : rank + 2])] for kind in kinds] + loose[rank]
+        if rank == group.rank:
+            for place, tensor in zip(places, own, strict=True):
+                place.copy_(tensor)
+        for place in places:
+            for chunk in _chunks(place, chunk_bytes):
+                if recipient == -1:
+                    group.broadcast(chunk, rank)
+                elif rank != group.rank:
+                    group.recv(chunk, rank)
+    return _assembled(everyone, whole, loose, image)
 
 
-def _assembled(everyone: list[_Told], whole: dict[_Kind, Tensor], shards: Shards) -> dict[int, dict[str, Any]]:
-    """Return torch's state: by number, in the parameters' shapes."""
-    found: dict[int, dict[str, Any]] = {}
-    for kinds, entries in everyone:
+def _allocated(everyone: list[_Told], image: ShardImage, memory: KeptMemory) -> tuple[dict[KindKey, Tensor], list[list[Tensor]]]:
+    """Return for each kind a tensor of N elements, and for each rank its loose tensors as vectors."""
+    wanted: dict[Any, tuple[int, torch.dtype]] = {}
+    for rank, (kinds, _, shapes) in enumerate(everyone):
+        for kind in kinds:
+            wanted[kind] = (image.plans[kind[0]].numel, kind[2])
+        for place, (shape, dtype) in enumerate(shapes):
+            wanted[rank, place] = (shape.numel(), dtype)
+    made = memory.tensors(wanted)
+    loose = [[made.pop((rank, place)) for place in range(len(shapes))] for rank, (_, _, shapes) in enumerate(everyone)]
+    return made, loose
+
+
+def _assembled(
+    everyone: list[_Told], whole: dict[KindKey, Tensor], loose: list[list[Tensor]], image: ShardImage
+) -> StateByNumber:
+    slots = {(place, slot.number): slot for place, plan in enumerate(image.plans) for slot in plan.slots}
+    found: StateByNumber = {}
+    for rank, (kinds, entries, shapes) in enumerate(everyone):
         for number, names in entries.items():
-            if number not in found:
-                found[number] = {
-                    name: _view(whole, kinds[value.kind], number, shards) if isinstance(value, InFlat) else value
-                    for name, value in names.items()
-                }
+            if number in found:  # of a parameter that is cut: all its owners tell the same
+                continue
+            values = found[number] = {}
+            for name, value in names.items():
+                if isinstance(value, InFlat):
+                    slot = slots[kinds[value.kind][0], number]
+                    part = whole[kinds[value.kind]][slot.offset : slot.offset + slot.numel]
+                    values[name] = laid_out(part, image.forms[number])
+                elif isinstance(value, Loose):
+                    values[name] = loose[rank][value.place].view(shapes[value.place][0])
+                else:
+                    values[name] = value
     return dict(sorted(found.items()))
-
-
-def _view(whole: dict[_Kind, Tensor], place: _Kind, number: int, shards: Shards) -> Tensor:
-    slot = shards.slot(place[0], number)
-    return laid_out(whole[place][slot.offset : slot.offset + slot.numel], shards.parameters[number])
 
 
 def _chunks(flat: Tensor, chunk_bytes: int) -> Iterator[Tensor]:

@@ -28,12 +28,16 @@ class Kind(NamedTuple):
 class FlatState:
     """The flat tensors of one rank.
 
+    Args:
+        spare: Tensors that the first ``settle`` may take.
+
     Attributes:
         kinds: For each kind its tensor, of as many elements as the rank's shard of the buffer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spare: Mapping[Kind, Tensor] | None = None) -> None:
         self.kinds: dict[Kind, Tensor] = {}
+        self._spare = dict(spare or {})
         self._settled = 0
 
     def settle(self, pieces: Iterable[Piece], state: State, sizes: Mapping[int, int]) -> None:
@@ -50,6 +54,7 @@ class FlatState:
             for name, value in held.items():
                 if self.belongs(piece, value):
                     self._settle_one(piece, held, name, value, sizes[piece.home[0]])
+        self._spare.clear()
         self._settled = len(state)
 
     def is_settled(self, state: State) -> bool:
@@ -72,7 +77,10 @@ class FlatState:
         kind = Kind(piece.home[0], name, value.dtype, value.device)
         flat = self.kinds.get(kind)
         if flat is None:
-            flat = self.kinds[kind] = torch.zeros(size, dtype=value.dtype, device=value.device)
+            flat = self._spare.pop(kind, None)
+            if flat is None or flat.numel() != size:
+                flat = torch.zeros(size, dtype=value.dtype, device=value.device)
+            self.kinds[kind] = flat
         view = piece.state_view(flat)
         if value.data_ptr() != view.data_ptr():
             view.copy_(value)

@@ -87,6 +87,17 @@ def require_apart(groups: Sequence[Group]) -> None:
             )
 
 
+def require_carried(groups: Sequence[Group], wire: Any) -> None:
+    """Refuse trainable parameters that a wire cannot carry.
+
+    Raises:
+        TypeError: There are some.
+    """
+    if wire is not None:
+        for dtype in dict.fromkeys(p.dtype for group in groups for p in group["params"] if p.requires_grad):
+            wire.master_dtype(dtype)
+
+
 def require_host_memory(groups: Sequence[Group]) -> None:
     """Refuse parameters on devices.
 

@@ -16,9 +16,12 @@ from mpidist.comm import autograd_mode
 from mpidist.comm.native_group import native_group
 from mpidist.zero import clipping, groups
 from mpidist.zero import partition as partitions
+from mpidist.zero.background import Background
 from mpidist.zero.changes import Changing
 from mpidist.zero.consolidation import Consolidation
 from mpidist.zero.flat_state import FlatState
+from mpidist.zero.fresh_memory import KeptMemory
+from mpidist.zero.parked import Parked
 from mpidist.zero.partition import GREEDY, Cost
 from mpidist.zero.pieces import Gradients, Piece
 from mpidist.zero.shards import Shards
@@ -101,8 +104,10 @@ class OSS(Changing):
         rows: list[tuple[str, Any]] = []
         try:
             partitions.require(partition, optim)
-            super().__init__(params, dict(defaults))
-            self._wire = wire_of("fp16" if broadcast_fp16 and wire is None else wire) if self.world_size > 1 else None
+            super().__init__(params, {})  # the base optimizer adds the defaults, in the order of its class
+            chosen = wire_of("fp16" if broadcast_fp16 and wire is None else wire)
+            groups.require_carried(self.param_groups, chosen)
+            self._wire = chosen if self.world_size > 1 else None  # one rank sends nothing
             self._shards = Shards(
                 self.group, partition, partitions.cost_of(cost, optim), one_copy and self.world_size > 1, self._wire is not None
             )
@@ -111,7 +116,7 @@ class OSS(Changing):
             groups.require_host_memory(self.param_groups if one_copy else [])
             groups.require_apart(self.param_groups)
             rows = [("arguments", (optim.__name__, partition, str(cost) if isinstance(cost, str) else None, one_copy, str(wire)))]
-            rows += groups.rows(self.param_groups)
+            rows += [("defaults", groups.text(defaults)), *groups.rows(self.param_groups)]
             for group_of_all in self.param_groups:
                 self._shards.add(group_of_all["params"])
             rows.append(("owners", tuple(self._shards.owners)))
@@ -120,6 +125,9 @@ class OSS(Changing):
         require_alike(self.group, "OSS", rows, error)
         self._state = FlatState()
         self._consolidation = Consolidation(self.group)
+        self._background = Background(self.group)
+        self._parked = Parked()
+        self._copies = KeptMemory()
         self._one_copy = one_copy
         self.optim: torch.optim.Optimizer
         with autograd_mode.allocating(), torch.no_grad():

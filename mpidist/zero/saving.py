@@ -1,36 +1,30 @@
-"""State dicts of the sharded optimizer: brought together from all ranks, and loaded by each for its shard."""
+"""State dicts of the sharded optimizer: brought together from all ranks, in the background too, or each rank's by itself."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-import torch
 from torch.profiler import record_function
 
-from mpidist.zero import groups, state_dict
+from mpidist.zero import groups, local_state, state_dict
+from mpidist.zero.background import Background, Consolidating
 from mpidist.zero.consolidation import CHUNK_BYTES, Consolidation
-from mpidist.zero.flat_state import FlatState
-from mpidist.zero.shards import Shards
-from mpidist.zero.verdict import raise_together, require_alike
+from mpidist.zero.first_state import first_state
+from mpidist.zero.fresh_memory import KeptMemory
+from mpidist.zero.loading import Loading
+from mpidist.zero.pieces import Piece
+from mpidist.zero.verdict import require_alike
 
 
-class Saving(torch.optim.Optimizer):
-    """The part of the sharded optimizer that saves and loads.
+class Saving(Loading):
+    """The part of the sharded optimizer that saves."""
 
-    Attributes:
-        optim: The base optimizer of this rank.
-        group: Native group.
-        rank: Of this process in the group.
-        world_size: W, ranks of the group.
-    """
-
-    optim: torch.optim.Optimizer
-    group: Any
-    rank: int
-    world_size: int
-    _shards: Shards
-    _state: FlatState
     _consolidation: Consolidation
+    _background: Background
+    _copies: KeptMemory
+
+    # --- the state of all ranks ---
 
     def consolidate_state_dict(self, recipient_rank: int = 0, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         """Bring all ranks' state to one, for its ``state_dict``. Other ranks allocate at most one chunk.
@@ -45,15 +39,53 @@ class Saving(torch.optim.Optimizer):
 
         Raises:
             ValueError: ``recipient_rank`` is out of range, or ``chunk_bytes`` not positive.
+            DisagreementError: Another rank refused, or ranks name different recipients.
         """
-        if isinstance(recipient_rank, bool) or not isinstance(recipient_rank, int) or not -1 <= recipient_rank < self.world_size:
-            raise ValueError(f"recipient_rank is a rank from 0 to {self.world_size - 1}, or -1 for all; got {recipient_rank!r}")
-        if chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes must be positive; got {chunk_bytes}")
+        self._require_recipient("OSS.consolidate_state_dict", recipient_rank, chunk_bytes)
         groups.sync(self.param_groups, self.optim.param_groups)
-        self._settle()
         with record_function("mpidist::oss::consolidate"):
-            self._consolidation.run(self._shards, self._state, self.optim.state, recipient_rank, chunk_bytes)
+            self._consolidation.run(self._image(), recipient_rank, chunk_bytes)
+
+    def consolidate_async(
+        self, recipient_rank: int = 0, path: str | os.PathLike[str] | None = None, *, chunk_bytes: int = CHUNK_BYTES
+    ) -> Consolidating:
+        """Bring the state as it is now to one rank while the training goes on; what later steps change is not seen.
+
+        Each rank copies its shard, and a group and thread of the optimizer's own (``close`` ends them) do the rest. On Linux the
+        thread has the lowest priority: where training keeps all cores busy, a save takes several steps and costs them little. A
+        call while the last one is under way first waits for it.
+
+        Collective: over the group.
+
+        Blocks: until this rank's shard is copied.
+
+        Args:
+            recipient_rank: Rank in the group; -1 for all.
+            path: File that the recipient writes the state dict to (``torch.save``). It appears under this name once it is
+                complete: it is written beside (``.part``), brought to the disk and renamed.
+            chunk_bytes: Longest message.
+
+        Returns:
+            A handle: ``wait``, ``done``, and ``result``, the state dict in torch's format, on the recipient.
+
+        Raises:
+            ValueError: As ``consolidate_state_dict``; ``path`` with all ranks as recipients.
+            DisagreementError: Another rank refused, or ranks give different arguments.
+        """
+        self._require_recipient("OSS.consolidate_async", recipient_rank, chunk_bytes, path)
+        with record_function("mpidist::oss::consolidate_async"):
+            groups_now = state_dict.packed(self.param_groups, {})["param_groups"]
+            return self._background.start(
+                self._image(),
+                recipient_rank,
+                chunk_bytes,
+                path,
+                lambda state: {"state": state, "param_groups": groups_now},
+            )
+
+    def close(self) -> None:
+        """Wait for the last ``consolidate_async``, and end its group. Collective: over the group. May be called twice."""
+        self._background.close()
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """Return the state as ``optim`` over all parameters on one rank would.
@@ -76,45 +108,65 @@ class Saving(torch.optim.Optimizer):
                 result = changed
         return result
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of any world size: of this class, of FairScale's, or of ``optim`` over all parameters.
+    # --- the state of one rank ---
 
-        The argument stays as it is. All ranks give the same.
+    def rank_local_state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+        """Return this rank's state as it lies: flat tensors, for ``load_state_dict`` at the same world size and layout.
 
-        Collective: over the group.
+        The same bits come back, those of a wire's master copies too. Communicates nothing.
 
-        Raises:
-            ValueError: It is of another model or of another class of optimizers; nothing has been loaded (all ranks).
-            DisagreementError: Another rank refused, or ranks give different settings.
+        Args:
+            copies: In host memory, which later steps leave alone. Otherwise its tensors are the optimizer's own.
         """
-        self._load(state_dict)
+        groups.sync(self.param_groups, self.optim.param_groups)
+        image = self._image()
+        packed = state_dict.packed(self.param_groups, {})["param_groups"]
+        return local_state.packed(image.copied(self._copies) if copies else image, self.world_size, self._parked, packed)
 
-    def _load(self, given: dict[str, Any]) -> None:
+    # --- torch.distributed.checkpoint ---
+
+    def sharded_state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+        """Return this rank's part of the state for ``torch.distributed.checkpoint``: to save, or to be filled by a load.
+
+        It may stand beside a model's in a larger dict. Keys are those of torch's ``get_optimizer_state_dict``:
+        ``state.<name>.<kind>``, ``param_groups.<place>.<setting>``; names are those of named parameters, else numbers. A
+        checkpoint may be loaded at another world size, partition or memory format. Communicates nothing.
+
+        What is loaded is asked for by key: trainable parameters without state ask for what a first step would make. A
+        checkpoint that lacks some takes ``DefaultLoadPlanner(allow_partial_load=True)``; their state is then made by the next
+        step.
+
+        Args:
+            copies: In host memory, which later steps leave alone, as ``async_save`` needs while it writes; a load is then
+                complete before ``load_sharded_state_dict`` changes anything. Otherwise the tensors are the optimizer's own.
+        """
+        from mpidist.zero import checkpoint  # it loads torch.distributed.checkpoint
+
+        groups.sync(self.param_groups, self.optim.param_groups)
+        image = self._image()
+        image = image.copied(self._copies) if copies else image
+        return checkpoint.sharded(image, self._shards.pieces, self.param_groups, self._first_state)
+
+    # --- what they need ---
+
+    def _first_state(self, piece: Piece) -> dict[str, Any]:
+        number = 0
+        for group in self.param_groups:
+            number += len(group["params"])
+            if piece.number < number:
+                return first_state(type(self.optim), group, self.defaults, piece)
+        raise AssertionError(f"no group has parameter {piece.number}")
+
+    def _require_recipient(
+        self, where: str, recipient: Any, chunk_bytes: int, path: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Compare the arguments of all ranks. Collective: over the group."""
         error: Exception | None = None
-        rows: list[tuple[str, Any]] = []
-        before = (self.optim.state, self.optim.param_groups)
-        try:
-            given = dict(given)
-            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-                changed = pre_hook(self, given)
-                given = given if changed is None else changed
-            state_dict.require_fits(given, self.param_groups, self.optim)
-            rows = [("group", groups.text(group)) for group in given["param_groups"]]
-        except Exception as raised:
-            error = raised
-        require_alike(self.group, "OSS.load_state_dict", rows, error)
-        try:
-            local = state_dict.local(given, self.param_groups, self.optim.param_groups, self._shards.pieces)
-            self.optim.load_state_dict(local)
-        except Exception as raised:
-            error = raised
-            self.optim.__setstate__({"state": before[0], "param_groups": before[1]})
-        raise_together(self.group, "OSS.load_state_dict", error)
-        self.state = self.optim.state
-        self._settle()
-        state_dict.take_settings(self.optim.param_groups, given["param_groups"], self.param_groups)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def _settle(self) -> None:
-        self._state.settle(self._shards.pieces, self.optim.state, self._shards.shard_sizes())
+        if isinstance(recipient, bool) or not isinstance(recipient, int) or not -1 <= recipient < self.world_size:
+            error = ValueError(f"recipient_rank is a rank from 0 to {self.world_size - 1}, or -1 for all; got {recipient!r}")
+        elif chunk_bytes < 1:
+            error = ValueError(f"chunk_bytes must be positive; got {chunk_bytes}")
+        elif path is not None and recipient == -1:
+            error = ValueError("path= needs one recipient, which writes the file; got recipient_rank=-1")
+        rows = [("recipient_rank", recipient), ("chunk_bytes", chunk_bytes), ("has path", path is not None)]
+        require_alike(self.group, where, rows, error)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,20 +36,25 @@ def packed(groups: Groups, state: dict[int, dict[str, Any]]) -> dict[str, Any]:
     number, result = 0, []
     for group in groups:
         count = len(group["params"])
-        settings = {key: value for key, value in group.items() if key != "params"}
+        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         result.append({**settings, "params": list(range(number, number + count))})
         number += count
     return {"state": {key: dict(values) for key, values in state.items()}, "param_groups": result}
 
 
-def require_fits(given: dict[str, Any], groups: Groups, optim: torch.optim.Optimizer) -> None:
+def require_fits(given: Any, groups: Groups, optim: torch.optim.Optimizer) -> None:
     """Refuse a state dict of another model, or of another class of optimizers.
 
     Raises:
         ValueError: What does not fit.
     """
-    if "state" not in given or "param_groups" not in given:
-        raise ValueError(f"a state dict of an optimizer has 'state' and 'param_groups'; got {sorted(map(str, given))}")
+    if not isinstance(given, Mapping) or "state" not in given or "param_groups" not in given:
+        held = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+        raise ValueError(f"a state dict of an optimizer has 'state' and 'param_groups'; got {held}")
+    if not isinstance(given["state"], Mapping) or not all(
+        isinstance(group, Mapping) and "params" in group for group in given["param_groups"]
+    ):
+        raise ValueError("a state dict of an optimizer has a dict in 'state', and groups with 'params' in 'param_groups'")
     saved = given["param_groups"]
     sizes, own_sizes = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
     if sizes != own_sizes:
@@ -67,7 +73,9 @@ def require_fits(given: dict[str, Any], groups: Groups, optim: torch.optim.Optim
     kinds = _KINDS.get(type(optim))
     for key, held in given["state"].items():
         if key not in parameters:
-            continue
+            raise ValueError(f"the state dict has state of {key!r}, which none of its parameter groups names")
+        if not isinstance(held, Mapping):
+            raise ValueError(f"the state of parameter {key} is a dict by name; got {type(held).__name__}")
         if kinds is not None and not kinds.issuperset(held):
             raise ValueError(
                 f"the state dict is of another class of optimizers: parameter {key} has {', '.join(map(str, held))}; {name} "
@@ -104,7 +112,7 @@ def local(given: dict[str, Any], groups: Groups, base_groups: Groups, pieces: Se
             piece = by_tensor[id(tensor)]
             held = given["state"].get(ids[id(piece.parameter)])
             if held is not None:
-                state[own] = {name: _part(value, piece) for name, value in held.items()}
+                state[own] = {name: part(value, piece) for name, value in held.items()}
     return {"state": state, "param_groups": result_groups}
 
 
@@ -114,20 +122,39 @@ def take_settings(base_groups: Groups, saved: Groups, groups: Groups) -> None:
         kept = {"params": own["params"]}
         if "param_names" in given or "param_names" in own:
             kept["param_names"] = copy.copy(given.get("param_names", own.get("param_names")))
-        settings = {key: value for key, value in base.items() if key not in ("params", "param_names")}
+        settings = {**base, **kept}
         own.clear()
-        own.update({**kept, **settings})
+        for key in (*given, *settings):  # in the order of what was loaded, as torch has it
+            if key in settings:
+                own.setdefault(key, settings[key])
 
 
-def _part(value: Any, piece: Piece) -> Any:
-    """Return what of a parameter's state belongs to a piece; never the given tensor itself, which the steps would change."""
+def part(value: Any, piece: Piece) -> Any:
+    """Return what of a parameter's state belongs to a piece; nothing that a step would change in the given value."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    if value.dim() == 0 or value.shape != piece.parameter.shape:
+    if value.dim() == 0 or value.shape != piece.parameter.shape or value.layout is not torch.strided:
         return value.clone()
     if piece.is_whole and piece.tensor.shape == value.shape:
         return value if piece.home is not None else value.clone()  # it is copied into the flat tensor
     return in_memory_order(value, piece.parameter)[piece.start : piece.stop].view(piece.tensor.shape)
+
+
+def by_number(given: dict[str, Any], groups: Groups) -> dict[int, dict[str, Any]]:
+    """Return the state of a fitting state dict by the numbers of this optimizer's parameters."""
+    places = {id(parameter): number for number, parameter in enumerate(p for group in groups for p in group["params"])}
+    numbers = {key: places[id(parameter)] for key, parameter in _by_id(given["param_groups"], groups).items()}
+    return {numbers[key]: held for key, held in given["state"].items()}
+
+
+def summary(given: dict[str, Any]) -> str:
+    """Write what a state dict holds, such that dicts with the same names and shapes have equal texts."""
+    rows = sorted(
+        (str(key), name, tuple(value.shape) if isinstance(value, torch.Tensor) else None)
+        for key, held in given["state"].items()
+        for name, value in held.items()
+    )
+    return f"{len(given['state'])} parameters, checksum {zlib.crc32(repr(rows).encode()):08x}"
 
 
 def _by_id(saved: Groups, groups: Groups) -> dict[Any, Tensor]:

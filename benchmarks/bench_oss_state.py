@@ -1,0 +1,269 @@
+"""State of the sharded optimizer: consolidation, beside FairScale's on Gloo, saves beside the training, memory of both.
+
+mpirun --bind-to none -n 2 python benchmarks/bench_oss_state.py     (with 1 rank: a save whose writer has a core of its own)
+
+Adam over a perceptron of 8.4 M parameters, one thread of torch a rank. Contenders take turns. Without fairscale its rows are left
+out. Exposed is what a step takes longer while a save is under way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import environment
+import report
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+
+import mpidist.comm
+from mpidist.zero.optimizer import OSS
+
+_GOALS = {"used again": 8.0, "fresh": 6.0}  # times FairScale's speed
+_EXPOSED_GOAL = 0.1  # of a step
+
+
+class Model:
+    """A perceptron, its optimizer and its steps.
+
+    Args:
+        make: Makes the optimizer of the parameters.
+    """
+
+    def __init__(self, make: Callable[[Any], Any], width: int, batch: int) -> None:
+        torch.manual_seed(0)
+        layers = [part for _ in range(8) for part in (torch.nn.Linear(width, width), torch.nn.GELU())]
+        self.module = torch.nn.Sequential(*layers, torch.nn.Linear(width, 10))
+        self.optimizer = make(self.module.parameters())
+        self._inputs = torch.randn(batch, width)
+
+    def step(self) -> None:
+        """Compute gradients, the same on all ranks, and step."""
+        self.optimizer.zero_grad()
+        self.module(self._inputs).square().mean().backward()
+        self.optimizer.step()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="few parameters and rounds: only shows that it runs")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    if options.quick:
+        options.width, options.batch, options.rounds = 64, 4, 2
+    torch.set_num_threads(1)
+    group = mpidist.comm.init()
+    from mpi4py import MPI
+
+    about = environment.describe(MPI.COMM_WORLD)
+    model = Model(lambda params: OSS(params, torch.optim.Adam, group, lr=1e-3), options.width, options.batch)
+    fairscale = _fairscale(group, options)
+    for one in (model, fairscale):
+        if one is not None:
+            for _ in range(2):
+                one.step()
+    record = {
+        "benchmark": "oss-state",
+        "environment": about,
+        "parameters": sum(parameter.numel() for parameter in model.module.parameters()),
+        "batch": options.batch,
+        "rounds": options.rounds,
+        "consolidation_ms": consolidation(group, model, fairscale, options.rounds),
+        "memory_mib": memory(group, model),
+        "save": [beside(group, model, options.rounds, has_file) for has_file in (False, True)],
+    }
+    check(group, model, fairscale)
+    record["results_checked"] = True
+    record["goals"] = goals(record)
+    model.optimizer.close()
+    if group.rank == 0:
+        show(record)
+        report.write_json(record, options.output / f"oss-state-{environment.library_name(about)}-{about['ranks']}.json")
+
+
+def _fairscale(group: Any, options: argparse.Namespace) -> Model | None:
+    try:
+        from fairscale.optim import OSS as Other
+    except ImportError:
+        return None
+    if group.size == 1:
+        return None
+    if not dist.is_initialized():
+        dist.init_process_group("mpidist")
+    gloo = dist.new_group(backend="gloo")
+    return Model(lambda params: Other(params, optim=torch.optim.Adam, group=gloo, lr=1e-3), options.width, options.batch)
+
+
+def consolidation(group: Any, model: Model, fairscale: Model | None, rounds: int) -> dict[str, list[float]]:
+    """Return the times of each way, in milliseconds: of the slowest rank, for each round."""
+    optimizer = model.optimizer
+    held: list[Any] = []
+
+    def fresh() -> None:
+        held.append(optimizer.state_dict() if group.rank == 0 else None)  # its memory cannot be used again
+
+    ways: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "used again": (lambda: None, lambda: optimizer.consolidate_state_dict(0)),
+        "fresh": (fresh, lambda: optimizer.consolidate_state_dict(0)),
+        "all ranks": (lambda: None, lambda: optimizer.consolidate_state_dict(-1)),
+    }
+    if fairscale is not None:
+        ways["FairScale on Gloo"] = (lambda: None, lambda: fairscale.optimizer.consolidate_state_dict(0))
+    optimizer.consolidate_state_dict(0)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, (prepare, call) in ways.items():
+            prepare()
+            times[name].append(timed(group, call))
+            held.clear()
+    return {name: values[1:] for name, values in times.items()}
+
+
+def beside(group: Any, model: Model, rounds: int, has_file: bool) -> dict[str, Any]:
+    """Measure steps while saves are under way, and without, in turns."""
+    optimizer = model.optimizer
+    with tempfile.TemporaryDirectory() as folder:
+        path = group.broadcast_object(f"{folder}/state.pt") if has_file else None
+        found: dict[str, list[float]] = {"alone": [], "beside": [], "snapshot": [], "copy": [], "save": [], "steps": []}
+        flats = list(optimizer._state.kinds.values())
+        copies = [torch.empty_like(flat) for flat in flats]
+        pending: list[Any] = []
+
+        def copy() -> None:
+            for target, source in zip(copies, flats, strict=True):
+                target.copy_(source)
+
+        for _ in range(rounds + 1):
+            found["alone"] += [timed(group, model.step) for _ in range(4)]
+            found["copy"].append(timed(group, copy))
+            start = time.perf_counter()
+            found["snapshot"].append(timed(group, lambda: pending.append(optimizer.consolidate_async(0, path))))
+            steps = []
+            while True:
+                done = torch.tensor([int(pending[0].done())])
+                group.all_reduce(done, "min")
+                if done:
+                    break
+                steps.append(timed(group, model.step))
+            pending.pop().wait()
+            found["save"].append(1e3 * (time.perf_counter() - start))
+            found["steps"].append(len(steps))
+            found["beside"] += steps
+        group.barrier()
+    medians = {name: statistics.median(values[1:] or values) for name, values in found.items() if values}
+    alone = statistics.mean(found["alone"][4:])
+    exposed = statistics.mean(found["beside"] or [alone]) - alone
+    return {
+        "to a file": has_file,
+        "step alone, ms": alone,
+        "step beside, ms": alone + exposed,
+        "exposed, of each step": exposed / alone,
+        "snapshot, ms": medians["snapshot"],
+        "plain copy, ms": medians["copy"],
+        "save, ms": medians["save"],
+        "steps during a save": statistics.mean(found["steps"][1:]),
+    }
+
+
+def memory(group: Any, model: Model) -> dict[str, Any]:
+    """Return what a consolidation adds to each rank's peak resident memory, in MiB; None where the system does not tell."""
+    optimizer = model.optimizer
+    own = optimizer.local_state_bytes()
+    added: dict[str, list[Any]] = {}
+    for name, recipient in (("to rank 0", 0), ("to all ranks", -1)):
+        held = optimizer.state_dict() if group.rank == 0 else None  # rank 0 takes fresh memory
+        group.barrier()
+        before = _resident_mib("VmRSS") if _reset_peak() else None
+        optimizer.consolidate_state_dict(recipient)
+        peak = _resident_mib("VmHWM")
+        del held
+        added[name] = group.all_gather_object(None if before is None else round(peak - before, 1))
+        optimizer.consolidate_state_dict(0)
+    return {"state of each rank": [round(one / 2**20, 1) for one in group.all_gather_object(own)], **added}
+
+
+def check(group: Any, model: Model, fairscale: Model | None) -> None:
+    """Raise if the consolidated state is not what the ranks hold."""
+    pending = model.optimizer.consolidate_async(0)
+    told, now = pending.result(), model.optimizer.state_dict(all_ranks=True)
+    for piece in model.optimizer._shards.pieces:
+        for name, value in model.optimizer.optim.state[piece.tensor].items():
+            if not torch.equal(now["state"][piece.number][name], value):
+                raise RuntimeError(f"{name} of parameter {piece.number} is wrong on rank {group.rank}")
+    if told is not None:
+        for number, held in now["state"].items():
+            if not all(torch.equal(told["state"][number][name], value) for name, value in held.items()):
+                raise RuntimeError(f"the state that was saved beside the steps is wrong for parameter {number}")
+    if fairscale is not None and group.rank == 0:
+        theirs = fairscale.optimizer.state_dict()
+        if {key: list(value) for key, value in theirs["state"].items()} != {key: list(v) for key, v in now["state"].items()}:
+            raise RuntimeError("FairScale's state dict has other names")
+
+
+def timed(group: Any, call: Callable[[], Any]) -> float:
+    """Return the milliseconds of a call on the slowest rank."""
+    group.barrier()
+    start = time.perf_counter()
+    call()
+    passed = torch.tensor([1e3 * (time.perf_counter() - start)], dtype=torch.float64)
+    group.all_reduce(passed, "max")
+    return float(passed)
+
+
+def goals(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Say of each goal whether it was reached."""
+    times = {name: statistics.median(values) for name, values in record["consolidation_ms"].items()}
+    theirs = times.get("FairScale on Gloo")
+    found = []
+    for name, least in _GOALS.items():
+        ratio = None if theirs is None else theirs / times[name]
+        goal = f"consolidation into memory {name}: {least:g} x FairScale's"
+        found.append({"goal": goal, "value": ratio, "reached": _at_least(ratio, least)})
+    for one in record["save"]:
+        exposed = one["exposed, of each step"]
+        goal = f"at most {_EXPOSED_GOAL:.0%} of a step exposed while state is {'written' if one['to a file'] else 'consolidated'}"
+        found.append({"goal": goal, "value": exposed, "reached": exposed <= _EXPOSED_GOAL})
+    return found
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print the tables."""
+    rows = [(name, statistics.median(values), min(values), max(values)) for name, values in record["consolidation_ms"].items()]
+    print(f"{record['parameters']} parameters, {record['environment']['ranks']} ranks")
+    print(tabulate(rows, ("consolidation", "ms, median", "least", "most"), floatfmt=".1f"))
+    print(tabulate(record["memory_mib"].items(), ("MiB of each rank", "")))
+    print(tabulate([list(one.values()) for one in record["save"]], list(record["save"][0]), floatfmt=".2f"))
+    print(tabulate([list(one.values()) for one in record["goals"]], ("goal", "value", "reached"), floatfmt=".2f"))
+
+
+def _at_least(value: float | None, least: float) -> bool | None:
+    return None if value is None else value >= least
+
+
+def _reset_peak() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _resident_mib(name: str) -> float:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return float("nan")
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Boxes of a tensor (pure): a run of its elements, in the order in which they lie, as rectangular parts of its shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from mpidist.zero.flat_buffers import is_dense
+
+
+class Box(NamedTuple):
+    """One part: its first index and its length in each dimension, and its first element in the order of memory."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: int
+
+
+def memory_order(form: torch.Tensor) -> list[int]:
+    """Return a tensor's dimensions, the one whose neighbours lie farthest apart first; their own order unless it is dense."""
+    strides = form.stride()
+    if not is_dense(form):
+        return list(range(form.dim()))
+    return sorted(range(form.dim()), key=lambda place: (-strides[place], place))
+
+
+def boxes(form: torch.Tensor, start: int, stop: int) -> list[Box]:
+    """Divide elements ``start`` to ``stop``, in the order in which they lie, into the fewest boxes of consecutive elements.
+
+    Args:
+        form: A tensor of the shape and strides; its values do not matter.
+
+    Returns:
+        At most 2 d - 1 boxes of d dimensions, in the order of their elements.
+    """
+    order = memory_order(form)
+    found = []
+    for offsets, sizes, first in _runs([form.shape[place] for place in order], start, stop):
+        found.append(Box(_placed(offsets, order), _placed(sizes, order), first))
+    return found
+
+
+def view_of(box: Box, form: torch.Tensor, elements: torch.Tensor, start: int) -> torch.Tensor:
+    """View the elements of a box, in its shape.
+
+    Args:
+        elements: A vector that begins with element ``start``.
+    """
+    order = memory_order(form)
+    run = elements[box.first - start : box.first - start + math.prod(box.sizes)]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return run.view([box.sizes[place] for place in order]).permute(back)
+
+
+def _runs(sizes: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    if start >= stop:
+        return []
+    if not sizes:
+        return [((), (), start)]
+    inner = math.prod(sizes[1:])
+    first_whole, end_whole = -(-start // inner), stop // inner
+    found = []
+    if first_whole > end_whole:  # all within one index of the first dimension
+        return _inside(sizes, first_whole - 1, inner, start, stop)
+    if start < first_whole * inner:
+        found += _inside(sizes, first_whole - 1, inner, start, first_whole * inner)
+    if first_whole < end_whole:
+        zeros = (0,) * (len(sizes) - 1)
+        found.append(((first_whole, *zeros), (end_whole - first_whole, *sizes[1:]), first_whole * inner))
+    if end_whole * inner < stop:
+        found += _inside(sizes, end_whole, inner, end_whole * inner, stop)
+    return found
+
+
+def _inside(
+    sizes: Sequence[int], index: int, inner: int, start: int, stop: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    base = index * inner
+    return [
+        ((index, *offsets), (1, *lengths), base + first)
+        for offsets, lengths, first in _runs(sizes[1:], start - base, stop - base)
+    ]
+
+
+def _placed(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    placed = [0] * len(order)
+    for place, value in zip(order, values, strict=True):
+        placed[place] = value
+    return tuple(placed)

@@ -1,0 +1,190 @@
+"""State for torch.distributed.checkpoint: each rank writes what it owns, and reads what it owns by then.
+
+Names, shapes and nesting are those of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. State of which a rank
+owns a part is a ``PartOfTensor``: it has the parameter's shape, and tells the planner in which boxes its elements lie.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from mpidist.zero.boxes import boxes, view_of
+from mpidist.zero.pieces import Piece
+from mpidist.zero.shard_image import InFlat, Loose, ShardImage
+
+Tensor = torch.Tensor
+Groups = Sequence[dict[str, Any]]
+
+
+class PartOfTensor(torch.Tensor):
+    """Elements of a tensor of which other ranks hold the rest; for torch.distributed.checkpoint, which sees the whole's shape.
+
+    Args:
+        form: Tensor of the whole's shape and strides.
+        elements: This rank's, a vector in the order in which they lie.
+        start: Number of the first one.
+        is_known: Whether they hold values, or are to be read.
+
+    Attributes:
+        elements: As given; what is read is written there.
+        is_known: They hold values.
+
+    Source: ``torch.distributed._checkpointable._Checkpointable``, the protocol that this class follows.
+    """
+
+    elements: Tensor
+    is_known: bool
+    _offsets: list[tuple[int, ...]]
+    _views: list[Tensor]
+
+    @staticmethod
+    def __new__(cls, form: Tensor, elements: Tensor, start: int, is_known: bool = True) -> PartOfTensor:
+        """Make it; it has no memory of its own."""
+        made = torch.Tensor._make_wrapper_subclass(cls, form.shape, dtype=elements.dtype, device=elements.device)
+        made.elements = elements
+        made.is_known = is_known
+        found = boxes(form, start, start + elements.numel())
+        made._offsets = [box.offsets for box in found]
+        made._views = [view_of(box, form, elements, start) for box in found]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if function is torch.ops.aten.new_empty.default:  # a copy by torch's stager, which then sets the attributes
+            whole = torch.empty(args[1], dtype=args[0].dtype, device="meta")
+            return cls(whole, torch.empty(0, dtype=args[0].dtype, device=args[0].device), 0)
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{function} of a part of a tensor: take its elements")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PartOfTensor({self.elements.numel()} elements of shape {tuple(self.shape)}, {self.dtype})"
+
+    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        if not self.is_known:
+            return []  # asked for, and not there to be written
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, None, TensorWriteData(chunk, properties, self.shape)
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), view.shape)
+            for offsets, view in zip(self._offsets, self._views, strict=True)
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        if index.offset is None:
+            raise ValueError(f"{index.fqn} is held in parts: an offset is needed")
+        self.is_known = True  # it is written, or about to be read
+        return self._views[self._offsets.index(tuple(index.offset))]
+
+
+def sharded(
+    image: ShardImage, pieces: Sequence[Piece], groups: Groups, first_state: Callable[[Piece], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the state dict; what it refers to is the image's.
+
+    Args:
+        pieces: This rank's, of which the image is.
+        groups: Of all parameters.
+        first_state: Called with a trainable piece that has no state; returns what its first step would make, which the
+            checkpoint is to overwrite.
+    """
+    names = names_of(groups)
+    state: dict[str, dict[str, Any]] = {}
+    own = {piece.number: piece for piece in pieces}
+    for number, held in image.entries.items():
+        state[names[number]] = {name: _held(image, own.get(number), value) for name, value in held.items()}
+    for piece in pieces:
+        if piece.number not in image.entries and piece.parameter.requires_grad:
+            form = image.forms[piece.number]
+            first = first_state(piece).items()
+            made = {name: _wanted(piece, form, value) for name, value in first if isinstance(value, torch.Tensor)}
+            if made:
+                state[names[piece.number]] = made
+    number, packed = 0, []
+    for group in groups:
+        count = len(group["params"])
+        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        packed.append({**settings, "params": names[number : number + count]})
+        number += count
+    return {"state": state, "param_groups": packed}
+
+
+def names_of(groups: Groups) -> list[str]:
+    """Return for each parameter its name, if all were given with names (torch's ``param_names``), else its number."""
+    named = [group.get("param_names") for group in groups]
+    if all(named):
+        return [name for names in named for name in names or ()]
+    return [str(number) for number in range(sum(len(group["params"]) for group in groups))]
+
+
+def restored(given: Mapping[str, Any], pieces: Sequence[Piece], groups: Groups, base_groups: Groups) -> dict[str, Any]:
+    """Return what the base optimizer of this rank is to load. What the checkpoint had no values for is left out."""
+    names = names_of(groups)
+    by_tensor = {id(piece.tensor): piece for piece in pieces}
+    result, state, number = [], {}, 0
+    for saved, base in zip(given["param_groups"], base_groups, strict=True):
+        numbers = list(range(number, number + len(base["params"])))
+        number += len(numbers)
+        settings = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+        result.append({**settings, "params": numbers})
+        for own, tensor in zip(numbers, base["params"], strict=True):
+            piece = by_tensor[id(tensor)]
+            held = given["state"].get(names[piece.number])
+            if held and all(value.is_known for value in held.values() if isinstance(value, PartOfTensor)):
+                state[own] = {name: _value(value, piece) for name, value in held.items()}
+    return {"state": state, "param_groups": result}
+
+
+def as_torch(given: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
+    """Return the groups as those of a plain state dict without state, for the checks that both have in common.
+
+    Raises:
+        ValueError: The parameters have other names.
+    """
+    if not isinstance(given, Mapping) or "state" not in given or "param_groups" not in given:
+        raise ValueError(
+            "a sharded state dict is what sharded_state_dict() returned, filled by torch.distributed.checkpoint.load"
+        )
+    names = [name for group in given["param_groups"] for name in group["params"]]
+    sizes, own_sizes = [len(group["params"]) for group in given["param_groups"]], [len(group["params"]) for group in groups]
+    if names != names_of(groups) or sizes != own_sizes:
+        raise ValueError(
+            f"the sharded state dict is of another model: it names {names[:4]}, this optimizer {names_of(groups)[:4]}"
+        )
+    return {"state": {}, "param_groups": list(given["param_groups"])}
+
+
+def _held(image: ShardImage, piece: Piece | None, value: Any) -> Any:
+    if isinstance(value, InFlat):
+        assert piece is not None and piece.home is not None
+        _, at = piece.home
+        return PartOfTensor(image.forms[piece.number], image.flats[value.kind][at : at + piece.stop - piece.start], piece.start)
+    return image.loose[value.place] if isinstance(value, Loose) else value
+
+
+def _wanted(piece: Piece, form: Tensor, value: Tensor) -> PartOfTensor:
+    elements = torch.zeros(value.numel(), dtype=value.dtype, device=value.device)
+    if value.dim() and value.shape == piece.tensor.shape:
+        return PartOfTensor(form, elements, piece.start, is_known=False)
+    return PartOfTensor(torch.empty_like(value, device="meta"), elements, 0, is_known=False)
+
+
+def _value(value: Any, piece: Piece) -> Any:
+    if isinstance(value, PartOfTensor):
+        if value.dim() and value.shape == piece.parameter.shape:
+            return value.elements.as_strided(piece.tensor.shape, piece.tensor.stride(), value.elements.storage_offset())
+        return value.elements.view(value.shape).clone()
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,26 @@
+"""State that an optimizer makes in its first step, found out on a twin of the piece."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpidist.zero.pieces import Piece
+
+
+def first_state(
+    optim: type[torch.optim.Optimizer], group: dict[str, Any], defaults: dict[str, Any], piece: Piece
+) -> dict[str, Any]:
+    """Return names, shapes and dtypes of the state of one piece, with the values after a step by a gradient of zeros.
+
+    Args:
+        group: The settings of the piece's group.
+        defaults: Arguments of the optimizer.
+    """
+    twin = torch.nn.Parameter(torch.zeros_like(piece.tensor.detach()))
+    twin.grad = torch.zeros_like(twin)
+    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    made = optim([{**settings, "params": [twin]}], **defaults)
+    made.step()
+    return dict(made.state[twin])

@@ -1,0 +1,156 @@
+"""Loading of the sharded optimizer: each rank takes its shard of a state, and all ranks take it or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mpidist.comm import autograd_mode
+from mpidist.zero import groups, local_state, state_dict
+from mpidist.zero.flat_state import FlatState
+from mpidist.zero.parked import Parked, parked
+from mpidist.zero.shard_image import ShardImage, image_of
+from mpidist.zero.shards import Shards
+from mpidist.zero.verdict import Row, raise_together, require_alike
+
+
+class Loading(torch.optim.Optimizer):
+    """The part of the sharded optimizer that loads.
+
+    Attributes:
+        optim: The base optimizer of this rank.
+        group: Native group.
+        rank: Of this process in the group.
+        world_size: W, ranks of the group.
+    """
+
+    optim: torch.optim.Optimizer
+    group: Any
+    rank: int
+    world_size: int
+    _shards: Shards
+    _state: FlatState
+    _parked: Parked
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of any world size: of this class, of FairScale's, or of ``optim`` over all parameters.
+
+        The argument stays as it is. All ranks give the same; what ``rank_local_state_dict`` returned is taken, too, each rank's
+        own. Load the parameters first: a wire's master copies are renewed from parameters that somebody has written.
+
+        Collective: over the group.
+
+        Raises:
+            ValueError: It is of another model, class of optimizers or layout; nothing has been loaded (all ranks).
+            DisagreementError: Another rank refused, or ranks give different settings; nothing has been loaded.
+        """
+        with autograd_mode.allocating(), torch.no_grad():
+            self._load(state_dict)
+
+    def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what ``torch.distributed.checkpoint.load`` has filled.
+
+        Collective: over the group.
+
+        Raises:
+            ValueError: It is of another model or class of optimizers; nothing has been loaded (all ranks).
+            DisagreementError: Another rank refused, or ranks have different settings.
+        """
+        from mpidist.zero import checkpoint
+
+        where = "OSS.load_sharded_state_dict"
+        pieces, rows, error = self._shards.pieces, list[Row](), None
+        try:
+            plain = checkpoint.as_torch(state_dict, self.param_groups)
+            self._require_fits(plain)
+            rows = [("group", groups.text(group)) for group in plain["param_groups"]]
+        except Exception as raised:
+            error = raised
+        require_alike(self.group, where, rows, error)
+        names = checkpoint.names_of(self.param_groups)
+        held = {number: dict(state_dict["state"].get(names[number], old)) for number, old in self._parked.held.items()}
+        self._install(
+            where,
+            lambda: checkpoint.restored(state_dict, pieces, self.param_groups, self.optim.param_groups),
+            plain["param_groups"],
+            Parked(self._parked.owners, held),
+        )
+
+    def _load(self, given: Any) -> None:
+        where = "OSS.load_state_dict"
+        error: Exception | None = None
+        rows: list[Row] = []
+        is_local = local_state.is_rank_local(given)
+        try:
+            given = dict(given) if isinstance(given, Mapping) else given
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                changed = pre_hook(self, given)
+                given = given if changed is None else changed
+            if is_local:
+                local_state.require_fits(given, self._image(), self.world_size)
+            else:
+                self._require_fits(given)
+                rows = [("state of", state_dict.summary(given))]
+            rows = [("rank-local", is_local), *rows]
+            rows += [("group", groups.text(group)) for group in given["param_groups"]]
+        except Exception as raised:
+            error = raised
+        require_alike(self.group, where, rows, error)
+        pieces, base = self._shards.pieces, self.optim.param_groups
+        if is_local:
+            self._install(
+                where,
+                lambda: local_state.restored(given, pieces, base),
+                given["param_groups"],
+                local_state.parked_in(given),
+            )
+            for master, saved in zip(self._shards.masters, given["masters"], strict=True):
+                master.copy_(saved)
+            self._shards.note_masters()
+        else:
+            self._install(
+                where,
+                lambda: state_dict.local(given, self.param_groups, base, pieces),
+                given["param_groups"],
+                parked(state_dict.by_number(given, self.param_groups), self._shards, self.rank),
+            )
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _require_fits(self, given: Any) -> None:
+        state_dict.require_fits(given, self.param_groups, self.optim)
+
+    def _install(self, where: str, local: Callable[[], dict[str, Any]], saved_groups: Any, parked_state: Parked) -> None:
+        """Have the base optimizer load its part on all ranks, or on none. Collective: over the group."""
+        error: Exception | None = None
+        before = (self.optim.state, self.optim.param_groups)
+        try:
+            self.optim.load_state_dict(local())
+        except Exception as raised:
+            error = raised
+        try:
+            raise_together(self.group, where, error)
+        except Exception:
+            self.optim.__setstate__({"state": before[0], "param_groups": before[1]})
+            raise
+        self.state = self.optim.state
+        self._parked = parked_state
+        self._state = FlatState(spare=self._state.kinds)  # kinds that were not loaded end here
+        self._settle()
+        state_dict.take_settings(self.optim.param_groups, saved_groups, self.param_groups)
+
+    def _unpark(self) -> None:
+        """Hand loaded state to parameters that have got a place since. Collective: over the group."""
+        if self._parked.hand_over(self.group, self._shards, self.optim.state):
+            self.optim.load_state_dict(self.optim.state_dict())  # torch's rules for dtype and device
+            self.state = self.optim.state
+            self._settle()
+
+    def _image(self) -> ShardImage:
+        self._settle()
+        return image_of(self._shards, self._state, self.optim.state, self._parked.held, self.rank)
+
+    def _settle(self) -> None:
+        self._state.settle(self._shards.pieces, self.optim.state, self._shards.shard_sizes())

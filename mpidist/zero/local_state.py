@@ -1,0 +1,121 @@
+"""State dict of one rank: its flat tensors as they lie, for the same world size and layout. Communicates nothing.
+
+It holds plain Python values and tensors alone, so ``torch.load`` reads it with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mpidist.zero.parked import Parked
+from mpidist.zero.pieces import Piece
+from mpidist.zero.shard_image import InFlat, Loose, ShardImage
+
+Tensor = torch.Tensor
+Groups = Sequence[dict[str, Any]]
+FORMAT = "mpidist.zero rank-local 1"
+_FLAT, _LOOSE, _VALUE = "flat", "loose", "value"
+
+
+def is_rank_local(given: Any) -> bool:
+    """Say whether a state dict is one of these."""
+    return isinstance(given, Mapping) and given.get("format") == FORMAT
+
+
+def packed(image: ShardImage, world_size: int, parked: Parked, packed_groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state dict of a rank; its tensors are the image's.
+
+    Args:
+        packed_groups: Of all parameters, with numbers in the place of parameters.
+    """
+    return {
+        "format": FORMAT,
+        "rank": image.rank,
+        "world_size": world_size,
+        "layout": layout(image),
+        "kinds": list(image.kinds),
+        "flats": list(image.flats),
+        "loose": list(image.loose),
+        "masters": list(image.masters),
+        "entries": {number: [_row(name, value) for name, value in held.items()] for number, held in image.entries.items()},
+        "parked": dict(parked.owners),
+        "param_groups": packed_groups,
+    }
+
+
+def layout(image: ShardImage) -> dict[str, Any]:
+    """Return what must be equal for a rank-local state dict to fit; plain values."""
+    return {
+        "shapes": [tuple(form.shape) for form in image.forms],
+        "strides": [tuple(form.stride()) for form in image.forms],
+        "plans": [(str(plan.dtype), [tuple(slot) for slot in plan.slots], list(plan.bounds)) for plan in image.plans],
+        "masters": bool(image.masters),
+    }
+
+
+def require_fits(given: Mapping[str, Any], image: ShardImage, world_size: int) -> None:
+    """Refuse a state dict of another rank, world size or layout.
+
+    Raises:
+        ValueError: What does not fit.
+    """
+    if given["world_size"] != world_size or given["rank"] != image.rank:
+        raise ValueError(
+            f"the rank-local state dict is of rank {given['rank']} of {given['world_size']}, and this is rank {image.rank} of "
+            f"{world_size}: load a consolidated or a sharded one on another world size"
+        )
+    own = layout(image)
+    for name, words in (
+        ("shapes", "of another model: its parameters have other shapes"),
+        ("strides", "of another layout: its parameters have other strides"),
+        ("plans", "of another layout: partition, dtypes or frozen parameters differ"),
+        ("masters", "of another layout: only one of the two has master copies (wire=)"),
+    ):
+        if given["layout"][name] != own[name]:
+            raise ValueError(f"the rank-local state dict is {words}; load a consolidated or a sharded one")
+    sizes = [image.plans[place].bounds[image.rank + 1] - image.plans[place].bounds[image.rank] for place, _, _ in given["kinds"]]
+    if [flat.numel() for flat in given["flats"]] != sizes:
+        raise ValueError("the rank-local state dict is damaged: its flat tensors have other lengths than its layout")
+
+
+def restored(given: Mapping[str, Any], pieces: Sequence[Piece], base_groups: Groups) -> dict[str, Any]:
+    """Return what the base optimizer is to load; its tensors are views of the given ones, or copies of small ones."""
+    by_tensor = {id(piece.tensor): piece for piece in pieces}
+    result, state, number = [], {}, 0
+    for saved, base in zip(given["param_groups"], base_groups, strict=True):
+        numbers = list(range(number, number + len(base["params"])))
+        number += len(numbers)
+        settings = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+        result.append({**settings, "params": numbers})
+        for own, tensor in zip(numbers, base["params"], strict=True):
+            piece = by_tensor[id(tensor)]
+            if piece.number in given["entries"]:
+                state[own] = {name: _value(given, piece, *row) for name, *row in given["entries"][piece.number]}
+    return {"state": state, "param_groups": result}
+
+
+def parked_in(given: Mapping[str, Any]) -> Parked:
+    """Return the state without a piece that a rank-local state dict holds; copies."""
+    entries = {number: given["entries"][number] for number in given["parked"] if number in given["entries"]}
+    held = {number: {name: _value(given, None, *row) for name, *row in rows} for number, rows in entries.items()}
+    return Parked(given["parked"], held)
+
+
+def _row(name: str, value: Any) -> tuple[str, str, Any]:
+    if isinstance(value, InFlat):
+        return name, _FLAT, value.kind
+    if isinstance(value, Loose):
+        return name, _LOOSE, value.place
+    return name, _VALUE, value
+
+
+def _value(given: Mapping[str, Any], piece: Piece | None, where: str, value: Any) -> Any:
+    if where == _FLAT:
+        assert piece is not None
+        return piece.state_view(given["flats"][value])
+    if where == _LOOSE:
+        value = given["loose"][value]
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,208 @@
+"""torch.distributed.checkpoint: sharded save, and load at another world size, partition, memory format, or by torch alone."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from mpidist.errors import DisagreementError
+from mpidist.zero.optimizer import OSS
+from tests.support import agree, raises_on_all
+from tests.zero.stateful import (
+    ADAM,
+    FROZEN,
+    SGD,
+    groups,
+    parameters,
+    parameters_of,
+    same,
+    same_run,
+    sharded,
+    take_parameters,
+    train,
+    whole,
+)
+
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    """One folder for all ranks: rank 0's."""
+    return world.broadcast_object(str(tmp_path), 0)
+
+
+@pytest.fixture
+def some(world):
+    """A group of all ranks but the last, and torch's; None and None there, and where there is one rank alone."""
+    count = max(world.size - 1, 1)
+    native, torch_group = world.new_group(range(count)), dist.new_group(list(range(count)))
+    yield native, torch_group
+    if native is not None:
+        native.close()
+        dist.destroy_process_group(torch_group)
+    world.barrier()
+
+
+@pytest.mark.parametrize("partition", ["greedy", "flat"])
+def test_it_is_loaded_by_fewer_ranks_with_another_partition(group, some, folder, partition):
+    fewer, of_torch = some
+    for kind in (ADAM, SGD):
+        where = f"{folder}/{kind[0].__name__}"
+        source, expected = sharded(group, kind, partition, names=True), whole(kind, names=True)
+        for one in (source, expected):
+            train(one, range(2))
+        model = {"weight": torch.arange(3.0)}
+        dcp.save({"model": model, "optimizer": source.sharded_state_dict()}, checkpoint_id=where)
+        before = expected.state_dict()
+        ok = True
+        if fewer is not None:
+            target = sharded(fewer, kind, "flat" if partition == "greedy" else "balanced", names=True)
+            take_parameters(target, expected)
+            told = {"model": {"weight": torch.zeros(3)}, "optimizer": target.sharded_state_dict()}
+            dcp.load(told, checkpoint_id=where, process_group=of_torch)
+            target.load_sharded_state_dict(told["optimizer"])
+            loaded = target.state_dict(all_ranks=True)
+            ok = same(loaded, before) and torch.equal(told["model"]["weight"], model["weight"])
+            ok = ok & same_run(target, copy.deepcopy(expected), range(2, 4))
+        agree(group, ok, f"{kind[0].__name__} by {max(group.size - 1, 1)} ranks")
+        # torch by itself: the same keys and shapes, of which it makes a file for one process.
+        if group.rank == 0:
+            dcp_to_torch_save(where, f"{where}/whole.pt")
+            told = torch.load(f"{where}/whole.pt", weights_only=False)["optimizer"]
+            ok = all(
+                torch.equal(torch.as_tensor(told["state"][f"layer.{number}"][name]), torch.as_tensor(value))
+                for number, held in before["state"].items()
+                for name, value in held.items()
+            )
+            ok = ok and [name for one in told["param_groups"] for name in one["params"]] == [f"layer.{n}" for n in range(6)]
+        agree(group, ok, "torch reads something else")
+
+
+def test_what_more_ranks_load_and_another_memory_format(group, some, folder):
+    fewer, of_torch = some
+    source = whole(ADAM)
+    train(source, range(2))
+    if fewer is not None:
+        small = sharded(fewer, ADAM, "flat")
+        train(small, range(2))
+        dcp.save({"optimizer": small.sharded_state_dict(copies=False)}, checkpoint_id=folder, process_group=of_torch)
+    group.barrier()
+    params = parameters()
+    params[3].data = params[3].data.contiguous()
+    target = OSS(groups(params), torch.optim.Adam, group, partition="flat", **ADAM[1])
+    take_parameters(target, source)
+    told = {"optimizer": target.sharded_state_dict(copies=False)}
+    dcp.load(told, checkpoint_id=folder)
+    target.load_sharded_state_dict(told["optimizer"])
+    agree(group, same_run(target, source, range(2, 4)), "by more ranks, contiguous")
+
+
+def test_saved_in_the_background_is_the_state_of_the_call(group, folder):
+    source, expected = sharded(group, ADAM, "flat"), whole(ADAM)
+    for one in (source, expected):
+        train(one, range(2))
+    own = dist.new_group()
+    pending = dcp.async_save({"optimizer": source.sharded_state_dict()}, checkpoint_id=folder, process_group=own)
+    train(source, range(7, 9))
+    pending.result(timeout=60)
+    group.barrier()
+    dist.destroy_process_group(own)
+    told = {"optimizer": source.sharded_state_dict()}
+    dcp.load(told, checkpoint_id=folder)
+    source.load_sharded_state_dict(told["optimizer"])
+    loaded = source.state_dict(all_ranks=True)
+    agree(group, same(loaded, expected.state_dict()), "the steps after the call are in it")
+
+
+def test_parameters_without_state_and_frozen_ones(group, folder):
+    source, expected = sharded(group, ADAM, "flat"), whole(ADAM)
+    for one in (source, expected):
+        train(one, range(2), skipped=(1,))
+    dcp.save({"optimizer": source.sharded_state_dict()}, checkpoint_id=folder)
+    target = sharded(group, ADAM, "greedy", frozen=True)
+    take_parameters(target, expected)
+    told = {"optimizer": target.sharded_state_dict()}
+    error = None
+    try:
+        dcp.load(told, checkpoint_id=folder)
+    except CheckpointException as raised:
+        error = raised
+    agree(group, "Missing key" in str(error), repr(error))  # of what the next step would make for parameter 1
+    dcp.load(told, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+    target.load_sharded_state_dict(told["optimizer"])
+    loaded = target.state_dict(all_ranks=True)["state"]
+    wanted = expected.state_dict()["state"]
+    wanted.pop(FROZEN)
+    agree(group, same(loaded, wanted), "parameters 1 and 2 have no state")
+    # State that is parked is saved, too.
+    frozen = sharded(group, ADAM, "flat", frozen=True)
+    frozen.load_state_dict(expected.state_dict())
+    dcp.save({"optimizer": frozen.sharded_state_dict()}, checkpoint_id=f"{folder}/frozen")
+    full = sharded(group, ADAM, "flat")
+    told = {"optimizer": full.sharded_state_dict()}
+    dcp.load(told, checkpoint_id=f"{folder}/frozen", planner=DefaultLoadPlanner(allow_partial_load=True))
+    full.load_sharded_state_dict(told["optimizer"])
+    loaded = full.state_dict(all_ranks=True)
+    agree(group, same(loaded["state"], expected.state_dict()["state"]), "the frozen parameter's state is lost")
+
+
+def test_another_model_or_class_is_refused_by_all_ranks(group):
+    optimizer = sharded(group, ADAM)
+    train(optimizer, range(1))
+    before = optimizer.state_dict(all_ranks=True)
+    named, other = sharded(group, ADAM, names=True), sharded(group, SGD)
+    for given, words in (
+        (named.sharded_state_dict(), "layer.0"),
+        (other.sharded_state_dict(), "another class"),
+        ({"state": {}}, "sharded_state_dict"),
+    ):
+        raises_on_all(group, ValueError, lambda given=given: optimizer.load_sharded_state_dict(given), words)
+    if group.size > 1:
+        given = other.sharded_state_dict() if group.rank else optimizer.sharded_state_dict()
+        error = ValueError if group.rank else DisagreementError
+        raises_on_all(group, error, lambda: optimizer.load_sharded_state_dict(given))
+    told = optimizer.sharded_state_dict()
+    part = next((value for held in told["state"].values() for value in held.values() if value.dim()), None)
+    ok = True
+    if part is not None:
+        ok = "elements of shape" in repr(part)
+        with pytest.raises(NotImplementedError, match="take its elements"):
+            part + 1
+    after = optimizer.state_dict(all_ranks=True)
+    agree(group, ok and same(after, before) and len(parameters_of(optimizer)) == 6)
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, source=None):
+        super().__init__()
+        for number, parameter in enumerate(parameters()):
+            self.register_parameter(f"p{number}", parameter)
+        if source is not None:
+            take_parameters(torch.optim.SGD(self.parameters()), torch.optim.SGD(source.parameters()))
+
+
+def test_torchs_own_optimizer_saves_for_it_and_loads_from_it(group, folder):
+    model = Holder()
+    source = torch.optim.Adam(model.named_parameters(), **ADAM[1])
+    train(source, range(2))
+    dcp.save({"optimizer": get_optimizer_state_dict(model, source)}, checkpoint_id=f"{folder}/torch")
+    middle = Holder(model)
+    optimizer = OSS(middle.named_parameters(), torch.optim.Adam, group, partition="flat", **ADAM[1])
+    told = {"optimizer": optimizer.sharded_state_dict()}
+    dcp.load(told, checkpoint_id=f"{folder}/torch")
+    optimizer.load_sharded_state_dict(told["optimizer"])
+    agree(group, same_run(optimizer, source, range(2, 4)), "from torch's")
+    dcp.save({"optimizer": optimizer.sharded_state_dict()}, checkpoint_id=f"{folder}/ours")
+    last = Holder(middle)
+    target = torch.optim.Adam(last.named_parameters(), **ADAM[1])
+    told = {"optimizer": get_optimizer_state_dict(last, target)}
+    dcp.load(told, checkpoint_id=f"{folder}/ours")
+    set_optimizer_state_dict(last, target, told["optimizer"])
+    agree(group, same_run(optimizer, target, range(4, 6)), "into torch's")

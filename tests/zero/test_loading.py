@@ -1,0 +1,162 @@
+"""Loading: from every format and layout into every other, to the bit; on all ranks or on none; state of frozen parameters."""
+
+import copy
+
+import pytest
+import torch
+
+from mpidist.errors import DisagreementError
+from mpidist.zero.optimizer import OSS
+from tests.support import agree, raises_on_all
+from tests.zero.stateful import (
+    ADAM,
+    FROZEN,
+    RPROP,
+    SGD,
+    parameters,
+    parameters_of,
+    same,
+    same_run,
+    sharded,
+    take_parameters,
+    train,
+    whole,
+)
+
+pytestmark = pytest.mark.mpi(min_size=1)
+LAYOUTS = ["greedy", "balanced", "flat"]
+
+
+def fairscale_format(given):
+    """Return the state dict as FairScale 0.4.13 writes it after a step by an older torch: step counts are numbers."""
+    state = {
+        number: {name: int(value) if name == "step" else value.clone() for name, value in held.items()}
+        for number, held in given["state"].items()
+    }
+    settings = ("foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "maximize")
+    old = [{key: value for key, value in group.items() if key not in settings} for group in given["param_groups"]]
+    return {"state": state, "param_groups": old}
+
+
+@pytest.mark.parametrize("partition", LAYOUTS)
+def test_training_goes_on_where_another_optimizer_saved(group, partition):
+    """From the unsharded optimizer, FairScale's format and another layout; and back into the unsharded one."""
+    for kind in (ADAM, SGD, RPROP):
+        source = whole(kind)
+        train(source, range(2), skipped=(1,))  # one parameter has no state yet
+        given = source.state_dict()
+        for saved in (given, fairscale_format(given) if kind is ADAM else given):
+            before, target, expected = copy.deepcopy(saved), sharded(group, kind, partition), copy.deepcopy(source)
+            train(target, range(5, 6))  # what it held has to go
+            take_parameters(target, source)
+            target.load_state_dict(saved)
+            ok = same_run(target, expected, range(2, 4)) and same(saved, before)
+            agree(group, ok, f"{kind[0].__name__} loaded from the unsharded optimizer")
+        other = sharded(group, kind, LAYOUTS[LAYOUTS.index(partition) - 1])
+        take_parameters(other, target)
+        other.load_state_dict(target.state_dict(all_ranks=True))
+        back = whole(kind)
+        take_parameters(back, target)
+        back.load_state_dict(target.state_dict(all_ranks=True))
+        ok = same_run(other, expected, range(4, 5)) & all(map(torch.equal, parameters_of(other), parameters_of(expected)))
+        agree(group, ok, f"{kind[0].__name__} from another layout")
+        train(back, range(4, 5))
+        agree(group, all(map(torch.equal, parameters_of(back), parameters_of(expected))), "back in the unsharded one")
+        told = other.state_dict(all_ranks=True)
+        agree(group, same(told, back.state_dict()), "the state dicts differ")
+
+
+def test_kinds_of_state_that_were_not_loaded_are_gone(group):
+    optimizer = sharded(group, ADAM, "flat")
+    train(optimizer, range(1))
+    plain = whole((torch.optim.Adam, {"lr": 0.01}))
+    train(plain, range(1))
+    nbytes, kept = optimizer._state.nbytes(), {flat.data_ptr() for flat in optimizer._state.kinds.values()}
+    optimizer.load_state_dict(plain.state_dict())
+    told = optimizer.state_dict(all_ranks=True)
+    flats = optimizer._state.kinds.values()
+    ok = same(told, plain.state_dict()) and optimizer._state.nbytes() * 3 == nbytes * 2
+    agree(group, ok and {flat.data_ptr() for flat in flats} <= kept, "the memory was not used again")
+
+
+def test_state_of_parameters_that_no_rank_steps_is_kept_and_handed_over(group):
+    source = whole(ADAM)
+    train(source, range(2))
+    for partition in LAYOUTS:
+        optimizer = sharded(group, ADAM, partition, frozen=True)
+        take_parameters(optimizer, source)
+        optimizer.load_state_dict(source.state_dict())
+        told = optimizer.state_dict(all_ranks=True)
+        agree(group, same(told["state"], source.state_dict()["state"]), f"{partition}: lost at the next save")
+        # By rank-local dicts, too.
+        again = sharded(group, ADAM, partition, frozen=True)
+        take_parameters(again, source)
+        again.load_state_dict(optimizer.rank_local_state_dict())
+        expected = copy.deepcopy(source)
+        parameters_of(again)[FROZEN].requires_grad_(True)
+        again.refresh_trainable()
+        agree(group, same_run(again, expected, range(2, 4)), f"{partition}: not what the unfrozen parameter had")
+        told = again.state_dict(all_ranks=True)
+        agree(group, same(told["state"], expected.state_dict()["state"]) and not again._parked.owners)
+
+
+def test_nothing_is_loaded_from_what_does_not_fit(group, monkeypatch):
+    optimizer, other = sharded(group, ADAM, "flat"), whole(SGD)
+    for one in (optimizer, other):
+        train(one, range(2))
+    before = optimizer.state_dict(all_ranks=True)
+    good, last = copy.deepcopy(before), group.rank == group.size - 1
+    fewer = copy.deepcopy(good)
+    fewer["param_groups"][1]["params"].pop()
+    shape, number, name = (copy.deepcopy(good) for _ in range(3))
+    shape["state"][0]["exp_avg"] = torch.zeros(3)
+    number["state"][99] = number["state"].pop(0)
+    name["state"][0]["velocity"] = name["state"][0].pop("exp_avg")
+    cases = [
+        (fewer, "another model"),
+        (shape, "another model"),
+        (number, "99"),
+        (name, "another class"),
+        (other.state_dict(), "another class"),
+        ({"state": {}}, "param_groups"),
+        (None, "NoneType"),
+        ({"state": [], "param_groups": []}, "a dict in 'state'"),
+    ]
+    for given, words in cases:
+        raises_on_all(group, ValueError, lambda given=given: optimizer.load_state_dict(given), words)
+    if group.size > 1:
+        for given, _ in cases:  # refused by one rank alone
+            error = ValueError if last else DisagreementError
+            raises_on_all(group, error, lambda given=given if last else good: optimizer.load_state_dict(given))
+        for given in ({**good, "state": {}}, optimizer.rank_local_state_dict()):
+            raises_on_all(group, DisagreementError, lambda given=given if last else good: optimizer.load_state_dict(given))
+
+        def broken(state_dict):
+            raise OSError("broken")
+
+        if last:
+            monkeypatch.setattr(optimizer.optim, "load_state_dict", broken)
+        error = OSError if last else DisagreementError
+        later = copy.deepcopy(good)
+        later["state"][0]["exp_avg"].fill_(7)
+        raises_on_all(group, error, lambda: optimizer.load_state_dict(later), "broken")
+        monkeypatch.undo()
+    told = optimizer.state_dict(all_ranks=True)
+    agree(group, same(told, before), "half of it was loaded")
+    expected = whole(ADAM)
+    train(expected, range(2))
+    agree(group, same_run(optimizer, expected, range(2, 3)), "the next step is another")
+
+
+def test_hooks_and_tensor_settings(group):
+    seen = []
+    optimizer = OSS(parameters(), torch.optim.Adam, group, lr=torch.tensor(0.01))
+    optimizer.register_load_state_dict_pre_hook(lambda own, given: {**given, "more": seen.append("before")})
+    optimizer.register_load_state_dict_post_hook(lambda own: seen.append("after"))
+    optimizer.register_state_dict_post_hook(lambda own, told: {**told, "hooked": True})
+    train(optimizer, range(1))
+    told = optimizer.state_dict(all_ranks=True)
+    optimizer.param_groups[0]["lr"].fill_(0.5)
+    optimizer.load_state_dict(told)
+    ok = told["hooked"] and seen == ["before", "after"] and float(told["param_groups"][0]["lr"]) == pytest.approx(0.01)
+    agree(group, ok and float(optimizer.optim.param_groups[0]["lr"]) == pytest.approx(0.01), str(seen))

@@ -1,0 +1,83 @@
+"""State dicts of one rank: same world size and layout alone, no communication, through a file."""
+
+import copy
+
+import pytest
+import torch
+
+from mpidist.errors import DisagreementError
+from mpidist.zero import local_state, optimizer
+from tests.support import agree, raises_on_all
+from tests.zero.stateful import ADAM, SGD, same, same_run, sharded, take_parameters, train
+
+pytestmark = pytest.mark.mpi(min_size=1)
+
+
+@pytest.mark.parametrize("partition", ["greedy", "flat"])
+def test_training_goes_on_where_each_rank_saved_its_own(group, partition, tmp_path):
+    for kind in (ADAM, SGD):
+        source = sharded(group, kind, partition)
+        train(source, range(2), skipped=(4,))
+        torch.save(source.rank_local_state_dict(), tmp_path / "own.pt")
+        told = torch.load(tmp_path / "own.pt", weights_only=True)
+        own, kept = source.rank_local_state_dict(copies=False), source.rank_local_state_dict()
+        before = copy.deepcopy(told)
+        ok = [one.data_ptr() for one in own["flats"]] == [one.data_ptr() for one in source._state.kinds.values()]
+        target = sharded(group, kind, partition)
+        take_parameters(target, source)
+        train(target, range(7, 8))
+        take_parameters(target, source)
+        target.load_state_dict(told)
+        ok = same_run(target, source, range(2, 4)) and same(told, before) and ok
+        ok = ok and same(kept["flats"], before["flats"])
+        one, other = target.state_dict(all_ranks=True), source.state_dict(all_ranks=True)
+        agree(group, ok and same(one, other), kind[0].__name__)
+
+
+def test_another_layout_is_refused_by_all_ranks(group):
+    own = sharded(group, ADAM, "flat")
+    train(own, range(1))
+    before = own.state_dict(all_ranks=True)
+    other, told = sharded(group, ADAM, "flat", frozen=True), own.rank_local_state_dict()
+    train(other, range(1))
+    raises_on_all(group, ValueError, lambda: own.load_state_dict(other.rank_local_state_dict()), "another layout")
+    for change, words in (
+        ({"world_size": group.size + 1}, "this is rank"),
+        ({"rank": group.rank + 1}, "this is rank"),
+        ({"flats": [flat[1:] for flat in told["flats"]]}, "damaged"),
+        ({"layout": {**told["layout"], "shapes": []}}, "another model"),
+        ({"layout": {**told["layout"], "masters": True}}, "master copies"),
+        ({"layout": {**told["layout"], "strides": []}}, "strides"),
+    ):
+        raises_on_all(group, ValueError, lambda change=change: own.load_state_dict({**told, **change}), words)
+    if group.size > 1:
+        error = ValueError if group.rank else DisagreementError
+        wrong = {**told, "world_size": 99} if group.rank else told
+        raises_on_all(group, error, lambda: own.load_state_dict(wrong))
+    after = own.state_dict(all_ranks=True)
+    agree(group, same(after, before) and local_state.is_rank_local(told) and not local_state.is_rank_local(after))
+
+
+class Rounded:
+    """A wire: all ranks see the masters' values as bf16 has them."""
+
+    def share(self, group, master, flat, bounds):
+        low, high = bounds[group.rank : group.rank + 2]
+        flat[low:high].copy_(master.bfloat16())
+        group.all_gather([flat[slice(*bounds[rank : rank + 2])] for rank in range(group.size)], flat[low:high])
+
+
+def test_master_copies_come_back_to_the_bit(group, monkeypatch):
+    monkeypatch.setattr(optimizer, "wire_of", lambda name: Rounded())
+    source = sharded(group, ADAM, "greedy")
+    train(source, range(2))
+    told = source.rank_local_state_dict()
+    target = sharded(group, ADAM, "greedy")
+    take_parameters(target, source)  # rounded ones
+    target.load_state_dict(told)
+    ok = len(told["masters"]) == (group.size > 1)
+    agree(group, same_run(target, source, range(2, 4)) and ok, "the masters are lost")
+    if group.size > 1:
+        monkeypatch.undo()
+        plain = sharded(group, ADAM, "greedy")
+        raises_on_all(group, ValueError, lambda: plain.load_state_dict(told), "master copies")
