@@ -18,18 +18,18 @@ from mpidist.zero import clipping, groups
 from mpidist.zero import partition as partitions
 from mpidist.zero.consolidation import Consolidation
 from mpidist.zero.flat_state import FlatState
+from mpidist.zero.modes import Modes
 from mpidist.zero.partition import GREEDY, Cost
 from mpidist.zero.pieces import Piece, attach_gradients, detach_gradients
-from mpidist.zero.saving import Saving
 from mpidist.zero.shards import Bounds, Shards
 from mpidist.zero.verdict import highest, raise_together, require_alike
 from mpidist.zero.wire import wire_of
 
 Tensor = torch.Tensor
-_MOVED = 1
+_MOVED, _REFUSED = 1, 2
 
 
-class OSS(Saving):
+class OSS(Modes):
     """Optimizer whose state is divided among the ranks of a group.
 
     Parameters that require gradients become views of flat buffers. Each rank builds ``optim`` over its shard of them; ``step``
@@ -55,6 +55,10 @@ class OSS(Saving):
             Host memory only.
         wire: ``"bf16"``, ``"fp16"`` or ``"int8"``: what crosses the network. The owner keeps and steps its shard in the
             parameters' dtype; what all ranks see, the owner too, are the rounded values.
+        overlap: Shards are on their way when ``step`` returns, in buckets; what reads a parameter in the thread of ``step``,
+            through torch, waits for its bucket. Before other readers (code on addresses, other threads without module calls):
+            ``wait()``. It gains between nodes and on devices; within a node's host memory bringing is processor time.
+        bucket_cap_mb: MiB of consecutive parameters in one such bucket.
         **defaults: Further arguments of ``optim``.
 
     Attributes:
@@ -83,6 +87,8 @@ class OSS(Saving):
         cost: str | Cost | None = None,
         one_copy: bool = False,
         wire: str | torch.dtype | None = None,
+        overlap: bool = False,
+        bucket_cap_mb: float = 16.0,
         **defaults: Any,
     ) -> None:
         if broadcast_buffer_size != -1 or force_broadcast_object:
@@ -91,6 +97,7 @@ class OSS(Saving):
                 stacklevel=2,
             )
         self._is_constructed = False
+        self._init_modes(group, overlap, bucket_cap_mb)
         self.group = native_group(group)
         self.rank: int = self.group.rank
         self.world_size: int = self.group.size
@@ -106,7 +113,12 @@ class OSS(Saving):
             if one_copy and self._wire is not None:
                 raise ValueError("one_copy=True moves nothing, so there is no wire to choose")
             groups.require_host_memory(self.param_groups if one_copy else [])
-            rows = [("arguments", (optim.__name__, partition, str(cost) if isinstance(cost, str) else None, one_copy, str(wire)))]
+            if not bucket_cap_mb > 0:
+                raise ValueError(f"bucket_cap_mb must be positive; got {bucket_cap_mb}")
+            rows = [
+                ("arguments", (optim.__name__, partition, str(cost) if isinstance(cost, str) else None, one_copy, str(wire))),
+                ("overlap", (bool(overlap), bucket_cap_mb)),
+            ]
             rows += groups.rows(self.param_groups)
         except Exception as raised:
             error = raised
@@ -157,7 +169,9 @@ class OSS(Saving):
             DisagreementError: The base optimizer of another rank raised (this rank's raises what it raised). The step has then
                 been taken in part, and is alike on all ranks.
         """
-        self._prepare()
+        if not self._enters_step():
+            return None
+        self._prepare(self._refusal(closure))
         own = self._attached()
         result, error = None, None
         with record_function("mpidist::oss::optim_step"):
@@ -165,7 +179,7 @@ class OSS(Saving):
                 attach_gradients(own)
                 if closure is not None:
                     kwargs["closure"] = self._attaching(closure, own)
-                result = self.optim.step(**kwargs)
+                result = self._step_base(**kwargs)
             except Exception as raised:
                 error = raised
             finally:
@@ -180,11 +194,14 @@ class OSS(Saving):
             require_alike(self.group, "OSS.step", (), error)
         return result
 
-    def _prepare(self) -> None:
+    def _prepare(self, refusal: Exception | None = None) -> None:
         """Bring in what has changed since the last step: where parameters lie, and the groups' settings."""
         shards = self._shards
         # On all ranks before any of them writes; so it also says that nobody reads the one copy any more.
-        if highest(self.group, _MOVED if shards.has_moved() else 0):
+        code = highest(self.group, _REFUSED if refusal is not None else _MOVED if shards.has_moved() else 0)
+        if code == _REFUSED:
+            require_alike(self.group, "OSS.step", (), refusal)
+        if code:
             with record_function("mpidist::oss::follow"):
                 self._follow()
         shards.renew_masters()
@@ -207,7 +224,9 @@ class OSS(Saving):
         shards = self._shards
         if self.world_size == 1:
             return
-        if self._wire is not None:
+        if self._overlaps and not (shards.is_one_copy and self.group.is_single_node):
+            self._begin_gathers()
+        elif self._wire is not None:
             for plan, flat, master in zip(shards.plans, shards.flats, shards.masters, strict=True):
                 self._wire.share(self.group, master, flat, plan.bounds)
             shards.note_masters()
@@ -318,6 +337,7 @@ class OSS(Saving):
         Raises:
             ValueError: ``norm_type`` is not positive.
         """
+        self._require_unstepped("clip_grad_norm")
         if not float(norm_type) > 0 or math.isnan(max_norm):
             raise ValueError(f"clip_grad_norm needs norm_type > 0 and a number for max_norm; got {norm_type} and {max_norm}")
         with record_function("mpidist::oss::clip_grad_norm"), torch.no_grad():

@@ -16,6 +16,7 @@ import torch
 from mpidist.zero import partition as partitions
 from mpidist.zero.buffer_plan import BufferPlan, Slot, cut, whole
 from mpidist.zero.flat_buffers import FlatBuffers, in_memory_order
+from mpidist.zero.overlap import Gather, buckets
 from mpidist.zero.partition import FLAT, GREEDY, Cost
 from mpidist.zero.pieces import Piece
 
@@ -174,6 +175,22 @@ class Shards:
     def gather(self, numbers: frozenset[int] | None = None, async_op: bool = False) -> list[Any]:
         """Bring what every rank has written into all copies; see ``FlatBuffers.gather``. Collective: over the group."""
         return [work for buffers in self._buffers for work in buffers.gather(numbers, async_op)]
+
+    def gather_in_buckets(self, cap_bytes: float) -> list[Gather]:
+        """Start the same in runs of consecutive parameters of at most ``cap_bytes``. Collective: over the group."""
+        gathers = []
+        for buffers in self._buffers:
+            sizes = {slot.number: slot.numel * plan.dtype.itemsize for plan in buffers.plans for slot in plan.slots}
+            for numbers in buckets(sizes, cap_bytes):
+                works = buffers.gather(frozenset(numbers), async_op=True)
+                gathers.append(Gather([self.parameters[number] for number in numbers], works))
+        return gathers
+
+    def owned(self) -> list[list[int]]:
+        """Return for each rank the numbers of the parameters that it owns, in whole or in part."""
+        if self.steps_parameters:
+            return [[number for number, owner in enumerate(self.owners) if owner == rank] for rank in range(self._group.size)]
+        return [[span.number for plan in self.plans for span in plan.spans(rank)] for rank in range(self._group.size)]
 
     @property
     def is_one_copy(self) -> bool:
