@@ -66,7 +66,7 @@ class Modes(Saving, Joinable):
                 work = self.group.in_order(share, device=flat.device, operation="gather_shards")
                 gathers.append(Gather([shards.parameters[slot.number] for slot in plan.slots], [work]))
             shards.note_masters()
-        self._pending.begin(gathers, shards.flats)
+        self._pending.begin(gathers)
 
     # --- steps within the backward pass ---
 

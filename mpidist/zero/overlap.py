@@ -8,6 +8,7 @@ dispatches elsewhere is waited for as a whole, when its module is called: TorchS
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
 
 Tensor = torch.Tensor
 
@@ -75,7 +75,7 @@ class PendingGathers:
         self._works: list[Sequence[Any]] = []
         self._place: dict[int, int] = {}  # by the id of a parameter
         self._parameters: list[Tensor] = []
-        self._memory: list[tuple[int, int]] = []  # addresses
+        self._memory: list[tuple[int, int, int]] = []  # of each parameter: first and end address, bucket; in ascending order
         self._left = 0
         self._mode: _ReadsWait | None = None
         self._thread = 0
@@ -86,18 +86,14 @@ class PendingGathers:
         """Say whether a gather has not been waited for."""
         return self._left > 0
 
-    def begin(self, gathers: Sequence[Gather], flats: Iterable[Tensor]) -> None:
-        """Take over gathers that have been started; all earlier ones have been waited for.
-
-        Args:
-            flats: The memory that they write.
-        """
+    def begin(self, gathers: Sequence[Gather]) -> None:
+        """Take over gathers that have been started; all earlier ones have been waited for."""
         if not gathers:
             return
         self._works = [gather.works for gather in gathers]
         self._parameters = [parameter for gather in gathers for parameter in gather.parameters]
         self._place = {id(parameter): place for place, gather in enumerate(gathers) for parameter in gather.parameters}
-        self._memory = [(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in flats]
+        self._memory = sorted((*_addresses(parameter), self._place[id(parameter)]) for parameter in self._parameters)
         self._left = len(gathers)
         self._watch()
 
@@ -125,9 +121,8 @@ class PendingGathers:
                 place = self._place.get(id(argument))
                 if place is not None:
                     self._wait_for(place)
-                elif self._is_alias(argument):
-                    for each in range(len(self._works)):
-                        self._wait_for(each)
+                else:
+                    self._wait_for_alias(argument)
             elif isinstance(argument, (list, tuple)):
                 self.before(argument)
             elif isinstance(argument, dict):
@@ -147,19 +142,27 @@ class PendingGathers:
     def _wait_for(self, place: int) -> None:
         works = self._works[place]
         if works:
-            for work in works:
-                work.wait()
+            with torch._C.DisableTorchFunction():
+                for work in works:
+                    work.wait()
             self._works[place] = ()
             self._left -= 1
 
-    def _is_alias(self, tensor: Tensor) -> bool:
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            return False
+    def _wait_for_alias(self, tensor: Tensor) -> None:
+        """Wait for the parameters in whose memory another tensor lies."""
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return
         try:
-            address = tensor.data_ptr()
-        except RuntimeError:  # a tensor without memory
-            return False
-        return any(first <= address < end for first, end in self._memory)
+            first, end = _addresses(tensor)
+        except RuntimeError:  # without memory
+            return
+        if not self._memory or end <= self._memory[0][0] or first >= self._memory[-1][1]:
+            return
+        at = bisect.bisect_left(self._memory, (end,))
+        # Parameters do not overlap, so their ends ascend as their beginnings do.
+        while at and self._memory[at - 1][1] > first:
+            at -= 1
+            self._wait_for(self._memory[at][2])
 
     def _watch(self) -> None:
         here = threading.get_ident()
@@ -211,13 +214,23 @@ def _is_opaque(module: torch.nn.Module) -> bool:
     )
 
 
+def _addresses(tensor: Tensor) -> tuple[int, int]:
+    """Return the first address of a tensor's elements and the first behind them."""
+    first = tensor.data_ptr()
+    if not tensor.numel():
+        return first, first
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (last + 1) * tensor.element_size()
+
+
 def _insert(mode: TorchFunctionMode) -> None:
     """Put a mode below all others, which then come and go as if it were not there.
 
-    A default device stays at the very bottom, where torch looks for it.
+    torch's default device stays at the very bottom, where torch looks for it.
     """
     stack = _get_current_function_mode_stack()
-    place = 1 if stack and isinstance(stack[0], DeviceContext) else 0
+    default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+    place = 1 if stack and stack[0] is default else 0
     _replace(stack, [*stack[:place], mode, *stack[place:]])
 
 
