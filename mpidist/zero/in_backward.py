@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import GradBucket
 from torch.profiler import record_function
 
 from mpidist.comm.stream import used_here
 from mpidist.zero import groups
 from mpidist.zero.flat_buffers import laid_out
+from mpidist.zero.join import is_mirrored
 from mpidist.zero.pieces import Piece
 
 Tensor = torch.Tensor
@@ -149,7 +151,9 @@ class SteppingHook:
         """
         parameters = bucket.parameters()
         self._steps.note(parameters)
-        has_gradient = [parameter.grad is not None for parameter in parameters]
+        # A rank without inputs takes the others' step in ``step()``, which brings their settings, too.
+        steps = not (is_mirrored(parameters) or (isinstance(bucket, GradBucket) and torch._C._current_graph_task_id() == -1))
+        has_gradient = [steps and parameter.grad is not None for parameter in parameters]
         dtype = bucket.buffer().dtype
         future = self.hook(state, bucket)
         if not hasattr(future, "then"):

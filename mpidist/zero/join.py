@@ -18,6 +18,11 @@ Tensor = torch.Tensor
 _IS_MIRRORED = "_mpidist_is_mirrored"
 
 
+def is_mirrored(parameters: Sequence[Tensor]) -> bool:
+    """Say whether this rank has no inputs left, and its gradients are the average of the others'."""
+    return any(hasattr(parameter, _IS_MIRRORED) for parameter in parameters)
+
+
 class BorrowedGradients:
     """Gradients of other ranks' inputs on a rank that has none left."""
 
@@ -44,7 +49,7 @@ class BorrowedGradients:
         Returns:
             The settings of a rank that has inputs: its schedulers go on.
         """
-        needs = not has_inputs and not any(hasattr(parameters[number], _IS_MIRRORED) for number in owned[group.rank])
+        needs = not has_inputs and not is_mirrored([parameters[number] for number in owned[group.rank]])
         told = torch.empty(2 * group.size, dtype=torch.uint8, device="cpu")
         group.all_gather_into_tensor(told, torch.tensor([has_inputs, needs], dtype=torch.uint8, device="cpu"))
         rows = told.view(-1, 2).tolist()

@@ -54,6 +54,15 @@ class Modes(Saving, Joinable):
     def _reads(self, parameters: Iterable[Tensor]) -> None:
         self._pending.wait_for(parameters)
 
+    @property
+    def _brings_later(self) -> bool:
+        """Say whether ``step`` returns before the shards are there.
+
+        Not where autograd calls it: what a function of its end puts on the stack of modes is gone behind it.
+        """
+        on_one_node = self._shards.is_one_copy and self.group.is_single_node
+        return self._overlaps and not self._is_completing and not on_one_node
+
     def _begin_gathers(self) -> None:
         """Start to bring the shards, by bucket. Collective: over the group, in the order of its operations."""
         shards = self._shards
@@ -98,6 +107,8 @@ class Modes(Saving, Joinable):
 
     def complete_after(self, module: torch.nn.Module) -> None:
         """Have the end of each averaged backward pass of ``module`` do what is left of the step; ``step()`` then does nothing.
+
+        The shards are there when the backward pass returns, with ``overlap=True``, too.
 
         Args:
             module: DistributedDataParallel, torch's or ours, with a stepping hook. Its outputs are tensors, or lists, tuples and

@@ -224,7 +224,7 @@ class OSS(Modes):
         shards = self._shards
         if self.world_size == 1:
             return
-        if self._overlaps and not (shards.is_one_copy and self.group.is_single_node):
+        if self._brings_later:
             self._begin_gathers()
         elif self._wire is not None:
             for plan, flat, master in zip(shards.plans, shards.flats, shards.masters, strict=True):

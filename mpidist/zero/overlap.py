@@ -77,8 +77,8 @@ class PendingGathers:
         self._parameters: list[Tensor] = []
         self._memory: list[tuple[int, int, int]] = []  # of each parameter: first and end address, bucket; in ascending order
         self._left = 0
-        self._mode: _ReadsWait | None = None
-        self._thread = 0
+        self._mode = _ReadsWait(self)
+        self._thread = 0  # that has the mode on its stack, as far as we know
         self._handles: list[Any] = []
 
     @property
@@ -130,10 +130,10 @@ class PendingGathers:
 
     def retire(self) -> None:
         """Stop watching once all have been waited for; in the thread that began."""
-        if self.is_open or self._mode is None or threading.get_ident() != self._thread:
+        if self.is_open or threading.get_ident() != self._thread:
             return
         if _removed(self._mode):
-            self._mode = None
+            self._thread = 0
             for handle in self._handles:
                 handle.remove()
             self._handles = []
@@ -165,12 +165,9 @@ class PendingGathers:
             self._wait_for(self._memory[at][2])
 
     def _watch(self) -> None:
-        here = threading.get_ident()
-        if self._mode is not None and self._thread == here:
-            return
-        # One that another thread left behind passes everything on, as nothing is pending for it.
-        self._mode, self._thread = _ReadsWait(self), here
-        _insert(self._mode)
+        self._thread = threading.get_ident()
+        if self._mode not in _get_current_function_mode_stack():
+            _insert(self._mode)
         if not self._handles:
             self._handles = [
                 modules.register_module_forward_pre_hook(self._called),
