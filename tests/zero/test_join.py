@@ -22,7 +22,7 @@ def inputs_of(rank):
 def reference(size):
     """Train in one process: a rank that has ended counts as zeros; the scheduler goes on with those that have not."""
     model = Model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
     for step in range(inputs_of(size - 1)):
         optimizer.zero_grad()
@@ -63,13 +63,18 @@ def test_a_rank_without_inputs_steps_its_shard(group):
         ddp = wrapped(None, kind, Model())
         if way == "hook":
             zero = ZeroRedundancyOptimizer(
-                ddp.parameters(), torch.optim.Adam, overlap_with_ddp=True, partition=partition, lr=0.02
+                ddp.parameters(),
+                optimizer_class=torch.optim.SGD,
+                overlap_with_ddp=True,
+                partition=partition,
+                lr=0.1,
+                momentum=0.9,
             )
             its = torchs.allreduce_hook
             hook = hook_with_zero_step(allreduce_hook if kind == "mpidist" else its, ddp, zero)
             ddp.register_comm_hook(None, hook)
         else:
-            zero = OSS(ddp.parameters(), torch.optim.Adam, partition=partition, overlap=partition == "flat", lr=0.02)
+            zero = OSS(ddp.parameters(), partition=partition, overlap=partition == "flat", lr=0.1, momentum=0.9)
         if way == "join and hook":
             ddp.register_comm_hook(None, zero.stepping_hook(allreduce_hook))
         if way.startswith("join"):
