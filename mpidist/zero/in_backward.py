@@ -142,6 +142,11 @@ class SteppingHook:
         """Say whether the hook within needs no care for the order of its collectives; steps issue none."""
         return getattr(self.hook, "is_in_order", False)
 
+    @property
+    def ownership(self) -> Any:
+        """Return whose the averages are, if the hook within says so (``to_owners``): a reducer asks."""
+        return getattr(self.hook, "ownership", None)
+
     def __call__(self, state: Any, bucket: Any) -> Any:
         """Reduce the bucket; the future that is returned is complete when this rank's part has been stepped.
 

@@ -58,7 +58,7 @@ class OSS(Modes):
         overlap: Shards are on their way when ``step`` returns, in buckets; what reads a parameter in the thread of ``step``,
             through torch, waits for its bucket. Before other readers (code on addresses, other threads without module calls):
             ``wait()``. It gains between nodes and on devices; within a node's host memory bringing is processor time.
-        bucket_cap_mb: MiB of consecutive parameters in one such bucket.
+        bucket_cap_mb: MiB in one such bucket, which holds a slice of each rank's shard.
         **defaults: Further arguments of ``optim``.
 
     Attributes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,27 +42,10 @@ _METADATA = _of_metadata()
 
 
 class Gather(NamedTuple):
-    """Works that bring some parameters to this rank."""
+    """Works that bring some parameters, or parts of them, to this rank."""
 
     parameters: list[Tensor]
     works: Sequence[Any]
-
-
-def buckets(sizes: Mapping[int, int], cap_bytes: float) -> list[list[int]]:
-    """Divide parameters, in the order of their numbers, into runs of at most ``cap_bytes``, or of one (pure).
-
-    Args:
-        sizes: Bytes of each, by number.
-    """
-    found: list[list[int]] = []
-    held = 0
-    for number in sorted(sizes):
-        if not found or held + sizes[number] > cap_bytes:
-            found.append([])
-            held = 0
-        found[-1].append(number)
-        held += sizes[number]
-    return found
 
 
 class PendingGathers:
@@ -73,7 +56,7 @@ class PendingGathers:
 
     def __init__(self) -> None:
         self._works: list[Sequence[Any]] = []
-        self._place: dict[int, int] = {}  # by the id of a parameter
+        self._places: dict[int, list[int]] = {}  # by the id of a parameter
         self._parameters: list[Tensor] = []
         self._memory: list[tuple[int, int, int]] = []  # of each parameter: first and end address, bucket; in ascending order
         self._left = 0
@@ -92,8 +75,11 @@ class PendingGathers:
             return
         self._works = [gather.works for gather in gathers]
         self._parameters = [parameter for gather in gathers for parameter in gather.parameters]
-        self._place = {id(parameter): place for place, gather in enumerate(gathers) for parameter in gather.parameters}
-        self._memory = sorted((*_addresses(parameter), self._place[id(parameter)]) for parameter in self._parameters)
+        self._places = {}
+        for place, gather in enumerate(gathers):
+            for parameter in gather.parameters:
+                self._places.setdefault(id(parameter), []).append(place)
+        self._memory = sorted((*_addresses(p), place) for place, gather in enumerate(gathers) for p in gather.parameters)
         self._left = len(gathers)
         self._watch()
 
@@ -110,19 +96,19 @@ class PendingGathers:
         """Wait for those that bring some parameters."""
         if self.is_open:
             for parameter in parameters:
-                place = self._place.get(id(parameter))
-                if place is not None:
+                for place in self._places.get(id(parameter), ()):
                     self._wait_for(place)
 
     def before(self, arguments: Iterable[Any]) -> None:
         """Wait for what a function is about to read: tensors among its arguments, in lists, tuples and dicts too."""
         for argument in arguments:
             if isinstance(argument, Tensor):
-                place = self._place.get(id(argument))
-                if place is not None:
-                    self._wait_for(place)
-                else:
+                places = self._places.get(id(argument))
+                if places is None:
                     self._wait_for_alias(argument)
+                else:
+                    for place in places:
+                        self._wait_for(place)
             elif isinstance(argument, (list, tuple)):
                 self.before(argument)
             elif isinstance(argument, dict):
@@ -137,7 +123,7 @@ class PendingGathers:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
-            self._works, self._parameters, self._place, self._memory = [], [], {}, []
+            self._works, self._parameters, self._places, self._memory = [], [], {}, []
 
     def _wait_for(self, place: int) -> None:
         works = self._works[place]

@@ -16,7 +16,7 @@ import torch
 from mpidist.zero import partition as partitions
 from mpidist.zero.buffer_plan import BufferPlan, Slot, cut, whole
 from mpidist.zero.flat_buffers import FlatBuffers, in_memory_order
-from mpidist.zero.overlap import Gather, buckets
+from mpidist.zero.overlap import Gather
 from mpidist.zero.partition import FLAT, GREEDY, Cost
 from mpidist.zero.pieces import Piece
 
@@ -177,14 +177,12 @@ class Shards:
         return [work for buffers in self._buffers for work in buffers.gather(numbers, async_op)]
 
     def gather_in_buckets(self, cap_bytes: float) -> list[Gather]:
-        """Start the same in runs of consecutive parameters of at most ``cap_bytes``. Collective: over the group."""
-        gathers = []
-        for buffers in self._buffers:
-            sizes = {slot.number: slot.numel * plan.dtype.itemsize for plan in buffers.plans for slot in plan.slots}
-            for numbers in buckets(sizes, cap_bytes):
-                works = buffers.gather(frozenset(numbers), async_op=True)
-                gathers.append(Gather([self.parameters[number] for number in numbers], works))
-        return gathers
+        """Start the same in slices of at most ``cap_bytes``; see ``FlatBuffers.gather_slices``. Collective: over the group."""
+        return [
+            Gather([self.parameters[number] for number in numbers], works)
+            for buffers in self._buffers
+            for numbers, works in buffers.gather_slices(cap_bytes)
+        ]
 
     def owned(self) -> list[list[int]]:
         """Return for each rank the numbers of the parameters that it owns, in whole or in part."""

@@ -12,8 +12,9 @@ from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from mpidist.ddp.hooks.default import allreduce_hook
+from mpidist.zero.flat_buffers import _sliced
 from mpidist.zero.optimizer import OSS
-from mpidist.zero.overlap import Gather, PendingGathers, buckets
+from mpidist.zero.overlap import Gather, PendingGathers
 from tests.support import agree, raises_on_all
 from tests.zero.models import Model, backward, same_bits, trained, wrapped
 
@@ -130,8 +131,11 @@ def test_modes_come_and_go_above(late):
     assert not _get_current_function_mode_stack()
 
 
-def test_buckets_are_runs():
-    assert buckets({3: 5, 0: 4, 1: 4, 2: 9, 4: 1}, 8) == [[0, 1], [2], [3, 4]] and buckets({}, 8) == []
+def test_slices_cover_a_shard():
+    for low, high, count in ((0, 640, 3), (64, 192, 4), (128, 128, 2), (0, 65, 1)):
+        parts = [_sliced(low, high, index, count) for index in range(count)]
+        assert [element for first, end in parts for element in range(first, end)] == list(range(low, high))
+        assert not any(first % 64 for first, _ in parts)
 
 
 @pytest.mark.mpi
