@@ -94,13 +94,13 @@ def _allocated(group: Any, comm: Communicator, nbytes: int, one_copy: bool) -> S
         node = comm if comm.is_single_node else comm.levels().node
         # All ranks of the group take one way, or the leaders of some nodes would wait for those of others.
         maps = shared_maps(node, [nbytes if rank == 0 or not one_copy else 1 for rank in range(node.size)])
-        reach = torch.tensor([maps is not None or node.size == 1])
+        reach = torch.tensor([maps is not None], device="cpu")
         group.all_reduce(reach, "min")
         if not reach:
             maps = None
     with autograd_mode.allocating():
         if maps is None:
-            return ShardMemory(group, torch.zeros(nbytes, dtype=torch.uint8), None, False)
+            return ShardMemory(group, torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), None, False)
         held = maps[:1] if one_copy else maps
         copies = [torch.frombuffer(memory, dtype=torch.uint8, count=nbytes) for memory in held]
     own = copies[0] if one_copy else copies[node.rank]

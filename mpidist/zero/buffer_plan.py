@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -61,6 +62,11 @@ class BufferPlan:
     def nbytes(self) -> int:
         """Return the buffer's bytes."""
         return self.numel * self.dtype.itemsize
+
+    @cached_property
+    def by_number(self) -> dict[int, Slot]:
+        """Return the place of each parameter."""
+        return {slot.number: slot for slot in self.slots}
 
     def spans(self, rank: int) -> list[Span]:
         """Return what a rank owns, in the order of the buffer."""
@@ -143,6 +149,25 @@ def cut(parameters: Mapping[int, torch.Tensor], ranks: int) -> list[BufferPlan]:
             at += padded(parameters[number].numel())
         plans.append(BufferPlan(dtype, device, tuple(slots), tuple(cuts(at, ranks, UNIT))))
     return plans
+
+
+def split(plan: BufferPlan, parameters: Sequence[torch.Tensor]) -> list[BufferPlan]:
+    """Return plans of a plan's parameters, one for each dtype and device that they have now; each rank owns what it owned."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for slot in plan.slots:
+        parameter = parameters[slot.number]
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(slot.number)
+    return [plan.only(frozenset(numbers), dtype, device) for (dtype, device), numbers in kinds.items()]
+
+
+def owned_parts(plans: Sequence[BufferPlan]) -> dict[int, tuple[tuple[int, int, int], ...]]:
+    """Return for each parameter who owns which elements: (rank, start, stop), in the order in which they lie."""
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    for plan in plans:
+        for rank in range(len(plan.bounds) - 1):
+            for span in plan.spans(rank):
+                found.setdefault(span.number, []).append((rank, span.start, span.stop))
+    return {number: tuple(spans) for number, spans in found.items()}
 
 
 def _by_kind(parameters: Mapping[int, torch.Tensor]) -> dict[tuple[torch.dtype, torch.device], Sequence[int]]:

@@ -17,6 +17,17 @@ Tensor = torch.Tensor
 _TINY = 1e-6  # torch's: no division by zero
 
 
+def limits(max_norm: float, norm_type: float) -> tuple[float, float]:
+    """Return both as floats.
+
+    Raises:
+        ValueError: ``norm_type`` is not positive, or ``max_norm`` is NaN.
+    """
+    if not float(norm_type) > 0 or math.isnan(max_norm):
+        raise ValueError(f"clip_grad_norm needs norm_type > 0 and a number for max_norm; got {norm_type} and {max_norm}")
+    return float(max_norm), float(norm_type)
+
+
 def clip(group: Any, gradients: Sequence[Tensor], max_norm: float, norm_type: float, device: torch.device) -> Tensor:
     """Scale gradients in place such that the norm of all ranks' gradients together is at most ``max_norm``.
 
@@ -28,7 +39,7 @@ def clip(group: Any, gradients: Sequence[Tensor], max_norm: float, norm_type: fl
         device: Of the result.
 
     Returns:
-        The norm before, a 0-dim tensor: fp32, or fp64 if this rank has such gradients.
+        The norm before, a 0-dim tensor of fp64.
     """
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     norms = [_norm(each, norm_type).to(device) for each in dense if each.numel()]
@@ -43,7 +54,7 @@ def clip(group: Any, gradients: Sequence[Tensor], max_norm: float, norm_type: fl
     # No decision on the host: a CUDA stream goes on. A NaN norm makes all gradients NaN, as torch's does.
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.device, _real(gradient.dtype)))
-    return total.to(torch.float64 if any(gradient.dtype is torch.float64 for gradient in gradients) else torch.float32)
+    return total
 
 
 def _norm(tensor: Tensor, norm_type: float) -> Tensor:

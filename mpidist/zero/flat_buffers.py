@@ -27,6 +27,7 @@ class FlatBuffers:
     Args:
         parameters: By number; those that the plans name.
         one_copy: The ranks of a node hold one copy of host memory.
+        order: Tensors in whose strides the parameters are laid out; their own if None.
 
     Attributes:
         plans: The plans.
@@ -34,7 +35,14 @@ class FlatBuffers:
         is_one_copy: Host memory is the node's, and what one rank writes all its ranks read.
     """
 
-    def __init__(self, group: Any, plans: Sequence[BufferPlan], parameters: Mapping[int, Tensor], one_copy: bool = False) -> None:
+    def __init__(
+        self,
+        group: Any,
+        plans: Sequence[BufferPlan],
+        parameters: Mapping[int, Tensor],
+        one_copy: bool = False,
+        order: Mapping[int, Tensor] | None = None,
+    ) -> None:
         self.plans = list(plans)
         self._group = group
         self._parameters = {slot.number: parameters[slot.number] for plan in plans for slot in plan.slots}
@@ -51,7 +59,7 @@ class FlatBuffers:
         self.flats = [flats[place] for place in range(len(plans))]
         self.is_one_copy = any(memory.is_one_copy for memory, _ in self._memories)
         self._views = {
-            slot.number: laid_out(flat[slot.offset : slot.offset + slot.numel], self._parameters[slot.number])
+            slot.number: laid_out(flat[slot.offset : slot.offset + slot.numel], (order or self._parameters)[slot.number])
             for plan, flat in zip(self.plans, self.flats, strict=True)
             for slot in plan.slots
         }
@@ -95,10 +103,35 @@ class FlatBuffers:
         """Say whether a parameter lies here."""
         return number in self._addresses
 
-    def moved(self) -> list[int]:
-        """Return the numbers of parameters that lay here, and that somebody has put elsewhere (``module.to``)."""
-        parameters = self._parameters
-        return [number for number, address in self._addresses.items() if parameters[number].data_ptr() != address]
+    def view(self, number: int) -> Tensor:
+        """Return the place of a parameter, in its shape."""
+        return self._views[number]
+
+    def moved(self) -> bool:
+        """Say whether somebody has put parameters elsewhere that lay here (``module.to``), or changed others' dtype or device."""
+        parameters, addresses = self._parameters, self._addresses
+        if any(parameters[number].data_ptr() != address for number, address in addresses.items()):
+            return True
+        if len(addresses) == len(parameters):
+            return False
+        return any(
+            (parameters[number].dtype, parameters[number].device) != (view.dtype, view.device)
+            for number, view in self._views.items()
+            if number not in addresses
+        )
+
+    def require_shapes(self) -> None:
+        """Refuse parameters that have another shape than their places.
+
+        Raises:
+            ValueError: There is one.
+        """
+        for number, view in self._views.items():
+            if self._parameters[number].shape != view.shape:
+                raise ValueError(
+                    f"parameter {number} had shape {tuple(view.shape)} and now has {tuple(self._parameters[number].shape)}: its "
+                    "state does not fit it any more; build another optimizer"
+                )
 
     def gather(self, numbers: frozenset[int] | None = None, async_op: bool = False) -> list[Work]:
         """Bring every rank's shard into all copies.

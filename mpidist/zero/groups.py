@@ -51,11 +51,40 @@ def rows(groups: Sequence[Group]) -> list[Row]:
 
 def text(group: Group) -> str:
     """Write a group's settings such that equal ones have equal texts on all ranks."""
-    plain = {
-        key: value.tolist() if isinstance(value, Tensor) else f"{value:.17g}" if isinstance(value, float) else value
-        for key, value in settings(group).items()
-    }
-    return str(sorted(plain.items(), key=str))
+    return str(sorted(((key, _text(value)) for key, value in settings(group).items()), key=str))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return _text(value.tolist())
+    if isinstance(value, float):
+        return f"{value:.17g}"
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_text, value))}]"
+    if value is None or isinstance(value, (bool, int, complex, str)):
+        return repr(value)
+    # Others may write an address, which no two ranks have alike.
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def require_apart(groups: Sequence[Group]) -> None:
+    """Refuse parameters that are there twice, or begin at the same address: each would get a place of its own.
+
+    Raises:
+        ValueError: There are some.
+    """
+    first: dict[tuple[torch.device, int], int] = {}
+    parameters = [parameter for group in groups for parameter in group["params"] if parameter.numel()]
+    for number, parameter in enumerate(parameters):
+        address = parameter.data_ptr()
+        if address and first.setdefault((parameter.device, address), number) != number:
+            other = first[parameter.device, address]
+            if parameter is parameters[other]:
+                raise ValueError(f"a parameter of shape {tuple(parameter.shape)} was given twice: an optimizer steps each once")
+            raise ValueError(
+                f"two parameters, of shapes {tuple(parameters[other].shape)} and {tuple(parameter.shape)}, lie in the same "
+                "memory: in flat buffers they would be two; tie modules by one Parameter that both hold"
+            )
 
 
 def require_host_memory(groups: Sequence[Group]) -> None:

@@ -12,15 +12,15 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from mpidist.comm.native_group import default_group
 from mpidist.zero import groups
+from mpidist.zero.changes import Changing
 from mpidist.zero.in_backward import BackwardSteps, Hook, SteppingHook
 from mpidist.zero.join import BorrowedGradients, StepHook
 from mpidist.zero.overlap import Gather, PendingGathers
-from mpidist.zero.saving import Saving
 
 Tensor = torch.Tensor
 
 
-class Modes(Saving, Joinable):
+class Modes(Changing, Joinable):
     """The part of the sharded optimizer that says when a step is taken, and when its results must be there.
 
     Attributes:
@@ -29,7 +29,6 @@ class Modes(Saving, Joinable):
 
     before_step: Callable[[], Any] | None = None
     _wire: Any
-    _one_copy: bool
 
     def _init_modes(self, process_group: Any, overlaps: bool, bucket_cap_mb: float) -> None:
         Joinable.__init__(self)

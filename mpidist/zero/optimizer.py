@@ -5,7 +5,6 @@ Source: FairScale's ``OSS`` and torch's ``ZeroRedundancyOptimizer``, whose names
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from mpidist.comm import autograd_mode
 from mpidist.comm.native_group import native_group
 from mpidist.zero import clipping, groups
 from mpidist.zero import partition as partitions
@@ -20,13 +20,12 @@ from mpidist.zero.consolidation import Consolidation
 from mpidist.zero.flat_state import FlatState
 from mpidist.zero.modes import Modes
 from mpidist.zero.partition import GREEDY, Cost
-from mpidist.zero.pieces import Piece, attach_gradients, detach_gradients
-from mpidist.zero.shards import Bounds, Shards
+from mpidist.zero.pieces import Gradients, Piece
+from mpidist.zero.shards import Shards
 from mpidist.zero.verdict import highest, raise_together, require_alike
 from mpidist.zero.wire import wire_of
 
 Tensor = torch.Tensor
-_MOVED, _REFUSED = 1, 2
 
 
 class OSS(Modes):
@@ -35,6 +34,10 @@ class OSS(Modes):
     Parameters that require gradients become views of flat buffers. Each rank builds ``optim`` over its shard of them; ``step``
     has every rank step its shard and then brings all shards to all ranks: the same bits as ``optim`` over all parameters. Ranks
     must hold equal parameters, and equal gradients of what they own: DistributedDataParallel sees to both.
+
+    Within a node the buffers lie in memory that its ranks share. A process that is forked from a rank (a worker of torch's
+    DataLoader) shares it, too: what it writes into a parameter is not its own copy's, so it should only read. ``torch.save`` of
+    one parameter writes the whole buffer, as of any view; save ``parameter.detach().clone()``.
 
     Collective: over the group, like ``step``, ``clip_grad_norm``, ``consolidate_state_dict``, ``load_state_dict``,
     ``add_param_group`` and ``refresh_trainable``.
@@ -115,11 +118,15 @@ class OSS(Modes):
             groups.require_host_memory(self.param_groups if one_copy else [])
             if not bucket_cap_mb > 0:
                 raise ValueError(f"bucket_cap_mb must be positive; got {bucket_cap_mb}")
+            groups.require_apart(self.param_groups)
             rows = [
                 ("arguments", (optim.__name__, partition, str(cost) if isinstance(cost, str) else None, one_copy, str(wire))),
                 ("overlap", (bool(overlap), bucket_cap_mb)),
             ]
             rows += groups.rows(self.param_groups)
+            for group_of_all in self.param_groups:
+                self._shards.add(group_of_all["params"])
+            rows.append(("owners", tuple(self._shards.owners)))
         except Exception as raised:
             error = raised
         require_alike(self.group, "OSS", rows, error)
@@ -127,13 +134,12 @@ class OSS(Modes):
         self._consolidation = Consolidation(self.group)
         self._one_copy = one_copy
         self.optim: torch.optim.Optimizer
-        self._build(optim, defaults)
+        with autograd_mode.allocating(), torch.no_grad():
+            self._build(optim, defaults)
         self._is_constructed = True
 
     def _build(self, optim: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
         shards = self._shards
-        for group in self.param_groups:
-            shards.add(group["params"])
         shards.make()
         error: Exception | None = None
         try:
@@ -145,21 +151,22 @@ class OSS(Modes):
         raise_together(self.group, f"OSS({optim.__name__})", error)
         shards.adopt()
         groups.sync(self.optim.param_groups, self.param_groups)
+        self.defaults = dict(self.optim.defaults)  # schedulers ask them for momentum or betas
         self.state = self.optim.state
         self._settle()
 
     # --- the step ---
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step this rank's shard, then bring all shards to all ranks.
 
         Collective: over the group.
 
-        Blocks: until this rank's parameters are complete.
+        Blocks: until this rank's parameters are complete; with ``overlap`` until this rank's part is.
 
         Args:
-            closure: Evaluates the model and returns the loss; called by the base optimizer, with gradients enabled there.
+            closure: Evaluates the model and returns the loss; called by the base optimizer, with gradients enabled there, as
+                often on all ranks.
             **kwargs: For the base optimizer.
 
         Returns:
@@ -169,21 +176,24 @@ class OSS(Modes):
             DisagreementError: The base optimizer of another rank raised (this rank's raises what it raised). The step has then
                 been taken in part, and is alike on all ranks.
         """
-        if not self._enters_step():
-            return None
+        # In inference mode the base optimizer's state could not be changed outside of it.
+        with autograd_mode.allocating(), torch.no_grad():
+            return self._step(closure, kwargs) if self._enters_step() else None
+
+    def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         self._prepare(self._refusal(closure))
-        own = self._attached()
+        gradients = Gradients([] if self._shards.steps_parameters else self._shards.pieces, self._shards.outside())
         result, error = None, None
         with record_function("mpidist::oss::optim_step"):
             try:
-                attach_gradients(own)
+                gradients.attach()
                 if closure is not None:
-                    kwargs["closure"] = self._attaching(closure, own)
+                    kwargs["closure"] = self._attaching(closure, gradients)
                 result = self._step_base(**kwargs)
             except Exception as raised:
                 error = raised
             finally:
-                detach_gradients(own)
+                gradients.detach()
         failed = highest(self.group, int(error is not None))  # all have stepped; one copy is complete
         if not self._state.is_settled(self.optim.state):
             self._settle()
@@ -194,28 +204,18 @@ class OSS(Modes):
             require_alike(self.group, "OSS.step", (), error)
         return result
 
-    def _prepare(self, refusal: Exception | None = None) -> None:
-        """Bring in what has changed since the last step: where parameters lie, and the groups' settings."""
-        shards = self._shards
-        # On all ranks before any of them writes; so it also says that nobody reads the one copy any more.
-        code = highest(self.group, _REFUSED if refusal is not None else _MOVED if shards.has_moved() else 0)
-        if code == _REFUSED:
-            require_alike(self.group, "OSS.step", (), refusal)
-        if code:
-            with record_function("mpidist::oss::follow"):
-                self._follow()
-        shards.renew_masters()
-        groups.sync(self.param_groups, self.optim.param_groups)
-
-    def _attached(self) -> list[Piece]:
-        """Return the pieces that borrow their gradients from parameters."""
-        return [] if self._shards.steps_parameters else self._shards.pieces
-
-    def _attaching(self, closure: Callable[[], Any], own: list[Piece]) -> Callable[[], Any]:
+    def _attaching(self, closure: Callable[[], Any], gradients: Gradients) -> Callable[[], Any]:
         def evaluate() -> Any:
-            with torch.enable_grad():
-                result = closure()
-            attach_gradients(own)
+            result, error = None, None
+            gradients.detach()
+            try:
+                with torch.enable_grad():
+                    result = closure()
+                gradients.attach()
+            except Exception as raised:
+                error = raised
+            # Behind it no rank reads parameters any more, which another may write in the one copy.
+            raise_together(self.group, "OSS.step's closure", error)
             return result
 
         return evaluate
@@ -234,83 +234,6 @@ class OSS(Modes):
             return  # the step's last agreement came behind every rank's writes
         else:
             shards.gather()
-
-    def _follow(self) -> None:
-        """Have the buffers and the state follow the parameters to another device or dtype."""
-        error: Exception | None = None
-        try:
-            groups.require_host_memory(self.param_groups if self._one_copy else [])
-        except ValueError as raised:
-            error = raised
-        require_alike(self.group, "OSS.step", groups.rows(self.param_groups), error)
-        self._shards.follow()
-        self._state = FlatState()
-        self.optim.load_state_dict(self.optim.state_dict())  # torch's rules for what takes the parameter's dtype and device
-        self.state = self.optim.state
-        self._settle()
-
-    # --- parameters ---
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, which is divided among the ranks by itself. Collective: over the group."""
-        if not self._is_constructed:
-            super().add_param_group(param_group)
-            return
-        error: Exception | None = None
-        try:
-            super().add_param_group(param_group)
-            groups.require_host_memory(self.param_groups[-1:] if self._one_copy else [])
-        except Exception as raised:
-            error = raised
-        new = [] if error is not None else self.param_groups[-1:]
-        require_alike(self.group, "OSS.add_param_group", groups.rows(new), error)
-        own = self._shards.add(new[0]["params"])
-        self._shards.make()
-        if not self._shards.steps_parameters:
-            own = [piece for piece in self._shards.pieces if piece.number >= len(self._shards.parameters) - len(new[0]["params"])]
-        self.optim.add_param_group({**groups.settings(new[0]), "params": [piece.tensor for piece in own]})
-        self._shards.adopt()
-        groups.sync(self.optim.param_groups, self.param_groups)
-        self._settle()
-
-    def refresh_trainable(self) -> None:
-        """Take note of parameters that were frozen or that train again (``requires_grad``). Collective: over the group."""
-        self._prepare()
-        require_alike(self.group, "OSS.refresh_trainable", groups.rows(self.param_groups))
-        shards = self._shards
-        shards.refresh()
-        made = shards.make()
-        for place, tensors in enumerate(groups.by_group(self.param_groups, made)):
-            self.optim.param_groups[place]["params"] += tensors
-        shards.adopt()
-        self._settle()
-
-    def partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """Return for each rank its groups: settings, and in ``params`` the parameters that it owns.
-
-        Of a parameter that is cut, ``params`` holds vectors of the elements.
-        """
-        spans = self.bounds() if self._shards.steps_parameters is False else {}
-        number = 0
-        found: list[list[dict[str, Any]]] = [[] for _ in range(self.world_size)]
-        for group in self.param_groups:
-            held: list[list[Tensor]] = [[] for _ in range(self.world_size)]
-            for parameter in group["params"]:
-                if parameter in spans and len(spans[parameter]) > 1:
-                    flat = parameter.detach().as_strided((parameter.numel(),), (1,), parameter.storage_offset())
-                    for rank, start, stop in spans[parameter]:
-                        held[rank].append(flat[start:stop])
-                else:
-                    owner = spans[parameter][0][0] if parameter in spans else self._shards.owners[number]
-                    held[owner].append(parameter)
-                number += 1
-            for rank, params in enumerate(held):
-                found[rank].append({**groups.settings(group), "params": params})
-        return found
-
-    def bounds(self) -> Bounds:
-        """Return for each trainable parameter its owners: (rank, start, stop) in elements, in the order in which they lie."""
-        return self._shards.bounds()
 
     # --- gradients ---
 
@@ -332,22 +255,32 @@ class OSS(Modes):
                 count.
 
         Returns:
-            The norm before, a 0-dim tensor.
+            The norm before, a 0-dim tensor: fp64 if any parameter is, else fp32.
 
         Raises:
-            ValueError: ``norm_type`` is not positive.
+            ValueError: ``norm_type`` is not positive, or ``max_norm`` is NaN.
+            DisagreementError: Another rank refused.
         """
         self._require_unstepped("clip_grad_norm")
-        if not float(norm_type) > 0 or math.isnan(max_norm):
-            raise ValueError(f"clip_grad_norm needs norm_type > 0 and a number for max_norm; got {norm_type} and {max_norm}")
+        error: Exception | None = None
+        found: list[tuple[Piece, Tensor]] = []
         with record_function("mpidist::oss::clip_grad_norm"), torch.no_grad():
-            own = [piece for piece in self._shards.pieces if piece.parameter.grad is not None]
-            if filter_params_fn is not None:
-                kept = {id(parameter) for parameter in filter_params_fn([piece.parameter for piece in own])}
-                own = [piece for piece in own if id(piece.parameter) in kept]
-            gradients = [gradient for piece in own if (gradient := piece.gradient()) is not None]
-            device = self.param_groups[0]["params"][0].device
-            return clipping.clip(self.group, gradients, float(max_norm), float(norm_type), device)
+            try:
+                max_norm, norm_type = clipping.limits(max_norm, norm_type)
+                own = [piece for piece in self._shards.stepped() if piece.parameter.grad is not None]
+                if filter_params_fn is not None:
+                    kept = {id(parameter) for parameter in filter_params_fn([piece.parameter for piece in own])}
+                    own = [piece for piece in own if id(piece.parameter) in kept]
+                found = [(piece, gradient) for piece in own if (gradient := piece.gradient()) is not None]
+            except Exception as raised:
+                error = raised
+            raise_together(self.group, "OSS.clip_grad_norm", error)
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            norm = clipping.clip(self.group, [gradient for _, gradient in found], max_norm, norm_type, parameters[0].device)
+            for piece, gradient in found:
+                piece.put_back(gradient)
+            is_wide = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters)
+            return norm if is_wide else norm.float()
 
     # --- state ---
 

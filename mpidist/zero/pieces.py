@@ -7,12 +7,13 @@ where it lies: nothing is copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from mpidist.zero.flat_buffers import in_memory_order
+from mpidist.zero.buffer_plan import BufferPlan
+from mpidist.zero.flat_buffers import in_memory_order, is_dense
 
 Tensor = torch.Tensor
 
@@ -77,14 +78,81 @@ class Piece:
         part = flat[at : at + self.stop - self.start]
         return part.as_strided(self.tensor.shape, self.tensor.stride(), part.storage_offset())
 
+    def put_back(self, values: Tensor) -> None:
+        """Write what ``gradient`` has returned, and somebody has changed, into the parameter's, unless it is a view of that."""
+        gradient = self.parameter.grad
+        assert gradient is not None
+        if self.is_parameter or values.layout is not torch.strided or _shares_memory(values, gradient):
+            return
+        whole = in_memory_order(gradient, self.parameter)  # a copy, as it was then
+        whole[self.start : self.stop].copy_(values.reshape(-1))
+        if is_dense(self.parameter):
+            whole = whole.as_strided(self.parameter.shape, self.parameter.stride())
+        gradient.copy_(whole.view(gradient.shape))
 
-def attach_gradients(pieces: Iterable[Piece]) -> None:
-    """Give the pieces that are not parameters the gradients of their parameters."""
+
+def unchanged(pieces: Iterable[Piece], plans: Sequence[BufferPlan]) -> list[Piece]:
+    """Return the pieces whose parameters have the dtype and device of their buffers."""
+    kinds = [(plan.dtype, plan.device) for plan in plans]
+    return [
+        piece
+        for piece in pieces
+        if piece.home is not None and kinds[piece.home[0]] == (piece.parameter.dtype, piece.parameter.device)
+    ]
+
+
+def exact_masters(pieces: Iterable[Piece], places: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return by number the master copies of parameters whose values are still those of their places in the flat buffers.
+
+    Parameters hold the rounded values that have crossed the network: a copy made anew from them would be rounded, too.
+
+    Args:
+        places: For each parameter its place, in its shape.
+    """
+    found = {}
     for piece in pieces:
-        piece.tensor.grad = piece.gradient()
+        if piece.home is None:
+            continue
+        place = places[piece.number]
+        then = in_memory_order(place, place)[piece.start : piece.stop]
+        now = in_memory_order(piece.parameter.detach(), place)[piece.start : piece.stop]
+        if torch.equal(now.to(then), then):
+            found[piece.number] = piece.tensor.detach()
+    return found
 
 
-def detach_gradients(pieces: Iterable[Piece]) -> None:
-    """Take them off again: the pieces keep no gradient's memory that its parameter has given up."""
-    for piece in pieces:
-        piece.tensor.grad = None
+class Gradients:
+    """Gradients as the base optimizer finds them within a step.
+
+    Args:
+        pieces: Those that are not parameters, which borrow their gradients.
+        outside: Those of parameters that nobody steps: frozen ones, which may have kept a gradient.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], outside: Iterable[Piece]) -> None:
+        self._pieces = pieces
+        self._outside = list(outside)
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+
+    def attach(self) -> None:
+        """Give the pieces the gradients of their parameters, and hide those of frozen ones."""
+        for piece in self._pieces:
+            piece.tensor.grad = piece.gradient()
+        for piece in self._outside:
+            if not piece.is_parameter:
+                piece.tensor.grad = None
+            elif piece.parameter.grad is not None:
+                self._hidden.append((piece.parameter, piece.parameter.grad))
+                piece.parameter.grad = None
+
+    def detach(self) -> None:
+        """Undo it: the pieces keep no gradient's memory that its parameter has given up."""
+        for piece in self._pieces:
+            piece.tensor.grad = None
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -8,17 +8,17 @@ Letters: W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mpidist.zero import partition as partitions
-from mpidist.zero.buffer_plan import BufferPlan, Slot, cut, whole
-from mpidist.zero.flat_buffers import FlatBuffers, in_memory_order
+from mpidist.zero.buffer_plan import BufferPlan, Slot, Span, cut, owned_parts, split, whole
+from mpidist.zero.flat_buffers import FlatBuffers, in_memory_order, laid_out
 from mpidist.zero.overlap import Gather
-from mpidist.zero.partition import FLAT, GREEDY, Cost
-from mpidist.zero.pieces import Piece
+from mpidist.zero.partition import BALANCED, FLAT, Cost
+from mpidist.zero.pieces import Piece, exact_masters
 
 Tensor = torch.Tensor
 Bounds = dict[Tensor, tuple[tuple[int, int, int], ...]]
@@ -59,12 +59,19 @@ class Shards:
         self._buffers: list[FlatBuffers] = []
         self._pending: list[FlatBuffers] = []
         self._home: dict[int, FlatBuffers] = {}  # of each number that has a place
+        self._settled: set[int] = set()  # numbers that lie in their place, or are empty and train
         self._versions: dict[int, int] = {}  # of parameters whose masters are up to date
 
     @property
     def steps_parameters(self) -> bool:
         """Say whether this rank's pieces are whole parameters themselves."""
         return self._partition != FLAT and not self._has_masters
+
+    def divided(self, parameters: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
+        """Return who would own further parameters, and what each rank would have then; changes and communicates nothing."""
+        if self._partition == BALANCED:
+            return partitions.balanced([self._cost(p) if p.requires_grad else 1 for p in parameters], self._loads)
+        return partitions.greedy([p.numel() if p.requires_grad else 1 for p in parameters], self._loads)
 
     def add(self, parameters: Sequence[Tensor]) -> list[Piece]:
         """Number further parameters and decide who owns them; communicates nothing.
@@ -73,13 +80,8 @@ class Shards:
             This rank's pieces of them, as far as they are parameters themselves.
         """
         first = len(self.parameters)
+        owners, self._loads = self.divided(parameters)
         self.parameters += parameters
-        if self._partition == GREEDY or self._partition == FLAT:
-            sizes = [parameter.numel() if parameter.requires_grad else 1 for parameter in parameters]
-            owners, self._loads = partitions.greedy(sizes, self._loads)
-        else:
-            costs = [self._cost(parameter) if parameter.requires_grad else 1 for parameter in parameters]
-            owners, self._loads = partitions.balanced(costs, self._loads)
         self.owners += owners
         if not self.steps_parameters:
             return []
@@ -102,23 +104,23 @@ class Shards:
         new = {
             number: parameter
             for number, parameter in enumerate(self.parameters)
-            if parameter.requires_grad and number not in self._home
+            if parameter.requires_grad and number not in self._home and number not in self._settled
         }
+        made = self._make_empty([number for number, parameter in new.items() if not parameter.numel()])
         plans = (
             cut(new, self._group.size) if self._partition == FLAT else whole(new, dict(enumerate(self.owners)), self._group.size)
         )
         if not plans:
-            return []
+            return made
         buffers = FlatBuffers(self._group, plans, new, self._one_copy)
         self._pending.append(buffers)
         self._buffers.append(buffers)
-        made: list[Piece] = []
         for plan, flat in zip(buffers.plans, buffers.flats, strict=True):
-            for slot in plan.slots:
-                self._home[slot.number] = buffers
+            self._home.update(dict.fromkeys(plan.by_number, buffers))
             self._append(plan, flat)
-            made += self._make_pieces(len(self.plans) - 1)
-        self.pieces += made
+            cut_pieces = self._make_pieces(len(self.plans) - 1)
+            self.pieces += cut_pieces
+            made += cut_pieces
         return made
 
     def adopt(self) -> None:
@@ -126,6 +128,7 @@ class Shards:
         pending, self._pending = self._pending, []
         for buffers in pending:
             buffers.adopt()
+            self._settled.update(slot.number for plan in buffers.plans for slot in plan.slots)
         self.renew_masters()
 
     def refresh(self) -> None:
@@ -140,36 +143,71 @@ class Shards:
                     trains = self.parameters[slot.number].requires_grad
                     if buffers.holds(slot.number) and not trains:
                         buffers.evict(slot.number)
+                        self._settled.discard(slot.number)
                     elif trains and not buffers.holds(slot.number):
                         back.append(slot.number)
             buffers.bring_in(back)
-        self._versions.clear()
+            self._settled.update(back)
+            for number in back:
+                self._versions.pop(number, None)
         self.renew_masters()
 
     def has_moved(self) -> bool:
         """Say whether parameters were put elsewhere since the last call (``module.to``, ``.half()``)."""
         return any(buffers.moved() for buffers in self._buffers)
 
+    def has_new(self) -> bool:
+        """Say whether a parameter trains that has no place in a buffer, or has left it."""
+        settled = self._settled
+        return any(p.requires_grad and number not in settled for number, p in enumerate(self.parameters))
+
+    def stepped(self) -> list[Piece]:
+        """Return this rank's pieces of parameters that lie in their buffers, or are empty."""
+        settled = self._settled
+        return [piece for piece in self.pieces if piece.number in settled]
+
+    def outside(self) -> list[Piece]:
+        """Return this rank's pieces of parameters that lie in no buffer: frozen ones, which nobody steps."""
+        settled = self._settled
+        return [piece for piece in self.pieces if piece.number not in settled]
+
+    def require_shapes(self) -> None:
+        """Refuse parameters that have another shape than in their buffers.
+
+        Raises:
+            ValueError: There is one.
+        """
+        for buffers in self._buffers:
+            buffers.require_shapes()
+
     def follow(self) -> None:
         """Make the buffers anew with the parameters' present devices and dtypes; each rank owns what it owned.
 
+        Where ranks step vectors of elements, the elements keep the order in which they have lain: so does the state.
+
         Collective: over the group.
         """
+        kept = exact_masters(self.pieces, {n: home.view(n) for n, home in self._home.items()}) if self._has_masters else {}
         old, self._buffers = self._buffers, []
         self.plans, self.flats, self.masters = [], [], []
-        self._versions.clear()
         for buffers in old:
-            plans = [again for plan in buffers.plans for again in self._split(plan)]
+            plans = [again for plan in buffers.plans for again in split(plan, self.parameters)]
             inside = [slot.number for plan in plans for slot in plan.slots if buffers.holds(slot.number)]
             held = {slot.number: self.parameters[slot.number] for plan in plans for slot in plan.slots}
-            fresh = FlatBuffers(self._group, plans, held, self._one_copy)
+            order = {number: buffers.view(number) for number in held} if not self.steps_parameters else None
+            fresh = FlatBuffers(self._group, plans, held, self._one_copy, order)
             fresh.bring_in(inside)
             self._buffers.append(fresh)
             for plan, flat in zip(fresh.plans, fresh.flats, strict=True):
-                for slot in plan.slots:
-                    self._home[slot.number] = fresh
+                self._home.update(dict.fromkeys(plan.by_number, fresh))
                 self._append(plan, flat)
                 self._move_pieces(len(self.plans) - 1)
+        for piece in self.pieces:
+            if piece.home is None and not piece.is_parameter:
+                piece.tensor.data = torch.empty_like(piece.parameter)
+            elif piece.number in kept:
+                piece.tensor.detach().copy_(kept[piece.number])
+        self._versions = {piece.number: piece.parameter._version for piece in self.pieces if piece.number in kept}
         self.renew_masters()
 
     def gather(self, numbers: frozenset[int] | None = None, async_op: bool = False) -> list[Any]:
@@ -192,21 +230,16 @@ class Shards:
 
     @property
     def is_one_copy(self) -> bool:
-        """Say whether other ranks read the memory that this rank's step writes."""
-        return any(buffers.is_one_copy for buffers in self._buffers)
+        """Say whether all of a node's ranks read all memory that this rank's step writes."""
+        return all(buffers.is_one_copy for buffers in self._buffers)
 
     def bounds(self) -> Bounds:
         """Return for each parameter that has a place who owns which elements, in the order in which they lie."""
-        found: dict[Tensor, list[tuple[int, int, int]]] = {}
-        for plan in self.plans:
-            for rank in range(self._group.size):
-                for span in plan.spans(rank):
-                    found.setdefault(self.parameters[span.number], []).append((rank, span.start, span.stop))
-        return {parameter: tuple(spans) for parameter, spans in found.items()}
+        return {self.parameters[number]: spans for number, spans in owned_parts(self.plans).items()}
 
     def slot(self, place: int, number: int) -> Slot:
         """Return the place of a parameter in a flat buffer."""
-        return next(slot for slot in self.plans[place].slots if slot.number == number)
+        return self.plans[place].by_number[number]
 
     def shard_sizes(self) -> dict[int, int]:
         """Return for each flat buffer the elements of this rank's shard."""
@@ -220,8 +253,10 @@ class Shards:
         with torch.no_grad():
             for piece in self.pieces:
                 if piece.home is not None and self._versions.get(piece.number) != piece.parameter._version:
-                    values = in_memory_order(piece.parameter.detach(), piece.parameter)[piece.start : piece.stop]
-                    piece.tensor.detach().copy_(values.view(piece.tensor.shape))
+                    values = piece.parameter.detach()
+                    if not piece.is_whole:
+                        values = in_memory_order(values, piece.parameter)[piece.start : piece.stop]
+                    piece.tensor.detach().copy_(values)
         self.note_masters()
 
     def note_masters(self) -> None:
@@ -235,6 +270,16 @@ class Shards:
             low, high = plan.bounds[self._group.rank : self._group.rank + 2]
             self.masters.append(torch.zeros_like(flat[low:high]))
 
+    def _make_empty(self, numbers: Sequence[int]) -> list[Piece]:
+        """Return this rank's pieces of parameters without elements: they have no place, but state as any other's."""
+        self._settled.update(numbers)
+        if self.steps_parameters:
+            return []
+        own = [(number, self.parameters[number]) for number in numbers if self.owners[number] == self._group.rank]
+        made = [Piece(number, parameter, 0, 0, torch.nn.Parameter(torch.empty_like(parameter))) for number, parameter in own]
+        self.pieces += made
+        return made
+
     def _make_pieces(self, place: int) -> list[Piece]:
         plan, made = self.plans[place], []
         low = plan.bounds[self._group.rank]
@@ -244,9 +289,8 @@ class Shards:
             if span.number in own:
                 own[span.number].home = home
                 continue
-            parameter = self.parameters[span.number]
-            tensor = torch.nn.Parameter(self._elements(place, span.offset, span.stop - span.start, parameter))
-            made.append(Piece(span.number, parameter, span.start, span.stop, tensor, home))
+            tensor = torch.nn.Parameter(self._elements(place, span))
+            made.append(Piece(span.number, self.parameters[span.number], span.start, span.stop, tensor, home))
         return made
 
     def _move_pieces(self, place: int) -> None:
@@ -257,20 +301,13 @@ class Shards:
             piece = own[span.number]
             piece.home = (place, span.offset - low)
             if not piece.is_parameter:
-                piece.tensor.data = self._elements(place, span.offset, span.stop - span.start, piece.parameter)
+                piece.tensor.data = self._elements(place, span)
 
-    def _elements(self, place: int, offset: int, numel: int, parameter: Tensor) -> Tensor:
+    def _elements(self, place: int, span: Span) -> Tensor:
         """Return what the base optimizer steps: elements of the flat buffer, or of the master copy of the shard."""
-        memory = self.flats[place]
+        memory, offset, view = self.flats[place], span.offset, self._home[span.number].view(span.number)
         if self._has_masters:
             memory, offset = self.masters[place], offset - self.plans[place].bounds[self._group.rank]
-        part = memory[offset : offset + numel]
+        part = memory[offset : offset + span.stop - span.start]
         # Whole parameters keep their shape: the base optimizer may look at it.
-        return part.view(parameter.shape) if numel == parameter.numel() and parameter.is_contiguous() else part
-
-    def _split(self, plan: BufferPlan) -> Iterable[BufferPlan]:
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for slot in plan.slots:
-            parameter = self.parameters[slot.number]
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(slot.number)
-        return [plan.only(frozenset(numbers), dtype, device) for (dtype, device), numbers in kinds.items()]
+        return laid_out(part, view) if part.numel() == view.numel() else part

@@ -1,0 +1,134 @@
+"""Parameters that lie in flat buffers: layouts, what a fork and torch.save make of them, and when the memory is given back."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpidist.zero.flat_buffers import in_memory_order, is_dense, laid_out
+from mpidist.zero.optimizer import OSS
+from tests.support import agree
+from tests.zero import nets
+
+SHAPES = st.lists(st.integers(1, 4), max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SHAPES, st.randoms(use_true_random=False), st.booleans())
+def test_elements_keep_the_order_in_which_they_lie(shape, random, with_gap):
+    order = list(range(len(shape)))
+    random.shuffle(order)
+    base = torch.randn([*shape, 2])[..., 0] if with_gap else torch.randn(shape)
+    parameter = base.permute(order)
+    flat = torch.full((parameter.numel() + 3,), -1.0)
+    part = flat[2 : 2 + parameter.numel()]
+    view = laid_out(part, parameter)
+    view.copy_(parameter)
+    assert torch.equal(view, parameter) and view.shape == parameter.shape
+    assert flat[1] == flat[-1] == -1 and not (part == -1).any()
+    assert is_dense(view) and (view.stride() == parameter.stride()) == is_dense(parameter)
+    assert torch.equal(in_memory_order(view, view), part) and in_memory_order(view, view).data_ptr() == part.data_ptr()
+    other = torch.randn(shape).permute(order).contiguous()  # a gradient in another order
+    expected = laid_out(torch.empty(parameter.numel()), view).copy_(other)
+    assert torch.equal(in_memory_order(other, view), in_memory_order(expected, view))
+    assert is_dense(parameter) or with_gap
+
+
+def small(group, way="node"):
+    """Return a sharded optimizer over two vectors, which it has stepped once."""
+    with nets.memory(way) as chosen:
+        parameters = [torch.nn.Parameter(torch.arange(5000.0)), torch.nn.Parameter(torch.ones(10))]
+        sharded = OSS(parameters, torch.optim.SGD, group, lr=1.0, **chosen)
+        nets.give_gradients(parameters, 0)
+        sharded.step()
+    return sharded, parameters
+
+
+@pytest.mark.mpi
+def test_one_saved_parameter_drags_the_buffer_along_and_its_clone_does_not(group):
+    _, (large, little) = small(group)
+    sizes = []
+    for saved in (little, little.detach().clone()):
+        file = io.BytesIO()
+        torch.save(saved, file)
+        sizes.append(file.tell())
+        file.seek(0)
+        agree(group, torch.equal(torch.load(file), little))
+    agree(group, sizes[0] > large.nbytes > 5000 > sizes[1], str(sizes))
+
+
+class Read(torch.utils.data.Dataset):
+    """Reads parameters in a worker, and writes them if told so."""
+
+    def __init__(self, parameters, writes):
+        self.parameters, self.writes = parameters, writes
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, place):
+        held = self.parameters[0].detach()
+        if self.writes:
+            held[place] = -7.0
+        return held[100:110].clone()
+
+
+@pytest.mark.mpi
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_forked_workers_read_parameters_and_what_they_write_all_of_the_node_see(group):
+    """The memory is shared, with children, too: unlike a module's own, it is not copied when a child writes it."""
+    sharded, parameters = small(group)
+    for writes in (False, True):
+        loader = torch.utils.data.DataLoader(Read(parameters, writes), num_workers=2, multiprocessing_context="fork")
+        agree(group, all(torch.equal(row, parameters[0].detach()[100:110]) for batch in loader for row in batch))
+        is_shared = group.size > 1 and group.is_single_node
+        seen = bool((parameters[0][:4] == -7).all())
+        agree(group, seen == (writes and is_shared), f"{writes} {parameters[0][:4]}")
+    nets.give_gradients(parameters, 1)
+    sharded.step()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("way", nets.WAYS)
+def test_memory_is_given_back_with_the_last_parameter_and_no_file_stays(group, way):
+    def open_files():
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            return len(os.listdir("/proc/self/fd")), sum("memfd:mpidist" in line for line in maps)
+
+    small(group, way)  # what is kept for good is there
+    before = open_files()
+    sharded, parameters = small(group, way)
+    parameters.append(torch.nn.Parameter(torch.ones(70)))
+    sharded.add_param_group({"params": parameters[2:]})
+    values = parameters[0].detach().clone()
+    with pytest.raises(TypeError, match="momentun"):
+        OSS(parameters[:1], torch.optim.SGD, group, lr=1.0, momentun=0.9)
+    del sharded
+    gc.collect()
+    agree(group, torch.equal(parameters[0], values), "parameters outlive their optimizer")
+    parameters.clear()
+    after = open_files()
+    agree(group, after[0] <= before[0] and after[1] <= before[1], f"{before} {after}")
+
+
+@pytest.mark.mpi
+def test_the_one_copy_is_one_and_holds_the_first_ranks_values(group):
+    parameters = [torch.nn.Parameter(torch.full((100,), float(group.rank))), torch.nn.Parameter(torch.ones(3))]
+    sharded = OSS(parameters, torch.optim.SGD, group, lr=1.0, one_copy=True)
+    first = group._comm.nodes.index(group._comm.nodes[group.rank])
+    agree(group, bool((parameters[0] == first).all()))
+    group.barrier()
+    if group.size > 1 and group.is_single_node:
+        if group.rank == group.size - 1:
+            parameters[1].data.fill_(5.0)
+        group.barrier()
+        agree(group, bool((parameters[1] == 5).all()))
+        agree(group, sharded._shards.is_one_copy)
+    group.barrier()
