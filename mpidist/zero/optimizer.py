@@ -60,7 +60,8 @@ class OSS(Modes):
             parameters' dtype; what all ranks see, the owner too, are the rounded values.
         overlap: Shards are on their way when ``step`` returns, in buckets; what reads a parameter in the thread of ``step``,
             through torch, waits for its bucket. Before other readers (code on addresses, other threads without module calls):
-            ``wait()``. It gains between nodes and on devices; within a node's host memory bringing is processor time.
+            ``wait()``. It gains between nodes and on devices; within a node's host memory bringing is processor time. Any
+            synchronous collective of the group waits for all of it first: a broadcast of buffers before the forward pass, too.
         bucket_cap_mb: MiB in one such bucket, which holds a slice of each rank's shard.
         **defaults: Further arguments of ``optim``.
 
