@@ -72,6 +72,7 @@ def of_two_ranks(_libraries, tmp_path_factory):
         ["bench_oss.py", "--quick", *to],
         ["bench_wire.py", "--numel", "20000", "--rounds", "1", "--burst-s", "0", "--link", "test", *to],
         ["bench_oss_state.py", "--quick", *to],
+        ["bench_oss_overlap.py", "--layers", "2", "--width", "16", "--rounds", "1", *to],
     ]
     done = job(2, _IN_TURN.format(folder=str(BENCHMARKS), programs=programs), "--bind-to", "none", timeout_s=200)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
@@ -234,6 +235,12 @@ def test_ways_from_device_memory_are_compared_and_recorded(of_two_ranks):
 
 
 @pytest.mark.slow
+def test_shards_within_and_behind_a_step_are_compared_and_recorded(of_two_ranks):
+    record = record_of(of_two_ranks[0], "oss-overlap-2-node.json", has_picture=False)
+    assert [row["shards are brought"] for row in record["results"]] == ["in step()", "in the next forward pass"]
+    assert all(0 < row["shortest"] <= row["step, ms (median)"] for row in record["results"])
+
+
 def test_calls_are_compared_and_recorded(of_two_ranks):
     record = record_of(of_two_ranks[0], "rpc-[mo]*-2.json", has_picture=False)
     shown = {(result["operation"], result["size_bytes"]): set(result["contenders"]) for result in record["results"]}

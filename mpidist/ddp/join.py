@@ -6,9 +6,10 @@ which collectives to mirror, and how many ranks share the average.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,15 +28,17 @@ class Iteration:
         root: The last of them, whose buffers hold.
         averages: Whether gradients are averaged.
         syncs_buffers: Whether buffers are broadcast before the forward pass.
+        optimizer: 0 for a forward pass; else it is a step, of the optimizer of this number, from 1.
     """
 
     members: int
     root: int
     averages: bool
     syncs_buffers: bool
+    optimizer: int = 0
 
 
-def exchange(group: Any, has_inputs: bool, averages: bool = False, syncs_buffers: bool = False) -> Iteration:
+def exchange(group: Any, has_inputs: bool, averages: bool = False, syncs_buffers: bool = False, optimizer: int = 0) -> Iteration:
     """Tell all ranks what this one is about to do, and learn the same of them.
 
     Collective: over the group.
@@ -43,24 +46,24 @@ def exchange(group: Any, has_inputs: bool, averages: bool = False, syncs_buffers
     Raises:
         DisagreementError: On all ranks, if those with inputs do not do the same.
     """
-    own = torch.tensor([has_inputs, averages, syncs_buffers], dtype=torch.uint8, device="cpu")
-    table = torch.empty(group.size * 3, dtype=torch.uint8, device="cpu")
+    own = torch.tensor([has_inputs, averages, syncs_buffers, optimizer], dtype=torch.uint8, device="cpu")
+    table = torch.empty(group.size * 4, dtype=torch.uint8, device="cpu")
     group.all_gather_into_tensor(table, own)
-    rows = [(rank, plans) for rank, (present, *plans) in enumerate(table.view(-1, 3).tolist()) if present]
+    rows = [(rank, plans) for rank, (present, *plans) in enumerate(table.view(-1, 4).tolist()) if present]
     if not rows:
         return Iteration(0, -1, False, False)
     root, plans = rows[-1]
     other = next((rank for rank, others in rows if others != plans), None)
     if other is not None:
         raise DisagreementError(
-            f"DistributedDataParallel.join: ranks {other} and {root} are in different passes; no_sync, no_grad and buffers to "
-            "synchronise must be the same on all ranks in one iteration"
+            f"DistributedDataParallel.join: ranks {other} and {root} are in different passes or steps; no_sync, no_grad and "
+            "buffers to synchronise must be the same on all ranks in one iteration"
         )
-    return Iteration(len(rows), root, *map(bool, plans))
+    return Iteration(len(rows), root, bool(plans[0]), bool(plans[1]), plans[2])
 
 
 @contextmanager
-def joined(module: Any, group: Any, throws: bool) -> Iterator[None]:
+def joined(module: Any, group: Any, throws: bool, optimizers: Sequence[Any] = ()) -> Iterator[None]:
     """Run the loop over a rank's inputs, then mirror the other ranks' passes until all have ended theirs.
 
     Collective: entered and left by all ranks of the group.
@@ -68,18 +71,37 @@ def joined(module: Any, group: Any, throws: bool) -> Iterator[None]:
     Args:
         module: Has ``mirror(iteration)``, ``end_mirroring()`` and ``adopt_from(root)``.
         throws: Raise on all ranks as soon as the first has no inputs left.
+        optimizers: Sharded ones on the same group: have ``before_step`` (called before each step), ``step_joined()`` and
+            ``end_joined()``.
     """
-    yield
+    for number, optimizer in enumerate(optimizers, 1):
+        optimizer.before_step = partial(_announce, group, number, throws)
+    try:
+        yield
+    finally:
+        for optimizer in optimizers:
+            optimizer.before_step = None
     is_last = True
     try:
         while (iteration := exchange(group, False)).members:
             is_last = False
             if throws:
                 raise RuntimeError(f"rank {group.rank} has no inputs left, and throw_on_early_termination is set")
-            module.mirror(iteration)
+            if iteration.optimizer:
+                optimizers[iteration.optimizer - 1].step_joined()
+            else:
+                module.mirror(iteration)
     finally:
+        for optimizer in optimizers:
+            optimizer.end_joined()
         module.end_mirroring()
     module.adopt_from(last_joiner(group, is_last))
+
+
+def _announce(group: Any, optimizer: int, throws: bool) -> None:
+    iteration = exchange(group, True, optimizer=optimizer)
+    if throws and iteration.members < group.size:
+        raise RuntimeError("a rank has no inputs left, and throw_on_early_termination is set")
 
 
 def last_joiner(group: Any, is_last: bool) -> int:

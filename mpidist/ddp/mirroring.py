@@ -10,6 +10,9 @@ Tensor = torch.Tensor
 # For each parameter its gradient, and a copy of the values if it is a view of a bucket, into which mirrored passes write.
 Gradients = list[tuple[Tensor | None, Tensor | None]]
 
+# Set on parameters meanwhile; ``mpidist.zero.join`` then takes their gradients for the others' average.
+_IS_MIRRORED = "_mpidist_is_mirrored"
+
 
 def put_aside(parameters: Sequence[Tensor], views: Mapping[int, Tensor]) -> Gradients:
     """Take the gradients away from their parameters.
@@ -26,6 +29,7 @@ def put_aside(parameters: Sequence[Tensor], views: Mapping[int, Tensor]) -> Grad
             values = gradient.detach().clone() if is_view else None
         held.append((gradient, values))
         parameter.grad = None
+        setattr(parameter, _IS_MIRRORED, True)
     return held
 
 
@@ -33,3 +37,4 @@ def restore(held: Gradients, parameters: Sequence[Tensor], views: Mapping[int, T
     """Give parameters the gradients that were ``put_aside``; what was a view is one of the present bucket."""
     for place, (parameter, (gradient, values)) in enumerate(zip(parameters, held, strict=True)):
         parameter.grad = gradient if values is None else views[place].copy_(values)
+        delattr(parameter, _IS_MIRRORED)

@@ -212,7 +212,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @contextlib.contextmanager
     def join(
-        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        optimizers: Sequence[Any] = (),
     ) -> Iterator[None]:
         """Train on inputs of different number: a rank whose loop has ended takes part in the others' collectives.
 
@@ -226,6 +231,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 that still have inputs. A communication hook divides by itself.
             enable: False does nothing, for inputs that are known to be even.
             throw_on_early_termination: Raise on all ranks when the first has no inputs left.
+            optimizers: Sharded ones on the same group, in one order on all ranks: a rank whose loop has ended takes their steps.
 
         Raises:
             RuntimeError: ``throw_on_early_termination``.
@@ -234,7 +240,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._divides_by_initial = divide_by_initial_world_size
         self._is_joining, self._throws_on_join = enable, throw_on_early_termination
         try:
-            with joined(self, self._group, throw_on_early_termination) if enable else contextlib.nullcontext():
+            throws = throw_on_early_termination
+            with joined(self, self._group, throws, optimizers) if enable else contextlib.nullcontext():
                 yield
         finally:
             self._is_joining = self._throws_on_join = False

@@ -15,6 +15,8 @@ _HOMES = {
     "ShardedGradScaler": "mpidist.zero.grad_scaler",
     "ZeroRedundancyOptimizer": "mpidist.zero.zero_redundancy",
     "functional_optim_map": "mpidist.optim.registry",
+    "hook_with_zero_step": "mpidist.zero.zero_redundancy",
+    "hook_with_zero_step_interleaved": "mpidist.zero.zero_redundancy",
     "register_functional_optim": "mpidist.optim.registry",
 }
 __all__ = sorted(_HOMES)

@@ -17,7 +17,7 @@ from mpidist.zero.verdict import highest, raise_together, require_alike
 from mpidist.zero.wire import Wire
 
 Tensor = torch.Tensor
-_NEW, _MOVED = 1, 2
+_NEW, _MOVED, _REFUSED = 1, 2, 3
 
 
 class Changing(Saving):
@@ -27,11 +27,18 @@ class Changing(Saving):
     _one_copy: bool
     _wire: Wire | None
 
-    def _prepare(self) -> None:
-        """Bring in what has changed since the last step: where parameters lie, and the groups' settings."""
+    def _prepare(self, refusal: Exception | None = None) -> None:
+        """Bring in what has changed since the last step: where parameters lie, and the groups' settings.
+
+        Args:
+            refusal: Why this rank takes no step; all then raise.
+        """
         shards = self._shards
         # On all ranks before any of them writes; so it also says that nobody reads the one copy any more.
-        changed = highest(self.group, _MOVED if shards.has_moved() else _NEW if shards.has_new() else 0)
+        own = _MOVED if shards.has_moved() else _NEW if shards.has_new() else 0
+        changed = highest(self.group, own if refusal is None else _REFUSED)
+        if changed == _REFUSED:
+            require_alike(self.group, "OSS.step", (), refusal)
         if changed == _MOVED:
             with record_function("mpidist::oss::follow"):
                 self._follow()

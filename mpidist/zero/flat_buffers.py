@@ -5,6 +5,7 @@ Letters: W ranks; N elements of a buffer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from mpidist.comm import shard_memory
 from mpidist.comm.shard_memory import ShardMemory
 from mpidist.comm.work import Work
-from mpidist.zero.buffer_plan import BufferPlan
+from mpidist.zero.buffer_plan import UNIT, BufferPlan
 
 Tensor = torch.Tensor
 
@@ -157,6 +158,47 @@ class FlatBuffers:
             if work is not None:
                 works.append(work)
         return works
+
+    def gather_slices(self, cap_bytes: float) -> list[tuple[list[int], list[Work]]]:
+        """Start to bring every rank's shard into all copies, slice by slice: the first part of each, then the second.
+
+        So all ranks send at a time, whoever owns the parameters that are used next.
+
+        Collective: over the group, in the order of its operations.
+
+        Args:
+            cap_bytes: At most so many bytes in one slice of all shards together, up to rounding.
+
+        Returns:
+            For each slice the numbers of the parameters of which it holds anything, and its works.
+        """
+        count = max(math.ceil(sum(plan.nbytes for plan in self.plans) / cap_bytes), 1)
+        found = []
+        for index in range(count):
+            numbers: dict[int, None] = {}
+            works = []
+            for memory, places in self._memories:
+                ranges: list[list[tuple[int, int]]] = [[] for _ in range(self._group.size)]
+                for place in places:
+                    start, plan = self._starts[place], self.plans[place]
+                    size = plan.dtype.itemsize
+                    for rank in range(self._group.size):
+                        first, end = _sliced(plan.bounds[rank], plan.bounds[rank + 1], index, count)
+                        ranges[rank].append((start + first * size, start + end * size))
+                        for slot in plan.slots:
+                            if first < slot.offset + slot.numel and slot.offset < end:
+                                numbers[slot.number] = None
+                work = memory.gather(ranges, async_op=True)
+                if work is not None:
+                    works.append(work)
+            found.append((list(numbers), works))
+        return found
+
+
+def _sliced(low: int, high: int, index: int, count: int) -> tuple[int, int]:
+    """Return the ``index``-th of ``count`` slices of elements ``low`` to ``high``, as first and end."""
+    bounds = [low + (high - low) * place // count // UNIT * UNIT for place in range(count)] + [high]
+    return bounds[index], bounds[index + 1]
 
 
 def laid_out(part: Tensor, parameter: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from mpidist.comm.native_group import native_group
 from mpidist.zero import clipping, groups
 from mpidist.zero import partition as partitions
 from mpidist.zero.background import Background
-from mpidist.zero.changes import Changing
 from mpidist.zero.consolidation import Consolidation
 from mpidist.zero.flat_state import FlatState
 from mpidist.zero.fresh_memory import KeptMemory
+from mpidist.zero.modes import Modes
 from mpidist.zero.parked import Parked
 from mpidist.zero.partition import GREEDY, Cost
 from mpidist.zero.pieces import Gradients, Piece
@@ -31,7 +31,7 @@ from mpidist.zero.wire import wire_of
 Tensor = torch.Tensor
 
 
-class OSS(Changing):
+class OSS(Modes):
     """Optimizer whose state is divided among the ranks of a group.
 
     Parameters that require gradients become views of flat buffers. Each rank builds ``optim`` over its shard of them; ``step``
@@ -61,6 +61,11 @@ class OSS(Changing):
             Host memory only.
         wire: ``"bf16"``, ``"fp16"`` or ``"int8"``: what crosses the network. The owner keeps and steps its shard in the
             parameters' dtype; what all ranks see, the owner too, are the rounded values.
+        overlap: Shards are on their way when ``step`` returns, in buckets; what reads a parameter in the thread of ``step``,
+            through torch, waits for its bucket. Before other readers (code on addresses, other threads without module calls):
+            ``wait()``. It gains between nodes and on devices; within a node's host memory bringing is processor time. Any
+            synchronous collective of the group waits for all of it first: a broadcast of buffers before the forward pass, too.
+        bucket_cap_mb: MiB in one such bucket, which holds a slice of each rank's shard.
         **defaults: Further arguments of ``optim``.
 
     Attributes:
@@ -89,6 +94,8 @@ class OSS(Changing):
         cost: str | Cost | None = None,
         one_copy: bool = False,
         wire: str | torch.dtype | None = None,
+        overlap: bool = False,
+        bucket_cap_mb: float = 16.0,
         **defaults: Any,
     ) -> None:
         if broadcast_buffer_size != -1 or force_broadcast_object:
@@ -97,6 +104,7 @@ class OSS(Changing):
                 stacklevel=2,
             )
         self._is_constructed = False
+        self._init_modes(group, overlap, bucket_cap_mb)
         self.group = native_group(group)
         self.rank: int = self.group.rank
         self.world_size: int = self.group.size
@@ -114,8 +122,13 @@ class OSS(Changing):
             if one_copy and self._wire is not None:
                 raise ValueError("one_copy=True moves nothing, so there is no wire to choose")
             groups.require_host_memory(self.param_groups if one_copy else [])
+            if not bucket_cap_mb > 0:
+                raise ValueError(f"bucket_cap_mb must be positive; got {bucket_cap_mb}")
             groups.require_apart(self.param_groups)
-            rows = [("arguments", (optim.__name__, partition, str(cost) if isinstance(cost, str) else None, one_copy, str(wire)))]
+            rows = [
+                ("arguments", (optim.__name__, partition, str(cost) if isinstance(cost, str) else None, one_copy, str(wire))),
+                ("overlap", (bool(overlap), bucket_cap_mb)),
+            ]
             rows += [("defaults", groups.text(defaults)), *groups.rows(self.param_groups)]
             for group_of_all in self.param_groups:
                 self._shards.add(group_of_all["params"])
@@ -158,7 +171,7 @@ class OSS(Changing):
 
         Collective: over the group.
 
-        Blocks: until this rank's parameters are complete.
+        Blocks: until this rank's parameters are complete; with ``overlap`` until this rank's part is.
 
         Args:
             closure: Evaluates the model and returns the loss; called by the base optimizer, with gradients enabled there, as
@@ -174,10 +187,10 @@ class OSS(Changing):
         """
         # In inference mode the base optimizer's state could not be changed outside of it.
         with autograd_mode.allocating(), torch.no_grad():
-            return self._step(closure, kwargs)
+            return self._step(closure, kwargs) if self._enters_step() else None
 
     def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        self._prepare()
+        self._prepare(self._refusal(closure))
         gradients = Gradients([] if self._shards.steps_parameters else self._shards.pieces, self._shards.outside())
         result, error = None, None
         with record_function("mpidist::oss::optim_step"):
@@ -185,7 +198,7 @@ class OSS(Changing):
                 gradients.attach()
                 if closure is not None:
                     kwargs["closure"] = self._attaching(closure, gradients)
-                result = self.optim.step(**kwargs)
+                result = self._step_base(**kwargs)
             except Exception as raised:
                 error = raised
             finally:
@@ -220,7 +233,9 @@ class OSS(Changing):
         shards = self._shards
         if self.world_size == 1:
             return
-        if self._wire is not None:
+        if self._brings_later:
+            self._begin_gathers()
+        elif self._wire is not None:
             for plan, flat, master in zip(shards.plans, shards.flats, shards.masters, strict=True):
                 self._wire.share(self.group, master, flat, plan.bounds)
             shards.note_masters()
@@ -255,6 +270,7 @@ class OSS(Changing):
             ValueError: ``norm_type`` is not positive, or ``max_norm`` is NaN.
             DisagreementError: Another rank refused.
         """
+        self._require_unstepped("clip_grad_norm")
         error: Exception | None = None
         found: list[tuple[Piece, Tensor]] = []
         with record_function("mpidist::oss::clip_grad_norm"), torch.no_grad():

@@ -52,8 +52,15 @@ class Piece:
         Raises:
             RuntimeError: It is sparse, and the parameter is cut or has a master copy.
         """
-        gradient = self.parameter.grad
-        if gradient is None or self.is_parameter:
+        return None if self.parameter.grad is None else self.part_of(self.parameter.grad)
+
+    def part_of(self, gradient: Tensor) -> Tensor:
+        """Return these elements of a gradient of the parameter, a view where its layout allows.
+
+        Raises:
+            RuntimeError: It is sparse, and the parameter is cut or has a master copy.
+        """
+        if self.is_parameter:
             return gradient
         if gradient.layout is not torch.strided:
             raise RuntimeError(

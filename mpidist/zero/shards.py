@@ -16,6 +16,7 @@ import torch
 from mpidist.zero import partition as partitions
 from mpidist.zero.buffer_plan import BufferPlan, Slot, Span, cut, owned_parts, split, whole
 from mpidist.zero.flat_buffers import FlatBuffers, in_memory_order, laid_out
+from mpidist.zero.overlap import Gather
 from mpidist.zero.partition import BALANCED, FLAT, Cost
 from mpidist.zero.pieces import Piece, exact_masters
 
@@ -212,6 +213,20 @@ class Shards:
     def gather(self, numbers: frozenset[int] | None = None, async_op: bool = False) -> list[Any]:
         """Bring what every rank has written into all copies; see ``FlatBuffers.gather``. Collective: over the group."""
         return [work for buffers in self._buffers for work in buffers.gather(numbers, async_op)]
+
+    def gather_in_buckets(self, cap_bytes: float) -> list[Gather]:
+        """Start the same in slices of at most ``cap_bytes``; see ``FlatBuffers.gather_slices``. Collective: over the group."""
+        return [
+            Gather([self.parameters[number] for number in numbers], works)
+            for buffers in self._buffers
+            for numbers, works in buffers.gather_slices(cap_bytes)
+        ]
+
+    def owned(self) -> list[list[int]]:
+        """Return for each rank the numbers of the parameters that it owns, in whole or in part."""
+        if self.steps_parameters:
+            return [[number for number, owner in enumerate(self.owners) if owner == rank] for rank in range(self._group.size)]
+        return [[span.number for plan in self.plans for span in plan.spans(rank)] for rank in range(self._group.size)]
 
     @property
     def is_one_copy(self) -> bool:

@@ -1,0 +1,187 @@
+"""Steps within the backward pass: a communication hook that steps this rank's part of a bucket once its average is there.
+
+The base optimizer steps a subset: its groups hold that subset alone meanwhile. So each parameter is stepped once, with its own
+step count, in another order than ``step()`` takes; the bits are the same, because no parameter's step depends on another's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import GradBucket
+from torch.profiler import record_function
+
+from mpidist.comm.stream import used_here
+from mpidist.zero import groups
+from mpidist.zero.flat_buffers import laid_out
+from mpidist.zero.join import is_mirrored
+from mpidist.zero.pieces import Piece
+
+Tensor = torch.Tensor
+Hook = Callable[[Any, Any], Any]
+
+
+class BackwardSteps:
+    """What of one sharded optimizer was stepped since its last ``step()``.
+
+    Args:
+        optimizer: The ``OSS``.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._came: set[int] = set()  # ids of the parameters whose buckets have come
+        self._stepped: set[Piece] = set()
+        self._error: Exception | None = None
+        self._by_parameter: dict[int, Piece] = {}
+        # Between nodes buckets complete on the group's thread, others in the backward pass.
+        self._lock = threading.Lock()
+
+    @property
+    def has_begun(self) -> bool:
+        """Say whether a bucket has come since the last ``step()``."""
+        return bool(self._came)
+
+    def note(self, parameters: Sequence[Tensor]) -> None:
+        """Note that a bucket comes.
+
+        Raises:
+            RuntimeError: It came already (on all ranks: they have the same buckets).
+        """
+        new = {id(parameter) for parameter in parameters}
+        if not self._came.isdisjoint(new):
+            raise RuntimeError(
+                "gradients were averaged again before the optimizer's step(): the first averages are in the parameters already. "
+                "Call step() after each backward pass that averages, and run those that only accumulate under no_sync()"
+            )
+        self._came |= new
+
+    def step(self, parameters: Sequence[Tensor], has_gradient: Sequence[bool], flat: Tensor) -> None:
+        """Step this rank's pieces of a bucket; what goes wrong is raised by the optimizer's ``step()``, on all ranks.
+
+        Args:
+            parameters: In the order in which their gradients lie in ``flat``.
+            has_gradient: Whether each has a gradient on this rank. One without may be unused by all ranks, which is known at the
+                end of the pass only: ``step()`` sees to it.
+            flat: N averaged elements.
+        """
+        with self._lock, torch.no_grad(), record_function("mpidist::oss::step_in_backward"):
+            try:
+                self._step(parameters, has_gradient, flat)
+            except Exception as error:
+                self._error = self._error or error
+
+    def step_rest(self, **kwargs: Any) -> Any:
+        """Step what has not been stepped in the backward pass, and begin anew.
+
+        Raises:
+            Exception: What a step in the backward pass has raised.
+        """
+        optim, pieces = self._optimizer.optim, self._optimizer._shards.pieces
+        stepped, self._stepped = self._stepped, set()
+        error, self._error = self._error, None
+        self._came.clear()
+        if error is not None:
+            raise error
+        rest = [piece for piece in pieces if piece not in stepped]
+        if not stepped:
+            return optim.step(**kwargs)
+        if all(piece.tensor.grad is None for piece in rest):
+            return None
+        return step_only(optim, [piece.tensor for piece in rest], **kwargs)
+
+    def _step(self, parameters: Sequence[Tensor], has_gradient: Sequence[bool], flat: Tensor) -> None:
+        optimizer = self._optimizer
+        shards = optimizer._shards
+        if shards.has_moved():  # step() will have the buffers follow
+            return
+        if len(self._by_parameter) != len(shards.pieces):
+            self._by_parameter = {id(piece.parameter): piece for piece in shards.pieces}
+        parts = flat.view(-1).split([parameter.numel() for parameter in parameters])
+        found: list[tuple[Piece, Tensor]] = []
+        for parameter, part, is_there in zip(parameters, parts, has_gradient, strict=True):
+            piece = self._by_parameter.get(id(parameter))
+            if piece is not None and is_there:
+                found.append((piece, piece.part_of(laid_out(part, parameter))))
+        if not found:
+            return
+        optimizer._reads([piece.parameter for piece, _ in found])
+        shards.renew_masters()
+        groups.sync(optimizer.param_groups, optimizer.optim.param_groups)
+        before = [piece.tensor.grad for piece, _ in found]
+        try:
+            for piece, gradient in found:
+                piece.tensor.grad = gradient
+            step_only(optimizer.optim, [piece.tensor for piece, _ in found])
+        finally:
+            for (piece, _), gradient_before in zip(found, before, strict=True):
+                piece.tensor.grad = gradient_before
+        self._stepped.update(piece for piece, _ in found)
+        if not shards.masters:
+            # A cut piece has a version of its own; autograd looks at the parameter's when a graph still needs the old values.
+            torch.autograd.graph.increment_version([piece.parameter for piece, _ in found if not piece.is_parameter])
+
+
+class SteppingHook:
+    """Communication hook around another one: reduces a bucket by that, then steps this rank's part of it."""
+
+    def __init__(self, hook: Hook, steps: BackwardSteps) -> None:
+        self.hook = hook
+        self._steps = steps
+        # torch's module reads names and annotations, and takes its own GradBucket or none.
+        self.__name__ = self.__qualname__ = f"stepping({getattr(hook, '__qualname__', type(hook).__name__)})"
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in ("state", "bucket")])
+
+    @property
+    def is_in_order(self) -> bool:
+        """Say whether the hook within needs no care for the order of its collectives; steps issue none."""
+        return getattr(self.hook, "is_in_order", False)
+
+    @property
+    def ownership(self) -> Any:
+        """Return whose the averages are, if the hook within says so (``to_owners``): a reducer asks."""
+        return getattr(self.hook, "ownership", None)
+
+    def __call__(self, state: Any, bucket: Any) -> Any:
+        """Reduce the bucket; the future that is returned is complete when this rank's part has been stepped.
+
+        Raises:
+            RuntimeError: The bucket came already since the last ``step()``.
+            TypeError: The hook within returns no future.
+        """
+        parameters = bucket.parameters()
+        self._steps.note(parameters)
+        # A rank without inputs takes the others' step in ``step()``, which brings their settings, too.
+        steps = not (is_mirrored(parameters) or (isinstance(bucket, GradBucket) and torch._C._current_graph_task_id() == -1))
+        has_gradient = [steps and parameter.grad is not None for parameter in parameters]
+        dtype = bucket.buffer().dtype
+        future = self.hook(state, bucket)
+        if not hasattr(future, "then"):
+            raise TypeError(f"a communication hook must return a future of the reduced bucket; got {type(future).__name__}")
+
+        def averaged(ended: Any) -> Tensor:
+            value = ended.value()
+            if isinstance(value, (list, tuple)):
+                (value,) = value
+            self._steps.step(parameters, has_gradient, used_here(value).to(dtype))
+            return value
+
+        return future.then(averaged)
+
+
+def step_only(optim: torch.optim.Optimizer, tensors: Iterable[Tensor], **kwargs: Any) -> Any:
+    """Have an optimizer step some of its parameters: its groups hold no others meanwhile."""
+    chosen = {id(tensor) for tensor in tensors}
+    held = [group["params"] for group in optim.param_groups]
+    try:
+        for group, params in zip(optim.param_groups, held, strict=True):
+            group["params"] = [tensor for tensor in params if id(tensor) in chosen]
+        return optim.step(**kwargs)
+    finally:
+        for group, params in zip(optim.param_groups, held, strict=True):
+            group["params"] = params

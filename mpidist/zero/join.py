@@ -1,0 +1,95 @@
+"""Uneven inputs: a rank that has none left takes the others' steps, with the average of their gradients for its shard.
+
+``mpidist``'s DistributedDataParallel leaves that average in the gradients of such a rank; torch's does not, so a rank that has
+inputs sends what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+
+Tensor = torch.Tensor
+
+# Set on parameters by ``mpidist.ddp.mirroring`` while their gradients are the other ranks' average.
+_IS_MIRRORED = "_mpidist_is_mirrored"
+
+
+def is_mirrored(parameters: Sequence[Tensor]) -> bool:
+    """Say whether this rank has no inputs left, and its gradients are the average of the others'."""
+    return any(hasattr(parameter, _IS_MIRRORED) for parameter in parameters)
+
+
+class BorrowedGradients:
+    """Gradients of other ranks' inputs on a rank that has none left."""
+
+    def __init__(self) -> None:
+        self._own: list[tuple[Tensor, Tensor | None]] | None = None
+
+    def exchange(
+        self,
+        group: Any,
+        parameters: Sequence[Tensor],
+        owned: Sequence[Sequence[int]],
+        settings: list[dict[str, Any]],
+        has_inputs: bool,
+    ) -> list[dict[str, Any]]:
+        """Give ranks that have no inputs the gradients of what they own, from the last rank that has.
+
+        Collective: over the group.
+
+        Args:
+            parameters: By number.
+            owned: For each rank the numbers of the parameters of which it owns anything.
+            settings: This rank's, by parameter group.
+
+        Returns:
+            The settings of a rank that has inputs: its schedulers go on.
+        """
+        needs = not has_inputs and not is_mirrored([parameters[number] for number in owned[group.rank]])
+        told = torch.empty(2 * group.size, dtype=torch.uint8, device="cpu")
+        group.all_gather_into_tensor(told, torch.tensor([has_inputs, needs], dtype=torch.uint8, device="cpu"))
+        rows = told.view(-1, 2).tolist()
+        roots = [rank for rank, (has, _) in enumerate(rows) if has]
+        if not roots:
+            return settings
+        for rank, (has, wants) in enumerate(rows):
+            if has:
+                continue
+            if group.rank == roots[-1]:
+                group.send_object((settings, [parameters[number].grad for number in owned[rank]] if wants else None), rank)
+            elif group.rank == rank:
+                (settings, gradients), _ = group.recv_object(roots[-1])
+                if wants:
+                    self._take([parameters[number] for number in owned[rank]], gradients)
+        return settings
+
+    def give_back(self) -> None:
+        """Give the parameters their own gradients back."""
+        for parameter, gradient in self._own or ():
+            parameter.grad = gradient
+        self._own = None
+
+    def _take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        if self._own is None:
+            self._own = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+
+class StepHook(JoinHook):
+    """What torch's ``Join`` runs on a rank without inputs: the others' step."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Take one step."""
+        self._optimizer.step_joined()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Give this rank its own gradients back."""
+        self._optimizer.end_joined()

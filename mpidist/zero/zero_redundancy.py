@@ -1,0 +1,120 @@
+"""The sharded optimizer by torch's names, and torch's hooks for steps within the backward pass.
+
+Source: ``torch.distributed.optim.ZeroRedundancyOptimizer`` and ``ddp_zero_hook`` of torch's communication hooks, whose names and
+meanings these are. There the first two or three iterations with the hooks do not step; here all do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpidist.zero.consolidation import CHUNK_BYTES
+from mpidist.zero.in_backward import Hook, SteppingHook
+from mpidist.zero.optimizer import OSS
+
+
+class ZeroRedundancyOptimizer(OSS):
+    """``OSS`` with torch's arguments.
+
+    Collective: over the group; see ``OSS``, whose further keyword arguments it takes, too.
+
+    Args:
+        params: Parameters, named parameters or groups.
+        optimizer_class: Class of the base optimizer.
+        process_group: torch group on the backend ``mpidist``, or native group; the default group if None.
+        parameters_as_bucket_view: Has no effect: parameters are always views of flat buffers.
+        overlap_with_ddp: The step is taken in the backward pass of DistributedDataParallel, by ``hook_with_zero_step``.
+        **defaults: Further arguments of ``OSS`` and of ``optimizer_class``.
+
+    Raises:
+        TypeError: ``params`` is a tensor, no iterable, or mixed.
+        ValueError: It is empty, or holds sparse parameters.
+        DisagreementError: Another rank refused its arguments.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[torch.optim.Optimizer],
+        process_group: Any = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self._overlap_with_ddp = overlap_with_ddp
+        super().__init__(_checked(params), optimizer_class, process_group, **defaults)
+
+    @property
+    def process_group(self) -> Any:
+        """Return the group, as it was given, or the default one."""
+        return self.join_process_group
+
+    def consolidate_state_dict(self, to: int = 0, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """Bring all ranks' state to the rank ``to``; see ``OSS.consolidate_state_dict``. Collective: over the group."""
+        super().consolidate_state_dict(to, chunk_bytes=chunk_bytes)
+
+
+def hook_with_zero_step(
+    hook: Hook, ddp: torch.nn.Module, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> SteppingHook:
+    """Return ``hook`` with the step of ``zero``: each bucket is stepped once it is averaged.
+
+    The end of each averaged backward pass brings the shards together; a training loop calls no ``step()``.
+
+    Args:
+        hook: Reduces a bucket.
+        ddp: The module on which the hook is to be registered; torch's or ours.
+        zero: Constructed with ``overlap_with_ddp=True``.
+        shard_buckets: Has no effect: which rank steps what is ``zero``'s partition.
+
+    Raises:
+        ValueError: ``zero`` was constructed without ``overlap_with_ddp=True``.
+    """
+    if not getattr(zero, "_overlap_with_ddp", False):
+        raise ValueError("hook_with_zero_step needs a ZeroRedundancyOptimizer that was constructed with overlap_with_ddp=True")
+    stepping = zero.stepping_hook(hook)
+    zero.complete_after(ddp)
+    return stepping
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook, ddp: torch.nn.Module, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> SteppingHook:
+    """Return the same as ``hook_with_zero_step``, which interleaves averages and steps always."""
+    return hook_with_zero_step(hook, ddp, zero, shard_buckets)
+
+
+def _checked(params: Any) -> Any:
+    """Return the parameters as a list; what is wrong with them is raised when it is iterated, with the other ranks told."""
+    return params if isinstance(params, torch.Tensor) else _Checked(params)
+
+
+class _Checked:
+    """Parameters that are checked as torch's class does, when the optimizer takes them."""
+
+    def __init__(self, params: Any) -> None:
+        self._params = params
+
+    def __iter__(self) -> Any:
+        try:
+            found = list(self._params)
+        except TypeError as error:
+            raise TypeError(f"params must be an iterable of tensors or dicts; got {torch.typename(self._params)}") from error
+        if not found:
+            raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
+        kinds = {
+            dict if isinstance(each, dict) else torch.Tensor if isinstance(each, torch.Tensor) else type(each) for each in found
+        }
+        if len(kinds) > 1 or kinds.isdisjoint({dict, torch.Tensor, tuple}):
+            raise TypeError(
+                "params must be an iterable of tensors, of (name, tensor) pairs or of dicts; got "
+                + ", ".join(sorted(kind.__name__ for kind in kinds))
+            )
+        for each in found:
+            tensors = each.get("params", ()) if isinstance(each, dict) else [each]
+            if any(isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided for tensor in tensors):
+                raise ValueError("ZeroRedundancyOptimizer is for dense parameters; gradients may be sparse")
+        return iter(found)

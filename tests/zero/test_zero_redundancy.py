@@ -1,0 +1,92 @@
+"""torch's names and meanings; its hooks, after which no step() is called, with both modules; what it refuses."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torchs
+
+from mpidist import optim
+from mpidist.ddp.hooks.default import allreduce_hook, fp16_compress_wrapper
+from mpidist.errors import DisagreementError
+from mpidist.optim import ZeroRedundancyOptimizer, hook_with_zero_step
+from tests.support import agree, raises_on_all
+from tests.zero.models import SETTINGS, Model, backward, same_bits, trained, wrapped
+
+pytestmark = pytest.mark.mpi
+
+
+def unordered(state, bucket):
+    """Average a bucket by a hook that is not known to keep an order: between nodes it runs on the group's thread."""
+    return fp16_compress_wrapper(allreduce_hook)(state, bucket)
+
+
+@pytest.mark.usefixtures("default_group")
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_the_hook_takes_the_step(group, in_thread, monkeypatch):
+    """From the first iteration on; parameter groups that are added, and state dicts, are as without."""
+    monkeypatch.setattr(type(group), "is_single_node", not in_thread)
+    wrong = []
+    for kind, hook, makes in (
+        ("mpidist", allreduce_hook, hook_with_zero_step),
+        ("mpidist", unordered, optim.hook_with_zero_step_interleaved),
+        ("torch", torchs.allreduce_hook, hook_with_zero_step),
+    ):
+        its_optim, settings = SETTINGS["Adam"]
+        plain, sharded = (wrapped(group, kind, Model(), find_unused_parameters=True) for _ in range(2))
+        first, *more = ([p for p in ddp.parameters()] for ddp in (plain, sharded))
+        (second,) = more
+        its = its_optim(first[:3], **settings)
+        zero = ZeroRedundancyOptimizer(second[:3], its_optim, overlap_with_ddp=True, overlap=kind == "torch", **settings)
+        for optimizer, parameters in ((its, first), (zero, second)):
+            optimizer.add_param_group({"params": parameters[3:], "lr": 0.02})
+        state = group if kind == "mpidist" else None
+        plain.register_comm_hook(state, hook)
+        sharded.register_comm_hook(state, makes(hook, sharded, zero))
+        for number in range(4):  # one by one: the twins' schedulers begin anew
+            trained(group, plain, its, [number])
+            trained(group, sharded, zero, [number], True)
+            wrong += [f"{kind} {number}: {names}" for names in [same_bits(sharded, plain)] if names]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if zero.step() is not None or not any("hook_with_zero_step" in str(each.message) for each in caught):
+                wrong.append(f"{kind}: step() beside the hook")
+        wrong += [f"{kind} after step(): {names}" for names in [same_bits(sharded, plain)] if names]
+        zero.consolidate_state_dict(to=group.size - 1)
+        if group.rank == group.size - 1:
+            saved, expected = zero.state_dict(), its.state_dict()
+            if saved["param_groups"] != expected["param_groups"] or saved["state"].keys() != expected["state"].keys():
+                wrong.append(f"{kind}: state dict")
+    agree(group, not wrong, "; ".join(wrong))
+
+
+def test_arguments(group):
+    """Each rank raises what is wrong, also where its argument alone is."""
+    p = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+
+    def make(params, **options):
+        return lambda: ZeroRedundancyOptimizer(params, torch.optim.SGD, group, lr=0.1, **options)
+
+    raises_on_all(group, TypeError, make(p[0]))
+    raises_on_all(group, TypeError, make(1), "int")
+    raises_on_all(group, ValueError, make([]), "empty")
+    raises_on_all(group, TypeError, make([p[0], {"params": [p[1]]}]), "dict")
+    raises_on_all(group, TypeError, make([p[0], 1]), "int")
+    raises_on_all(group, ValueError, make([torch.eye(3).to_sparse()]), "dense")
+    if group.size > 1:
+        mine = group.rank == 0
+        raises_on_all(group, ValueError if mine else DisagreementError, make([] if mine else p), "empty")
+    zero = make((q for q in p), parameters_as_bucket_view=True)()
+    assert zero.parameters_as_bucket_view and zero.process_group is group and zero.join_device == torch.device("cpu")
+    named = make([("weight", p[0])])()
+    named.consolidate_state_dict(-1)
+    assert named.state_dict()["param_groups"][0]["param_names"] == ["weight"]
+    model = Model()
+    without = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, group, lr=0.1)
+    raises_on_all(group, ValueError, lambda: hook_with_zero_step(allreduce_hook, model, without), "overlap_with_ddp=True")
+    backward(model, 0, 0)
+    before = model.last.weight.detach().clone()
+    without.step()
+    agree(group, not torch.equal(before, model.last.weight), "no step")
