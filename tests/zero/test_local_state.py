@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpidist.errors import DisagreementError
-from mpidist.zero import local_state, optimizer
+from mpidist.zero import local_state
 from tests.support import agree, raises_on_all
 from tests.zero.stateful import ADAM, SGD, same, same_run, sharded, take_parameters, train
 
@@ -58,26 +58,16 @@ def test_another_layout_is_refused_by_all_ranks(group):
     agree(group, same(after, before) and local_state.is_rank_local(told) and not local_state.is_rank_local(after))
 
 
-class Rounded:
-    """A wire: all ranks see the masters' values as bf16 has them."""
-
-    def share(self, group, master, flat, bounds):
-        low, high = bounds[group.rank : group.rank + 2]
-        flat[low:high].copy_(master.bfloat16())
-        group.all_gather([flat[slice(*bounds[rank : rank + 2])] for rank in range(group.size)], flat[low:high])
-
-
-def test_master_copies_come_back_to_the_bit(group, monkeypatch):
-    monkeypatch.setattr(optimizer, "wire_of", lambda name: Rounded())
-    source = sharded(group, ADAM, "greedy")
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_master_copies_come_back_to_the_bit(group, wire):
+    source = sharded(group, ADAM, "greedy", wire=wire)
     train(source, range(2))
     told = source.rank_local_state_dict()
-    target = sharded(group, ADAM, "greedy")
+    target = sharded(group, ADAM, "greedy", wire=wire)
     take_parameters(target, source)  # rounded ones
     target.load_state_dict(told)
     ok = len(told["masters"]) == (group.size > 1)
     agree(group, same_run(target, source, range(2, 4)) and ok, "the masters are lost")
     if group.size > 1:
-        monkeypatch.undo()
         plain = sharded(group, ADAM, "greedy")
         raises_on_all(group, ValueError, lambda: plain.load_state_dict(told), "master copies")
