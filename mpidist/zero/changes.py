@@ -44,7 +44,7 @@ class Changing(Saving):
                 self._follow()
         if changed:
             self._refresh("OSS.step")
-        shards.renew_masters()
+        shards.masters.renew(shards.pieces)
         groups.sync(self.param_groups, self.optim.param_groups)
 
     def _follow(self) -> None:

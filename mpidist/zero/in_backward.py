@@ -110,7 +110,7 @@ class BackwardSteps:
         if not found:
             return
         optimizer._reads([piece.parameter for piece, _ in found])
-        shards.renew_masters()
+        shards.masters.renew(shards.pieces)
         groups.sync(optimizer.param_groups, optimizer.optim.param_groups)
         before = [piece.tensor.grad for piece, _ in found]
         try:
@@ -121,7 +121,7 @@ class BackwardSteps:
             for (piece, _), gradient_before in zip(found, before, strict=True):
                 piece.tensor.grad = gradient_before
         self._stepped.update(piece for piece, _ in found)
-        if not shards.masters:
+        if not shards.masters.flats:
             # A cut piece has a version of its own; autograd looks at the parameter's when a graph still needs the old values.
             torch.autograd.graph.increment_version([piece.parameter for piece, _ in found if not piece.is_parameter])
 

@@ -106,9 +106,9 @@ class Loading(torch.optim.Optimizer):
                 given["param_groups"],
                 local_state.parked_in(given),
             )
-            for master, saved in zip(self._shards.masters, given["masters"], strict=True):
+            for master, saved in zip(self._shards.masters.flats, given["masters"], strict=True):
                 master.copy_(saved)
-            self._shards.note_masters()
+            self._shards.masters.note(self._shards.pieces)
         else:
             self._install(
                 where,

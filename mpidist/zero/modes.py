@@ -69,11 +69,11 @@ class Modes(Changing, Joinable):
             gathers = shards.gather_in_buckets(self._cap_bytes)
         else:
             gathers = []
-            for plan, flat, master in zip(shards.plans, shards.flats, shards.masters, strict=True):
+            for plan, flat, master in zip(shards.plans, shards.flats, shards.masters.flats, strict=True):
                 share = partial(self._wire.share, self.group, master, flat, plan.bounds)
                 work = self.group.in_order(share, device=flat.device, operation="gather_shards")
                 gathers.append(Gather([shards.parameters[slot.number] for slot in plan.slots], [work]))
-            shards.note_masters()
+            shards.masters.note(shards.pieces)
         self._pending.begin(gathers)
 
     # --- steps within the backward pass ---

@@ -236,9 +236,9 @@ class OSS(Modes):
         if self._brings_later:
             self._begin_gathers()
         elif self._wire is not None:
-            for plan, flat, master in zip(shards.plans, shards.flats, shards.masters, strict=True):
+            for plan, flat, master in zip(shards.plans, shards.flats, shards.masters.flats, strict=True):
                 self._wire.share(self.group, master, flat, plan.bounds)
-            shards.note_masters()
+            shards.masters.note(shards.pieces)
         elif shards.is_one_copy and self.group.is_single_node:
             return  # the step's last agreement came behind every rank's writes
         else:
@@ -290,17 +290,3 @@ class OSS(Modes):
                 piece.put_back(gradient)
             is_wide = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters)
             return norm if is_wide else norm.float()
-
-    # --- state ---
-
-    def local_state_bytes(self) -> int:
-        """Return the bytes of the state that this rank holds."""
-        return sum(
-            value.nbytes for held in self.optim.state.values() for value in held.values() if isinstance(value, torch.Tensor)
-        )
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("OSS holds memory and a group that all ranks share, and cannot be copied: build another one on all ranks")
-
-    def __reduce__(self) -> Any:
-        raise TypeError("OSS cannot be pickled: save consolidate_state_dict() and state_dict(), load with load_state_dict()")

@@ -38,7 +38,7 @@ class Parked:
         Returns:
             Whether there was any, on all ranks alike.
         """
-        placed = numbers_with_place(shards)
+        placed = shards.numbers()
         found = [number for number in sorted(self.owners) if number in placed]
         for number in found:
             held = group.broadcast_object(self.held.pop(number, None), self.owners.pop(number))
@@ -57,15 +57,10 @@ def parked(given: Mapping[int, dict[str, Any]], shards: Shards, rank: int) -> Pa
     """
     if shards.steps_parameters:
         return Parked()
-    placed = numbers_with_place(shards)
+    placed = shards.numbers()
     owners = {number: shards.owners[number] for number in given if number not in placed}
     held = {number: _copied(given[number]) for number, owner in owners.items() if owner == rank}
     return Parked(owners, held)
-
-
-def numbers_with_place(shards: Shards) -> frozenset[int]:
-    """Return the numbers of the parameters that lie in flat buffers."""
-    return frozenset(slot.number for plan in shards.plans for slot in plan.slots)
 
 
 def _copied(held: Mapping[str, Any]) -> dict[str, Any]:

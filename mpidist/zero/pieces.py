@@ -7,7 +7,7 @@ where it lies: nothing is copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,26 +99,6 @@ def unchanged(pieces: Iterable[Piece], plans: Sequence[BufferPlan]) -> list[Piec
         for piece in pieces
         if piece.home is not None and kinds[piece.home[0]] == (piece.parameter.dtype, piece.parameter.device)
     ]
-
-
-def exact_masters(pieces: Iterable[Piece], places: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return by number the master copies of parameters whose values are still those of their places in the flat buffers.
-
-    Parameters hold the rounded values that have crossed the network: a copy made anew from them would be rounded, too.
-
-    Args:
-        places: For each parameter its place, in its shape.
-    """
-    found = {}
-    for piece in pieces:
-        if piece.home is None:
-            continue
-        place = places[piece.number]
-        then = in_memory_order(place, place)[piece.start : piece.stop]
-        now = in_memory_order(piece.parameter.detach(), place)[piece.start : piece.stop]
-        if torch.equal(now.to(then), then):
-            found[piece.number] = piece.tensor.detach()
-    return found
 
 
 class Gradients:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 from torch.profiler import record_function
 
 from mpidist.zero import groups, local_state, state_dict
@@ -170,3 +171,15 @@ class Saving(Loading):
             error = ValueError("path= needs one recipient, which writes the file; got recipient_rank=-1")
         rows = [("recipient_rank", recipient), ("chunk_bytes", chunk_bytes), ("has path", path is not None)]
         require_alike(self.group, where, rows, error)
+
+    def local_state_bytes(self) -> int:
+        """Return the bytes of the state that this rank holds."""
+        return sum(
+            value.nbytes for held in self.optim.state.values() for value in held.values() if isinstance(value, torch.Tensor)
+        )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("OSS holds memory and a group that all ranks share, and cannot be copied: build another one on all ranks")
+
+    def __reduce__(self) -> Any:
+        raise TypeError("OSS cannot be pickled: save consolidate_state_dict() and state_dict(), load with load_state_dict()")

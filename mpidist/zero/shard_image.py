@@ -119,7 +119,7 @@ def image_of(shards: Shards, flat: FlatState, state: State, parked: Mapping[int,
         tuple(flat.kinds.values()),
         tuple(loose),
         entries,
-        tuple(shards.masters),
+        tuple(shards.masters.flats),
         tuple(shards.plans),
         forms,
     )

@@ -15,10 +15,11 @@ import torch
 
 from mpidist.zero import partition as partitions
 from mpidist.zero.buffer_plan import BufferPlan, Slot, Span, cut, owned_parts, split, whole
-from mpidist.zero.flat_buffers import FlatBuffers, in_memory_order, laid_out
+from mpidist.zero.flat_buffers import FlatBuffers, laid_out
+from mpidist.zero.masters import Masters, exact_masters
 from mpidist.zero.overlap import Gather
 from mpidist.zero.partition import BALANCED, FLAT, Cost
-from mpidist.zero.pieces import Piece, exact_masters
+from mpidist.zero.pieces import Piece
 
 Tensor = torch.Tensor
 Bounds = dict[Tensor, tuple[tuple[int, int, int], ...]]
@@ -40,7 +41,7 @@ class Shards:
         pieces: This rank's.
         plans: For each flat buffer its plan.
         flats: For each flat buffer its elements.
-        masters: For each flat buffer the copy of this rank's shard; empty without ``has_masters``.
+        masters: The master copies; none without ``has_masters``.
     """
 
     def __init__(self, group: Any, partition: str, cost: Cost, one_copy: bool, has_masters: bool) -> None:
@@ -49,7 +50,7 @@ class Shards:
         self.pieces: list[Piece] = []
         self.plans: list[BufferPlan] = []
         self.flats: list[Tensor] = []
-        self.masters: list[Tensor] = []
+        self.masters = Masters()
         self._group = group
         self._partition = partition
         self._cost = cost
@@ -60,12 +61,15 @@ class Shards:
         self._pending: list[FlatBuffers] = []
         self._home: dict[int, FlatBuffers] = {}  # of each number that has a place
         self._settled: set[int] = set()  # numbers that lie in their place, or are empty and train
-        self._versions: dict[int, int] = {}  # of parameters whose masters are up to date
 
     @property
     def steps_parameters(self) -> bool:
         """Say whether this rank's pieces are whole parameters themselves."""
         return self._partition != FLAT and not self._has_masters
+
+    def numbers(self) -> frozenset[int]:
+        """Return the numbers of the parameters that some rank steps, or has stepped."""
+        return frozenset(self._home.keys() | self._settled)
 
     def divided(self, parameters: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
         """Return who would own further parameters, and what each rank would have then; changes and communicates nothing."""
@@ -129,7 +133,7 @@ class Shards:
         for buffers in pending:
             buffers.adopt()
             self._settled.update(slot.number for plan in buffers.plans for slot in plan.slots)
-        self.renew_masters()
+        self.masters.renew(self.pieces)
 
     def refresh(self) -> None:
         """Give parameters that no longer require a gradient memory of their own; bring those back that do again.
@@ -148,9 +152,8 @@ class Shards:
                         back.append(slot.number)
             buffers.bring_in(back)
             self._settled.update(back)
-            for number in back:
-                self._versions.pop(number, None)
-        self.renew_masters()
+            self.masters.forget(back)
+        self.masters.renew(self.pieces)
 
     def has_moved(self) -> bool:
         """Say whether parameters were put elsewhere since the last call (``module.to``, ``.half()``)."""
@@ -189,7 +192,7 @@ class Shards:
         """
         kept = exact_masters(self.pieces, {n: home.view(n) for n, home in self._home.items()}) if self._has_masters else {}
         old, self._buffers = self._buffers, []
-        self.plans, self.flats, self.masters = [], [], []
+        self.plans, self.flats, self.masters.flats = [], [], []
         for buffers in old:
             plans = [again for plan in buffers.plans for again in split(plan, self.parameters)]
             inside = [slot.number for plan in plans for slot in plan.slots if buffers.holds(slot.number)]
@@ -207,8 +210,8 @@ class Shards:
                 piece.tensor.data = torch.empty_like(piece.parameter)
             elif piece.number in kept:
                 piece.tensor.detach().copy_(kept[piece.number])
-        self._versions = {piece.number: piece.parameter._version for piece in self.pieces if piece.number in kept}
-        self.renew_masters()
+        self.masters.note([piece for piece in self.pieces if piece.number in kept])
+        self.masters.renew(self.pieces)
 
     def gather(self, numbers: frozenset[int] | None = None, async_op: bool = False) -> list[Any]:
         """Bring what every rank has written into all copies; see ``FlatBuffers.gather``. Collective: over the group."""
@@ -246,29 +249,12 @@ class Shards:
         rank = self._group.rank
         return {place: plan.bounds[rank + 1] - plan.bounds[rank] for place, plan in enumerate(self.plans)}
 
-    def renew_masters(self) -> None:
-        """Take over into the masters what somebody has written into parameters since the last ``note_masters``."""
-        if not self._has_masters:
-            return
-        with torch.no_grad():
-            for piece in self.pieces:
-                if piece.home is not None and self._versions.get(piece.number) != piece.parameter._version:
-                    values = piece.parameter.detach()
-                    if not piece.is_whole:
-                        values = in_memory_order(values, piece.parameter)[piece.start : piece.stop]
-                    piece.tensor.detach().copy_(values)
-        self.note_masters()
-
-    def note_masters(self) -> None:
-        """Note that the masters are up to date with the parameters."""
-        self._versions = {piece.number: piece.parameter._version for piece in self.pieces}
-
     def _append(self, plan: BufferPlan, flat: Tensor) -> None:
         self.plans.append(plan)
         self.flats.append(flat)
         if self._has_masters:
             low, high = plan.bounds[self._group.rank : self._group.rank + 2]
-            self.masters.append(torch.zeros_like(flat[low:high]))
+            self.masters.flats.append(torch.zeros_like(flat[low:high]))
 
     def _make_empty(self, numbers: Sequence[int]) -> list[Piece]:
         """Return this rank's pieces of parameters without elements: they have no place, but state as any other's."""
@@ -307,7 +293,7 @@ class Shards:
         """Return what the base optimizer steps: elements of the flat buffer, or of the master copy of the shard."""
         memory, offset, view = self.flats[place], span.offset, self._home[span.number].view(span.number)
         if self._has_masters:
-            memory, offset = self.masters[place], offset - self.plans[place].bounds[self._group.rank]
+            memory, offset = self.masters.flats[place], offset - self.plans[place].bounds[self._group.rank]
         part = memory[offset : offset + span.stop - span.start]
         # Whole parameters keep their shape: the base optimizer may look at it.
         return laid_out(part, view) if part.numel() == view.numel() else part

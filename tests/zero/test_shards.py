@@ -208,7 +208,7 @@ def test_masters_stay_exact_where_nobody_has_written_the_parameter(group, kind):
                 values = torch.full_like(values, 3.0)
             own = in_memory_order(piece.tensor.detach(), piece.tensor).to(torch.float32)
             agreed.append(torch.equal(own, values) and piece.tensor.dtype is piece.parameter.dtype)
-            assert piece.tensor.data_ptr() >= min(master.data_ptr() for master in shards.masters)
+            assert piece.tensor.data_ptr() >= min(master.data_ptr() for master in shards.masters.flats)
 
     agreed = []
     for piece in shards.pieces:
@@ -216,7 +216,7 @@ def test_masters_stay_exact_where_nobody_has_written_the_parameter(group, kind):
     for number, parameter in enumerate(parameters):  # as the wire leaves them
         with torch.no_grad():
             parameter.copy_(laid_out(exact(number, 1.0).bfloat16().float(), parameter))
-    shards.note_masters()
+    shards.masters.note(shards.pieces)
     parameters[3].requires_grad_(False)
     shards.refresh()
     check(())
