@@ -153,6 +153,9 @@ def test_bad_arguments_are_refused_on_all_ranks_and_the_group_goes_on(group):
     refused(group, TypeError, "is a class", p(), sgd_class(p(), lr=0.1), group)
     refused(group, TypeError, "needs a group of mpidist", p(), sgd_class, "group")
     refused(group, ValueError, "LBFGS", p(), torch.optim.LBFGS, group)
+    half = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
+    refused(group, TypeError, "int8", half, sgd_class, group, lr=0.1, wire="int8")
+    refused(group, ValueError, "wire", p(), sgd_class, group, lr=0.1, wire="int4")
     refused(
         group, ValueError, "not known to treat each element by itself", p(), torch.optim.Muon, group, partition="flat", lr=0.1
     )
