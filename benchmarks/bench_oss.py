@@ -25,7 +25,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import mpidist.comm
 from mpidist.optim import OSS
-from mpidist.zero.pieces import attach_gradients
+from mpidist.zero.pieces import Gradients
 
 try:
     from fairscale.optim import OSS as FairScaleOSS
@@ -110,7 +110,8 @@ def parts_of(peers: Peers, built: dict[str, Any]) -> list[Contender]:
     found = []
     for name in _WAYS:
         oss = built[name]
-        attach_gradients(oss._attached())
+        if not oss._shards.steps_parameters:
+            Gradients(oss._shards.pieces, []).attach()
         found.append(_contender(f"{name}: base optimizer", oss.optim.step))
         if "one copy" not in name:
             found.append(_contender(f"{name}: gather", oss._share))

@@ -241,6 +241,7 @@ def test_shards_within_and_behind_a_step_are_compared_and_recorded(of_two_ranks)
     assert all(0 < row["shortest"] <= row["step, ms (median)"] for row in record["results"])
 
 
+@pytest.mark.slow
 def test_calls_are_compared_and_recorded(of_two_ranks):
     record = record_of(of_two_ranks[0], "rpc-[mo]*-2.json", has_picture=False)
     shown = {(result["operation"], result["size_bytes"]): set(result["contenders"]) for result in record["results"]}

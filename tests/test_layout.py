@@ -68,6 +68,7 @@ COVERED_BY = {
     "rpc/requests": "rpc/test_calls.py",
     "rpc/rref": "rpc/test_rrefs.py",
     "rpc/wire": "rpc/test_message.py",
+    "zero/masters": "zero/test_shards.py",
     "zero/modes": "zero/test_in_backward.py",  # and test_overlap, test_join
     "torch_backend": "integration/test_torch_groups.py",
     "torch_group": "integration/test_torch_api.py",
