@@ -35,7 +35,7 @@ class Modes(Changing, Joinable):
         self._process_group = process_group
         self._overlaps = overlaps
         self._cap_bytes = bucket_cap_mb * (1 << 20)
-        self._pending = PendingGathers()
+        self._pending = PendingGathers(self)
         self._backward_steps: BackwardSteps | None = None
         self._completes = False  # the end of a backward pass does what is left of the step
         self._is_completing = self._is_joined = False
