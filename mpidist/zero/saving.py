@@ -70,6 +70,7 @@ class Saving(Loading):
 
         Raises:
             ValueError: As ``consolidate_state_dict``; ``path`` with all ranks as recipients.
+            TypeError: ``path`` is no path.
             DisagreementError: Another rank refused, or ranks give different arguments.
         """
         self._require_recipient("OSS.consolidate_async", recipient_rank, chunk_bytes, path)
@@ -168,5 +169,7 @@ class Saving(Loading):
             error = ValueError(f"chunk_bytes must be positive; got {chunk_bytes}")
         elif path is not None and recipient == -1:
             error = ValueError("path= needs one recipient, which writes the file; got recipient_rank=-1")
+        elif path is not None and not isinstance(path, (str, os.PathLike)):
+            error = TypeError(f"path must be a str or os.PathLike; got {type(path).__name__}")
         rows = [("recipient_rank", recipient), ("chunk_bytes", chunk_bytes), ("has path", path is not None)]
         require_alike(self.group, where, rows, error)
