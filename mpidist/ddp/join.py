@@ -18,6 +18,9 @@ from torch.distributed.algorithms.join import JoinHook
 from mpidist.comm.arithmetic import MAX
 from mpidist.errors import DisagreementError
 
+# Set on a module's parameters within ``join``: a sharded optimizer of them that was not named would wait for ever.
+_IS_JOINING = "_mpidist_is_joining"
+
 
 @dataclass(frozen=True)
 class Iteration:
@@ -69,16 +72,22 @@ def joined(module: Any, group: Any, throws: bool, optimizers: Sequence[Any] = ()
     Collective: entered and left by all ranks of the group.
 
     Args:
-        module: Has ``mirror(iteration)``, ``end_mirroring()`` and ``adopt_from(root)``.
+        module: Has ``parameters()``, ``mirror(iteration)``, ``end_mirroring()`` and ``adopt_from(root)``.
         throws: Raise on all ranks as soon as the first has no inputs left.
         optimizers: Sharded ones on the same group: have ``before_step`` (called before each step), ``step_joined()`` and
             ``end_joined()``.
     """
     for number, optimizer in enumerate(optimizers, 1):
         optimizer.before_step = partial(_announce, group, number, throws)
+    parameters = list(module.parameters())
+    for parameter in parameters:
+        setattr(parameter, _IS_JOINING, True)
     try:
         yield
     finally:
+        for parameter in parameters:
+            if hasattr(parameter, _IS_JOINING):
+                delattr(parameter, _IS_JOINING)
         for optimizer in optimizers:
             optimizer.before_step = None
     is_last = True

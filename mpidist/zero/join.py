@@ -16,11 +16,26 @@ Tensor = torch.Tensor
 
 # Set on parameters by ``mpidist.ddp.mirroring`` while their gradients are the other ranks' average.
 _IS_MIRRORED = "_mpidist_is_mirrored"
+# Set by ``mpidist.ddp.join`` within ``DistributedDataParallel.join``.
+_IS_JOINING = "_mpidist_is_joining"
 
 
 def is_mirrored(parameters: Sequence[Tensor]) -> bool:
     """Say whether this rank has no inputs left, and its gradients are the average of the others'."""
     return any(hasattr(parameter, _IS_MIRRORED) for parameter in parameters)
+
+
+def require_named(parameters: Sequence[Tensor]) -> None:
+    """Refuse the step of an optimizer that ``DistributedDataParallel.join`` was not told of.
+
+    Raises:
+        RuntimeError: The parameters' module is within ``join``: ranks without inputs would not take part in the step.
+    """
+    if any(hasattr(parameter, _IS_JOINING) for parameter in parameters):
+        raise RuntimeError(
+            "a sharded optimizer steps within DistributedDataParallel.join, which was not told of it; ranks whose inputs have "
+            "ended could not take part: name it, join(optimizers=[optimizer])"
+        )
 
 
 class BorrowedGradients:

@@ -14,7 +14,7 @@ from mpidist.comm.native_group import default_group
 from mpidist.zero import groups
 from mpidist.zero.changes import Changing
 from mpidist.zero.in_backward import BackwardSteps, Hook, SteppingHook
-from mpidist.zero.join import BorrowedGradients, StepHook
+from mpidist.zero.join import BorrowedGradients, StepHook, require_named
 from mpidist.zero.overlap import Gather, PendingGathers
 
 Tensor = torch.Tensor
@@ -35,7 +35,7 @@ class Modes(Changing, Joinable):
         self._process_group = process_group
         self._overlaps = overlaps
         self._cap_bytes = bucket_cap_mb * (1 << 20)
-        self._pending = PendingGathers()
+        self._pending = PendingGathers(self)
         self._backward_steps: BackwardSteps | None = None
         self._completes = False  # the end of a backward pass does what is left of the step
         self._is_completing = self._is_joined = False
@@ -197,6 +197,7 @@ class Modes(Changing, Joinable):
             if self.before_step is not None:
                 self.before_step()
             else:
+                require_named([group["params"][0] for group in self.param_groups if group["params"]])
                 Join.notify_join_context(self)
         if self._is_joined or is_native or self._join_config.enable:
             settings = [groups.settings(group) for group in self.param_groups]

@@ -60,7 +60,8 @@ class OSS(Modes):
             one rank writes all of the node read, so only the optimizer may write them (else each rank's update is applied).
             Host memory only.
         wire: ``"bf16"``, ``"fp16"`` or ``"int8"``: what crosses the network. The owner keeps and steps its shard in the
-            parameters' dtype; what all ranks see, the owner too, are the rounded values.
+            parameters' dtype; what all ranks see, the owner too, are the rounded values. What is written into parameters in place
+            holds; through ``parameter.data`` or numpy it is not noticed, and the next step undoes it.
         overlap: Shards are on their way when ``step`` returns, in buckets; what reads a parameter in the thread of ``step``,
             through torch, waits for its bucket. Before other readers (code on addresses, other threads without module calls):
             ``wait()``. It gains between nodes and on devices; within a node's host memory bringing is processor time. Any

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,10 +52,15 @@ class Gather(NamedTuple):
 class PendingGathers:
     """Gathers under way, and what is done so that nobody reads what they still write.
 
-    It keeps itself alive as long as there are any: parameters outlive their optimizer.
+    It keeps itself alive as long as there are any: parameters outlive their optimizer. Once that is gone, the next call of any
+    module ends it as soon as all gathers have ended, although nobody has read the parameters.
+
+    Args:
+        owner: The optimizer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Any = None) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
         self._works: list[Sequence[Any]] = []
         self._places: dict[int, list[int]] = {}  # by the id of a parameter
         self._parameters: list[Tensor] = []
@@ -167,6 +173,14 @@ class PendingGathers:
             self.wait()
         elif not self.is_open:
             self.retire()
+        elif self._is_abandoned():
+            self.wait()
+
+    def _is_abandoned(self) -> bool:
+        """Say whether the optimizer is gone and all gathers have ended: the parameters may be gone, too, but for us."""
+        if self._owner is None or self._owner() is not None:
+            return False
+        return all(work.is_completed() for works in reversed(self._works) for work in works)
 
     def _returned(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
         if not self.is_open:

@@ -71,6 +71,7 @@ class Saving(Loading):
 
         Raises:
             ValueError: As ``consolidate_state_dict``; ``path`` with all ranks as recipients.
+            TypeError: ``path`` is no path.
             DisagreementError: Another rank refused, or ranks give different arguments.
         """
         self._require_recipient("OSS.consolidate_async", recipient_rank, chunk_bytes, path)
@@ -158,9 +159,7 @@ class Saving(Loading):
                 return first_state(type(self.optim), group, self.defaults, piece)
         raise AssertionError(f"no group has parameter {piece.number}")
 
-    def _require_recipient(
-        self, where: str, recipient: Any, chunk_bytes: int, path: str | os.PathLike[str] | None = None
-    ) -> None:
+    def _require_recipient(self, where: str, recipient: Any, chunk_bytes: int, path: Any = None) -> None:
         """Compare the arguments of all ranks. Collective: over the group."""
         error: Exception | None = None
         if isinstance(recipient, bool) or not isinstance(recipient, int) or not -1 <= recipient < self.world_size:
@@ -169,6 +168,8 @@ class Saving(Loading):
             error = ValueError(f"chunk_bytes must be positive; got {chunk_bytes}")
         elif path is not None and recipient == -1:
             error = ValueError("path= needs one recipient, which writes the file; got recipient_rank=-1")
+        elif not isinstance(path, (str, os.PathLike, type(None))):
+            error = TypeError(f"path must be a str or os.PathLike; got {type(path).__name__}")
         rows = [("recipient_rank", recipient), ("chunk_bytes", chunk_bytes), ("has path", path is not None)]
         require_alike(self.group, where, rows, error)
 

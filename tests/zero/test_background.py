@@ -83,6 +83,7 @@ def test_errors_reach_all_ranks_and_the_old_file_stays(group, folder):
     optimizer.consolidate_async(0, path).wait()  # and it goes on
     agree(group, ok and path.read_bytes() == before)
     raises_on_all(group, ValueError, lambda: optimizer.consolidate_async(-1, path), "one recipient")
+    raises_on_all(group, TypeError, lambda: optimizer.consolidate_async(0, 5), "path must be")
     raises_on_all(group, ValueError, lambda: optimizer.consolidate_async(group.size), "recipient_rank")
     if group.size > 1:
         mine = path if group.rank else None

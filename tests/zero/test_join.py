@@ -107,3 +107,17 @@ def test_an_early_end_is_told(group):
     backward(ddp, group.rank, 0)
     oss.step()
     agree(group, oss.before_step is None and not same_bits(ddp, ddp))
+
+
+@pytest.mark.mpi
+def test_an_optimizer_that_join_was_not_told_of_is_refused(group):
+    ddp = wrapped(group, "mpidist", Model(), find_unused_parameters=True)
+    oss = OSS(ddp.parameters(), torch.optim.SGD, group, lr=0.1)
+
+    def run():
+        with ddp.join():
+            ran(group, ddp, oss, False)
+
+    raises_on_all(group, RuntimeError, run, "name it")
+    backward(ddp, group.rank, 0)
+    oss.step()  # behind it nothing is refused

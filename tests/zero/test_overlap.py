@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -30,6 +32,15 @@ class LateWork:
         self.waits += 1
         with torch.no_grad():
             self.parameter.fill_(2.0)
+
+
+class EndingWork(LateWork):
+    """Says whether it has ended, too."""
+
+    has_ended = False
+
+    def is_completed(self):
+        return self.has_ended
 
 
 @pytest.fixture
@@ -188,3 +199,27 @@ def test_an_optimizer_that_is_gone_leaves_its_parameters_watched(group):
     agree(group, ok, "a stale value was read")
     model.train()(torch.ones(1, 6))
     agree(group, not _get_current_function_mode_stack(), "the mode is left")
+
+
+class Owner:
+    """Stands for an optimizer."""
+
+
+def test_gathers_of_an_optimizer_that_is_gone_keep_nothing_alive():
+    owner, parameter = Owner(), torch.nn.Parameter(torch.ones(2, 2))
+    work = EndingWork(parameter)
+    PendingGathers(owner).begin([Gather([parameter], [work])])
+    held = weakref.ref(parameter)
+    other = torch.nn.Linear(2, 2)
+    for is_alive, has_ended in ((True, True), (False, False)):
+        work.has_ended = has_ended
+        if not is_alive:
+            del owner
+        other(torch.ones(2))
+        assert len(_get_current_function_mode_stack()) == 1 and not work.waits, (is_alive, has_ended)
+    work.has_ended = True
+    other(torch.ones(2))
+    assert not _get_current_function_mode_stack() and not modules._global_forward_pre_hooks
+    del parameter, work
+    gc.collect()
+    assert held() is None
