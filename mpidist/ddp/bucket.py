@@ -55,13 +55,17 @@ class Bucket:
             self.flat = flat
         else:
             self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
+        self.renew_views()
+        self.forms = tuple((tuple(view.shape), view.stride()) for view in self.views)
+        self._strides = [strides for _, strides in self.forms]
+
+    def renew_views(self) -> None:
+        """Make the views anew."""
         self.views: list[Tensor] = []
         start = 0
         for parameter in self.parameters:
             self.views.append(shaped(self.flat[start : start + parameter.numel()], parameter))
             start += parameter.numel()
-        self.forms = tuple((tuple(view.shape), view.stride()) for view in self.views)
-        self._strides = [strides for _, strides in self.forms]
 
     def adopt(self) -> None:
         """Make the gradients that exist views of the bucket, with their values."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter, ne
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from mpidist.errors import DisagreementError
 Tensor = torch.Tensor
 
 _LINE_BYTES = 64
+_dtype_of = attrgetter("dtype")
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,29 @@ class Layout:
         self._make()
         self.is_settled = bool(saved["is_rebuilt"])
 
+    def follow(self) -> None:
+        """Take back the views whose memory somebody has replaced since the last pass.
+
+        ``module.double()``, ``.to()`` and the like set the ``data`` of gradients that exist, and those are our views themselves.
+
+        Raises:
+            RuntimeError: A parameter has another dtype or device than its bucket.
+        """
+        dtypes, devices = list(map(_dtype_of, self._parameters)), list(map(Tensor.get_device, self._parameters))
+        if dtypes != self._dtypes or devices != self._devices:
+            now, then = list(zip(dtypes, devices, strict=True)), list(zip(self._dtypes, self._devices, strict=True))
+            place = next(place for place, kind in enumerate(now) if kind != then[place])
+            raise RuntimeError(
+                f"parameter {self._names[place]!r} is now {now[place][0]} (device index {now[place][1]}), and was "
+                f"{then[place][0]} ({then[place][1]}) when its bucket was made: change dtype and device before the module is "
+                "wrapped, or wrap it anew"
+            )
+        if any(map(ne, map(Tensor.data_ptr, self._held), self._addresses)):
+            for bucket in self.buckets:
+                if isinstance(bucket, Bucket):
+                    bucket.renew_views()
+            self._hold_views()
+
     def own(self, owners: Owners | None) -> None:
         """Lay the buckets out for gradients that leave to owners, or for averages on all ranks (None).
 
@@ -168,14 +193,23 @@ class Layout:
         is_on_host = all(parameter.device.type == "cpu" for parameter in self._parameters)
         shares = is_on_host and not local
         self.buckets = self._laid_out(shares) if self.owners is None else self._in_turns(self.owners, shares)
+        self._dtypes = list(map(_dtype_of, self._parameters))
+        self._devices = list(map(Tensor.get_device, self._parameters))
+        self._held: list[Tensor] = []  # what gradients may be
+        self._addresses: list[int] = []
         if self.owners is not None:
             self.views = {} if self.owners.kept is None else self.owners.kept
-            return
+        else:
+            self._hold_views()
+
+    def _hold_views(self) -> None:
         self.views = {}
         for bucket in self.buckets:
             self.views.update(zip(bucket.indices, bucket.views, strict=False))
             if self._settings.gradient_as_bucket_view:
                 bucket.adopt()
+        self._held = list(self.views.values())
+        self._addresses = list(map(Tensor.data_ptr, self._held))
 
     def _laid_out(self, shares: bool) -> list[Bucket | SparseBucket]:
         """Return the plan's buckets, the dense ones one behind the other in memory of the node, each from a cache line on."""

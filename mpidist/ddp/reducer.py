@@ -190,6 +190,7 @@ class Reducer:
     # --- the backward pass ---
 
     def _arm(self) -> None:
+        self._layout.follow()
         self._is_armed, self._is_begun = True, False
         reduction = Reduction(self._group, self._hook, self.scale, self._as_views)
         self._pass = BackwardPass(self._layout, reduction, self._times, self._skipped())

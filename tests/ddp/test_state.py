@@ -95,6 +95,23 @@ def test_gradients_cleared_between_forward_and_backward(group):
         agree(group, bool((ddp.module.weight.grad == (group.size + 1) / 2).all()), str(ddp.module.weight.grad))
 
 
+@pytest.mark.parametrize("view", [True, False])
+def test_gradients_whose_memory_a_cast_has_replaced_are_averaged(group, view):
+    net = torch.nn.Linear(3, 2)
+    ddp = DistributedDataParallel(net, process_group=group, gradient_as_bucket_view=view)
+    x = torch.full((4, 3), group.rank + 1.0)
+    mean = 2.0 * (group.size + 1)
+    for place in range(4):
+        ddp(x).sum().backward()
+        agree(group, bool((net.weight.grad == mean).all()), f"pass {place}: {net.weight.grad}")
+        if place % 2 == 0:
+            ddp.double()
+            ddp.float()
+        ddp.zero_grad(set_to_none=place > 1)
+    ddp.double()
+    raises_on_all(group, RuntimeError, lambda: ddp(x.double()).sum().backward(), "was torch.float32")
+
+
 def test_frameworks_find_torchs_own_methods(group):
     net = Net(with_unused=True)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["extra.weight", "extra.bias"])
