@@ -22,7 +22,10 @@ import mpidist
 if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="replace")
 
-_SETTINGS = ("OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_mpi_ft_enable", "GLOO_SOCKET_IFNAME")
+_SETTINGS = (
+    "OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_mpi_ft_enable", "GLOO_SOCKET_IFNAME",
+    "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
+)  # fmt: skip
 
 
 def describe(comm: Any, device: torch.device | None = None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpidist.zero.fresh_memory import zeros
 from mpidist.zero.pieces import Piece
 
 Tensor = torch.Tensor
@@ -79,7 +80,8 @@ class FlatState:
         if flat is None:
             flat = self._spare.pop(kind, None)
             if flat is None or flat.numel() != size:
-                flat = torch.zeros(size, dtype=value.dtype, device=value.device)
+                on_host = value.device.type == "cpu"
+                flat = zeros(size, value.dtype) if on_host else torch.zeros(size, dtype=value.dtype, device=value.device)
             self.kinds[kind] = flat
         view = piece.state_view(flat)
         if value.data_ptr() != view.data_ptr():

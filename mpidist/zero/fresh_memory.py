@@ -59,8 +59,17 @@ class KeptMemory:
             }
 
 
+def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros in host memory, in huge pages if they are many: a step reads and writes all of them."""
+    if numel * dtype.itemsize < 2 * _HUGE_PAGE:
+        return torch.zeros(numel, dtype=dtype, device="cpu")
+    with autograd_mode.allocating():
+        return torch.frombuffer(_huge_pages(numel * dtype.itemsize), dtype=dtype, count=numel)
+
+
 def _huge_pages(nbytes: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # No longer than asked for: what is left over at the end is in small pages, and no memory is taken for nothing.
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
