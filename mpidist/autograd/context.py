@@ -123,8 +123,8 @@ class Contexts:
         """Note a request's context as its header arrives, on the polling thread."""
         found = self._by_number.get(number)
         if found is None:
-            if number >> WORKER_SHIFT == me:
-                return  # one of ours, which has ended
+            if me in (number >> WORKER_SHIFT, source):
+                return  # one of ours, or known when this worker called itself: it has ended since, and nobody would end it again
             found = self._by_number[number] = Context(number)
         found.told_by.add(source)
 
