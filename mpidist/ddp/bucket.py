@@ -12,6 +12,7 @@ import torch
 from mpidist.comm.node_memory import NodeTensor
 from mpidist.comm.stream import used_here
 from mpidist.kernels.pack import pack, unpack
+from mpidist.kernels.view import laid_out
 
 Tensor = torch.Tensor
 
@@ -64,7 +65,8 @@ class Bucket:
         self.views: list[Tensor] = []
         start = 0
         for parameter in self.parameters:
-            self.views.append(shaped(self.flat[start : start + parameter.numel()], parameter))
+            # Autograd adds into a gradient without a copy only if it is laid out as the parameter is.
+            self.views.append(laid_out(self.flat[start : start + parameter.numel()], parameter))
             start += parameter.numel()
 
     def adopt(self) -> None:
@@ -264,23 +266,3 @@ class GradBucket:
     def parameters(self) -> list[Tensor]:
         """Return the parameters whose gradients it holds, in the order in which they lie in the buffer."""
         return list(self._bucket.parameters)
-
-
-def shaped(part: Tensor, parameter: Tensor) -> Tensor:
-    """Return flat memory in a parameter's shape and, where that is dense, its strides."""
-    # Autograd adds into a gradient without a copy only if it is laid out as the parameter is.
-    if _is_dense(parameter):
-        return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
-    return part.view(parameter.shape)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    # Each element once and no gap: strides are a permutation of a contiguous tensor's.
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return tensor.numel() > 0

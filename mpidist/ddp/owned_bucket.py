@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import torch
 
 from mpidist.comm.node_memory import NodeTensor
-from mpidist.ddp.bucket import Bucket, plain, shaped
+from mpidist.ddp.bucket import Bucket, plain
 from mpidist.ddp.ownership import Bounds, Range
 from mpidist.ddp.standing import Standing
+from mpidist.kernels.view import laid_out
 
 Tensor = torch.Tensor
 
@@ -152,7 +153,7 @@ class OwnedBucket(Bucket):
         if kept is not None and place in kept:
             return kept[place]
         flat = torch.empty(parameter.numel(), dtype=self.flat.dtype, device=self.flat.device)
-        result = shaped(flat, parameter)
+        result = laid_out(flat, parameter)
         if kept is not None:
             kept[place] = result
         return result

@@ -1,4 +1,4 @@
-"""Flat views of contiguous tensors.
+"""Flat views of contiguous tensors, and the way back from flat memory.
 
 torch calls a tensor of one element contiguous whatever its strides are (``x[::4]`` of 4 elements), and ``view(-1)`` keeps such a
 stride, with which ``view(dtype)`` refuses another element size. So the stride is set here, not taken over.
@@ -17,3 +17,22 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor as a uint8 tensor of shape (nbytes,)."""
     return flat_view(tensor).view(torch.uint8)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor's elements lie without a gap, each once, in some order of its dimensions; not if there are none."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return tensor.numel() > 0
+
+
+def laid_out(part: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
+    """View flat memory in the shape of ``form`` and, where that is dense, in its strides."""
+    if is_dense(form):
+        return part.as_strided(form.shape, form.stride(), part.storage_offset())
+    return part.view(form.shape)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from mpidist.zero.flat_buffers import is_dense
+from mpidist.kernels.view import is_dense
 
 
 class Box(NamedTuple):

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from mpidist.zero.boxes import boxes, view_of
 from mpidist.zero.pieces import Piece
 from mpidist.zero.shard_image import InFlat, Loose, ShardImage
+from mpidist.zero.state_dict import for_base
 
 Tensor = torch.Tensor
 Groups = Sequence[dict[str, Any]]
@@ -133,19 +134,14 @@ def names_of(groups: Groups) -> list[str]:
 def restored(given: Mapping[str, Any], pieces: Sequence[Piece], groups: Groups, base_groups: Groups) -> dict[str, Any]:
     """Return what the base optimizer of this rank is to load. What the checkpoint had no values for is left out."""
     names = names_of(groups)
-    by_tensor = {id(piece.tensor): piece for piece in pieces}
-    result, state, number = [], {}, 0
-    for saved, base in zip(given["param_groups"], base_groups, strict=True):
-        numbers = list(range(number, number + len(base["params"])))
-        number += len(numbers)
-        settings = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
-        result.append({**settings, "params": numbers})
-        for own, tensor in zip(numbers, base["params"], strict=True):
-            piece = by_tensor[id(tensor)]
-            held = given["state"].get(names[piece.number])
-            if held and all(value.is_known for value in held.values() if isinstance(value, PartOfTensor)):
-                state[own] = {name: _value(value, piece) for name, value in held.items()}
-    return {"state": state, "param_groups": result}
+
+    def held_by(piece: Piece) -> dict[str, Any] | None:
+        held = given["state"].get(names[piece.number])
+        if not held or not all(value.is_known for value in held.values() if isinstance(value, PartOfTensor)):
+            return None
+        return {name: _value(value, piece) for name, value in held.items()}
+
+    return for_base(given["param_groups"], base_groups, pieces, held_by)
 
 
 def as_torch(given: Mapping[str, Any], groups: Groups) -> dict[str, Any]:

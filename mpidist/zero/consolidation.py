@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mpidist.zero.flat_buffers import laid_out
+from mpidist.kernels.view import laid_out
 from mpidist.zero.fresh_memory import KeptMemory
 from mpidist.zero.shard_image import InFlat, KindKey, Loose, ShardImage
 from mpidist.zero.verdict import raise_together

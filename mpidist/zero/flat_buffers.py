@@ -14,6 +14,7 @@ import torch
 from mpidist.comm import shard_memory
 from mpidist.comm.shard_memory import ShardMemory
 from mpidist.comm.work import Work
+from mpidist.kernels.view import is_dense, laid_out
 from mpidist.zero.buffer_plan import UNIT, BufferPlan
 
 Tensor = torch.Tensor
@@ -201,13 +202,6 @@ def _sliced(low: int, high: int, index: int, count: int) -> tuple[int, int]:
     return bounds[index], bounds[index + 1]
 
 
-def laid_out(part: Tensor, parameter: Tensor) -> Tensor:
-    """View elements in a parameter's shape, and in its strides where these are dense."""
-    if is_dense(parameter):
-        return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
-    return part.view(parameter.shape)
-
-
 def in_memory_order(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor's elements as one vector, in the order in which its parameter's elements lie; a view if it lies so, too."""
     if is_dense(parameter) and not parameter.is_contiguous():
@@ -217,15 +211,3 @@ def in_memory_order(tensor: Tensor, parameter: Tensor) -> Tensor:
             )
         return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return tensor.reshape(-1)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Say whether a tensor's elements lie without a gap, each once, in some order of its dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return tensor.numel() > 0

@@ -16,8 +16,8 @@ from torch.distributed import GradBucket
 from torch.profiler import record_function
 
 from mpidist.comm.stream import used_here
+from mpidist.kernels.view import laid_out
 from mpidist.zero import groups
-from mpidist.zero.flat_buffers import laid_out
 from mpidist.zero.join import is_mirrored
 from mpidist.zero.pieces import Piece
 

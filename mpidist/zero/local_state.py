@@ -13,6 +13,7 @@ import torch
 from mpidist.zero.parked import Parked
 from mpidist.zero.pieces import Piece
 from mpidist.zero.shard_image import InFlat, Loose, ShardImage
+from mpidist.zero.state_dict import for_base
 
 Tensor = torch.Tensor
 Groups = Sequence[dict[str, Any]]
@@ -83,18 +84,12 @@ def require_fits(given: Mapping[str, Any], image: ShardImage, world_size: int) -
 
 def restored(given: Mapping[str, Any], pieces: Sequence[Piece], base_groups: Groups) -> dict[str, Any]:
     """Return what the base optimizer is to load; its tensors are views of the given ones, or copies of small ones."""
-    by_tensor = {id(piece.tensor): piece for piece in pieces}
-    result, state, number = [], {}, 0
-    for saved, base in zip(given["param_groups"], base_groups, strict=True):
-        numbers = list(range(number, number + len(base["params"])))
-        number += len(numbers)
-        settings = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
-        result.append({**settings, "params": numbers})
-        for own, tensor in zip(numbers, base["params"], strict=True):
-            piece = by_tensor[id(tensor)]
-            if piece.number in given["entries"]:
-                state[own] = {name: _value(given, piece, *row) for name, *row in given["entries"][piece.number]}
-    return {"state": state, "param_groups": result}
+
+    def held_by(piece: Piece) -> dict[str, Any] | None:
+        rows = given["entries"].get(piece.number)
+        return None if rows is None else {name: _value(given, piece, *row) for name, *row in rows}
+
+    return for_base(given["param_groups"], base_groups, pieces, held_by)
 
 
 def parked_in(given: Mapping[str, Any]) -> Parked:

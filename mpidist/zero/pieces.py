@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from mpidist.kernels.view import is_dense
 from mpidist.zero.buffer_plan import BufferPlan
-from mpidist.zero.flat_buffers import in_memory_order, is_dense
+from mpidist.zero.flat_buffers import in_memory_order
 
 Tensor = torch.Tensor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,19 +101,37 @@ def local(given: dict[str, Any], groups: Groups, base_groups: Groups, pieces: Se
     """
     saved_groups = given["param_groups"]
     ids = {id(parameter): key for key, parameter in _by_id(saved_groups, groups).items()}
+
+    def held_by(piece: Piece) -> dict[str, Any] | None:
+        held = given["state"].get(ids[id(piece.parameter)])
+        return None if held is None else {name: part(value, piece) for name, value in held.items()}
+
+    return for_base(saved_groups, base_groups, pieces, held_by)
+
+
+def for_base(
+    saved_groups: Groups, base_groups: Groups, pieces: Sequence[Piece], held_by: Callable[[Piece], dict[str, Any] | None]
+) -> dict[str, Any]:
+    """Return a state dict for the base optimizer, by its own numbers.
+
+    Args:
+        saved_groups: Whose settings are taken.
+        held_by: Returns a piece's state; None for none.
+    """
     by_tensor = {id(piece.tensor): piece for piece in pieces}
-    result_groups, state, number = [], {}, 0
+    result: list[dict[str, Any]] = []
+    state: dict[int, dict[str, Any]] = {}
+    number = 0
     for saved, base in zip(saved_groups, base_groups, strict=True):
         numbers = list(range(number, number + len(base["params"])))
         number += len(numbers)
         settings = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
-        result_groups.append({**copy.deepcopy(settings), "params": numbers})
+        result.append({**copy.deepcopy(settings), "params": numbers})
         for own, tensor in zip(numbers, base["params"], strict=True):
-            piece = by_tensor[id(tensor)]
-            held = given["state"].get(ids[id(piece.parameter)])
+            held = held_by(by_tensor[id(tensor)])
             if held is not None:
-                state[own] = {name: part(value, piece) for name, value in held.items()}
-    return {"state": state, "param_groups": result_groups}
+                state[own] = held
+    return {"state": state, "param_groups": result}
 
 
 def take_settings(base_groups: Groups, saved: Groups, groups: Groups) -> None:

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist.zero.flat_buffers import in_memory_order, is_dense, laid_out
+from mpidist.kernels.view import is_dense, laid_out
+from mpidist.zero.flat_buffers import in_memory_order
 from mpidist.zero.optimizer import OSS
 from tests.support import agree
 from tests.zero import nets

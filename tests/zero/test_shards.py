@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mpidist.comm import runtime, shard_memory
-from mpidist.zero.flat_buffers import in_memory_order, laid_out
+from mpidist.kernels.view import laid_out
+from mpidist.zero.flat_buffers import in_memory_order
 from mpidist.zero.optimizer import OSS
 from mpidist.zero.shards import Shards
 from tests.support import agree
