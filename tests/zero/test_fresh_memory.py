@@ -57,5 +57,10 @@ def test_huge_pages_are_asked_for_and_may_be_refused(monkeypatch):
             raise OSError("no huge pages here")
 
     monkeypatch.setattr(fresh_memory.mmap, "mmap", Memory)
-    assert len(fresh_memory._huge_pages(3 << 20)) == 4 << 20
-    assert asked == ([mmap.MADV_HUGEPAGE] if hasattr(mmap, "MADV_HUGEPAGE") else [])
+    assert len(fresh_memory._huge_pages(3 << 20)) == 3 << 20
+    huge = [mmap.MADV_HUGEPAGE] if hasattr(mmap, "MADV_HUGEPAGE") else []
+    assert asked == huge
+    for numel, asks in ((1000, []), (1 << 20, huge)):  # few zeros are not worth a page
+        asked.clear()
+        zeros = fresh_memory.zeros(numel, torch.float32)
+        assert asked == asks and not zeros.any() and zeros.numel() == numel and zeros.add_(1).sum() == numel
