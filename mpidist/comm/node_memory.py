@@ -73,27 +73,6 @@ class NodeTensor:
         """
         self.group.in_order(self._average, async_op=False)
 
-    def gather(self, ranges: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Copy the other ranks' parts of the tensor into ``own``.
-
-        Collective: over the group, in the order of its operations.
-
-        Blocks: until all ranks have copied what they need: from then on each may write its part again.
-
-        Args:
-            ranges: For each rank the elements that it holds, as first and end; the same on all ranks.
-        """
-        self.group.in_order(lambda: self._gather(ranges), async_op=False, operation="gather_shards")
-
-    def _gather(self, ranges: Sequence[Sequence[tuple[int, int]]]) -> None:
-        group = self.group
-        group.barrier()  # all parts are complete
-        others = [*range(group.rank), *range(group.rank + 1, group.size)]
-        for other, tensor in zip(others, self._others, strict=True):
-            for first, end in ranges[other]:
-                self.own[first:end].copy_(tensor[first:end])
-        group.barrier()  # nobody reads any more
-
     def _average(self) -> None:
         group, numel = self.group, self.own.numel()
         group.barrier()  # all contributions are complete

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mpidist.zero.groups import settings
 from mpidist.zero.pieces import Piece
 
 
@@ -20,7 +21,6 @@ def first_state(
     """
     twin = torch.nn.Parameter(torch.zeros_like(piece.tensor.detach()))
     twin.grad = torch.zeros_like(twin)
-    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    made = optim([{**settings, "params": [twin]}], **defaults)
+    made = optim([{**settings(group), "params": [twin]}], **defaults)
     made.step()
     return dict(made.state[twin])

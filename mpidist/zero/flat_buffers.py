@@ -6,7 +6,8 @@ Letters: W ranks; N elements of a buffer.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from mpidist.kernels.view import is_dense, laid_out
 from mpidist.zero.buffer_plan import UNIT, BufferPlan
 
 Tensor = torch.Tensor
+Spans = list[tuple[int, int]]  # for each rank its elements, as first and end
 
 
 class FlatBuffers:
@@ -134,31 +136,15 @@ class FlatBuffers:
                     "state does not fit it any more; build another optimizer"
                 )
 
-    def gather(self, numbers: frozenset[int] | None = None, async_op: bool = False) -> list[Work]:
+    def gather(self) -> None:
         """Bring every rank's shard into all copies.
 
         Collective: over the group.
 
-        Blocks: until the copies of this rank are complete, unless ``async_op``.
-
-        Args:
-            numbers: Of consecutive parameters, which alone are brought; all if None.
-
-        Returns:
-            Works, if ``async_op``.
+        Blocks: until the copies of this rank are complete.
         """
-        works = []
         for memory, places in self._memories:
-            ranges: list[list[tuple[int, int]]] = [[] for _ in range(self._group.size)]
-            for place in places:
-                start, plan = self._starts[place], self.plans[place]
-                size = plan.dtype.itemsize
-                for rank, (first, end) in enumerate(plan.parts(numbers)):
-                    ranges[rank].append((start + first * size, start + end * size))
-            work = memory.gather(ranges, async_op)
-            if work is not None:
-                works.append(work)
-        return works
+            memory.gather(self._ranges(places, BufferPlan.parts))
 
     def gather_slices(self, cap_bytes: float) -> list[tuple[list[int], list[Work]]]:
         """Start to bring every rank's shard into all copies, slice by slice: the first part of each, then the second.
@@ -179,21 +165,34 @@ class FlatBuffers:
             numbers: dict[int, None] = {}
             works = []
             for memory, places in self._memories:
-                ranges: list[list[tuple[int, int]]] = [[] for _ in range(self._group.size)]
+                sliced = partial(_slices, index=index, count=count)
                 for place in places:
-                    start, plan = self._starts[place], self.plans[place]
-                    size = plan.dtype.itemsize
-                    for rank in range(self._group.size):
-                        first, end = _sliced(plan.bounds[rank], plan.bounds[rank + 1], index, count)
-                        ranges[rank].append((start + first * size, start + end * size))
+                    plan = self.plans[place]
+                    for first, end in sliced(plan):
                         for slot in plan.slots:
                             if first < slot.offset + slot.numel and slot.offset < end:
                                 numbers[slot.number] = None
-                work = memory.gather(ranges, async_op=True)
+                work = memory.gather(self._ranges(places, sliced), async_op=True)
                 if work is not None:
                     works.append(work)
             found.append((list(numbers), works))
         return found
+
+    def _ranges(
+        self, places: Sequence[int], parts: Callable[[BufferPlan], Sequence[tuple[int, int]]]
+    ) -> list[list[tuple[int, int]]]:
+        """Return for each rank the bytes, in a memory of some plans, of its part of each plan's elements."""
+        ranges: list[list[tuple[int, int]]] = [[] for _ in range(self._group.size)]
+        for place in places:
+            start, size = self._starts[place], self.plans[place].dtype.itemsize
+            for rank, (first, end) in enumerate(parts(self.plans[place])):
+                ranges[rank].append((start + first * size, start + end * size))
+        return ranges
+
+
+def _slices(plan: BufferPlan, index: int, count: int) -> Spans:
+    """Return for each rank the ``index``-th of ``count`` slices of its shard."""
+    return [_sliced(low, high, index, count) for low, high in plan.parts()]
 
 
 def _sliced(low: int, high: int, index: int, count: int) -> tuple[int, int]:

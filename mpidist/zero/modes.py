@@ -59,8 +59,12 @@ class Modes(Changing, Joinable):
 
         Not where autograd calls it: what a function of its end puts on the stack of modes is gone behind it.
         """
-        on_one_node = self._shards.is_one_copy and self.group.is_single_node
-        return self._overlaps and not self._is_completing and not on_one_node
+        return self._overlaps and not self._is_completing and not self._is_in_place
+
+    @property
+    def _is_in_place(self) -> bool:
+        """Say whether all ranks read the very memory that each of them has stepped."""
+        return self._shards.is_one_copy and self.group.is_single_node
 
     def _begin_gathers(self) -> None:
         """Start to bring the shards, by bucket. Collective: over the group, in the order of its operations."""

@@ -240,7 +240,7 @@ class OSS(Modes):
             for plan, flat, master in zip(shards.plans, shards.flats, shards.masters.flats, strict=True):
                 self._wire.share(self.group, master, flat, plan.bounds)
             shards.masters.note(shards.pieces)
-        elif shards.is_one_copy and self.group.is_single_node:
+        elif self._is_in_place:
             return  # the step's last agreement came behind every rank's writes
         else:
             shards.gather()

@@ -18,6 +18,8 @@ import torch
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from mpidist.comm.tensor_spans import span
+
 Tensor = torch.Tensor
 
 # Getters that hand out memory, a tensor on it or its address; all others tell of a tensor without reading it.
@@ -85,7 +87,7 @@ class PendingGathers:
         for place, gather in enumerate(gathers):
             for parameter in gather.parameters:
                 self._places.setdefault(id(parameter), []).append(place)
-        self._memory = sorted((*_addresses(p), place) for place, gather in enumerate(gathers) for p in gather.parameters)
+        self._memory = sorted((*span(p), place) for place, gather in enumerate(gathers) for p in gather.parameters)
         self._left = len(gathers)
         self._watch()
 
@@ -145,7 +147,7 @@ class PendingGathers:
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             return
         try:
-            first, end = _addresses(tensor)
+            first, end = span(tensor)
         except RuntimeError:  # without memory
             return
         if not self._memory or end <= self._memory[0][0] or first >= self._memory[-1][1]:
@@ -209,15 +211,6 @@ def _is_opaque(module: torch.nn.Module) -> bool:
         or type(module).__name__ == "OptimizedModule"
         or getattr(module, "_compiled_call_impl", None) is not None
     )
-
-
-def _addresses(tensor: Tensor) -> tuple[int, int]:
-    """Return the first address of a tensor's elements and the first behind them."""
-    first = tensor.data_ptr()
-    if not tensor.numel():
-        return first, first
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first, first + (last + 1) * tensor.element_size()
 
 
 def _insert(mode: TorchFunctionMode) -> None:

@@ -214,9 +214,10 @@ class Shards:
         self.masters.note([piece for piece in self.pieces if piece.number in kept])
         self.masters.renew(self.pieces)
 
-    def gather(self, numbers: frozenset[int] | None = None, async_op: bool = False) -> list[Any]:
+    def gather(self) -> None:
         """Bring what every rank has written into all copies; see ``FlatBuffers.gather``. Collective: over the group."""
-        return [work for buffers in self._buffers for work in buffers.gather(numbers, async_op)]
+        for buffers in self._buffers:
+            buffers.gather()
 
     def gather_in_buckets(self, cap_bytes: float) -> list[Gather]:
         """Start the same in slices of at most ``cap_bytes``; see ``FlatBuffers.gather_slices``. Collective: over the group."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mpidist.zero.flat_buffers import in_memory_order
+from mpidist.zero.groups import settings
 from mpidist.zero.pieces import Piece
 
 Tensor = torch.Tensor
@@ -125,8 +126,7 @@ def for_base(
     for saved, base in zip(saved_groups, base_groups, strict=True):
         numbers = list(range(number, number + len(base["params"])))
         number += len(numbers)
-        settings = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
-        result.append({**copy.deepcopy(settings), "params": numbers})
+        result.append({**copy.deepcopy(settings(saved)), "params": numbers})
         for own, tensor in zip(numbers, base["params"], strict=True):
             held = held_by(by_tensor[id(tensor)])
             if held is not None:
@@ -140,11 +140,11 @@ def take_settings(base_groups: Groups, saved: Groups, groups: Groups) -> None:
         kept = {"params": own["params"]}
         if "param_names" in given or "param_names" in own:
             kept["param_names"] = copy.copy(given.get("param_names", own.get("param_names")))
-        settings = {**base, **kept}
+        loaded = {**base, **kept}
         own.clear()
-        for key in (*given, *settings):  # in the order of what was loaded, as torch has it
-            if key in settings:
-                own.setdefault(key, settings[key])
+        for key in (*given, *loaded):  # in the order of what was loaded, as torch has it
+            if key in loaded:
+                own.setdefault(key, loaded[key])
 
 
 def part(value: Any, piece: Piece) -> Any:

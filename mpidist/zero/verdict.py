@@ -1,4 +1,4 @@
-"""What all ranks must hold alike, and errors that all ranks raise together."""
+"""Agreement of all ranks: rows that they compare, and errors that they raise together."""
 
 from __future__ import annotations
 
