@@ -66,6 +66,7 @@ class Transport:
         self._own: deque[Incoming] = deque()  # sent to itself
         self._sending: deque[tuple[Any, Any]] = deque()
         self._arriving: list[Incoming] = []
+        self._passed = 0  # eager messages that were returned while payloads were arriving
         self._payload_order = threading.Lock()
         self._posted: list[tuple[Any, bytearray, Any]] = []
         self._next = 0  # the receive that the next eager message completes: in the order of posting
@@ -176,6 +177,12 @@ class Transport:
         if self._read is not None:
             self._read.Start()
             self._read = None
+        if self._arriving and self._passed:
+            # One after each message: a sender that always has the next one ready must not hold up another's payloads.
+            self._passed += 1
+            complete = self._complete(self._passed % len(self._arriving))
+            if complete is not None:
+                return complete
         request, space, test = self._posted[self._next]
         status = self._status
         try:
@@ -188,6 +195,8 @@ class Transport:
         # In the order in which they were posted: that is the order of each sender's messages.
         self._next = (self._next + 1) % _RECEIVES
         self._read = request
+        if self._arriving:
+            self._passed += 1
         data = space[: status.Get_count(self._byte)]
         if len(self._sending) > _SENDING:
             self._test_sends()
@@ -251,22 +260,31 @@ class Transport:
                 opened.append(start_request(device, self._mpi.Irecv, piece, incoming.source, self._payload_tag))
 
     def _look_after(self) -> Incoming | None:
+        self._passed = 0
         if self._sending:
             self._test_sends()
-        for place, incoming in enumerate(self._arriving):
-            try:
-                incoming.receives = [request for request in incoming.receives if not request.Test()]
-            except Exception as error:
-                del self._arriving[place]
-                raise self._refusal(error, None) from error
-            if not incoming.receives:
-                del self._arriving[place]
-                if not incoming.kind:
-                    return None
-                if incoming.section is not None:
-                    unpack(incoming)
+        for place in range(len(self._arriving)):
+            incoming = self._complete(place)
+            if incoming is not None or place >= len(self._arriving):
                 return incoming
         return None
+
+    def _complete(self, place: int) -> Incoming | None:
+        """Return the message at a place of those that are arriving if its last payload has, else None."""
+        incoming = self._arriving[place]
+        try:
+            incoming.receives = [request for request in incoming.receives if not request.Test()]
+        except Exception as error:
+            del self._arriving[place]
+            raise self._refusal(error, None) from error
+        if incoming.receives:
+            return None
+        del self._arriving[place]
+        if not incoming.kind:
+            return None
+        if incoming.section is not None:
+            unpack(incoming)
+        return incoming
 
     def _test_sends(self) -> None:
         sending = self._sending

@@ -68,6 +68,33 @@ def test_messages_and_parts_all_to_all_at_once(group, transport):
             assert bytes(one.parts[0]) == bytes([one.source]) * 10
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_sender_that_never_pauses_holds_up_no_payload(group, transport):
+    """Polls that always find the next small message complete the large ones of all ranks as well."""
+    if group.rank == 0:
+        places = []
+        while len(places) < group.size - 1:
+            # So many looks that none of these polls ends without a message.
+            one = transport.poll(looks=1 << 40)
+            if one.is_new:
+                one.is_new = False
+            elif one.is_complete and one.parts:
+                assert all(len(part) == 1_000_000 for part in one.parts)
+                places.append(one.source)
+        assert sorted(places) == list(range(1, group.size))
+        for to in range(1, group.size):
+            transport.send(to, 2)
+    else:
+        transport.send(0, 1, header=b"large", parts=[bytes(1_000_000)] * 2)
+        # Small ones, until the large one is told to be there; with a pause, so that the receiver's queue stays short.
+        deadline = time.monotonic() + 20
+        while (one := transport.poll()) is None:
+            transport.send(0, 3, header=b"small")
+            time.sleep(1e-3)
+            assert time.monotonic() < deadline, "the payloads were not received beside the small messages"
+        assert one.kind == 2
+
+
 def test_numbers_travel_as_they_are(group, transport):
     to = (group.rank + 1) % group.size
     transport.send(to, 255, 2**64 - 1, 2**63 + 1, 254, b"x")
