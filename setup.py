@@ -1,5 +1,7 @@
-"""List the packages: those of the tree and, as one more, the CUDA text in cuda/. All else is in setup.cfg."""
+"""List the packages: those of the tree and, as more of them, folders beside it. All else is in setup.cfg."""
 
 from setuptools import find_packages, setup
 
-setup(packages=[*find_packages(include=["mpidist", "mpidist.*"]), "mpidist.kernels.cu"])
+BESIDE = ["kernels.cu", "shipped_files.benchmarks", "shipped_files.examples", "shipped_files.slurm"]
+
+setup(packages=[*find_packages(include=["mpidist", "mpidist.*"]), *(f"mpidist.{name}" for name in BESIDE)])

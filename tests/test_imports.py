@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # The parts of mpidist, lowest first. A part imports lower ones only, and never another of its own row.
 LAYERS = [
-    ["errors", "cache"],
+    ["errors", "cache", "shipped"],
     ["future"],
     ["kernels"],
     ["comm"],
@@ -21,7 +21,7 @@ LAYERS = [
     ["torch_group", "ddp", "zero", "rpc"],
     ["torch_backend", "autograd"],
     ["optim"],
-    ["nn", "elastic", "trace"],
+    ["nn", "checkpoint", "elastic", "trace"],
     ["cli", "tune", "__main__"],
     ["mpidist"],  # the package's own __init__: its public face
 ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-INPUTS = ["setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "mpidist", "cuda"]
+INPUTS = ["setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "mpidist", "cuda", "benchmarks", "examples", "slurm"]
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,13 @@ def test_wheel_holds_every_file_of_the_package(wheel):
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "mpidist").rglob("*.py")}
     kernels = {f"mpidist/kernels/cu/{path.name}" for path in (ROOT / "cuda").glob("*.cu*")}
     assert any(name.endswith(".cu") for name in kernels)
-    assert packed == sources | kernels | {"mpidist/py.typed"}
+    shipped = {
+        f"mpidist/shipped_files/{folder}/{path.name}"
+        for folder in ("benchmarks", "examples", "slurm")
+        for path in (ROOT / folder).iterdir()
+        if path.suffix in (".py", ".md", ".sh", ".sbatch")
+    }
+    assert packed == sources | kernels | shipped | {"mpidist/py.typed"}
 
 
 def test_wheel_registers_with_torch(wheel):
@@ -73,6 +79,16 @@ print(mpidist.__file__)
 """
     where = Path(run_installed(installed, code, tmp_path)[0])
     assert where == installed / "mpidist" / "__init__.py"
+
+
+def test_installed_wheel_finds_the_folders_beside_it(installed, tmp_path):
+    code = """
+from mpidist import shipped
+for name in shipped.FOLDERS:
+    print(shipped.folder(name))
+"""
+    places = run_installed(installed, code, tmp_path)[:3]
+    assert places == [str(installed / "mpidist" / "shipped_files" / name) for name in ("benchmarks", "examples", "slurm")]
 
 
 def test_installed_wheel_lets_torch_find_the_backend(installed, tmp_path):

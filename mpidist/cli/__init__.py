@@ -1,0 +1,1 @@
+"""Command line: mpidist doctor, run, bench, tune, submit."""
