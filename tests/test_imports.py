@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # The parts of mpidist, lowest first. A part imports lower ones only, and never another of its own row.
 LAYERS = [
-    ["errors", "cache", "shipped"],
-    ["future"],
+    ["errors", "cache"],
+    ["future", "shipped"],
     ["kernels"],
     ["comm"],
     ["torch_work"],
