@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 import os
 import sys
@@ -12,8 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-import mpidist
 from mpidist.cli.bench import RANKS
 from mpidist.cli.launch_plan import BINDINGS, Request
 from mpidist.errors import MpidistError
@@ -70,7 +69,7 @@ app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        print(mpidist.__version__)
+        print(importlib.metadata.version("mpidist"))
         raise typer.Exit
 
 
