@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
 from mpidist.cli.bench import RANKS
 from mpidist.cli.launch_plan import BINDINGS, Request
 from mpidist.errors import MpidistError
