@@ -4,12 +4,12 @@
     cluster.py install         Debian's packages, unless they are there; exit status 77 and the reason where that cannot be
     cluster.py start FOLDER    daemons in the background, their files in FOLDER; then: export SLURM_CONF=FOLDER/slurm.conf
     cluster.py stop FOLDER     end what start has started, and the processes of jobs
-    cluster.py hold FOLDER     start; stop at the end of stdin or at SIGTERM, so that nothing outlives who holds the pipe
+    cluster.py hold FOLDER     start; at the end of stdin or at SIGTERM stop, and remove FOLDER: nothing outlives the pipe
 
 Start and stop need root: slurmd starts processes of other users. Python's standard library is enough.
 
-Limits: the nodes share the machine's name, so ``srun --mpi=pmix`` connects ranks of one node alone; ``srun --mpi=pmi2`` (MPICH)
-and ``mpirun`` within a job (Open MPI) span both. GPUs are numbers that Slurm counts; there is no device behind them.
+Each slurmd has a host name of its own (a UTS namespace), so MPI takes the nodes for several machines: ``srun --mpi=pmix`` (Open
+MPI), ``srun --mpi=pmi2`` (MPICH) and ``mpirun`` within a job span them. GPUs are numbers that Slurm counts, without a device.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ CPUS = 8  # of a node, as far as Slurm knows
 # A GPU is a file to Slurm, and any character device will do; a count without files is taken for none.
 GPU_FILES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 UNAVAILABLE = 77
+UNSHARE = ("unshare", "--uts")
 START_S, STOP_S = 30, 10
-# Slurm's first environment variable, and ours in the place of it for munged: who has it belongs to the cluster of that folder.
+# All daemons have it in their environment, and jobs from whom submits them: it tells the processes of a cluster from others.
 MARK = "SLURM_CONF"
 
 CONFIG = """\
@@ -45,6 +46,8 @@ AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
+# PMIx, too, needs a folder for each node.
+TmpFS={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -87,7 +90,10 @@ def problem() -> str | None:
     # A slurmd that starts without it has no --mpi=pmix for as long as it runs.
     if ctypes.util.find_library("pmix") is None:
         return "libpmix2 not installed"
-    return None if os.geteuid() == 0 else "slurmd must run as root"
+    if os.geteuid() != 0:
+        return "slurmd must run as root"
+    trial = subprocess.run([*UNSHARE, "true"], capture_output=True, text=True)
+    return None if trial.returncode == 0 else f"the nodes need host names of their own: {trial.stderr.strip()}"
 
 
 def install() -> str | None:
@@ -151,7 +157,7 @@ def leftovers(folder: Path) -> dict[int, str]:
 
 
 def hold(folder: Path) -> None:
-    """Start, say so on stdout, and stop at the end of stdin or at SIGTERM."""
+    """Start, say so on stdout, and at the end of stdin or at SIGTERM stop and remove ``folder``."""
 
     def leave(*_: object) -> None:
         raise SystemExit(0)
@@ -164,6 +170,7 @@ def hold(folder: Path) -> None:
         sys.stdin.read()
     finally:
         stop(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_files(folder: Path) -> None:
@@ -173,14 +180,13 @@ def _write_files(folder: Path) -> None:
     key.unlink(missing_ok=True)
     with open(os.open(key, os.O_WRONLY | os.O_CREAT, 0o400), "wb") as file:
         file.write(os.urandom(128))
-    host = socket.gethostname().split(".")[0]
     control_port, *ports = _free_ports(1 + len(NODES))
     nodes = "\n".join(
-        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
+        f"NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={port} "
         f"CPUs={CPUS} RealMemory=16384 Gres=gpu:{len(GPU_FILES)} State=UNKNOWN"
         for name, port in zip(NODES, ports, strict=True)
     )
-    config = CONFIG.format(host=host, folder=folder, control_port=control_port, nodes=nodes)
+    config = CONFIG.format(host=socket.gethostname().split(".")[0], folder=folder, control_port=control_port, nodes=nodes)
     (folder / "slurm.conf").write_text(config)
     (folder / "gres.conf").write_text(f"AutoDetect=off\nNodeName={','.join(NODES)} Name=gpu File={','.join(GPU_FILES)}\n")
 
@@ -200,7 +206,10 @@ def _daemons(folder: Path) -> list[tuple[str, list[str]]]:
         "munged", "--foreground", "--force", f"--key-file={folder}/munge.key", f"--socket={folder}/munge.socket",
         f"--pid-file={folder}/munged.pid", f"--seed-file={folder}/munged.seed", f"--log-file={folder}/munged.log",
     ]  # fmt: skip
-    nodes = [(f"slurmd-{name}", ["slurmd", "-D", "-c", "-N", name]) for name in NODES]
+    slurmd = _program("slurmd")
+    # Open MPI compares its host name with Slurm's. The process stays one: unshare and sh end in exec.
+    named = [*UNSHARE, "sh", "-c", 'hostname "$1"; exec "$0" -D -c -N "$1"']
+    nodes = [(f"slurmd-{name}", [*named, str(slurmd), name]) for name in NODES]
     return [("munged", munged), ("slurmctld", ["slurmctld", "-D", "-c"]), *nodes]
 
 

@@ -22,6 +22,7 @@ TWO_NODES = "--nodes=2 --ntasks-per-node=1 --gpus-per-node=1"
 ONE_NODE = "--nodes=1 --ntasks-per-node=2"
 ONE_RANK = "--nodes=1 --ntasks-per-node=1 --gpus-per-node=1"
 EPOCHS = "40"
+BENCH = ("--operations", "all_reduce", "--sizes", "8", "--rounds", "2", "--output", "results")
 
 # A user's program: it waits for the signal that comes before the time limit, and goes on in the next run.
 WAITS = """\
@@ -54,7 +55,11 @@ BAD_VALUES = {
     "number": ({"GPUS_PER_NODE": "two"}, "--gpus-per-node=0", "MPIDIST_GPUS_PER_NODE must be a whole number, not 'two'"),
     "image": ({"IMAGE": "/nowhere.sif"}, "", "MPIDIST_IMAGE: there is no /nowhere.sif"),
     "no gpus": ({}, "--gpus-per-node=0", "submit with --gpus-per-node=2, or edit"),
-    "more ranks": ({}, "--ntasks-per-node=3", "3 ranks and 2 GPUs on a node: make --ntasks-per-node and --gpus-per-node the same"),
+    "more ranks": (
+        {},
+        "--ntasks-per-node=3",
+        "3 ranks and 2 GPUs on a node: make --ntasks-per-node and --gpus-per-node the same",
+    ),
     "hidden": ({}, "--gpu-bind=none", "hide the GPUs of a node from its other ranks"),
 }
 
@@ -101,7 +106,7 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         "oss": slurm.submit(mpich / "oss.sbatch", "--epochs", "2", options=TWO_NODES),
     }
     made["oss-3"] = slurm.submit(
-        openmpi / "oss.sbatch", "--epochs", "3", options=f"--nodes=1 --ntasks-per-node=3 --dependency=afterok:{made['oss'].number}",
+        openmpi / "oss.sbatch", "--epochs", "3", options=f"--nodes=2 --ntasks=3 --dependency=afterok:{made['oss'].number}",
         MPIDIST_CHECKPOINT=f"checkpoints/mpidist-oss-{made['oss'].number}",
     )  # fmt: skip
     made["array"] = slurm.submit(openmpi / "array.sbatch", "sweep.txt", options=f"{ONE_RANK} --gpus-per-node=0 --array=1-2")
@@ -125,9 +130,6 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
     for name, (_, options, _) in BAD_VALUES.items():
         made[name] = slurm.submit(sites[name] / "ddp.sbatch", options=f"{ONE_NODE} --gpus-per-node=2 {options}")
     return made
-
-
-BENCH = ("--rounds", "2")
 
 
 def losses(slurm: Slurm, job: Job) -> dict[int, float]:
@@ -206,6 +208,7 @@ def test_servers_and_trainers_are_one_world(jobs, name, trainers, words):
 def test_the_benchmark_prints_its_table(slurm, jobs):
     assert jobs["bench"].exit_code() == 0
     assert "all_reduce" in jobs["bench"].log()
+    assert json.loads((slurm.work / "results" / "collectives-mpich-2.json").read_text())
 
 
 def test_the_self_check_gives_a_verdict(jobs):
@@ -246,7 +249,9 @@ def test_a_wrong_value_is_named(jobs, name):
 def test_a_script_without_its_folder_says_so(slurm):
     alone = slurm.work / "alone.sbatch"
     alone.write_text((ROOT / "slurm" / "ddp.sbatch").read_text())
-    job = Job(slurm, slurm.command("sbatch", "--parsable", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=0", alone))
+    job = Job(
+        slurm, slurm.command("sbatch", "--parsable", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=0", alone)
+    )
     assert job.exit_code() == 2 and "export MPIDIST_SLURM=FOLDER" in job.log()
     refused = slurm.command("sbatch", "--partition=nowhere", alone, check=False)
     assert "invalid partition specified: nowhere" in refused
