@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+import mpidist
 from mpidist.cli.bench import RANKS
 from mpidist.cli.launch_plan import BINDINGS, Request
 from mpidist.errors import MpidistError
@@ -67,13 +68,17 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _version(version: Annotated[bool, typer.Option("--version", is_eager=True, help="print the version")] = False) -> None:
-    if version:
-        import mpidist
-
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         print(mpidist.__version__)
         raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the version")] = False,
+) -> None:
+    pass
 
 
 @app.command(epilog=_epilog(*EXAMPLES["doctor"]))

@@ -1,8 +1,8 @@
 """Job scripts for sbatch: the shipped text and a user's options make the text that is submitted; pure.
 
 A script is a header of ``#SBATCH --key=value`` lines behind the first line, then commands, one of which sources ``env.sh``.
-Options replace or add header lines. Slurm runs a copy, and a text from standard input has no path at all, so the folder that the script
-sources from and the program's arguments are written into the text.
+Options replace or add header lines. Slurm runs a copy, and a text from standard input has no path at all, so the folder that the
+script sources from and the program's arguments are written into the text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 _HEADER = re.compile(r"#SBATCH --([a-z-]+)(?:=(.*))?$")
-_ASSIGNMENT = re.compile(r"""^(?:export )?(MPIDIST_[A-Z_]+)=(?:"([^"$`]*)"|'([^']*)'|([^\s"'$`;]*))\s*(?:#.*)?$""", re.MULTILINE)
+_ASSIGNMENT = re.compile(r"""^(?:export )?(MPIDIST_[A-Z_]+)=(?:"([^"]*)"|'([^']*)'|([^\s"';]*))\s*(?:#.*)?$""", re.MULTILINE)
 _SOURCES_ENV = re.compile(r"^source .*env\.sh.*$", re.MULTILINE)
 _SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*$")
 
@@ -104,13 +104,13 @@ def header_of(script: str) -> dict[str, str]:
 
 
 def values_of(env: str) -> dict[str, str]:
-    """Return the plain values of ``env.sh``; those that are computed are left out."""
+    """Return the values of ``env.sh`` as they stand there: what bash computes is not computed."""
     return {name: double or single or bare for name, double, single, bare in _ASSIGNMENT.findall(env)}
 
 
 def site_header(values: Mapping[str, str]) -> dict[str, str]:
     """Return sbatch's options that ``env.sh`` has values for: account, partition, GPUs of a node."""
-    return {key: values[name] for key, name in _SITE.items() if values.get(name)}
+    return {key: values[name] for key, name in _SITE.items() if values.get(name) and not set("$`") & set(values[name])}
 
 
 def settings_of(header: Mapping[str, str | None]) -> dict[str, str]:
