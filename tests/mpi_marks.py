@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption("--with-mpi", action="store_true", help="run the tests marked mpi, too; for mpirun")
     parser.addoption("--only-mpi", action="store_true", help="run the tests marked mpi; for mpirun")
+
+
+def asked_for(expression: str) -> set[str]:
+    """Return the marks without which a test cannot match ``-m``: the terms of a conjunction that are not negated."""
+    if re.search(r"\bor\b|[()]", expression):
+        return set()
+    terms = re.split(r"\band\b", expression)
+    return {term.strip() for term in terms if re.fullmatch(r"\s*\w+\s*", term)}
+
+
+def may_hold(path: Path, expression: str) -> bool:
+    """Whether a file of tests may hold one that matches ``-m``.
+
+    A test has its marks from its own file, or from a fixture that carries one in its parameters (``device``: gpu), so
+    ``tests/test_mpi_marks.py`` requires that no other file applies the marks that are looked for here.
+    """
+    wanted = asked_for(expression) & {"mpi", "slow"}
+    if not wanted or not path.name.startswith("test_"):
+        return True
+    text = path.read_text(encoding="utf-8")
+    return all(f"mark.{mark}" in text for mark in wanted)
 
 
 class MpiMarks:
