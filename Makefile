@@ -56,6 +56,8 @@ demo: $(READY)
 	$(OPENMPI_RUN) -n 2 $(PY) examples/demo_digits.py
 	$(OPENMPI_RUN) -n 3 $(PY) examples/embedding_server.py --steps 600 --output demo-output
 
+# Of a product, each case at two of the four numbers of ranks (tests/mpi_marks.py); mpi-N by itself, and MPICH, run them all.
+test: export ALTERNATE := --alternate
 test: unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3
 check: test
 
@@ -82,7 +84,7 @@ slow: $(READY)
 	$(LIMIT) $(PYTEST_ONE) -o faulthandler_timeout=240 -m 'slow and not mpi and $(ELSEWHERE)' $(TESTS)
 
 mpi-%: $(READY)
-	$(OPENMPI_RUN) -n $* $(PYTEST_MPI) -m 'mpi and $(ELSEWHERE)' $(TESTS)
+	$(OPENMPI_RUN) -n $* $(PYTEST_MPI) $(ALTERNATE) -m 'mpi and $(ELSEWHERE)' $(TESTS)
 
 mpich-%: $(READY) $(MPICH)/.stamp
 	$(MPICH_RUN) -n $* $(PYTEST_MPI) -m 'mpi and $(ELSEWHERE)' $(TESTS)

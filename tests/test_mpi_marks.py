@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpidist.comm import runtime
-from tests.mpi_marks import MpiMarks, asked_for, may_hold
+from tests.mpi_marks import MpiMarks, asked_for, at_size, may_hold
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,22 @@ def test_a_file_of_tests_applies_its_marks_itself():
     elsewhere = [path for path in Path(__file__).parent.rglob("*.py") if not path.name.startswith("test_")]
     texts = {path: path.read_text(encoding="utf-8") for path in elsewhere if path.name != "mpi_marks.py"}
     assert len(texts) > 20 and not [path for path, text in texts.items() if "mark.mpi" in text or "mark.slow" in text]
+
+
+def item(name, least=1, **more):
+    marks = [pytest.mark.mpi(min_size=least).mark]
+    return SimpleNamespace(nodeid=name, keywords={"mpi": True}, iter_markers=lambda name: marks, **more)
+
+
+def test_every_case_runs_at_every_other_number_of_ranks():
+    product = [item(f"f[{a}-{b}]", callspec=None) for a in "abcde" for b in (True, False)]
+    few = [item(f"g[{a}]", callspec=None) for a in "abc"]
+    large = [item(f"h[{a}]", 3, callspec=None) for a in "abcde"]
+    always = [*few, *large, item("k")]
+    whole = {one.nodeid for one in always}
+    runs = {size: at_size([*product, *always], size) for size in (1, 2, 3, 4)}
+    names = {one.nodeid for one in product}
+    assert runs[1] == runs[3] and runs[2] == runs[4] and runs[1] | runs[2] == names | whole and runs[1] & runs[2] == whole
+    assert len(runs[1] & names) == len(runs[2] & names) == 5
+    # Neither value of the last parameter is at one number of ranks alone.
+    assert all(any(f"{b}]" in name for name in runs[size] & names) for size in (1, 2) for b in (True, False))
