@@ -32,7 +32,7 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint-beside-mpi-1 lint format unit slow timing long fuzz gpu gpu-wheels bench bench-link clean distclean
+.PHONY: help demo test check lint-beside-mpi-1 lint format unit slow timing long fuzz gpu gpu-wheels bench bench-link docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
@@ -48,6 +48,7 @@ help:
 	@echo 'make gpu-wheels  what a GPU machine without a network lacks, into .gpu/, which is to be brought along (GPU_PYTHON=3.12)'
 	@echo 'make bench    timing, long, and the benchmarks on two ranks: collectives, execution, training steps, hooks, calls, distributed autograd, sharded optimizer'
 	@echo 'make bench-link  training steps, and shards, on slow links between network namespaces (root, iproute2)'
+	@echo 'make docs     the documentation site, into site/; a warning is an error;  $(PY) -m http.server -d site: read it with its search'
 	@echo 'make clean    remove what the targets wrote;  make distclean: the environments too'
 
 demo: $(READY)
@@ -156,8 +157,12 @@ bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp
 	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_wire.py --rounds 5 || test $$? = 77 || exit 1; \
 	done
 
+# NO_MKDOCS_2_WARNING: the theme's advertisement of its successor.
+docs: $(VENV)/.stamp-docs
+	NO_MKDOCS_2_WARNING=1 $(LIMIT) $(PY) -m mkdocs build --strict
+
 clean:
-	rm -rf build dist *.egg-info demo-output gpu-results htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info demo-output gpu-results htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
 
 distclean: clean
