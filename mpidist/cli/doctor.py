@@ -1,0 +1,125 @@
+"""Doctor: every rank's facts are collected, tiny operations are tried, and rules over all ranks say what is wrong.
+
+Without a launcher it looks at this process, and starts two ranks with the MPI library's own launcher to see whether they meet.
+Under mpirun or srun every rank takes part, and rank 0 reports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mpidist.cli import facts as process_facts
+from mpidist.cli.deadline import deadline
+from mpidist.cli.facts import Facts
+from mpidist.cli.finding import NOTE, PROBLEM, WARNING, Finding
+from mpidist.cli.findings import findings
+from mpidist.comm import handshake, installed, launch
+from mpidist.errors import MpidistError
+
+_HANDSHAKE = "two ranks of mpirun"  # a check of its own, in a job of its own
+_SILENCE_S = 8.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the doctor knows.
+
+    Attributes:
+        ranks: Facts of all ranks, by rank; of this process alone where MPI did not start.
+        findings: The worst first.
+        is_mine: This process is the one that prints it.
+    """
+
+    ranks: list[Facts]
+    findings: list[Finding]
+    is_mine: bool
+
+    def exit_code(self, strict: bool = False) -> int:
+        """Return 1 if a problem was found, or with ``strict`` a warning, else 0."""
+        levels = {PROBLEM, WARNING} if strict else {PROBLEM}
+        return int(any(finding.level in levels for finding in self.findings))
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it as data for a JSON file."""
+        return {
+            "ranks": [dataclasses.asdict(facts) for facts in self.ranks],
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "problems": sum(finding.level == PROBLEM for finding in self.findings),
+            "warnings": sum(finding.level == WARNING for finding in self.findings),
+            "notes": sum(finding.level == NOTE for finding in self.findings),
+        }
+
+
+def examine(environ: Mapping[str, str], timeout_s: float, tries_launcher: bool, tries_device: bool) -> Report:
+    """Examine this process, or the job that it is a rank of. Collective: over the job.
+
+    Args:
+        environ: Usually ``os.environ``, before MPI has started.
+        timeout_s: Seconds that a rank waits for the others to start MPI, and for each tiny operation.
+        tries_launcher: A process of its own also starts two ranks by mpirun.
+        tries_device: Try MPI's operations on device memory, which may take minutes.
+    """
+    told = launch.from_environment(environ)
+    is_alone = told.size in (None, 1)
+    late = (
+        f"[rank {told.rank or 0}] mpidist doctor: MPI did not start within {timeout_s:g} s. Do all ranks run it? Does the "
+        "launcher belong to the MPI library that Python loads? This rank ends"
+    )
+    died = f"[rank {told.rank or 0}] mpidist doctor: the process ended while MPI started; MPI's own message above says more"
+    try:
+        library = installed.installed()
+    except MpidistError as error:
+        return _without_mpi(process_facts.collect(environ, shutil.which("mpirun") or ""), error, told.rank)
+    with ThreadPoolExecutor(1) as pool:
+        trial = (
+            pool.submit(handshake.try_launcher, library.text, _SILENCE_S)
+            if is_alone and tries_launcher and library.mpirun
+            else None
+        )
+        own = process_facts.collect(environ, shutil.which("mpirun") or "")
+        # Imports of torch go before the deadline: a cold network file system takes its time.
+        from mpidist.cli import questions
+
+        try:
+            with deadline(timeout_s, late, died):
+                questions.start(timeout_s)
+        except MpidistError as error:
+            return _without_mpi(own, error, told.rank)
+        own = questions.ask(own, library)
+        checks = {} if trial is None else {_HANDSHAKE: trial.result()}
+    return report_of(own, checks, timeout_s, tries_device)
+
+
+def report_of(own: Facts, checks: Mapping[str, str], timeout_s: float, tries_device: bool) -> Report:
+    """Do the tiny operations and gather all ranks' facts. Collective: over the job, in which MPI runs.
+
+    Args:
+        own: This rank's facts, with those of MPI.
+        checks: What was tried before.
+        timeout_s: For each operation.
+        tries_device: Try MPI's operations on device memory.
+    """
+    from mpidist.cli import questions
+
+    group = questions.trial_group(timeout_s)
+    own = replace(own, checks={**checks, **questions.check(group)})
+    if not any(own.checks.values()):
+        own = replace(own, mpi=replace(own.mpi, shares_memory=questions.shares_node_memory(group)))
+    # A rank whose checks failed has left the others in theirs, until these time out.
+    ranks = questions.gather(own)
+    if tries_device and not any(text for facts in ranks for text in facts.checks.values()):
+        questions.try_device_operations(group)
+        ranks = questions.gather(questions.with_operations(own))
+    group.close()
+    return Report(ranks, findings(ranks), own.rank == 0)
+
+
+def _without_mpi(own: Facts, error: MpidistError, rank: int | None) -> Report:
+    own = replace(own, problem=str(error))
+    # Ranks that cannot reach each other would all print the same.
+    return Report([own], findings([own]), rank in (None, 0))

@@ -1,0 +1,176 @@
+"""Facts about one rank's process and its node that need no MPI: versions, settings, cores, memory, devices."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mpidist
+from mpidist.comm import launch
+from mpidist.comm.capability import driver_version
+
+SHARED_MEMORY = "/dev/shm"
+_CUPY = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
+_SETTINGS = (
+    "MPIDIST_", "OMPI_MCA_", "UCX_", "FI_", "MPIR_CVAR_", "MPICH_", "I_MPI_", "MV2_", "PSM3_", "OMP_", "MKL_NUM_", "MPI4PY_",
+    "PYTORCH_", "CUDA_VISIBLE_DEVICES", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE",
+)  # fmt: skip
+# The launcher's own by their beginning, but a user's by their meaning.
+_USERS_OWN = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_mpi_ft_enable", "SLURM_MPI_TYPE")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's CUDA device.
+
+    Attributes:
+        index: As this process numbers it.
+        name: Of the model.
+        uuid: Tells devices of a node apart, whatever each process numbers them.
+        visible: UUIDs of all devices that this process sees.
+    """
+
+    index: int
+    name: str
+    uuid: str
+    visible: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank and its node.
+
+    Attributes:
+        rank: In the job; 0 for a process of its own.
+        host: Name of the node.
+        launcher: Name a user would type.
+        tasks: Tasks that the launcher started; None if it said nothing.
+        is_root: The user is root.
+        versions: Of Python and the packages, by name; "" for one that is missing.
+        settings: Environment variables on which communication depends, by name.
+        in_allocation: A batch system's job, by the environment.
+        cores: Cores of the node.
+        bound_to: Cores that this process may run on.
+        torch_threads: Threads that torch computes with.
+        shm_bytes: Size of ``/dev/shm``; -1 without one.
+        shm_free_bytes: What is left there.
+        memlock_bytes: Limit of locked memory; -1 for no limit.
+        has_nvidia_driver: The kernel's driver is loaded.
+        driver_cuda: Newest CUDA version of the driver, as 1000 × major + 10 × minor; 0 without one.
+        device: This rank's CUDA device; None without one.
+        path_mpirun: Path of the mpirun that a user's shell would start; "" without one.
+        mpi: What was asked of MPI, see ``questions.MpiFacts``; None if MPI did not start.
+        problem: Why MPI did not start; "" if it did.
+        checks: What each tiny operation came to, by name; "" if it worked.
+    """
+
+    rank: int
+    host: str
+    launcher: str
+    tasks: int | None
+    is_root: bool
+    versions: Mapping[str, str]
+    settings: Mapping[str, str]
+    in_allocation: bool
+    cores: int
+    bound_to: tuple[int, ...]
+    torch_threads: int
+    shm_bytes: int
+    shm_free_bytes: int
+    memlock_bytes: int
+    has_nvidia_driver: bool
+    driver_cuda: int
+    device: Device | None = None
+    path_mpirun: str = ""
+    mpi: Any = None
+    problem: str = ""
+    checks: Mapping[str, str] = field(default_factory=dict)
+
+
+def collect(environ: Mapping[str, str], path_mpirun: str = "") -> Facts:
+    """Collect this process's facts, but for those of MPI and of its device.
+
+    Call it before MPI starts: mpidist sets some of the variables then.
+    """
+    import torch
+
+    told = launch.from_environment(environ)
+    shm_bytes, shm_free_bytes = _size_of(SHARED_MEMORY)
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return Facts(
+        rank=told.rank or 0,
+        host=socket.gethostname(),
+        launcher=told.launcher,
+        tasks=told.size,
+        is_root=os.geteuid() == 0,
+        versions=versions(),
+        settings=settings(environ),
+        in_allocation=any(name in environ for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")),
+        cores=os.cpu_count() or 1,
+        bound_to=tuple(sorted(os.sched_getaffinity(0))),
+        torch_threads=torch.get_num_threads(),
+        shm_bytes=shm_bytes,
+        shm_free_bytes=shm_free_bytes,
+        memlock_bytes=-1 if memlock == resource.RLIM_INFINITY else memlock,
+        has_nvidia_driver=Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists(),
+        driver_cuda=driver_version(),
+        path_mpirun=path_mpirun,
+    )
+
+
+def with_device(facts: Facts, device: Any) -> Facts:
+    """Return the facts with this rank's device, a ``torch.device``; the same without one of CUDA."""
+    import torch
+
+    if device.type != "cuda":
+        return facts
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    uuids = tuple(str(getattr(one, "uuid", index)) for index, one in enumerate(found))
+    return replace(facts, device=Device(device.index, found[device.index].name, uuids[device.index], uuids))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that communication depends on; "" for what is missing."""
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "mpidist": mpidist.__version__,
+        "mpi4py": _version("mpi4py"),
+        "torch": torch.__version__,
+        "torch's CUDA": torch.version.cuda or "",
+        "cupy": next((f"{name} {found}" for name in _CUPY if (found := _version(name))), ""),
+        "numpy": _version("numpy"),
+    }
+
+
+def settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return those of the user's environment variables that change how ranks communicate or compute, by name."""
+    kept = launch.without_launcher(environ)
+    return {
+        name: text
+        for name, text in sorted(environ.items())
+        if name in _USERS_OWN or (name in kept and name.startswith(_SETTINGS))
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _size_of(folder: str) -> tuple[int, int]:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return -1, -1
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
