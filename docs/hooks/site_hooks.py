@@ -1,7 +1,8 @@
 """Events of MkDocs: files of the repository become pages, markers become tables and API reference.
 
 ``<!-- results: NAME [key=value …] -->`` shows a record of ``benchmarks/results``, ``<!-- scaling -->`` all records of
-scaling, ``<!-- api: MODULE [NAME …] -->`` public names.
+scaling, ``<!-- api: MODULE [NAME …] -->`` public names, ``<!-- command -->`` the subcommands, ``<!-- decisions -->`` and
+``<!-- job scripts -->`` what they say.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import api_pages
+import command_reference
 import repository_links
 import result_tables
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-_MARKER = re.compile(r"<!-- (?P<kind>results|scaling|api|decisions|job scripts)(?:: (?P<text>.*?))? -->")
+_MARKER = re.compile(r"<!-- (?P<kind>results|scaling|api|command|decisions|job scripts)(?:: (?P<text>.*?))? -->")
 _SOURCES: dict[str, str] = {}
 
 
@@ -60,6 +62,8 @@ def _filled(found: re.Match[str], root: Path) -> str:
     if found["kind"] == "api":
         module, *names = text.split()
         return api_pages.directives(module, names)
+    if found["kind"] == "command":
+        return command_reference.reference(text or None)
     if found["kind"] == "decisions":
         return _decisions(root)
     if found["kind"] == "job scripts":
