@@ -71,5 +71,9 @@ class RRefError(MpidistError):
     """A remote reference cannot be used so: its creation failed, it was deleted, or this worker is not its owner."""
 
 
+class CheckpointError(MpidistError):
+    """A checkpoint cannot be written or read: it is damaged, cut short or of another model; raised on all ranks."""
+
+
 class KernelError(MpidistError):
     """A CUDA kernel could not be found or compiled."""

@@ -1,1 +1,29 @@
-"""Checkpoints of a training run: written beside, checked by digest, renamed; loaded by any number of ranks."""
+"""saving, loading → training, files → manifest: written beside, renamed; checked by digest, loaded by any number of ranks.
+
+``sampler`` knows which samples are done, ``rng`` the generators, ``preemption`` the scheduler's signals. Importing it starts
+nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "Preemption": "preemption",
+    "REQUEUE_EXIT_CODE": "preemption",
+    "ResumableSampler": "sampler",
+    "Resumed": "loading",
+    "ignore_signals": "preemption",
+    "latest": "files",
+    "load": "loading",
+    "save": "saving",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mpidist.checkpoint' has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"mpidist.checkpoint.{_HOMES[name]}"), name)
+    return found

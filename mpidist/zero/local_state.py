@@ -18,7 +18,8 @@ from mpidist.zero.state_dict import for_base
 Tensor = torch.Tensor
 Groups = Sequence[dict[str, Any]]
 FORMAT = "mpidist.zero rank-local 1"
-_FLAT, _LOOSE, _VALUE = "flat", "loose", "value"
+# Where a value of the entries lies: in a flat tensor, among the loose ones, or there itself.
+FLAT, LOOSE, VALUE = "flat", "loose", "value"
 
 
 def is_rank_local(given: Any) -> bool:
@@ -101,16 +102,16 @@ def parked_in(given: Mapping[str, Any]) -> Parked:
 
 def _row(name: str, value: Any) -> tuple[str, str, Any]:
     if isinstance(value, InFlat):
-        return name, _FLAT, value.kind
+        return name, FLAT, value.kind
     if isinstance(value, Loose):
-        return name, _LOOSE, value.place
-    return name, _VALUE, value
+        return name, LOOSE, value.place
+    return name, VALUE, value
 
 
 def _value(given: Mapping[str, Any], piece: Piece | None, where: str, value: Any) -> Any:
-    if where == _FLAT:
+    if where == FLAT:
         assert piece is not None
         return piece.state_view(given["flats"][value])
-    if where == _LOOSE:
+    if where == LOOSE:
         value = given["loose"][value]
     return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,251 @@
+"""Loading: rank 0 chooses the checkpoint, each rank checks and reads its files, and all take the state or none does.
+
+Whatever can be refused is refused before the first object is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpidist.checkpoint import files, manifest, model_state, rng
+from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING, Manifest
+from mpidist.checkpoint.saving import group_of
+from mpidist.checkpoint.training import POWERSGD, SHARDS, STATE, WHOLE, Training
+from mpidist.checkpoint.verdict import as_checkpoint_errors, together
+from mpidist.ddp.hooks import checkpoint as powersgd
+from mpidist.errors import CheckpointError
+from mpidist.zero.merging import merged
+from mpidist.zero.verdict import highest, require_alike
+
+_WHERE = "checkpoint.load"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that was loaded."""
+
+    step: int
+    extra: Any  # as it was saved
+    saved_by: int  # ranks of the run that wrote it
+    path: Path
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    model: Any,
+    optimizer: Any = None,
+    hook_state: Any = None,
+    sampler: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    group: Any = None,
+    map_location: Any = None,
+) -> Resumed | None:
+    """Load the newest complete checkpoint of a folder; return what it was, or None if there is none.
+
+    On as many ranks as wrote it training goes on with the same bits. On another number the shards of an ``OSS`` are divided anew,
+    the sampler goes on in the same order, PowerSGD keeps its mean error, another hook gets rank 0's state, and generators are
+    seeded anew (the same seeds at each load), with a warning. A folder without a manifest, of a save that was cut short, is
+    passed over with a warning.
+
+    Collective: over the group. The objects are those that a run begins with: models constructed, hooks registered or not.
+
+    Blocks: until all ranks have loaded.
+
+    Args:
+        folder: Of the run's checkpoints, or one checkpoint.
+        model: As for ``save``; its wrapper may be another one.
+        optimizer: Of the class that was saved, as itself or within an ``OSS``. Without it, as without those that follow, that
+            state is left alone.
+        hook_state: Object that takes the state; registered with the module or not.
+        sampler: Object that takes the position.
+        scheduler: Object that takes its state; built on ``optimizer``.
+        scaler: Object that takes its state.
+        group: As for ``save``.
+        map_location: Where tensors are read to on their way into the objects, as ``torch.load`` has it; the CPU if None.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, lacks something or is of another model; the text names it (all ranks).
+        TypeError, ValueError: A wrong argument.
+        DisagreementError: Ranks give different arguments, or another rank's is wrong.
+    """
+    native = group_of(group, model)
+    training = Training(model, optimizer, hook_state, sampler, scheduler, scaler)
+    error: Exception | None = None
+    try:
+        folder = Path(folder)
+        training.require_usable(native.rank, native.size)
+    except Exception as raised:
+        error = raised
+    rows = [("folder", str(folder)), ("arguments", [name for name, taker in training.asked().items() if taker is not None])]
+    require_alike(native, _WHERE, rows, error)
+    chosen: tuple[Path, Manifest] | None = None
+    with together(native, f"{_WHERE} from {folder}"):
+        if native.rank == 0:
+            chosen = _chosen(Path(folder))
+    chosen = native.broadcast_object(chosen, 0)
+    if chosen is None:
+        return None
+    return _Loading(native, training, chosen[0], chosen[1], map_location).run()
+
+
+def _chosen(folder: Path) -> tuple[Path, Manifest] | None:
+    path = files.latest(folder)
+    for found in files.listed(folder):
+        if found.path == path:
+            break
+        if not found.is_complete:
+            then = "is passed over" if path is None else f"is passed over for {path.name}"
+            warnings.warn(f"{found.path} has no {manifest.NAME}: its save was cut short, and it {then}", stacklevel=4)
+    if path is None:
+        return None
+    told = manifest.from_json((path / manifest.NAME).read_text(encoding="utf-8"))
+    # What is missing here is missing: other ranks then need not wait for it.
+    absent = [name for name in told.files if not (path / name).is_file()]
+    if absent:
+        raise CheckpointError(f"{path.name} is incomplete: {', '.join(absent)} missing; {_ADVICE}")
+    return path, told
+
+
+_ADVICE = "remove its folder to go on from the one before"
+
+
+class _Loading:
+    """One load on one rank."""
+
+    def __init__(self, group: Any, training: Training, path: Path, told: Manifest, map_location: Any) -> None:
+        self._group = group
+        self._training = training
+        self._path = path
+        self._told = told
+        self._contents = told.contents
+        self._is_same_size = told.world_size == group.size
+        self._map_location = "cpu" if map_location is None else map_location
+        self._where = f"{_WHERE} from {path}"
+
+    def run(self) -> Resumed:
+        """Load. Collective: over the group."""
+        training, told = self._training, self._told
+        with together(self._group, self._where):
+            training.require_held(self._contents)
+            names = self._own_names()
+            self._require_sound(names)
+        with together(self._group, self._where):
+            shared = self._read(TRAINING)
+            model = self._read(MODEL, mmap=True)
+            whole = self._read(OPTIMIZER) if OPTIMIZER in names else None
+            own_name = manifest.rank_file(self._group.rank, told.world_size)
+            own = self._read(own_name) if own_name in names else {}
+        is_merged = self._takes_merged(own)
+        self._check_all(is_merged)
+        hook: Any = None
+        with together(self._group, self._where):
+            if is_merged:
+                shards = [self._of_rank(rank)["optimizer"] for rank in range(told.world_size)]
+                whole = merged(shards)
+                if any(shard["masters"] for shard in shards):
+                    self._warn("a narrow wire's master copies are made anew from the parameters, whose values are rounded")
+            if training.hook_state is not None and self._contents.hook == STATE:
+                hook = (own if self._is_same_size else self._of_rank(0))["hook"]
+            training.require_fits(model, shared, whole)
+        with together(self._group, self._where):
+            training.take_shared(model, shared)
+            if hook is not None:
+                training.hook_state.load_state_dict(hook)
+            if own.get("buffers") is not None:
+                training.take_own_buffers(own["buffers"])
+            if whole is not None and not training.is_sharded():
+                training.optimizer.load_state_dict(whole)
+        self._take_together(shared, own, whole)
+        with together(self._group, self._where):
+            self._take_rng(own)
+        return Resumed(told.step, shared["extra"], told.world_size, self._path)
+
+    def _own_names(self) -> list[str]:
+        names, rank, size = [MODEL, TRAINING], self._group.rank, self._told.world_size
+        if self._training.optimizer is not None and self._contents.optimizer == WHOLE:
+            names.append(OPTIMIZER)
+        if self._is_same_size and manifest.has_rank_files(self._contents):
+            names.append(manifest.rank_file(rank, size))
+        if self._is_same_size and self._training.is_powersgd():
+            names.append(manifest.powersgd_file(rank, size))
+        return names
+
+    def _require_sound(self, names: Iterable[str]) -> None:
+        for name in names:
+            files.wait_for(self._path / name)
+        found = files.problems(self._path, {name: self._told.files[name] for name in names})
+        if found:
+            raise CheckpointError(f"{'; '.join(found)}; {_ADVICE}")
+
+    def _check_all(self, is_merged: bool) -> None:
+        """Check files that all ranks read, each by one of them. Collective: over the group."""
+        size, names = self._told.world_size, set[str]()
+        if is_merged:
+            names |= {manifest.rank_file(rank, size) for rank in range(size)}
+        if self._training.hook_state is not None and not self._is_same_size:
+            if self._contents.hook == POWERSGD:
+                names |= {manifest.powersgd_file(rank, size) for rank in range(size)}
+            else:
+                names.add(manifest.rank_file(0, size))
+        with together(self._group, self._where):
+            self._require_sound(files.share_of(names, self._group.rank, self._group.size))
+
+    def _read(self, name: str, mmap: bool = False) -> Any:
+        # Mapped files cost no memory, and the device's own tensors are no file's.
+        mmap = mmap and str(self._map_location) == "cpu"
+        try:
+            return torch.load(self._path / name, map_location=self._map_location, weights_only=True, mmap=mmap)
+        except Exception as error:
+            raise CheckpointError(f"{name} cannot be read: {error}") from error
+
+    def _of_rank(self, rank: int) -> Any:
+        # An ordinary optimizer keeps the tensors it is given, which must not be a file's that somebody removes.
+        return self._read(manifest.rank_file(rank, self._told.world_size), mmap=self._training.is_sharded())
+
+    def _takes_merged(self, own: dict[str, Any]) -> bool:
+        """Say whether the shards of all ranks are needed on each. Collective: over the group."""
+        if self._training.optimizer is None or self._contents.optimizer != SHARDS:
+            return False
+        if not self._training.is_sharded() or not self._is_same_size:
+            return True
+        here = self._training.optimizer.rank_local_state_dict(copies=False)
+        return bool(highest(self._group, int(here["layout"] != own["optimizer"]["layout"])))
+
+    def _take_together(self, shared: dict[str, Any], own: dict[str, Any], whole: Any) -> None:
+        """Load what communicates. Collective: over the group."""
+        training = self._training
+        with as_checkpoint_errors(self._where):
+            if training.is_sharded():
+                training.optimizer.load_state_dict(own["optimizer"] if whole is None else whole)
+            wrapper = model_state.data_parallel(training.model)
+            if training.is_powersgd():
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of the state's group, which stays
+                    training.take_powersgd(powersgd.load(self._path, wrapper, self._map_location))
+            elif wrapper is not None and self._is_same_size and shared["buckets"] is not None:
+                wrapper.use_bucket_plan(shared["buckets"])
+
+    def _take_rng(self, own: dict[str, Any]) -> None:
+        if not self._contents.rng:
+            return
+        if self._is_same_size:
+            rng.restore(own["rng"])
+            return
+        rng.reseed(self._told.files[TRAINING].sha256, self._group.rank, self._group.size)
+        self._warn(
+            f"the checkpoint is of {self._told.world_size} ranks, and this run has {self._group.size}: random number generators "
+            "are seeded anew, the same way at each load"
+        )
+
+    def _warn(self, text: str) -> None:
+        if self._group.rank == 0:
+            warnings.warn(f"{self._path}: {text}", stacklevel=5)

@@ -1,0 +1,104 @@
+"""State of a model: that of the bare module, with tensors that take no more of a file than their elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
+
+from mpidist.ddp.module import DistributedDataParallel
+
+Tensor = torch.Tensor
+_SHOWN = 6  # names in a message
+
+
+def wrappers(model: Any) -> Iterator[Any]:
+    """Yield a model and, one after the other, the modules that it wraps: data parallelism's, ``torch.compile``'s."""
+    yield model
+    while isinstance(model, (DistributedDataParallel, TorchDataParallel)) or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+        yield model
+
+
+def bare(model: Any) -> torch.nn.Module:
+    """Return the innermost module, whose names carry no prefix."""
+    *_, inner = wrappers(model)
+    return inner
+
+
+def data_parallel(model: Any) -> DistributedDataParallel | None:
+    """Return the wrapper of ``mpidist.ddp``, if there is one."""
+    return next((layer for layer in wrappers(model) if isinstance(layer, DistributedDataParallel)), None)
+
+
+def keeps_own_buffers(model: Any) -> bool:
+    """Say whether each rank's buffers are its own: data parallelism that does not broadcast them."""
+    for layer in wrappers(model):
+        if isinstance(layer, DistributedDataParallel):
+            return not layer.forward_sync_buffers
+        if isinstance(layer, TorchDataParallel):
+            return not layer.broadcast_buffers
+    return False
+
+
+def packed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict without autograd; views of larger memory are copied, so that a file does not hold all of that.
+
+    Tensors that share their memory as a whole, as tied weights do, still share it.
+    """
+    copies: dict[Any, Tensor] = {}
+
+    def compact(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = value.detach()
+        if value.layout is not torch.strided or value.untyped_storage().nbytes() <= value.nbytes:
+            return value
+        key = (value.data_ptr(), value.dtype, value.shape, value.stride())
+        if key not in copies:
+            copies[key] = value.cpu().clone()
+        return copies[key]
+
+    return {name: compact(value) for name, value in state.items()}
+
+
+def buffers(model: Any) -> dict[str, Tensor]:
+    """Return this rank's buffers by name, those that a state dict holds."""
+    module = bare(model)
+    own = dict(module.named_buffers())
+    return packed({name: own[name] for name in module.state_dict() if name in own})
+
+
+def require_fits(model: Any, saved: Any) -> None:
+    """Refuse the state of another model.
+
+    Raises:
+        ValueError: Which parameters and buffers are missing, unexpected, or of another shape.
+    """
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"the model's state is a dict by name; got {type(saved).__name__}")
+    text = differences(bare(model).state_dict(), saved)
+    if text:
+        raise ValueError(f"the checkpoint is of another model: {text}")
+
+
+def differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    """Say how two state dicts differ in names and shapes; nothing if they do not (pure)."""
+
+    def listed(names: list[str]) -> str:
+        return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+    def shape(value: Any) -> Any:
+        return tuple(value.shape) if isinstance(value, Tensor) else None
+
+    missing = [name for name in own if name not in saved]
+    unexpected = [name for name in saved if name not in own]
+    other = [
+        f"{name} {shape(saved[name])} for {shape(own[name])}"
+        for name in own
+        if name in saved and shape(saved[name]) != shape(own[name])
+    ]
+    parts = [("missing", missing), ("unexpected", unexpected), ("of another shape", other)]
+    return "; ".join(f"{words}: {listed(names)}" for words, names in parts if names)

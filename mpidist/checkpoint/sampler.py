@@ -1,0 +1,161 @@
+"""Sampler that knows which samples of an epoch are done, and goes on with the others on any number of ranks.
+
+All ranks walk through one order of the data set: rank r of W takes every W-th sample from the r-th on. After k samples of each
+rank the first k · W of the order are done, whatever W is, so this number and the epoch are all there is to save.
+
+Letters: W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from mpidist.comm.native_group import native_group
+
+
+class ResumableSampler(Sampler[int]):
+    """``torch.utils.data.DistributedSampler`` with a position: the same samples to the same ranks, from where the epoch stands.
+
+    A ``DataLoader`` asks for samples ahead of the training, so the position moves when the training loop says what it has done:
+    ``advance(len(batch))`` after each step. Give the ``DataLoader`` a ``generator`` of its own: without one each pass over it
+    draws from torch's generator, and a run that was interrupted has one pass more.
+
+    Communicates nothing.
+
+    Args:
+        dataset: A data set, or its length.
+        num_replicas: W; of ``group`` if None.
+        rank: Of this process; in ``group`` if None.
+        shuffle: Draw a new order for each epoch.
+        seed: Of the orders; the same on all ranks.
+        drop_last: Leave the last samples out if they are too few for all ranks. Otherwise samples from the beginning of the
+            order fill up.
+        group: Native group, or torch group on the backend ``mpidist``; the default group if None.
+
+    Attributes:
+        epoch: The epoch that the position is in.
+        consumed: Samples of this epoch that all ranks together are done with, those that fill up included.
+
+    Raises:
+        ValueError: A rank that is none of the replicas, or a data set without samples.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        group: Any = None,
+    ) -> None:
+        if num_replicas is None or rank is None:
+            native = native_group(group)
+            num_replicas = native.size if num_replicas is None else num_replicas
+            rank = native.rank if rank is None else rank
+        if num_replicas < 1 or not 0 <= rank < num_replicas:
+            raise ValueError(f"ResumableSampler needs a rank from 0 to {num_replicas - 1} of {num_replicas}; got {rank}")
+        self.length = dataset if isinstance(dataset, int) else len(dataset)
+        if self.length < 1:
+            raise ValueError("ResumableSampler needs a data set of at least one sample; got an empty one")
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.consumed = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(share(self._order(), self.consumed, self.rank, self.num_replicas, self.drop_last))
+
+    def __len__(self) -> int:
+        """Return how many samples of this epoch are left for this rank; the same on all ranks."""
+        return left(self.length, self.consumed, self.num_replicas, self.drop_last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch. The position stays if it is in this epoch already: after a load, the epoch goes on."""
+        if epoch != self.epoch:
+            self.epoch, self.consumed = epoch, 0
+
+    def advance(self, samples: int) -> None:
+        """Count samples of this rank as done; each rank does as many.
+
+        Raises:
+            ValueError: Fewer are left for this rank in this epoch.
+        """
+        if not 0 <= samples <= len(self):
+            raise ValueError(
+                f"ResumableSampler.advance: {samples} samples of rank {self.rank}, of which {len(self)} are left in epoch "
+                f"{self.epoch}; it takes the number of this rank's own samples, once a step, and set_epoch begins the next epoch"
+            )
+        self.consumed += samples * self.num_replicas
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and what must be the same where it is loaded."""
+        return {
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "length": self.length,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+        }
+
+    def require_fits(self, state: Mapping[str, Any]) -> None:
+        """Refuse a position in another order.
+
+        Raises:
+            ValueError: What differs.
+        """
+        own = self.state_dict()
+        if not isinstance(state, Mapping) or set(state) != set(own):
+            raise ValueError("the sampler's state is none of ResumableSampler")
+        for name, words in (
+            ("length", "of another data set: its number of samples"),
+            ("seed", "of another seed"),
+            ("shuffle", "of another order: shuffle"),
+        ):
+            if state[name] != own[name]:
+                raise ValueError(f"the sampler's state is {words} was {state[name]}, and is {own[name]} here")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a position, of any number of ranks.
+
+        Raises:
+            ValueError: It is of another data set, seed or order.
+        """
+        self.require_fits(state)
+        self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.length))
+        drawn: list[int] = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+        return drawn
+
+
+def left(length: int, consumed: int, replicas: int, drop_last: bool) -> int:
+    """Return how many samples each rank has before it, of a data set of ``length`` (pure)."""
+    rest = max(length - consumed, 0)
+    return rest // replicas if drop_last else -(-rest // replicas)
+
+
+def share(order: Sequence[int], consumed: int, rank: int, replicas: int, drop_last: bool) -> list[int]:
+    """Return the samples that one rank has before it (pure).
+
+    Args:
+        order: Of all samples of the epoch.
+        consumed: How many of them are done.
+    """
+    each = left(len(order), consumed, replicas, drop_last)
+    ahead = list(order[consumed : consumed + each * replicas])
+    missing = each * replicas - len(ahead)
+    if missing:
+        ahead += (list(order) * -(-missing // len(order)))[:missing]
+    return ahead[rank::replicas]

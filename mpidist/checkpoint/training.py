@@ -1,0 +1,199 @@
+"""State of a training run: which part of it goes into which file, and how each part takes its state back.
+
+``model.pt``: the bare module's, once. ``optimizer.pt``: an ordinary optimizer's, once. ``training.pt``: scheduler, scaler,
+sampler, buckets, the user's own data. ``rank-<r>-of-<W>.pt``: a rank's generators, its shard of an ``OSS``, its buffers and hook
+state. ``powersgd-<r>-of-<W>.pt``: PowerSGD's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpidist.checkpoint import manifest, model_state, rng
+from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING, Contents
+from mpidist.checkpoint.plain_data import require_plain
+from mpidist.ddp.hooks.powersgd_state import PowerSGDState
+
+WHOLE, SHARDS = "whole", "shards"
+POWERSGD, STATE = "powersgd", "state"
+
+
+@dataclass(frozen=True)
+class Training:
+    """The objects of a run that have state; all but the model may be None."""
+
+    model: Any
+    optimizer: Any = None
+    hook_state: Any = None
+    sampler: Any = None
+    scheduler: Any = None
+    scaler: Any = None
+
+    def asked(self) -> dict[str, Any]:
+        """Return the objects that may be None by the names of the arguments of ``save`` and ``load``."""
+        names = ("optimizer", "hook_state", "sampler", "scheduler", "scaler")
+        return {name: getattr(self, name) for name in names}
+
+    def is_sharded(self) -> bool:
+        """Say whether the optimizer's state is divided among the ranks."""
+        return hasattr(self.optimizer, "rank_local_state_dict")
+
+    def is_powersgd(self) -> bool:
+        """Say whether the hook state is PowerSGD's, which has files of its own."""
+        return isinstance(self.hook_state, PowerSGDState)
+
+    def require_usable(self, rank: int, world_size: int) -> None:
+        """Refuse objects whose state cannot be saved.
+
+        Raises:
+            TypeError: An object of another class.
+            ValueError: A sharded optimizer over other ranks; PowerSGD's state without our data parallelism.
+        """
+        if not isinstance(model_state.bare(self.model), torch.nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module; got {type(self.model).__name__}")
+        for name, taker in self.asked().items():
+            if name == "hook_state" and self.is_powersgd():
+                continue
+            if taker is not None and not (hasattr(taker, "state_dict") and hasattr(taker, "load_state_dict")):
+                hint = " (of mpidist's hooks PowerSGDState alone has state)" if name == "hook_state" else ""
+                raise TypeError(f"{name} must have state_dict() and load_state_dict(); {type(taker).__name__} has not{hint}")
+        if self.is_sharded() and (self.optimizer.rank, self.optimizer.world_size) != (rank, world_size):
+            raise ValueError(
+                f"the sharded optimizer is of rank {self.optimizer.rank} of {self.optimizer.world_size}, and the checkpoint's "
+                f"group has rank {rank} of {world_size}: give group= the optimizer's"
+            )
+        if self.is_powersgd() and model_state.data_parallel(self.model) is None:
+            raise ValueError(
+                "a PowerSGDState is saved with the mpidist.ddp.DistributedDataParallel that it serves: give that as model"
+            )
+
+    def optimizer_class(self) -> str | None:
+        """Return the name of the class of optimizers that steps; None without one."""
+        if self.optimizer is None:
+            return None
+        return type(self.optimizer.optim if self.is_sharded() else self.optimizer).__name__
+
+    # --- to files ---
+
+    def contents(self, with_rng: bool) -> Contents:
+        """Return the kinds of state that there are; the same on all ranks."""
+        return Contents(
+            optimizer=None if self.optimizer is None else SHARDS if self.is_sharded() else WHOLE,
+            optimizer_class=self.optimizer_class(),
+            hook=None if self.hook_state is None else POWERSGD if self.is_powersgd() else STATE,
+            scheduler=self.scheduler is not None,
+            scaler=self.scaler is not None,
+            sampler=self.sampler is not None,
+            rng=with_rng,
+            buffers=model_state.keeps_own_buffers(self.model),
+        )
+
+    def files(self, contents: Contents, extra: Any, rank: int, world_size: int) -> dict[str, Any]:
+        """Return what one rank writes, by file name.
+
+        Raises:
+            TypeError: Some state is no plain data.
+        """
+        if self.is_sharded() and hasattr(self.optimizer, "wait"):
+            self.optimizer.wait()  # parameters that a step is still bringing
+        made: dict[str, Any] = {}
+        if rank == 0:
+            made[MODEL] = model_state.packed(model_state.bare(self.model).state_dict())
+            made[TRAINING] = self._shared(extra)
+            if contents.optimizer == WHOLE:
+                made[OPTIMIZER] = self.optimizer.state_dict()
+        if manifest.has_rank_files(contents):
+            made[manifest.rank_file(rank, world_size)] = self._own(contents)
+        for name, value in made.items():
+            require_plain(f"the content of {name}", value)
+        return made
+
+    def _shared(self, extra: Any) -> dict[str, Any]:
+        require_plain("extra", extra)
+        wrapper = model_state.data_parallel(self.model)
+        return {
+            **{name: _state_of(getattr(self, name)) for name in ("scheduler", "scaler", "sampler")},
+            "buckets": None if wrapper is None else wrapper.bucket_plan(),
+            "extra": extra,
+        }
+
+    def _own(self, contents: Contents) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.rank_local_state_dict(copies=False) if contents.optimizer == SHARDS else None,
+            "hook": self.hook_state.state_dict() if contents.hook == STATE else None,
+            "buffers": model_state.buffers(self.model) if contents.buffers else None,
+            "rng": rng.state() if contents.rng else None,
+        }
+
+    # --- from files ---
+
+    def require_held(self, contents: Contents) -> None:
+        """Refuse a checkpoint that lacks what is to be loaded, or holds it of another class.
+
+        Raises:
+            ValueError: What differs.
+        """
+        lacking = manifest.not_held(contents, self.asked())
+        if lacking:
+            raise ValueError(
+                f"the checkpoint holds no state for {', '.join(lacking)}: it was saved without; leave the argument away to begin "
+                "that part anew"
+            )
+        own = self.optimizer_class()
+        if own is not None and own != contents.optimizer_class:
+            raise ValueError(f"the checkpoint holds the state of {contents.optimizer_class}, and the optimizer is {own}")
+        if self.hook_state is not None and self.is_powersgd() != (contents.hook == POWERSGD):
+            kinds = {True: "PowerSGD's", False: "another hook's"}
+            raise ValueError(
+                f"the checkpoint holds {kinds[contents.hook == POWERSGD]} state, and hook_state is {kinds[self.is_powersgd()]}"
+            )
+
+    def require_fits(self, model: Any, shared: Any, whole: Any) -> None:
+        """Refuse state of another model, data set or optimizer, before any of it is taken.
+
+        Args:
+            model: Content of ``model.pt``.
+            shared: Content of ``training.pt``.
+            whole: Content of ``optimizer.pt``, or a merged state; None if there is none.
+
+        Raises:
+            ValueError: What differs.
+        """
+        model_state.require_fits(self.model, model)
+        if hasattr(self.sampler, "require_fits"):
+            self.sampler.require_fits(shared["sampler"])
+        if whole is not None:
+            saved = [len(group["params"]) for group in whole["param_groups"]]
+            own = [len(group["params"]) for group in self.optimizer.param_groups]
+            if saved != own:
+                raise ValueError(
+                    f"the checkpoint is of another model: its optimizer's groups hold {saved} parameters, this optimizer's {own}"
+                )
+
+    def take_shared(self, model: Any, shared: Mapping[str, Any]) -> None:
+        """Load the model and what is the same on all ranks beside the optimizer. Communicates nothing."""
+        model_state.bare(self.model).load_state_dict(model)
+        for name in ("scheduler", "scaler", "sampler"):
+            if getattr(self, name) is not None:
+                getattr(self, name).load_state_dict(shared[name])
+
+    def take_own_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Load buffers that are this rank's own. Communicates nothing."""
+        own = dict(model_state.bare(self.model).named_buffers())
+        with torch.no_grad():
+            for name, saved in buffers.items():
+                own[name].copy_(saved)
+
+    def take_powersgd(self, loaded: PowerSGDState) -> None:
+        """Give the hook's state object, which may be registered already, what was loaded; its group stays."""
+        kept = {"process_group": self.hook_state.process_group, "_kept": {}}
+        self.hook_state.__dict__.update({**loaded.__dict__, **kept})
+
+
+def _state_of(taker: Any) -> Any:
+    read: Callable[[], Any] | None = getattr(taker, "state_dict", None)
+    return None if read is None else read()

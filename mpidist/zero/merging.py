@@ -1,0 +1,85 @@
+"""Rank-local state dicts of all ranks to one in torch's format (pure), for another world size or layout.
+
+What one rank owns whole is a view of its flat tensor: state dicts that are mapped from files are then read as they are needed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mpidist.kernels.view import laid_out
+from mpidist.zero.local_state import FLAT, LOOSE, is_rank_local
+
+Tensor = torch.Tensor
+
+
+def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state that one optimizer over all parameters would have; of a wire's master copies nothing.
+
+    Args:
+        states: What ``rank_local_state_dict`` returned on each rank, by rank.
+
+    Raises:
+        ValueError: They are not those of all ranks of one optimizer.
+    """
+    _require_of_one(states)
+    layout = states[0]["layout"]
+    slots = {
+        (place, number): (offset, numel) for place, (_, held, _) in enumerate(layout["plans"]) for number, offset, numel in held
+    }
+    places = [{tuple(kind): place for place, kind in enumerate(state["kinds"])} for state in states]
+    found: dict[int, dict[str, Any]] = {}
+    for state in states:
+        for number, rows in state["entries"].items():
+            if number in found:  # of a parameter that is cut: all its owners tell the same
+                continue
+            values = found[number] = {}
+            for name, where, value in rows:
+                if where == FLAT:
+                    kind = tuple(state["kinds"][value])
+                    flat = _elements(states, places, kind, *slots[kind[0], number])
+                    form = torch.empty_strided(layout["shapes"][number], layout["strides"][number], device="meta")
+                    values[name] = laid_out(flat, form)
+                else:
+                    values[name] = state["loose"][value] if where == LOOSE else copy.copy(value)
+    return {"state": dict(sorted(found.items())), "param_groups": copy.deepcopy(states[0]["param_groups"])}
+
+
+def _require_of_one(states: Sequence[Mapping[str, Any]]) -> None:
+    if not states or not all(map(is_rank_local, states)):
+        raise ValueError("the rank-local state dicts of all ranks are needed; at least one is none")
+    told = [(state["rank"], state["world_size"]) for state in states]
+    if told != [(rank, len(states)) for rank in range(len(states))]:
+        words = ", ".join(f"{rank} of {size}" for rank, size in told)
+        raise ValueError(
+            f"the rank-local state dicts must be those of ranks 0 to {len(states) - 1} of {len(states)}; got {words}"
+        )
+    if any(state["layout"] != states[0]["layout"] for state in states):
+        raise ValueError("the rank-local state dicts are of different layouts, not of one optimizer")
+
+
+def _elements(
+    states: Sequence[Mapping[str, Any]],
+    places: Sequence[Mapping[tuple[Any, ...], int]],
+    kind: tuple[Any, ...],
+    offset: int,
+    numel: int,
+) -> Tensor:
+    """Return elements ``offset`` to ``offset + numel`` of a flat buffer's state from the ranks that own them."""
+    bounds = states[0]["layout"]["plans"][kind[0]][2]
+    parts = []
+    for rank, state in enumerate(states):
+        first, end = max(offset, bounds[rank]), min(offset + numel, bounds[rank + 1])
+        if first >= end:
+            continue
+        flat = state["flats"][places[rank][kind]] if kind in places[rank] else None
+        if flat is None or flat.numel() != bounds[rank + 1] - bounds[rank]:
+            raise ValueError(f"the rank-local state dict of rank {rank} is damaged: it lacks elements of {kind[1]}")
+        parts.append(flat[first - bounds[rank] : end - bounds[rank]])
+    if not parts:  # a parameter without elements
+        return torch.empty(0, dtype=kind[2])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
