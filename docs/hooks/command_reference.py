@@ -31,7 +31,10 @@ def _row(parameter: Any) -> str:
     if getattr(parameter, "hidden", False):
         return ""
     is_option = parameter.param_type_name == "option"
-    names = [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.metavar or parameter.name.upper()]
+    value = f" {parameter.metavar}" if parameter.metavar else ""
+    names = [*(one + value for one in parameter.opts), *parameter.secondary_opts]
+    if not is_option:
+        names = [parameter.metavar or parameter.name.upper()]
     text = _plain(getattr(parameter, "help", None) or "").replace("|", "\\|").replace("\n", " ")
     default = parameter.default
     if is_option and isinstance(default, int | float | str) and not isinstance(default, bool) and default != "":

@@ -52,7 +52,7 @@ def tables(record: Record, choice: Mapping[str, Sequence[str]] | None = None) ->
 
     Args:
         record: What a benchmark wrote.
-        choice: ``operations``, ``sizes`` (bytes), ``models``: show these alone.
+        choice: ``operations``, ``sizes`` (bytes), ``models``, ``contenders``: show these alone.
 
     Raises:
         ValueError: A record of an unknown form, or nothing of it chosen.
@@ -68,33 +68,40 @@ def tables(record: Record, choice: Mapping[str, Sequence[str]] | None = None) ->
         return _saving(record)
     results = record.get("results") or []
     if results and "model" in results[0]:
-        return _steps([one for one in results if _chosen(choice, "models", one["model"])])
+        return _steps([_contending(one, choice) for one in results if _chosen(choice, "models", one["model"])])
     if results and "operation" in results[0]:
         chosen = [one for one in results if _chosen(choice, "operations", one["operation"])]
-        return _operations([one for one in chosen if _chosen(choice, "sizes", str(one["size_bytes"]))])
+        return _operations([_contending(one, choice) for one in chosen if _chosen(choice, "sizes", str(one["size_bytes"]))])
     if results and all(isinstance(value, (str, int, float)) for value in results[0].values()):
         return table(list(results[0]), [[_plain(value) for value in one.values()] for one in results])
     raise ValueError(f"no table is known for a record with {', '.join(record)}")
 
 
 def section(name: str, record: Record, has_plot: bool, choice: Mapping[str, Sequence[str]] | None = None) -> str:
-    """Return what a page shows of one record: machine, tables, link to the JSON, plot."""
+    """Return what a page shows of one record: machine, tables, link to the JSON, plot (unless ``plot=no`` is chosen)."""
     parts = [f"*{machine(record)}.* [{name}.json](../benchmarks/results/{name}.json)", tables(record, choice)]
-    if has_plot:
+    if has_plot and "plot" not in (choice or {}):
         parts.append(f"![Plot of {name}](../benchmarks/results/{name}.png)")
     return "\n\n".join(parts)
 
 
 def parse(marker: str) -> tuple[str, dict[str, list[str]]]:
-    """Split a marker's text, ``name key=a,b key="c d"``, into the record's name and the choice."""
+    """Split a marker's text, ``name key=a,b key="c, d;e"``, into the record's name and the choice."""
     name, _, rest = marker.strip().partition(" ")
     found = re.findall(r'(\w+)=("[^"]*"|\S+)', rest)
-    # A quoted value is one, with its commas.
-    return name, {key: [value[1:-1]] if value.startswith('"') else value.split(",") for key, value in found}
+    # Within quotes values may have commas and blanks.
+    return name, {key: value[1:-1].split(";") if value.startswith('"') else value.split(",") for key, value in found}
 
 
 def _chosen(choice: Mapping[str, Sequence[str]], key: str, value: str) -> bool:
     return key not in choice or value in choice[key]
+
+
+def _contending(result: Record, choice: Mapping[str, Sequence[str]]) -> Record:
+    return {
+        **result,
+        "contenders": {name: one for name, one in result["contenders"].items() if _chosen(choice, "contenders", name)},
+    }
 
 
 def _plain(value: Any) -> str:
@@ -110,7 +117,7 @@ def _operations(results: Sequence[Record]) -> str:
         times = [one["contenders"].get(name) for name in names]
         size = f", {bytes_text(one['size_bytes'])}" if one["size_bytes"] else ""
         rows.append([one["operation"] + size, *("" if each is None else time_text(each["median_us"]) for each in times)])
-    return table(["median", *names], rows)
+    return table(["median time", *names], rows)
 
 
 def _steps(results: Sequence[Record]) -> str:

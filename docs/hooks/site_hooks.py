@@ -21,6 +21,8 @@ from mkdocs.structure.files import File
 
 _MARKER = re.compile(r"<!-- (?P<kind>results|scaling|api|command|decisions|job scripts)(?:: (?P<text>.*?))? -->")
 _SOURCES: dict[str, str] = {}
+# Pages about how mpidist came to be: behind those for its users in a search.
+_BEHIND = ("decisions/", "changelog.md", "contributing.md", "architecture.md", "benchmarks.md", "examples/")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -44,6 +46,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Fill the markers of a page, then point its links at the site."""
     root = _root(config)
     uri = page.file.src_uri
+    if uri.startswith(_BEHIND):
+        page.meta.setdefault("search", {"boost": 0.3})
+    elif not uri.startswith("api/"):
+        page.meta.setdefault("search", {"boost": 3})
     try:
         markdown = repository_links.outside_fences(markdown, lambda part: _MARKER.sub(lambda found: _filled(found, root), part))
     except (ValueError, OSError, KeyError, ImportError) as error:

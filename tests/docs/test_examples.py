@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import types
@@ -25,10 +26,13 @@ def test_programs_of_the_pages_run(world, tmp_path, monkeypatch):
         # A module of its own: its functions and classes are found by name on other ranks.
         module = types.ModuleType(f"docs_example_{number}")
         monkeypatch.setitem(sys.modules, module.__name__, module)
+        environment = dict(os.environ)
         exec(compile("\n" * int(example.place.split(":")[1]) + example.code, example.place, "exec"), module.__dict__)
         world.barrier()
         if dist.is_initialized():
             dist.destroy_process_group()
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
         ran.append(example.place)
     assert len(ran) >= 8
 

@@ -46,9 +46,11 @@ def test_tables_have_the_numbers_of_the_record(hook):
     text = tables.section("n", record, True)
     assert "2 ranks, over a simulated link of 1 Gbit/s, M, torch 2, C, 2 cores, 2026-01-02" in text
     assert "| a, 2 KiB | 1.23 ms | 0.5 µs |" in text and "| b | 2.5 s |  |" in text and "n.png" in text
-    name, choice = tables.parse('n operations=b,c models="MLP 8.4 M, batch 64"')
-    assert (name, choice) == ("n", {"operations": ["b", "c"], "models": ["MLP 8.4 M, batch 64"]})
+    name, choice = tables.parse('n operations=b,c models="MLP 8.4 M, batch 64;m"')
+    assert (name, choice) == ("n", {"operations": ["b", "c"], "models": ["MLP 8.4 M, batch 64", "m"]})
     assert "| a," not in tables.tables(record, choice)
+    assert "µs" not in tables.tables(record, {"contenders": ["x"]})
+    assert "n.png" not in tables.section("n", record, True, {"plot": ["no"]})
     with pytest.raises(ValueError, match="no row"):
         tables.tables(record, {"operations": ["z"]})
     with pytest.raises(ValueError, match="no table"):
