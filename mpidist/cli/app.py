@@ -2,22 +2,61 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
+from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-# Each subcommand's examples, printed at the end of its help.
+import mpidist
+from mpidist.cli.bench import RANKS
+from mpidist.cli.launch_plan import BINDINGS, Request
+from mpidist.errors import MpidistError
+
+# Each subcommand's examples, which end its help.
 EXAMPLES = {
     "doctor": ["mpidist doctor", "mpirun -n 4 mpidist doctor --json found.json"],
+    "run": ["mpidist run -n 4 train.py --epochs 3", "mpidist run -n 4 -m package.train", "mpidist run --dry-run -n 4 train.py"],
+    "bench": ["mpidist bench collectives -n 2 --output results", "mpidist bench ddp -- --models mlp:64 --rounds 5"],
+    "tune": ["srun mpidist tune", "mpidist tune -n 4 --device host"],
+    "submit": [
+        "mpidist submit ddp --nodes 2 --time 1:00:00 -- train.py",
+        "mpidist submit test --gpus-per-node 0 --dry-run",
+        "mpidist submit ddp --set MPIDIST_MODULES=openmpi/5 -- train.py",
+    ],
 }
+_STATUS_OF_ERROR = 2
+# The program's own options follow its name, or stand behind --.
+_PROGRAM = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+_BEHIND = {"allow_extra_args": True}
+
+Binding = Enum("Binding", {name: name for name in BINDINGS}, type=str)  # type: ignore[misc]
+Benchmark = Enum("Benchmark", {name: name for name in RANKS}, type=str)  # type: ignore[misc]
+Ranks = Annotated[int | None, typer.Option("-n", "--ranks", min=1, help="ranks to start")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print the command line, and start nothing")]
 
 
-def _epilog(name: str) -> str:
-    return "\n\n".join(["Example:", *EXAMPLES[name]])
+def _epilog(*lines: str) -> str:
+    return "\n\n".join([f"Example{'s' * (len(lines) > 1)}:", *lines])
+
+
+def _told(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Have errors of ours end the command with their text and status 2, without a traceback."""
+
+    @functools.wraps(call)
+    def command(*args: Any, **kwargs: Any) -> None:
+        try:
+            call(*args, **kwargs)
+        except (MpidistError, ValueError) as error:
+            print(f"mpidist: {error}", file=sys.stderr)
+            raise typer.Exit(_STATUS_OF_ERROR) from None
+
+    return command
 
 
 app = typer.Typer(
@@ -25,28 +64,37 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Distributed PyTorch over MPI: look at a machine, start jobs, measure, submit to Slurm.",
-    epilog="\n\n".join(["Example:", "mpidist doctor", "mpidist run -n 4 train.py"]),
+    epilog=_epilog("mpidist doctor", "mpidist run -n 4 train.py"),
 )
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(mpidist.__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
+def _common(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the version")] = False,
+) -> None:
     pass
 
 
-@app.command(epilog=_epilog("doctor"))
+@app.command(epilog=_epilog(*EXAMPLES["doctor"]))
+@_told
 def doctor(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="also write all facts and findings there")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="exit with 1 for a warning, too")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="seconds to wait for the other ranks, and for each operation")] = 20.0,
-    launcher: Annotated[bool, typer.Option("--launcher/--no-launcher", help="alone: start two ranks by mpirun")] = True,
+    launcher: Annotated[bool, typer.Option("--launcher/--no-launcher", help="alone: also start two ranks by mpirun")] = True,
     try_device: Annotated[bool, typer.Option("--try-device", help="try what MPI does with device memory (minutes)")] = False,
 ) -> None:
-    """Look at MPI, devices, cores, memory and versions, alone or on every rank of a job; say what is wrong and what to do.
+    """Look at MPI, devices, cores, memory and versions; say what is wrong and what to do.
 
-    The exit status is 1 if something would stop jobs, else 0.
+    Alone, or under mpirun or srun on every rank. The exit status is 1 if something would stop jobs, else 0.
     """
     from mpidist.cli import doctor as examination
     from mpidist.cli import tables
@@ -55,6 +103,128 @@ def doctor(
     if report.is_mine:
         tables.print_report(report, tables.console(is_rank=report.ranks[0].tasks is not None))
         if json_file is not None:
-            json_file.write_text(json.dumps(report.as_data(), indent=1, default=str) + "\n", encoding="utf-8")
+            json_file.write_text(json.dumps(report.as_data(), indent=1) + "\n", encoding="utf-8")
         sys.stdout.flush()
     raise typer.Exit(report.exit_code(strict))
+
+
+@app.command(epilog=_epilog(*EXAMPLES["run"]), context_settings=_PROGRAM)
+@_told
+def run(
+    context: typer.Context,
+    ranks: Ranks = None,
+    module: Annotated[str, typer.Option("-m", metavar="MODULE", help="run a module, as python -m does")] = "",
+    nodes: Annotated[int | None, typer.Option(min=1, help="nodes of the Slurm job to use")] = None,
+    hosts: Annotated[str, typer.Option(help="outside Slurm: nodes, as a,b or a:4,b:4")] = "",
+    hostfile: Annotated[str, typer.Option(help="outside Slurm: file that names the nodes")] = "",
+    bind_to: Annotated[Binding | None, typer.Option(help="cores of a rank; not bound by mpirun if not given")] = None,
+    tag_output: Annotated[bool, typer.Option("--tag-output", help="begin each line of output with its rank")] = False,
+    ft: Annotated[bool, typer.Option("--ft", help="survive the death of ranks (ULFM; Open MPI 5)")] = False,
+    mpi: Annotated[str, typer.Option(metavar="TYPE", help="type of srun --mpi; chosen by the MPI library if not given")] = "",
+    dry_run: DryRun = False,
+) -> None:
+    """Start a Python script, a module or any program on several ranks.
+
+    Inside a Slurm job srun starts them, elsewhere the mpirun of the MPI library that Python loads. The exit status is the job's;
+    Ctrl-C and SIGTERM reach it. OMP_NUM_THREADS is 1 unless it is set.
+    """
+    _start(
+        tuple(context.args), module, dry_run, ranks=ranks, nodes=nodes, hosts=tuple(filter(None, hosts.split(","))),
+        hostfile=hostfile, binding=bind_to.value if bind_to else "", tags=tag_output, ulfm=ft, mpi_type=mpi,
+    )  # fmt: skip
+
+
+@app.command(epilog=_epilog(*EXAMPLES["bench"]), context_settings=_BEHIND)
+@_told
+def bench(
+    context: typer.Context,
+    name: Annotated[Benchmark, typer.Argument(help="the benchmark")],
+    ranks: Ranks = None,
+    output: Annotated[Path, typer.Option(help="folder of the JSON and the plots")] = Path("mpidist-bench"),
+    dry_run: DryRun = False,
+) -> None:
+    """Measure: print tables, write JSON and plots. What stands behind -- is the benchmark's own (--quick, --help).
+
+    Two ranks if not given (kernels: one); inside a Slurm job as many as it has tasks. They are not bound to cores.
+    """
+    from mpidist.cli import bench as benchmark
+    from mpidist.cli.launch_plan import in_allocation
+
+    program = benchmark.program(name.value, output, context.args)
+    chosen = ranks or (None if in_allocation(os.environ) and "SLURM_NTASKS" in os.environ else RANKS[name.value])
+    _start(program, "", dry_run, ranks=chosen, binding="none")
+
+
+@app.command(epilog=_epilog(*EXAMPLES["tune"]), context_settings=_BEHIND | {"ignore_unknown_options": True})
+@_told
+def tune(context: typer.Context, ranks: Ranks = None, dry_run: DryRun = False) -> None:
+    """Measure which all-reduce is the fastest at which size, and keep the table for later jobs.
+
+    One rank a GPU, once a machine. Without -n it is a rank of the job that mpirun or srun has started. --device cuda|host|cpu,
+    --sizes BYTES and --rounds N go to the measurement (--help behind --: mpidist tune -- --help).
+    """
+    if ranks is None and not dry_run:
+        from mpidist import tune as measurement
+
+        raise typer.Exit(measurement.main(context.args))
+    _start(tuple(context.args), "mpidist.tune", dry_run, ranks=ranks)
+
+
+@app.command(epilog=_epilog(*EXAMPLES["submit"]), context_settings=_BEHIND)
+@_told
+def submit(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="the job script: ddp, oss, rpc, bench, test, …")],
+    nodes: Annotated[int | None, typer.Option(help="nodes of the job")] = None,
+    gpus_per_node: Annotated[str, typer.Option(metavar="N", help="GPUs of a node, one rank each; 0: none")] = "",
+    ntasks_per_node: Annotated[int | None, typer.Option(help="ranks of a node, where they are not the GPUs")] = None,
+    cpus_per_task: Annotated[int | None, typer.Option(help="cores of a rank")] = None,
+    time: Annotated[str, typer.Option(metavar="TIME", help="limit: minutes, 1:00:00 or 1-12:00:00")] = "",
+    account: Annotated[str, typer.Option(help="account to charge")] = "",
+    partition: Annotated[str, typer.Option(help="partition")] = "",
+    array: Annotated[str, typer.Option(help="tasks of a job array: 0-7, 1-99%4")] = "",
+    job_name: Annotated[str, typer.Option("--name", help="name of the job")] = "",
+    sbatch: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="any other option of sbatch")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="a value of env.sh for this job")
+    ] = None,
+    env: Annotated[Path | None, typer.Option(help="your env.sh; else that of $MPIDIST_SLURM, else the shipped one")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the job script, and submit nothing")] = False,
+) -> None:
+    """Submit a shipped job script to Slurm, with your options in its header.
+
+    The program and its arguments stand behind --; without them the script runs an example.
+    """
+    from mpidist.cli import submit as submission
+    from mpidist.cli.job_script import Options
+
+    given = {
+        "job-name": job_name, "nodes": _text(nodes), "ntasks-per-node": _text(ntasks_per_node), "gpus-per-node": gpus_per_node,
+        "cpus-per-task": _text(cpus_per_task), "time": time, "account": account, "partition": partition, "array": array,
+    }  # fmt: skip
+    header: dict[str, str | None] = {key: text for key, text in given.items() if text}
+    header |= _pairs(sbatch, "--sbatch")
+    options = Options(header, _pairs(settings, "--set"), tuple(context.args))
+    text, filled = submission.text_of(name, options, env, os.environ)
+    if dry_run:
+        print(text, end="")
+        return
+    raise typer.Exit(submission.submit(text, filled))
+
+
+def _start(words: tuple[str, ...], module: str, is_dry: bool, **asked: Any) -> None:
+    from mpidist.cli import run as start
+
+    start.start(Request(program=start.program(words, module), **asked), is_dry)
+
+
+def _text(number: int | None) -> str:
+    return "" if number is None else str(number)
+
+
+def _pairs(texts: list[str] | None, option: str) -> dict[str, str]:
+    pairs = [text.partition("=") for text in texts or ()]
+    wrong = [name for name, equals, _ in pairs if not equals or not name]
+    if wrong:
+        raise ValueError(f"{option} takes NAME=VALUE; got {wrong[0]!r}")
+    return {name: text for name, _, text in pairs}

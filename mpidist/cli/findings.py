@@ -38,7 +38,8 @@ def findings(ranks: Sequence[Facts]) -> list[Finding]:
 def _no_mpi(ranks: Sequence[Facts]) -> Iterator[Finding]:
     for text, where in values(ranks, lambda facts: facts.problem).items():
         if text:
-            head, _, remedy = text.partition("; ")
+            # Errors of a start say what is wrong, and behind the first stop what to do.
+            head, _, remedy = text.partition("; " if "; " in text else ". ")
             yield Finding(PROBLEM, where, f"MPI does not start: {head}", remedy)
 
 

@@ -1,0 +1,88 @@
+"""Start of a job: asks the machine what it offers, and becomes the launcher: signals and the exit status are the job's."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from mpidist.cli.launch_plan import Plan, Request, Site, in_allocation, parse_mpi_types, plan, program_of
+from mpidist.comm import installed
+from mpidist.errors import LaunchError
+
+_LIST_S = 20.0  # srun asks a busy controller
+
+
+def site(environ: Mapping[str, str]) -> Site:
+    """Ask the machine. The MPI library is loaded, and not started.
+
+    Raises:
+        LaunchError: There is no MPI library.
+    """
+    library = installed.installed()
+    srun = shutil.which("srun") or "" if in_allocation(environ) else ""
+    return Site(
+        abi=library.abi,
+        library=library.text,
+        library_file=library.file,
+        mpirun=library.mpirun,
+        srun=srun,
+        mpi_types=_mpi_types(srun) if srun else (),
+        cores=len(os.sched_getaffinity(0)),
+        is_root=os.geteuid() == 0,
+    )
+
+
+def program(words: tuple[str, ...], module: str = "") -> tuple[str, ...]:
+    """Return the command line of one rank.
+
+    Raises:
+        LaunchError: There is no such script or program.
+    """
+    return program_of(words, module, sys.executable, lambda name: Path(name).is_file() if _is_script(name) else _is_program(name))
+
+
+def start(request: Request, is_dry: bool) -> None:
+    """Become the launcher, or print its command line; returns in the second case alone.
+
+    Raises:
+        LaunchError: The job cannot be started so.
+    """
+    planned = plan(request, site(os.environ), os.environ)
+    if is_dry:
+        print(text_of(planned))
+        return
+    for note in planned.notes:
+        print(f"mpidist run: {note}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(planned.argv[0], list(planned.argv), {**os.environ, **planned.variables})
+    except OSError as error:
+        raise LaunchError(f"{planned.argv[0]} does not start: {error}") from error
+
+
+def text_of(planned: Plan) -> str:
+    """Return the command line as one would type it into a shell."""
+    variables = [f"{name}={text}" for name, text in planned.variables.items()]
+    return shlex.join([*(["env", *variables] if variables else []), *planned.argv])
+
+
+def _mpi_types(srun: str) -> tuple[str, ...]:
+    try:
+        done = subprocess.run([srun, "--mpi=list"], capture_output=True, text=True, timeout=_LIST_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return parse_mpi_types(f"{done.stdout}\n{done.stderr}")
+
+
+def _is_script(name: str) -> bool:
+    return name.endswith(".py")
+
+
+def _is_program(name: str) -> bool:
+    return shutil.which(name) is not None

@@ -1,0 +1,36 @@
+"""Benchmarks by name."""
+
+import pytest
+
+from mpidist import shipped
+from mpidist.cli import bench
+from mpidist.errors import LaunchError
+
+
+def test_a_benchmark_writes_into_the_folder(tmp_path):
+    found = bench.program("collectives", tmp_path / "a" / "b", ["--quick"], lambda name: True)
+    assert found == (str(shipped.folder("benchmarks") / "bench_collectives.py"), "--output", str(tmp_path / "a" / "b"), "--quick")
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_every_benchmark_takes_a_folder():
+    """By its own text: it reads --output itself, or by the module that all training benchmarks share."""
+    for name in bench.RANKS:
+        path = shipped.folder("benchmarks") / f"bench_{name}.py"
+        if name != "scaling" or path.exists():
+            text = path.read_text()
+            assert '"--output"' in text or "training_run.arguments(" in text, name
+
+
+def test_what_is_missing_is_told_with_the_way_to_get_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name, folder, arguments, words in [
+        ("nothing", tmp_path, [], "no benchmark nothing: collectives"),
+        ("ddp", tmp_path / "file" / "x", [], "cannot be made"),
+        ("ddp", tmp_path, ["--output", "x"], "before the --"),
+    ]:
+        with pytest.raises(LaunchError, match=words):
+            bench.program(name, folder, arguments, lambda name: True)
+    with pytest.raises(LaunchError, match=r"need psutil, tabulate: pip install 'mpidist\[bench\]'"):
+        bench.program("ddp", tmp_path, [], lambda name: name == "matplotlib")
+    assert bench.is_installed("torch") and not bench.is_installed("no_such_package")

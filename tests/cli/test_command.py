@@ -1,0 +1,167 @@
+"""The command as a user types it: help, examples, errors, and what is missing."""
+
+import json
+import os
+import re
+import shlex
+import sys
+from types import SimpleNamespace
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import mpidist
+from mpidist.cli import app as cli
+from mpidist.cli import command, doctor, run, submit, tables
+from mpidist.cli.finding import PROBLEM, WARNING, Finding
+from mpidist.cli.launch_plan import Site
+from mpidist.errors import LaunchError
+from tests.cli.test_findings import alone, job
+from tests.support import started
+
+SITE = Site("openmpi", "Open MPI v5.0.11", "/m/lib/libmpi.so", "/m/bin/mpirun", "", (), 4, False)
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """Run a command line in this process on a machine with one Open MPI and no Slurm."""
+    for name in [name for name in os.environ if name.startswith(("OMPI_COMM", "PMI", "SLURM", "MPI_LOCAL"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(run, "site", lambda environ: SITE)
+    return lambda *words: CliRunner().invoke(cli.app, list(words))
+
+
+def test_every_help_has_examples_that_parse(call):
+    names = set(get_command(cli.app).commands)
+    assert names == set(cli.EXAMPLES)
+    for name, examples in cli.EXAMPLES.items():
+        shown = re.sub(r"\s+", " ", call(name, "--help").output)
+        for example in examples:
+            assert example in shown, f"{name}: {example!r} is not whole in its help"
+            words = shlex.split(example)
+            words = words[words.index("mpidist") + 1 :]
+            assert words[0] == name
+            group = get_command(cli.app)
+            with group.commands[name].make_context(name, words[1:]) as context:
+                assert context.info_name == name
+    assert "mpidist run -n 4 train.py" in call("--help").output and "--install-completion" in call("--help").output
+
+
+def test_command_lines_are_planned(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    python = sys.executable
+    start = "/m/bin/mpirun -n 4 --bind-to"
+    cases = {
+        "run -n 4 --dry-run train.py -n 3": f"{start} none {python} train.py -n 3",
+        "run --bind-to core --tag-output --ft -n 4 --dry-run -m a.b": f"{start} core --output tag --with-ft ulfm {python} -m a.b",
+        "run -n 4 --hosts a,b --dry-run sh": f"{start} none --host a,b -x OMP_NUM_THREADS sh",
+        "tune --device host -n 4 --dry-run --rounds 3": f"{start} none {python} -m mpidist.tune --device host --rounds 3",
+    }
+    for line, expected in cases.items():
+        done = call(*shlex.split(line))
+        assert (done.exit_code, done.stdout) == (0, f"{expected}\n"), line
+    done = call("bench", "kernels", "--output", "out", "--dry-run", "--", "--quick")
+    assert re.fullmatch(
+        rf"/m/bin/mpirun -n 1 --bind-to none {python} .*/bench_kernels.py --output {tmp_path}/out --quick\n", done.stdout
+    )
+    assert call("--version").stdout == f"{mpidist.__version__}\n"
+
+
+def test_what_cannot_be_done_ends_with_status_2_and_words(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for line, words in [
+        ("run train.py", "train.py: no such file"),
+        ("run sh", "how many ranks"),
+        ("run -n 0 sh", "--ranks"),
+        ("run -n 2 --bind-to moon sh", "moon"),
+        ("bench nothing", "nothing"),
+        ("bench ddp --quick", "No such option"),
+        ("submit ddp --time 1h --dry-run", "--time takes"),
+        ("submit nothing --dry-run", "no job script nothing"),
+        ("submit ddp --set X --dry-run", "--set takes NAME=VALUE; got 'X'"),
+        ("submit ddp --nodes 0 --dry-run", "--nodes must be a positive number"),
+        ("nothing", "No such command"),
+    ]:
+        if line.startswith("submit ddp"):
+            monkeypatch.setattr(submit, "names", lambda: ["ddp"])
+            monkeypatch.setattr(submit.shipped, "folder", lambda name: tmp_path)
+            (tmp_path / "ddp.sbatch").write_text('#!/bin/bash\n#SBATCH --nodes=1\nsource "$MPIDIST_SLURM/env.sh"\n')
+            (tmp_path / "env.sh").write_text("")
+        done = call(*shlex.split(line))
+        assert done.exit_code == 2 and words in done.stderr, f"{line}: {done.output} {done.stderr}"
+        assert "Traceback" not in done.output
+
+
+def test_submit_prints_or_hands_over(call, monkeypatch):
+    seen = []
+    monkeypatch.setattr(submit, "text_of", lambda *args: seen.append(args) or ("the text\n", args[1]))
+    line = "submit ddp --nodes 2 --gpus-per-node 4 --name x --sbatch qos=low --set A=b=c --dry-run -- train.py --epochs 3"
+    assert call(*line.split()).stdout == "the text\n"
+    name, options, env, _ = seen[0]
+    assert (name, env, options.settings, options.arguments) == ("ddp", None, {"A": "b=c"}, ("train.py", "--epochs", "3"))
+    assert options.header == {"job-name": "x", "nodes": "2", "gpus-per-node": "4", "qos": "low"}
+    monkeypatch.setattr(submit, "submit", lambda text, options: 5)
+    assert call("submit", "ddp").exit_code == 5
+
+
+def test_doctors_report_is_printed_plainly_and_written(call, monkeypatch, tmp_path):
+    found = [Finding(PROBLEM, (1,), "it [breaks]", "mend it"), Finding(WARNING, (), "slow", "")]
+    reports = {
+        "problem": (doctor.Report(job(), found, True), 1, 1),
+        "warning": (doctor.Report(job(), found[1:], True), 0, 1),
+        "fine": (doctor.Report(alone(), [], True), 0, 0),
+        "no mpi": (doctor.Report([SimpleNamespace(**{**vars(alone()[0]), "mpi": None})], found[:1], True), 1, 1),
+        "another rank's": (doctor.Report(job(), found, False), 1, 1),
+    }
+    for name, (report, status, strict_status) in reports.items():
+        monkeypatch.setattr(doctor, "examine", lambda *args, report=report: report)
+        done = call("doctor")
+        assert (done.exit_code, call("doctor", "--strict").exit_code) == (status, strict_status), name
+        assert "\x1b" not in done.output
+        assert ("it [breaks]" in done.output) == (name in ("problem", "no mpi")), done.output
+        assert (done.output == "") == (name == "another rank's")
+    monkeypatch.setattr(doctor, "examine", lambda *args: reports["problem"][0])
+    call("doctor", "--json", str(tmp_path / "found.json"))
+    data = json.loads((tmp_path / "found.json").read_text())
+    assert (data["problems"], data["warnings"], data["notes"], len(data["ranks"])) == (1, 1, 0, 4)
+    assert data["ranks"][3]["mpi"]["transports"]["component"] == "ucx"
+    assert "(rank 1)" in call("doctor").output and "1 problem, 1 warning" in call("doctor").output
+
+
+def test_a_terminal_gets_colours_and_a_rank_does_not(monkeypatch):
+    terminal = SimpleNamespace(
+        isatty=lambda: True, write=lambda text: None, flush=lambda: None, encoding="utf-8", fileno=lambda: 1
+    )
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert tables.console(terminal).is_terminal and not tables.console(terminal, is_rank=True).is_terminal
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert tables.console(terminal).no_color
+
+
+def test_without_typer_the_command_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2 and "pip install 'mpidist[cli]'" in capsys.readouterr().err
+
+
+def test_errors_of_ours_have_no_traceback(call, monkeypatch):
+    def fails(*args):
+        raise LaunchError("no MPI anywhere")
+
+    monkeypatch.setattr(run, "site", fails)
+    done = call("run", "-n", "2", "sh")
+    assert (done.exit_code, done.stderr) == (2, "mpidist: no MPI anywhere\n")
+
+
+@pytest.mark.slow
+def test_help_comes_without_torch():
+    """A login node's cold file system takes minutes for torch."""
+    code = "import sys\nfrom mpidist.cli.app import app\ntry:\n    app(['run', '--help'])\n"
+    code += "except SystemExit:\n    print('torch' in sys.modules)"
+    done = started([sys.executable, "-c", code], 60)
+    assert done.stdout.endswith("False\n"), done.stdout + done.stderr
