@@ -1,0 +1,170 @@
+# What the job scripts share: checks of the site's values, the launcher that fits the MPI library, requeueing.
+# Sourced behind env.sh; then PYTHON, LAUNCHER, MPIDIST_EXAMPLES, MPIDIST_BENCHMARKS and MPIDIST_CHECKPOINT are set.
+# shellcheck shell=bash
+
+# A rank's exit status for "state is saved, start me again": EX_TEMPFAIL of sysexits.h, mpidist.checkpoint.REQUEUE_EXIT_CODE.
+REQUEUE_STATUS=75
+
+say() { printf 'mpidist: %s\n' "$*"; }
+
+die() {
+    printf 'mpidist: %s\n' "$*" >&2
+    exit 2
+}
+
+# Every value is there and of its kind.
+check_values() {
+    local name
+    for name in ACCOUNT PARTITION GPUS_PER_NODE MODULES VENV IMAGE IMAGE_OPTIONS MPI CHECKPOINTS MAX_REQUEUES; do
+        name=MPIDIST_$name
+        [[ -v $name ]] || die "edit $SITE: $name is missing (the shipped env.sh has all names)"
+    done
+    for name in MPIDIST_GPUS_PER_NODE MPIDIST_MAX_REQUEUES; do
+        [[ ${!name} =~ ^[0-9]+$ ]] || die "edit $SITE: $name must be a whole number, not '${!name}'"
+    done
+    case $MPIDIST_MPI in
+        auto | mpirun | pmix | pmix_v* | pmi2 | cray_shasta) ;;
+        *) die "edit $SITE: MPIDIST_MPI must be auto, pmix, pmi2, cray_shasta or mpirun, not '$MPIDIST_MPI'" ;;
+    esac
+    if [[ $MPIDIST_PARTITION && $MPIDIST_PARTITION != "${SLURM_JOB_PARTITION:-}" ]]; then
+        say "note: this job is in partition ${SLURM_JOB_PARTITION:-?}, and $SITE says MPIDIST_PARTITION=$MPIDIST_PARTITION;" \
+            "source it before sbatch"
+    fi
+}
+
+load_modules() {
+    local file name
+    [[ $MPIDIST_MODULES ]] || return 0
+    # Scripts of modules use variables that are not set, and a batch shell may lack the function.
+    set +u
+    for file in "${MODULESHOME:-/usr/share/lmod/lmod}/init/bash" /etc/profile.d/{lmod,z00_lmod,modules}.sh; do
+        # shellcheck disable=SC1090
+        if ! type module &> /dev/null && [[ -r $file ]]; then source "$file"; fi
+    done
+    type module &> /dev/null || die "edit $SITE: MPIDIST_MODULES=\"$MPIDIST_MODULES\", but this node has no command 'module'"
+    for name in $MPIDIST_MODULES; do
+        module load "$name" || die "edit $SITE: MPIDIST_MODULES: 'module load $name' failed; 'module avail' has the names"
+    done
+    set -u
+}
+
+# PYTHON: the interpreter, within the container if there is one. It says which MPI it loads, without starting it.
+find_python() {
+    local python=python3 runtime='' library
+    if [[ $MPIDIST_IMAGE ]]; then
+        [[ -e $MPIDIST_IMAGE ]] || die "edit $SITE: MPIDIST_IMAGE: there is no $MPIDIST_IMAGE on $(hostname)"
+        runtime=$(type -P apptainer || type -P singularity) ||
+            die "edit $SITE: MPIDIST_IMAGE is set, but neither apptainer nor singularity is on PATH; it may be one of MPIDIST_MODULES"
+        read -ra PYTHON <<< "$runtime exec $MPIDIST_IMAGE_OPTIONS"
+        PYTHON+=("$MPIDIST_IMAGE" "${MPIDIST_VENV:+$MPIDIST_VENV/bin/}python3")
+    else
+        if [[ $MPIDIST_VENV ]]; then
+            [[ -x $MPIDIST_VENV/bin/python ]] || die "edit $SITE: MPIDIST_VENV: there is no $MPIDIST_VENV/bin/python on $(hostname)"
+            export PATH="$MPIDIST_VENV/bin:$PATH"
+        fi
+        python=$(type -P python || type -P python3) || die "edit $SITE: MPIDIST_VENV is empty, and no python is on PATH"
+        PYTHON=("$python")
+    fi
+    library=$("${PYTHON[@]}" -c '
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+from mpidist import shipped
+library = MPI.Get_library_version()
+print("openmpi" if "Open MPI" in library else "cray" if "CRAY" in library.upper() else "mpich")
+print(shipped.folder("examples"))
+print(shipped.folder("benchmarks"))') || die "edit $SITE: MPIDIST_VENV, MPIDIST_MODULES or MPIDIST_IMAGE:" \
+        "'${PYTHON[*]}' cannot import mpidist or load MPI, as it says above"
+    { read -r LIBRARY && read -r MPIDIST_EXAMPLES && read -r MPIDIST_BENCHMARKS; } <<< "$library"
+}
+
+# LAUNCHER: srun with the --mpi that fits the library, or mpirun.
+choose_launcher() {
+    local offered mpi name
+    offered=$(srun --mpi=list 2>&1) || die "srun --mpi=list failed: $offered"
+    mpi=$MPIDIST_MPI
+    if [[ $mpi == auto ]]; then
+        local -A fitting=([openmpi]="pmix" [cray]="cray_shasta pmi2" [mpich]="pmi2")
+        for name in ${fitting[$LIBRARY]}; do
+            if [[ $mpi == auto ]] && grep -qw "$name" <<< "$offered"; then mpi=$name; fi
+        done
+        if [[ $mpi == auto ]]; then
+            # Open MPI's mpirun asks Slurm for the nodes; that of MPICH would need to know the cluster's srun.
+            [[ $LIBRARY == openmpi ]] || die "edit $SITE: MPIDIST_MPI: Slurm offers none of ${fitting[$LIBRARY]} for $LIBRARY: $offered"
+            mpi=mpirun
+        fi
+    fi
+    if [[ $mpi == mpirun ]]; then
+        [[ -z $MPIDIST_IMAGE ]] || die "edit $SITE: MPIDIST_MPI=mpirun cannot start ranks in a container; srun needs pmix or pmi2"
+        LAUNCHER=("$(type -P mpirun)") || die "edit $SITE: MPIDIST_MPI: no mpirun on PATH, and Slurm offers: $offered"
+    else
+        grep -qw "$mpi" <<< "$offered" || die "edit $SITE: MPIDIST_MPI=$mpi is not among what Slurm offers: $offered"
+        # One that ends early is waited for: the others are saving. --kill-on-bad-exit would end them meanwhile.
+        LAUNCHER=(srun --mpi="$mpi" --kill-on-bad-exit=0 --wait=120)
+    fi
+}
+
+# One GPU for each rank, and all GPUs of a node visible to each of its ranks: peers copy between devices.
+check_gpus() {
+    local gpus=${SLURM_GPUS_ON_NODE:-0} ranks=0 count
+    [[ -z ${SLURM_GPUS_PER_TASK:-}${SLURM_GPU_BIND:-} ]] ||
+        die "--gpus-per-task and --gpu-bind hide the GPUs of a node from its other ranks: use --gpus-per-node and --ntasks-per-node alone"
+    # Components of a heterogeneous job differ in their GPUs.
+    ((MPIDIST_GPUS_PER_NODE > 0)) && [[ -z ${SLURM_HET_SIZE:-} ]] || return 0
+    ((gpus > 0)) || die "this job has no GPUs, and MPIDIST_GPUS_PER_NODE=$MPIDIST_GPUS_PER_NODE: submit with" \
+        "--gpus-per-node=$MPIDIST_GPUS_PER_NODE, or edit $SITE: MPIDIST_GPUS_PER_NODE=0 for a partition without them"
+    # "4(x2),3": the most on a node.
+    for count in $(tr ',' ' ' <<< "${SLURM_TASKS_PER_NODE:-1}"); do
+        count=${count%%(*}
+        ((count > ranks)) && ranks=$count
+    done
+    ((ranks <= gpus)) || die "$ranks ranks and $gpus GPUs on a node: make --ntasks-per-node and --gpus-per-node the same number"
+    ((ranks == gpus)) || say "note: $ranks ranks and $gpus GPUs on a node; as many GPUs as ranks are used"
+}
+
+# Run the ranks to their end. A signal for this shell (--signal=B:…) goes on to them; their status 75 asks Slurm for another run.
+run_ranks() {
+    local status signalled=yes ranks
+    "$@" &
+    ranks=$!
+    trap 'signalled=yes; kill -USR1 "$ranks"' USR1
+    # A signal ends the wait, not the ranks.
+    while [[ $signalled ]]; do
+        signalled=
+        wait "$ranks" && status=0 || status=$?
+    done
+    trap - USR1
+    if ((status == REQUEUE_STATUS)); then request_another_run; fi
+    return "$status"
+}
+
+request_another_run() {
+    local runs=${SLURM_RESTART_COUNT:-0}
+    if ((runs >= MPIDIST_MAX_REQUEUES)); then
+        say "state is saved; not requeued again after $runs times (MPIDIST_MAX_REQUEUES of $SITE)." \
+            "To go on: MPIDIST_CHECKPOINT=$MPIDIST_CHECKPOINT sbatch …"
+    elif scontrol requeue "$JOB"; then
+        say "state is saved; requeued ($((runs + 1)) of at most $MPIDIST_MAX_REQUEUES times). Slurm starts it again in two minutes at the earliest"
+    else
+        say "state is saved, but Slurm refuses to requeue. To go on: MPIDIST_CHECKPOINT=$MPIDIST_CHECKPOINT sbatch …"
+    fi
+}
+
+SITE=$MPIDIST_SLURM/env.sh
+# A task of an array by its own name: the number alone can mean the whole array.
+JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+JOB=${JOB:-$SLURM_JOB_ID}
+check_values
+check_gpus
+load_modules
+find_python
+choose_launcher
+# srun no longer takes over what sbatch was given (Slurm 22.05).
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+# The same folder for each run of this job, and for no other job unless it asks for it.
+export MPIDIST_CHECKPOINT=${MPIDIST_CHECKPOINT:-$MPIDIST_CHECKPOINTS/$SLURM_JOB_NAME-$JOB}
+# A log has the whole story: what is read in a file is written at once.
+export PYTHONUNBUFFERED=1
+say "job $JOB, run $((${SLURM_RESTART_COUNT:-0} + 1)), ${SLURM_JOB_NUM_NODES:-?} nodes from $(hostname) on, GPUs of a node:" \
+    "${SLURM_GPUS_ON_NODE:-0}, $LIBRARY by '${LAUNCHER[*]}', checkpoints in $MPIDIST_CHECKPOINT"

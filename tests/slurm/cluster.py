@@ -1,0 +1,338 @@
+#!/usr/bin/env python3
+"""Virtual cluster: a real Slurm whose nodes, n1 to n3, are slurmd on this machine.
+
+    cluster.py install         Debian's packages, unless they are there; exit status 77 and the reason where that cannot be
+    cluster.py start FOLDER    daemons in the background, their files in FOLDER; then: export SLURM_CONF=FOLDER/slurm.conf
+    cluster.py stop FOLDER     end what start has started, and the processes of jobs
+    cluster.py hold FOLDER     start; at the end of stdin or at SIGTERM stop, and remove FOLDER: nothing outlives the pipe
+
+Start and stop need root: slurmd starts processes of other users. Python's standard library is enough.
+
+Each slurmd has a host name of its own (a UTS namespace), so MPI takes the nodes for several machines: ``srun --mpi=pmix`` (Open
+MPI), ``srun --mpi=pmi2`` (MPICH) and ``mpirun`` within a job span them. GPUs are numbers that Slurm counts, without a device.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+PACKAGES = ("slurm-wlm", "munge", "libpmix2", "libpmix-dev")
+NODES = ("n1", "n2", "n3")
+CPUS = 8  # of a node, as far as Slurm knows
+# A GPU is a file to Slurm, and any character device will do; a count without files is taken for none.
+GPU_FILES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
+UNAVAILABLE = 77
+UNSHARE = ("unshare", "--uts")
+START_S, STOP_S = 30, 10
+# All daemons have it in their environment, and jobs from whom submits them: it tells the processes of a cluster from others.
+MARK = "SLURM_CONF"
+
+CONFIG = """\
+ClusterName=virtual
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={control_port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+# PMIx, too, needs a folder for each node.
+TmpFS={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+# Neither cgroups nor accounting: a container allows the first to few, and the second wants a database.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+ReturnToService=2
+# Jobs share a node by its cores, of which Slurm is told more than there are.
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1
+GresTypes=gpu
+JobRequeue=1
+KillWait=5
+MinJobAge=3600
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{nodes}
+# Two nodes for all; one where a job of the second partition takes the place of one of the first, which is requeued.
+PartitionName=train Nodes=n[1-2] Default=YES MaxTime=60 State=UP
+PartitionName=low Nodes=n3 MaxTime=60 PriorityTier=1 PreemptMode=REQUEUE State=UP
+PartitionName=urgent Nodes=n3 MaxTime=60 PriorityTier=2 State=UP
+"""
+
+
+class ClusterError(Exception):
+    """The cluster did not start; the text says why."""
+
+
+def problem() -> str | None:
+    """Return what is missing for a virtual cluster on this machine, or None."""
+    absent = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if _program(name) is None]
+    if absent:
+        return f"{', '.join(absent)} not installed"
+    # A slurmd that starts without it has no --mpi=pmix for as long as it runs.
+    if ctypes.util.find_library("pmix") is None:
+        return "libpmix2 not installed"
+    if os.geteuid() != 0:
+        return "slurmd must run as root"
+    trial = subprocess.run([*UNSHARE, "true"], capture_output=True, text=True)
+    return None if trial.returncode == 0 else f"the nodes need host names of their own: {trial.stderr.strip()}"
+
+
+def install() -> str | None:
+    """Install the packages where they are missing; return why that was not possible, or None."""
+    if (missing := problem()) is None:
+        return None
+    if os.geteuid() != 0:
+        return f"{missing}; only root can install and start it"
+    if shutil.which("apt-get") is None:
+        return f"{missing}; no apt-get here: install the equivalents of {', '.join(PACKAGES)}"
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    # -o: another apt-get may be at work.
+    apt = ["apt-get", "-qq", "-y", "-o", "DPkg::Lock::Timeout=60", "-o", "Acquire::Retries=2"]
+    for words in (["update"], ["install", "--no-install-recommends", *PACKAGES]):
+        done = subprocess.run([*apt, *words], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode != 0:
+            return f"{missing}; apt-get {words[0]} failed: {(done.stderr or done.stdout).strip()[-400:]}"
+    return problem()
+
+
+def start(folder: Path) -> None:
+    """Write the configuration and start the daemons; return when both nodes are idle.
+
+    Args:
+        folder: For all files; made if there is none. Its path is at most 60 bytes long, as names of Unix sockets are bounded.
+
+    Raises:
+        ClusterError: Something is missing, or a daemon did not start; the end of its log is in the text.
+    """
+    if missing := problem():
+        raise ClusterError(missing)
+    if len(os.fsencode(folder)) > 60:
+        raise ClusterError(f"{folder} is too long for the names of sockets; choose a folder below /tmp")
+    _write_files(folder)
+    try:
+        for name, command in _daemons(folder):
+            _spawn(folder, name, command)
+        _wait_for_nodes(folder)
+    except BaseException:
+        stop(folder)
+        raise
+
+
+def stop(folder: Path) -> None:
+    """End the daemons of ``folder``, and whatever of its jobs still runs; processes of others are not touched."""
+    if _processes(folder):
+        _command(folder, "scancel", "--full", "--user=root", timeout_s=5)
+        _wait(lambda: not _command(folder, "squeue", "-h", timeout_s=5), STOP_S)
+    recorded = folder / "pids.json"
+    daemons = json.loads(recorded.read_text()) if recorded.exists() else []
+    alive = _processes(folder)
+    _end([pid for pid in reversed(daemons) if pid in alive])
+    # Steps outlive their slurmd, as a real cluster's do.
+    _end(_processes(folder))
+    recorded.unlink(missing_ok=True)
+
+
+def leftovers(folder: Path) -> dict[int, str]:
+    """Return the processes of the cluster in ``folder``, its jobs' among them: command lines by process id."""
+    return {pid: _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace") for pid in _processes(folder)}
+
+
+def hold(folder: Path) -> None:
+    """Start, say so on stdout, and at the end of stdin or at SIGTERM stop and remove ``folder``."""
+
+    def leave(*_: object) -> None:
+        raise SystemExit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, leave)
+    start(folder)
+    try:
+        print("ready", flush=True)
+        sys.stdin.read()
+    finally:
+        stop(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_files(folder: Path) -> None:
+    for name in ("", "state", *NODES):
+        (folder / name).mkdir(mode=0o755, parents=True, exist_ok=True)
+    key = folder / "munge.key"
+    key.unlink(missing_ok=True)
+    with open(os.open(key, os.O_WRONLY | os.O_CREAT, 0o400), "wb") as file:
+        file.write(os.urandom(128))
+    control_port, *ports = _free_ports(1 + len(NODES))
+    nodes = "\n".join(
+        f"NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={port} "
+        f"CPUs={CPUS} RealMemory=16384 Gres=gpu:{len(GPU_FILES)} State=UNKNOWN"
+        for name, port in zip(NODES, ports, strict=True)
+    )
+    config = CONFIG.format(host=socket.gethostname().split(".")[0], folder=folder, control_port=control_port, nodes=nodes)
+    (folder / "slurm.conf").write_text(config)
+    (folder / "gres.conf").write_text(f"AutoDetect=off\nNodeName={','.join(NODES)} Name=gpu File={','.join(GPU_FILES)}\n")
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def _daemons(folder: Path) -> list[tuple[str, list[str]]]:
+    munged = [
+        "munged", "--foreground", "--force", f"--key-file={folder}/munge.key", f"--socket={folder}/munge.socket",
+        f"--pid-file={folder}/munged.pid", f"--seed-file={folder}/munged.seed", f"--log-file={folder}/munged.log",
+    ]  # fmt: skip
+    slurmd = _program("slurmd")
+    # Open MPI compares its host name with Slurm's. The process stays one: unshare and sh end in exec.
+    named = [*UNSHARE, "sh", "-c", 'hostname "$1"; exec "$0" -D -c -N "$1"']
+    nodes = [(f"slurmd-{name}", [*named, str(slurmd), name]) for name in NODES]
+    return [("munged", munged), ("slurmctld", ["slurmctld", "-D", "-c"]), *nodes]
+
+
+def _spawn(folder: Path, name: str, command: list[str]) -> None:
+    program = _program(command[0])
+    assert program is not None
+    output = os.open(folder / f"{name}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    # A session of its own: Ctrl-C ends the one who started it, and that one ends the daemons in their order.
+    process = subprocess.Popen(
+        [program, *command[1:]], env=_environment(folder), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        cwd=folder, start_new_session=True,
+    )  # fmt: skip
+    os.close(output)
+    recorded = folder / "pids.json"
+    pids = json.loads(recorded.read_text()) if recorded.exists() else []
+    recorded.write_text(json.dumps([*pids, process.pid]))
+    ready = folder / "munge.socket" if name == "munged" else None
+    if not _wait(lambda: process.poll() is not None or ready is None or ready.exists(), START_S) or process.poll() is not None:
+        raise ClusterError(f"{name} did not start: {_ends(folder, name)}")
+
+
+def _wait_for_nodes(folder: Path) -> None:
+    def idle() -> bool:
+        lines = _command(folder, "sinfo", "-h", "-N", "-o", "%N %T").splitlines()
+        return set(lines) == {f"{name} idle" for name in NODES}
+
+    if not _wait(idle, START_S):
+        ends = "; ".join(_ends(folder, name) for name in ("slurmctld", *NODES))
+        raise ClusterError(f"nodes are not idle after {START_S} s: {ends}")
+
+
+def _ends(folder: Path, name: str) -> str:
+    texts = [
+        path.read_text(errors="replace")[-600:] for path in (folder / f"{name}.log", folder / f"{name}.out") if path.exists()
+    ]
+    return f"{name}: {' '.join(texts).strip() or 'no output'}"
+
+
+def _command(folder: Path, *words: str, timeout_s: float = 10) -> str:
+    """Run a command of Slurm; its output, or nothing where it fails or takes longer."""
+    try:
+        done = subprocess.run(words, env=_environment(folder), capture_output=True, text=True, timeout=timeout_s)
+    except (subprocess.TimeoutExpired, FileNotFoundError):
+        return ""
+    return done.stdout.strip()
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, MARK: str(folder / "slurm.conf")}
+
+
+def _program(name: str) -> str | None:
+    """Return the path of a program; daemons lie where only root's PATH leads."""
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin")
+
+
+def _processes(folder: Path) -> list[int]:
+    """Return the processes whose environment has the mark of ``folder``, this one and its parents excepted."""
+    mark = f"{MARK}={folder / 'slurm.conf'}".encode()
+    own = {os.getpid(), os.getppid()}
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) not in own]
+    return [pid for pid in pids if mark in _read(pid, "environ").split(b"\0") and not _is_zombie(pid)]
+
+
+def _is_zombie(pid: int) -> bool:
+    return b"\nState:\tZ" in _read(pid, "status")
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def _end(pids: Iterable[int]) -> None:
+    """Send SIGTERM, one after another, and SIGKILL to those that do not end."""
+    for pid in pids:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                break
+            if _wait(lambda pid=pid: _reap(pid), STOP_S / 2):
+                break
+
+
+def _reap(pid: int) -> bool:
+    """Say whether a process has ended; take the exit status of a child."""
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        pass
+    return not Path(f"/proc/{pid}").exists() or _is_zombie(pid)
+
+
+def _wait(condition, limit_s: float) -> bool:
+    end = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def main(words: list[str]) -> int:
+    if words == ["install"]:
+        reason = install()
+        print(f"no virtual cluster here: {reason}" if reason else "Slurm is installed")
+        return UNAVAILABLE if reason else 0
+    if len(words) != 2 or words[0] not in ("start", "stop", "hold"):
+        print(__doc__, file=sys.stderr)
+        return 2
+    folder = Path(words[1]).resolve()
+    try:
+        {"start": start, "stop": stop, "hold": hold}[words[0]](folder)
+    except ClusterError as error:
+        print(f"no virtual cluster here: {error}", file=sys.stderr)
+        return 1
+    if words[0] == "start":
+        print(f"export {MARK}={folder}/slurm.conf")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,257 @@
+"""Every job script of ``slurm/`` on a real Slurm: artefacts, logs, exit codes, the numbers of jobs that were requeued.
+
+All jobs are submitted at the beginning and run beside each other; each test waits for its own.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.slurm.conftest import Job, Slurm
+from tests.support import ROOT
+
+pytestmark = pytest.mark.slurm
+
+MPICH_LIBRARY = ROOT / ".mpich" / "lib" / "libmpi.so.12"
+TWO_NODES = "--nodes=2 --ntasks-per-node=1 --gpus-per-node=1"
+ONE_NODE = "--nodes=1 --ntasks-per-node=2"
+ONE_RANK = "--nodes=1 --ntasks-per-node=1 --gpus-per-node=1"
+EPOCHS = "40"
+BENCH = ("--operations", "all_reduce", "--sizes", "8", "--rounds", "2", "--output", "results")
+
+# A user's program: it waits for the signal that comes before the time limit, and goes on in the next run.
+WAITS = """\
+import os, signal, sys, time
+from mpi4py import MPI
+got = []
+signal.signal(signal.SIGUSR1, lambda *_: got.append(True))
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    while not MPI.COMM_WORLD.allreduce(len(got)):
+        time.sleep(0.05)
+    sys.exit(75)
+print("rank", MPI.COMM_WORLD.rank, "of", MPI.COMM_WORLD.size, "goes on")
+"""
+# Apptainer as far as job.sh knows it: it says what it was told, and runs the program.
+STUB = """\
+#!/bin/bash
+echo "apptainer $*" >> {log}
+while [[ $1 != *.sif ]]; do shift; done
+shift
+exec "$@"
+"""
+
+# Values of env.sh, options of sbatch, and the words that the log must have.
+BAD_VALUES = {
+    "venv": ({"VENV": "/nowhere"}, "", "MPIDIST_VENV: there is no /nowhere/bin/python on"),
+    "no mpidist": ({"VENV": ""}, "", "MPIDIST_VENV, MPIDIST_MODULES or MPIDIST_IMAGE: '/usr/bin/python3' cannot import mpidist"),
+    "module": ({"MODULES": "openmpi/5"}, "", 'MPIDIST_MODULES="openmpi/5", but this node has no command'),
+    "mpi": ({"MPI": "openmpi"}, "", "MPIDIST_MPI must be auto, pmix, pmi2, cray_shasta or mpirun, not 'openmpi'"),
+    "plugin": ({"MPI": "pmix_v1"}, "", "MPIDIST_MPI=pmix_v1 is not among what Slurm offers"),
+    "number": ({"GPUS_PER_NODE": "two"}, "--gpus-per-node=0", "MPIDIST_GPUS_PER_NODE must be a whole number, not 'two'"),
+    "image": ({"IMAGE": "/nowhere.sif"}, "", "MPIDIST_IMAGE: there is no /nowhere.sif"),
+    "no gpus": ({}, "--gpus-per-node=0", "submit with --gpus-per-node=2, or edit"),
+    "more ranks": (
+        {},
+        "--ntasks-per-node=3",
+        "3 ranks and 2 GPUs on a node: make --ntasks-per-node and --gpus-per-node the same",
+    ),
+    "hidden": ({}, "--gpu-bind=none", "hide the GPUs of a node from its other ranks"),
+}
+
+
+@pytest.fixture(scope="module")
+def sites(slurm: Slurm) -> dict[str, Path]:
+    """Copies of ``slurm/`` with values of their own."""
+    mpich = f"export MPI4PY_LIBMPI={MPICH_LIBRARY}\n"
+    apptainer = slurm.folder / "bin" / "apptainer"
+    apptainer.parent.mkdir()
+    apptainer.write_text(STUB.format(log=slurm.work / "apptainer.log"))
+    apptainer.chmod(0o755)
+    image = slurm.folder / "image.sif"
+    image.touch()
+    return {
+        "mpich": slurm.site("mpich", mpich, GPUS_PER_NODE=1),
+        "openmpi": slurm.site("openmpi", GPUS_PER_NODE=0),
+        "mpirun": slurm.site("mpirun", GPUS_PER_NODE=0, MPI="mpirun"),
+        "once": slurm.site("once", GPUS_PER_NODE=0, MAX_REQUEUES=0),
+        "container": slurm.site(
+            "container", f'export PATH="{apptainer.parent}:$PATH"\n', GPUS_PER_NODE=0, IMAGE=image, IMAGE_OPTIONS="--nv --bind /tmp"
+        ),
+        **{name: slurm.site(f"bad-{name.replace(' ', '-')}", **{"GPUS_PER_NODE": 2, **values}) for name, (values, *_) in BAD_VALUES.items()},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
+    """All jobs, submitted: those that wait for Slurm first, then those that a test has to follow."""
+    waits, fails, saves = (slurm.work / f"{name}.py" for name in ("waits", "fails", "saves"))
+    waits.write_text(WAITS)
+    fails.write_text("raise SystemExit(3)")
+    saves.write_text("raise SystemExit(75)")
+    (slurm.work / "sweep.txt").write_text("--seed 1 --epochs 1\n--seed 2 --epochs 1\n")
+    mpich, openmpi = sites["mpich"], sites["openmpi"]
+    # Slurm looks every 30 s, and signals by as much earlier: between 10 and 40 s after the start.
+    limit = "--time=2 --signal={}USR1@80"
+    made = {
+        "limit": slurm.submit(openmpi / "ddp.sbatch", "waits.py", options=f"{ONE_NODE} {limit.format('')}"),
+        "limit-mpirun": slurm.submit(sites["mpirun"] / "ddp.sbatch", "waits.py", options=f"{TWO_NODES} {limit.format('B:')}"),
+        "signalled": slurm.submit(mpich / "ddp.sbatch", "--epochs", EPOCHS, options=TWO_NODES),
+        "preempted": slurm.submit(openmpi / "ddp.sbatch", "--epochs", EPOCHS, options=f"{ONE_NODE} --partition=low"),
+        "whole": slurm.submit(mpich / "ddp.sbatch", "--epochs", EPOCHS, options=TWO_NODES),
+        "oss": slurm.submit(mpich / "oss.sbatch", "--epochs", "2", options=TWO_NODES),
+    }
+    made["oss-3"] = slurm.submit(
+        openmpi / "oss.sbatch", "--epochs", "3", options=f"--nodes=2 --ntasks=3 --dependency=afterok:{made['oss'].number}",
+        MPIDIST_CHECKPOINT=f"checkpoints/mpidist-oss-{made['oss'].number}",
+    )  # fmt: skip
+    made["array"] = slurm.submit(openmpi / "array.sbatch", "sweep.txt", options=f"{ONE_RANK} --gpus-per-node=0 --array=1-2")
+    made["rpc"] = slurm.submit(sites["mpirun"] / "rpc.sbatch", "--steps", "50", options="--nodes=2 --ntasks-per-node=1")
+    # Sourced values would hold for both components.
+    components = ("--cpus-per-task=1", ":", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
+    made["rpc-het"] = Job(slurm, slurm.command("sbatch", "--parsable", *components, mpich / "rpc-het.sbatch", "--steps", "50"))
+    made["bench"] = slurm.submit(mpich / "bench.sbatch", "collectives", *BENCH, options=TWO_NODES)
+    made["test"] = slurm.submit(openmpi / "test.sbatch", options=ONE_NODE)
+    made["test-gpu"] = slurm.submit(mpich / "test.sbatch", options=ONE_RANK)
+    # The script of an installation, which nobody edits, with the values of a folder of one's own.
+    made["container"] = Job(
+        slurm,
+        slurm.command(
+            "sbatch", "--parsable", "--cpus-per-task=1", "--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0",
+            ROOT / "slurm" / "rpc.sbatch", "--steps", "50", MPIDIST_SLURM=str(sites["container"]),
+        ),
+    )  # fmt: skip
+    made["fails"] = slurm.submit(openmpi / "ddp.sbatch", "fails.py", options=ONE_RANK)
+    made["once"] = slurm.submit(sites["once"] / "ddp.sbatch", "saves.py", options=ONE_RANK)
+    for name, (_, options, _) in BAD_VALUES.items():
+        made[name] = slurm.submit(sites[name] / "ddp.sbatch", options=f"{ONE_NODE} --gpus-per-node=2 {options}")
+    return made
+
+
+def losses(slurm: Slurm, job: Job) -> dict[int, float]:
+    """Return the loss by step; a step that was done twice had the same one."""
+    (path,) = slurm.work.glob(f"*-{job.number}.jsonl")
+    rows = [row for row in map(json.loads, path.read_text().splitlines()) if "loss" in row]
+    found = {row["step"]: row["loss"] for row in rows}
+    assert all(found[row["step"]] == row["loss"] for row in rows)
+    return found
+
+
+def accuracy(slurm: Slurm, job: Job) -> float:
+    (path,) = slurm.work.glob(f"*-{job.number}.jsonl")
+    return json.loads(path.read_text().splitlines()[-1])["accuracy"]
+
+
+def wait_for_steps(slurm: Slurm, job: Job) -> None:
+    """Wait until the job has trained a few steps."""
+    end = time.monotonic() + 100
+    while not any(path.read_text().count("\n") > 2 for path in slurm.work.glob(f"*-{job.number}.jsonl")):
+        assert job.fields()["JobState"] in ("PENDING", "RUNNING") and time.monotonic() < end, job.log()
+        time.sleep(0.02)
+
+
+def test_a_signalled_job_goes_on_with_the_same_numbers(slurm, jobs):
+    job, whole = jobs["signalled"], jobs["whole"]
+    wait_for_steps(slurm, job)
+    slurm.command("scancel", "--signal=USR1", job.number)
+    job.start_again_now()
+    assert job.exit_code() == 0 and whole.exit_code() == 0
+    assert "state is saved; requeued (1 of at most 20 times)" in job.log() and job.fields()["Restarts"] == "1"
+    assert losses(slurm, job) == losses(slurm, whole) and accuracy(slurm, job) == accuracy(slurm, whole) > 0.9
+
+
+def test_a_preempted_job_goes_on_with_the_same_numbers(slurm, jobs):
+    job = jobs["preempted"]
+    wait_for_steps(slurm, job)
+    urgent = Job(slurm, slurm.command("sbatch", "--parsable", "--partition=urgent", "--exclusive", "--wrap=true"))
+    job.start_again_now()
+    assert urgent.exit_code() == 0 and job.exit_code() == 0 and jobs["whole"].exit_code() == 0
+    assert "DUE TO PREEMPTION" in job.log() and job.fields()["Restarts"] == "1"
+    assert losses(slurm, job) == losses(slurm, jobs["whole"])
+
+
+def test_a_whole_run_leaves_a_checkpoint_and_its_numbers(slurm, jobs):
+    job = jobs["whole"]
+    assert job.exit_code() == 0
+    assert list((slurm.work / "checkpoints" / f"mpidist-ddp-{job.number}").rglob("manifest.json"))
+    assert accuracy(slurm, job) > 0.9 and job.fields()["Restarts"] == "0"
+    # The GPU lines have reached Slurm, and its answer the ranks' node.
+    assert job.fields()["TresPerNode"] == "gres:gpu:1" and "GPUs of a node: 1, mpich by 'srun --mpi=pmi2" in job.log()
+
+
+def test_shards_are_loaded_by_another_number_of_ranks(slurm, jobs):
+    assert jobs["oss"].exit_code() == 0 and jobs["oss-3"].exit_code() == 0
+    before, after = (losses(slurm, jobs[name]) for name in ("oss", "oss-3"))
+    assert min(after) == max(before) + 1 and accuracy(slurm, jobs["oss-3"]) > 0.8
+
+
+def test_tasks_of_an_array_have_arguments_and_files_of_their_own(slurm, jobs):
+    number = jobs["array"].number
+    for task, other in ((1, 2), (2, 1)):
+        assert Job(slurm, f"{number}_{task}").exit_code() == 0
+        log = (slurm.work / f"mpidist-array-{number}_{task}.out").read_text()
+        assert f"--seed {task}" in log and f"--seed {other}" not in log
+        assert (slurm.work / f"mpidist-array-{number}_{task}.jsonl").exists()
+        assert (slurm.work / "checkpoints" / f"mpidist-array-{number}_{task}").is_dir()
+
+
+@pytest.mark.parametrize(("name", "trainers", "words"), [("rpc", 1, "mpirun"), ("rpc-het", 2, "mpich by 'srun --mpi=pmi2")])
+def test_servers_and_trainers_are_one_world(jobs, name, trainers, words):
+    assert jobs[name].exit_code() == 0
+    assert f"{trainers} trainer(s), 50 steps" in jobs[name].log() and words in jobs[name].log()
+
+
+def test_the_benchmark_prints_its_table(slurm, jobs):
+    assert jobs["bench"].exit_code() == 0
+    assert "all_reduce" in jobs["bench"].log()
+    assert json.loads((slurm.work / "results" / "collectives-mpich-2.json").read_text())
+
+
+def test_the_self_check_gives_a_verdict(jobs):
+    assert jobs["test"].exit_code() == 0
+    assert "self-check: 2 ranks, all fine" in jobs["test"].log() and "mpidist: PASS" in jobs["test"].log()
+    # Slurm counts GPUs here that nobody can use.
+    if not torch.cuda.is_available():
+        assert jobs["test-gpu"].exit_code() == 2
+        assert "torch sees no GPU on" in jobs["test-gpu"].log() and "mpidist: FAIL" in jobs["test-gpu"].log()
+
+
+def test_programs_run_in_the_container(slurm, jobs):
+    assert jobs["container"].exit_code() == 0
+    assert "1 trainer(s), 50 steps" in jobs["container"].log()
+    started = (slurm.work / "apptainer.log").read_text()
+    assert f"exec --nv --bind /tmp {slurm.folder}/image.sif" in started and "parameter_server.py --steps 50" in started
+
+
+def test_a_programs_exit_code_is_the_jobs(jobs):
+    assert jobs["fails"].exit_code() == 3 and jobs["fails"].fields()["Restarts"] == "0"
+    assert jobs["once"].exit_code() == 75 and "not requeued again after 0 times" in jobs["once"].log()
+
+
+@pytest.mark.parametrize("name", ["limit", "limit-mpirun"])
+def test_the_time_limit_requeues(jobs, name):
+    job = jobs[name]
+    job.start_again_now()
+    assert job.exit_code() == 0
+    assert "rank 0 of 2 goes on" in job.log() and "rank 1 of 2 goes on" in job.log()
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_a_wrong_value_is_named(jobs, name):
+    assert jobs[name].exit_code() == 2
+    assert BAD_VALUES[name][2] in jobs[name].log()
+
+
+def test_a_script_without_its_folder_says_so(slurm):
+    alone = slurm.work / "alone.sbatch"
+    alone.write_text((ROOT / "slurm" / "ddp.sbatch").read_text())
+    job = Job(
+        slurm, slurm.command("sbatch", "--parsable", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=0", alone)
+    )
+    assert job.exit_code() == 2 and "export MPIDIST_SLURM=FOLDER" in job.log()
+    refused = slurm.command("sbatch", "--partition=nowhere", alone, check=False)
+    assert "invalid partition specified: nowhere" in refused
