@@ -106,6 +106,10 @@ def _startup(options: argparse.Namespace) -> None:
 def _advise(options: argparse.Namespace) -> None:
     import scaling_advice
 
+    if not (options.bandwidth > 0 and options.parameters >= 1000) or options.ranks < 2:
+        raise SystemExit("advise needs a --bandwidth above 0, at least 1000 --parameters and 2 --ranks")
+    if (options.compute_ms is not None and not options.compute_ms > 0) or options.ranks % options.ranks_per_node:
+        raise SystemExit("--compute-ms must be above 0, and --ranks a multiple of --ranks-per-node")
     print(scaling_advice.answer(options), flush=True)
 
 
@@ -120,12 +124,14 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--networks", nargs="+", default=["512x4", "1024x8"], metavar="WIDTHxDEPTH", help="MLPs, the small first")
     one.add_argument("--batch", type=_positive, default=64, help="of each rank, in weak scaling")
     one.add_argument("--total-batch", type=_positive, default=192, help="of all ranks, in strong scaling")
-    one.add_argument("--bucket-cap-mb", type=float, default=4.0)
-    one.add_argument("--operations", nargs="+", metavar="NAME", help="all_reduce average all_gather reduce_scatter broadcast barrier")
+    one.add_argument("--bucket-cap-mb", type=float, default=1.0)
+    one.add_argument(
+        "--operations", nargs="+", metavar="NAME", help="all_reduce average all_gather reduce_scatter broadcast barrier"
+    )
     one.add_argument("--sizes", nargs="+", type=_positive, metavar="BYTES", help="8, 32, … 32 MiB if not given")
     one.add_argument("--rounds", type=_positive, default=5, help="for each size")
     one.add_argument("--step-rounds", type=_positive, default=4, help="for each step")
-    one.add_argument("--burst-s", type=float, default=0.004)
+    one.add_argument("--burst-s", type=float, default=0.012)
     one.add_argument("--longest-call-s", type=float, default=0.12, help="an operation goes to no larger size after such a call")
     one.add_argument("--longest-step-s", type=float, default=0.8, help="networks whose steps would take longer are left out")
     one.add_argument("--link", default=os.environ.get("MPIDIST_LINK", ""), help="name of the network, for the record: 25gbit")
@@ -137,7 +143,9 @@ def _parser() -> argparse.ArgumentParser:
     many.add_argument("--jobs", type=_positive, nargs="+", default=[1, 2, 3, 4, 6, 8], metavar="RANKS")
     many.add_argument("--links", nargs="*", default=[], metavar="RATE", help="as tc takes it: 10gbit 1gbit 100mbit (root, MPICH)")
     many.add_argument("--ranks-per-node", type=_positive, nargs="+", default=[1, 2, 3, 4], help="on each of a link's two nodes")
-    many.add_argument("--mpich", type=Path, default=RESULTS.parents[1] / ".mpich", metavar="FOLDER", help="of the MPICH for links")
+    many.add_argument(
+        "--mpich", type=Path, default=RESULTS.parents[1] / ".mpich", metavar="FOLDER", help="of the MPICH for links"
+    )
     many.add_argument("--launcher", help="command line up to -n; mpirun --oversubscribe --bind-to none if not given")
     many.add_argument("--limit-s", type=float, default=90.0, help="for each job")
     many.add_argument("--output", **output)
@@ -148,6 +156,28 @@ def _parser() -> argparse.ArgumentParser:
     told.add_argument("files", type=Path, nargs="+", metavar="FILE")
     told.add_argument("--output", **output)
     told.set_defaults(run=_report)
+
+    start = commands.add_parser("startup", help="time to the first step, memory, files, threads, messages, by ranks")
+    start.add_argument("--jobs", type=_positive, nargs="+", default=[2, 4, 8, 16, 32], metavar="RANKS")
+    start.add_argument("--what", choices=("mpi4py", "mpidist"), help="be one rank of such a job, started by mpirun or srun")
+    start.add_argument("--launcher", help="command line up to -n; mpirun --oversubscribe --bind-to none if not given")
+    start.add_argument("--limit-s", type=float, default=120.0, help="for each job")
+    start.add_argument("--output", **output)
+    start.set_defaults(run=_startup)
+
+    ask = commands.add_parser("advise", help="which hook pays in your own case")
+    ask.add_argument("--bandwidth", type=float, required=True, metavar="GBIT_S", help="of a node's link")
+    ask.add_argument("--parameters", type=float, required=True, help="of the network: 350e6")
+    ask.add_argument("--ranks", type=_positive, required=True)
+    ask.add_argument("--ranks-per-node", type=_positive, default=1)
+    ask.add_argument("--compute-ms", type=float, help="forward and backward pass of one rank; estimated if not given")
+    ask.add_argument("--bucket-cap-mb", type=float, help="DDP's; 25 if not given")
+    ask.add_argument("--processor", choices=("cpu", "gpu"), default="cpu", help="gpu: an H100's hooks, from results/")
+    ask.add_argument("--measure", action="store_true", help="measure hooks and computing here first, in a job of one rank")
+    ask.add_argument("--model", type=Path, help="JSON of sweep or report; the one in results/ if not given")
+    ask.add_argument("--launcher", help="command line up to -n, for --measure")
+    ask.add_argument("--limit-s", type=float, default=60.0, help="for --measure")
+    ask.set_defaults(run=_advise)
     return parser
 
 

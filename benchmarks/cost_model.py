@@ -3,15 +3,16 @@
 The time of an operation of N bytes on n nodes of p ranks each, W = n·p, is a sum of terms that its algorithm has, each times a
 parameter that is not negative:
 
-- the call itself, once, in a node; between nodes it counts with the messages, so that more nodes never seem cheaper than they are;
+- the call itself, once, in a node; between nodes it counts with the messages, so that more nodes do not seem cheaper than
+  they are;
 - a message's latency, as often as messages follow each other: log2 p times in a node, log2 n times between nodes;
-- bytes that a rank copies and adds up: log2 p · N for short messages (recursive doubling), 2·(p-1)/p · N for long ones (reduce-scatter
-  and all-gather; half of that for one of the two alone);
+- bytes that a rank copies and adds up: log2 p · N for short messages (recursive doubling), 2·(p-1)/p · N for long ones
+  (reduce-scatter and all-gather; half of that for one of the two alone);
 - bytes that cross a node's link, which its p ranks share: p · 2·(n-1)/n · N, over the link's rate.
 
-Short and long messages go by different algorithms and protocols, so a fit has up to three ranges of N with parameters of their own;
-where one range ends is chosen on the fitted points. More ranks than cores take turns: terms of computing, p of which share a core,
-count ``share`` times. That is explicit in a ``Point`` and is 1 in every prediction for other machines.
+Short and long messages go by different algorithms and protocols, so a fit has up to three ranges of N with parameters of
+their own; where one range ends is chosen on the fitted points. More ranks than cores take turns: terms of computing count
+``share`` times, the ranks of a core. That is explicit in a ``Point`` and is 1 in every prediction for other machines.
 
 Sources: Hockney (1994) for latency and bandwidth; Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
 Operations in MPICH" (2005), for the terms of the algorithms.

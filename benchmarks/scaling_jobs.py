@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -75,8 +76,15 @@ def run(job: Job, limit_s: float) -> tuple[list[dict[str, Any]], str | None]:
     if status == _SKIPPED:
         return [], said.strip().splitlines()[-1] if said.strip() else "skipped"
     if status or not written:
-        return [], f"ended with status {status}: " + " ".join(said.strip().splitlines()[-1:])
+        return [], f"ended with status {status}: {_reason(said)}"
     return written, None
+
+
+def _reason(said: str) -> str:
+    """Return the line of a job's stderr that most likely says why it ended: the first of an error, not the launcher's summary."""
+    lines = [re.sub(r"^\[rank \d+\] ", "", line).strip() for line in said.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exit|Timeout|Exception)\b", line)]
+    return (named or lines or ["it said nothing"])[0]
 
 
 def run_limited(command: Sequence[str], variables: dict[str, str], limit_s: float) -> tuple[int | None, str]:

@@ -1,7 +1,7 @@
 """One job of the scaling benchmark: collectives by size, training steps, memory. Called by all ranks at any W.
 
-Letters: W ranks of the job; n bytes of an operation. ``n`` counts what a rank has in the end of an all-reduce and a broadcast, all
-ranks' shares of an all-gather (its output) and of a reduce-scatter (its input), as in Thakur, Rabenseifner and Gropp (2005).
+Letters: W ranks of the job; N bytes of an operation: what a rank has in the end of an all-reduce and a broadcast, all ranks'
+shares of an all-gather (its output) and of a reduce-scatter (its input), as in Thakur, Rabenseifner and Gropp (2005).
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ SIZES = tuple(8 << (2 * power) for power in range(12))  # 8 B … 32 MiB
 OPERATIONS = ("all_reduce", "average", "all_gather", "reduce_scatter", "broadcast", "barrier")
 HOOKS = ("none", "bf16", "powersgd-1", "powersgd-4", "powersgd-16")
 _PROFILED = 7  # steps
+_LENT_BYTES = 256 << 10
+_DRAINED_FROM_BYTES = 4 << 10  # smaller messages do not reach a link's rate
 
 
 def run(options: Any) -> dict[str, Any] | None:
@@ -51,12 +53,15 @@ def run(options: Any) -> dict[str, Any] | None:
     machines = raw.allgather(_machine())
     cores = len(set().union(*(set(own) for own in about["cores_of_ranks"])))
     on_one = max(machines.count(machine) for machine in machines)
+    if len(set(group._comm.nodes)) > 1 and not options.link:
+        raise SystemExit("the ranks are on several nodes: name the rate of the link between them, --link 100gbit")
     # At its first touch a page of a virtual machine is dear; little memory, because 8 ranks may share a small machine.
     torch.empty(128 * _MI, dtype=torch.uint8).fill_(1)
     record = {
         "benchmark": "scaling",
         "environment": about,
         "link": options.link,
+        "bucket_cap_mb": options.bucket_cap_mb,
         "ranks": group.size,
         "nodes": len(set(group._comm.nodes)),
         "ranks_per_node": max(list(group._comm.nodes).count(node) for node in set(group._comm.nodes)),
@@ -96,7 +101,8 @@ def collectives(raw: Any, group: Any, options: Any, device: torch.device) -> Ite
                 break
             call, kept = made
             contender = timing.Contender(operation, call, kept)
-            (series,) = timing.time_rounds(raw, [contender], options.rounds, options.burst_s)
+            run = drained(group, options.link) if nbytes >= _DRAINED_FROM_BYTES else None
+            (series,) = timing.time_rounds(raw, [contender], options.rounds, options.burst_s, run)
             yield {"operation": operation, "nbytes": nbytes, "us": series.median_us, "p90_us": series.percentile_us(90)}
             if series.median_us > 1e6 * options.longest_call_s:
                 break
@@ -125,6 +131,28 @@ def _call(operation: str, nbytes: int, group: Any, device: torch.device) -> Any:
         "broadcast": tuple(partial(group.broadcast, full, root) for root in range(group.size)),
     }
     return tuple(_ended(call, device) for call in calls[operation]), (full, own)
+
+
+def drained(group: Any, link: str) -> timing.RunBurst | None:
+    """Return a burst that first uses up what a limited link lends; None without such a link.
+
+    tc's token bucket lets 256 KiB pass at once (``slow_link.sh``), which is 20 ms of a link of 100 Mbit/s: messages of middle
+    size would look as fast as those of a link without a limit.
+    """
+    if not link or group.is_single_node:
+        return None
+    lent = torch.zeros(_LENT_BYTES // 4)
+
+    def run(comm: Any, contender: timing.Contender, passes: int) -> float:
+        group.all_reduce(lent)
+        comm.Barrier()
+        start = time.perf_counter()
+        for _ in range(passes):
+            for call in contender.calls:
+                call()
+        return time.perf_counter() - start
+
+    return run
 
 
 def _ended(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
@@ -168,7 +196,8 @@ def training(raw: Any, text: str, options: Any, device: torch.device, memory: An
         nets |= {hook: with_hook(model, hook, options.bucket_cap_mb) for hook in hooks}
         contenders = [cases.contender("bare", cases.build(model), own)]
         contenders += [cases.contender(name, net, own) for name, net in nets.items()]
-        series = timing.time_rounds(raw, contenders, options.step_rounds, options.burst_s)
+        run = drained(native_group(None), options.link)
+        series = timing.time_rounds(raw, contenders, options.step_rounds, options.burst_s, run)
         profile = _profile(contenders[1].calls[0], ready)
         us = {one.name: one.median_us for one in series}
         made.append(

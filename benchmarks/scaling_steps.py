@@ -1,8 +1,8 @@
 """Time of a data-parallel step: computing, buckets that are sent while the backward pass goes on, hooks that compress them. Pure.
 
-A bucket is ready at a share of the step's computing. Its hook computes first (that delays the backward pass: it needs the same core,
-or the same GPU), then its bytes travel, one bucket after the other over one channel: beside the backward pass between nodes, within it
-on one node of CPU ranks, where a transfer is processor time (``mpidist/ddp/hooks/default.py``).
+A bucket is ready at a share of the step's computing. Its hook computes first (that delays the backward pass: it needs the
+same core, or the same GPU), then its bytes travel, one bucket after the other over one channel: beside the backward pass
+between nodes, within it on one node of CPU ranks, where a transfer is processor time (``mpidist/ddp/hooks/default.py``).
 
 Letters: n × m a gradient as a matrix; r the rank of its approximation.
 """
@@ -69,7 +69,9 @@ class Step:
     sent_bytes: int
 
 
-def overlapped(compute_s: float, ready_s: Sequence[float], host_s: Sequence[float], wire_s: Sequence[float], beside: bool) -> float:
+def overlapped(
+    compute_s: float, ready_s: Sequence[float], host_s: Sequence[float], wire_s: Sequence[float], beside: bool
+) -> float:
     """Return the length of a step whose buckets travel in order over one channel.
 
     Args:
