@@ -186,8 +186,12 @@ def predictions(model: Model, records: Sequence[Mapping[str, Any]], most: int = 
     return found
 
 
+def _number(value: float | None) -> float:
+    return math.inf if value is None else float(value)
+
+
 def to_json(model: Model) -> dict[str, Any]:
-    """Return a model as plain data."""
+    """Return a model as plain data; a range without an end has an infinite one, which a file holds as null."""
     return {
         "terms": list(cost_model.TERMS),
         "fits": {name: {operation: asdict(fit) for operation, fit in group.items()} for name, group in model.fits.items()},
@@ -207,7 +211,9 @@ def from_json(data: Mapping[str, Any]) -> Model:
         raise ValueError("the file holds no model with the terms that are known here: write it again with `report` or `sweep`")
     fits = {
         name: {
-            operation: Fit(operation, tuple(map(float, fit["ends"])), tuple(tuple(map(float, row)) for row in fit["parameters"]))
+            operation: Fit(
+                operation, tuple(map(_number, fit["ends"])), tuple(tuple(map(float, row)) for row in fit["parameters"])
+            )
             for operation, fit in group.items()
         }
         for name, group in data["fits"].items()

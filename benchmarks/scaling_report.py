@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ SHOWN_RANKS = (2, 8, 64, 512, 4096)
 
 def write(records: Sequence[dict[str, Any]], missed: Mapping[str, str], output: Path) -> str:
     """Write ``scaling-<MPI library>.json`` and ``.png`` of jobs of several sizes; return the tables."""
-    jobs = sorted(records, key=lambda one: (rate_of(one["link"]), one["link"], one["ranks"]))
+    # Those within a node first, then from the fastest link to the slowest.
+    jobs = sorted(records, key=lambda one: (-rate_of(one["link"]), one["link"], one["ranks"]))
     model, errors = models.fitted(jobs)
     measured = models.measured_steps(model, jobs)
     predicted = models.predictions(model, jobs)
@@ -39,10 +41,19 @@ def write(records: Sequence[dict[str, Any]], missed: Mapping[str, str], output: 
         "hooks_that_pay": pays,
     }
     path = output / f"scaling-{environment.library_name(jobs[0]['environment'])}.json"
-    report.write_json(record, path)
+    report.write_json(finite(record), path)
     scaling_plot.draw(record, path.with_suffix(".png"))
     texts = [text_of(record), scaling_advice.text_of(pays)]
     return "\n\n".join([*texts, f"written to {output.name}: {path.name} and {path.with_suffix('.png').name}"])
+
+
+def finite(data: Any) -> Any:
+    """Return plain data with None for infinite numbers, which JSON has not: a link without a limit, a range without an end."""
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and math.isinf(data) else data
 
 
 def validation(errors: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

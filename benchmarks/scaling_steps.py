@@ -9,6 +9,7 @@ Letters: n × m a gradient as a matrix; r the rank of its approximation.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,9 +34,16 @@ class Bucket:
     shapes: tuple[Shape, ...]
     ready: float
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         return sum(map(math.prod, self.shapes))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.shapes, self.ready))
 
 
 @dataclass(frozen=True)
@@ -103,16 +111,17 @@ def buckets_of(shapes: Sequence[Shape], bucket_cap_mb: float | None = None) -> l
     return made
 
 
-def messages(bucket: Bucket, hook: str) -> list[int]:
+@functools.lru_cache(maxsize=1 << 14)
+def messages(bucket: Bucket, hook: str) -> tuple[int, ...]:
     """Return the bytes of each all-reduce that a hook makes of a bucket of fp32.
 
     Raises:
         ValueError: No such hook.
     """
     if hook == "none":
-        return [4 * bucket.numel]
+        return (4 * bucket.numel,)
     if hook == "bf16":
-        return [2 * bucket.numel]
+        return (2 * bucket.numel,)
     kind, _, wanted = hook.partition("-")
     if kind != "powersgd" or not wanted.isdigit():
         raise ValueError(f"no hook {hook!r}; there are {', '.join(HOOKS)}")
@@ -125,7 +134,7 @@ def messages(bucket: Bucket, hook: str) -> list[int]:
             first, second = first + n * r, second + m * r
         else:
             first += numel
-    return [4 * numel for numel in (first, second) if numel]
+    return tuple(4 * numel for numel in (first, second) if numel)
 
 
 def step(
@@ -149,6 +158,7 @@ def step(
 
 
 def _timer(fit: Fit, operation: str, layout: Layout) -> Callable[[int], float]:
+    @functools.cache  # many buckets are of one size
     def seconds(nbytes: int) -> float:
         return fit.seconds(Point(operation, layout.nodes, layout.ranks_per_node, nbytes, layout.rate_gbit_s, layout.share))
 
