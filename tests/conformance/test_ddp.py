@@ -11,14 +11,19 @@ from mpidist.comm.launch import from_environment
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 
+def names_of(suite_name: str) -> list[str]:
+    """Return the tests of a suite."""
+    from tests.conformance import ddp_suite, suite
+
+    return suite.names_of(getattr(ddp_suite, suite_name))
+
+
 def pytest_generate_tests(metafunc):
     # Only within a job of the right size: importing torch's suites takes seconds on each rank.
     if "name" in metafunc.fixturenames:
-        from tests.conformance import ddp_suite, suite
-
-        of, ranks = {"comparison": (ddp_suite.ComparisonSuite, 4), "hybrid": (ddp_suite.HybridSuite, 6)}[metafunc.function.suite]
-        runs = metafunc.config.getoption("--only-mpi", False) and (from_environment(os.environ).size or 1) == ranks
-        metafunc.parametrize("name", suite.names_of(of) if runs else [])
+        suite_name, needs = {"comparison": ("ComparisonSuite", 4), "hybrid": ("HybridSuite", 6)}[metafunc.function.suite]
+        runs = metafunc.config.getoption("--only-mpi", False) and (from_environment(os.environ).size or 1) == needs
+        metafunc.parametrize("name", names_of(suite_name) if runs else [])
 
 
 @pytest.mark.mpi(min_size=4)

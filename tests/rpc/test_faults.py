@@ -218,13 +218,13 @@ def test_an_answer_that_cannot_be_sent_fails_its_call_alone(workers, to, case):
 
 
 _BAD_ARGUMENTS = {
-    "raises ValueError": (FailsToPickle(ValueError), ValueError),
-    "raises MemoryError": (FailsToPickle(MemoryError), MemoryError),
-    "raises SystemExit": (FailsToPickle(SystemExit), SystemExit),
-    "raises KeyboardInterrupt": (FailsToPickle(KeyboardInterrupt), KeyboardInterrupt),
-    "does not arrive": (FailsToUnpickle(ValueError), ValueError),
-    "does not arrive: SystemExit": (FailsToUnpickle(SystemExit), RemoteError),
-    "too deep": (deep_list(), RecursionError),
+    "raises ValueError": ((FailsToPickle, ValueError), ValueError),
+    "raises MemoryError": ((FailsToPickle, MemoryError), MemoryError),
+    "raises SystemExit": ((FailsToPickle, SystemExit), SystemExit),
+    "raises KeyboardInterrupt": ((FailsToPickle, KeyboardInterrupt), KeyboardInterrupt),
+    "does not arrive": ((FailsToUnpickle, ValueError), ValueError),
+    "does not arrive: SystemExit": ((FailsToUnpickle, SystemExit), RemoteError),
+    "too deep": ((deep_list,), RecursionError),
 }
 
 
@@ -239,7 +239,8 @@ def sent_with(to, argument):
 
 @pytest.mark.parametrize("case", _BAD_ARGUMENTS)
 def test_an_argument_that_cannot_be_sent_fails_its_call_alone(workers, to, case):
-    argument, error = _BAD_ARGUMENTS[case]
+    (kind, *given), error = _BAD_ARGUMENTS[case]
+    argument = kind(*given)
     for send in sent_with(to, argument):
         with pytest.raises(error):
             send()
