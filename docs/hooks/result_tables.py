@@ -19,6 +19,11 @@ def time_text(us: float) -> str:
     raise AssertionError(us)
 
 
+def link_text(link: str) -> str:
+    """Return the name of a link as its rate."""
+    return _LINKS.get(link, link)
+
+
 def bytes_text(size: float) -> str:
     """Return a size in the largest binary unit that keeps it at one or more."""
     for unit in ("B", "KiB", "MiB"):
@@ -37,14 +42,12 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def machine(record: Record) -> str:
     """Return where a record was measured, in one line."""
     about = record.get("environment") or record["jobs"][0]["environment"]
+    cores = f"{about['logical_cores']} cores"
     ranks = "" if "jobs" in record else f"{about['ranks']} rank{'s' if about['ranks'] > 1 else ''}, "
     link = record.get("link")
-    places = f"over a simulated link of {_LINKS.get(link, link)}, " if link else ""
-    device = f"{about['device']}, " if isinstance(about.get("device"), str) else ""
-    return (
-        f"{ranks}{places}{device}{about['mpi_library']}, torch {about['torch']}, {about['cpu']}, "
-        f"{about['logical_cores']} cores, {about['date'][:10]}"
-    )
+    places = f"over a simulated link of {link_text(link)}, " if link else ""
+    device = f"{about['device']['name']}, " if about.get("device") else ""
+    return f"{ranks}{places}{device}{about['mpi_library']}, torch {about['torch']}, {about['cpu']}, {cores}, {about['date'][:10]}"
 
 
 def tables(record: Record, choice: Mapping[str, Sequence[str]] | None = None) -> str:

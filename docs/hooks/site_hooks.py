@@ -16,6 +16,7 @@ import api_pages
 import command_reference
 import repository_links
 import result_tables
+import scaling_tables
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
@@ -75,8 +76,7 @@ def _filled(found: re.Match[str], root: Path) -> str:
     if found["kind"] == "job scripts":
         return _job_scripts(root)
     if found["kind"] == "scaling":
-        names = [path.stem for path in sorted((root / "benchmarks" / "results").glob("scaling-*.json"))]
-        return "\n\n".join(f"### {name}\n\n{_record(root, name, {})}" for name in names)
+        return _scaling(root)
     return _record(root, *result_tables.parse(text))
 
 
@@ -84,6 +84,20 @@ def _record(root: Path, name: str, choice: dict[str, list[str]]) -> str:
     folder = root / "benchmarks" / "results"
     record = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     return result_tables.section(name, record, (folder / f"{name}.png").is_file(), choice)
+
+
+def _scaling(root: Path) -> str:
+    folder = root / "benchmarks" / "results"
+    parts = []
+    for path in sorted(folder.glob("scaling-*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        about = f"*{result_tables.machine(record)}.* [{path.name}](../benchmarks/results/{path.name})"
+        if scaling_tables.is_startup(record):
+            parts += ["### Start-up", about, scaling_tables.startup(record)]
+        elif scaling_tables.is_scaling(record):
+            plot = f"![Plot of {path.stem}](../benchmarks/results/{path.stem}.png)" if path.with_suffix(".png").is_file() else ""
+            parts += [f"### {record['jobs'][0]['environment']['mpi_library']}", about, plot, scaling_tables.tables(record)]
+    return "\n\n".join(["## What was measured", *parts]) if parts else ""
 
 
 def _decisions(root: Path) -> str:

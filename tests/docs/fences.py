@@ -16,14 +16,20 @@ class Example:
     """One program of a page.
 
     Attributes:
-        place: The page, and the line of the block.
+        page: Its path in the repository.
+        line: That of the program's first line.
         ranks: How many ranks it needs at least.
         code: The text.
     """
 
-    place: str
+    page: str
+    line: int
     ranks: int
     code: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
 
 
 def examples_of(text: str, page: str) -> list[Example]:
@@ -33,7 +39,7 @@ def examples_of(text: str, page: str) -> list[Example]:
         width = len(match["indent"])
         code = "\n".join(line[width:] for line in match["code"].splitlines())
         line = text.count("\n", 0, match.start("code")) + 1
-        found.append(Example(f"{page}:{line}", int(match["ranks"] or 1), code))
+        found.append(Example(page, line, int(match["ranks"] or 1), code))
     return found
 
 

@@ -71,6 +71,46 @@ def test_each_recorded_result_that_a_page_names_has_a_table(hook):
         assert tables.tables(record, choice).count("|") > 8 and tables.machine(record)
 
 
+def test_scaling_reports_have_their_tables(hook):
+    tables = hook("scaling_tables")
+    step = {
+        "link": "1gbit", "network": "net", "scaling": "weak", "hook": "bf16", "ranks": 4, "oversubscribed": True, "seconds": 0.25,
+        "exposed_seconds": 0.05, "efficiency": 0.8, "predicted_seconds": 0.2,
+    }  # fmt: skip
+    record = {
+        "jobs": [{"ranks": 4}],
+        "steps": [step],
+        "validation": {
+            "points": 9, "median_error": 0.12, "target": 0.2, "verdict": "reached", "by_operation": {"all_reduce": 0.1},
+            "by_ranks": {}, "by_rate": {}, "steps": None, "steps_by_link": {},
+        },
+        "hook_choices": [step | {"fastest": "bf16", "chosen": "none", "lost": 0.03}],
+        "predictions": [step | {"ranks": ranks} for ranks in (8, 4096)],
+        "hooks_that_pay": [
+            {
+                "processor": "cpu", "network": "net", "ranks": 64, "fastest": {"1": "bf16", "10": "none"},
+                "predicted_seconds": {"1": {"none": 3.0, "bf16": 2.0}, "10": {"none": 1.0, "bf16": 2.0}},
+            }
+        ],
+    }  # fmt: skip
+    assert tables.is_scaling(record) and not tables.is_startup(record)
+    text = tables.tables(record)
+    assert "| 1 Gbit/s, net, weak, bf16 | 4 \\* | 250 ms | 50 ms | 0.80 | 200 ms |" in text and "**12%**" in text
+    assert "| 1 Gbit/s, net | 4 \\* | bf16 | none | 3% |" in text and "Beyond 4 ranks nothing was measured" in text
+    assert "| cpu, net | bf16 ×1.5 | none |" in text and "|  | 200 ms (0.80) |" in text
+    job = {
+        "ranks": 2,
+        "oversubscribed": False,
+        "own_start_s": 0.5,
+        "gloo_start_s": 1,
+        "rss_mib": 14.25,
+        "files": 17,
+        "threads": 4,
+    }
+    text = tables.startup({"jobs": [job | {"group_messages": 3.0}], "growth": {"files": "flat"}})
+    assert "| 2 | 0.50 s | 1.00 s | 14.2 MiB | 17 | 4 | 3 |" in text and "| growth |  |  |  | flat |" in text
+
+
 def test_directives_name_the_module_that_defines(hook):
     pages = hook("api_pages")
     text = pages.directives("mpidist.comm", ["init", "SUM"])
