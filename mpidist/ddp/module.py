@@ -45,7 +45,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         check_reduction: Deprecated, without effect.
         gradient_as_bucket_view: Gradients are views of the buckets. torch's default is False.
         static_graph: Which parameters are used, and how often, never changes.
-        delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision: Refused, with what to use instead.
+        delay_all_reduce_named_params: Refused, with what to use instead.
+        param_to_hook_all_reduce: Refused likewise.
+        mixed_precision: Refused likewise.
         device_mesh: Instead of ``process_group``: a mesh of one dimension on the backend ``mpidist``.
         skip_all_reduce_unused_params: With ``find_unused_parameters`` or ``static_graph``: buckets that no rank used in the first
             backward pass do not travel in the later ones, which must leave the same parameters unused.

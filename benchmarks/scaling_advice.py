@@ -1,0 +1,274 @@
+"""Which communication hook makes a step shortest, by bandwidth, size of the network and ranks: PREDICTED from measured costs.
+
+Two kinds of processor. ``cpu`` is the one that was measured: its hooks, its computing, its host's part of a message. ``gpu``
+takes the hooks' costs on an H100 from ``results/kernels-nvidia-h100-80gb-hbm3.json``, assumes its computing
+(``GPU_FLOP_RATE``), and lets the network read and write its memory by itself (no term for bytes in the node). Latencies are
+the measured ones, of TCP.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import cost_model
+import gradient_lists
+import scaling_jobs
+import scaling_model as models
+import scaling_steps as steps
+from gradient_lists import Shape
+from tabulate import tabulate
+
+BANDWIDTHS = (0.1, 1.0, 10.0, 25.0, 100.0, 200.0)  # Gbit/s
+RANKS = (4, 64, 1024, 4096)
+CPU_SAMPLES = 64  # of a rank, each of which passes every weight once
+GPU_SAMPLES, GPU_FLOP_RATE = 8192, 4e14  # tokens of a rank; of an H100 that trains in bf16, 40 % of its peak
+GPU_FILE = Path(__file__).resolve().parent / "results" / "kernels-nvidia-h100-80gb-hbm3.json"
+_LEAST, _MOST = 0.01, 1000.0  # Gbit/s, between which choices are looked for
+_STEPS = 26
+_HALVINGS = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a step is predicted for; ``compute_s`` is forward and backward pass of one rank."""
+
+    compute_s: float
+    buckets: Sequence[steps.Bucket]
+    ranks: int
+    ranks_per_node: int = 1
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What computes: its hooks' costs, all-reduces between its nodes, and how many floating-point operations a second."""
+
+    name: str
+    costs: Mapping[str, steps.HookCost]
+    fits: Mapping[str, cost_model.Fit]
+    flop_rate: float
+    samples: int
+
+    def compute_s(self, parameters: float) -> float:
+        """Return the computing of a step: 6 operations for each parameter and sample."""
+        return 6 * parameters * self.samples / self.flop_rate
+
+
+def shapes_of(parameters: int) -> list[Shape]:
+    """Return gradients of a network of so many parameters: GPT-2's, and from 500 million on GPT-2 XL's, cut or repeated."""
+    whole = gradient_lists.gpt2_xl() if parameters >= 500e6 else gradient_lists.gpt2()
+    return gradient_lists.cut(whole if parameters >= 50e6 else whole[2:], parameters)  # a small one without the table of words
+
+
+NETWORKS = {
+    "1 M": lambda: shapes_of(1_000_000),
+    "10 M": lambda: shapes_of(10_000_000),
+    "ResNet-50, 26 M": gradient_lists.resnet50,
+    "100 M": lambda: shapes_of(100_000_000),
+    "GPT-2, 124 M": gradient_lists.gpt2,
+    "1 B": lambda: shapes_of(1_000_000_000),
+}
+
+
+def processors(model: models.Model) -> list[Processor]:
+    """Return the processors that can be told about: none without links that were measured."""
+    fits = model.fits.get(models.BETWEEN, {})
+    if "all_reduce" not in fits:
+        return []
+    found = []
+    if model.costs and model.flop_rate:
+        found.append(Processor("cpu", model.costs, fits, model.flop_rate, CPU_SAMPLES))
+    if GPU_FILE.exists():
+        data = json.loads(GPU_FILE.read_text(encoding="utf-8"))
+        by_itself = {name: without_host_bytes(fit) for name, fit in fits.items()}
+        found.append(Processor("gpu", gpu_costs(data), by_itself, GPU_FLOP_RATE, GPU_SAMPLES))
+    return found
+
+
+def without_host_bytes(fit: cost_model.Fit) -> cost_model.Fit:
+    """Return a fit whose bytes cost a node's processor nothing."""
+    place = cost_model.TERMS.index("node bytes")
+    return replace(fit, parameters=tuple((*row[:place], 0.0, *row[place + 1 :]) for row in fit.parameters))
+
+
+def gpu_costs(data: Mapping[str, Any]) -> dict[str, steps.HookCost]:
+    """Return the hooks' costs from a record of ``bench_kernels.py``; PowerSGD's of rank 16 goes on as from rank 4 to 8."""
+    hooks = {
+        rank: statistics.median(
+            one["contenders"]["powerSGD_hook"]["issued"]["median_us"] / 1e6 / one["numel"]
+            for one in data["powersgd"]
+            if one["rank"] == rank
+        )
+        for rank in (1, 4, 8)
+    }
+    largest = max(data["copies"], key=lambda one: one["size_bytes"])
+    copied_us = largest["contenders"]["device copy"]["device"]["median_us"]
+    rate = 2 * largest["size_bytes"] / (copied_us / 1e6)  # bytes read and written
+    narrowed = 12 / rate  # fp32 to bf16 and back: 4 + 2 + 2 + 4 bytes
+    rank_16 = hooks[8] + 2 * max(hooks[8] - hooks[4], 0.0)
+    each = {"bf16": narrowed, "powersgd-1": hooks[1], "powersgd-4": hooks[4], "powersgd-16": rank_16}
+    return {hook: steps.HookCost(seconds) for hook, seconds in each.items()}
+
+
+def times(case: Case, bandwidth: float, processor: Processor) -> dict[str, float]:
+    """Return the predicted seconds of a step with each hook."""
+    nodes = -(-case.ranks // case.ranks_per_node)
+    at = steps.Layout(nodes, case.ranks_per_node, bandwidth)
+    hooks = ["none", *(hook for hook in steps.HOOKS if hook in processor.costs)]
+    return {hook: steps.step(case.compute_s, case.buckets, hook, at, processor.fits, processor.costs).seconds for hook in hooks}
+
+
+def fastest(found: Mapping[str, float]) -> str:
+    """Return the fastest hook; of equals (0.1 %) the one that changes the gradients least."""
+    shortest = min(found.values())
+    order = ("none", "bf16", "powersgd-16", "powersgd-4", "powersgd-1")
+    return next(hook for hook in order if hook in found and found[hook] <= 1.001 * shortest)
+
+
+def crossings(case: Case, processor: Processor) -> list[tuple[str, float]]:
+    """Return the fastest hooks as the bandwidth rises, each with the Gbit/s up to which it is."""
+
+    def choice(bandwidth: float) -> str:
+        return fastest(times(case, bandwidth, processor))
+
+    grid = [_LEAST * (_MOST / _LEAST) ** (place / _STEPS) for place in range(_STEPS + 1)]
+    found: list[tuple[str, float]] = []
+    low, current = grid[0], choice(grid[0])
+    for high in grid[1:]:
+        later = choice(high)
+        if later != current:
+            below, above = low, high
+            for _ in range(_HALVINGS):
+                middle = (below * above) ** 0.5
+                below, above = (middle, above) if choice(middle) == current else (below, middle)
+            found.append((current, above))
+            current = later
+        low = high
+    return [*found, (current, float("inf"))]
+
+
+def table_of(model: models.Model) -> list[dict[str, Any]]:
+    """Return the predicted times of all hooks by processor, network, ranks and bandwidth, and where the choice changes."""
+    rows = []
+    for processor in processors(model):
+        for name, shapes in NETWORKS.items():
+            made = shapes()
+            buckets = steps.buckets_of(made)
+            parameters = sum(bucket.numel for bucket in buckets)
+            for ranks in RANKS:
+                case = Case(processor.compute_s(parameters), buckets, ranks)
+                by_rate = {f"{rate:g}": times(case, rate, processor) for rate in BANDWIDTHS}
+                rows.append(
+                    {
+                        "processor": processor.name,
+                        "network": name,
+                        "parameters": parameters,
+                        "ranks": ranks,
+                        "compute_s": case.compute_s,
+                        "predicted_seconds": by_rate,
+                        "fastest": {rate: fastest(found) for rate, found in by_rate.items()},
+                        "fastest_up_to_gbit_s": [[hook, rate] for hook, rate in crossings(case, processor)]
+                        if ranks == 64
+                        else None,
+                    }
+                )
+    return rows
+
+
+def text_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the tables of the fastest hooks, and of the bandwidths at which they change."""
+    if not rows:
+        return "Which hook pays: no links were measured (sweep --links 10gbit 1gbit 100mbit), so nothing can be said"
+    headers = ("", "network", "ranks", "computing\nms", *(f"{rate:g} Gbit/s" for rate in BANDWIDTHS))
+    lines = []
+    for row in rows:
+        cells = []
+        for rate, hook in row["fastest"].items():
+            found = row["predicted_seconds"][rate]
+            cells.append(hook if hook == "none" else f"{hook} ×{found['none'] / found[hook]:.1f}")
+        lines.append((row["processor"], row["network"], row["ranks"], f"{1e3 * row['compute_s']:.0f}", *cells))
+    crossed = [
+        (
+            row["processor"],
+            row["network"],
+            ", then ".join(
+                hook if rate == float("inf") else f"{hook} up to {rate:.2g}" for hook, rate in row["fastest_up_to_gbit_s"]
+            ),
+        )
+        for row in rows
+        if row["fastest_up_to_gbit_s"]
+    ]
+    return "\n".join(
+        [
+            "Which hook pays, PREDICTED, one rank a node: the fastest, and how many times faster than uncompressed",
+            tabulate(lines, headers, tablefmt="simple", disable_numparse=True),
+            f"\nUp to which Gbit/s, PREDICTED, 64 ranks (looked for from {_LEAST:g} to {_MOST:g})",
+            tabulate(crossed, ("", "network", "fastest"), tablefmt="simple", disable_numparse=True),
+        ]
+    )
+
+
+def answer(options: Any) -> str:
+    """Return which hook pays in a user's own case, with what was assumed.
+
+    Raises:
+        SystemExit: There is no model, or one without links; the text says how to make it.
+    """
+    path = options.model
+    if path is None:
+        written = sorted((Path(__file__).resolve().parent / "results").glob("scaling-*.json"))
+        path = next((one for one in written if "model" in json.loads(one.read_text(encoding="utf-8"))), None)
+    if path is None or not path.is_file():
+        raise SystemExit(
+            "no model: make one by `bench_scaling.py sweep --links 10gbit 1gbit`, or `report FILES`; name it by --model"
+        )
+    try:
+        model = models.from_json(json.loads(path.read_text(encoding="utf-8"))["model"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise SystemExit(f"{path.name} holds no model ({error}): write it again with `sweep` or `report`") from None
+    source = f"hooks' costs of the model in {path.name}"
+    if options.measure:
+        model, source = _measured_here(model, options), "hooks' costs and computing measured here just now"
+    by_name = {one.name: one for one in processors(model)}
+    if options.processor not in by_name:
+        raise SystemExit(f"{path.name} has no measured links or hooks: `sweep --links 10gbit 1gbit` measures them")
+    processor = by_name[options.processor]
+    buckets = steps.buckets_of(shapes_of(int(options.parameters)), options.bucket_cap_mb)
+    compute_s = options.compute_ms / 1e3 if options.compute_ms else processor.compute_s(options.parameters)
+    case = Case(compute_s, buckets, options.ranks, options.ranks_per_node)
+    found = times(case, options.bandwidth, processor)
+    best = fastest(found)
+    rows = [
+        (hook, f"{1e3 * s:.1f}", f"{1e3 * (s - compute_s):.1f}", f"{found['none'] / s:.2f}", "<- fastest" if hook == best else "")
+        for hook, s in found.items()
+    ]
+    given = (
+        "given" if options.compute_ms else f"6 · parameters · {processor.samples} samples / {processor.flop_rate:.2g} a second"
+    )
+    changes = ", then ".join(
+        hook if rate == float("inf") else f"{hook} up to {rate:.2g} Gbit/s" for hook, rate in crossings(case, processor)
+    )
+    table = tabulate(rows, ("hook", "step, ms", "exposed, ms", "× uncompressed", ""), tablefmt="simple", disable_numparse=True)
+    return (
+        f"{options.parameters:g} parameters, {options.ranks} ranks, {options.ranks_per_node} a node, "
+        f"{options.bandwidth:g} Gbit/s: {best} is the fastest (PREDICTED)\n{table}\n"
+        f"as the bandwidth rises: {changes}\n"
+        f"assumed: computing {1e3 * compute_s:.1f} ms a step ({given}); gradients shaped as GPT-2's, in {len(buckets)} buckets; "
+        f"{source if options.processor == 'cpu' else 'hooks as on an H100'}; latencies as measured over TCP; a flat all-reduce "
+        "of all ranks; the step's own computing stays the same. A hook that changes the gradients needs a look at the accuracy"
+    )
+
+
+def _measured_here(model: models.Model, options: Any) -> models.Model:
+    passed = ["measure", "--operations", "barrier", "--networks", "512x4", "1024x4"]
+    records, why = scaling_jobs.run(scaling_jobs.plain(1, passed, options.launcher), options.limit_s)
+    if why is not None:
+        raise SystemExit(
+            f"the job of one rank that measures this machine: {why}. Without --measure the model's own costs are taken"
+        )
+    here, _ = models.fitted(records)
+    return models.Model(model.fits, here.costs, here.compute_s, here.flop_rate)

@@ -1,0 +1,116 @@
+"""Jobs of several sizes, one after the other: on this machine, and between two network namespaces joined by a limited link."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpidist.comm.launch import without_launcher
+
+_END_S = 15.0  # for a job that was told to end
+_SKIPPED = 77  # slow_link.sh's, where namespaces are not allowed
+_HERE = Path(__file__).resolve().parent
+PROGRAM = _HERE / "bench_scaling.py"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command line, its environment beyond this one's, and what it is called."""
+
+    name: str
+    command: tuple[str, ...]
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def plain(ranks: int, passed: Sequence[str], launcher: str | None = None) -> Job:
+    """Return the job of ``ranks`` ranks on this machine."""
+    return Job(f"{ranks} ranks", (*start_of(launcher), "-n", str(ranks), sys.executable, str(PROGRAM), *passed))
+
+
+def start_of(launcher: str | None) -> list[str]:
+    """Return the words of a launcher up to ``-n``; without one the mpirun beside this Python, or that of the path."""
+    if launcher is not None:
+        return shlex.split(launcher)
+    beside = Path(sys.executable).with_name("mpirun")
+    return [str(beside) if beside.exists() else "mpirun", "--oversubscribe", "--bind-to", "none"]
+
+
+def on_link(link: str, ranks_per_node: int, passed: Sequence[str], mpich: Path) -> Job:
+    """Return the job of two namespaces with ``ranks_per_node`` ranks each, joined at the rate ``link``; MPICH over TCP.
+
+    Args:
+        mpich: Folder of an MPICH, with ``bin/mpirun`` and ``lib/libmpi.so.12``.
+    """
+    command = (str(_HERE / "slow_link.sh"), link, str(mpich / "bin" / "mpirun"), sys.executable, str(PROGRAM), *passed)
+    variables = {"RANKS": str(ranks_per_node), "MPI4PY_LIBMPI": str(mpich / "lib" / "libmpi.so.12")}
+    return Job(f"2 × {ranks_per_node} ranks over {link}", command, variables)
+
+
+def why_no_link(mpich: Path) -> str | None:
+    """Say why jobs between namespaces cannot be started here; None if nothing is known to be in their way."""
+    for needed in (mpich / "bin" / "mpirun", mpich / "lib" / "libmpi.so.12"):
+        if not needed.exists():
+            return f"{needed.name} of MPICH is not in the folder given: pip install --target FOLDER mpich, and --mpich FOLDER"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    return None
+
+
+def run(job: Job, limit_s: float) -> tuple[list[dict[str, Any]], str | None]:
+    """Run a job; return the records that it wrote, and why there are none."""
+    with tempfile.TemporaryDirectory() as folder:
+        status, said = run_limited([*job.command, "--output", folder], job.variables, limit_s)
+        written = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
+    if status is None:
+        return [], f"not ended after {limit_s:g} s"
+    if status == _SKIPPED:
+        return [], said.strip().splitlines()[-1] if said.strip() else "skipped"
+    if status or not written:
+        return [], f"ended with status {status}: {_reason(said)}"
+    return written, None
+
+
+def _reason(said: str) -> str:
+    """Return the line of a job's stderr that most likely says why it ended: the first of an error, not the launcher's summary."""
+    lines = [re.sub(r"^\[rank \d+\] ", "", line).strip() for line in said.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exit|Timeout|Exception)\b", line)]
+    return (named or lines or ["it said nothing"])[0]
+
+
+def run_limited(command: Sequence[str], variables: dict[str, str], limit_s: float) -> tuple[int | None, str]:
+    """Run a command; return its status, None if it outlasted ``limit_s``, and what it wrote to stderr."""
+    environment = {**without_launcher(os.environ), **variables}
+    with tempfile.TemporaryFile() as errors:
+        # A session of its own: slow_link.sh waits for its mpirun, so both are told to end.
+        job = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, env=environment, start_new_session=True
+        )
+        status: int | None = None
+        try:
+            status = job.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if job.poll() is None:
+                _end(job)
+        errors.seek(0)
+        return status, errors.read().decode(errors="replace")
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    os.killpg(job.pid, signal.SIGTERM)  # a launcher ends its ranks first
+    try:
+        job.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()

@@ -1,0 +1,183 @@
+"""Time of a data-parallel step: computing, buckets that are sent while the backward pass goes on, hooks that compress them. Pure.
+
+A bucket is ready at a share of the step's computing. Its hook computes first (that delays the backward pass: it needs the
+same core, or the same GPU), then its bytes travel, one bucket after the other over one channel: beside the backward pass
+between nodes, within it on one node of CPU ranks, where a transfer is processor time (``mpidist/ddp/hooks/default.py``).
+
+Letters: n × m a gradient as a matrix; r the rank of its approximation.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from cost_model import Fit, Point
+from gradient_lists import Shape
+
+from mpidist.ddp import plan
+from mpidist.ddp.hooks import lowrank
+
+HOOKS = ("none", "bf16", "powersgd-1", "powersgd-4", "powersgd-16")
+FORWARD_SHARE = 1 / 3  # of a step's computing: a backward pass multiplies twice where the forward pass does once
+_LEAST_RATE = 2  # of PowerSGD's hook: what shrinks less travels whole
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The shapes of its gradients, and when the last of them is there, as a share of the step's computing."""
+
+    shapes: tuple[Shape, ...]
+    ready: float
+
+    @functools.cached_property
+    def numel(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.shapes, self.ready))
+
+
+@dataclass(frozen=True)
+class HookCost:
+    """What a hook computes on one rank: seconds for each element of a bucket, and for each bucket."""
+
+    element_s: float = 0.0
+    bucket_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the ranks are: nodes, ranks of a node, the rate of the link between nodes, and ranks that take turns on a core."""
+
+    nodes: int
+    ranks_per_node: int
+    rate_gbit_s: float = math.inf
+    share: float = 1.0
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step, in seconds; ``exposed_s`` is what it takes more than its computing alone."""
+
+    seconds: float
+    exposed_s: float
+    sent_bytes: int
+
+
+def overlapped(
+    compute_s: float, ready_s: Sequence[float], host_s: Sequence[float], wire_s: Sequence[float], beside: bool
+) -> float:
+    """Return the length of a step whose buckets travel in order over one channel.
+
+    Args:
+        ready_s: When each bucket would be ready without the hooks before it; ascending.
+        host_s: What each bucket's hook computes.
+        wire_s: How long each bucket travels.
+        beside: Whether it travels while the rank computes on.
+    """
+    hooks_s = channel_s = 0.0
+    for ready, host, wire in zip(ready_s, host_s, wire_s, strict=True):
+        hooks_s += host
+        if beside:
+            channel_s = max(channel_s, ready + hooks_s) + wire
+        else:
+            hooks_s += wire
+    return max(compute_s + hooks_s, channel_s)
+
+
+def buckets_of(shapes: Sequence[Shape], bucket_cap_mb: float | None = None) -> list[Bucket]:
+    """Return the buckets of a network's gradients; each layer's backward pass takes as long as it has elements."""
+    sizes = [torch.empty(shape, device="meta") for shape in shapes]
+    assigned = plan.assign(sizes, plan.limits_of(bucket_cap_mb), order=range(len(shapes) - 1, -1, -1))
+    whole = sum(map(math.prod, shapes))
+    made, passed = [], 0
+    for one in assigned:
+        own = tuple(tuple(shapes[place]) for place in one.indices)
+        passed += sum(map(math.prod, own))
+        made.append(Bucket(own, FORWARD_SHARE + (1 - FORWARD_SHARE) * passed / whole))
+    return made
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def messages(bucket: Bucket, hook: str) -> tuple[int, ...]:
+    """Return the bytes of each all-reduce that a hook makes of a bucket of fp32.
+
+    Raises:
+        ValueError: No such hook.
+    """
+    if hook == "none":
+        return (4 * bucket.numel,)
+    if hook == "bf16":
+        return (2 * bucket.numel,)
+    kind, _, wanted = hook.partition("-")
+    if kind != "powersgd" or not wanted.isdigit():
+        raise ValueError(f"no hook {hook!r}; there are {', '.join(HOOKS)}")
+    first = second = 0  # P and what travels whole; Q
+    for shape in bucket.shapes:
+        numel = math.prod(shape)
+        if lowrank.is_worth_it(shape, int(wanted), _LEAST_RATE):
+            n, m = shape[0], numel // shape[0]
+            r = lowrank.rank_of(n, m, int(wanted))
+            first, second = first + n * r, second + m * r
+        else:
+            first += numel
+    return tuple(4 * numel for numel in (first, second) if numel)
+
+
+def step(
+    compute_s: float, buckets: Sequence[Bucket], hook: str, layout: Layout, fits: Mapping[str, Fit], costs: Mapping[str, HookCost]
+) -> Step:
+    """Predict a step.
+
+    Args:
+        compute_s: Forward and backward pass of one rank that has a core (or a GPU) of its own.
+        fits: ``all_reduce`` of the layout's class of links; on one node also ``average``, which DDP uses there without a hook.
+    """
+    sent = [messages(bucket, hook) for bucket in buckets]
+    compute_s *= layout.share
+    cost = costs.get(hook, HookCost())
+    host = [layout.share * (cost.element_s * bucket.numel + cost.bucket_s) for bucket in buckets]
+    operation = "average" if layout.nodes == 1 and hook == "none" and "average" in fits else "all_reduce"
+    time_of = _timer(fits[operation], operation, layout)
+    wire = [sum(map(time_of, each)) for each in sent]
+    seconds = overlapped(compute_s, [bucket.ready * compute_s for bucket in buckets], host, wire, layout.nodes > 1)
+    return Step(seconds, seconds - compute_s, sum(map(sum, sent)))
+
+
+def _timer(fit: Fit, operation: str, layout: Layout) -> Callable[[int], float]:
+    @functools.cache  # many buckets are of one size
+    def seconds(nbytes: int) -> float:
+        return fit.seconds(Point(operation, layout.nodes, layout.ranks_per_node, nbytes, layout.rate_gbit_s, layout.share))
+
+    return seconds
+
+
+def compute_of(batches_s: Mapping[int, float], batch: int) -> float:
+    """Return the computing of a step at a batch, on the line through two measured batches (in proportion, with one)."""
+    (small, small_s), (large, large_s) = min(batches_s.items()), max(batches_s.items())
+    if small == large:
+        return small_s * batch / small
+    return max(small_s + (large_s - small_s) * (batch - small) / (large - small), 0.0)
+
+
+def hook_costs(steps: Sequence[Mapping[str, Any]]) -> dict[str, HookCost]:
+    """Return the hooks' costs, from steps of one rank: the median over the networks of what each adds to an element."""
+    found: dict[str, list[float]] = {}
+    for one in steps:
+        for hook, added_us in one["exposed_us"].items():
+            if hook != "none":  # a rank by itself sends nothing
+                found.setdefault(hook, []).append(max(added_us, 0.0) / 1e6 / one["parameters"])
+    return {hook: HookCost(sorted(values)[len(values) // 2]) for hook, values in found.items()}

@@ -1,0 +1,72 @@
+"""Files of the repository as pages of the site, and links to them."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+_FENCE = re.compile(r"^ *(`{3,}|~{3,}).*?^ *\1 *$", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
+_TEXTS = {
+    "ARCHITECTURE.md": "architecture.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "examples/README.md": "examples/index.md",
+}
+
+
+def texts(root: Path) -> dict[str, str]:
+    """Return the Markdown files outside ``docs`` that are pages: path in the repository → path in the site's sources."""
+    return {source: page for source, page in _TEXTS.items() if (root / source).is_file()}
+
+
+def programs(root: Path) -> dict[str, str]:
+    """Return the example programs: path in the repository → page that shows the text."""
+    return {f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted((root / "examples").glob("*.py"))}
+
+
+def results(root: Path) -> dict[str, str]:
+    """Return the records and plots of benchmarks: path in the repository → path in the site."""
+    folder = root / "benchmarks" / "results"
+    return {f"benchmarks/results/{path.name}": f"figures/{path.name}" for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
+    """Apply ``change`` to all text that stands in no fenced block."""
+    parts, end = [], 0
+    for fence in _FENCE.finditer(markdown):
+        parts += [change(markdown[end : fence.start()]), fence.group()]
+        end = fence.end()
+    return "".join([*parts, change(markdown[end:])])
+
+
+def rewrite(markdown: str, source: str, page: str, site: Mapping[str, str], root: Path) -> str:
+    """Point the relative links of a text at the site.
+
+    A link to a file that has a page leads there. A link to any other file of the repository becomes its
+    text. What leads nowhere is left alone, and fails the build.
+
+    Args:
+        markdown: The text.
+        source: Its path in the repository, which its links are relative to.
+        page: The path of its page.
+        site: Path in the repository → path in the site's sources.
+        root: The repository.
+    """
+
+    def change(match: re.Match[str]) -> str:
+        target, _, anchor = match["target"].partition("#")
+        if not target or re.match(r"[a-z]+:", target):
+            return match.group()
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        for known in (path, posixpath.join(path, "README.md"), posixpath.join(path, "index.md")):
+            if known in site:
+                place = posixpath.relpath(site[known], posixpath.dirname(page) or ".")
+                return f"{match['image']}[{match['text']}]({place}{'#' + anchor if anchor else ''})"
+        return match["text"] if (root / path).exists() else match.group()
+
+    return outside_fences(markdown, lambda part: _LINK.sub(change, part))

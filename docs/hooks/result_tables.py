@@ -1,0 +1,203 @@
+"""Records of benchmarks as Markdown: the machine, the tables, the plot. Numbers come from the JSON alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Record = Mapping[str, Any]
+_LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
+
+
+def time_text(us: float) -> str:
+    """Return a time of three digits with its unit."""
+    for limit, unit in ((1e3, "µs"), (1e6, "ms"), (float("inf"), "s")):
+        if us < limit:
+            value = us / (limit / 1e3) if limit < float("inf") else us / 1e6
+            return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    raise AssertionError(us)
+
+
+def link_text(link: str) -> str:
+    """Return the name of a link as its rate."""
+    return _LINKS.get(link, link)
+
+
+def bytes_text(size: float) -> str:
+    """Return a size in the largest binary unit that keeps it at one or more."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}" if size % 1 else f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; the first column to the left, the others to the right."""
+    lines = [headers, ["---", *["---:"] * (len(headers) - 1)], *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def machine(record: Record) -> str:
+    """Return where a record was measured, in one line."""
+    about = record.get("environment") or record["jobs"][0]["environment"]
+    cores = f"{about['logical_cores']} cores"
+    ranks = "" if "jobs" in record else f"{about['ranks']} rank{'s' if about['ranks'] > 1 else ''}, "
+    link = record.get("link")
+    places = f"over a simulated link of {link_text(link)}, " if link else ""
+    device = f"{about['device']['name']}, " if about.get("device") else ""
+    return f"{ranks}{places}{device}{about['mpi_library']}, torch {about['torch']}, {about['cpu']}, {cores}, {about['date'][:10]}"
+
+
+def tables(record: Record, choice: Mapping[str, Sequence[str]] | None = None) -> str:
+    """Return the tables of a record.
+
+    Args:
+        record: What a benchmark wrote.
+        choice: ``operations``, ``sizes`` (bytes), ``models``, ``contenders``: show these alone.
+
+    Raises:
+        ValueError: A record of an unknown form, or nothing of it chosen.
+    """
+    choice = choice or {}
+    if "rows" in record:
+        return _levels(record)
+    if "jobs" in record:
+        return _scale(record)
+    if "powersgd" in record and "copies" in record:
+        return _kernels(record)
+    if "consolidation_ms" in record:
+        return _saving(record)
+    results = record.get("results") or []
+    if results and "model" in results[0]:
+        return _steps([_contending(one, choice) for one in results if _chosen(choice, "models", one["model"])])
+    if results and "operation" in results[0]:
+        chosen = [one for one in results if _chosen(choice, "operations", one["operation"])]
+        return _operations([_contending(one, choice) for one in chosen if _chosen(choice, "sizes", str(one["size_bytes"]))])
+    if results and all(isinstance(value, (str, int, float)) for value in results[0].values()):
+        return table(list(results[0]), [[_plain(value) for value in one.values()] for one in results])
+    raise ValueError(f"no table is known for a record with {', '.join(record)}")
+
+
+def section(name: str, record: Record, has_plot: bool, choice: Mapping[str, Sequence[str]] | None = None) -> str:
+    """Return what a page shows of one record: machine, tables, link to the JSON, plot (unless ``plot=no`` is chosen)."""
+    parts = [f"*{machine(record)}.* [{name}.json](../benchmarks/results/{name}.json)", tables(record, choice)]
+    if has_plot and "plot" not in (choice or {}):
+        parts.append(f"![Plot of {name}](../benchmarks/results/{name}.png)")
+    return "\n\n".join(parts)
+
+
+def parse(marker: str) -> tuple[str, dict[str, list[str]]]:
+    """Split a marker's text, ``name key=a,b key="c, d;e"``, into the record's name and the choice."""
+    name, _, rest = marker.strip().partition(" ")
+    found = re.findall(r'(\w+)=("[^"]*"|\S+)', rest)
+    # Within quotes values may have commas and blanks.
+    return name, {key: value[1:-1].split(";") if value.startswith('"') else value.split(",") for key, value in found}
+
+
+def _chosen(choice: Mapping[str, Sequence[str]], key: str, value: str) -> bool:
+    return key not in choice or value in choice[key]
+
+
+def _contending(result: Record, choice: Mapping[str, Sequence[str]]) -> Record:
+    return {
+        **result,
+        "contenders": {name: one for name, one in result["contenders"].items() if _chosen(choice, "contenders", name)},
+    }
+
+
+def _plain(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _operations(results: Sequence[Record]) -> str:
+    if not results:
+        raise ValueError("the choice leaves no row of the record")
+    names = list(dict.fromkeys(name for one in results for name in one["contenders"]))
+    rows = []
+    for one in results:
+        times = [one["contenders"].get(name) for name in names]
+        size = f", {bytes_text(one['size_bytes'])}" if one["size_bytes"] else ""
+        rows.append([one["operation"] + size, *("" if each is None else time_text(each["median_us"]) for each in times)])
+    return table(["median time", *names], rows)
+
+
+def _steps(results: Sequence[Record]) -> str:
+    if not results:
+        raise ValueError("the choice leaves no model of the record")
+    names = list(dict.fromkeys(name for one in results for name in one["contenders"]))
+    sends = any("bytes_sent" in values for one in results for values in one["contenders"].values())
+    rows = []
+    for name in names:
+        row = [name]
+        for one in results:
+            values = one["contenders"].get(name)
+            row.append("" if values is None else time_text(values["median_us"]))
+        if sends:
+            row.append(bytes_text(results[0]["contenders"].get(name, {}).get("bytes_sent", 0)))
+        rows.append(row)
+    return table(["step, median", *(one["model"] for one in results), *(["sent by a rank"] if sends else [])], rows)
+
+
+def _levels(record: Record) -> str:
+    rows = [
+        [bytes_text(row["bytes"]), time_text(row["library_us"]), time_text(row["levels_us"]), f"{row['ratio_of_medians']:.2f}"]
+        for row in record["rows"]
+    ]
+    return table(["all-reduce", "MPI's own", "by levels", "MPI's own / by levels"], rows)
+
+
+def _scale(record: Record) -> str:
+    rows = []
+    for job in record["jobs"]:
+        one = job["contenders"]["mpidist"]
+        rows.append(
+            [
+                str(job["ranks"]),
+                f"{one['start_s']:.2f} s",
+                f"{one['resident_after_calls_mib']:.1f} MiB",
+                f"{one['async_calls_per_s']:.0f}",
+                f"{one['sync_calls_per_s']:.0f}",
+            ]
+        )
+    return table(["ranks", "`init_rpc`", "memory of RPC, a rank", "asynchronous calls/s, all ranks", "synchronous calls/s"], rows)
+
+
+def _kernels(record: Record) -> str:
+    copies = [one for one in record["copies"] if "mpidist" in one["contenders"]]
+    largest = {}
+    for one in copies:
+        largest[one["operation"], one["tensors_of"], one["dtypes"]] = one
+    rows = [
+        [
+            f"{operation}, {tensors_of}, {dtypes}, {bytes_text(one['size_bytes'])}",
+            time_text(one["contenders"]["mpidist"]["device"]["median_us"]),
+            f"{one['contenders']['mpidist']['over_copy']:.2f}",
+        ]
+        for (operation, tensors_of, dtypes), one in largest.items()
+    ]
+    names = list(dict.fromkeys(name for one in record["powersgd"] for name in one["contenders"]))
+    hooks = [
+        [
+            f"{one['tensors_of']}, rank {one['rank']}",
+            *(time_text(one["contenders"][name]["issued"]["median_us"]) if name in one["contenders"] else "" for name in names),
+        ]
+        for one in record["powersgd"]
+    ]
+    return (
+        table(["kernel", "time on the device", "rate over a device copy's"], rows)
+        + "\n\n"
+        + table(["PowerSGD of", *names], hooks)
+    )
+
+
+def _saving(record: Record) -> str:
+    rows = [
+        [f"consolidation, {name}", f"{sorted(times)[len(times) // 2]:.3g} ms"]
+        for name, times in record["consolidation_ms"].items()
+    ]
+    for save in record["save"]:
+        name = "to a file" if save["to a file"] else "in memory"
+        rows.append([f"a step beside a save {name} takes more", f"{save['exposed, of each step']:.1%}"])
+    return table(["state of the optimizer", "median"], rows)

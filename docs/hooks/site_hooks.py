@@ -1,0 +1,116 @@
+"""Events of MkDocs: files of the repository become pages, markers become tables and API reference.
+
+``<!-- results: NAME [key=value …] -->`` shows a record of ``benchmarks/results``, ``<!-- scaling -->`` all records of
+scaling, ``<!-- api: MODULE [NAME …] -->`` public names, ``<!-- command -->`` the subcommands, ``<!-- decisions -->`` and
+``<!-- job scripts -->`` what they say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import api_pages
+import command_reference
+import repository_links
+import result_tables
+import scaling_tables
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+_MARKER = re.compile(r"<!-- (?P<kind>results|scaling|api|command|decisions|job scripts)(?:: (?P<text>.*?))? -->")
+_SOURCES: dict[str, str] = {}
+# Pages about how mpidist came to be: behind those for its users in a search.
+_BEHIND = ("decisions/", "changelog.md", "contributing.md", "architecture.md", "benchmarks.md", "examples/")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add what lies outside ``docs``: texts, programs, records and plots."""
+    root = _root(config)
+    _SOURCES.clear()
+    for source, page in repository_links.texts(root).items():
+        files.append(File.generated(config, page, content=(root / source).read_text(encoding="utf-8")))
+        _SOURCES[page] = source
+    for source, page in repository_links.programs(root).items():
+        text = (root / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=f'# {Path(source).name}\n\n```python title="{source}"\n{text}```\n'))
+        _SOURCES[page] = source
+    for source, place in repository_links.results(root).items():
+        files.append(File.generated(config, place, abs_src_path=str(root / source)))
+        _SOURCES[place] = source
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Fill the markers of a page, then point its links at the site."""
+    root = _root(config)
+    uri = page.file.src_uri
+    if uri.startswith(_BEHIND):
+        page.meta.setdefault("search", {"boost": 0.3})
+    elif not uri.startswith("api/"):
+        page.meta.setdefault("search", {"boost": 3})
+    try:
+        markdown = repository_links.outside_fences(markdown, lambda part: _MARKER.sub(lambda found: _filled(found, root), part))
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise PluginError(f"{uri}: {type(error).__name__}: {error}") from error
+    site = {f"docs/{file.src_uri}": file.src_uri for file in files} | {source: place for place, source in _SOURCES.items()}
+    site |= {"README.md": "index.md", "slurm": "slurm.md", "slurm/README.md": "slurm.md"}
+    return repository_links.rewrite(markdown, _SOURCES.get(uri, f"docs/{uri}"), uri, site, root)
+
+
+def _root(config: Any) -> Path:
+    return Path(config.config_file_path).resolve().parent
+
+
+def _filled(found: re.Match[str], root: Path) -> str:
+    text = found["text"] or ""
+    if found["kind"] == "api":
+        module, *names = text.split()
+        return api_pages.directives(module, names)
+    if found["kind"] == "command":
+        return command_reference.reference(text or None)
+    if found["kind"] == "decisions":
+        return _decisions(root)
+    if found["kind"] == "job scripts":
+        return _job_scripts(root)
+    if found["kind"] == "scaling":
+        return _scaling(root)
+    return _record(root, *result_tables.parse(text))
+
+
+def _record(root: Path, name: str, choice: dict[str, list[str]]) -> str:
+    folder = root / "benchmarks" / "results"
+    record = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    return result_tables.section(name, record, (folder / f"{name}.png").is_file(), choice)
+
+
+def _scaling(root: Path) -> str:
+    folder = root / "benchmarks" / "results"
+    parts = []
+    for path in sorted(folder.glob("scaling-*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        about = f"*{result_tables.machine(record)}.* [{path.name}](../benchmarks/results/{path.name})"
+        if scaling_tables.is_startup(record):
+            parts += ["### Start-up", about, scaling_tables.startup(record)]
+        elif scaling_tables.is_scaling(record):
+            plot = f"![Plot of {path.stem}](../benchmarks/results/{path.stem}.png)" if path.with_suffix(".png").is_file() else ""
+            parts += [f"### {record['jobs'][0]['environment']['mpi_library']}", about, plot, scaling_tables.tables(record)]
+    return "\n\n".join(["## What was measured", *parts]) if parts else ""
+
+
+def _decisions(root: Path) -> str:
+    rows = []
+    for path in sorted((root / "docs" / "decisions").glob("0*.md")):
+        title = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+        rows.append(f"- [{title}](decisions/{path.name})")
+    return "\n".join(rows)
+
+
+def _job_scripts(root: Path) -> str:
+    parts = []
+    for path in sorted((root / "slurm").iterdir()):
+        if path.suffix in (".sh", ".sbatch"):
+            parts.append(f'### {path.name}\n\n```bash title="slurm/{path.name}"\n{path.read_text(encoding="utf-8")}```')
+    return "\n\n".join(parts)

@@ -1,0 +1,57 @@
+"""Programs of the documentation run as they stand, at any number of ranks from the one they name."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.docs.fences import all_examples, examples_of
+from tests.support import ROOT
+
+EXAMPLES = [pytest.param(one, id=one.place, marks=pytest.mark.mpi(min_size=one.ranks)) for one in all_examples()]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_programs_of_the_pages_run(example, world, tmp_path, monkeypatch):
+    # One folder for all ranks: a program may write what another rank reads.
+    monkeypatch.chdir(world.broadcast_object(str(tmp_path), 0))
+    # A module of its own: its functions and classes are found by name on other ranks.
+    module = types.ModuleType("docs_" + re.sub(r"\W", "_", example.place))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    environment = dict(os.environ)
+    try:
+        exec(compile("\n" * (example.line - 1) + example.code, example.page, "exec"), module.__dict__)
+        world.barrier()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+
+
+def test_pages_have_programs():
+    pages = {one.page for one in all_examples()}
+    assert len(EXAMPLES) >= 18 and {f"docs/{name}.md" for name in ("index", "rpc", "checkpoints", "migration/horovod")} <= pages
+
+
+def test_marked_blocks_are_found_with_their_ranks_and_lines():
+    page = "# A\n\n<!-- run: 2 -->\n```python\nx = 1\n```\n\n```python\nnot run\n```\n"
+    page += "\n    <!-- run -->\n    ```python\n    y = 2\n    ```\n"
+    first, second = examples_of(page, "a.md")
+    assert (first.place, first.ranks, first.code) == ("a.md:5", 2, "x = 1")
+    assert (second.ranks, second.code) == (1, "y = 2")
+
+
+def test_all_python_blocks_of_the_pages_are_programs():
+    # Those that are not run are parsed: a page cannot show what is no Python.
+    for page in sorted(Path(ROOT, "docs").rglob("*.md")):
+        for block in re.findall(r"^( *)```python[^\n]*\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.M | re.S):
+            code = "\n".join(line[len(block[0]) :] for line in block[1].splitlines())
+            compile(code, str(page), "exec")
