@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--sizes", nargs="+", type=_positive, metavar="BYTES", help="8, 32, … 32 MiB if not given")
     one.add_argument("--rounds", type=_positive, default=5, help="for each size")
     one.add_argument("--step-rounds", type=_positive, default=4, help="for each step")
-    one.add_argument("--burst-s", type=float, default=0.012)
+    one.add_argument("--burst-s", type=float, default=0.008)
     one.add_argument("--longest-call-s", type=float, default=0.12, help="an operation goes to no larger size after such a call")
     one.add_argument("--longest-step-s", type=float, default=0.8, help="networks whose steps would take longer are left out")
     one.add_argument("--link", default=os.environ.get("MPIDIST_LINK", ""), help="name of the network, for the record: 25gbit")
