@@ -33,7 +33,6 @@ from mpidist.ddp.hooks.order import in_order
 _MI = 1 << 20
 # 8 B … 2 KiB, then 4 KiB … 32 MiB in smaller steps: there protocols and algorithms change.
 SIZES = (*(8 << (2 * power) for power in range(5)), *(4096 << power for power in range(14)))
-OPERATIONS = ("all_reduce", "average", "all_gather", "reduce_scatter", "broadcast", "barrier")
 HOOKS = ("none", "bf16", "powersgd-1", "powersgd-4", "powersgd-16")
 _PROFILED = 7  # steps
 _LENT_BYTES = 256 << 10

@@ -270,6 +270,9 @@ def test_advice_follows_the_bandwidth_and_says_what_it_assumes(monkeypatch, caps
         ([*case, -1], "bandwidth above 0"),
         ([*case, 1, "--ranks-per-node", 3], "multiple of"),
         ([*case[:-3], "--model", tmp_path / "none.json", "--bandwidth", 1], "no model"),
+        (["sweep", "--links", "fast"], "2"),
+        (["measure", "--networks", "1024"], "2"),
+        (["sweep", "--jobs", "0"], "2"),
         (["report", tmp_path / "none.json"], "cannot be read"),
         (["report", path], "no record of"),
     ):
