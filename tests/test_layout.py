@@ -13,6 +13,7 @@ COVERED_BY = {
     "autograd/initiator": "autograd/test_engine.py",
     "autograd/notices": "autograd/test_engine.py",
     "autograd/parts": "autograd/test_engine.py",
+    "checkpoint/saving": "checkpoint/test_training.py",
     "comm/communicator": "comm/test_collectives.py",
     "comm/device_messages": "comm/test_on_device.py",
     "comm/door": "integration/test_launch.py",  # a job at MPI_THREAD_SERIALIZED
