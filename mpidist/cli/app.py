@@ -109,6 +109,9 @@ def doctor(
         if json_file is not None:
             json_file.write_text(json.dumps(report.as_data(), indent=1) + "\n", encoding="utf-8")
         sys.stdout.flush()
+    elif report.ranks[0].problem:
+        # Rank 0 may have started, and waits in MPI for this one.
+        print(f"[rank {report.ranks[0].rank}] mpidist doctor: {report.ranks[0].problem}", file=sys.stderr, flush=True)
     raise typer.Exit(report.exit_code(strict))
 
 
