@@ -13,6 +13,7 @@ COVERED_BY = {
     "autograd/initiator": "autograd/test_engine.py",
     "autograd/notices": "autograd/test_engine.py",
     "autograd/parts": "autograd/test_engine.py",
+    "checkpoint/saving": "checkpoint/test_training.py",
     "__main__": "cli/test_run.py",
     "cli/app": "cli/test_command.py",
     "cli/device_findings": "cli/test_findings.py",

@@ -1,0 +1,111 @@
+"""Folders of checkpoints: whole or not at all, wherever a save is killed; a full disk; what is kept."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpidist.checkpoint import files, latest, manifest
+from mpidist.checkpoint.manifest import Contents, Manifest
+from mpidist.errors import CheckpointError
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def write(folder, step, value=0, keep=2):
+    part = files.begin(folder, step)
+    held = {name: files.write(part / name, {"value": value, "step": step}) for name in (manifest.MODEL, manifest.TRAINING)}
+    path = files.commit(part, Manifest(step, 1, held, Contents()))
+    files.prune(folder, step, keep)
+    return path
+
+
+def read(path):
+    told = manifest.from_json((path / manifest.NAME).read_text())
+    assert not files.problems(path, told.files)
+    return torch.load(path / manifest.MODEL, weights_only=True)
+
+
+@pytest.mark.parametrize("step", [2, 1])
+def test_wherever_a_save_is_killed_a_whole_checkpoint_is_there(tmp_path, monkeypatch, step):
+    """Kill a save before each of its changes to the file system in turn: of the next step, and of the same step again."""
+    calls = [(os, "fsync"), (Path, "rename"), (Path, "mkdir"), (Path, "unlink"), (shutil, "rmtree"), (files, "write")]
+    left = 0
+    for place in range(100):
+        folder = tmp_path / str(place)
+        write(folder, 1, value=1)
+        with monkeypatch.context() as patch:
+            for owner, name in calls:
+                real = getattr(owner, name)
+
+                def counted(*args, real=real, **kwargs):
+                    nonlocal left
+                    left -= 1
+                    if left < 0:
+                        raise Killed
+                    return real(*args, **kwargs)
+
+                patch.setattr(owner, name, counted)
+            left = place
+            try:
+                write(folder, step, value=2, keep=1)
+                break
+            except Killed:
+                pass
+        found = latest(folder)
+        assert found is not None and read(found)["value"] in (1, 2), place
+        write(folder, step + 1, value=3)  # the next run cleans up
+        assert read(latest(folder))["value"] == 3 and not list(folder.glob("*.part"))
+    assert place > 8 and [path.name for path in folder.iterdir()] == [f"step-{step}"] and read(latest(folder))["value"] == 2
+
+
+def test_what_is_kept(tmp_path):
+    assert latest(tmp_path / "none") is None and latest(tmp_path) is None
+    (tmp_path / "step-3").mkdir()  # cut short
+    (tmp_path / "step-x").mkdir()
+    (tmp_path / "notes.txt").touch()
+    for step in (1, 5, 20, 30, 100):
+        write(tmp_path, step, keep=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step-100", "step-20", "step-30", "step-x"]
+    assert latest(tmp_path) == tmp_path / "step-100" == latest(tmp_path / "step-100")
+    (tmp_path / "step-100" / manifest.NAME).unlink()
+    assert latest(tmp_path) == tmp_path / "step-30"
+    with pytest.raises(CheckpointError, match="holds step-30, of a later step than 25"):
+        files.begin(tmp_path, 25)
+
+
+def test_a_full_disk_is_named():
+    with pytest.raises(OSError, match="No space left"):
+        files.write(Path("/dev/full"), {"a": torch.zeros(100_000)})
+
+
+def test_damage_is_named(tmp_path):
+    path = write(tmp_path, 1)
+    expected = manifest.from_json((path / manifest.NAME).read_text()).files
+    data = bytearray((path / manifest.MODEL).read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / manifest.MODEL).write_bytes(data)
+    (path / manifest.TRAINING).unlink()
+    assert [text.split(":")[0] for text in files.problems(path, expected)] == ["model.pt is damaged", "training.pt is missing"]
+
+
+def test_a_file_of_another_size_is_not_committed(tmp_path, monkeypatch):
+    part = files.begin(tmp_path, 1)
+    held = {name: files.write(part / name, 0) for name in (manifest.MODEL, manifest.TRAINING)}
+    (part / manifest.MODEL).write_bytes(b"short")
+    with pytest.raises(CheckpointError, match=r"model.pt has 5 bytes, not"):
+        files.commit(part, Manifest(1, 1, held, Contents()))
+    (part / manifest.MODEL).unlink()
+    monkeypatch.setattr(files, "PATIENCE_S", 0.0)
+    with pytest.raises(CheckpointError, match="a folder that all nodes share"):
+        files.commit(part, Manifest(1, 1, held, Contents()))
+
+
+def test_shares_of_what_all_read():
+    names = [f"rank-{rank}" for rank in range(7)]
+    shares = [files.share_of(names, rank, 3) for rank in range(3)]
+    assert sorted(name for share in shares for name in share) == names
