@@ -188,7 +188,7 @@ def tune(context: typer.Context, ranks: Ranks = None, dry_run: DryRun = False) -
 @_told
 def submit(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="the job script: ddp, oss, rpc, bench, test, …")],
+    name: Annotated[str, typer.Argument(help="the job script: ddp, oss, rpc, bench or test")],
     nodes: Annotated[int | None, typer.Option(help="nodes of the job")] = None,
     gpus_per_node: Annotated[str, typer.Option(metavar="N", help="GPUs of a node, one rank each; 0: none")] = "",
     ntasks_per_node: Annotated[int | None, typer.Option(help="ranks of a node, where they are not the GPUs")] = None,
