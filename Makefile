@@ -20,7 +20,7 @@ PYTEST_MPI := $(PY) -m mpi4py -m pytest -q -x --color=no -o console_output_style
 # loadscope: the tests of a module share a worker, and so its fixtures.
 PYTEST_ONE := $(PY) -m pytest -q -n $(WORKERS) --dist loadscope
 # Not in `make test`: what needs a GPU, an idle machine, or minutes.
-ELSEWHERE  := not gpu and not timing and not long
+ELSEWHERE  := not gpu and not timing and not long and not slurm
 
 # One thread a rank, or the ranks fight for the cores. Open MPI refuses root unless told twice (containers).
 export OMP_NUM_THREADS = 1
@@ -34,15 +34,16 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint-beside-mpi-1 lint format unit slow timing long fuzz gpu gpu-wheels bench bench-link docs clean distclean
+.PHONY: help demo test check lint-beside-mpi-1 lint format unit slow slurm timing long fuzz gpu gpu-wheels bench bench-link docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
-	@echo 'make test     everything CI runs: lint, unit, slow, mpi-1 .. mpi-4, mpich-2, mpich-3 (check: the same)'
+	@echo 'make test     everything CI runs: lint, unit, slow, mpi-1 .. mpi-4, mpich-2, mpich-3, slurm (check: the same)'
 	@echo 'make lint     ruff check, ruff format --check, mypy;  make format: let ruff mend what it can'
 	@echo 'make unit     the tests of one process that take seconds at most;  make slow: those marked slow (whole jobs, benchmarks)'
 	@echo 'make mpi-N    the MPI tests on N ranks of Open MPI;  make mpich-N: of MPICH (mpich-2, -3: what depends on it)'
 	@echo '              TESTS=tests/comm: those of a folder or file;  make unit mpi-2: after each change'
+	@echo 'make slurm    the job scripts of slurm/ on a Slurm of virtual nodes (root; tests/slurm/cluster.py install brings Slurm)'
 	@echo 'make timing   tests that assert a time, on an idle machine;  make long: the long forms of tests'
 	@echo 'make fuzz     random programs, and a tenth as many random models, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
 	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'
@@ -59,7 +60,7 @@ demo: $(READY)
 
 # Of a product, each case at two of the four numbers of ranks (tests/mpi_marks.py); mpi-N by itself, and MPICH, run them all.
 test: export ALTERNATE := --alternate
-test: unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3
+test: unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3 slurm
 check: test
 
 # One rank leaves a core to the linters.
@@ -81,7 +82,7 @@ unit: $(READY)
 # Whole jobs wait for timeouts as much as they compute: three of them keep two cores busy. Each has a limit of its own; all benchmarks of
 # two ranks in turn have taken 99 s of the 120 after which a test counts as hung elsewhere.
 slow: WORKERS := 3
-slow: $(READY)
+slow: $(READY) $(VENV)/.stamp-docs
 	$(LIMIT) $(PYTEST_ONE) -o faulthandler_timeout=240 -m 'slow and not mpi and $(ELSEWHERE)' $(TESTS)
 
 mpi-%: $(READY)
@@ -95,6 +96,10 @@ mpich-%: $(READY) $(MPICH)/.stamp
 # on MPICH at two ranks, too; optim, nn, zero and PyTorch's suites on Open MPI at one to four.
 mpich-2: TESTS := tests/autograd tests/comm tests/ddp tests/fuzz tests/integration tests/kernels tests/rpc
 mpich-3: TESTS := tests/comm tests/rpc/test_calls.py tests/rpc/test_rrefs.py tests/integration/test_order.py tests/integration/test_torch_messages.py
+
+# A Slurm of two nodes on this machine; skipped with the reason where it cannot run. All jobs share a few minutes.
+slurm: $(READY) $(MPICH)/.stamp
+	$(LIMIT) $(PY) -m pytest -q -o faulthandler_timeout=600 -m slurm tests/slurm
 
 timing: $(READY)
 	$(LIMIT) $(PY) -m pytest -q -m 'timing and not mpi and not gpu' $(TESTS)

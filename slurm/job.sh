@@ -76,6 +76,7 @@ print(shipped.folder("examples"))
 print(shipped.folder("benchmarks"))') || die "edit $SITE: MPIDIST_VENV, MPIDIST_MODULES or MPIDIST_IMAGE:" \
         "'${PYTHON[*]}' cannot import mpidist or load MPI, as it says above"
     { read -r LIBRARY && read -r MPIDIST_EXAMPLES && read -r MPIDIST_BENCHMARKS; } <<< "$library"
+    export MPIDIST_EXAMPLES MPIDIST_BENCHMARKS
 }
 
 # LAUNCHER: srun with the --mpi that fits the library, or mpirun.
@@ -150,7 +151,7 @@ request_another_run() {
     fi
 }
 
-SITE=$MPIDIST_SLURM/env.sh
+SITE=${MPIDIST_SITE:-$MPIDIST_SLURM/env.sh}
 # A task of an array by its own name: the number alone can mean the whole array.
 JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 JOB=${JOB:-$SLURM_JOB_ID}

@@ -14,6 +14,12 @@ COVERED_BY = {
     "autograd/notices": "autograd/test_engine.py",
     "autograd/parts": "autograd/test_engine.py",
     "checkpoint/saving": "checkpoint/test_training.py",
+    "__main__": "cli/test_run.py",
+    "cli/app": "cli/test_command.py",
+    "cli/device_findings": "cli/test_findings.py",
+    "cli/finding": "cli/test_findings.py",
+    "cli/questions": "cli/test_doctor.py",
+    "cli/tables": "cli/test_command.py",
     "comm/communicator": "comm/test_collectives.py",
     "comm/device_messages": "comm/test_on_device.py",
     "comm/door": "integration/test_launch.py",  # a job at MPI_THREAD_SERIALIZED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 import os
 import sys
@@ -13,16 +14,19 @@ from typing import Annotated, Any
 
 import typer
 
-import mpidist
 from mpidist.cli.bench import RANKS
-from mpidist.cli.launch_plan import BINDINGS, Request
+from mpidist.cli.launch_plan import BINDINGS, Plan, Request
 from mpidist.errors import MpidistError
 
 # Each subcommand's examples, which end its help.
 EXAMPLES = {
     "doctor": ["mpidist doctor", "mpirun -n 4 mpidist doctor --json found.json"],
     "run": ["mpidist run -n 4 train.py --epochs 3", "mpidist run -n 4 -m package.train", "mpidist run --dry-run -n 4 train.py"],
-    "bench": ["mpidist bench collectives -n 2 --output results", "mpidist bench ddp -- --models mlp:64 --rounds 5"],
+    "bench": [
+        "mpidist bench collectives -n 2 --output results",
+        "mpidist bench ddp -- --models mlp:64 --rounds 5",
+        "mpidist bench scaling -- sweep",
+    ],
     "tune": ["srun mpidist tune", "mpidist tune -n 4 --device host"],
     "submit": [
         "mpidist submit ddp --nodes 2 --time 1:00:00 -- train.py",
@@ -70,7 +74,7 @@ app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        print(mpidist.__version__)
+        print(importlib.metadata.version("mpidist"))
         raise typer.Exit
 
 
@@ -151,6 +155,13 @@ def bench(
     from mpidist.cli.launch_plan import in_allocation
 
     program = benchmark.program(name.value, output, context.args)
+    if not benchmark.is_job(name.value, context.args):
+        if ranks is not None:
+            raise ValueError(f"{name.value} {context.args[0]} starts its jobs by itself: leave -n out")
+        from mpidist.cli import run as start
+
+        start.become(Plan(start.program(program), {}), dry_run)
+        return
     chosen = ranks or (None if in_allocation(os.environ) and "SLURM_NTASKS" in os.environ else RANKS[name.value])
     _start(program, "", dry_run, ranks=chosen, binding="none")
 

@@ -14,12 +14,20 @@ RANKS = {
     "collectives": 2, "execution": 2, "rpc": 2, "ddp": 2, "oss": 2, "powersgd": 2, "kernels": 1, "device": 2, "autograd": 2,
     "wire": 2, "owners": 2, "scaling": 2,
 }  # fmt: skip
+# Commands of a benchmark that are no job: they start jobs by themselves, or read records. Those of _SILENT write nothing.
+_ALONE = {"scaling": ("sweep", "report", "startup", "advise")}
+_SILENT = ("advise",)
 _LIBRARIES = ("matplotlib", "psutil", "tabulate")
 
 
 def is_installed(name: str) -> bool:
     """Say whether a package can be imported."""
     return importlib.util.find_spec(name) is not None
+
+
+def is_job(name: str, arguments: Sequence[str]) -> bool:
+    """Say whether a benchmark with these arguments is to be started on several ranks."""
+    return not arguments or arguments[0] not in _ALONE.get(name, ())
 
 
 def program(name: str, output: Path, arguments: Sequence[str], has: Callable[[str], bool] = is_installed) -> tuple[str, ...]:
@@ -48,4 +56,7 @@ def program(name: str, output: Path, arguments: Sequence[str], has: Callable[[st
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LaunchError(f"the folder of the results cannot be made: {error}") from error
-    return (str(path), "--output", str(output.resolve()), *arguments)
+    if arguments and arguments[0] in _SILENT:
+        return (str(path), *arguments)
+    # Behind the arguments: the first may be a command of the benchmark's, whose option it is.
+    return (str(path), *arguments, "--output", str(output.resolve()))

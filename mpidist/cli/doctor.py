@@ -108,12 +108,13 @@ def report_of(own: Facts, checks: Mapping[str, str], timeout_s: float, tries_dev
 
     group = questions.trial_group(timeout_s)
     own = replace(own, checks={**checks, **questions.check(group)})
-    if not any(own.checks.values()):
-        own = replace(own, mpi=replace(own.mpi, shares_memory=questions.shares_node_memory(group)))
     # A rank whose checks failed has left the others in theirs, until these time out.
     ranks = questions.gather(own)
-    if tries_device and not any(text for facts in ranks for text in facts.checks.values()):
-        questions.try_device_operations(group)
+    # All ranks decide alike: what follows is collective, too.
+    if not any(text for facts in ranks for text in facts.checks.values()):
+        own = replace(own, mpi=replace(own.mpi, shares_memory=questions.shares_node_memory(group)))
+        if tries_device:
+            questions.try_device_operations(group)
         ranks = questions.gather(questions.with_operations(own))
     group.close()
     return Report(ranks, findings(ranks), own.rank == 0)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import mpidist
 from mpidist.comm import launch
 from mpidist.comm.capability import driver_version
 
@@ -142,7 +141,7 @@ def versions() -> dict[str, str]:
 
     return {
         "python": platform.python_version(),
-        "mpidist": mpidist.__version__,
+        "mpidist": _version("mpidist"),
         "mpi4py": _version("mpi4py"),
         "torch": torch.__version__,
         "torch's CUDA": torch.version.cuda or "",

@@ -52,7 +52,15 @@ def start(request: Request, is_dry: bool) -> None:
     Raises:
         LaunchError: The job cannot be started so.
     """
-    planned = plan(request, site(os.environ), os.environ)
+    become(plan(request, site(os.environ), os.environ), is_dry)
+
+
+def become(planned: Plan, is_dry: bool) -> None:
+    """Become a planned program, or print its command line; returns in the second case alone.
+
+    Raises:
+        LaunchError: It cannot be started.
+    """
     if is_dry:
         print(text_of(planned))
         return

@@ -65,7 +65,7 @@ def test_command_lines_are_planned(call, tmp_path, monkeypatch):
         assert (done.exit_code, done.stdout) == (0, f"{expected}\n"), line
     done = call("bench", "kernels", "--output", "out", "--dry-run", "--", "--quick")
     assert re.fullmatch(
-        rf"/m/bin/mpirun -n 1 --bind-to none {python} .*/bench_kernels.py --output {tmp_path}/out --quick\n", done.stdout
+        rf"/m/bin/mpirun -n 1 --bind-to none {python} .*/bench_kernels.py --quick --output {tmp_path}/out\n", done.stdout
     )
     assert call("--version").stdout == f"{mpidist.__version__}\n"
 

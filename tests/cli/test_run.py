@@ -11,6 +11,7 @@ import pytest
 from mpidist.cli import run
 from mpidist.cli.launch_plan import Plan
 from mpidist.comm import installed
+from mpidist.comm.launch import without_launcher
 from mpidist.errors import LaunchError
 from tests.support import ROOT, missing, started
 
@@ -43,39 +44,29 @@ def test_srun_is_asked_inside_a_job_alone(tmp_path, monkeypatch):
     assert run._mpi_types(str(tmp_path / "gone")) == ()
 
 
-_RANK = """
-import os, signal, sys, time
-import mpidist.comm
-world = mpidist.comm.init()
-total = world.all_gather_object(os.environ["OMP_NUM_THREADS"])
-if world.rank == 1:
-    print("threads", total, flush=True)
-    if sys.argv[1:] == ["hang"]:
-        print("pid", os.getpid(), flush=True)
-        time.sleep(600)
-    sys.exit(7)
-world.barrier() if sys.argv[1:] == ["hang"] else None
-"""
-
-
 @pytest.mark.slow
 def test_the_exit_status_is_the_jobs_and_a_signal_ends_it(tmp_path):
-    """Two jobs of the MPI that this Python loads: one rank ends with 7; SIGTERM leaves no rank behind."""
+    """Of the MPI that this Python loads: ranks meet, a rank's status is passed on, SIGTERM leaves no rank behind."""
     if not installed.installed().mpirun:
         missing("no mpirun belongs to the MPI library")
-    script = tmp_path / "train.py"
-    script.write_text(_RANK)
-    command = [sys.executable, "-m", "mpidist", "run", "-n", "2", str(script)]
-    done = started(command, 90, {"OMP_NUM_THREADS": "2"})
-    assert done.returncode == 7 and "threads ['2', '2']" in done.stdout, done.stdout + done.stderr
-    environ = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
-    with subprocess.Popen([*command, "hang"], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as process:
+    (tmp_path / "train.py").write_text(
+        "from mpidist.comm import runtime\nworld = runtime.world()\nprint('rank', world.rank, world.size)"
+    )
+    command = [sys.executable, "-m", "mpidist", "run", "-n", "2"]
+    met = started([*command, str(tmp_path / "train.py")], 60, {"MPIDIST_CUDA_AWARE": "0"})
+    assert met.returncode == 0 and sorted(met.stdout.split("\n")) == ["", "rank 0 2", "rank 1 2"], met.stdout + met.stderr
+    done = started([*command, "sh", "-c", "exit 7"], 60)
+    assert done.returncode == 7, done.stdout + done.stderr
+    environ = {name: text for name, text in without_launcher(os.environ).items() if name != "OMP_NUM_THREADS"}
+    hangs = ["sh", "-c", "echo $$ $OMP_NUM_THREADS; exec sleep 600"]
+    with subprocess.Popen([*command, *hangs], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "threads ['1', '1']\n"
-        rank = int(process.stdout.readline().split()[1])
+        told = [process.stdout.readline().split() for _ in range(2)]
+        assert [threads for _, threads in told] == ["1", "1"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) != 0
     deadline = time.monotonic() + 20
-    while os.path.exists(f"/proc/{rank}") and time.monotonic() < deadline:
+    left = [rank for rank, _ in told]
+    while any(os.path.exists(f"/proc/{rank}") for rank in left) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{rank}")
+    assert not any(os.path.exists(f"/proc/{rank}") for rank in left)

@@ -29,6 +29,13 @@ def test_launchers(environ, expected):
     assert from_environment(environ) == expected
 
 
+def test_the_rank_is_told_by_most():
+    environ = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_RANK": "3"}
+    assert from_environment(environ) == Launch("mpirun (Open MPI)", 4, 1, 3)
+    assert from_environment({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}).rank == 5
+    assert from_environment({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "4", "PMI_RANK": "3"}).rank == 3
+
+
 def test_mpirun_inside_a_slurm_allocation_is_mpiruns():
     environ = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
     assert from_environment(environ) == Launch("mpirun (Open MPI)", 4, 2)

@@ -28,7 +28,7 @@ from pathlib import Path
 
 PACKAGES = ("slurm-wlm", "munge", "libpmix2", "libpmix-dev")
 NODES = ("n1", "n2", "n3")
-CPUS = 8  # of a node, as far as Slurm knows
+CPUS = 4  # of a node, as far as Slurm knows
 # A GPU is a file to Slurm, and any character device will do; a count without files is taken for none.
 GPU_FILES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 UNAVAILABLE = 77

