@@ -114,17 +114,20 @@ def _written(group: Any, folder: Path, step: int, keep: int, contents: Contents,
             if group.rank == 0:
                 every = {name: entry for held in told for name, entry in held.items()}
                 files.commit(part, Manifest(step, group.size, every, contents, _versions()))
+                _prune(folder, step, keep)
     except MpidistError:
         # All ranks have stopped writing: they raise together.
         if group.rank == 0:
             files.discard(part)
         raise
-    if group.rank == 0:
-        try:
-            files.prune(folder, step, keep)
-        except OSError as problem:
-            warnings.warn(f"an old checkpoint could not be removed: {problem}", stacklevel=3)
     return final
+
+
+def _prune(folder: Path, step: int, keep: int) -> None:
+    try:
+        files.prune(folder, step, keep)
+    except OSError as problem:  # the new checkpoint is there all the same
+        warnings.warn(f"an old checkpoint could not be removed: {problem}", stacklevel=4)
 
 
 def _versions() -> dict[str, str]:

@@ -98,6 +98,7 @@ class Training:
         Raises:
             TypeError: Some state is no plain data.
         """
+        require_plain("extra", extra)  # on all ranks, though rank 0's is written
         if self.is_sharded() and hasattr(self.optimizer, "wait"):
             self.optimizer.wait()  # parameters that a step is still bringing
         made: dict[str, Any] = {}
@@ -113,7 +114,6 @@ class Training:
         return made
 
     def _shared(self, extra: Any) -> dict[str, Any]:
-        require_plain("extra", extra)
         wrapper = model_state.data_parallel(self.model)
         return {
             **{name: _state_of(getattr(self, name)) for name in ("scheduler", "scaler", "sampler")},
