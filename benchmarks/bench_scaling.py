@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
+_OPERATIONS = ("all_reduce", "average", "all_gather", "reduce_scatter", "broadcast", "barrier")
 COMMANDS = ("measure", "report", "sweep", "startup", "advise")
 
 
@@ -38,7 +40,7 @@ def _measure(options: argparse.Namespace) -> None:
         options.sizes, options.rounds, options.step_rounds = (8, 2048), 1, 1
         options.burst_s, options.networks, options.batch, options.total_batch = 0.0, ["32x2"], 2, 12
     options.sizes = options.sizes or scaling_measure.SIZES
-    options.operations = options.operations or scaling_measure.OPERATIONS
+    options.operations = options.operations or _OPERATIONS
     record = scaling_measure.run(options)
     if record is None:
         return
@@ -121,27 +123,31 @@ def _parser() -> argparse.ArgumentParser:
 
     one = commands.add_parser("measure", help="this job, started by mpirun or srun; without a command, too")
     one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    one.add_argument("--networks", nargs="+", default=["512x4", "1024x8"], metavar="WIDTHxDEPTH", help="MLPs, the small first")
+    one.add_argument(
+        "--networks", nargs="+", type=_network, default=["512x4", "1024x8"], metavar="WIDTHxDEPTH", help="MLPs, the small first"
+    )
     one.add_argument("--batch", type=_positive, default=64, help="of each rank, in weak scaling")
     one.add_argument("--total-batch", type=_positive, default=192, help="of all ranks, in strong scaling")
     one.add_argument("--bucket-cap-mb", type=float, default=1.0)
-    one.add_argument(
-        "--operations", nargs="+", metavar="NAME", help="all_reduce average all_gather reduce_scatter broadcast barrier"
-    )
+    one.add_argument("--operations", nargs="+", choices=_OPERATIONS, metavar="NAME", help=" ".join(_OPERATIONS))
     one.add_argument("--sizes", nargs="+", type=_positive, metavar="BYTES", help="8, 32, … 32 MiB if not given")
     one.add_argument("--rounds", type=_positive, default=5, help="for each size")
     one.add_argument("--step-rounds", type=_positive, default=4, help="for each step")
-    one.add_argument("--burst-s", type=float, default=0.012)
+    one.add_argument("--burst-s", type=float, default=0.008)
     one.add_argument("--longest-call-s", type=float, default=0.12, help="an operation goes to no larger size after such a call")
     one.add_argument("--longest-step-s", type=float, default=0.8, help="networks whose steps would take longer are left out")
-    one.add_argument("--link", default=os.environ.get("MPIDIST_LINK", ""), help="name of the network, for the record: 25gbit")
+    one.add_argument(
+        "--link", type=_link, default=os.environ.get("MPIDIST_LINK", ""), help="rate of the link between nodes: 25gbit"
+    )
     one.add_argument("--output", **output)
     one.add_argument("--quick", **quick)
     one.set_defaults(run=_measure)
 
     many = commands.add_parser("sweep", help="jobs of several sizes on this machine, then the report")
     many.add_argument("--jobs", type=_positive, nargs="+", default=[1, 2, 3, 4, 6, 8], metavar="RANKS")
-    many.add_argument("--links", nargs="*", default=[], metavar="RATE", help="as tc takes it: 10gbit 1gbit 100mbit (root, MPICH)")
+    many.add_argument(
+        "--links", nargs="*", type=_link, default=[], metavar="RATE", help="as tc takes it: 10gbit 1gbit 100mbit (root, MPICH)"
+    )
     many.add_argument("--ranks-per-node", type=_positive, nargs="+", default=[1, 2, 3, 4], help="on each of a link's two nodes")
     many.add_argument(
         "--mpich", type=Path, default=RESULTS.parents[1] / ".mpich", metavar="FOLDER", help="of the MPICH for links"
@@ -182,10 +188,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    number = int(float(text))
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return number
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _network(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no WIDTHxDEPTH, as in 1024x8")
+    return text
+
+
+def _link(text: str) -> str:
+    if text and not re.fullmatch(r"[1-9]\d*(gbit|mbit)", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate of a link, as in 25gbit or 100mbit")
+    return text
 
 
 if __name__ == "__main__":

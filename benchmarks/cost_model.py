@@ -12,7 +12,8 @@ parameter that is not negative:
 
 Short and long messages go by different algorithms and protocols, so a fit has up to three ranges of N with parameters of
 their own; where one range ends is chosen on the fitted points. More ranks than cores take turns: terms of computing count
-``share`` times, the ranks of a core. That is explicit in a ``Point`` and is 1 in every prediction for other machines.
+``share`` times, the ranks of a core, and each of the log2 W messages that follow each other waits for ``share - 1`` others to
+have their turn. That is explicit in a ``Point``; ``share`` is 1, and turns cost nothing, in every prediction for other machines.
 
 Sources: Hockney (1994) for latency and bandwidth; Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
 Operations in MPICH" (2005), for the terms of the algorithms.
@@ -32,9 +33,10 @@ import numpy as np
 from scipy.optimize import nnls
 
 TRAINED_RANKS = (2, 4)
-TERMS = ("call", "node latency", "node bytes", "network latency", "network bytes")
+TERMS = ("call", "node latency", "node bytes", "network latency", "network bytes", "turns")
 _RANGES = 3
 _LEAST_POINTS = 3  # of a range
+_WORTH_A_RANGE = 0.9  # of the mean error without it
 # Bytes that pass a rank or a link, of those that a reduce-scatter and an all-gather together move.
 _PASSES = {"all_reduce": 2.0, "average": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "broadcast": 2.0, "barrier": 0.0}
 
@@ -72,7 +74,8 @@ def terms(point: Point, is_short: bool) -> tuple[float, ...]:
         in_node += passes * (n - 1) / n
     over_link = p * passes * (n - 1) / n * nbytes * 8 / (point.rate_gbit_s * 1e9)
     call = point.share if n == 1 else 0.0
-    return (call, point.share * steps_node, point.share * in_node * nbytes, steps_net, over_link)
+    turns = (point.share - 1) * math.log2(point.ranks)
+    return (call, point.share * steps_node, point.share * in_node * nbytes, steps_net, over_link, turns)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Fit:
 
     Attributes:
         ends: For each range the largest N that it holds for; the last is infinite.
-        parameters: For each range one of each of ``TERMS``: seconds, seconds, seconds a byte, seconds, of the link's own time.
+        parameters: For each range one of each of ``TERMS``: seconds; those of bytes a second a byte, and of the link's own time.
     """
 
     operation: str
@@ -117,10 +120,12 @@ def fit(points: Iterable[Point]) -> Fit:
     sizes = sorted({point.nbytes for point in known})
     best: tuple[float, Fit] | None = None
     for count in range(_RANGES):
-        for cut in itertools.combinations(sizes[:-1], count):
-            found = _fitted(known, (*map(float, cut), math.inf))
-            if found is not None and (best is None or found[0] < best[0]):
-                best = found
+        cuts = itertools.combinations(sizes[:-1], count)
+        made = [found for cut in cuts if (found := _fitted(known, (*map(float, cut), math.inf))) is not None]
+        least = min(made, key=lambda found: found[0], default=None)
+        # One range more follows the noise as well: it must be worth its parameters.
+        if least is not None and (best is None or least[0] < _WORTH_A_RANGE * best[0]):
+            best = least
     assert best is not None  # one range takes all points
     return best[1]
 

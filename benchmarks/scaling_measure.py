@@ -31,8 +31,8 @@ from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks.order import in_order
 
 _MI = 1 << 20
-SIZES = tuple(8 << (2 * power) for power in range(12))  # 8 B … 32 MiB
-OPERATIONS = ("all_reduce", "average", "all_gather", "reduce_scatter", "broadcast", "barrier")
+# 8 B … 2 KiB, then 4 KiB … 32 MiB in smaller steps: there protocols and algorithms change.
+SIZES = (*(8 << (2 * power) for power in range(5)), *(4096 << power for power in range(14)))
 HOOKS = ("none", "bf16", "powersgd-1", "powersgd-4", "powersgd-16")
 _PROFILED = 7  # steps
 _LENT_BYTES = 256 << 10

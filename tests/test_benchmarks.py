@@ -66,6 +66,7 @@ def of_two_ranks(_libraries, tmp_path_factory):
         ["bench_collectives.py", "--quick", *to],
         ["bench_execution.py", "--rounds", "1", *to],
         ["bench_ddp.py", *_TRAINING, *to],
+        ["bench_scaling.py", "--quick", *to],
         ["bench_owners.py", *_TRAINING, *to],
         ["bench_powersgd.py", *_TRAINING, *to],
         ["bench_device.py", "--quick", "--device", "cpu", *to],
@@ -280,6 +281,35 @@ def test_start_memory_and_calls_of_all_are_recorded(of_two_ranks):
     measured = record_of(of_two_ranks[0], "rpc-scale-*-2.json", has_picture=False)["contenders"]["mpidist"]
     assert min(measured[key] for key in ("start_s", "shutdown_s", "async_calls_per_s", "sync_calls_per_s", "sync_median_ms")) > 0
     assert measured["async_rounds_least"] >= 1
+
+
+@pytest.mark.slow
+def test_a_job_of_the_scaling_benchmark_is_recorded(of_two_ranks):
+    record = record_of(of_two_ranks[0], "scaling-*-2.json", has_picture=False)
+    assert (record["ranks"], record["nodes"], record["ranks_per_node"], record["machines"]) == (2, 1, 2, 1)
+    sizes = {(one["operation"], one["nbytes"]) for one in record["collectives"]}
+    operations = ("all_reduce", "average", "all_gather", "reduce_scatter", "broadcast")
+    assert sizes == {("barrier", 0), *((name, size) for name in operations for size in (8, 2048))}
+    assert all(one["us"] > 0 for one in record["collectives"])
+    weak, strong = record["steps"]
+    assert set(weak["exposed_us"]) == {"none", "bf16", "powersgd-1", "powersgd-4", "powersgd-16"}
+    assert (weak["scaling"], weak["batch"], strong["scaling"], strong["batch"]) == ("weak", 2, "strong", 6)
+    (bucket,) = weak["buckets"]
+    assert bucket["nbytes"] == 4 * weak["parameters"] and 0 < bucket["ready"] < 1
+    assert 0 < record["memory"]["pss_mib"] <= record["memory"]["rss_mib"]
+
+
+@pytest.mark.slow
+def test_the_start_of_two_ranks_is_recorded(tmp_path):
+    program = [sys.executable, str(BENCHMARKS / "bench_scaling.py"), "startup", "--jobs", "2"]
+    done = started([*program, "--output", str(tmp_path)], timeout_s=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "scaling-startup.json").read_text())
+    (row,) = record["jobs"]
+    assert 0 < row["imported_s"] < row["ready_s"] and row["mpi4py_ready_s"] > 0 and row["gloo_start_s"] > 0
+    assert row["files"] > 0 and row["threads"] > 0 and row["rss_mib"] > 0
+    assert row["group_makers"] > 0 and row["ddp_collectives"] > 0
+    assert set(record["growth"].values()) == {"flat"} and record["jobs_without_result"] == {}
 
 
 @pytest.mark.slow
