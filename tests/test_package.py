@@ -1,16 +1,22 @@
-"""The wheel: what is in it, and that it works where no checkout is near."""
+"""The sdist and the wheel that is built from it: what is in them, and that the wheel works where no checkout is near."""
 
 import configparser
+import importlib.util
+import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.support import missing
+
 ROOT = Path(__file__).resolve().parents[1]
-INPUTS = ["setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "mpidist", "cuda", "benchmarks", "examples", "slurm"]
+# What a checkout may hold beside its files.
+NOT_OF_THE_TREE = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "demo-output", "gpu-results", "site")
 
 pytestmark = pytest.mark.slow
 
@@ -22,17 +28,21 @@ def run(*args: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """A wheel of the tree, built from a copy: an old build/ in the checkout could hide a missing file."""
-    copy = tmp_path_factory.mktemp("tree")
-    for name in INPUTS:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, copy / name)
-    run("-m", "build", "--wheel", "--no-isolation", "--outdir", copy / "dist", cwd=copy)
-    (built,) = (copy / "dist").glob("*.whl")
-    return built
+def built(tmp_path_factory) -> tuple[Path, Path]:
+    """An sdist of the tree, and the wheel that is built from that sdist alone.
+
+    The tree is a copy: an old build/ in the checkout could hide a missing file.
+    """
+    copy = tmp_path_factory.mktemp("tree") / "mpidist"
+    shutil.copytree(ROOT, copy, ignore=NOT_OF_THE_TREE)
+    run("-m", "build", "--no-isolation", cwd=copy)
+    (sdist,), (wheel,) = (copy / "dist").glob("*.tar.gz"), (copy / "dist").glob("*.whl")
+    return sdist, wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(built) -> Path:
+    return built[1]
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +51,6 @@ def installed(wheel, tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("installed")
     run("-m", "pip", "install", "--no-index", "--no-deps", "--target", target, wheel, cwd=target)
     return target
-
-
-def run_installed(installed: Path, code: str, cwd: Path) -> list[str]:
-    """Run code that sees the installed wheel first; -I keeps the working folder and PYTHONPATH out."""
-    return run("-I", "-c", f"import sys; sys.path.insert(0, {str(installed)!r})\n{code}", cwd=cwd).split("\n")
 
 
 def test_wheel_holds_every_file_of_the_package(wheel):
@@ -62,6 +67,22 @@ def test_wheel_holds_every_file_of_the_package(wheel):
     assert packed == sources | kernels | shipped | {"mpidist/py.typed"}
 
 
+def test_sdist_holds_what_builds_and_tests_and_no_records(built):
+    with tarfile.open(built[0]) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ("mpidist", "tests", "packaging", "docs")
+    sources = {path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    needed = {"setup.py", "setup.cfg", "pyproject.toml", "constraints.txt", "Makefile", "LICENSE", "cuda/pack.cu", "slurm/env.sh"}
+    assert packed >= sources | needed, (sources | needed) - packed
+    assert not [name for name in packed if name.endswith(".pyc") or name.startswith("benchmarks/results")]
+
+
+def test_an_index_would_take_both(built):
+    if importlib.util.find_spec("twine") is None:
+        missing("twine is not installed")
+    assert run("-m", "twine", "--no-color", "check", "--strict", *built, cwd=built[0].parent).count("PASSED") == 2
+
+
 def test_wheel_registers_with_torch(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
@@ -70,34 +91,27 @@ def test_wheel_registers_with_torch(wheel):
     assert dict(entries["torch.backends"]) == {"mpidist": "mpidist.torch_backend:autoload"}
 
 
-def test_installed_wheel_finds_its_kernels(installed, tmp_path):
-    code = """
+def test_installed_wheel_finds_kernels_folders_and_torch_the_backend(installed, tmp_path):
+    # -I keeps the working folder and PYTHONPATH out; the installed wheel comes first.
+    code = f"""
+import sys; sys.path.insert(0, {str(installed)!r})
+import json
 import mpidist
+from mpidist import shipped
 from mpidist.kernels.load import source
 assert source("accumulate.cu").strip()
-print(mpidist.__file__)
-"""
-    where = Path(run_installed(installed, code, tmp_path)[0])
-    assert where == installed / "mpidist" / "__init__.py"
-
-
-def test_installed_wheel_finds_the_folders_beside_it(installed, tmp_path):
-    code = """
-from mpidist import shipped
-for name in shipped.FOLDERS:
-    print(shipped.folder(name))
-"""
-    places = run_installed(installed, code, tmp_path)[:3]
-    assert places == [str(installed / "mpidist" / "shipped_files" / name) for name in ("benchmarks", "examples", "slurm")]
-
-
-def test_installed_wheel_lets_torch_find_the_backend(installed, tmp_path):
-    code = """
 import torch.distributed
 import mpidist.torch_backend
-print("mpidist" in torch.distributed.Backend.backend_list)
-print(mpidist.torch_backend.__file__)
+print(json.dumps({{
+    "modules": [mpidist.__file__, mpidist.torch_backend.__file__],
+    "folders": [str(shipped.folder(name)) for name in shipped.FOLDERS],
+    "known to torch": "mpidist" in torch.distributed.Backend.backend_list,
+}}))
 """
-    known, where = run_installed(installed, code, tmp_path)[:2]
-    assert known == "True"
-    assert Path(where) == installed / "mpidist" / "torch_backend.py"
+    found = json.loads(run("-I", "-c", code, cwd=tmp_path))
+    package = installed / "mpidist"
+    assert found == {
+        "modules": [str(package / "__init__.py"), str(package / "torch_backend.py")],
+        "folders": [str(package / "shipped_files" / name) for name in ("benchmarks", "examples", "slurm")],
+        "known to torch": True,
+    }
