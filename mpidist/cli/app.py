@@ -56,7 +56,7 @@ def _told(call: Callable[..., Any]) -> Callable[..., Any]:
     def command(*args: Any, **kwargs: Any) -> None:
         try:
             call(*args, **kwargs)
-        except (MpidistError, ValueError) as error:
+        except (MpidistError, ValueError, OSError) as error:
             print(f"mpidist: {error}", file=sys.stderr)
             raise typer.Exit(_STATUS_OF_ERROR) from None
 

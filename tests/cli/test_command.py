@@ -124,6 +124,7 @@ def test_doctors_report_is_printed_plainly_and_written(call, monkeypatch, tmp_pa
         assert ("it [breaks]" in done.output) == (name in ("problem", "no mpi")), done.output
         assert (done.output == "") == (name == "another rank's")
     monkeypatch.setattr(doctor, "examine", lambda *args: reports["problem"][0])
+    assert call("doctor", "--json", str(tmp_path / "gone" / "found.json")).exit_code == 2
     call("doctor", "--json", str(tmp_path / "found.json"))
     data = json.loads((tmp_path / "found.json").read_text())
     assert (data["problems"], data["warnings"], data["notes"], len(data["ranks"])) == (1, 1, 0, 4)
