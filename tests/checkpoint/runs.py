@@ -13,7 +13,7 @@ from mpidist.checkpoint import ResumableSampler
 from mpidist.ddp import DistributedDataParallel, PowerSGDState, powerSGD_hook
 from mpidist.optim import OSS
 
-SAMPLES = 40
+SAMPLES = 22
 
 
 def net(width: int = 12) -> torch.nn.Module:
