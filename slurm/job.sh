@@ -101,7 +101,7 @@ choose_launcher() {
     else
         grep -qw "$mpi" <<< "$offered" || die "edit $SITE: MPIDIST_MPI=$mpi is not among what Slurm offers: $offered"
         # One that ends early is waited for: the others are saving. --kill-on-bad-exit would end them meanwhile.
-        LAUNCHER=(srun --mpi="$mpi" --kill-on-bad-exit=0 --wait=120)
+        LAUNCHER=(srun --mpi="$mpi" --kill-on-bad-exit=0 --wait=60)
     fi
 }
 

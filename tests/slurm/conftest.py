@@ -61,8 +61,9 @@ class Job:
         assert int(fields["Restarts"]) > 0 or fields["JobState"] not in _ENDED, self.log()
         if int(fields["Restarts"]) == 0 or fields["JobState"] == "COMPLETING":
             return False
+        # Not in this second: a node refuses what it has been told to end, and its clock for that has seconds.
         if fields["JobState"] == "PENDING":
-            self._slurm.command("scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False)
+            self._slurm.command("scontrol", "update", f"JobId={self.number}", "StartTime=now+2", check=False)
         return True
 
 

@@ -6,6 +6,8 @@ All jobs are submitted at the beginning and run beside each other; each test wai
 from __future__ import annotations
 
 import json
+import re
+import sys
 import time
 from pathlib import Path
 
@@ -48,9 +50,9 @@ exec "$@"
 # Values of env.sh, options of sbatch, and the words that the log must have.
 BAD_VALUES = {
     "venv": ({"VENV": "/nowhere"}, "", "MPIDIST_VENV: there is no /nowhere/bin/python on"),
-    "no mpidist": ({"VENV": ""}, "", "MPIDIST_VENV, MPIDIST_MODULES or MPIDIST_IMAGE: '/usr/bin/python3' cannot import mpidist"),
+    "no mpidist": ({"VENV": "bare"}, "", "'bare/bin/python' cannot import mpidist or load MPI, as it says above"),
     "module": ({"MODULES": "openmpi/5"}, "", 'MPIDIST_MODULES="openmpi/5", but this node has no command'),
-    "mpi": ({"MPI": "openmpi"}, "", "MPIDIST_MPI must be auto, pmix, pmi2, cray_shasta or mpirun, not 'openmpi'"),
+    "launcher": ({"MPI": "openmpi"}, "", "MPIDIST_MPI must be auto, pmix, pmi2, cray_shasta or mpirun, not 'openmpi'"),
     "plugin": ({"MPI": "pmix_v1"}, "", "MPIDIST_MPI=pmix_v1 is not among what Slurm offers"),
     "number": ({"GPUS_PER_NODE": "two"}, "--gpus-per-node=0", "MPIDIST_GPUS_PER_NODE must be a whole number, not 'two'"),
     "image": ({"IMAGE": "/nowhere.sif"}, "", "MPIDIST_IMAGE: there is no /nowhere.sif"),
@@ -75,6 +77,10 @@ def sites(slurm: Slurm) -> dict[str, Path]:
     path = f'export PATH="{apptainer.parent}:$PATH"\n'
     image = slurm.folder / "image.sif"
     image.touch()
+    bare = slurm.work / "bare" / "bin" / "python"
+    bare.parent.mkdir(parents=True)
+    bare.write_text(f'#!/bin/bash\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
     return {
         "mpich": slurm.site("mpich", mpich, GPUS_PER_NODE=1),
         "openmpi": slurm.site("openmpi", GPUS_PER_NODE=0),
@@ -112,10 +118,23 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         MPIDIST_CHECKPOINT=f"checkpoints/mpidist-oss-{made['oss'].number}",
     )  # fmt: skip
     made["array"] = slurm.submit(openmpi / "array.sbatch", "sweep.txt", options=f"{ONE_RANK} --gpus-per-node=0 --array=1-2")
-    made["rpc"] = slurm.submit(sites["mpirun"] / "rpc.sbatch", "--steps", "50", options="--nodes=2 --ntasks-per-node=1")
+    # The same by the mpidist command, which renders the shipped script.
+    submit = (
+        sys.executable,
+        "-c",
+        "from mpidist.cli.command import main; main()",
+        "submit",
+        "rpc",
+        "--env",
+        sites["mpirun"] / "env.sh",
+    )
+    told = slurm.command(
+        *submit, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--", "--steps", "50"
+    )
+    made["rpc"] = Job(slurm, re.findall(r"Submitted batch job (\d+)", told)[0])
     # Sourced values would hold for both components.
     components = ("--cpus-per-task=1", ":", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
-    made["rpc-het"] = Job(slurm, slurm.command("sbatch", "--parsable", *components, mpich / "rpc-het.sbatch", "--steps", "50"))
+    made["rpc-het"] = Job(slurm, slurm.command("sbatch", "--parsable", *components, openmpi / "rpc-het.sbatch", "--steps", "50"))
     made["bench"] = slurm.submit(mpich / "bench.sbatch", "collectives", *BENCH, options=TWO_NODES)
     made["test"] = slurm.submit(openmpi / "test.sbatch", options=ONE_NODE)
     made["test-gpu"] = slurm.submit(mpich / "test.sbatch", options=ONE_RANK)
@@ -209,7 +228,7 @@ def test_the_time_limit_requeues(jobs, name):
     assert "rank 0 of 2 goes on" in job.log() and "rank 1 of 2 goes on" in job.log()
 
 
-@pytest.mark.parametrize(("name", "trainers", "words"), [("rpc", 1, "mpirun"), ("rpc-het", 2, "mpich by 'srun --mpi=pmi2")])
+@pytest.mark.parametrize(("name", "trainers", "words"), [("rpc", 1, "mpirun"), ("rpc-het", 2, "openmpi by 'srun --mpi=pmix")])
 def test_servers_and_trainers_are_one_world(jobs, name, trainers, words):
     assert jobs[name].exit_code() == 0
     assert f"{trainers} trainer(s), 50 steps" in jobs[name].log() and words in jobs[name].log()
@@ -223,6 +242,7 @@ def test_the_benchmark_prints_its_table(slurm, jobs):
 
 def test_the_self_check_gives_a_verdict(jobs):
     assert jobs["test"].exit_code() == 0
+    assert "thread level" in jobs["test"].log()
     assert "self-check: 2 ranks, all fine" in jobs["test"].log() and "mpidist: PASS" in jobs["test"].log()
     # Slurm counts GPUs here that nobody can use.
     if not torch.cuda.is_available():
