@@ -119,7 +119,9 @@ def efficiency(model: Model, record: Mapping[str, Any], one: Mapping[str, Any], 
     known = model.compute_s.get(one["network"])
     if known is None:
         return None
-    return steps.compute_of(known, one["batch"]) * share_of(record) / (one["us"][hook] / 1e6)
+    # In strong scaling one rank would compute all ranks' samples in one step.
+    together = record["ranks"] if one["scaling"] == "strong" else 1
+    return steps.compute_of(known, one["batch"] * together) / together * share_of(record) / (one["us"][hook] / 1e6)
 
 
 def choices(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

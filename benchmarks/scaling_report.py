@@ -12,11 +12,13 @@ import report
 import scaling_advice
 import scaling_model as models
 import scaling_plot
+from collective_goals import format_bytes
 from cost_model import median_error, rate_of
 from tabulate import tabulate
 
 Table = tuple[Sequence[str], list[list[Any]]]
 MARK = "*"  # behind every number of ranks that were more than the cores
+_SHOWN_SIZES = 6
 SHOWN_RANKS = (2, 8, 64, 512, 4096)
 
 
@@ -86,6 +88,7 @@ def text_of(record: Mapping[str, Any]) -> str:
     """Return the tables of a report, each below its title."""
     titles = {
         "Steps, measured. *: more ranks than cores; their efficiency counts the cores": _steps(record["steps"]),
+        "Collectives, measured, us a call: bytes of the whole by job": _collectives(record["jobs"]),
         "Memory of the rank that has most, MiB": _memory(record["jobs"]),
         "Model: median error on measured points that it was not fitted to": _validation(record["validation"]),
         "The hook that the model chooses, and the fastest measured": _choices(record["hook_choices"]),
@@ -126,6 +129,19 @@ def _steps(steps: Sequence[Mapping[str, Any]]) -> Table:
         ]
         for one in steps
     ]
+
+
+def _collectives(jobs: Sequence[Mapping[str, Any]]) -> Table:
+    wanted = [job for job in jobs if job["ranks"] > 1]
+    times = [{(one["operation"], one["nbytes"]): one["us"] for one in job["collectives"]} for job in wanted]
+    rows = []
+    for operation in dict.fromkeys(operation for own in times for operation, _ in own):
+        sizes = sorted({nbytes for own in times for name, nbytes in own if name == operation})
+        for nbytes in sizes[:: max(len(sizes) // _SHOWN_SIZES, 1)]:
+            found = [own.get((operation, nbytes)) for own in times]
+            cells = ["" if us is None else f"{us:.0f}" if us >= 100 else f"{us:.1f}" for us in found]
+            rows.append([operation, format_bytes(nbytes) if nbytes else "", *cells])
+    return ("", "bytes", *(f"{job['link'] or 'node'}\n{_ranks(job)}" for job in wanted)), rows
 
 
 def _memory(jobs: Sequence[Mapping[str, Any]]) -> Table:
