@@ -82,7 +82,7 @@ unit: $(READY)
 # Whole jobs wait for timeouts as much as they compute: three of them keep two cores busy. Each has a limit of its own; all benchmarks of
 # two ranks in turn have taken 99 s of the 120 after which a test counts as hung elsewhere.
 slow: WORKERS := 3
-slow: $(READY)
+slow: $(READY) $(VENV)/.stamp-docs
 	$(LIMIT) $(PYTEST_ONE) -o faulthandler_timeout=240 -m 'slow and not mpi and $(ELSEWHERE)' $(TESTS)
 
 mpi-%: $(READY)

@@ -44,6 +44,20 @@ def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
     return "".join([*parts, change(markdown[end:])])
 
 
+def rebased(markdown: str, source: str, target: str) -> str:
+    """Return a text of ``source`` with its relative links as ``target``, another file of the repository, would have them."""
+
+    def change(match: re.Match[str]) -> str:
+        path, _, anchor = match["target"].partition("#")
+        if not path or re.match(r"[a-z]+:", path):
+            return match.group()
+        whole = posixpath.join(posixpath.dirname(source), path)
+        place = posixpath.relpath(whole, posixpath.dirname(target) or ".")
+        return f"{match['image']}[{match['text']}]({place}{'#' + anchor if anchor else ''})"
+
+    return outside_fences(markdown, lambda part: _LINK.sub(change, part))
+
+
 def rewrite(markdown: str, source: str, page: str, site: Mapping[str, str], root: Path) -> str:
     """Point the relative links of a text at the site.
 

@@ -2,7 +2,7 @@
 
 ``<!-- results: NAME [key=value …] -->`` shows a record of ``benchmarks/results``, ``<!-- scaling -->`` all records of
 scaling, ``<!-- api: MODULE [NAME …] -->`` public names, ``<!-- command -->`` the subcommands, ``<!-- decisions -->`` and
-``<!-- job scripts -->`` what they say.
+``<!-- job scripts -->`` what they say, ``<!-- text: FILE -->`` a text of the repository without its title.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import scaling_tables
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-_MARKER = re.compile(r"<!-- (?P<kind>results|scaling|api|command|decisions|job scripts)(?:: (?P<text>.*?))? -->")
+_MARKER = re.compile(r"<!-- (?P<kind>results|scaling|api|command|decisions|job scripts|text)(?:: (?P<text>.*?))? -->")
 _SOURCES: dict[str, str] = {}
 # Pages about how mpidist came to be: behind those for its users in a search.
 _BEHIND = ("decisions/", "changelog.md", "contributing.md", "architecture.md", "benchmarks.md", "examples/")
@@ -52,7 +52,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     elif not uri.startswith("api/"):
         page.meta.setdefault("search", {"boost": 3})
     try:
-        markdown = repository_links.outside_fences(markdown, lambda part: _MARKER.sub(lambda found: _filled(found, root), part))
+        markdown = repository_links.outside_fences(
+            markdown, lambda part: _MARKER.sub(lambda found: _filled(found, root, uri), part)
+        )
     except (ValueError, OSError, KeyError, ImportError) as error:
         raise PluginError(f"{uri}: {type(error).__name__}: {error}") from error
     site = {f"docs/{file.src_uri}": file.src_uri for file in files} | {source: place for place, source in _SOURCES.items()}
@@ -64,13 +66,16 @@ def _root(config: Any) -> Path:
     return Path(config.config_file_path).resolve().parent
 
 
-def _filled(found: re.Match[str], root: Path) -> str:
+def _filled(found: re.Match[str], root: Path, uri: str) -> str:
     text = found["text"] or ""
     if found["kind"] == "api":
         module, *names = text.split()
         return api_pages.directives(module, names)
     if found["kind"] == "command":
         return command_reference.reference(text or None)
+    if found["kind"] == "text":
+        body = (root / text).read_text(encoding="utf-8").partition("\n")[2]
+        return repository_links.rebased(body, text, f"docs/{uri}")
     if found["kind"] == "decisions":
         return _decisions(root)
     if found["kind"] == "job scripts":

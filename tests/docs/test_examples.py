@@ -55,3 +55,28 @@ def test_all_python_blocks_of_the_pages_are_programs():
         for block in re.findall(r"^( *)```python[^\n]*\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.M | re.S):
             code = "\n".join(line[len(block[0]) :] for line in block[1].splitlines())
             compile(code, str(page), "exec")
+
+
+def test_commands_of_the_pages_exist_with_their_options():
+    import typer
+
+    from mpidist.cli.app import app
+
+    commands = typer.main.get_command(app).commands
+    lines = [
+        line
+        for page in sorted(Path(ROOT, "docs").rglob("*.md"))
+        for line in re.findall(r"\bmpidist ((?!--)[a-z].*)$", _consoles(page), re.M)
+    ]
+    assert len(lines) > 15
+    for line in lines:
+        # Behind -- and behind the program stand arguments of others.
+        name, *rest = line.partition("#")[0].split()
+        own = rest[: next((place for place, word in enumerate(rest) if word == "--" or word.endswith(".py")), len(rest))]
+        known = {option for parameter in commands[name].params for option in (*parameter.opts, *parameter.secondary_opts)}
+        assert {word for word in own if word.startswith("-")} <= known, line
+
+
+def _consoles(page: Path) -> str:
+    blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    return "\n".join(line for block in blocks for line in block.splitlines() if line.startswith("$"))

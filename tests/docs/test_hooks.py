@@ -26,6 +26,9 @@ def test_links_of_the_repository_lead_to_pages(hook):
     assert changed("[x](examples/x.py) and [s](slurm/)", "README.md", "index.md") == "[x](examples/x.md) and [s](slurm.md)"
     # A file without a page stays as its text; what is nowhere stays a link, which fails the build.
     assert changed("[m](../../Makefile) [n](nowhere.md)") == "m [n](nowhere.md)"
+    assert (
+        links.rebased("[d](../docs/a.md#x) [l](job.sh)", "slurm/README.md", "docs/slurm.md") == "[d](a.md#x) [l](../slurm/job.sh)"
+    )
     for kept in ("[w](https://example.org/a.md)", "[t](#top)", "```\n[c](../../CHANGELOG.md)\n```"):
         assert changed(kept) == kept
 
