@@ -123,7 +123,7 @@ def problems(expected: Mapping[str, Entry], sizes: Mapping[str, int | None], dig
         elif size != entry.bytes:
             found.append(f"{name} has {size} bytes, and was written with {entry.bytes}: it was cut short or overwritten")
         elif digests.get(name) != entry.sha256:
-            found.append(f"{name} is damaged: its sha256 is {str(digests.get(name))[:12]}…, and was {entry.sha256[:12]}…")
+            found.append(f"{name} is damaged: its sha256 is {str(digests.get(name))[:12]}..., and was {entry.sha256[:12]}...")
     return found
 
 

@@ -64,7 +64,7 @@ def summary(told: Sequence[str | None]) -> str:
         return next(iter(by_text))
 
     def named(ranks: list[int]) -> str:
-        shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
         return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 
     return "; ".join(f"{named(ranks)}: {text}" for text, ranks in by_text.items())
