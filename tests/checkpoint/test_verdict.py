@@ -14,7 +14,7 @@ from tests.support import agree, raises_on_all
         (["a", "a"], "a"),
         ([None, "a"], "rank 1: a"),
         (["a", "b", "a", None], "ranks 0, 2: a; rank 1: b"),
-        ([*["a"] * 9, None], "ranks 0, 1, 2, 3, 4, 5, 6, 7, …: a"),
+        ([*["a"] * 9, None], "ranks 0, 1, 2, 3, 4, 5, 6, 7, ...: a"),
     ],
 )
 def test_each_text_once(told, text):
