@@ -142,7 +142,7 @@ gpu-wheels:
 	    --platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64 \
 	    $$($(PYTHON) tests/gpu_needs.py wheels)
 
-# bench_rpc_scale.py starts its jobs by itself, each with a limit of its own.
+# bench_rpc_scale.py and bench_scaling.py start their jobs by themselves, each with a limit of its own.
 bench: $(VENV)/.stamp-bench $(VENV)/.stamp-peers timing long
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_collectives.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_execution.py
@@ -151,6 +151,7 @@ bench: $(VENV)/.stamp-bench $(VENV)/.stamp-peers timing long
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_powersgd.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_rpc.py
 	$(PY) benchmarks/bench_rpc_scale.py --jobs 2 4 8 16 32
+	$(PY) benchmarks/bench_scaling.py startup --jobs 2 4 8 16 32
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_autograd.py
 	$(OPENMPI_RUN) --bind-to none -n 3 $(PY) benchmarks/bench_autograd.py
 	$(PY) benchmarks/bench_optim_pause.py --threads 1
@@ -161,6 +162,7 @@ bench: $(VENV)/.stamp-bench $(VENV)/.stamp-peers timing long
 # Status 77: namespaces are not allowed here, as the script has said.
 bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp
 	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_ddp.py --models mlp:64 mlp:256 mlp:1024 --rounds 8 --bucket-cap-mb 4 || test $$? = 77
+	$(PY) benchmarks/bench_scaling.py sweep --links 10gbit 1gbit 100mbit
 	for rate in 100mbit 1gbit 10gbit; do \
 	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_powersgd.py --models mlp:64 --rounds 8 || test $$? = 77 || exit 1; \
 	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_wire.py --rounds 5 || test $$? = 77 || exit 1; \
