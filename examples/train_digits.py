@@ -51,7 +51,7 @@ class Metrics:
             self._file.write(json.dumps(row) + "\n")
 
 
-def train(group: Any, options: argparse.Namespace) -> int:
+def train(group: Any, options: argparse.Namespace, preemption: Preemption) -> int:
     """Train and return the exit code. Collective over the group."""
     start_s = time.monotonic()
 
@@ -89,37 +89,34 @@ def train(group: Any, options: argparse.Namespace) -> int:
     first = step
     metrics = with_all(group, lambda: Metrics(options.metrics if group.rank == 0 else None, step))
 
-    with Preemption(group) as preemption:
-        for epoch in range(sampler.epoch, options.epochs):
-            sampler.set_epoch(epoch)
-            for batch, wanted in loader:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(batch.to(device)), wanted.to(device))
-                loss.backward()
-                optimizer.step()
-                scheduler.step()
-                step += 1
-                sampler.advance(len(wanted))
-                losses.append(mean_over_ranks(group, loss.item(), 1))
-                metrics.add(step=step, epoch=epoch + 1, loss=losses[-1])
+    for epoch in range(sampler.epoch, options.epochs):
+        sampler.set_epoch(epoch)
+        for batch, wanted in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(batch.to(device)), wanted.to(device))
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            sampler.advance(len(wanted))
+            losses.append(mean_over_ranks(group, loss.item(), 1))
+            metrics.add(step=step, epoch=epoch + 1, loss=losses[-1])
 
-                # The same answer on all ranks: a signal, or a limit of ours, may come to one of them first.
-                over = step - first == options.max_steps or time.monotonic() - start_s > options.max_seconds
-                stop = preemption.requested(over)
-                if options.checkpoint and (stop or step % options.save_every == 0):
-                    save(options.checkpoint, step, **state, extra={"losses": losses})
-                    saved = step
-                if stop:
-                    why = ", ".join(preemption.received) or "a limit, or a signal to another rank"
-                    say(
-                        f"stopped after step {step} ({why}); {f'saved in {options.checkpoint}' if saved else 'nothing was saved'}"
-                    )
-                    return REQUEUE_EXIT_CODE if saved else 1
-            if losses:
-                say(f"epoch {epoch + 1} of {options.epochs}: {step} steps, loss {sum(losses) / len(losses):.4f}")
-            losses = []
-        if options.checkpoint and saved != step:
-            save(options.checkpoint, step, **state, extra={"losses": losses})
+            # The same answer on all ranks: a signal, or a limit of ours, may come to one of them first.
+            over = step - first == options.max_steps or time.monotonic() - start_s > options.max_seconds
+            stop = preemption.requested(over)
+            if options.checkpoint and (stop or step % options.save_every == 0):
+                save(options.checkpoint, step, **state, extra={"losses": losses})
+                saved = step
+            if stop:
+                why = ", ".join(preemption.received) or "a limit, or a signal to another rank"
+                say(f"stopped after step {step} ({why}); {f'saved in {options.checkpoint}' if saved else 'nothing was saved'}")
+                return REQUEUE_EXIT_CODE if saved else 1
+        if losses:
+            say(f"epoch {epoch + 1} of {options.epochs}: {step} steps, loss {sum(losses) / len(losses):.4f}")
+        losses = []
+    if options.checkpoint and saved != step:
+        save(options.checkpoint, step, **state, extra={"losses": losses})
 
     share = accuracy(group, model.module, test_images.to(device), test_labels.to(device))
     metrics.add(step=step, accuracy=share)
@@ -183,7 +180,9 @@ def main() -> int:
     options = options_of(group.rank)
     torch.set_num_threads(1)  # the ranks share the node's cores
     try:
-        code = train(group, options)
+        # From here on signals are noted, those that come while the run is being loaded, too.
+        with Preemption(group) as preemption:
+            code = train(group, options, preemption)
     except (Unusable, CheckpointError, DisagreementError) as error:
         code = 2 if isinstance(error, Unusable) else 1
         if group.rank == 0:
