@@ -3,8 +3,8 @@
 The time of an operation of N bytes on n nodes of p ranks each, W = n·p, is a sum of terms that its algorithm has, each times a
 parameter that is not negative:
 
-- the call itself, once, in a node; between nodes it counts with the messages, so that more nodes do not seem cheaper than
-  they are;
+- the call itself, once, in a node; between nodes what a protocol for long messages adds, once. Short messages between nodes
+  have no such term: all of their time counts with the nodes, and long ones have the same latency;
 - a message's latency, as often as messages follow each other: log2 p times in a node, log2 n times between nodes;
 - bytes that a rank copies and adds up: log2 p · N for short messages (recursive doubling), 2·(p-1)/p · N for long ones
   (reduce-scatter and all-gather; half of that for one of the two alone);
@@ -73,7 +73,7 @@ def terms(point: Point, is_short: bool) -> tuple[float, ...]:
     if n > 1:
         in_node += passes * (n - 1) / n
     over_link = p * passes * (n - 1) / n * nbytes * 8 / (point.rate_gbit_s * 1e9)
-    call = point.share if n == 1 else 0.0
+    call = point.share if n == 1 else 0.0 if is_short else 1.0
     turns = (point.share - 1) * math.log2(point.ranks)
     return (call, point.share * steps_node, point.share * in_node * nbytes, steps_net, over_link, turns)
 
@@ -131,17 +131,26 @@ def fit(points: Iterable[Point]) -> Fit:
 
 
 def _fitted(points: Sequence[Point], ends: tuple[float, ...]) -> tuple[float, Fit] | None:
-    parameters = []
+    parameters: list[tuple[float, ...]] = []
     first = -1.0
+    latency = TERMS.index("network latency")
     for place, end in enumerate(ends):
         inside = [point for point in points if first < point.nbytes <= end]
         if len(ends) > 1 and len(inside) < _LEAST_POINTS:
             return None
         rows = np.array([[term / point.seconds for term in terms(point, place == 0)] for point in inside])
+        wanted = np.ones(len(inside))
+        if place:
+            # Few numbers of nodes tell little of what grows with them: the short messages' latency holds for the long ones.
+            wanted = np.maximum(wanted - rows[:, latency] * parameters[0][latency], 0.0)
+            rows[:, latency] = 0.0
         # Columns of bytes and of seconds differ by ten orders of magnitude.
         scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
-        found, _ = nnls(rows / scale, np.ones(len(inside)))
-        parameters.append(tuple(float(value) for value in found / scale))
+        found, _ = nnls(rows / scale, wanted)
+        own = [float(value) for value in found / scale]
+        if place:
+            own[latency] = parameters[0][latency]
+        parameters.append(tuple(own))
         first = end
     made = Fit(points[0].operation, ends, tuple(parameters))
     return float(np.mean([abs(relative_error(made, point)) for point in points])), made
