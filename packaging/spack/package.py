@@ -1,0 +1,51 @@
+"""Recipe of Spack (repository API 2): `packages/py_mpidist/package.py` of a package repository."""
+
+from spack_repo.builtin.build_systems.python import PythonPackage
+
+from spack.package import *
+
+
+class PyMpidist(PythonPackage):
+    """Distributed PyTorch over the MPI that a cluster already has: collectives, DDP, RPC, autograd, sharded optimizers."""
+
+    pypi = "mpidist/mpidist-0.1.0.tar.gz"
+
+    license("BSD-3-Clause")
+
+    # Spack asks for the digest of an sdist only where it fetches one; from a checkout: spack develop.
+    version("0.1.0")
+
+    variant("cuda", default=False, description="Compile and launch the kernels on Nvidia GPUs, through CuPy")
+    variant("cli", default=True, description="The mpidist command: doctor, run, bench, tune, submit")
+
+    depends_on("python@3.10:3.13", type=("build", "run"))
+    # The licence is given as an SPDX expression.
+    depends_on("py-setuptools@77:", type="build")
+
+    depends_on("mpi", type="run")
+    depends_on("py-mpi4py@4.1:", type="run")
+    depends_on("py-numpy", type="run")
+    # torch.distributed is there only with +distributed; its own MPI backend is not needed.
+    depends_on("py-torch@2.9: +distributed", type="run")
+
+    with when("+cuda"):
+        depends_on("py-torch +cuda", type="run")
+        depends_on("py-cupy", type="run")
+
+    with when("+cli"):
+        depends_on("py-typer@0.12:", type="run")
+        depends_on("py-rich", type="run")
+
+    # Imports alone: they start neither MPI nor CUDA, so that the check passes on a login node.
+    import_modules = [
+        "mpidist",
+        "mpidist.autograd",
+        "mpidist.comm",
+        "mpidist.ddp",
+        "mpidist.kernels",
+        "mpidist.nn",
+        "mpidist.optim",
+        "mpidist.rpc",
+        "mpidist.torch_backend",
+        "mpidist.zero",
+    ]
