@@ -35,6 +35,18 @@ def results(root: Path) -> dict[str, str]:
     return {f"benchmarks/results/{path.name}": f"figures/{path.name}" for path in sorted(folder.iterdir()) if path.is_file()}
 
 
+def named(path: Path, programs: Mapping[str, str]) -> str:
+    """Return a text in which programs that lead a row of a table are links to them; the examples' text lists them all."""
+    text = path.read_text(encoding="utf-8")
+    if path.parent.name != "examples":
+        return text
+    names = [Path(source).name for source in programs]
+    text = re.sub(
+        r"^\| `(\w+\.py)` \|", lambda row: f"| [`{row[1]}`]({row[1]}) |" if row[1] in names else row[0], text, flags=re.M
+    )
+    return "\n".join([text, "## All programs, and what they share", "", *(f"- [{name}]({name})" for name in names), ""])
+
+
 def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
     """Apply ``change`` to all text that stands in no fenced block."""
     parts, end = [], 0

@@ -30,10 +30,12 @@ def on_files(files: Any, config: Any) -> Any:
     """Add what lies outside ``docs``: texts, programs, records and plots."""
     root = _root(config)
     _SOURCES.clear()
+    programs = repository_links.programs(root)
     for source, page in repository_links.texts(root).items():
-        files.append(File.generated(config, page, content=(root / source).read_text(encoding="utf-8")))
+        text = repository_links.named(root / source, programs)
+        files.append(File.generated(config, page, content=text))
         _SOURCES[page] = source
-    for source, page in repository_links.programs(root).items():
+    for source, page in programs.items():
         text = (root / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=f'# {Path(source).name}\n\n```python title="{source}"\n{text}```\n'))
         _SOURCES[page] = source

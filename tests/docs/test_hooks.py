@@ -29,6 +29,8 @@ def test_links_of_the_repository_lead_to_pages(hook):
     assert (
         links.rebased("[d](../docs/a.md#x) [l](job.sh)", "slurm/README.md", "docs/slurm.md") == "[d](a.md#x) [l](../slurm/job.sh)"
     )
+    named = links.named(ROOT / "examples" / "README.md", {"examples/demo_digits.py": "examples/demo_digits.md"})
+    assert "| [`demo_digits.py`](demo_digits.py) |" in named and named.endswith("\n- [demo_digits.py](demo_digits.py)\n")
     for kept in ("[w](https://example.org/a.md)", "[t](#top)", "```\n[c](../../CHANGELOG.md)\n```"):
         assert changed(kept) == kept
 
