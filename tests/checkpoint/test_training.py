@@ -105,7 +105,9 @@ def test_a_wires_master_copies(group, folder):
         warnings.simplefilter("always")
         load(folder, **other.state(), group=group)
     is_told = any("master copies" in str(warning.message) for warning in heard)
-    agree(group, is_told == (group.rank == 0 and group.size > 1), "rounded masters untold")
+    layouts = [one.optimizer.rank_local_state_dict()["layout"] for one in (run, other)]
+    is_rounded = group.size > 1 and layouts[0] != layouts[1]  # a small net may be divided in the same way by both partitions
+    agree(group, is_told == (group.rank == 0 and is_rounded), "rounded masters untold")
 
 
 class Full:
