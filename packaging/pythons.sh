@@ -46,7 +46,7 @@ try() {
         return
     fi
     "${pip[@]}" --no-deps "$TORCH"
-    "${pip[@]}" filelock typing-extensions sympy networkx jinja2 fsspec
+    "${pip[@]}" filelock typing-extensions sympy networkx jinja2 fsspec 'setuptools>=77'
     (cd "$here" && bin/mpirun --oversubscribe -n 2 bin/python -c '
 import torch, torch.distributed as dist, mpidist.torch_backend
 dist.init_process_group("mpidist")
