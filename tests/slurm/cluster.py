@@ -1,6 +1,6 @@
 """Virtual cluster: a real Slurm whose nodes, n1 to n3, are slurmd on this machine.
 
-    python -m tests.slurm.cluster install         Debian's packages, where they are missing; status 77 with the reason if it cannot
+    python -m tests.slurm.cluster install         Debian's packages, where they are missing; or status 77 and the reason
     python -m tests.slurm.cluster start FOLDER    daemons in the background; then: export SLURM_CONF=FOLDER/slurm.conf
     python -m tests.slurm.cluster stop FOLDER     end what start has started, and the processes of jobs
     python -m tests.slurm.cluster hold FOLDER     start; at the end of stdin or at SIGTERM stop, and remove FOLDER
