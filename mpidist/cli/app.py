@@ -56,7 +56,7 @@ def _told(call: Callable[..., Any]) -> Callable[..., Any]:
     def command(*args: Any, **kwargs: Any) -> None:
         try:
             call(*args, **kwargs)
-        except (MpidistError, ValueError) as error:
+        except (MpidistError, ValueError, OSError) as error:
             print(f"mpidist: {error}", file=sys.stderr)
             raise typer.Exit(_STATUS_OF_ERROR) from None
 
@@ -109,6 +109,9 @@ def doctor(
         if json_file is not None:
             json_file.write_text(json.dumps(report.as_data(), indent=1) + "\n", encoding="utf-8")
         sys.stdout.flush()
+    elif report.ranks[0].problem:
+        # Rank 0 may have started, and waits in MPI for this one.
+        print(f"[rank {report.ranks[0].rank}] mpidist doctor: {report.ranks[0].problem}", file=sys.stderr, flush=True)
     raise typer.Exit(report.exit_code(strict))
 
 
@@ -185,7 +188,7 @@ def tune(context: typer.Context, ranks: Ranks = None, dry_run: DryRun = False) -
 @_told
 def submit(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="the job script: ddp, oss, rpc, bench, test, …")],
+    name: Annotated[str, typer.Argument(help="the job script: ddp, oss, rpc, bench or test")],
     nodes: Annotated[int | None, typer.Option(help="nodes of the job")] = None,
     gpus_per_node: Annotated[str, typer.Option(metavar="N", help="GPUs of a node, one rank each; 0: none")] = "",
     ntasks_per_node: Annotated[int | None, typer.Option(help="ranks of a node, where they are not the GPUs")] = None,

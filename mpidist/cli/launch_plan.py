@@ -59,7 +59,7 @@ class Site:
         mpirun: Path of its launcher; "" without one.
         srun: Path; "" without one.
         mpi_types: What ``srun --mpi=list`` names.
-        cores: That this process may use.
+        cores: That this process may use; hardware threads of one core are one.
         is_root: The user is root.
     """
 

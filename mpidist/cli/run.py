@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from mpidist.cli.launch_plan import Plan, Request, Site, in_allocation, parse_mpi_types, plan, program_of
@@ -32,7 +32,7 @@ def site(environ: Mapping[str, str]) -> Site:
         mpirun=library.mpirun,
         srun=srun,
         mpi_types=_mpi_types(srun) if srun else (),
-        cores=len(os.sched_getaffinity(0)),
+        cores=physical_cores(os.sched_getaffinity(0)),
         is_root=os.geteuid() == 0,
     )
 
@@ -72,6 +72,17 @@ def become(planned: Plan, is_dry: bool) -> None:
         os.execvpe(planned.argv[0], list(planned.argv), {**os.environ, **planned.variables})
     except OSError as error:
         raise LaunchError(f"{planned.argv[0]} does not start: {error}") from error
+
+
+def physical_cores(usable: Collection[int], folder: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Return the number of cores behind these hardware threads: Open MPI counts a slot for each core."""
+    siblings = set()
+    for thread in usable:
+        try:
+            siblings.add((folder / f"cpu{thread}" / "topology" / "thread_siblings_list").read_text().strip())
+        except OSError:
+            siblings.add(str(thread))
+    return len(siblings)
 
 
 def text_of(planned: Plan) -> str:

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -113,8 +114,9 @@ def test_doctors_report_is_printed_plainly_and_written(call, monkeypatch, tmp_pa
         "problem": (doctor.Report(job(), found, True), 1, 1),
         "warning": (doctor.Report(job(), found[1:], True), 0, 1),
         "fine": (doctor.Report(alone(), [], True), 0, 0),
-        "no mpi": (doctor.Report([SimpleNamespace(**{**vars(alone()[0]), "mpi": None})], found[:1], True), 1, 1),
+        "no mpi": (doctor.Report([replace(alone()[0], mpi=None)], found[:1], True), 1, 1),
         "another rank's": (doctor.Report(job(), found, False), 1, 1),
+        "no mpi on another rank": (doctor.Report([replace(alone()[0], rank=3, mpi=None, problem="why")], found, False), 1, 1),
     }
     for name, (report, status, strict_status) in reports.items():
         monkeypatch.setattr(doctor, "examine", lambda *args, report=report: report)
@@ -122,8 +124,10 @@ def test_doctors_report_is_printed_plainly_and_written(call, monkeypatch, tmp_pa
         assert (done.exit_code, call("doctor", "--strict").exit_code) == (status, strict_status), name
         assert "\x1b" not in done.output
         assert ("it [breaks]" in done.output) == (name in ("problem", "no mpi")), done.output
-        assert (done.output == "") == (name == "another rank's")
+        assert (done.stdout == "") == name.endswith(("another rank's", "another rank")), name
+        assert (done.stderr == "[rank 3] mpidist doctor: why\n") == (name == "no mpi on another rank")
     monkeypatch.setattr(doctor, "examine", lambda *args: reports["problem"][0])
+    assert call("doctor", "--json", str(tmp_path / "gone" / "found.json")).exit_code == 2
     call("doctor", "--json", str(tmp_path / "found.json"))
     data = json.loads((tmp_path / "found.json").read_text())
     assert (data["problems"], data["warnings"], data["notes"], len(data["ranks"])) == (1, 1, 0, 4)

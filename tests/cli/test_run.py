@@ -44,6 +44,13 @@ def test_srun_is_asked_inside_a_job_alone(tmp_path, monkeypatch):
     assert run._mpi_types(str(tmp_path / "gone")) == ()
 
 
+def test_hardware_threads_of_a_core_are_one(tmp_path):
+    for thread, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
+        (tmp_path / f"cpu{thread}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{thread}" / "topology" / "thread_siblings_list").write_text(f"{siblings}\n")
+    assert [run.physical_cores(threads, tmp_path) for threads in ([0, 1, 2, 3], [0, 2], [0, 7])] == [2, 1, 2]
+
+
 @pytest.mark.slow
 def test_the_exit_status_is_the_jobs_and_a_signal_ends_it(tmp_path):
     """Of the MPI that this Python loads: ranks meet, a rank's status is passed on, SIGTERM leaves no rank behind."""
