@@ -43,7 +43,7 @@ help:
 	@echo 'make unit     the tests of one process that take seconds at most;  make slow: those marked slow (whole jobs, benchmarks)'
 	@echo 'make mpi-N    the MPI tests on N ranks of Open MPI;  make mpich-N: of MPICH (mpich-2, -3: what depends on it)'
 	@echo '              TESTS=tests/comm: those of a folder or file;  make unit mpi-2: after each change'
-	@echo 'make slurm    the job scripts of slurm/ on a Slurm of virtual nodes (root; tests/slurm/cluster.py install brings Slurm)'
+	@echo 'make slurm    the job scripts of slurm/ on a Slurm of virtual nodes (root; python -m tests.slurm.cluster install brings it)'
 	@echo 'make timing   tests that assert a time, on an idle machine;  make long: the long forms of tests'
 	@echo 'make fuzz     random programs, and a tenth as many random models, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
 	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'

@@ -81,6 +81,10 @@ def render(script: str, options: Options) -> str:
     first, *lines = script.splitlines()
     if not first.startswith("#!"):
         raise ValueError(f"a job script begins with #!/bin/bash; this one with {first!r}")
+    if "#SBATCH hetjob" in lines:
+        raise ValueError(
+            "a heterogeneous job has a header for each component: copy the script, edit it, and submit it with sbatch"
+        )
     end = next((number for number, line in enumerate(lines) if line and not line.startswith("#")), len(lines))
     header = _headed([line for line in lines[:end] if line.startswith("#SBATCH")], options.header)
     words = [line for line in lines[:end] if line and not line.startswith("#SBATCH")]

@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
 """Virtual cluster: a real Slurm whose nodes, n1 to n3, are slurmd on this machine.
 
-    cluster.py install         Debian's packages, unless they are there; exit status 77 and the reason where that cannot be
-    cluster.py start FOLDER    daemons in the background, their files in FOLDER; then: export SLURM_CONF=FOLDER/slurm.conf
-    cluster.py stop FOLDER     end what start has started, and the processes of jobs
-    cluster.py hold FOLDER     start; at the end of stdin or at SIGTERM stop, and remove FOLDER: nothing outlives the pipe
+    python -m tests.slurm.cluster install         Debian's packages, where they are missing; or status 77 and the reason
+    python -m tests.slurm.cluster start FOLDER    daemons in the background; then: export SLURM_CONF=FOLDER/slurm.conf
+    python -m tests.slurm.cluster stop FOLDER     end what start has started, and the processes of jobs
+    python -m tests.slurm.cluster hold FOLDER     start; at the end of stdin or at SIGTERM stop, and remove FOLDER
 
 Start and stop need root: slurmd starts processes of other users. Python's standard library is enough.
 
@@ -22,9 +21,9 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterable
 from pathlib import Path
+
+from tests.slurm import processes
 
 PACKAGES = ("slurm-wlm", "munge", "libpmix2", "libpmix-dev")
 NODES = ("n1", "n2", "n3")
@@ -34,8 +33,6 @@ GPU_FILES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom
 UNAVAILABLE = 77
 UNSHARE = ("unshare", "--uts")
 START_S, STOP_S = 30, 10
-# All daemons have it in their environment, and jobs from whom submits them: it tells the processes of a cluster from others.
-MARK = "SLURM_CONF"
 
 CONFIG = """\
 ClusterName=virtual
@@ -139,21 +136,21 @@ def start(folder: Path) -> None:
 
 def stop(folder: Path) -> None:
     """End the daemons of ``folder``, and whatever of its jobs still runs; processes of others are not touched."""
-    if _processes(folder):
+    if processes.marked(folder):
         _command(folder, "scancel", "--full", "--user=root", timeout_s=5)
-        _wait(lambda: not _command(folder, "squeue", "-h", timeout_s=5), STOP_S)
+        processes.wait(lambda: not _command(folder, "squeue", "-h", timeout_s=5), STOP_S)
     recorded = folder / "pids.json"
     daemons = json.loads(recorded.read_text()) if recorded.exists() else []
-    alive = _processes(folder)
-    _end([pid for pid in reversed(daemons) if pid in alive])
+    alive = processes.marked(folder)
+    processes.end([pid for pid in reversed(daemons) if pid in alive])
     # Steps outlive their slurmd, as a real cluster's do.
-    _end(_processes(folder))
+    processes.end(processes.marked(folder))
     recorded.unlink(missing_ok=True)
 
 
 def leftovers(folder: Path) -> dict[int, str]:
     """Return the processes of the cluster in ``folder``, its jobs' among them: command lines by process id."""
-    return {pid: _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace") for pid in _processes(folder)}
+    return {pid: processes.read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace") for pid in processes.marked(folder)}
 
 
 def hold(folder: Path) -> None:
@@ -219,7 +216,7 @@ def _spawn(folder: Path, name: str, command: list[str]) -> None:
     output = os.open(folder / f"{name}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     # A session of its own: Ctrl-C ends the one who started it, and that one ends the daemons in their order.
     process = subprocess.Popen(
-        [program, *command[1:]], env=_environment(folder), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        [program, *command[1:]], env=processes.environment(folder), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
         cwd=folder, start_new_session=True,
     )  # fmt: skip
     os.close(output)
@@ -227,7 +224,8 @@ def _spawn(folder: Path, name: str, command: list[str]) -> None:
     pids = json.loads(recorded.read_text()) if recorded.exists() else []
     recorded.write_text(json.dumps([*pids, process.pid]))
     ready = folder / "munge.socket" if name == "munged" else None
-    if not _wait(lambda: process.poll() is not None or ready is None or ready.exists(), START_S) or process.poll() is not None:
+    began = processes.wait(lambda: process.poll() is not None or ready is None or ready.exists(), START_S)
+    if not began or process.poll() is not None:
         raise ClusterError(f"{name} did not start: {_ends(folder, name)}")
 
 
@@ -236,7 +234,7 @@ def _wait_for_nodes(folder: Path) -> None:
         lines = _command(folder, "sinfo", "-h", "-N", "-o", "%N %T").splitlines()
         return set(lines) == {f"{name} idle" for name in NODES}
 
-    if not _wait(idle, START_S):
+    if not processes.wait(idle, START_S):
         ends = "; ".join(_ends(folder, name) for name in ("slurmctld", *NODES))
         raise ClusterError(f"nodes are not idle after {START_S} s: {ends}")
 
@@ -251,68 +249,15 @@ def _ends(folder: Path, name: str) -> str:
 def _command(folder: Path, *words: str, timeout_s: float = 10) -> str:
     """Run a command of Slurm; its output, or nothing where it fails or takes longer."""
     try:
-        done = subprocess.run(words, env=_environment(folder), capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(words, env=processes.environment(folder), capture_output=True, text=True, timeout=timeout_s)
     except (subprocess.TimeoutExpired, FileNotFoundError):
         return ""
     return done.stdout.strip()
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    return {**os.environ, MARK: str(folder / "slurm.conf")}
-
-
 def _program(name: str) -> str | None:
     """Return the path of a program; daemons lie where only root's PATH leads."""
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin")
-
-
-def _processes(folder: Path) -> list[int]:
-    """Return the processes whose environment has the mark of ``folder``, this one and its parents excepted."""
-    mark = f"{MARK}={folder / 'slurm.conf'}".encode()
-    own = {os.getpid(), os.getppid()}
-    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) not in own]
-    return [pid for pid in pids if mark in _read(pid, "environ").split(b"\0") and not _is_zombie(pid)]
-
-
-def _is_zombie(pid: int) -> bool:
-    return b"\nState:\tZ" in _read(pid, "status")
-
-
-def _read(pid: int, name: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:
-        return b""
-
-
-def _end(pids: Iterable[int]) -> None:
-    """Send SIGTERM, one after another, and SIGKILL to those that do not end."""
-    for pid in pids:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                break
-            if _wait(lambda pid=pid: _reap(pid), STOP_S / 2):
-                break
-
-
-def _reap(pid: int) -> bool:
-    """Say whether a process has ended; take the exit status of a child."""
-    try:
-        os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        pass
-    return not Path(f"/proc/{pid}").exists() or _is_zombie(pid)
-
-
-def _wait(condition, limit_s: float) -> bool:
-    end = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def main(words: list[str]) -> int:
@@ -330,7 +275,7 @@ def main(words: list[str]) -> int:
         print(f"no virtual cluster here: {error}", file=sys.stderr)
         return 1
     if words[0] == "start":
-        print(f"export {MARK}={folder}/slurm.conf")
+        print(f"export {processes.MARK}={folder}/slurm.conf")
     return 0
 
 

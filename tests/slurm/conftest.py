@@ -111,12 +111,12 @@ def slurm() -> Iterator[Slurm]:
     else:
         reason = virtual.problem()
     if reason:
-        missing(f"{reason} (as root: tests/slurm/cluster.py install)")
+        missing(f"{reason} (as root: python -m tests.slurm.cluster install)")
     # Names of sockets are short.
     folder = Path(tempfile.mkdtemp(prefix="mpidist-slurm-", dir="/tmp"))
-    command = [sys.executable, virtual.__file__, "hold", str(folder)]
+    command = [sys.executable, "-m", virtual.__name__, "hold", str(folder)]
     # The cluster ends with the pipe, however this process ends.
-    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "ready\n", "the virtual cluster did not start"
         yield Slurm(folder)

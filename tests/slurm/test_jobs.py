@@ -24,7 +24,7 @@ TWO_NODES = "--nodes=2 --ntasks-per-node=1 --gpus-per-node=1"
 ONE_NODE = "--nodes=1 --ntasks-per-node=2"
 ONE_RANK = "--nodes=1 --ntasks-per-node=1 --gpus-per-node=1"
 EPOCHS = "10"
-BENCH = ("--operations", "all_reduce", "--sizes", "8", "--rounds", "2", "--output", "results")
+BENCH = ("--operations", "all_reduce", "--sizes", "8", "--rounds", "2")
 
 # A user's program: it waits for the signal that comes before the time limit, and goes on in the next run.
 WAITS = """\

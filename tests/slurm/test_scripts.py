@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpidist.checkpoint import REQUEUE_EXIT_CODE
+from mpidist.cli.job_script import Options, render
 from tests.support import ROOT, missing
 
 FOLDER = ROOT / "slurm"
@@ -61,6 +62,15 @@ def test_a_script_installs_nothing_and_names_nobody(script):
     # Nodes of a cluster reach no network, and a job must not depend on what a repository holds by then.
     assert not re.search(r"\b(git|pip|conda|curl|wget|sudo)\b|/home/|/Users/|\s~/", commands(script))
     assert subprocess.run(["bash", "-n", script], capture_output=True).returncode == 0
+
+
+def test_the_command_renders_all_but_the_heterogeneous():
+    options = Options(header={"nodes": "2"}, folder="/slurm", env_file="/slurm/env.sh")
+    for script in SCRIPTS:
+        if script.stem != "rpc-het":
+            assert "#SBATCH --nodes=2\n" in render(script.read_text(), options)
+    with pytest.raises(ValueError, match="copy the script, edit it"):
+        render((FOLDER / "rpc-het.sbatch").read_text(), options)
 
 
 def test_shellcheck_has_nothing_to_say():
