@@ -103,7 +103,7 @@ def install() -> str | None:
         return f"{missing}; no apt-get here: install the equivalents of {', '.join(PACKAGES)}"
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     # -o: another apt-get may be at work.
-    apt = ["apt-get", "-qq", "-y", "-o", "DPkg::Lock::Timeout=60", "-o", "Acquire::Retries=2"]
+    apt = ["apt-get", "-qq", "-y", "-o", "DPkg::Lock::Timeout=60", "-o", "Acquire::Retries=2", "-o", "Acquire::http::Timeout=30"]
     for words in (["update"], ["install", "--no-install-recommends", *PACKAGES]):
         done = subprocess.run([*apt, *words], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode != 0:
