@@ -76,6 +76,19 @@ def odd(fused: bool = False) -> list[Parameter]:
     return parameters
 
 
+def takes_late_groups(optim: type, settings: dict[str, Any]) -> bool:
+    """Whether torch's own optimizer steps a group that is added after its construction; Adagrad of torch 2.9 does not."""
+    first, late = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    plain = optim([first], **settings)
+    plain.add_param_group({"params": [late]})
+    first.grad = late.grad = torch.ones(2, 2)
+    try:
+        plain.step()
+    except KeyError:
+        return False
+    return True
+
+
 def parameters_for(name: str) -> list[Parameter]:
     """Return what the optimizer of a name is tried on."""
     torch.manual_seed(7)
