@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ def main() -> None:
     if not words or (words[0] not in COMMANDS and words[0] not in ("-h", "--help")):
         words = ["measure", *words]
     options = _parser().parse_args(words)
+    if words[0] in ("sweep", "startup", "advise"):
+        # They start jobs in sessions of their own: an end by the scheduler ends these first.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options.run(options)
 
 
