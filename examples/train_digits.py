@@ -37,7 +37,7 @@ class Metrics:
         self._file = None
         if path is None:
             return
-        lines = path.read_text().splitlines() if step and path.exists() else []
+        lines = path.read_text(errors="replace").splitlines() if step and path.exists() else []
         kept = [line for line in lines if line.startswith('{"step"') and line.endswith("}") and '"loss"' in line]
         kept = [line for line in kept if json.loads(line)["step"] <= step]
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,11 +35,11 @@ check_values() {
 load_modules() {
     local file name
     [[ $MPIDIST_MODULES ]] || return 0
-    # Scripts of modules use variables that are not set, and a batch shell may lack the function.
+    # Scripts of modules use variables that are not set, have commands that fail, and a batch shell may lack the function.
     set +u
     for file in "${MODULESHOME:-/usr/share/lmod/lmod}/init/bash" /etc/profile.d/{lmod,z00_lmod,modules}.sh; do
         # shellcheck disable=SC1090
-        if ! type module &> /dev/null && [[ -r $file ]]; then source "$file"; fi
+        if ! type module &> /dev/null && [[ -r $file ]]; then source "$file" || :; fi
     done
     type module &> /dev/null || die "edit $SITE: MPIDIST_MODULES=\"$MPIDIST_MODULES\", but this node has no command 'module'"
     for name in $MPIDIST_MODULES; do
@@ -128,7 +128,8 @@ run_ranks() {
     local status signalled=yes ranks
     "$@" &
     ranks=$!
-    trap 'signalled=yes; kill -USR1 "$ranks"' USR1
+    # Ranks that have ended meanwhile get no signal, which is no error.
+    trap 'signalled=yes; kill -USR1 "$ranks" || :' USR1
     # A signal ends the wait, not the ranks.
     while [[ $signalled ]]; do
         signalled=

@@ -28,6 +28,7 @@ PATIENCE_S = 60.0
 _NAME = re.compile(r"step-(\d+)(\.old)?")
 _PART = re.compile(r"step-\d+\.part")
 _CHUNK_BYTES = 1 << 20
+_OTHER_RUN = "if another run saves there, too, give each a folder of its own"
 
 
 class Found(NamedTuple):
@@ -87,14 +88,20 @@ def begin(folder: Path, step: int) -> Path:
     return part
 
 
-def wait_for(path: Path) -> None:
+def wait_for(path: Path, within: Path | None = None) -> None:
     """Wait until a path that another node has made is seen on this one.
+
+    Args:
+        path: To be seen.
+        within: Folder that this node has made for it; without it nothing can come.
 
     Raises:
         CheckpointError: It is not seen in time.
     """
     deadline, pause_s = time.monotonic() + PATIENCE_S, 0.01
     while not path.exists():
+        if within is not None and not within.exists():
+            raise CheckpointError(f"{within} was removed while it was written; {_OTHER_RUN}")
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"{path} is not seen on {socket.gethostname()}, {PATIENCE_S:g} s after rank 0 saw it: checkpoints need a folder "
@@ -151,13 +158,13 @@ def commit(part: Path, told: Manifest) -> Path:
         OSError: The manifest cannot be written, the folder not be renamed.
     """
     for name in told.files:
-        wait_for(part / name)
+        wait_for(part / name, part)
     sizes = {name: (part / name).stat().st_size for name in told.files}
     wrong = [
         f"{name} has {sizes[name]} bytes, not {entry.bytes}" for name, entry in told.files.items() if sizes[name] != entry.bytes
     ]
     if wrong:
-        raise CheckpointError(f"files are not as they were written: {', '.join(wrong)}")
+        raise CheckpointError(f"files are not as they were written: {', '.join(wrong)}; {_OTHER_RUN}")
     with open(part / manifest.NAME, "w", encoding="utf-8") as file:
         file.write(manifest.to_json(told))
         file.flush()

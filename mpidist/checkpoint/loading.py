@@ -107,7 +107,10 @@ def _chosen(folder: Path) -> tuple[Path, Manifest] | None:
             warnings.warn(f"{found.path} has no {manifest.NAME}: its save was cut short, and it {then}", stacklevel=4)
     if path is None:
         return None
-    told = manifest.from_json((path / manifest.NAME).read_text(encoding="utf-8"))
+    try:
+        told = manifest.from_json((path / manifest.NAME).read_text(encoding="utf-8", errors="replace"))
+    except ValueError as error:
+        raise CheckpointError(f"{path.name}: {error}; without its folder the one before is taken") from error
     # What is missing here is missing: other ranks then need not wait for it.
     absent = [name for name in told.files if not (path / name).is_file()]
     if absent:
@@ -155,7 +158,8 @@ class _Loading:
                     self._warn("a narrow wire's master copies are made anew from the parameters, whose values are rounded")
             if training.hook_state is not None and self._contents.hook == STATE:
                 hook = (own if self._is_same_size else self._of_rank(0))["hook"]
-            training.require_fits(model, shared, whole)
+            # A shard that is loaded as it lies has the groups of the whole.
+            training.require_fits(model, shared, own["optimizer"] if whole is None and training.is_sharded() else whole)
         with together(self._group, self._where):
             training.take_shared(model, shared)
             if hook is not None:

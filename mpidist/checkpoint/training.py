@@ -158,7 +158,7 @@ class Training:
         Args:
             model: Content of ``model.pt``.
             shared: Content of ``training.pt``.
-            whole: Content of ``optimizer.pt``, or a merged state; None if there is none.
+            whole: Content of ``optimizer.pt``, a merged state, or a rank's shard; None if there is none.
 
         Raises:
             ValueError: What differs.

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 _HEADER = re.compile(r"#SBATCH --([a-z-]+)(?:=(.*))?$")
 _ASSIGNMENT = re.compile(r"""^(?:export )?(MPIDIST_[A-Z_]+)=(?:"([^"]*)"|'([^']*)'|([^\s"';]*))\s*(?:#.*)?$""", re.MULTILINE)
 _SOURCES_ENV = re.compile(r"^source .*env\.sh.*$", re.MULTILINE)
-_SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*$")
+_SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # sbatch(1), --time and --array.
-_TIME = re.compile(r"(\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d+(:[0-5]?\d){0,2}|UNLIMITED|INFINITE)$")
-_ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?$")
-_WORD = re.compile(r"[^\s'\"\\]+$")
+_TIME = re.compile(r"(\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d+(:[0-5]?\d){0,2}|UNLIMITED|INFINITE)")
+_ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
+_WORD = re.compile(r"[^\s'\"\\]+")
 _POSITIVE = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
 # What env.sh calls them.
 _SITE = {"account": "MPIDIST_ACCOUNT", "partition": "MPIDIST_PARTITION", "gpus-per-node": "MPIDIST_GPUS_PER_NODE"}
@@ -61,7 +61,7 @@ def validate(options: Options) -> None:
         if text is not None:
             _validate(key, text)
     for name in options.settings:
-        if not _SETTING.match(name):
+        if not _SETTING.fullmatch(name):
             raise ValueError(f"--set takes NAME=VALUE with the name of a variable of env.sh; got {name!r}")
     for name, text in (("folder of the job scripts", options.folder), ("path of env.sh", options.env_file)):
         if not text.startswith("/"):
@@ -92,7 +92,8 @@ def render(script: str, options: Options) -> str:
     sources = [found for found in _SOURCES_ENV.findall(body)]
     if len(sources) != 1:
         raise ValueError("a job script sources env.sh in one line of its own")
-    settings = [f"{name}={shlex.quote(text)}" for name, text in options.settings.items()]
+    # Exported: MPI's and UCX's variables are settings, too, and the ranks read them.
+    settings = [f"export {name}={shlex.quote(text)}" for name, text in options.settings.items()]
     sourced = "\n".join([f"source {shlex.quote(options.env_file)}", *settings])
     body = body.replace(sources[0], sourced)
     inlined = [f"export MPIDIST_SLURM={shlex.quote(options.folder)}"]
@@ -155,13 +156,13 @@ def _validate(key: str, text: str) -> None:
         raise ValueError(f"--{key} must be a positive number; got {text!r}")
     if key == "gpus-per-node" and not re.fullmatch(r"([A-Za-z][\w.-]*:)?\d+", text):
         raise ValueError(f"--{key} must be a number, or TYPE:NUMBER; got {text!r}")
-    if key == "time" and not (_TIME.match(text) and any(digit in text for digit in "123456789UI")):
+    if key == "time" and not (_TIME.fullmatch(text) and any(digit in text for digit in "123456789UI")):
         raise ValueError(
             f"--time takes MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS, more than none; got {text!r}"
         )
-    if key == "array" and not _ARRAY.match(text):
+    if key == "array" and not _ARRAY.fullmatch(text):
         raise ValueError(f"--array takes numbers and ranges, as 0-7, 1,3,5 or 0-99%4; got {text!r}")
-    if text and not _WORD.match(text):
+    if text and not _WORD.fullmatch(text):
         raise ValueError(f"--{key} must be one word without quotes; got {text!r}")
     if not re.fullmatch(r"[a-z][a-z-]*", key):
         raise ValueError(f"sbatch's long options are letters and hyphens; got {key!r}")

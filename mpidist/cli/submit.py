@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from mpidist import shipped
 from mpidist.cli import job_script
+from mpidist.cli.bench import RANKS
 from mpidist.cli.job_script import Options
 from mpidist.errors import LaunchError
 
 _ENV = "env.sh"
 _SUBMIT_S = 120.0
+# How alike two names are, from 0 to 1, when one is the other misspelt.
+_ALMOST = 0.85
+# job.sh's own, which a job may be given.
+_OF_JOBS = ("MPIDIST_CHECKPOINT",)
 
 
 def names() -> list[str]:
@@ -45,7 +51,11 @@ def text_of(name: str, options: Options, env_file: Path | None, environ: Mapping
     if not file.is_file():
         raise LaunchError(f"{file}: no such file; --env names the site's env.sh, and {folder / _ENV} is one to copy")
     script = (folder / f"{name}.sbatch").read_text(encoding="utf-8")
-    values = {**job_script.values_of(file.read_text(encoding="utf-8")), **options.settings}
+    held = job_script.values_of(_read(file))
+    require_known(options.settings, {*held, *job_script.values_of(_read(folder / _ENV))})
+    values = {**held, **options.settings}
+    is_in_image = bool(values.get("MPIDIST_IMAGE"))
+    require_program(name, options.arguments, is_in_image)
     header: dict[str, str | None] = {**job_script.site_header(values), **options.header}
     header = fitted(header, job_script.header_of(script))
     filled = replace(
@@ -56,12 +66,27 @@ def text_of(name: str, options: Options, env_file: Path | None, environ: Mapping
             **options.settings,
             **job_script.settings_of(header),
         },
-        arguments=absolute(options.arguments),
+        arguments=options.arguments if is_in_image or name == "bench" else absolute(options.arguments),
         folder=str(folder.resolve()),
         env_file=str(file),
     )
     job_script.validate(filled)
     return job_script.render(script, filled), filled
+
+
+def _read(file: Path) -> str:
+    """Return the text of an ``env.sh``.
+
+    Raises:
+        LaunchError: bash would not read it.
+    """
+    try:
+        held = file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise LaunchError(f"{file} is no text: {error}") from error
+    if "\r" in held:
+        raise LaunchError(f"{file} has the line ends of Windows, which bash does not read: sed -i 's/\\r$//' {file}")
+    return held
 
 
 def fitted(header: Mapping[str, str | None], shipped_header: Mapping[str, str]) -> dict[str, str | None]:
@@ -81,18 +106,55 @@ def environment_of(values: Mapping[str, str], prefix: str, base_prefix: str) -> 
     return {"MPIDIST_VENV": prefix} if is_own else {}
 
 
-def absolute(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the arguments, a program that is a file here by its absolute path.
+def require_known(settings: Mapping[str, str], known: Collection[str]) -> None:
+    """Refuse a setting whose name is almost one of ``env.sh``: the job would run without it.
 
     Raises:
-        LaunchError: A Python script that is not there.
+        LaunchError: The name, and the one that may be meant.
     """
-    if not arguments:
-        return ()
-    path = Path(arguments[0])
-    if path.suffix == ".py" and not path.is_file():
-        raise LaunchError(f"{path}: no such file from here")
-    return (str(path.resolve()), *arguments[1:]) if path.is_file() else tuple(arguments)
+    for name in settings:
+        near = difflib.get_close_matches(name, known, 1, _ALMOST)
+        if near and name not in known and name not in _OF_JOBS:
+            raise LaunchError(f"--set {name}: env.sh has no such value; is {near[0]} meant?")
+
+
+def require_program(name: str, arguments: Sequence[str], is_in_image: bool) -> None:
+    """Refuse what the job would refuse once it has waited for its nodes: arguments that its script does not take.
+
+    Args:
+        name: Of the job script.
+        arguments: Behind ``--``.
+        is_in_image: Programs come from a container image, whose files are not seen here.
+
+    Raises:
+        LaunchError: What the script takes.
+    """
+    if name == "test" and arguments:
+        raise LaunchError(f"test checks the cluster, and takes no program; got {arguments[0]}")
+    if name == "bench":
+        if arguments and arguments[0] not in RANKS:
+            raise LaunchError(f"bench takes the name of a benchmark behind --, then its arguments: {', '.join(RANKS)}")
+        return
+    programs = list(arguments[:1])
+    if name == "array":
+        if not arguments or not Path(arguments[0]).is_file():
+            raise LaunchError(
+                "array takes a file of arguments, one run a line: mpidist submit array --array 1-4 -- sweep.txt train.py"
+            )
+        programs = list(arguments[1:2])
+    for program in programs:
+        # Arguments alone are the example's.
+        if not program.startswith("-") and not is_in_image and not Path(program).is_file():
+            raise LaunchError(
+                f"{program}: no such file from here. A Python program and its arguments stand behind --, without 'python': "
+                f"mpidist submit {name} -- train.py --epochs 3"
+            )
+
+
+def absolute(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the arguments, the first by its absolute path if it is a file."""
+    path = Path(arguments[0]) if arguments else None
+    return (str(path.resolve()), *arguments[1:]) if path is not None and path.is_file() else tuple(arguments)
 
 
 def submit(text: str, options: Options) -> int:

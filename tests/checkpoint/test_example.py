@@ -42,8 +42,8 @@ def test_a_run_that_is_stopped_and_started_again_has_the_same_numbers(tmp_path, 
     again = [*common, "--metrics", tmp_path / "again.json", "--checkpoint", tmp_path / "run", "--save-every", 4]
     stopped = run(2, *again, "--max-steps", 11)
     assert stopped.returncode == 75 and "stopped after step 11" in stopped.stdout, stopped.stdout + stopped.stderr
-    with (tmp_path / "again.json").open("a") as file:
-        file.write('{"step": 12, "epoch": 2, "loss": 0.5}\n{"step": 1')  # of a run that was killed
+    with (tmp_path / "again.json").open("ab") as file:
+        file.write(b'{"step": 12, "epoch": 2, "loss": 0.5}\n\xff\0\n{"step": 1')  # of a run that was killed, on a node that fell
     done = run(2, *again)
     assert done.returncode == 0 and "step-11: step 11" in done.stdout, done.stdout + done.stderr
     assert lines(tmp_path / "again.json") == lines(tmp_path / "straight.json")

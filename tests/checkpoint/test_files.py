@@ -105,6 +105,15 @@ def test_a_file_of_another_size_is_not_committed(tmp_path, monkeypatch):
         files.commit(part, Manifest(1, 1, held, Contents()))
 
 
+def test_a_folder_that_another_run_took_away_is_named_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PATIENCE_S", 0.0)
+    part = files.begin(tmp_path, 1)
+    held = {"model.pt": files.write(part / "model.pt", 1)}
+    files.begin(tmp_path, 2)
+    with pytest.raises(CheckpointError, match=r"step-1.part was removed .* give each a folder of its own"):
+        files.commit(part, Manifest(1, 1, held, Contents()))
+
+
 def test_shares_of_what_all_read():
     names = [f"rank-{rank}" for rank in range(7)]
     shares = [files.share_of(names, rank, 3) for rank in range(3)]

@@ -9,6 +9,7 @@ import torch
 
 from mpidist.checkpoint import load, manifest, save
 from mpidist.errors import CheckpointError, DisagreementError
+from mpidist.optim import OSS
 from tests.checkpoint.runs import Run
 from tests.support import agree, raises_on_all
 from tests.zero.stateful import same
@@ -40,7 +41,8 @@ DAMAGE = [
     (manifest.MODEL, flip, "model.pt is damaged"),
     (manifest.TRAINING, flip, "training.pt is damaged"),
     (manifest.OPTIMIZER, lambda path: path.unlink(), "optimizer.pt missing"),
-    (manifest.NAME, cut, "manifest.json is damaged"),
+    (manifest.NAME, cut, "step-2: manifest.json is damaged"),
+    (manifest.NAME, lambda path: path.write_bytes(b"\xff\xfe"), "without its folder the one before is taken"),
     ("rank-{last}", flip, "rank-{last}-of-{size}.pt is damaged"),
     ("powersgd-{last}", lambda path: path.unlink(), "powersgd-{last}-of-{size}.pt missing"),
 ]
@@ -114,3 +116,17 @@ def test_another_model_or_run_is_refused(group, folder, saved):
             lambda: load(folder / str(group.rank), **state, group=group),
             "checkpoint.load: ranks differ",
         )
+
+
+def test_shards_of_other_groups_are_refused_before_the_model_changes(group, folder):
+    run = Run(group, "oss-greedy")
+    run.train(1)
+    save(folder, 1, model=run.model, optimizer=run.optimizer, group=group)
+    run.train(1)
+    before = [tensor.clone() for tensor in run.tensors()]
+    # As many elements lie in the same order: the layout alone is the same.
+    divided = [{"params": [parameter]} for parameter in run.model.parameters()]
+    optimizer = OSS(divided, torch.optim.Adam, group, lr=0.05, partition="greedy")
+    words = "another model: its optimizer's groups hold [4] parameters, this optimizer's [1, 1, 1, 1]"
+    raises_on_all(group, CheckpointError, lambda: load(folder, model=run.model, optimizer=optimizer, group=group), words)
+    agree(group, same(run.tensors(), before), "the model has changed")

@@ -85,6 +85,7 @@ def test_a_rendered_script_runs_without_a_path_of_its_own(tmp_path):
         *(({"array": text}, "--array takes") for text in ("a", "1-", "1-3%", "%4")),
         ({"account": "two words"}, "one word"),
         ({"job-name": "a\n#SBATCH --x"}, "one word"),
+        *(({key: "5\n"}, words) for key, words in (("job-name", "one word"), ("time", "--time"), ("array", "--array"))),
         ({"Bad_key": "1"}, "long options"),
     ],
 )
@@ -101,6 +102,7 @@ def test_values_that_sbatch_takes():
     validate(options(gpus_per_node="a100:4", nodes="2", qos="low", requeue=""))
     for wrong, words in [
         ({"settings": {"A-B": "1"}}, "--set takes"),
+        ({"settings": {"A\n": "1"}}, "--set takes"),
         ({"folder": "slurm"}, "absolute"),
         ({"env_file": ""}, "absolute"),
     ]:

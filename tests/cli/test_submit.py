@@ -28,10 +28,14 @@ def site(tmp_path, monkeypatch):
     scripts, here = tmp_path / "scripts", tmp_path / "here"
     for folder in (scripts, here):
         folder.mkdir()
-    (scripts / "ddp.sbatch").write_text(_DDP)
+    for name in ("array", "bench", "ddp", "test"):
+        (scripts / f"{name}.sbatch").write_text(_DDP)
     (scripts / "env.sh").write_text('MPIDIST_GPUS_PER_NODE="4"\nMPIDIST_VENV=""\n')
     (here / "env.sh").write_text('MPIDIST_ACCOUNT="mine"\nMPIDIST_GPUS_PER_NODE="2"\nMPIDIST_VENV="$HOME/venv"\n')
     (here / "train.py").write_text("")
+    (here / "collectives").write_text("a file of a benchmark's name")
+    (here / "crlf.sh").write_bytes(b'MPIDIST_GPUS_PER_NODE="2"\r\n')
+    (here / "binary.sh").write_bytes(b"\xff\xfe")
     monkeypatch.setattr(shipped, "folder", lambda name: scripts)
     monkeypatch.chdir(here)
     return tmp_path
@@ -44,7 +48,7 @@ def test_the_sites_values_and_the_users_options_meet(site):
     assert [line for line in lines if line.startswith("#SBATCH")] == wanted
     assert f"export MPIDIST_SLURM={site}/scripts" in lines and f"source {site}/here/env.sh" in lines
     assert f"set -- {site}/here/train.py --epochs 3" in lines
-    assert "MPIDIST_ACCOUNT=mine" in lines and not any(line.startswith("MPIDIST_VENV") for line in lines)
+    assert "export MPIDIST_ACCOUNT=mine" in lines and "MPIDIST_VENV" not in text
     assert filled.header["ntasks-per-node"] == "2"
 
 
@@ -60,14 +64,31 @@ def test_no_gpus_and_ranks_of_ones_own(site):
 @pytest.mark.parametrize(
     ("name", "options", "env", "words"),
     [
-        ("gone", Options({}), None, "no job script gone: ddp"),
+        ("gone", Options({}), None, "no job script gone: array, bench, ddp"),
         ("ddp", Options({}), Path("gone.sh"), "gone.sh: no such file"),
         ("ddp", Options({}, {}, ("gone.py",)), None, "gone.py: no such file"),
+        # What would fail once the job has waited for its nodes.
+        ("ddp", Options({}, {}, ("python", "train.py")), None, "python: no such file from here.*without 'python'"),
+        ("bench", Options({}, {}, ("gone",)), None, "name of a benchmark.*collectives"),
+        ("test", Options({}, {}, ("train.py",)), None, "takes no program; got train.py"),
+        ("array", Options({}), None, "a file of arguments"),
+        ("array", Options({}, {}, ("train.py", "gone.py")), None, "gone.py: no such file"),
+        ("ddp", Options({}, {"MPIDIST_GPU_PER_NODE": "2"}), None, "is MPIDIST_GPUS_PER_NODE meant"),
+        ("ddp", Options({}), Path("crlf.sh"), "crlf.sh has the line ends of Windows"),
+        ("ddp", Options({}), Path("binary.sh"), "binary.sh is no text"),
     ],
 )
 def test_what_is_not_there_is_named(site, name, options, env, words):
     with pytest.raises(LaunchError, match=words):
         submit.text_of(name, options, env, {})
+
+
+def test_settings_and_arguments_that_are_no_files_here_go_on_as_they_are(site):
+    settings = {"UCX_NET_DEVICES": "mlx5_1:1", "MPIDIST_CHECKPOINT": "old", "MPIDIST_IMAGE": "x.sif"}
+    text, _ = submit.text_of("ddp", Options({}, settings, ("/app/train.py",)), None, {})
+    assert "\nset -- /app/train.py\n" in text and "\nexport UCX_NET_DEVICES=mlx5_1:1\n" in text
+    text, _ = submit.text_of("bench", Options({}, {}, ("collectives",)), None, {})
+    assert "\nset -- collectives\n" in text
 
 
 def test_this_environment_is_the_jobs_unless_the_site_names_one():
@@ -97,7 +118,8 @@ def test_every_shipped_script_can_be_rendered():
             with pytest.raises(ValueError, match="heterogeneous job has a header for each component"):
                 submit.text_of(name, Options({"nodes": "2"}), None, {})
             continue
-        text, _ = submit.text_of(name, Options({"nodes": "2", "time": "10"}), None, {})
+        arguments = (__file__,) if name == "array" else ()
+        text, _ = submit.text_of(name, Options({"nodes": "2", "time": "10"}, {}, arguments), None, {})
         assert "#SBATCH --nodes=2" in text and "#SBATCH --time=10" in text
         assert not re.search(r"^#SBATCH", text.split("set -", 1)[1], re.MULTILINE), name
         done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=20, check=False)

@@ -96,3 +96,13 @@ def commands_in(text: str) -> list[str]:
 def between(text: str) -> str:
     """Return the lines from the first command to the common part."""
     return text[text.index("set -euo") : text.index('/job.sh"\n')]
+
+
+def test_modules_are_found_though_a_command_of_their_script_fails(tmp_path):
+    functions, _ = (FOLDER / "job.sh").read_text().split("\nSITE=")
+    (tmp_path / "init").mkdir()
+    (tmp_path / "init" / "bash").write_text('false\nmodule() { echo "module $* $UNKNOWN"; }\n')
+    job = f"set -euo pipefail\n{functions}\nMPIDIST_MODULES='openmpi/5 cuda'; load_modules; echo loaded"
+    environ = {"PATH": "/usr/bin:/bin", "MODULESHOME": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", job], env=environ, capture_output=True, text=True, timeout=20)
+    assert done.stdout.split("\n") == ["module load openmpi/5 ", "module load cuda ", "loaded", ""], done.stderr
