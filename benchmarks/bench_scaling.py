@@ -157,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         "--mpich", type=Path, default=RESULTS.parents[1] / ".mpich", metavar="FOLDER", help="of the MPICH for links"
     )
     many.add_argument("--launcher", help="command line up to -n; mpirun --oversubscribe --bind-to none if not given")
-    many.add_argument("--limit-s", type=float, default=90.0, help="for each job")
+    many.add_argument("--limit-s", type=float, default=150.0, help="for each job")
     many.add_argument("--output", **output)
     many.add_argument("--quick", **quick)
     many.set_defaults(run=_sweep)
