@@ -1,4 +1,4 @@
-"""Which communication hook makes a step shortest, by bandwidth, size of the network and ranks: PREDICTED from measured costs.
+"""Communication hook with the shortest step, by bandwidth, size of the network and ranks: PREDICTED from measured costs.
 
 Two kinds of processor. ``cpu`` is the one that was measured: its hooks, its computing, its host's part of a message. ``gpu``
 takes the hooks' costs on an H100 from ``results/kernels-nvidia-h100-80gb-hbm3.json``, assumes its computing

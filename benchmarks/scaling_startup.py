@@ -1,4 +1,4 @@
-"""What a rank costs before its first step: time, memory, open files, threads, and what it sends, by the number of ranks.
+"""Costs of a rank before its first step: time, memory, open files, threads, and what it sends, by the number of ranks.
 
 Two jobs start at each size: mpi4py alone, and mpidist (its group, then DDP on a small network and one step). The processes of
 the second then leave mpidist's group and start torch's own on Gloo, over a TCPStore. A figure is that of the slowest rank, or of

@@ -179,7 +179,6 @@ class Transport:
             self._read = None
         if self._arriving and self._passed:
             # One after each message: a sender that always has the next one ready must not hold up another's payloads.
-            self._passed += 1
             complete = self._complete(self._passed % len(self._arriving))
             if complete is not None:
                 return complete

@@ -95,6 +95,23 @@ def test_a_sender_that_never_pauses_holds_up_no_payload(group, transport):
         assert one.kind == 2
 
 
+@pytest.mark.mpi(min_size=2)
+def test_payloads_that_wait_are_looked_at_in_turn(group, transport, monkeypatch):
+    """Whatever their number, none is left out while messages follow each other."""
+    if group.rank == 0:
+        for waiting in (2, 3, 4):
+            looked = []
+            transport._arriving = [None] * waiting
+            monkeypatch.setattr(transport, "_complete", looked.append)
+            for _ in range(3 * waiting):
+                transport.poll(looks=1 << 40)
+            assert set(looked) == set(range(waiting))
+        transport._arriving = []
+    elif group.rank == 1:
+        for _ in range(3 * (2 + 3 + 4)):
+            transport.send(0, 1)
+
+
 def test_numbers_travel_as_they_are(group, transport):
     to = (group.rank + 1) % group.size
     transport.send(to, 255, 2**64 - 1, 2**63 + 1, 254, b"x")
