@@ -66,12 +66,10 @@ find_python() {
         PYTHON=("$python")
     fi
     library=$("${PYTHON[@]}" -c '
-import mpi4py
-mpi4py.rc.initialize = False
-from mpi4py import MPI
 from mpidist import shipped
-library = MPI.Get_library_version()
-print("openmpi" if "Open MPI" in library else "cray" if "CRAY" in library.upper() else "mpich")
+from mpidist.comm.installed import installed
+library = installed()
+print("cray" if "CRAY" in library.text.upper() else library.abi)
 print(shipped.folder("examples"))
 print(shipped.folder("benchmarks"))') || die "edit $SITE: MPIDIST_VENV, MPIDIST_MODULES or MPIDIST_IMAGE:" \
         "'${PYTHON[*]}' cannot import mpidist or load MPI, as it says above"
