@@ -48,7 +48,7 @@ try() {
     "${pip[@]}" --no-deps "$TORCH"
     "${pip[@]}" filelock typing-extensions sympy networkx jinja2 fsspec 'setuptools>=77'
     (cd "$here" && bin/mpirun --oversubscribe -n 2 bin/python -c '
-import torch, torch.distributed as dist, mpidist.torch_backend
+import torch, torch.distributed as dist, mpidist.c10d.backend
 dist.init_process_group("mpidist")
 x = torch.ones(3)
 dist.all_reduce(x)

@@ -17,9 +17,8 @@ LAYERS = [
     ["future", "shipped"],
     ["kernels"],
     ["comm"],
-    ["torch_work"],
-    ["torch_group", "ddp", "zero", "rpc"],
-    ["torch_backend", "autograd"],
+    ["c10d", "ddp", "zero", "rpc"],
+    ["autograd"],
     ["optim"],
     ["nn", "checkpoint", "elastic", "trace", "tune"],
     ["cli"],
@@ -294,7 +293,7 @@ def test_import_starts_neither_mpi_nor_cuda():
     """A DataLoader worker that imports the user's script again must not start MPI."""
     script = """
 import importlib, sys
-for name in ("mpidist", "torch", "mpidist.torch_backend", "mpidist.ddp", "mpidist.rpc", "mpidist.autograd", "mpidist.nn"):
+for name in ("mpidist", "torch", "mpidist.c10d.backend", "mpidist.ddp", "mpidist.rpc", "mpidist.autograd", "mpidist.nn"):
     importlib.import_module(name)
     assert "mpi4py.MPI" not in sys.modules, f"{name} has started MPI"
     assert "cupy" not in sys.modules, f"{name} has loaded CuPy"

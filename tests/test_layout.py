@@ -77,8 +77,8 @@ COVERED_BY = {
     "rpc/wire": "rpc/test_message.py",
     "zero/masters": "zero/test_shards.py",
     "zero/modes": "zero/test_in_backward.py",  # and test_overlap, test_join
-    "torch_backend": "integration/test_torch_groups.py",
-    "torch_group": "integration/test_torch_api.py",
+    "c10d/backend": "integration/test_torch_groups.py",
+    "c10d/process_group": "integration/test_torch_api.py",
     "zero/first_state": "zero/test_checkpoint.py",
     "zero/parked": "zero/test_loading.py",
     "zero/saving": "zero/test_consolidation.py",

@@ -92,7 +92,7 @@ def test_wheel_registers_with_torch(wheel):
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
     entries = configparser.ConfigParser()
     entries.read_string(archive.read(name).decode())
-    assert dict(entries["torch.backends"]) == {"mpidist": "mpidist.torch_backend:autoload"}
+    assert dict(entries["torch.backends"]) == {"mpidist": "mpidist.c10d.backend:autoload"}
 
 
 def test_installed_wheel_finds_kernels_folders_and_torch_the_backend(installed, tmp_path):
@@ -105,9 +105,9 @@ from mpidist import shipped
 from mpidist.kernels.load import source
 assert source("accumulate.cu").strip()
 import torch.distributed
-import mpidist.torch_backend
+import mpidist.c10d.backend
 print(json.dumps({{
-    "modules": [mpidist.__file__, mpidist.torch_backend.__file__],
+    "modules": [mpidist.__file__, mpidist.c10d.backend.__file__],
     "folders": [str(shipped.folder(name)) for name in shipped.FOLDERS],
     "known to torch": "mpidist" in torch.distributed.Backend.backend_list,
 }}))
@@ -115,7 +115,7 @@ print(json.dumps({{
     found = json.loads(run("-I", "-c", code, cwd=tmp_path))
     package = installed / "mpidist"
     assert found == {
-        "modules": [str(package / "__init__.py"), str(package / "torch_backend.py")],
+        "modules": [str(package / "__init__.py"), str(package / "c10d/backend.py")],
         "folders": [str(package / "shipped_files" / name) for name in ("benchmarks", "examples", "slurm")],
         "known to torch": True,
     }

@@ -46,6 +46,6 @@ class PyMpidist(PythonPackage):
         "mpidist.nn",
         "mpidist.optim",
         "mpidist.rpc",
-        "mpidist.torch_backend",
+        "mpidist.c10d.backend",
         "mpidist.zero",
     ]

@@ -93,8 +93,8 @@ def _local_of(function: str, name: str) -> Any:
 
 def _create(options: Any, backend_options: Any = None) -> Any:
     """Make the process group that torch asks for; called on its members only."""
+    from mpidist.c10d.process_group import TorchProcessGroup, native_of_default
     from mpidist.comm import group, runtime
-    from mpidist.torch_group import TorchProcessGroup, native_of_default
 
     _refuse_company()
     world = runtime.world()

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ReduceOp, Work
 
+from mpidist.c10d.work import ENDED, Several, TorchReceive, TorchWork
 from mpidist.comm import arithmetic
 from mpidist.comm.arithmetic import Operation, PremulSum
 from mpidist.comm.group import ProcessGroup
-from mpidist.torch_work import ENDED, Several, TorchReceive, TorchWork
 
 Tensor = torch.Tensor
 TensorList = Sequence[torch.Tensor]

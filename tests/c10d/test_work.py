@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from mpidist.c10d.work import TorchWork
 from mpidist.comm.work import Work
 from mpidist.errors import CommTimeout
-from mpidist.torch_work import TorchWork
 
 
 def test_a_failed_works_future_is_an_error_for_torchs_cpp_as_well():
