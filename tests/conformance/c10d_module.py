@@ -1,0 +1,122 @@
+"""PyTorch's distributed_test, imported so that its conditions become data: CUDA, numbers of ranks, torch's own reasons to skip.
+
+The module decides at its import, by the environment, which tests a backend may run. The decorators that would skip note their
+reasons on the function instead, and the test runs, whatever backend it was written for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import re
+import types
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch.testing._internal.common_distributed as common_distributed
+import torch.testing._internal.common_utils as common_utils
+
+_NAME = "torch.testing._internal.distributed.distributed_test"
+_NOTES = "conformance_notes"
+_SMALL, _ODD = "needs 3 ranks", "needs an even number of ranks"
+_RANKS = re.compile(r"(exact )?world size of (\d+)")
+_GPU = re.compile(r"(?i)nccl|cuda|gpu")
+SIZES = (2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Conditions of one test.
+
+    Attributes:
+        cuda: It makes CUDA tensors.
+        sizes: The numbers of ranks at which it runs, of 2, 3 and 4.
+        skipped: The reason why torch itself runs it nowhere on this platform; empty if it does.
+        ddp: It constructs a ``DistributedDataParallel``.
+    """
+
+    cuda: bool
+    sizes: tuple[int, ...]
+    skipped: str
+    ddp: bool
+
+
+def _noting(reason: str) -> Callable[[Any], Any]:
+    def decorator(function: Any) -> Any:
+        setattr(function, _NOTES, (*getattr(function, _NOTES, ()), reason))
+        return function
+
+    return decorator
+
+
+def _noting_if(condition: bool, reason: str) -> Callable[[Any], Any]:
+    return _noting(reason) if condition else lambda function: function
+
+
+@functools.cache
+def distributed_test() -> types.ModuleType:
+    """Import the module."""
+    # One rank: the decorators compare with it, and then say how many they want.
+    environment = mock.patch.dict(os.environ, {"BACKEND": "gloo", "WORLD_SIZE": "1", "INIT_METHOD": "file://"})
+    decorators = mock.patch.multiple(
+        common_distributed,
+        skip_if_no_gpu=_noting("needs a GPU"),
+        skip_if_lt_x_gpu=lambda x, **_: _noting(f"needs {x} GPU"),
+        skip_if_small_worldsize=_noting(_SMALL),
+        skip_if_odd_worldsize=_noting(_ODD),
+    )
+    skips = mock.patch.multiple(
+        common_utils, skip_but_pass_in_sandcastle=_noting, skip_but_pass_in_sandcastle_if=_noting_if
+    )
+    with environment, decorators, skips:
+        return importlib.import_module(_NAME)
+
+
+def names() -> list[str]:
+    """Return the names of all tests, sorted."""
+    base = distributed_test().DistributedTest._DistTestBase
+    return sorted(name for name, _ in inspect.getmembers(base, inspect.isfunction) if name.startswith("test_"))
+
+
+@functools.cache
+def needs(name: str) -> Needs:
+    """Return the conditions of a test."""
+    base = distributed_test().DistributedTest._DistTestBase
+    function = getattr(base, name)
+    sizes, others = set(SIZES), []
+    for note in getattr(function, _NOTES, ()):
+        if found := _RANKS.search(note):
+            wanted = int(found[2])
+            sizes &= {wanted} if found[1] else {size for size in SIZES if size >= wanted}
+        elif note == _SMALL:
+            sizes &= {3, 4}
+        elif note == _ODD:
+            sizes &= {2, 4}
+        else:
+            others.append(note)
+    cuda = any(_GPU.search(note) for note in others)
+    skipped = function.__unittest_skip_why__ if getattr(function, "__unittest_skip__", False) else ""
+    skipped = skipped or next((note for note in others if note == "no torchvision"), "")
+    return Needs(cuda, tuple(sorted(sizes)), skipped, _constructs_ddp(base, function, set()))
+
+
+def size_of(name: str) -> int:
+    """Return the number of ranks at which the short form of the suite runs a test: one of those that it admits, by a checksum."""
+    sizes = needs(name).sizes
+    return sizes[zlib.crc32(name.encode()) % len(sizes)]
+
+
+def _constructs_ddp(base: Any, function: Any, seen: set[str]) -> bool:
+    """Whether a test, or a method of its class that it calls, constructs a ``DistributedDataParallel``."""
+    text = inspect.getsource(inspect.unwrap(function))
+    if re.search(r"\bDistributedDataParallel\b", text):
+        return True
+    called = set(re.findall(r"\bself\.(_\w+)", text)) - seen
+    seen |= called
+    methods = [getattr(base, name, None) for name in sorted(called)]
+    return any(_constructs_ddp(base, method, seen) for method in methods if inspect.isfunction(method))

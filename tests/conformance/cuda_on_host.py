@@ -1,0 +1,74 @@
+"""torch's CUDA names bound to the host: tests of CUDA tensors run on machines without a GPU.
+
+Devices named cuda, or by a number, become the CPU; streams, events and the current device do nothing. What a test asks of a real
+GPU beside that, it fails on any backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_HOST = torch.device("cpu")
+
+
+def host_of(device: Any) -> Any:
+    """Return the host for a CUDA device; anything else as it is."""
+    is_number = isinstance(device, int) and not isinstance(device, bool)
+    is_cuda = isinstance(device, str) and device.startswith("cuda") or isinstance(device, torch.device) and device.type == "cuda"
+    return _HOST if is_number or is_cuda else device
+
+
+class _OnHost(TorchFunctionMode):
+    """Replaces CUDA devices in the arguments of torch's functions."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = host_of(kwargs["device"])
+        if func is torch.Tensor.to and len(args) > 1:
+            args = (args[0], host_of(args[1]), *args[2:])
+        elif func is torch.Tensor.cuda:
+            return args[0].clone()
+        return func(*args, **kwargs)
+
+
+class _Nothing:
+    """A stream or event of a device that executes at once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    synchronize = record = wait = wait_event = wait_stream = record_event = _do_nothing
+
+
+@contextlib.contextmanager
+def cuda_on_host(ranks: int) -> Iterator[None]:
+    """Bind the names; each of ``ranks`` ranks sees a device of its own."""
+    names = {name: _Nothing for name in ("Stream", "Event", "stream", "device", "current_stream", "default_stream")}
+    calls = {name: lambda *args, **kwargs: None for name in ("set_device", "synchronize", "empty_cache")}
+    module = unittest.mock.patch.object(torch.nn.Module, "cuda", lambda self, device=None: self)
+    with unittest.mock.patch.multiple(torch.cuda, **names, **calls, current_device=lambda: 0), module, _OnHost():
+        yield
+
+
+def devices_of(ranks: int, backend: str) -> dict[int, list[int]]:
+    """Return one device for each rank, as torch's ``init_multigpu_helper`` does."""
+    return {rank: [rank] for rank in range(ranks)}
