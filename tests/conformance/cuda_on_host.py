@@ -33,6 +33,8 @@ class _OnHost(TorchFunctionMode):
             kwargs["device"] = host_of(kwargs["device"])
         if func is torch.Tensor.to and len(args) > 1:
             args = (args[0], host_of(args[1]), *args[2:])
+        elif getattr(func, "__name__", "") == "_parse_to" and args:  # of Module.to
+            args = (host_of(args[0]), *args[1:])
         elif func is torch.Tensor.cuda:
             return args[0].clone()
         return func(*args, **kwargs)

@@ -1,0 +1,47 @@
+"""Tests of PyTorch's distributed_test that say nothing of us, one by one, by mode; and those that only the long form runs."""
+
+from __future__ import annotations
+
+_GLOOS_BARRIER = "asks for Gloo's own monitored_barrier: torch refuses every other backend by name"
+_LOGGER = "reads _get_ddp_logging_data, which torch's C++ reducer fills"
+_TEXTS = "asks for texts of torch's C++ reducer, raised in the pass after the one that lacks a gradient, and kept in its log"
+_USED_MAP = "reads reducer._get_local_used_map of torch's C++ reducer"
+_NAMES = "calls _build_params_for_reducer and _build_debug_param_to_name_mapping, which prepare torch's C++ reducer"
+
+_OF_GROUP = {
+    "test_monitored_barrier_allreduce_hang": _GLOOS_BARRIER,
+    "test_monitored_barrier_allreduce_hang_wait_all_ranks": _GLOOS_BARRIER,
+    "test_monitored_barrier_failure_order": _GLOOS_BARRIER,
+    "test_monitored_barrier_gloo": _GLOOS_BARRIER,
+    "test_monitored_barrier_gloo_rank_0_timeout": _GLOOS_BARRIER,
+    "test_monitored_barrier_gloo_subgroup": _GLOOS_BARRIER,
+    "test_monitored_barrier_wait_all_ranks": _GLOOS_BARRIER,
+}
+_OF_OUR_DDP = {
+    "test_ddp_build_debug_param_to_name_mapping": _NAMES,
+    "test_ddp_build_debug_param_to_name_mapping_requires_grad": _NAMES,
+    "test_ddp_comm_hook_logging": _LOGGER,
+    "test_ddp_control_flow_different_across_ranks": _USED_MAP,
+    "test_ddp_control_flow_same_across_ranks": _USED_MAP,
+    "test_ddp_logging_data_cpu": _LOGGER,
+    "test_ddp_logging_data_gpu": _LOGGER,
+    "test_ddp_multiple_nested_unused_params_err_ignore_params": _TEXTS,
+    "test_ddp_multiple_nested_unused_params_error": _TEXTS,
+    "test_ddp_native_mixed_precision_ignored_params": "reads _mp_param and _fp_param, fields of parameters that torch's module keeps",
+    "test_ddp_python_error_logged": _LOGGER,
+    "test_ddp_sink_noclone": "calls _set_ddp_sink_clone, a switch of torch's own node behind the outputs",
+    "test_ddp_unused_params_rebuild_buckets_exception": _TEXTS,
+    "test_detect_ddp_is_actually_static": "reads reducer._ddp_graph_static of torch's C++ reducer",
+    "test_different_graph_across_ranks": _LOGGER,
+    "test_invalid_static_graph": _TEXTS,
+    "test_skip_all_reduce_unused_parameters": _LOGGER,
+    "test_static_graph_api_cpu": _LOGGER,
+}
+NOT_APPLICABLE = {"group": _OF_GROUP, "torch_ddp": {}, "our_ddp": _OF_OUR_DDP}
+# Tests that fail, and why.
+KNOWN_FAILURES: dict[str, dict[str, str]] = {"group": {}, "torch_ddp": {}, "our_ddp": {}}
+# Not in CI, where each would take more than 5 s.
+LONG = {
+    "test_ddp_compile_static_graph": "two compilers at work in each rank",
+    "test_ddp_uneven_inputs": "1500 passes",
+}

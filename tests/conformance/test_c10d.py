@@ -1,0 +1,90 @@
+"""PyTorch's distributed_test at 2, 3 and 4 ranks: our group, torch's DDP on it, our DDP in torch's place.
+
+Here each test runs at one of the three numbers of ranks, as a checksum of its name says; with MPIDIST_CONFORMANCE=all at all
+three. One that fails is repeated on Gloo, and excluded if Gloo fails it, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+from mpidist.comm.launch import from_environment
+from tests.conformance.c10d_lists import KNOWN_FAILURES, LONG, NOT_APPLICABLE
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.filterwarnings("ignore")]
+_ALL = os.environ.get("MPIDIST_CONFORMANCE") == "all"
+
+
+def sorted_out(mode: str, size: int) -> tuple[list[str], Counter[str]]:
+    """Return the tests of a mode that are to run at ``size`` ranks, and the number of others by reason."""
+    from tests.conformance import c10d_module
+
+    chosen, others = [], Counter()
+    for name in c10d_module.names():
+        needs = c10d_module.needs(name)
+        if needs.ddp != (mode != "group"):
+            continue
+        if needs.skipped:
+            others["skipped by torch on any backend"] += 1
+        elif size not in needs.sizes:
+            others["for other numbers of ranks"] += 1
+        elif name in NOT_APPLICABLE[mode]:
+            others["listed as not applicable"] += 1
+        elif name in KNOWN_FAILURES[mode]:
+            others["listed as failing"] += 1
+        elif not _ALL and (name in LONG or c10d_module.size_of(name) != size):
+            others["not in the short form"] += 1
+        else:
+            chosen.append(name)
+    return chosen, others
+
+
+def pytest_generate_tests(metafunc):
+    # Only within a job of the right size: importing torch's suites takes seconds on each rank.
+    if "name" in metafunc.fixturenames:
+        size = from_environment(os.environ).size or 1
+        runs = metafunc.config.getoption("--only-mpi", False) and size in (2, 3, 4)
+        metafunc.parametrize("name", sorted_out(metafunc.function.mode, size)[0] if runs else [])
+
+
+@pytest.fixture(scope="module")
+def verdicts(world):
+    """A group for the verdicts, and for nothing else."""
+    group = world.clone("verdicts")
+    yield group
+    group.close()
+
+
+def passes(name: str, mode: str, group, counts: dict[str, Counter[str]]) -> None:
+    """Run a test and count it."""
+    from tests.conformance import c10d_suite
+
+    verdict = c10d_suite.verdict(name, mode, group)
+    if mode not in counts:
+        counts[mode] = Counter({"passed": 0, "failed": 0})
+        counts[mode].update(sorted_out(mode, group.size)[1])
+    counts[mode][verdict.kind] += 1
+    if verdict.kind == "failed":
+        pytest.fail(verdict.text)
+    if verdict.kind != "passed":
+        pytest.skip(verdict.kind)
+
+
+def test_group(name, verdicts, c10d_counts):
+    passes(name, "group", verdicts, c10d_counts)
+
+
+def test_torch_ddp(name, verdicts, c10d_counts):
+    passes(name, "torch_ddp", verdicts, c10d_counts)
+
+
+def test_our_ddp(name, verdicts, c10d_counts):
+    passes(name, "our_ddp", verdicts, c10d_counts)
+
+
+test_group.mode = "group"
+test_torch_ddp.mode = "torch_ddp"
+test_our_ddp.mode = "our_ddp"
