@@ -108,15 +108,21 @@ def _store(group: Any) -> Any:
     return dist.PrefixStore(str(_made), _store.server)
 
 
-def _without_devices(ddp: Any) -> Any:
-    """Return a class as ``ddp`` that ignores which device it is told: there is only the host."""
+class TorchOnHost(TorchDdp):
+    """torch's module without its arguments that name devices: there is only the host."""
 
-    class OnHost(ddp):
-        def __init__(self, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any) -> None:
-            super().__init__(module, None, None, *args, **kwargs)
+    def __init__(self, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, None, None, *args, **kwargs)
 
-    OnHost.__name__ = OnHost.__qualname__ = ddp.__name__
-    return OnHost
+
+class OurOnHost(OurDdp):
+    """Ours likewise."""
+
+    def __init__(self, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, None, None, *args, **kwargs)
+
+
+_ON_HOST = {TorchDdp: TorchOnHost, OurDdp: OurOnHost}
 
 
 def _strided() -> Any:
@@ -170,7 +176,7 @@ def attempt(name: str, backend: str, ddp: Any, group: Any) -> Outcome:
     faulthandler.dump_traceback_later(_HANG_S, exit=True)
     try:
         prepared = PREPARED.get(name, contextlib.nullcontext)()
-        with prepared, _surroundings(backend, _without_devices(ddp) if cuda else ddp, cuda, group.size, folder):
+        with prepared, _surroundings(backend, _ON_HOST[ddp] if cuda else ddp, cuda, group.size, folder):
             _init(backend, group, dist.PrefixStore("group", store))
             getattr(test, name)()
             test._barrier()
