@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ReduceOp, Work
 
+from mpidist.c10d import functional
+from mpidist.c10d.device_backend import DeviceBackend
 from mpidist.c10d.work import ENDED, Several, TorchReceive, TorchWork
 from mpidist.comm import arithmetic
 from mpidist.comm.arithmetic import Operation, PremulSum
 from mpidist.comm.group import ProcessGroup
+from mpidist.dynamo import untraced
 
 Tensor = torch.Tensor
 TensorList = Sequence[torch.Tensor]
@@ -35,7 +38,6 @@ _OPERATIONS: tuple[tuple[Any, Operation], ...] = (
 )
 
 _FLAGS = 1024  # works of one element that are kept alive
-_default: TorchProcessGroup | None = None
 
 
 def native_of_default() -> ProcessGroup:
@@ -64,6 +66,7 @@ def operation_of(op: Any) -> Operation:
     raise ValueError(f"mpidist has no reduction {op}")
 
 
+@untraced
 class TorchProcessGroup(dist.ProcessGroup):
     """A ``torch.distributed.ProcessGroup`` on MPI.
 
@@ -114,6 +117,12 @@ class TorchProcessGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         """The devices whose tensors it takes; ``dcp.async_save`` asks."""
         return [torch.device("cpu"), torch.device("cuda")]
+
+    def _get_backend(self, device: torch.device) -> DeviceBackend:
+        """Answer torch's questions about a device; that it is one of ours does not mean that CUDA is there."""
+        if torch.device(device).type not in (held.type for held in self._device_types):
+            raise RuntimeError(f'group "{self._name}": mpidist carries tensors of the CPU and of CUDA, none of {device}')
+        return DeviceBackend(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change after how long the watchdog reports."""
@@ -287,3 +296,6 @@ def _plain(tensors: TensorList) -> list[Tensor]:
     # torch's own backends write below autograd, parameters included, and scripts rely on it; the native calls refuse a leaf.
     # A detached sparse tensor has indices and values of its own.
     return [tensor.detach() if tensor.requires_grad and not tensor.is_sparse else tensor for tensor in tensors]
+
+
+functional.register()
