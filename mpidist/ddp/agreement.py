@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,13 +70,14 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield batch
 
 
-def used_somewhere(group: Any, has_gradient: Sequence[bool], complaints: Sequence[str]) -> list[bool]:
+def used_somewhere(group: Any, has_gradient: Sequence[bool], complaints: Sequence[str], may_lack_all: bool = False) -> list[bool]:
     """Return for each parameter whether any rank has a gradient.
 
     Collective: over the group.
 
     Args:
         complaints: What this rank found wrong with its gradients: one that arrived too often, or in another layout.
+        may_lack_all: Warn where there is no gradient at all, as torch's module lets such a pass end.
 
     Raises:
         RuntimeError: On all ranks, if there is no gradient at all, or a complaint anywhere.
@@ -86,10 +88,13 @@ def used_somewhere(group: Any, has_gradient: Sequence[bool], complaints: Sequenc
     if wrong:
         raise RuntimeError(_told(group, complaints))
     if not any(used):
-        raise RuntimeError(
+        text = (
             "no parameter received a gradient on any rank: the loss does not depend on the module's parameters. Look for a "
             "detach(), a no_grad(), or a function of your own that returns None for its gradient"
         )
+        if not may_lack_all:
+            raise RuntimeError(text)
+        warnings.warn(text, stacklevel=2)
     return [bool(count) for count in used]
 
 

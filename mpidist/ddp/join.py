@@ -21,6 +21,10 @@ from mpidist.errors import DisagreementError
 
 # Set on a module's parameters within ``join``: a sharded optimizer of them that was not named would wait for ever.
 _IS_JOINING = "_mpidist_is_joining"
+# The words of torch's Join, for which programs look.
+SOMEONE_EXHAUSTED = (
+    "Detected at least one rank that exhausted inputs. Throwing across all ranks: throw_on_early_termination is set"
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def joined(module: Any, group: Any, throws: bool, optimizers: Sequence[Any] = ()
         while (iteration := exchange(group, False)).members:
             is_last = False
             if throws:
-                raise RuntimeError(f"rank {group.rank} has no inputs left, and throw_on_early_termination is set")
+                raise RuntimeError(f"Rank {group.rank} exhausted all inputs, and throw_on_early_termination is set")
             if iteration.optimizer:
                 optimizers[iteration.optimizer - 1].step_joined()
             else:
@@ -112,7 +116,7 @@ def joined(module: Any, group: Any, throws: bool, optimizers: Sequence[Any] = ()
 def _announce(group: Any, optimizer: int, throws: bool) -> None:
     iteration = exchange(group, True, optimizer=optimizer)
     if throws and iteration.members < group.size:
-        raise RuntimeError("a rank has no inputs left, and throw_on_early_termination is set")
+        raise RuntimeError(SOMEONE_EXHAUSTED)
 
 
 def last_joiner(group: Any, is_last: bool) -> int:

@@ -14,15 +14,16 @@ from mpidist.comm.native_group import default_group, native_group
 from mpidist.ddp import in_backward, plan, signature
 from mpidist.ddp.agreement import broadcast_state, require_equal
 from mpidist.ddp.backward_pass import Hook
-from mpidist.ddp.join import Iteration, TorchJoinHook, exchange, joined
+from mpidist.ddp.join import SOMEONE_EXHAUSTED, Iteration, TorchJoinHook, exchange, joined
 from mpidist.ddp.layout import Settings
 from mpidist.ddp.outputs import moved, tensors_in
 from mpidist.ddp.reducer import Reducer
+from mpidist.ddp.torch_attributes import TorchAttributes
 from mpidist.errors import DisagreementError, MpidistError
 from mpidist.kernels.launch import has_kernels
 
 
-class DistributedDataParallel(torch.nn.Module, Joinable):
+class DistributedDataParallel(torch.nn.Module, Joinable, TorchAttributes):
     """Average the gradients of ``module`` over all ranks of a group in each backward pass.
 
     Sparse gradients, of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, stay sparse: each is averaged by itself,
@@ -116,6 +117,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 with contextlib.suppress(DisagreementError):
                     require_equal(self._group, [], refusal=str(error))
             raise
+        self._keep_caps(self.settings.limits, bucket_cap_mb_list)
         self.device_ids = None if not device_ids else list(device_ids)
         self.output_device = output_device
         self.dim = dim
@@ -278,6 +280,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def adopt_from(self, root: int) -> None:
         """Take over ``root``'s parameters and buffers. Collective: over the group."""
+        self._authoritative_rank = root
         broadcast_state(self._group, [tensor for _, tensor in self._state(self.forward_sync_buffers)], root)
 
     def _told(self, averages: bool, syncs_buffers: bool) -> Iteration | None:
@@ -287,7 +290,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             Join.notify_join_context(self)
         iteration = exchange(self._group, True, averages, syncs_buffers)
         if self._throws_on_join and iteration.members < self._group.size:
-            raise RuntimeError("a rank has no inputs left, and throw_on_early_termination is set")
+            raise RuntimeError(SOMEONE_EXHAUSTED)
         return iteration
 
     def _scale(self, iteration: Iteration) -> float:
@@ -305,10 +308,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
     # What frameworks call of torch's.
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: torch.nn.Module, names: Sequence[str]) -> None:
-        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
 
     def _set_static_graph(self) -> None:
         self.settings = dataclasses.replace(self.settings, static_graph=True)

@@ -108,6 +108,12 @@ class Reducer:
             owners = Owners(bounds, ownership.buffers, self._group.rank, self._standing, kept)
         self._layout.own(owners)
 
+    def remove_hooks(self) -> None:
+        """Take no more gradients in, those of a backward pass that an error ended among them."""
+        for handle in self._handles:
+            handle.remove()
+        self._is_armed = False
+
     def buckets(self) -> list[tuple[int, ...]]:
         """Return the places of the parameters in each bucket, in the order of launch."""
         return list(self._layout.plan)
@@ -254,7 +260,7 @@ class Reducer:
         """Hand back what some rank has; after the first pass, lay the buckets out as gradients came."""
         wrong = self._pass.complaints
         if self._settings.find_unused_parameters or self._settings.static_graph:
-            used = used_somewhere(self._group, has_gradient, wrong)
+            used = used_somewhere(self._group, has_gradient, wrong, self._settings.find_unused_parameters)
             if self._settings.skip_unused and self._unused is None:
                 self._skip(frozenset(place for place, is_used in enumerate(used) if not is_used))
         else:

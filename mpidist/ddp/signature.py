@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.torch_version import TorchVersion
 
 from mpidist.comm.native_group import default_group
 
@@ -54,6 +55,9 @@ def buffer_syncing(broadcast_buffers: bool | None, forward_sync_buffers: bool | 
         torch 2.13: ``broadcast_buffers=False`` turns both off, ``forward_sync_buffers=False`` the second; the latter, if given,
         holds.
     """
+    if broadcast_buffers is not None and TorchVersion(torch.__version__) >= "2.13":
+        text = "broadcast_buffers is deprecated since torch 2.13; forward_sync_buffers says the same of forward passes"
+        warnings.warn(text, FutureWarning, stacklevel=3)
     if forward_sync_buffers is not None:
         return True, forward_sync_buffers
     both = True if broadcast_buffers is None else broadcast_buffers

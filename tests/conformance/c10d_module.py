@@ -70,9 +70,7 @@ def distributed_test() -> types.ModuleType:
         skip_if_small_worldsize=_noting(_SMALL),
         skip_if_odd_worldsize=_noting(_ODD),
     )
-    skips = mock.patch.multiple(
-        common_utils, skip_but_pass_in_sandcastle=_noting, skip_but_pass_in_sandcastle_if=_noting_if
-    )
+    skips = mock.patch.multiple(common_utils, skip_but_pass_in_sandcastle=_noting, skip_but_pass_in_sandcastle_if=_noting_if)
     with environment, decorators, skips:
         return importlib.import_module(_NAME)
 

@@ -7,9 +7,9 @@ GPU beside that, it fails on any backend.
 from __future__ import annotations
 
 import contextlib
-import unittest.mock
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -19,9 +19,11 @@ _HOST = torch.device("cpu")
 
 def host_of(device: Any) -> Any:
     """Return the host for a CUDA device; anything else as it is."""
-    is_number = isinstance(device, int) and not isinstance(device, bool)
-    is_cuda = isinstance(device, str) and device.startswith("cuda") or isinstance(device, torch.device) and device.type == "cuda"
-    return _HOST if is_number or is_cuda else device
+    if isinstance(device, torch.device):
+        return _HOST if device.type == "cuda" else device
+    if isinstance(device, str):
+        return _HOST if device.startswith("cuda") else device
+    return _HOST if isinstance(device, int) and not isinstance(device, bool) else device
 
 
 class _OnHost(TorchFunctionMode):
@@ -62,12 +64,12 @@ class _Nothing:
 
 
 @contextlib.contextmanager
-def cuda_on_host(ranks: int) -> Iterator[None]:
-    """Bind the names; each of ``ranks`` ranks sees a device of its own."""
+def cuda_on_host() -> Iterator[None]:
+    """Bind the names."""
     names = {name: _Nothing for name in ("Stream", "Event", "stream", "device", "current_stream", "default_stream")}
     calls = {name: lambda *args, **kwargs: None for name in ("set_device", "synchronize", "empty_cache")}
-    module = unittest.mock.patch.object(torch.nn.Module, "cuda", lambda self, device=None: self)
-    with unittest.mock.patch.multiple(torch.cuda, **names, **calls, current_device=lambda: 0), module, _OnHost():
+    module = mock.patch.object(torch.nn.Module, "cuda", lambda self, device=None: self)
+    with mock.patch.multiple(torch.cuda, **names, **calls, current_device=lambda: 0), module, _OnHost():
         yield
 
 

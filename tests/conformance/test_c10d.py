@@ -51,38 +51,43 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(scope="module")
-def verdicts(world):
-    """A group for the verdicts, and for nothing else."""
+def runner(world):
+    """What runs the tests, on a group of its own."""
+    from tests.conformance import c10d_suite
+
     group = world.clone("verdicts")
-    yield group
+    yield c10d_suite.Runner(group)
     group.close()
 
 
-def passes(name: str, mode: str, group, counts: dict[str, Counter[str]]) -> None:
-    """Run a test and count it."""
-    from tests.conformance import c10d_suite
+@pytest.fixture
+def passes(runner, world, request, c10d_counts):
+    """Run a test of the function's mode, and count it."""
+    mode = request.function.mode
+    if mode not in c10d_counts:
+        c10d_counts[mode] = Counter({"passed": 0, "failed": 0, **sorted_out(mode, world.size)[1]})
 
-    verdict = c10d_suite.verdict(name, mode, group)
-    if mode not in counts:
-        counts[mode] = Counter({"passed": 0, "failed": 0})
-        counts[mode].update(sorted_out(mode, group.size)[1])
-    counts[mode][verdict.kind] += 1
-    if verdict.kind == "failed":
-        pytest.fail(verdict.text)
-    if verdict.kind != "passed":
-        pytest.skip(verdict.kind)
+    def run(name: str) -> None:
+        outcome = runner.outcome(name, mode)
+        c10d_counts[mode][outcome.kind] += 1
+        if outcome.kind == "failed":
+            pytest.fail(outcome.text)
+        if outcome.kind != "passed":
+            pytest.skip(outcome.kind)
 
-
-def test_group(name, verdicts, c10d_counts):
-    passes(name, "group", verdicts, c10d_counts)
-
-
-def test_torch_ddp(name, verdicts, c10d_counts):
-    passes(name, "torch_ddp", verdicts, c10d_counts)
+    return run
 
 
-def test_our_ddp(name, verdicts, c10d_counts):
-    passes(name, "our_ddp", verdicts, c10d_counts)
+def test_group(name, passes):
+    passes(name)
+
+
+def test_torch_ddp(name, passes):
+    passes(name)
+
+
+def test_our_ddp(name, passes):
+    passes(name)
 
 
 test_group.mode = "group"

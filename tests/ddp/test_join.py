@@ -99,7 +99,7 @@ def test_throw_on_early_termination(group):
     if group.size == 1:
         run()
         return
-    raises_on_all(group, RuntimeError, run, "no inputs left")
+    raises_on_all(group, RuntimeError, run, "exhausted")
     backward(ddp, group.rank, 0)  # the context is over, and a pass needs nobody's telling
     agree(group, True)
 

@@ -258,9 +258,14 @@ def test_without_any_gradient_the_reason_is_named_not_an_option_that_is_set(grou
         def forward(self):
             return Swallows.apply(self.weight)
 
-    ddp = DistributedDataParallel(Module(), process_group=group, find_unused_parameters=True)
+    ddp = DistributedDataParallel(Module(), process_group=group, static_graph=True)
     text = raises_on_all(group, RuntimeError, lambda: ddp().sum().backward(), "no parameter received a gradient on any rank")
     agree(group, "find_unused_parameters=True" not in text and "returns None" in text, text)
+    # torch's module lets a pass end in which all are unused; so does ours, with a warning.
+    ddp = DistributedDataParallel(Module(), process_group=group, find_unused_parameters=True)
+    with pytest.warns(UserWarning, match="no parameter received a gradient on any rank"):
+        ddp().sum().backward()
+    agree(group, ddp.module.weight.grad is None, f"a gradient of none: {ddp.module.weight.grad}")
 
 
 def test_a_static_graph_that_changes_is_told_so(group):

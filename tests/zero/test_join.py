@@ -103,7 +103,7 @@ def test_an_early_end_is_told(group):
         with ddp.join(throw_on_early_termination=True, optimizers=[oss]):
             ran(group, ddp, oss, False)
 
-    raises_on_all(group, RuntimeError, run, "no inputs left")
+    raises_on_all(group, RuntimeError, run, "exhausted")
     backward(ddp, group.rank, 0)
     oss.step()
     agree(group, oss.before_step is None and not same_bits(ddp, ddp))
