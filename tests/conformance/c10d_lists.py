@@ -27,7 +27,7 @@ _OF_OUR_DDP = {
     "test_ddp_logging_data_gpu": _LOGGER,
     "test_ddp_multiple_nested_unused_params_err_ignore_params": _TEXTS,
     "test_ddp_multiple_nested_unused_params_error": _TEXTS,
-    "test_ddp_native_mixed_precision_ignored_params": "reads _mp_param and _fp_param, fields that torch's module gives parameters",
+    "test_ddp_native_mixed_precision_ignored_params": "reads _mp_param and _fp_param, which torch's module gives parameters",
     "test_ddp_python_error_logged": _LOGGER,
     "test_ddp_sink_noclone": "calls _set_ddp_sink_clone, a switch of torch's own node behind the outputs",
     "test_ddp_unused_params_rebuild_buckets_exception": _TEXTS,
