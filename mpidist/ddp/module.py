@@ -18,12 +18,11 @@ from mpidist.ddp.join import SOMEONE_EXHAUSTED, Iteration, TorchJoinHook, exchan
 from mpidist.ddp.layout import Settings
 from mpidist.ddp.outputs import moved, tensors_in
 from mpidist.ddp.reducer import Reducer
-from mpidist.ddp.torch_attributes import TorchAttributes
 from mpidist.errors import DisagreementError, MpidistError
 from mpidist.kernels.launch import has_kernels
 
 
-class DistributedDataParallel(torch.nn.Module, Joinable, TorchAttributes):
+class DistributedDataParallel(torch.nn.Module, Joinable):
     """Average the gradients of ``module`` over all ranks of a group in each backward pass.
 
     Sparse gradients, of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, stay sparse: each is averaged by itself,
@@ -117,7 +116,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable, TorchAttributes):
                 with contextlib.suppress(DisagreementError):
                     require_equal(self._group, [], refusal=str(error))
             raise
-        self._keep_caps(self.settings.limits, bucket_cap_mb_list)
         self.device_ids = None if not device_ids else list(device_ids)
         self.output_device = output_device
         self.dim = dim
@@ -308,6 +306,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable, TorchAttributes):
         return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
     # What frameworks call of torch's.
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: torch.nn.Module, names: Sequence[str]) -> None:
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
 
     def _set_static_graph(self) -> None:
         self.settings = dataclasses.replace(self.settings, static_graph=True)

@@ -108,12 +108,6 @@ class Reducer:
             owners = Owners(bounds, ownership.buffers, self._group.rank, self._standing, kept)
         self._layout.own(owners)
 
-    def remove_hooks(self) -> None:
-        """Take no more gradients in, those of a backward pass that an error ended among them."""
-        for handle in self._handles:
-            handle.remove()
-        self._is_armed = False
-
     def buckets(self) -> list[tuple[int, ...]]:
         """Return the places of the parameters in each bucket, in the order of launch."""
         return list(self._layout.plan)

@@ -99,9 +99,23 @@ def test_throw_on_early_termination(group):
     if group.size == 1:
         run()
         return
-    raises_on_all(group, RuntimeError, run, "exhausted")
+    # In the words of torch's Join, for which programs look.
+    text = raises_on_all(group, RuntimeError, run, "exhausted")
+    agree(
+        group,
+        ("Detected at least one rank that exhausted inputs." if group.rank else "Rank 0 exhausted all inputs") in text,
+        text,
+    )
     backward(ddp, group.rank, 0)  # the context is over, and a pass needs nobody's telling
     agree(group, True)
+
+
+def test_the_rank_whose_weights_all_have_is_known_as_in_torch(group):
+    ddp = DistributedDataParallel(Net(), process_group=group)
+    with ddp.join():
+        for step in range(group.rank + 1):
+            backward(ddp, group.rank, step)
+    agree(group, ddp._authoritative_rank == group.size - 1, str(ddp._authoritative_rank))
 
 
 def test_an_exception_within_passes_at_once(group):

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from mpidist.ddp import signature
 from mpidist.ddp.module import DistributedDataParallel
@@ -220,3 +221,16 @@ def test_a_module_with_nothing_to_average_is_refused_on_all_ranks(group):
 def test_numbers_that_mean_nothing_are_refused_on_all_ranks(group, options, error, match):
     call = lambda: DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group, **options)  # noqa: E731
     raises_on_all(group, error, call, match)
+
+
+@pytest.mark.mpi
+def test_broadcast_buffers_is_deprecated_where_it_is_in_torch(group):
+    def warned(**options) -> bool:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group, **options)
+        return any(issubclass(w.category, FutureWarning) and "broadcast_buffers" in str(w.message) for w in caught)
+
+    is_deprecated = TorchVersion(torch.__version__) >= "2.13"
+    agree(group, warned(broadcast_buffers=True) is is_deprecated)
+    agree(group, not warned() and not warned(forward_sync_buffers=False))
