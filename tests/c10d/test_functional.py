@@ -38,6 +38,14 @@ def test_operators(world, default_group):
         ),
         "all_to_all_single": (ops.all_to_all_single(wide, [2] * size, [2] * size, name), all_rows + 1),
     }
+    to, source, got, twice = (rank + 1) % size, (rank - 1) % size, torch.empty(2), torch.empty(2)
+    if size > 1 and hasattr(ops, "isend"):
+        sent = ops.isend(mine, to, 0, name)
+        cases["irecv"] = ops.irecv(got, source, 0, name), [float(source)] * 2
+        cases["isend"] = sent, []
+        if hasattr(ops, "batch_p2p_ops"):
+            sent, received = ops.batch_p2p_ops(["isend", "irecv"], [to, source], [1, 1], [mine, twice], name)
+            cases["batch_p2p_ops, send"], cases["batch_p2p_ops, receive"] = (sent, []), (received, [float(source)] * 2)
     for operator, (result, expected) in cases.items():
         waited = ops.wait_tensor(result)
         agree(world, torch.equal(waited, torch.as_tensor(expected)), f"{operator}: {waited}")
@@ -55,7 +63,13 @@ ANOTHER_BACKEND = """
     out = torch.empty(size)
     operator = torch.ops._c10d_functional.all_gather_into_tensor_out
     result = operator(torch.full((1,), float(rank)), size, gloo.group_name, out=out)
-    print(json.dumps({"rank": rank, "out": torch.ops._c10d_functional.wait_tensor(result).tolist()}), flush=True)
+    told = {"rank": rank, "out": torch.ops._c10d_functional.wait_tensor(result).tolist(), "got": [1.0 - rank]}
+    if hasattr(torch.ops._c10d_functional, "batch_p2p_ops"):
+        mine, got = torch.full((1,), float(rank)), torch.empty(1)
+        batch = torch.ops._c10d_functional.batch_p2p_ops
+        works = batch(["isend", "irecv"], [1 - rank] * 2, [0, 0], [mine, got], gloo.group_name)
+        told["got"] = [torch.ops._c10d_functional.wait_tensor(work) for work in works][1].tolist()
+    print(json.dumps(told), flush=True)
     dist.destroy_process_group()
 """
 
@@ -64,3 +78,4 @@ ANOTHER_BACKEND = """
 def test_groups_of_another_backend_go_on_to_torchs_kernel():
     out = printed(job(2, ANOTHER_BACKEND))
     assert [line["out"] for line in out.values()] == [[0.0, 1.0]] * 2
+    assert [out[rank]["got"] for rank in range(2)] == [[1.0], [0.0]]
