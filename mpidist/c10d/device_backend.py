@@ -19,13 +19,13 @@ class DeviceBackend:
     """Answers of a group to the questions that torch asks of a ``Backend``.
 
     Attributes:
-        supports_splitting: Whether ``split_group`` can divide it.
+        supports_splitting: Whether ``dist.split_group`` may divide it; torch asks for a ``device_id`` of the default group first.
         supports_coalescing: Whether ``batch_isend_irecv`` needs one launch for all calls; messages of MPI need none.
         supports_time_estimate: Whether it tells a collective's duration without running it, to Inductor.
         supports_shrinking: Whether ``shrink_group`` can leave ranks out; torch would put a C++ ``Backend`` into the new group.
     """
 
-    supports_splitting = False
+    supports_splitting = True
     supports_coalescing = False
     supports_time_estimate = False
     supports_shrinking = False
@@ -66,6 +66,9 @@ class DeviceBackend:
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """Do nothing: MPI has connected the ranks."""
+
+    def perform_nocolor_split(self, device: torch.device | None = None) -> None:
+        """Do nothing: ranks outside a new group need not take part in making it."""
 
     def _set_sequence_number_for_group(self) -> None:
         pass
