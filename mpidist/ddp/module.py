@@ -109,6 +109,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 gradient_as_bucket_view=gradient_as_bucket_view,
                 find_unused_parameters=find_unused_parameters,
                 static_graph=static_graph,
+                behind_all=(find_unused_parameters or static_graph) and signature.communicates_in_backward(module),
                 skip_unused=skip_all_reduce_unused_params,
             )
         except (TypeError, ValueError, RuntimeError) as error:

@@ -193,7 +193,10 @@ class Reducer:
         self._layout.follow()
         self._is_armed, self._is_begun = True, False
         reduction = Reduction(self._group, self._hook, self.scale, self._as_views)
-        self._pass = BackwardPass(self._layout, reduction, self._times, self._skipped())
+        # Where ranks use different parameters, a bucket would leave ahead of a module's collective on one rank and behind it on
+        # another.
+        expected = None if self._settings.behind_all else self._times
+        self._pass = BackwardPass(self._layout, reduction, expected, self._skipped())
 
     def averages(self) -> bool:
         """Say whether gradients that arrive now are averaged: not those under ``no_sync``, nor of a module called beside DDP."""

@@ -108,6 +108,13 @@ def require_supported(module: torch.nn.Module, ignored: Sequence[str] | set[str]
     return named
 
 
+def communicates_in_backward(module: torch.nn.Module) -> bool:
+    """Say whether a part of the module issues collectives in the backward pass: a batch norm over all ranks, torch's or ours."""
+    return any(
+        isinstance(part, torch.nn.SyncBatchNorm) or getattr(part, "communicates_in_backward", False) for part in module.modules()
+    )
+
+
 def sparse_parameters(module: torch.nn.Module) -> set[int]:
     """Return the identities of the parameters whose gradients are sparse, as their modules announce it.
 
