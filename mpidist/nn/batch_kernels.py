@@ -3,8 +3,8 @@
 The host has kernels that normalise by given statistics, and their backward pass, which together make up the training pass;
 halves are computed in fp32 there. On CUDA the kernels are those of ``torch.nn.SyncBatchNorm``.
 
-Letters: C channels. A batch is a dense tensor (see ``dense``), batch × C × …, not empty; ``mean`` and ``inverse`` (1 / √(variance +
-eps)) hold C elements, float64 for a float64 batch and else float32.
+Letters: C channels. A batch is a dense tensor (see ``dense``), batch × C × …, not empty; ``mean`` and ``inverse``
+(1 / √(variance + eps)) hold C elements, float64 for a float64 batch and else float32.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def merge(rows: Tensor, own_refusal: str | None = None) -> Statistics:
         own_refusal: Why this rank has refused its input.
 
     Raises:
-        ValueError: On all ranks: an input was refused; a gradient is needed on some ranks only, whose backward pass would wait for
-            the others'; N is 1, which has no variance.
+        ValueError: On all ranks: an input was refused; a gradient is needed on some ranks only, whose backward pass would wait
+            for the others'; N is 1, which has no variance.
     """
     heads = rows[:, :_HEAD].tolist()
     refused = [rank for rank, (count, _) in enumerate(heads) if count == REFUSED]
@@ -68,8 +68,8 @@ def merge(rows: Tensor, own_refusal: str | None = None) -> Statistics:
     needing = [rank for rank, (_, needs) in enumerate(heads) if needs]
     if needing and len(needing) < len(heads):
         raise ValueError(
-            f"SyncBatchNorm: the input needs a gradient on ranks {needing} and on no other: its backward pass is a collective, so "
-            "run the forward pass with gradients (or under no_grad) on all ranks alike"
+            f"SyncBatchNorm: the input needs a gradient on ranks {needing} and on no other: its backward pass is a collective, "
+            "so run the forward pass with gradients (or under no_grad) on all ranks alike"
         )
     total = int(sum(count for count, _ in heads))
     if total == 1:

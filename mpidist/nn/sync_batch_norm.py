@@ -134,7 +134,9 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
-        """Replace every ``BatchNorm1d`` to ``3d``, and torch's ``SyncBatchNorm``, within a module; parameters and buffers are kept.
+        """Replace every ``BatchNorm1d`` to ``3d``, and torch's ``SyncBatchNorm``, within a module.
+
+        Parameters and buffers stay the same objects.
 
         Args:
             module: Changed in place; if it is itself one of these layers, the returned module takes its place.
