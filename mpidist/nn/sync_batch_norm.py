@@ -48,6 +48,7 @@ class SyncBatchNorm(_BatchNorm):
         process_group: A native group, or a torch group on the backend ``mpidist``; None for the default.
         device: Of the parameters and buffers.
         dtype: Theirs.
+        bias: With ``affine``: have a bias, too.
 
     Raises:
         ValueError: In training, on all ranks: an input of less than 2 dimensions, of other than C channels or of no floating
@@ -68,8 +69,12 @@ class SyncBatchNorm(_BatchNorm):
         process_group: Any = None,
         device: Any = None,
         dtype: Any = None,
+        *,
+        bias: bool = True,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        if not bias:  # an argument of torch's classes since 2.12 only
+            self.register_parameter("bias", None)
         if process_group is not None:
             native_group(process_group)  # another backend's is refused here, not in the first step
         self.process_group = process_group
