@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as theirs
 
 from mpidist.ddp.hooks import uint8_blocks
