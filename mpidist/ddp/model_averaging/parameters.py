@@ -2,7 +2,8 @@
 
 Source: ``torch.distributed.algorithms.model_averaging.utils``, whose names and meanings these are. torch replaces each
 parameter's memory by a part of a flat tensor in the widest dtype; here parameters are averaged in their own dtype and stay where
-they are, so that views of them (a sharded optimizer's) stay valid. Parameters that differ in number or size between ranks are an error.
+they are, so that views of them (a sharded optimizer's) stay valid. Parameters that differ in number or size between ranks are an
+error.
 """
 
 from __future__ import annotations
