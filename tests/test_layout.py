@@ -55,6 +55,7 @@ COVERED_BY = {
     "ddp/hooks/powersgd_state": "ddp/hooks/test_powersgd.py",
     "errors": "rpc/test_remote_error.py",
     "kernels/launch": "kernels/test_pack.py",  # on a device: with make gpu
+    "nn/batch_kernels": "nn/test_sync_batch_norm.py",
     "nn/handle": "nn/test_remote_module.py",
     "nn/remote": "nn/test_remote_module.py",
     "optim/local": "optim/test_distributed_optimizer.py",

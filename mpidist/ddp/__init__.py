@@ -13,14 +13,19 @@ from mpidist.ddp.hooks.default import (
     noop_hook,
 )
 from mpidist.ddp.hooks.owners import to_owners
+from mpidist.ddp.hooks.post_localsgd import PostLocalSGDState, post_localSGD_hook
 from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
+from mpidist.ddp.hooks.quantization import quantization_perchannel_hook, quantization_pertensor_hook
+from mpidist.ddp.hooks.registry import DDPCommHookType, register_ddp_comm_hook
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.ddp.plan import compute_bucket_assignment_by_size
 
 __all__ = [
+    "DDPCommHookType",
     "DistributedDataParallel",
     "GradBucket",
+    "PostLocalSGDState",
     "PowerSGDState",
     "allreduce_hook",
     "batched_powerSGD_hook",
@@ -30,7 +35,11 @@ __all__ = [
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "noop_hook",
+    "post_localSGD_hook",
     "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
+    "register_ddp_comm_hook",
     "to_owners",
 ]
 
@@ -38,12 +47,16 @@ __all__ = [
 _torch.serialization.add_safe_globals(
     [
         Compressed,
+        PostLocalSGDState,
         PowerSGDState,
         allreduce_hook,
         batched_powerSGD_hook,
         bf16_compress_hook,
         fp16_compress_hook,
         noop_hook,
+        post_localSGD_hook,
         powerSGD_hook,
+        quantization_perchannel_hook,
+        quantization_pertensor_hook,
     ]
 )

@@ -34,6 +34,7 @@ class Settings:
     gradient_as_bucket_view: bool = True  # gradients are views of the buckets; else they are copied back
     find_unused_parameters: bool = False  # parameters may lack a gradient, and not the same ones on all ranks
     static_graph: bool = False  # which parameters are used, and how often, is as in the first backward pass
+    behind_all: bool = False  # buckets leave behind the last gradient: modules communicate in the backward pass themselves
     skip_unused: bool = False  # parameters that no rank used in the first backward pass are not reduced in the later ones
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,15 +13,18 @@ from mpidist.comm.native_group import default_group, native_group
 from mpidist.ddp import in_backward, plan, signature
 from mpidist.ddp.agreement import broadcast_state, require_equal
 from mpidist.ddp.backward_pass import Hook
-from mpidist.ddp.join import SOMEONE_EXHAUSTED, Iteration, TorchJoinHook, exchange, joined
+from mpidist.ddp.join import SOMEONE_EXHAUSTED, Iteration, exchange, joined
 from mpidist.ddp.layout import Settings
 from mpidist.ddp.outputs import moved, tensors_in
 from mpidist.ddp.reducer import Reducer
+from mpidist.ddp.torch_private import TorchNames
 from mpidist.errors import DisagreementError, MpidistError
 from mpidist.kernels.launch import has_kernels
 
+_NOT_SAVED = ("process_group", "_group", "reducer", "device_mesh")
 
-class DistributedDataParallel(torch.nn.Module, Joinable):
+
+class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     """Average the gradients of ``module`` over all ranks of a group in each backward pass.
 
     Sparse gradients, of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, stay sparse: each is averaged by itself,
@@ -48,7 +50,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         delay_all_reduce_named_params: Refused, with what to use instead.
         param_to_hook_all_reduce: Refused likewise.
         mixed_precision: Refused likewise.
-        device_mesh: Instead of ``process_group``: a mesh of one dimension on the backend ``mpidist``.
+        device_mesh: Instead of ``process_group``: a mesh of one dimension on the backend ``mpidist``, by itself or cut out of
+            another (``mesh["dp"]``); parameters that are DTensors on the other dimensions are then averaged shard by shard.
         skip_all_reduce_unused_params: With ``find_unused_parameters`` or ``static_graph``: buckets that no rank used in the first
             backward pass do not travel in the later ones, which must leave the same parameters unused.
         bucket_cap_mb_list: MiB of the first, the second, … bucket; the last holds for all that follow.
@@ -97,6 +100,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.process_group = signature.group_of(device_mesh, process_group)
         self._group = native_group(self.process_group)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+            signature.localise(module, device_mesh)
         init_buffers, self.forward_sync_buffers = signature.buffer_syncing(broadcast_buffers, forward_sync_buffers)
         self.module = module
         try:
@@ -109,6 +115,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 gradient_as_bucket_view=gradient_as_bucket_view,
                 find_unused_parameters=find_unused_parameters,
                 static_graph=static_graph,
+                behind_all=(find_unused_parameters or static_graph) and signature.communicates_in_backward(module),
                 skip_unused=skip_all_reduce_unused_params,
             )
         except (TypeError, ValueError, RuntimeError) as error:
@@ -119,6 +126,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.device_ids = None if not device_ids else list(device_ids)
         self.output_device = output_device
         self.dim = dim
+        self.bucket_bytes_cap_list = [] if bucket_cap_mb_list is None else list(self.settings.limits)
         self.device = named[0][1].device
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
@@ -134,11 +142,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             require_equal(self._group, state, (self.settings, self.forward_sync_buffers, arithmetic, sparse_names, optimized))
             broadcast_state(self._group, [tensor for _, tensor in state])
         self._make_reducer()
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Return ``forward_sync_buffers``, by its former name."""
-        return self.forward_sync_buffers
 
     def register_comm_hook(self, state: Any, hook: Hook | None) -> None:
         """Have ``hook(state, bucket)`` reduce the buckets of dense gradients; again at any time between steps.
@@ -195,14 +198,19 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
         syncs_buffers = self.forward_sync_buffers and self.require_forward_param_sync
         iteration = self._told(averages, syncs_buffers)
-        if syncs_buffers:
-            broadcast_state(self._group, self._buffers_in_use(), iteration.root if iteration else 0)
-        self.require_forward_param_sync = averages
+        root = iteration.root if iteration else 0
+        if syncs_buffers and not self._syncs_behind():
+            self._sync_buffers(root, waits=not averages)
         if torch.is_grad_enabled():
             self.reducer.detach_optimizers()
         if self._input_device is not None:
             args, kwargs = moved((args, kwargs), self._input_device)
         output = self.module(*args, **kwargs)
+        if syncs_buffers and self._syncs_behind():
+            self._sync_buffers(root, waits=not averages)
+        # Again: a framework whose module trains within its forward pass averages by itself (``prepare_for_backward``).
+        averages = averages and self.require_backward_grad_sync
+        self.require_forward_param_sync = averages
         if averages:
             self.reducer.scale = 1.0 if iteration is None else self._scale(iteration)
             self.reducer.arm([tensor for tensor in tensors_in(output) if tensor.requires_grad])
@@ -248,25 +256,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         finally:
             self._is_joining = self._throws_on_join = False
 
-    def join_hook(self, **kwargs: Any) -> TorchJoinHook:
-        """Return what torch's ``Join`` runs on a rank without inputs; see ``join`` for ``divide_by_initial_world_size``."""
-        self._divides_by_initial = kwargs.get("divide_by_initial_world_size", True)
-        return TorchJoinHook(self, self._group)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Return the device of torch's ``Join`` for its own collectives."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """Return the group of torch's ``Join`` for its own collectives."""
-        return self.process_group
-
     def mirror(self, iteration: Iteration) -> None:
         """Take part in the collectives of one iteration of the ranks that have inputs. Collective: over the group."""
         if iteration.syncs_buffers:
-            broadcast_state(self._group, self._buffers_in_use(), iteration.root)
+            self._sync_buffers(iteration.root, waits=not iteration.averages)
         self.require_forward_param_sync = iteration.averages
         if iteration.averages:
             self.reducer.scale = self._scale(iteration)
@@ -302,19 +295,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             named += self.module.named_buffers()
         return [(name, tensor) for name, tensor in named if name not in self.parameters_to_ignore]
 
-    def _buffers_in_use(self) -> list[torch.Tensor]:
-        return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
-
-    # What frameworks call of torch's.
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: torch.nn.Module, names: Sequence[str]) -> None:
-        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
-
-    def _set_static_graph(self) -> None:
-        self.settings = dataclasses.replace(self.settings, static_graph=True)
-        self._make_reducer()
-
     def _make_reducer(self, local: bool = False) -> None:
         named = signature.require_supported(self.module, self.parameters_to_ignore)
         names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
@@ -332,7 +312,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 "DistributedDataParallel can be pickled or copied on the default group only, because a copy knows no other; "
                 "save its state_dict() instead"
             )
-        return {name: value for name, value in self.__dict__.items() if name not in ("process_group", "_group", "reducer")}
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_SAVED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

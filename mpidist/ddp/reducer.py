@@ -20,6 +20,7 @@ from mpidist.ddp.layout import Layout, Settings
 from mpidist.ddp.owned_bucket import Owners
 from mpidist.ddp.ownership import Ownership, of_hook, resolve
 from mpidist.ddp.standing import Marks, Standing
+from mpidist.ddp.torch_reducer import ReducerNames
 from mpidist.dynamo import untraced
 
 Tensor = torch.Tensor
@@ -27,7 +28,7 @@ Aside = tuple[mirroring.Gradients, Marks | None]
 
 
 @untraced
-class Reducer:
+class Reducer(ReducerNames):
     """The gradients of one module on one group.
 
     Collective: constructed by all ranks of the group with parameters of equal shapes and dtypes, unless it is ``local``; then
@@ -40,6 +41,7 @@ class Reducer:
     Attributes:
         scale: What the average is multiplied by, if no hook reduces: W over the ranks that still have inputs.
         captures: A pass of distributed autograd is under way, which says itself when it ends (``in_context``).
+        hook: The communication hook and its state, or None.
         parameters: The parameters.
         places: Their places.
     """
@@ -62,7 +64,7 @@ class Reducer:
         self._group = group
         self._settings = settings
         self._as_views = settings.gradient_as_bucket_view
-        self._hook: tuple[Hook, Any] | None = None
+        self.hook: tuple[Hook, Any] | None = None
         self._is_armed = self._is_begun = False
         self._knows_outputs = False  # of the last forward pass that was armed: its own backward pass is noticed
         # How often each gradient arrives; in a static graph that is not known before the first backward pass.
@@ -70,6 +72,7 @@ class Reducer:
         self._unused: frozenset[int] | None = None  # places that no rank used, if they are to be skipped
         self._mirrors: Aside | None = None  # this rank's own gradients, while it mirrors
         self._standing: Standing | None = None
+        self._futures: list[Any] = []  # of buffers that a hook synchronises beside the backward pass
         self._layout = Layout(self.parameters, self._names, self._expects_sparse, group, settings, local)
         arrived = _without_owner(self)
         self._handles = [
@@ -89,7 +92,7 @@ class Reducer:
         ownership = of_hook(hook)
         if ownership is not None or self._layout.owners is not None:
             self._own(ownership)
-        self._hook = None if hook is None else (hook, state)
+        self.hook = None if hook is None else (hook, state)
 
     def _own(self, ownership: Ownership | None) -> None:
         bounds, problem = None, None
@@ -194,8 +197,11 @@ class Reducer:
     def _arm(self) -> None:
         self._layout.follow()
         self._is_armed, self._is_begun = True, False
-        reduction = Reduction(self._group, self._hook, self.scale, self._as_views)
-        self._pass = BackwardPass(self._layout, reduction, self._times, self._skipped())
+        reduction = Reduction(self._group, self.hook, self.scale, self._as_views)
+        # Where ranks use different parameters, a bucket would leave ahead of a module's collective on one rank and behind it on
+        # another.
+        expected = None if self._settings.behind_all else self._times
+        self._pass = BackwardPass(self._layout, reduction, expected, self._skipped())
 
     def averages(self) -> bool:
         """Say whether gradients that arrive now are averaged: not those under ``no_sync``, nor of a module called beside DDP."""
@@ -261,6 +267,7 @@ class Reducer:
             require_all_gradients(self._group, missing, wrong)
             used = [True] * len(self.parameters)
         self._pass.hand_back(used)
+        self.wait_for_futures()
         if self._mirrors is None and not self.captures:
             in_backward.step(self.parameters, used)
         # Here, where every rank passes, and not before the next forward pass, which one rank may run alone.

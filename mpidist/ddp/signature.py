@@ -48,6 +48,22 @@ def group_of(device_mesh: Any, process_group: Any) -> Any:
     return device_mesh.get_group(mesh_dim=0)
 
 
+def localise(module: torch.nn.Module, device_mesh: Any) -> None:
+    """Replace DTensors by their shards outside of forward passes, if the mesh was cut out of another one.
+
+    Source:
+        torch's DDP, which does the same for tensor parallelism within data parallelism.
+    """
+    if hasattr(device_mesh, "_get_root_mesh"):
+        root = device_mesh._get_root_mesh()
+    else:  # before torch 2.10
+        root = torch.distributed.device_mesh._mesh_resources.get_root_mesh(device_mesh)
+    if root != device_mesh:
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+
+
 def buffer_syncing(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
     """Return whether buffers are synchronised (at the start, before each forward pass).
 
@@ -110,6 +126,13 @@ def require_supported(module: torch.nn.Module, ignored: Sequence[str] | set[str]
             f"parameters lie on {', '.join(sorted({str(p.device) for _, p in named}))}; one type of device is needed"
         )
     return named
+
+
+def communicates_in_backward(module: torch.nn.Module) -> bool:
+    """Say whether a part of the module issues collectives in the backward pass: a batch norm over all ranks, torch's or ours."""
+    return any(
+        isinstance(part, torch.nn.SyncBatchNorm) or getattr(part, "communicates_in_backward", False) for part in module.modules()
+    )
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:

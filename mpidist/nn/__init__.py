@@ -1,5 +1,6 @@
-"""Modules on other workers, with torch's names and meanings: ``torch.distributed.nn``."""
+"""Modules that communicate, with torch's names and meanings: on other workers, and ``SyncBatchNorm``."""
 
 from mpidist.nn.remote_module import RemoteModule
+from mpidist.nn.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["RemoteModule"]
+__all__ = ["RemoteModule", "SyncBatchNorm"]

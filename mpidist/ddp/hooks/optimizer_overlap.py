@@ -1,0 +1,72 @@
+"""An optimizer that steps the parameters of a bucket as soon as the bucket is averaged, within the hook.
+
+Source: ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks``, whose private names these are. The public way is
+``torch.distributed.optim._apply_optimizer_in_backward``, which DistributedDataParallel knows by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from mpidist.comm.stream import used_here
+from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.hooks.order import is_in_order
+
+Tensor = torch.Tensor
+Hook = Callable[[Any, Any], Any]
+
+
+class OptimizerHookState:
+    """The optimizer of a hook, and what it steps.
+
+    Args:
+        functional_optim: An object with ``step_param(parameter, gradient)``, as torch's functional optimizers have it.
+        params: The parameters to step; None for all.
+
+    Raises:
+        ValueError: There is no ``step_param``.
+    """
+
+    def __init__(self, functional_optim: Any, params: Iterable[Tensor] | None = None) -> None:
+        if not hasattr(functional_optim, "step_param"):
+            raise ValueError(f"a hook's optimizer must implement step_param; got {type(functional_optim).__name__}")
+        self.functional_optimizer = functional_optim
+        self.params_to_optimize = None if params is None else set(params)
+
+
+class hook_then_optimizer:
+    """A hook, and the optimizer's step behind it.
+
+    Args:
+        hook: The hook that averages.
+        optimizer_state: An ``OptimizerHookState``.
+    """
+
+    def __init__(self, hook: Hook, optimizer_state: Any) -> None:
+        self.hook = hook
+        self.optimizer_state = optimizer_state
+
+    @property
+    def is_in_order(self) -> bool:
+        """Say whether the hook within is."""
+        return is_in_order(self.hook)
+
+    def __call__(self, state: Any, bucket: GradBucket) -> Any:
+        """Average the bucket, then step its parameters."""
+
+        def step(future: Any) -> Tensor:
+            value = future.value()
+            result = used_here(value[0] if isinstance(value, (list, tuple)) else value)
+            buffer = bucket.buffer()
+            if result.data_ptr() != buffer.data_ptr():
+                buffer.copy_(result.view(-1))
+            chosen = getattr(self.optimizer_state, "params_to_optimize", None)
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if chosen is None or parameter in chosen:
+                    self.optimizer_state.functional_optimizer.step_param(parameter, gradient)
+            return buffer
+
+        return self.hook(state, bucket).then(step)

@@ -1,0 +1,65 @@
+"""torch's registry of communication hooks: ``DDPCommHookType`` and ``register_ddp_comm_hook``.
+
+Source: ``torch.distributed.algorithms.ddp_comm_hooks``, whose names and values these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from mpidist.comm.native_group import native_group
+from mpidist.ddp.hooks.default import allreduce_hook, bf16_compress_hook, fp16_compress_hook, noop_hook
+from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
+from mpidist.ddp.hooks.powersgd_state import PowerSGDState
+from mpidist.ddp.hooks.quantization import quantization_perchannel_hook, quantization_pertensor_hook
+
+
+class _Registration:
+    """How a hook is registered: on a model, with a process group as its state."""
+
+    def __init__(self, hook: Callable[..., Any], rank: int | None = None) -> None:
+        self.hook = hook
+        self.rank = rank
+
+    def __call__(self, model: Any, state: Any = None, start_powerSGD_iter: int = 1_000) -> None:
+        if self.rank is not None:
+            state = PowerSGDState(state, matrix_approximation_rank=self.rank, start_powerSGD_iter=start_powerSGD_iter)
+        model.register_comm_hook(state, self.hook)
+
+
+class DDPCommHookType(Enum):
+    """Hooks by name; ``DDPCommHookType.FP16_COMPRESS.value(model=model, state=process_group)`` registers one.
+
+    The state is a process group, or None for the default one; the PowerSGD hooks make their own state of it.
+    """
+
+    ALLREDUCE = _Registration(allreduce_hook)
+    FP16_COMPRESS = _Registration(fp16_compress_hook)
+    BF16_COMPRESS = _Registration(bf16_compress_hook)
+    QUANTIZE_PER_TENSOR = _Registration(quantization_pertensor_hook)
+    QUANTIZE_PER_CHANNEL = _Registration(quantization_perchannel_hook)
+    POWER_SGD = _Registration(powerSGD_hook, rank=1)
+    POWER_SGD_RANK2 = _Registration(powerSGD_hook, rank=2)
+    BATCHED_POWER_SGD = _Registration(batched_powerSGD_hook, rank=1)
+    BATCHED_POWER_SGD_RANK2 = _Registration(batched_powerSGD_hook, rank=2)
+    NOOP = _Registration(noop_hook)
+
+
+def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: Any = None) -> None:
+    """Register a hook by its type.
+
+    Args:
+        comm_hook_type: One of ours; torch's own types hold torch's hooks, and register themselves.
+        model: A ``DistributedDataParallel``.
+        state: The process group; None for the default.
+
+    Raises:
+        TypeError: Another type, or a state that is no group of mpidist.
+    """
+    if not isinstance(comm_hook_type, DDPCommHookType):
+        raise TypeError(f"comm_hook_type must be a mpidist.ddp.hooks.registry.DDPCommHookType; got {comm_hook_type!r}")
+    if state is not None:
+        native_group(state)
+    comm_hook_type.value(model=model, state=state)

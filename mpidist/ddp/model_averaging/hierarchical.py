@@ -1,0 +1,141 @@
+"""Averages at several levels: often among a few ranks, seldom among all.
+
+Source: ``torch.distributed.algorithms.model_averaging.hierarchical_model_averager``, whose names and meanings these are;
+Castiglia, Das, Patterson, "Multi-Level Local SGD" (arXiv 2007.13819). torch's groups are always consecutive ranks. Ours are ranks
+of a node, or of whole nodes, where the sizes allow it, however the launcher has placed the ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpidist.comm.native_group import native_group
+from mpidist.comm.runtime import world
+from mpidist.ddp.hooks.powersgd_state import require_int
+from mpidist.ddp.model_averaging.averagers import ModelAverager, warn_of_period_1
+from mpidist.ddp.model_averaging.parameters import average_parameters_or_parameter_groups
+from mpidist.errors import DisagreementError
+
+_log = logging.getLogger(__name__)
+
+
+class HierarchicalModelAverager(ModelAverager):
+    """Average parameters among groups of several sizes, each with a period of its own.
+
+    At a step that several periods divide, the largest of them is taken, whose groups contain the smaller ones.
+
+    Collective: constructed by all ranks of ``process_group`` with the same arguments.
+
+    Args:
+        period_group_size_dict: Periods in steps → sizes of the groups, both growing; the last size is the group's.
+        warmup_steps: Steps before the first average.
+        process_group: A group of mpidist; None for the default.
+
+    Attributes:
+        period_process_group_dict: For each period the group in which this rank averages.
+
+    Raises:
+        TypeError: A number that is no int, no mapping, or a group of another backend.
+        ValueError: No periods; one below 1; periods that do not grow; sizes that do not divide each other, or end in another size
+            than the group's.
+        DisagreementError: Another rank has other arguments.
+    """
+
+    def __init__(
+        self, period_group_size_dict: Mapping[int, int] | None = None, warmup_steps: int = 0, process_group: Any = None
+    ) -> None:
+        require_int("warmup_steps", warmup_steps, least=0)
+        super().__init__(process_group)
+        group = native_group(self.process_group)
+        levels = list(period_group_size_dict.items()) if isinstance(period_group_size_dict, Mapping) else []
+        require_levels(levels, period_group_size_dict, group.size)
+        told = group.all_gather_object((levels, warmup_steps))
+        if any(one != told[0] for one in told):
+            held = "; ".join(f"rank {rank}: {dict(one)}, warmup_steps={steps}" for rank, (one, steps) in enumerate(told))
+            raise DisagreementError(f"HierarchicalModelAverager's arguments differ between ranks. {held}")
+        if levels[-1][0] == 1:
+            warn_of_period_1()
+        self.warmup_steps = warmup_steps
+        self.period_process_group_dict: OrderedDict[int, Any] = OrderedDict()
+        nodes = world().nodes_of(group.world_ranks)
+        for period, size in levels:
+            _log.info("groups of %d ranks average parameters every %d steps, if no larger ones do", size, period)
+            self.period_process_group_dict[period] = self.process_group if size == group.size else _part(group, nodes, size)
+
+    def average_parameters(self, params: Any) -> None:
+        """Count a step, and average the parameters with a gradient if it is time.
+
+        Collective: over the groups of the step, by all ranks at the same steps.
+
+        Args:
+            params: Parameters, the parameter groups of an optimizer, or an optimizer.
+
+        Raises:
+            DisagreementError: Parameters differ between ranks of a group (on all of them).
+        """
+        group = self._find_process_group() if self.step >= self.warmup_steps else None
+        if group is not None:
+            average_parameters_or_parameter_groups(params, group)
+        self.step += 1
+
+    def _find_process_group(self) -> Any:
+        for period, group in reversed(self.period_process_group_dict.items()):
+            if self.step % period == 0:
+                return group
+        return None
+
+
+def require_levels(levels: Sequence[tuple[int, int]], given: Any, ranks: int) -> None:
+    """Require periods and sizes that make a hierarchy of a group.
+
+    Args:
+        levels: Pairs of a period and a size.
+        given: The argument, for messages.
+        ranks: The group's size.
+
+    Raises:
+        TypeError, ValueError: They do not.
+    """
+    if not levels:
+        kind = ValueError if not given else TypeError
+        raise kind(f"period_group_size_dict must map periods to group sizes, as in {{2: 4, 8: {ranks}}}; got {given!r}")
+    for period, size in levels:
+        require_int("each period", period, least=1)
+        require_int("each group size", size, least=1)
+    for (period, size), (next_period, next_size) in itertools.pairwise(levels):
+        if next_period <= period or next_size % size:
+            raise ValueError(
+                f"period_group_size_dict must have growing periods, and sizes that divide the next: groups of {size} every "
+                f"{period} steps stand before groups of {next_size} every {next_period}"
+            )
+    if levels[-1][1] != ranks:
+        raise ValueError(f"the last size in period_group_size_dict must be that of process_group, {ranks}; got {levels[-1][1]}")
+
+
+def parts_of(nodes: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    """Divide ranks into parts of one size: along the nodes if no part then straddles a node, else consecutive ranks.
+
+    Args:
+        nodes: For each rank the number of its node.
+        size: Divides the number of ranks.
+    """
+    ranks = range(len(nodes))
+    by_node = sorted(ranks, key=lambda rank: (nodes[rank], rank))
+    parts = [tuple(by_node[start : start + size]) for start in range(0, len(nodes), size)]
+    if all(len({nodes[rank] for rank in part}) == 1 or _is_of_whole_nodes(part, nodes) for part in parts):
+        return parts
+    return [tuple(ranks[start : start + size]) for start in range(0, len(nodes), size)]
+
+
+def _is_of_whole_nodes(part: Sequence[int], nodes: Sequence[int]) -> bool:
+    own = {nodes[rank] for rank in part}
+    return len(part) == sum(node in own for node in nodes)
+
+
+def _part(group: Any, nodes: Sequence[int], size: int) -> Any:
+    color, key = next((number, part.index(group.rank)) for number, part in enumerate(parts_of(nodes, size)) if group.rank in part)
+    return group.split(color, key)

@@ -1,0 +1,136 @@
+"""Parameters to their average over a group: the functions that averagers call.
+
+Source: ``torch.distributed.algorithms.model_averaging.utils``, whose names and meanings these are. torch replaces each
+parameter's memory by a part of a flat tensor in the widest dtype; here parameters are averaged in their own dtype and stay where
+they are, so that views of them (a sharded optimizer's) stay valid. Parameters that differ in number or size between ranks are an
+error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from mpidist.comm.arithmetic import AVG, MAX
+from mpidist.comm.native_group import native_group
+from mpidist.errors import DisagreementError
+
+Tensor = torch.Tensor
+
+_BATCH_BYTES = 64 << 20  # of the flat copy in which parameters travel
+
+
+def average_parameters(params: Iterable[Tensor], process_group: Any) -> None:
+    """Average parameters in place.
+
+    Collective: over the group, with parameters of the same shapes and dtypes in the same order; a rank outside does nothing.
+
+    Args:
+        params: Dense tensors.
+        process_group: A group of mpidist; None for the default.
+
+    Raises:
+        TypeError: A group of another backend.
+        DisagreementError: Their number, or the number of their elements, differs between ranks (on all ranks).
+    """
+    if _is_outside(process_group):
+        return
+    group, held = native_group(process_group), list(params)
+    _require_alike(group, held)
+    _average(group, held)
+
+
+def get_params_to_average(params: Any) -> list[Tensor]:
+    """Return the parameters that have a gradient.
+
+    Args:
+        params: Parameters, the parameter groups of an optimizer, or an optimizer.
+
+    Raises:
+        NotImplementedError: Something else among them.
+    """
+    return [parameter for parameter in _all_of(params) if parameter.grad is not None]
+
+
+def average_parameters_or_parameter_groups(params: Any, process_group: Any) -> None:
+    """Average in place the parameters that have a gradient on any rank.
+
+    Collective: over the group, with the same parameters; a rank outside does nothing.
+
+    Args:
+        params: Parameters, the parameter groups of an optimizer, or an optimizer.
+
+    Raises:
+        NotImplementedError, TypeError, DisagreementError: See ``get_params_to_average`` and ``average_parameters``.
+    """
+    if _is_outside(process_group):
+        return
+    group, held = native_group(process_group), _all_of(params)
+    _require_alike(group, held)
+    # Which have one may differ: where gradients are not averaged any more, ranks may use different parameters.
+    has_gradient = torch.tensor([parameter.grad is not None for parameter in held], dtype=torch.uint8)
+    if len(held):
+        group.all_reduce(has_gradient, MAX)
+    _average(group, [parameter for parameter, has in zip(held, has_gradient.tolist(), strict=True) if has])
+
+
+def _all_of(params: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for item in getattr(params, "param_groups", params):
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, dict):
+            found += item["params"]
+        else:
+            raise NotImplementedError(f"parameters, or parameter groups of an optimizer, are needed; got {type(item).__name__}")
+    return found
+
+
+def _is_outside(process_group: Any) -> bool:
+    return process_group is not None and process_group is torch.distributed.GroupMember.NON_GROUP_MEMBER
+
+
+def _require_alike(group: Any, held: Sequence[Tensor]) -> None:
+    own = len(held), sum(tensor.numel() for tensor in held)
+    table = torch.tensor([*own, *(-value for value in own)])
+    group.all_reduce(table, MAX)
+    most, least = table[:2].tolist(), (-table[2:]).tolist()
+    if most != least:
+        raise DisagreementError(
+            f"model averaging needs the same parameters on all ranks; the ranks have {least[0]} to {most[0]} of them, with "
+            f"{least[1]} to {most[1]} elements; this one has {own[0]} with {own[1]}"
+        )
+
+
+@torch.no_grad()
+def _average(group: Any, held: Sequence[Tensor]) -> None:
+    for tensor in held:
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"model averaging needs dense parameters; got one of layout {tensor.layout}")
+    if group.size == 1:
+        return
+    together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in held:
+        together.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for tensors in together.values():
+        batch: list[Tensor] = []
+        for tensor in tensors:
+            if batch and sum(one.nbytes for one in batch) + tensor.nbytes > _BATCH_BYTES:
+                _average_batch(group, batch)
+                batch = []
+            batch.append(tensor)
+        _average_batch(group, batch)
+
+
+def _average_batch(group: Any, batch: Sequence[Tensor]) -> None:
+    if len(batch) == 1 and batch[0].is_contiguous():
+        group.all_reduce(batch[0], AVG)
+        return
+    # Elements in the order of the shape, whatever the strides, which may differ between ranks.
+    flat = torch.cat([tensor.reshape(-1) for tensor in batch])
+    if flat.numel():
+        group.all_reduce(flat, AVG)
+    for tensor, part in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
+        tensor.copy_(part.view(tensor.shape))

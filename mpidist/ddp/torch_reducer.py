@@ -1,0 +1,58 @@
+"""torch's names of a reducer that frameworks call: each in terms of ours.
+
+Source: ``torch._C._distributed_c10d.Reducer``, as ``torch/nn/parallel/distributed.py`` and Lightning's strategies use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class ReducerNames:
+    """torch's names of a reducer."""
+
+    hook: tuple[Any, Any] | None
+    arm: Callable[[Sequence[Tensor]], None]
+    _handles: list[Any]
+    _is_begun: bool
+    _futures: list[Any]
+
+    def prepare_for_forward(self) -> None:
+        """Do nothing: a forward pass needs no preparation."""
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Average the gradients of the next backward pass: for callers whose forward pass ran beside the module's."""
+        self.arm(list(outputs))
+
+    def _rebuild_buckets(self) -> bool:
+        """Return False: buckets are laid out again at the end of the first backward pass, not here."""
+        return False
+
+    def _delay_all_reduce(self) -> None:
+        """Do nothing: a static graph's first backward pass ends by itself."""
+
+    def _check_reducer_finalized(self) -> None:
+        if self._is_begun:
+            raise RuntimeError(
+                "the last backward pass of a DistributedDataParallel has begun and not ended: an exception has interrupted it"
+            )
+
+    def _remove_autograd_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _install_post_backward_futures(self, futures: Iterable[Any]) -> None:
+        """Wait for these at the end of the next backward pass."""
+        self._futures += futures
+
+    def wait_for_futures(self) -> None:
+        """Wait for what was installed."""
+        futures, self._futures = self._futures, []
+        for future in futures:
+            future.wait()

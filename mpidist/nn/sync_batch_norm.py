@@ -1,0 +1,237 @@
+"""``SyncBatchNorm``: batch normalisation with the statistics of all ranks' batches, on the CPU and on CUDA.
+
+One all-gather of 2 + 2·C numbers a rank in the forward pass, one all-reduce of 2·C in the backward pass, both in float64: the
+statistics have the same bits on all ranks. The elementwise work is torch's own kernels.
+
+Letters: C channels; N values per channel in the batches of all ranks.
+
+Source: Ioffe, Szegedy, "Batch Normalization" (2015), section 3; names and meanings are those of ``torch.nn.SyncBatchNorm``, which
+has no CPU path.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mpidist.comm.arithmetic import SUM
+from mpidist.comm.native_group import native_group
+from mpidist.nn import batch_kernels, batch_statistics
+from mpidist.nn.batch_statistics import Statistics
+
+Tensor = torch.Tensor
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Normalise each channel by the mean and variance over the batches of all ranks of a group.
+
+    In evaluation mode, and on a group of one rank, it is ``BatchNorm``. Batches may differ in size between ranks, and be empty on
+    some. If all are empty, the running statistics stay. Gradients of ``weight`` and ``bias`` are this rank's own part, which
+    ``DistributedDataParallel`` averages. Its state_dict is that of ``BatchNorm``. Not a subclass of
+    ``torch.nn.SyncBatchNorm``, which torch's DDP refuses on the CPU.
+
+    Collective: forward passes in training mode, and their backward passes where the input needs a gradient, by all ranks of the
+    group in one order. Within a ``DistributedDataParallel`` whose ranks may use different parameters (``find_unused_parameters``,
+    ``static_graph``), buckets leave behind the last of these passes.
+
+    Args:
+        num_features: C, the size of the input's second dimension.
+        eps: Added to the variance.
+        momentum: Weight of a new batch in the running statistics; None for the mean over all batches.
+        affine: Have a weight and a bias per channel.
+        track_running_stats: Keep running statistics.
+        process_group: A native group, or a torch group on the backend ``mpidist``; None for the default.
+        device: Of the parameters and buffers.
+        dtype: Theirs.
+        bias: With ``affine``: have a bias, too.
+
+    Raises:
+        ValueError: In training, on all ranks: an input of less than 2 dimensions, of other than C channels or of no floating
+            dtype on any rank; N = 1; an input that needs a gradient on some ranks only.
+        TypeError: ``process_group`` is of another backend.
+    """
+
+    # Said to DistributedDataParallel: other collectives of its backward pass must have one order with this module's.
+    communicates_in_backward = True
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        if not bias:  # an argument of torch's classes since 2.12 only
+            self.register_parameter("bias", None)
+        if process_group is not None:
+            native_group(process_group)  # another backend's is refused here, not in the first step
+        self.process_group = process_group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise.
+
+        Args:
+            input: Batch × C, or batch × C × one to three dimensions and more; any floating dtype.
+
+        Returns:
+            A tensor of the same shape, dtype and memory format.
+        """
+        group = native_group(self.process_group) if self.training else None
+        refusal = self._refusal(input)
+        if group is None or group.size == 1:
+            if refusal is not None:
+                raise ValueError(f"SyncBatchNorm: {refusal}")
+            return super().forward(input)
+        own = None if refusal is not None else batch_kernels.dense(input)
+        needs_gradient = torch.is_grad_enabled() and input.requires_grad
+        statistics = gathered(group, own, self.num_features, needs_gradient, refusal)
+        assert own is not None
+        self._track(statistics)
+        return _Normalise.apply(own, self.weight, self.bias, statistics, self.eps, group)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Leave it to ``forward``."""
+
+    def _refusal(self, input: Tensor) -> str | None:
+        if input.dim() < 2:
+            return f"expected an input of at least 2 dimensions; got shape {tuple(input.shape)}"
+        if input.shape[1] != self.num_features:
+            return f"expected {self.num_features} channels; got shape {tuple(input.shape)}"
+        if not input.is_floating_point():
+            return f"expected an input of a floating dtype; got {input.dtype}"
+        return None
+
+    @torch.no_grad()
+    def _track(self, statistics: Statistics) -> None:
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None or not statistics.count:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        factor = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        for running, new in ((self.running_mean, statistics.mean), (self.running_var, statistics.unbiased)):
+            running.mul_(1 - factor).add_(new.to(running), alpha=factor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        """Copy all but the group, which the copy shares."""
+        memo[id(self.process_group)] = self.process_group
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but the group, which a file cannot hold."""
+        if self.process_group is not None:
+            warnings.warn("a SyncBatchNorm is saved without its process group, and loaded on the default one", stacklevel=2)
+        return {**self.__dict__, "process_group": None}
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
+        """Replace every ``BatchNorm1d`` to ``3d``, and torch's ``SyncBatchNorm``, within a module.
+
+        Parameters and buffers stay the same objects.
+
+        Args:
+            module: Changed in place; if it is itself one of these layers, the returned module takes its place.
+            process_group: For all of them; None for the default.
+
+        Returns:
+            The module, or the layer in its place.
+        """
+        if process_group is not None:
+            native_group(process_group)
+        converted = module
+        if _is_batch_norm(module):
+            converted = cls._from(module, process_group)
+        for name, child in module.named_children():
+            converted.add_module(name, cls.convert_sync_batchnorm(child, process_group))
+        return converted
+
+    @classmethod
+    def _from(cls, layer: Any, process_group: Any) -> SyncBatchNorm:
+        made = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, process_group)
+        # The tensors themselves: an optimizer and other modules may hold them.
+        made._parameters.update(layer._parameters)
+        made._buffers.update(layer._buffers)
+        made.training = layer.training
+        if hasattr(layer, "qconfig"):
+            made.qconfig = layer.qconfig
+        return made
+
+
+@torch.no_grad()
+def gathered(group: Any, input: Tensor | None, channels: int, needs_gradient: bool, refusal: str | None) -> Statistics:
+    """Return the statistics over all ranks' inputs.
+
+    Collective: over the group.
+
+    Args:
+        input: A dense tensor; None if it was refused.
+        channels: C.
+
+    Raises:
+        ValueError: See ``batch_statistics.merge``; on all ranks.
+    """
+    if input is None:
+        row = batch_statistics.row_of(channels, batch_statistics.REFUSED, needs_gradient, None, None)
+    elif not input.numel():
+        row = batch_statistics.row_of(channels, 0, needs_gradient, None, None).to(input.device)
+    else:
+        row = batch_statistics.row_of(channels, input.numel() // channels, needs_gradient, *batch_kernels.statistics(input))
+    rows = row.new_empty(group.size, row.numel())
+    group.all_gather_into_tensor(rows, row)
+    return batch_statistics.merge(rows, refusal)
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalisation by statistics to which all ranks' inputs contributed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics, eps: float, group: Any
+    ) -> Tensor:
+        kind = torch.float64 if input.dtype is torch.float64 else torch.float32
+        mean, inverse = statistics.mean.to(kind), (statistics.variance + eps).rsqrt().to(kind)
+        ctx.save_for_backward(input, weight, mean, inverse)
+        ctx.count, ctx.group = statistics.count, group
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return batch_kernels.normalise(input, weight, bias, mean, inverse) if input.numel() else torch.empty_like(input)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, inverse = ctx.saved_tensors
+        gradient = batch_kernels.dense(gradient)
+        is_empty = not input.numel()
+        sums = mean.new_zeros(2, mean.numel()) if is_empty else batch_kernels.sums(gradient, input, mean, inverse)
+        # Zeros of a rank without a batch, and not None: data-parallel modules wait for a gradient of every parameter.
+        by_weight = sums[1].to(weight.dtype) if ctx.needs_input_grad[1] else None
+        by_bias = sums[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        by_input: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            whole = sums.to(torch.float64, copy=True)
+            ctx.group.all_reduce(whole, SUM)
+            if is_empty:
+                by_input = torch.zeros_like(input)
+            else:
+                means = (whole / ctx.count).to(mean.dtype)
+                by_input = batch_kernels.input_gradient(gradient, input, mean, inverse, weight, means)
+        return by_input, by_weight, by_bias, None, None, None
+
+
+def _is_batch_norm(module: torch.nn.Module) -> bool:
+    """Say whether a layer is one of torch's that ``SyncBatchNorm`` replaces; instance norms and ours are not."""
+    is_of_torch = isinstance(module, (_BatchNorm, torch.nn.SyncBatchNorm)) and not isinstance(module, SyncBatchNorm)
+    return is_of_torch and not isinstance(module, torch.nn.modules.batchnorm._LazyNormBase)
