@@ -34,17 +34,19 @@ def group_of(device_mesh: Any, process_group: Any) -> Any:
     """Return the group that the arguments name, or the default one.
 
     Raises:
-        ValueError: Both are given, or a mesh of several dimensions.
+        RuntimeError: Both are given, or a mesh of several dimensions; the class and the first words are torch's.
         TypeError: The mesh is none.
     """
     if device_mesh is None:
         return default_group() if process_group is None else process_group
     if process_group is not None:
-        raise ValueError("process_group and device_mesh exclude each other; pass one of them")
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments. Pass one of them")
     if not hasattr(device_mesh, "get_group"):
         raise TypeError(f"device_mesh must be a torch.distributed.device_mesh.DeviceMesh; got {type(device_mesh).__name__}")
     if device_mesh.ndim != 1:
-        raise ValueError(f"device_mesh must have one dimension (slice it first: mesh['dp']); got {device_mesh.ndim}")
+        raise RuntimeError(
+            f"Only 1D device mesh is supported, but got {device_mesh.ndim} dimensions: slice it first (mesh['dp'])"
+        )
     return device_mesh.get_group(mesh_dim=0)
 
 

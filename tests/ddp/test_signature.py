@@ -184,7 +184,12 @@ def test_a_mesh_and_torch_groups(group):
         mean = (group.size + 1) / 2
         agree(group, float(ddp.module.bias.grad) == mean, str(ddp.module.bias.grad))
     both = {"device_mesh": mesh, "process_group": mesh.get_group()}
-    raises_on_all(group, ValueError, lambda: DistributedDataParallel(torch.nn.Linear(1, 1), **both), "exclude each other")
+    wanted = "Cannot specify both process_group and device_mesh arguments."  # torch's class of error, and its words
+    raises_on_all(group, RuntimeError, lambda: DistributedDataParallel(torch.nn.Linear(1, 1), **both), wanted)
+    wide = {"device_mesh": init_device_mesh("cpu", (1, group.size))}
+    raises_on_all(
+        group, RuntimeError, lambda: DistributedDataParallel(torch.nn.Linear(1, 1), **wide), "Only 1D device mesh is supported,"
+    )
 
 
 @pytest.mark.mpi
