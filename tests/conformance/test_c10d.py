@@ -15,10 +15,10 @@ from mpidist.comm.launch import from_environment
 from tests.conformance.c10d_lists import KNOWN_FAILURES, LONG, NOT_APPLICABLE
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.filterwarnings("ignore")]
-_ALL = os.environ.get("MPIDIST_CONFORMANCE") == "all"
+_SHORT = os.environ.get("MPIDIST_CONFORMANCE") != "all"
 
 
-def sorted_out(mode: str, size: int) -> tuple[list[str], Counter[str]]:
+def sorted_out(mode: str, size: int, short: bool = _SHORT) -> tuple[list[str], Counter[str]]:
     """Return the tests of a mode that are to run at ``size`` ranks, and the number of others by reason."""
     from tests.conformance import c10d_module
 
@@ -35,7 +35,7 @@ def sorted_out(mode: str, size: int) -> tuple[list[str], Counter[str]]:
             others["listed as not applicable"] += 1
         elif name in KNOWN_FAILURES[mode]:
             others["listed as failing"] += 1
-        elif not _ALL and (name in LONG or c10d_module.size_of(name) != size):
+        elif short and (name in LONG or c10d_module.size_of(name) != size):
             others["not in the short form"] += 1
         else:
             chosen.append(name)
