@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mpidist.ddp.agreement import broadcast_state
+from mpidist.dynamo import untraced
 
 Tensor = torch.Tensor
 
@@ -89,6 +90,7 @@ class BufferSyncing:
     def _syncs_behind(self) -> bool:
         return self.buffer_hook is not None and self.buffer_hook.location == POST_FORWARD
 
+    @untraced
     def _sync_buffers(self, root: int = 0, waits: bool = True) -> None:
         """Synchronise the buffers. Collective: over the group.
 
