@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mpidist.ddp.agreement import broadcast_state
+from mpidist.dynamo import untraced
 
 Tensor = torch.Tensor
 
@@ -89,12 +90,16 @@ class BufferSyncing:
     def _syncs_behind(self) -> bool:
         return self.buffer_hook is not None and self.buffer_hook.location == POST_FORWARD
 
+    @untraced
     def _sync_buffers(self, root: int = 0, waits: bool = True) -> None:
         """Synchronise the buffers. Collective: over the group.
 
         Args:
             root: The rank whose buffers hold, if no hook says otherwise.
             waits: Wait for the hook's futures here, and not at the end of the backward pass.
+
+        Raises:
+            TypeError: The hook returned something else.
         """
         if self.buffer_hook is None:
             broadcast_state(self._group, self.modules_buffers, root)
@@ -103,7 +108,10 @@ class BufferSyncing:
             futures = self.buffer_hook.hook(self.buffer_hook.state, self.named_module_buffers)
         if futures is None:
             return
-        self.reducer._install_post_backward_futures(futures if isinstance(futures, (list, tuple)) else [futures])
+        futures = futures if isinstance(futures, (list, tuple)) else [futures]
+        if not all(hasattr(future, "wait") for future in futures):
+            raise TypeError(f"a buffer hook must return None, a future or a list of futures; got {futures}")
+        self.reducer._install_post_backward_futures(futures)
         if waits:
             self.reducer.wait_for_futures()
 

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
+from mpidist.dynamo import untraced
+
 Tensor = torch.Tensor
 
 
+@untraced
 class ReducerNames:
     """torch's names of a reducer."""
 

@@ -27,7 +27,8 @@ def statistics(batch: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and the variance (divided by the number of values) of each channel."""
     if batch.is_cuda:
         mean, inverse = torch.batch_norm_stats(batch, 0.0)
-        return mean, inverse.double().square().reciprocal()
+        # Where the variance is 0 the kernel says 0 or infinity.
+        return mean, inverse.double().square().reciprocal().masked_fill(inverse == 0, 0.0)
     return torch.batch_norm_update_stats(_wide(batch), None, None, 0.0)
 
 

@@ -22,9 +22,9 @@ _HEAD = 2  # values ahead of the means
 
 def row_of(channels: int, count: float, needs_gradient: bool, mean: Tensor | None, variance: Tensor | None) -> Tensor:
     """Return one rank's row, of 2 + 2·C float64 elements; without statistics (an empty batch, a refused one) zeros."""
-    head = torch.tensor([count, float(needs_gradient)], dtype=torch.float64)
+    head = torch.tensor([count, float(needs_gradient)], dtype=torch.float64, device="cpu")
     if mean is None or variance is None:
-        return torch.cat([head, torch.zeros(2 * channels, dtype=torch.float64)])
+        return torch.cat([head, torch.zeros(2 * channels, dtype=torch.float64, device="cpu")])
     return torch.cat([head.to(mean.device), mean.double(), variance.double()])
 
 

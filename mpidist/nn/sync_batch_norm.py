@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpidist.comm.arithmetic import SUM
 from mpidist.comm.native_group import native_group
+from mpidist.dynamo import untraced
 from mpidist.nn import batch_kernels, batch_statistics
 from mpidist.nn.batch_statistics import Statistics
 
@@ -94,6 +95,10 @@ class SyncBatchNorm(_BatchNorm):
             if refusal is not None:
                 raise ValueError(f"SyncBatchNorm: {refusal}")
             return super().forward(input)
+        return self._synchronised(input, group, refusal)
+
+    @untraced
+    def _synchronised(self, input: Tensor, group: Any, refusal: str | None) -> Tensor:
         own = None if refusal is not None else batch_kernels.dense(input)
         needs_gradient = torch.is_grad_enabled() and input.requires_grad
         statistics = gathered(group, own, self.num_features, needs_gradient, refusal)

@@ -70,7 +70,7 @@ def average_parameters_or_parameter_groups(params: Any, process_group: Any) -> N
     group, held = native_group(process_group), _all_of(params)
     _require_alike(group, held)
     # Which have one may differ: where gradients are not averaged any more, ranks may use different parameters.
-    has_gradient = torch.tensor([parameter.grad is not None for parameter in held], dtype=torch.uint8)
+    has_gradient = torch.tensor([parameter.grad is not None for parameter in held], dtype=torch.uint8, device="cpu")
     if len(held):
         group.all_reduce(has_gradient, MAX)
     _average(group, [parameter for parameter, has in zip(held, has_gradient.tolist(), strict=True) if has])
@@ -94,7 +94,7 @@ def _is_outside(process_group: Any) -> bool:
 
 def _require_alike(group: Any, held: Sequence[Tensor]) -> None:
     own = len(held), sum(tensor.numel() for tensor in held)
-    table = torch.tensor([*own, *(-value for value in own)])
+    table = torch.tensor([*own, *(-value for value in own)], device="cpu")
     group.all_reduce(table, MAX)
     most, least = table[:2].tolist(), (-table[2:]).tolist()
     if most != least:
