@@ -42,6 +42,8 @@ def of_module(ddp: Any) -> dict[str, Any]:
     if ddp._has_rebuilt_buckets:
         data["rebuilt_bucket_sizes"] = sizes
         data["rebuilt_per_bucket_param_indices"] = ", ".join(" ".join(map(str, places)) for places in buckets)
+    if "_authoritative_rank" in vars(ddp):
+        data["join_uneven_inputs"] = 1
     if hook is not None:
         data["comm_hook"] = getattr(hook[0], "__qualname__", type(hook[0]).__qualname__)
     return data

@@ -112,10 +112,12 @@ def test_throw_on_early_termination(group):
 
 def test_the_rank_whose_weights_all_have_is_known_as_in_torch(group):
     ddp = DistributedDataParallel(Net(), process_group=group)
+    agree(group, "join_uneven_inputs" not in ddp._get_ddp_logging_data())
     with ddp.join():
         for step in range(group.rank + 1):
             backward(ddp, group.rank, step)
     agree(group, ddp._authoritative_rank == group.size - 1, str(ddp._authoritative_rank))
+    agree(group, ddp._get_ddp_logging_data()["join_uneven_inputs"] == 1)
 
 
 def test_an_exception_within_passes_at_once(group):
