@@ -18,11 +18,12 @@ from mpidist.ddp.join import Iteration, TorchJoinHook, exchange, joined
 from mpidist.ddp.layout import Settings
 from mpidist.ddp.outputs import moved, tensors_in
 from mpidist.ddp.reducer import Reducer
+from mpidist.ddp.torch_names import ModuleNames
 from mpidist.errors import DisagreementError, MpidistError
 from mpidist.kernels.launch import has_kernels
 
 
-class DistributedDataParallel(torch.nn.Module, Joinable):
+class DistributedDataParallel(torch.nn.Module, Joinable, ModuleNames):
     """Average the gradients of ``module`` over all ranks of a group in each backward pass.
 
     Sparse gradients, of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, stay sparse: each is averaged by itself,
@@ -203,7 +204,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self._input_device is not None:
             args, kwargs = moved((args, kwargs), self._input_device)
         output = self.module(*args, **kwargs)
-        if averages:
+        # Asked again: Lightning's manual optimization has run its backward passes within the module, and clears it there.
+        if averages and self.require_backward_grad_sync:
             self.reducer.scale = 1.0 if iteration is None else self._scale(iteration)
             self.reducer.arm([tensor for tensor in tensors_in(output) if tensor.requires_grad])
         elif torch.is_grad_enabled():

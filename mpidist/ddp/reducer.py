@@ -20,12 +20,13 @@ from mpidist.ddp.layout import Layout, Settings
 from mpidist.ddp.owned_bucket import Owners
 from mpidist.ddp.ownership import Ownership, of_hook, resolve
 from mpidist.ddp.standing import Marks, Standing
+from mpidist.ddp.torch_names import ReducerNames
 
 Tensor = torch.Tensor
 Aside = tuple[mirroring.Gradients, Marks | None]
 
 
-class Reducer:
+class Reducer(ReducerNames):
     """The gradients of one module on one group.
 
     Collective: constructed by all ranks of the group with parameters of equal shapes and dtypes, unless it is ``local``; then
