@@ -43,7 +43,10 @@ def _register() -> None:
     if _SCHEME not in rendezvous._rendezvous_handlers:
         rendezvous.register_rendezvous_handler(_SCHEME, _rendezvous)
         # init_process_group("mpidist") alone means env://, which wants RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-        rendezvous._rendezvous_handlers["env"] = _or_mpi(rendezvous._rendezvous_handlers["env"])
+        for scheme in ("env", "tcp"):
+            rendezvous._rendezvous_handlers[scheme] = _or_mpi(rendezvous._rendezvous_handlers[scheme], scheme)
+    if os.environ.get("MPIDIST_REPLACE"):
+        importlib.import_module("mpidist.c10d.replacement").install()
 
 
 def _rendezvous(url: str, **kwargs: Any) -> Iterator[Any]:
@@ -52,14 +55,21 @@ def _rendezvous(url: str, **kwargs: Any) -> Iterator[Any]:
     yield from rendezvous(url, **kwargs)
 
 
-def _or_mpi(env_handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Let ``env://`` without its variables mean ``mpi://``, for our backend alone: any other still gets torch's error."""
+def _or_mpi(torch_handler: Callable[..., Iterator[Any]], scheme: str) -> Callable[..., Iterator[Any]]:
+    """Let ``env://`` without its variables mean ``mpi://``, for our backend alone: any other still gets torch's error.
+
+    With MPIDIST_REPLACE ``env://`` and ``tcp://`` mean it always.
+    """
 
     def handler(url: str, **kwargs: Any) -> Iterator[Any]:
+        if not _initialises_mpidist():
+            return torch_handler(url, **kwargs)
+        if os.environ.get("MPIDIST_REPLACE"):
+            return _rendezvous(url, environ=os.environ if scheme == "env" else {}, **kwargs)
         under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        if ("RANK" in os.environ and not under_torchrun) or not _initialises_mpidist():
-            return env_handler(url, **kwargs)
-        return _rendezvous(url, **kwargs)
+        if scheme == "env" and (under_torchrun or "RANK" not in os.environ):
+            return _rendezvous(url, **kwargs)
+        return torch_handler(url, **kwargs)
 
     return handler
 
