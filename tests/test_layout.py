@@ -53,7 +53,10 @@ COVERED_BY = {
     "ddp/sparse_bucket": "ddp/test_sparse.py",
     "ddp/hooks/lowrank": "ddp/hooks/test_powersgd.py",
     "ddp/hooks/powersgd_state": "ddp/hooks/test_powersgd.py",
+    "ddp/torch_names": "frameworks/test_lightning.py",
     "errors": "rpc/test_remote_error.py",
+    "frameworks/environment": "frameworks/test_lightning.py",
+    "frameworks/group": "frameworks/test_lightning.py",
     "kernels/launch": "kernels/test_pack.py",  # on a device: with make gpu
     "nn/handle": "nn/test_remote_module.py",
     "nn/remote": "nn/test_remote_module.py",

@@ -12,6 +12,7 @@ from lightning.fabric import strategies
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 
 from mpidist.ddp import DistributedDataParallel
+from mpidist.ddp.backward_pass import Hook
 from mpidist.frameworks.environment import MPIEnvironment
 from mpidist.frameworks.group import make_default_group, refuse
 
@@ -24,25 +25,31 @@ class DDPStrategy(strategies.DDPStrategy):
     Collective: a Fabric with it is launched by all ranks of the job.
 
     Args:
+        ddp_comm_state, ddp_comm_hook: Arguments of ``register_comm_hook``, as Lightning's Trainer has them and Fabric lacks.
         kwargs: Fabric's arguments of this strategy, and those of ``mpidist.ddp.DistributedDataParallel``.
 
     Raises:
         ValueError: Another ``process_group_backend`` than ``"mpidist"``, or a ``start_method`` that starts processes; in
-            Fabric's construction ``devices`` and ``num_nodes`` that are not the job's.
+            ``launch()``, ``devices`` and ``num_nodes`` that are not the job's.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, ddp_comm_state: Any = None, ddp_comm_hook: Hook | None = None, **kwargs: Any) -> None:
         refuse(kwargs, type(self))
         super().__init__(**{"cluster_environment": MPIEnvironment(), "process_group_backend": "mpidist", **kwargs})
         self._backward_sync_control = _NoSync()
+        self._hook = (ddp_comm_state, ddp_comm_hook)
 
     def _setup_distributed(self) -> None:
         make_default_group(self._timeout)
         super()._setup_distributed()
 
-    def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:  # type: ignore[override, unused-ignore]
+    def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         """Wrap a module in mpidist's ``DistributedDataParallel``. Collective: over the job."""
-        return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
+        wrapped = DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
+        state, hook = self._hook
+        if hook is not None:
+            wrapped.register_comm_hook(state, hook)
+        return wrapped
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """Return the state of the module within."""

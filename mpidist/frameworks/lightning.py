@@ -28,9 +28,11 @@ class DDPStrategy(strategies.DDPStrategy):
         kwargs: Lightning's arguments of this strategy, and those of ``mpidist.ddp.DistributedDataParallel``.
 
     Raises:
-        ValueError: Another ``process_group_backend`` than ``"mpidist"``, or a ``start_method`` that starts processes; in the
-            Trainer's construction ``devices`` and ``num_nodes`` that are not the job's.
+        ValueError: Another ``process_group_backend`` than ``"mpidist"``, or a ``start_method`` that starts processes; when
+            the Trainer starts, ``devices`` and ``num_nodes`` that are not the job's.
     """
+
+    model: torch.nn.Module | None
 
     def __init__(self, **kwargs: Any) -> None:
         refuse(kwargs, type(self))
@@ -42,7 +44,7 @@ class DDPStrategy(strategies.DDPStrategy):
         make_default_group(self._timeout)
         super().setup_distributed()
 
-    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:  # type: ignore[override, unused-ignore]
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
@@ -54,7 +56,7 @@ class DDPStrategy(strategies.DDPStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Arm the reducer for a ``manual_backward``, which runs within the forward pass of DDP."""
         if isinstance(self.model, DistributedDataParallel) and not _is_automatic(self.lightning_module):
-            prepare_for_backward(self.model, closure_loss)  # type: ignore[arg-type, unused-ignore]
+            prepare_for_backward(self.model, closure_loss)
 
     def teardown(self) -> None:
         """Unwrap the module."""
