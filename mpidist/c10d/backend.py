@@ -45,8 +45,10 @@ def _register() -> None:
         # init_process_group("mpidist") alone means env://, which wants RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
         for scheme in ("env", "tcp"):
             rendezvous._rendezvous_handlers[scheme] = _or_mpi(rendezvous._rendezvous_handlers[scheme], scheme)
+    replacement = None
     if os.environ.get("MPIDIST_REPLACE"):
-        importlib.import_module("mpidist.c10d.replacement").install()
+        replacement = importlib.import_module("mpidist.c10d.replacement").install()
+    importlib.import_module("mpidist.c10d.names").install(str if replacement is None else replacement.backend)
 
 
 def _rendezvous(url: str, **kwargs: Any) -> Iterator[Any]:
@@ -116,6 +118,5 @@ def _create(options: Any, backend_options: Any = None) -> Any:
         native = group.from_world(name if name != "0" else "world", timeout, key=options.group_rank)
     if not is_shared:
         return TorchProcessGroup(native, options.store, name)
-    # torch gives a group to the first plugin of such a list, whole, and drops what it has begun.
-    begun, device_id = (_local_of("_new_process_group_helper", local) for local in ("pg", "device_id"))
-    return company.mixed_group(native, options, backends, begun, device_id, backend_options)
+    device_id = _local_of("_new_process_group_helper", "device_id")
+    return company.mixed_group(native, options, backends, device_id, backend_options)

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from mpidist.c10d import batches
 from mpidist.c10d.mixed import MixedProcessGroup
+from mpidist.c10d.names import OURS
 from mpidist.comm.group import ProcessGroup
 
-_OURS = "mpidist"
 _GLOO, _NCCL = "gloo", "nccl"
 
 
@@ -24,11 +25,11 @@ def require_known(backends: Mapping[str, str]) -> None:
     Raises:
         ValueError: On all ranks, which ask alike.
     """
-    unknown = sorted(set(backends.values()) - {_OURS, _GLOO, _NCCL})
+    unknown = sorted(set(backends.values()) - {OURS, _GLOO, _NCCL})
     if unknown:
         listed = ",".join(f"{device}:{backend}" for device, backend in backends.items())
         raise ValueError(
-            f'a group cannot be shared between backends as "{listed}" asks: {_GLOO} and {_NCCL} share one with {_OURS}, '
+            f'a group cannot be shared between backends as "{listed}" asks: {_GLOO} and {_NCCL} share one with {OURS}, '
             f'{", ".join(unknown)} does not. Make a group of its own for it: torch.distributed.new_group(backend="{unknown[0]}")'
         )
 
@@ -45,7 +46,7 @@ def obstacle(backends: Mapping[str, str]) -> str | None:
             missing = "torch finds no CUDA device here"
         if missing:
             return (
-                f'no NCCL: {missing}. Write backend="{_OURS}", which carries tensors of every device by MPI, or start the job on '
+                f'no NCCL: {missing}. Write backend="{OURS}", which carries tensors of every device by MPI, or start the job on '
                 "nodes with GPUs and a torch that was built for them"
             )
     if _GLOO in names:
@@ -65,7 +66,6 @@ def mixed_group(
     native: ProcessGroup,
     options: Any,
     backends: Mapping[str, str],
-    begun: Any,
     device_id: torch.device | None,
     nccl_options: Any,
 ) -> MixedProcessGroup:
@@ -77,7 +77,6 @@ def mixed_group(
         native: Our group, made already; closed if the others cannot be made.
         options: torch's DistributedBackendOptions.
         backends: Names by type of device.
-        begun: The ProcessGroup that torch has begun, with the backends that stand before ours in the list.
         device_id: The GPU that the group is bound to, or None.
         nccl_options: ``pg_options`` of the caller, or None.
 
@@ -90,23 +89,24 @@ def mixed_group(
         if problem is not None:
             native.close()
             raise ValueError(f"{where} asks for backends by device, but rank {rank} has {problem}")
-    wanted = {torch.device(device): name for device, name in backends.items() if name != _OURS}
-    kinds = dist.ProcessGroup.BackendType
-    begun._set_default_backend(kinds.NCCL if _NCCL in wanted.values() else kinds.GLOO)
+    others: Any = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     if device_id is not None:
-        begun.bound_device_id = device_id
-    made = {wanted[device]: begun._get_backend(device) for device in begun._device_types}
-    for device, name in wanted.items():
-        if device in begun._device_types:
+        others.bound_device_id = device_id
+    kinds, made = dist.ProcessGroup.BackendType, {}
+    for device, name in backends.items():
+        if name == OURS:
             continue
         if name not in made:
             store = dist.PrefixStore(f"beside/{name}/", options.store)
             made[name] = _gloo(store, options) if name == _GLOO else _nccl(store, options, nccl_options)
             made[name]._set_sequence_number_for_group()
-        begun._register_backend(device, kinds.GLOO if name == _GLOO else kinds.NCCL, made[name])
+        others._register_backend(torch.device(device), kinds.GLOO if name == _GLOO else kinds.NCCL, made[name])
+    others._set_default_backend(kinds.NCCL if _NCCL in made else kinds.GLOO)
+    if _NCCL in made:
+        batches.install()
     name = str(options.group_id)
-    begun._set_group_name(name)
-    return MixedProcessGroup(native, options.store, name, backends, begun)
+    others._set_group_name(name)
+    return MixedProcessGroup(native, options.store, name, backends, others)
 
 
 def _gloo(store: Any, options: Any) -> Any:

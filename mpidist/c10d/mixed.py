@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import Work
 
+from mpidist.c10d.names import OURS
 from mpidist.c10d.process_group import TorchProcessGroup
 from mpidist.comm.group import ProcessGroup
 
-_OURS = "mpidist"
 # What takes tensors, by all names that torch 2.9 to 2.13 have for it.
 _ROUTED = (
     "_allgather_base",
@@ -89,7 +89,7 @@ class MixedProcessGroup(TorchProcessGroup):
         """See barrier; the backend of the device that torch names waits, ours if it names none."""
         # Unset, it is a device without a backend; reading it then is an error in some versions.
         device = getattr(opts, "device", None)
-        if device is None or self._backends.get(device.type, _OURS) == _OURS:
+        if device is None or self._backends.get(device.type, OURS) == OURS:
             return super().barrier(opts)
         return self._theirs().barrier(opts)
 
@@ -125,6 +125,10 @@ class MixedProcessGroup(TorchProcessGroup):
             return super()._end_coalescing(device)
         return self._theirs()._end_coalescing(device)
 
+    def coalesces(self, device: torch.device) -> bool:
+        """Say whether another backend has the device, and starts several messages as one."""
+        return not self._is_ours(device.type) and bool(self._get_backend(device).supports_coalescing)
+
     def _is_ours(self, device: str) -> bool:
         backend = self._backends.get(device)
         if backend is None:
@@ -133,7 +137,7 @@ class MixedProcessGroup(TorchProcessGroup):
                 f"{self.native.where('a call')} got a tensor on {device}, but this group has backends for {held} alone; name one "
                 f'for {device} where the group is made, as "{self._listed()},{device}:..."'
             )
-        return backend == _OURS
+        return backend == OURS
 
     def _listed(self) -> str:
         return ",".join(f"{device}:{backend}" for device, backend in self._backends.items())
@@ -144,7 +148,7 @@ class MixedProcessGroup(TorchProcessGroup):
         return self._others
 
     def _other_backends(self) -> list[Any]:
-        return [self._theirs()._get_backend(torch.device(kind)) for kind, name in self._backends.items() if name != _OURS]
+        return [self._theirs()._get_backend(torch.device(kind)) for kind, name in self._backends.items() if name != OURS]
 
 
 def _routed(name: str) -> Callable[..., Any]:
