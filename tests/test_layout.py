@@ -20,6 +20,7 @@ COVERED_BY = {
     "cli/finding": "cli/test_findings.py",
     "cli/questions": "cli/test_doctor.py",
     "cli/tables": "cli/test_command.py",
+    "c10d/batches": "c10d/test_mixed.py",
     "comm/communicator": "comm/test_collectives.py",
     "comm/device_messages": "comm/test_on_device.py",
     "comm/door": "integration/test_launch.py",  # a job at MPI_THREAD_SERIALIZED

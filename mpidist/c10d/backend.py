@@ -45,8 +45,10 @@ def _register() -> None:
         # init_process_group("mpidist") alone means env://, which wants RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
         for scheme in ("env", "tcp"):
             rendezvous._rendezvous_handlers[scheme] = _or_mpi(rendezvous._rendezvous_handlers[scheme], scheme)
+    replacement = None
     if os.environ.get("MPIDIST_REPLACE"):
-        importlib.import_module("mpidist.c10d.replacement").install()
+        replacement = importlib.import_module("mpidist.c10d.replacement").install()
+    importlib.import_module("mpidist.c10d.names").install(str if replacement is None else replacement.backend)
 
 
 def _rendezvous(url: str, **kwargs: Any) -> Iterator[Any]:
@@ -80,17 +82,6 @@ def _initialises_mpidist() -> bool:
     return any(part.split(":")[-1] == _NAME for part in named)
 
 
-def _refuse_company() -> None:
-    # torch gives a group to the first plugin of such a list, whole, and never makes the others.
-    config = _local_of("_new_process_group_helper", "backend_config")
-    named = set(config.get_device_backend_map().values()) if config is not None else set()
-    if named - {_NAME}:
-        raise ValueError(
-            f'a group cannot be shared between backends as "{config}" asks: torch would run all of it on mpidist. Make the group '
-            f'with "{_NAME}", and another for {", ".join(sorted(named - {_NAME}))}: torch.distributed.new_group(backend=...)'
-        )
-
-
 def _local_of(function: str, name: str) -> Any:
     """Return a local variable of the innermost caller of that name, or None."""
     frame: FrameType | None = sys._getframe(1)
@@ -106,7 +97,12 @@ def _create(options: Any, backend_options: Any = None) -> Any:
     from mpidist.c10d.process_group import TorchProcessGroup, native_of_default
     from mpidist.comm import group, runtime
 
-    _refuse_company()
+    config = _local_of("_new_process_group_helper", "backend_config")
+    backends = dict(config.get_device_backend_map()) if config is not None else {}
+    is_shared = bool(set(backends.values()) - {_NAME})
+    if is_shared:
+        company = importlib.import_module("mpidist.c10d.company")
+        company.require_known(backends)
     world = runtime.world()
     ranks = list(options.global_ranks_in_group)
     name, timeout = str(options.group_id), options.timeout
@@ -120,4 +116,7 @@ def _create(options: Any, backend_options: Any = None) -> Any:
                 f"{world.size} rank(s); start as many with mpirun or srun, or use init_method='mpi://', which asks MPI"
             )
         native = group.from_world(name if name != "0" else "world", timeout, key=options.group_rank)
-    return TorchProcessGroup(native, options.store, name)
+    if not is_shared:
+        return TorchProcessGroup(native, options.store, name)
+    device_id = _local_of("_new_process_group_helper", "device_id")
+    return company.mixed_group(native, options, backends, device_id, backend_options)

@@ -1,32 +1,30 @@
 """``MPIDIST_REPLACE=gloo,nccl,mpi,ddp``: groups that a script or framework makes by torch's own names are mpidist's.
 
-``install`` is called by ``import torch`` where the variable is set, and patches what those names pass through:
-
-- ``Backend(name)``, by which torch reads every backend name, as ``init_process_group`` and ``new_group`` call it;
-- ``is_nccl_available`` and ``is_mpi_available`` of ``torch.distributed``, which frameworks ask first;
-- with the word ``ddp`` the name ``DistributedDataParallel`` (``ddp_name``).
+``install`` is called by ``import torch`` where the variable is set. ``Replacement.backend`` is what ``names`` has torch make
+groups by. ``is_nccl_available`` and ``is_mpi_available`` of ``torch.distributed``, which frameworks ask first, say yes, and
+``monitored_barrier``, which torch allows Gloo alone, takes our groups. With the word ``ddp`` the name ``DistributedDataParallel``
+is ours, too (``ddp_name``).
 
 It sets the variables of torchrun that frameworks read from those of the launcher. Neither MPI nor CUDA is started.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
-from mpidist.c10d import ddp_name
+from mpidist.c10d import ddp_name, names
 from mpidist.comm.torch_variables import torch_variables
 
 VARIABLE = "MPIDIST_REPLACE"
 BACKENDS = ("gloo", "nccl", "mpi")
 DDP = "ddp"
-OURS = "mpidist"
 
-# The functions of torch that make groups; a name that is read elsewhere is only read.
-_MAKERS = ("init_process_group", "_new_group_with_tag")
-_active: Replacement | None = None
+_NOT_GIVEN = "undefined"  # torch's word
 
 
 @dataclass(frozen=True)
@@ -46,18 +44,17 @@ class Replacement:
     def backend(self, named: str) -> str:
         """Return the name under which torch makes a group that was asked for as ``named``.
 
-        Args:
-            named: One name, a list as ``"cpu:gloo,cuda:nccl"``, or ``"undefined"``: none was given.
+        Raises:
+            ValueError: None of it can be.
         """
+        if self.problem is not None:
+            raise ValueError(self.problem)
         if not self.backends:
             return named
-        if ":" not in named:
-            return OURS if named in (*self.backends, "undefined") else named
-        pairs = [part.partition(":") for part in named.split(",")]
-        chosen = [(device, OURS if name in self.backends else name) for device, _, name in pairs]
-        if all(name == OURS for _, name in chosen):
-            return OURS
-        return ",".join(f"{device}:{name}" for device, name in chosen)
+        if named == _NOT_GIVEN:
+            return names.OURS
+        chosen = [(device, names.OURS if name in self.backends else name) for device, name in names.pairs(named)]
+        return names.OURS if all(name == names.OURS for _, name in chosen) else names.joined(chosen)
 
 
 def parse(environ: Mapping[str, str]) -> Replacement | None:
@@ -83,30 +80,23 @@ def parse(environ: Mapping[str, str]) -> Replacement | None:
     return Replacement(tuple(name for name in BACKENDS if name in words), DDP in words, problem)
 
 
-def active() -> Replacement | None:
-    """Return the replacement that is installed in this process, or None."""
-    return _active
-
-
-def install() -> None:
-    """Patch torch by ``os.environ``; without the variable nothing is touched."""
-    global _active
+def install() -> Replacement | None:
+    """Patch torch by ``os.environ``, and return what was found there; without the variable nothing is touched."""
     chosen = parse(os.environ)
-    if chosen is None or _active is not None:
-        return
-    _active = chosen
+    if chosen is None or chosen.problem is not None:
+        return chosen
     import torch.distributed as dist
 
-    dist.Backend.__new__ = staticmethod(_naming(dist.Backend.__new__, chosen))  # type: ignore[method-assign]
-    if chosen.problem is not None:
-        return
     os.environ.update(torch_variables(os.environ))
     for name in ("mpi", "nccl"):
         if name in chosen.backends:
             # torch's own module keeps its answer: it names ProcessGroupNCCL where that is True.
             setattr(dist, f"is_{name}_available", _available)
+    if "gloo" in chosen.backends:
+        dist.monitored_barrier = _monitored_barrier(dist.monitored_barrier)
     if chosen.ddp:
         ddp_name.install()
+    return chosen
 
 
 def _available() -> bool:
@@ -114,13 +104,15 @@ def _available() -> bool:
     return True
 
 
-def _naming(original: Callable[..., str], chosen: Replacement) -> Callable[..., str]:
-    def new(cls: type, name: str) -> str:
-        value = original(cls, name)
-        if sys._getframe(1).f_code.co_name not in _MAKERS:
-            return value
-        if chosen.problem is not None:
-            raise ValueError(chosen.problem)
-        return chosen.backend(value)
+def _monitored_barrier(torchs: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(torchs)
+    def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        import torch.distributed as dist
 
-    return new
+        ours: Any = group or dist.group.WORLD
+        if hasattr(ours, "native"):
+            ours.monitored_barrier(timeout, wait_all_ranks)
+        else:
+            torchs(group, timeout, wait_all_ranks)
+
+    return monitored_barrier
