@@ -6,7 +6,6 @@ import os
 import sys
 
 import lightning as L
-import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hooks

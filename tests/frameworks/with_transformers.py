@@ -1,4 +1,4 @@
-"""transformers' Trainer: trains a tiny GPT-2, evaluates, predicts, saves and goes on; run as a job, with a folder for checkpoints."""
+"""transformers' Trainer: trains a tiny GPT-2, evaluates, predicts, saves and goes on; run as a job, with a folder."""
 
 from __future__ import annotations
 
