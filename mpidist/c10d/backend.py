@@ -116,7 +116,10 @@ def _create(options: Any, backend_options: Any = None) -> Any:
                 f"{world.size} rank(s); start as many with mpirun or srun, or use init_method='mpi://', which asks MPI"
             )
         native = group.from_world(name if name != "0" else "world", timeout, key=options.group_rank)
-    if not is_shared:
-        return TorchProcessGroup(native, options.store, name)
     device_id = _local_of("_new_process_group_helper", "device_id")
-    return company.mixed_group(native, options, backends, device_id, backend_options)
+    if is_shared:
+        return company.mixed_group(native, options, backends, device_id, backend_options)
+    made = TorchProcessGroup(native, options.store, name)
+    # torch has noted it on the group that ours replaces.
+    made.bound_device_id = device_id
+    return made
