@@ -45,10 +45,9 @@ def _register() -> None:
         # init_process_group("mpidist") alone means env://, which wants RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
         for scheme in ("env", "tcp"):
             rendezvous._rendezvous_handlers[scheme] = _or_mpi(rendezvous._rendezvous_handlers[scheme], scheme)
-    replacement = None
-    if os.environ.get("MPIDIST_REPLACE"):
-        replacement = importlib.import_module("mpidist.c10d.replacement").install()
-    importlib.import_module("mpidist.c10d.names").install(str if replacement is None else replacement.backend)
+    replaces = os.environ.get("MPIDIST_REPLACE")
+    stand_in = importlib.import_module("mpidist.c10d.replacement").install() if replaces else str
+    importlib.import_module("mpidist.c10d.names").install(stand_in)
 
 
 def _rendezvous(url: str, **kwargs: Any) -> Iterator[Any]:
