@@ -45,10 +45,9 @@ def _register() -> None:
         # init_process_group("mpidist") alone means env://, which wants RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
         for scheme in ("env", "tcp"):
             rendezvous._rendezvous_handlers[scheme] = _or_mpi(rendezvous._rendezvous_handlers[scheme], scheme)
-    replacement = None
-    if os.environ.get("MPIDIST_REPLACE"):
-        replacement = importlib.import_module("mpidist.c10d.replacement").install()
-    importlib.import_module("mpidist.c10d.names").install(str if replacement is None else replacement.backend)
+    replaces = os.environ.get("MPIDIST_REPLACE")
+    stand_in = importlib.import_module("mpidist.c10d.replacement").install() if replaces else str
+    importlib.import_module("mpidist.c10d.names").install(stand_in)
 
 
 def _rendezvous(url: str, **kwargs: Any) -> Iterator[Any]:
@@ -116,7 +115,10 @@ def _create(options: Any, backend_options: Any = None) -> Any:
                 f"{world.size} rank(s); start as many with mpirun or srun, or use init_method='mpi://', which asks MPI"
             )
         native = group.from_world(name if name != "0" else "world", timeout, key=options.group_rank)
-    if not is_shared:
-        return TorchProcessGroup(native, options.store, name)
     device_id = _local_of("_new_process_group_helper", "device_id")
-    return company.mixed_group(native, options, backends, device_id, backend_options)
+    if is_shared:
+        return company.mixed_group(native, options, backends, device_id, backend_options)
+    made = TorchProcessGroup(native, options.store, name)
+    # torch has noted it on the group that ours replaces.
+    made.bound_device_id = device_id
+    return made

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import Work
 from mpidist.c10d.names import OURS
 from mpidist.c10d.process_group import TorchProcessGroup
 from mpidist.comm.group import ProcessGroup
+from mpidist.dynamo import untraced
 
 # What takes tensors, by all names that torch 2.9 to 2.13 have for it.
 _ROUTED = (
@@ -56,6 +57,7 @@ _OF_THEIRS = (
 )
 
 
+@untraced
 class MixedProcessGroup(TorchProcessGroup):
     """A torch group on MPI for some devices, and on other backends for the rest.
 
@@ -80,7 +82,9 @@ class MixedProcessGroup(TorchProcessGroup):
         return [torch.device(device) for device in self._backends]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return the backend object of a device."""
+        # An error of the class that torch's own is of: it asks for CUDA's backend on any machine.
+        if torch.device(device).type not in self._backends:
+            raise RuntimeError(f'group "{self._name}" has backends for {self._listed()} alone; got device {device}')
         if self._is_ours(torch.device(device).type):
             return super()._get_backend(device)
         return self._theirs()._get_backend(device)
@@ -125,6 +129,17 @@ class MixedProcessGroup(TorchProcessGroup):
             return super()._end_coalescing(device)
         return self._theirs()._end_coalescing(device)
 
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the backends of a part are made anew.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            f"{self.native.where('split_group')} cannot split a group shared by device ({self._listed()}); use "
+            "torch.distributed.new_group"
+        )
+
     def coalesces(self, device: torch.device) -> bool:
         """Say whether another backend has the device, and starts several messages as one."""
         return not self._is_ours(device.type) and bool(self._get_backend(device).supports_coalescing)
@@ -154,6 +169,7 @@ class MixedProcessGroup(TorchProcessGroup):
 def _routed(name: str) -> Callable[..., Any]:
     ours = getattr(TorchProcessGroup, name)
 
+    @untraced
     @functools.wraps(ours)
     def call(self: MixedProcessGroup, *args: Any, **kwargs: Any) -> Any:
         device = device_of([*args, *kwargs.values()])
@@ -165,6 +181,7 @@ def _routed(name: str) -> Callable[..., Any]:
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
+    @untraced
     def call(self: MixedProcessGroup, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._theirs(), name)(*args, **kwargs)
 

@@ -11,7 +11,9 @@ It sets the variables of torchrun that frameworks read from those of the launche
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -80,14 +82,29 @@ def parse(environ: Mapping[str, str]) -> Replacement | None:
     return Replacement(tuple(name for name in BACKENDS if name in words), DDP in words, problem)
 
 
-def install() -> Replacement | None:
-    """Patch torch by ``os.environ``, and return what was found there; without the variable nothing is touched."""
+def install() -> Callable[[str], str]:
+    """Patch torch by ``os.environ``; without the variable nothing is touched.
+
+    Returns:
+        The name of the backend for a name that torch is given.
+    """
     chosen = parse(os.environ)
-    if chosen is None or chosen.problem is not None:
-        return chosen
+    if chosen is None:
+        return str
+    if chosen.problem is None:
+        _patch(chosen)
+    return functools.partial(_in_rank, chosen)
+
+
+def _in_rank(chosen: Replacement, named: str) -> str:
+    # What multiprocessing has started, such as torch's for asynchronous checkpoints, is no rank; its groups are torch's.
+    return named if multiprocessing.parent_process() is not None else chosen.backend(named)
+
+
+def _patch(chosen: Replacement) -> None:
     import torch.distributed as dist
 
-    os.environ.update(torch_variables(os.environ))
+    os.environ.update(torch_variables(os.environ, socket.gethostname()))
     for name in ("mpi", "nccl"):
         if name in chosen.backends:
             # torch's own module keeps its answer: it names ProcessGroupNCCL where that is True.
@@ -96,7 +113,6 @@ def install() -> Replacement | None:
         dist.monitored_barrier = _monitored_barrier(dist.monitored_barrier)
     if chosen.ddp:
         ddp_name.install()
-    return chosen
 
 
 def _available() -> bool:

@@ -23,16 +23,18 @@ _RANKS_ON_NODE = {
     "mpiexec (PMI)": "PMI_LOCAL_SIZE",
 }
 _LOOPBACK = "127.0.0.1"
-# Nothing of ours connects to it. What does find by its error that there is no such host (RFC 2606 reserves .invalid).
+# Nothing of ours connects to it. torch's checkpointing process does, to the address that rank 0 has and tells the others.
+# Whatever else tries sees by its error that there is no such host (RFC 2606 reserves .invalid).
 _UNKNOWN_HOST = "rank0.mpidist.invalid"
 _PORT = "29500"  # torch's own default
 
 
-def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def torch_variables(environ: Mapping[str, str], hostname: str) -> dict[str, str]:
     """Return the variables that a rank of an MPI launcher lacks, by name.
 
     Args:
         environ: Usually ``os.environ``. What the user has set there is not among the result.
+        hostname: This node's.
 
     Returns:
         Also ``SET_BY_US``, which names the others. Empty under torchrun, which sets its own, and for a plain process.
@@ -41,12 +43,13 @@ def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
     if told.launcher == "torchrun" or "TORCHELASTIC_RUN_ID" in environ or told.size is None or told.rank is None:
         return {}
     on_node = _ranks_on_node(told.launcher, environ)
+    address = _LOOPBACK if on_node == told.size else hostname if told.rank == 0 else _first_host(told.launcher, environ)
     values = {
         "RANK": told.rank,
         "WORLD_SIZE": told.size,
         "LOCAL_RANK": told.local_rank,
         "LOCAL_WORLD_SIZE": on_node,
-        "MASTER_ADDR": _LOOPBACK if on_node == told.size else _first_host(told.launcher, environ) or _UNKNOWN_HOST,
+        "MASTER_ADDR": address or _UNKNOWN_HOST,
         "MASTER_PORT": _PORT,
     }
     inherited = environ.get(SET_BY_US, "").split(",")

@@ -21,11 +21,13 @@ from mpidist.ddp.owned_bucket import Owners
 from mpidist.ddp.ownership import Ownership, of_hook, resolve
 from mpidist.ddp.standing import Marks, Standing
 from mpidist.ddp.torch_names import ReducerNames
+from mpidist.dynamo import untraced
 
 Tensor = torch.Tensor
 Aside = tuple[mirroring.Gradients, Marks | None]
 
 
+@untraced
 class Reducer(ReducerNames):
     """The gradients of one module on one group.
 

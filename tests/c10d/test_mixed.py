@@ -78,7 +78,7 @@ def test_calls_go_by_device(world, shared):
         lambda: dist.gather(one, parts if world.rank == 0 else None, 0),
         lambda: dist.scatter(one, parts if world.rank == 0 else None, 0),
         lambda: dist.all_reduce(one, async_op=True).wait(),
-        lambda: shared.barrier(_barrier_on("meta")),
+        lambda: shared.barrier(_barrier_on("meta")).wait(),
     ]
     for call in calls:
         call()
@@ -88,7 +88,7 @@ def test_calls_go_by_device(world, shared):
     dist.all_reduce(total)
     dist.all_gather_object(gathered, world.rank)
     dist.barrier()
-    shared.barrier(_barrier_on("cpu"))
+    shared.barrier(_barrier_on("cpu")).wait()
     shared.monitored_barrier()
     agree(world, total[0] == sum(range(size)) and gathered == list(range(size)) and len(other.calls) == len(calls))
     with pytest.raises(TypeError, match=r"a tensor on xpu, .* cpu \(mpidist\) and meta \(gloo\) alone"):

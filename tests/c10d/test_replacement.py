@@ -49,6 +49,15 @@ def test_names_of_gloo_alone(named, expected):
     assert Replacement(ddp=True).backend(named) == named
 
 
+def test_a_child_of_multiprocessing_is_no_rank(monkeypatch):
+    monkeypatch.setenv("MPIDIST_REPLACE", "gloo")
+    monkeypatch.setattr(replacement, "_patch", lambda chosen: None)
+    stand_in = replacement.install()
+    assert stand_in("gloo") == "mpidist"
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
+    assert stand_in("gloo") == "gloo"
+
+
 @pytest.mark.slow
 def test_import_torch_sets_what_frameworks_read_and_starts_nothing():
     program = """if True:
@@ -83,7 +92,8 @@ def replaced(world, monkeypatch):
     monkeypatch.setattr(dist.Backend, "__new__", vars(dist.Backend)["__new__"])
     for name in ("is_nccl_available", "is_mpi_available", "monitored_barrier"):
         monkeypatch.setattr(dist, name, getattr(dist, name))
-    names.install(replacement.install().backend)
+    monkeypatch.setattr(replacement, "torch_variables", lambda environ, hostname: {})  # those would stay
+    names.install(replacement.install())
     world.barrier()
     yield
     world.barrier()

@@ -28,6 +28,7 @@ NAMES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
     ("environ", "expected"),
     [
         (OPEN_MPI, ["3", "4", "1", "2", UNKNOWN, "29500"]),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"}, ["0", "4", "1", "2", "node9", "29500"]),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, ["3", "4", "1", "4", "127.0.0.1", "29500"]),
         (HYDRA, ["1", "2", "1", "2", "127.0.0.1", "29500"]),
         (SLURM, ["5", "7", "1", "2", "gpu07-ib", "29500"]),
@@ -38,24 +39,24 @@ NAMES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
     ],
 )
 def test_a_rank_gets_what_its_launcher_says(environ, expected):
-    found = torch_variables(environ)
+    found = torch_variables(environ, "node9")
     assert [found.get(name) for name in NAMES] == expected
     assert found[SET_BY_US].split(",") == [name for name in NAMES if name in found]
 
 
 @pytest.mark.parametrize("environ", [{}, {**OPEN_MPI, "TORCHELASTIC_RUN_ID": "x"}, {"PMI_SIZE": "2"}])
 def test_nothing_is_set_for_others(environ):
-    assert torch_variables(environ) == {}
+    assert torch_variables(environ, "node9") == {}
 
 
 def test_the_users_variables_stay_and_inherited_ones_of_ours_do_not():
-    users = torch_variables({**OPEN_MPI, "RANK": "7", "MASTER_ADDR": "here"})
+    users = torch_variables({**OPEN_MPI, "RANK": "7", "MASTER_ADDR": "here"}, "node9")
     assert "RANK" not in users and "MASTER_ADDR" not in users and users["WORLD_SIZE"] == "4"
     # A rank has started a job of its own: its ranks inherit what was set for it.
-    inherited = torch_variables({**OPEN_MPI, **torch_variables(HYDRA), "LOCAL_RANK": "1"})
+    inherited = torch_variables({**OPEN_MPI, **torch_variables(HYDRA, "node9"), "LOCAL_RANK": "1"}, "node9")
     assert (inherited["RANK"], inherited["WORLD_SIZE"]) == ("3", "4")
     complete = {name: "1" for name in NAMES}
-    assert torch_variables({**OPEN_MPI, **complete}) == {}
+    assert torch_variables({**OPEN_MPI, **complete}, "node9") == {}
 
 
 def test_variables_of_another_job_are_told():

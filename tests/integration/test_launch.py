@@ -87,14 +87,15 @@ _ALONE = {
         dist.destroy_process_group()
         """,
     ),
-    "another backend": (
-        {},
+    "backends that are not there": (
+        {"CUDA_VISIBLE_DEVICES": ""},
         """
         import torch.distributed as dist
-        try:
-            dist.init_process_group("cpu:gloo,cuda:mpidist", init_method="mpi://")
-        except ValueError as error:
-            print(error)
+        for name in ("cuda:nccl,cpu:mpidist", "cpu:mpidist,cuda:ucc", "mpi", "mpich"):
+            try:
+                dist.init_process_group(name)
+            except ValueError as error:
+                print(error)
         """,
     ),
     "another launcher's MPI": ({"OMPI_COMM_WORLD_SIZE": "2"}, _BEGIN),
@@ -140,11 +141,13 @@ def test_a_plain_process_is_a_world_of_one(alone):
     assert output.strip() == "0 1 [7.0, 7.0, 7.0] ['alone']"
 
 
-def test_a_group_cannot_be_shared_with_another_backend(alone):
-    status, output, errors = alone["another backend"]
+def test_a_backend_that_is_not_there_says_what_to_write(alone):
+    status, output, errors = alone["backends that are not there"]
     assert status == 0, errors
-    assert "cpu:gloo,cuda:mpidist" in output
-    assert "another for gloo: torch.distributed.new_group" in output
+    no_nccl, shared, no_mpi, library = output.splitlines()
+    assert "no NCCL" in no_nccl and 'Write backend="mpidist"' in no_nccl
+    assert 'new_group(backend="ucc")' in shared
+    assert "MPIDIST_REPLACE=mpi" in no_mpi and 'backend="mpidist"' in library
 
 
 @pytest.mark.parametrize(
