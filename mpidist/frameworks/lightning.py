@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, strategies
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 
-from mpidist.ddp import DistributedDataParallel
+from mpidist.ddp.module import DistributedDataParallel
 from mpidist.frameworks.environment import MPIEnvironment
 from mpidist.frameworks.group import make_default_group, refuse
 
