@@ -11,8 +11,8 @@ import torch
 from lightning.fabric import strategies
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 
-from mpidist.ddp.module import DistributedDataParallel
 from mpidist.ddp.backward_pass import Hook
+from mpidist.ddp.module import DistributedDataParallel
 from mpidist.frameworks.environment import MPIEnvironment
 from mpidist.frameworks.group import make_default_group, refuse
 
