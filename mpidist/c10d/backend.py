@@ -46,8 +46,17 @@ def _register() -> None:
         for scheme in ("env", "tcp"):
             rendezvous._rendezvous_handlers[scheme] = _or_mpi(rendezvous._rendezvous_handlers[scheme], scheme)
     replaces = os.environ.get("MPIDIST_REPLACE")
-    stand_in = importlib.import_module("mpidist.c10d.replacement").install() if replaces else str
+    stand_in = importlib.import_module("mpidist.c10d.replacement").install() if replaces else _as_given
     importlib.import_module("mpidist.c10d.names").install(stand_in)
+
+
+def _as_given(named: str) -> str:
+    if os.environ.get("MPIDIST_REPLACE"):
+        raise ValueError(
+            "MPIDIST_REPLACE was set after `import torch`, which reads it; set it in the environment of all ranks, or above that "
+            "import"
+        )
+    return named
 
 
 def _rendezvous(url: str, **kwargs: Any) -> Iterator[Any]:

@@ -14,6 +14,7 @@ import functools
 import multiprocessing
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,7 @@ BACKENDS = ("gloo", "nccl", "mpi")
 DDP = "ddp"
 
 _NOT_GIVEN = "undefined"  # torch's word
+_ASKING_FOR_NCCL_ITSELF = ("torch.nn.", "torch._inductor.")
 
 
 @dataclass(frozen=True)
@@ -107,17 +109,22 @@ def _patch(chosen: Replacement) -> None:
     os.environ.update(torch_variables(os.environ, socket.gethostname()))
     for name in ("mpi", "nccl"):
         if name in chosen.backends:
-            # torch's own module keeps its answer: it names ProcessGroupNCCL where that is True.
-            setattr(dist, f"is_{name}_available", _available)
+            # distributed_c10d keeps its own answer under the same name: it names ProcessGroupNCCL where that is True.
+            setattr(dist, f"is_{name}_available", _available(getattr(dist, f"is_{name}_available")))
     if "gloo" in chosen.backends:
         dist.monitored_barrier = _monitored_barrier(dist.monitored_barrier)
     if chosen.ddp:
         ddp_name.install()
 
 
-def _available() -> bool:
-    """Say that the backend is there: MPIDIST_REPLACE has mpidist stand in for it."""
-    return True
+def _available(torchs: Callable[[], bool]) -> Callable[[], bool]:
+    @functools.wraps(torchs)
+    def available() -> bool:
+        # Those parts of torch ask NCCL for its version next.
+        wants_truth = sys._getframe(1).f_globals.get("__name__", "").startswith(_ASKING_FOR_NCCL_ITSELF)
+        return torchs() if wants_truth else True
+
+    return available
 
 
 def _monitored_barrier(torchs: Callable[..., None]) -> Callable[..., None]:

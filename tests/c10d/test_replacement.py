@@ -117,6 +117,8 @@ def test_groups_that_frameworks_make(world, replaced, monkeypatch):
         dist.all_reduce(total)
         agree(world, dist.get_backend() == "mpidist" and total[0] == world.size, f"{arguments}: {dist.get_backend()}")
         dist.destroy_process_group()
+    truth = eval("dist.is_nccl_available()", {"dist": dist, "__name__": "torch.nn.parallel.distributed"})
+    agree(world, dist.is_nccl_available() and dist.is_backend_available("mpi") and truth == distributed_c10d.is_nccl_available())
     dist.init_process_group("gloo")
     for backend in ("gloo", "nccl", None):
         some = dist.new_group([0], backend=backend)

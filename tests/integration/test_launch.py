@@ -96,6 +96,12 @@ _ALONE = {
                 dist.init_process_group(name)
             except ValueError as error:
                 print(error)
+        import os
+        os.environ["MPIDIST_REPLACE"] = "gloo"
+        try:
+            dist.init_process_group("gloo")
+        except ValueError as error:
+            print(error)
         """,
     ),
     "another launcher's MPI": ({"OMPI_COMM_WORLD_SIZE": "2"}, _BEGIN),
@@ -144,10 +150,11 @@ def test_a_plain_process_is_a_world_of_one(alone):
 def test_a_backend_that_is_not_there_says_what_to_write(alone):
     status, output, errors = alone["backends that are not there"]
     assert status == 0, errors
-    no_nccl, shared, no_mpi, library = output.splitlines()
+    no_nccl, shared, no_mpi, library, too_late = output.splitlines()
     assert "no NCCL" in no_nccl and 'Write backend="mpidist"' in no_nccl
     assert 'new_group(backend="ucc")' in shared
     assert "MPIDIST_REPLACE=mpi" in no_mpi and 'backend="mpidist"' in library
+    assert "set after `import torch`" in too_late
 
 
 @pytest.mark.parametrize(

@@ -75,13 +75,16 @@ def test_our_groups_beside_a_default_group_of_another_backend(world, group, othe
 def shared(world, other, device, destroyed):
     """A group whose tensors on the test's device are the other backend's, all else ours; of one rank where GPUs lack."""
     listed = "cpu:gloo,cuda:mpidist" if device.type == "cpu" else "cuda:nccl,cpu:mpidist"
-    if device.type == "cpu" or torch.cuda.device_count() >= world.size:
-        if device.type == "cuda":
-            torch.cuda.set_device(world.rank)
+    if device.type == "cpu":
         dist.init_process_group(listed, init_method="mpi://")
-        return dist.group.WORLD
-    dist.init_process_group("mpidist")
-    return [dist.new_group([rank], backend=listed) for rank in range(world.size)][world.rank]
+        yield dist.group.WORLD
+    elif torch.cuda.device_count() >= world.size:
+        with torch.cuda.device(world.rank):
+            dist.init_process_group(listed, init_method="mpi://")
+            yield dist.group.WORLD
+    else:
+        dist.init_process_group("mpidist")
+        yield [dist.new_group([rank], backend=listed) for rank in range(world.size)][world.rank]
 
 
 def test_a_group_shared_by_device(world, shared, device, other, tmp_path):
@@ -123,7 +126,7 @@ def test_a_group_shared_by_device(world, shared, device, other, tmp_path):
 @pytest.mark.usefixtures("shared")
 def test_rpc_and_subgroups_beside_a_group_shared_by_device(world, other):
     rpc.init_rpc(f"worker{world.rank}")
-    sums = rpc.rpc_sync(f"worker{(world.rank + 1) % world.size}", torch.add, (torch.ones(2), world.rank))
+    sums = rpc.rpc_sync(f"worker{(world.rank + 1) % world.size}", torch.add, (torch.ones(2, device="cpu"), world.rank))
     rpc.shutdown()
     agree(world, sums.tolist() == [1 + world.rank] * 2, str(sums))
     for backend in (None, "mpidist", other):
