@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from mpidist.comm.launch import from_environment
+
 _NAME = "mpidist"
 _SCHEME = "mpi"
 
@@ -73,7 +75,7 @@ def _or_mpi(torch_handler: Callable[..., Iterator[Any]], scheme: str) -> Callabl
 
     def handler(url: str, **kwargs: Any) -> Iterator[Any]:
         if not _initialises_mpidist():
-            return torch_handler(url, **kwargs)
+            return _explained(torch_handler(url, **kwargs))
         if os.environ.get("MPIDIST_REPLACE"):
             return _rendezvous(url, environ=os.environ if scheme == "env" else {}, **kwargs)
         under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
@@ -82,6 +84,20 @@ def _or_mpi(torch_handler: Callable[..., Iterator[Any]], scheme: str) -> Callabl
         return torch_handler(url, **kwargs)
 
     return handler
+
+
+def _explained(found: Iterator[Any]) -> Iterator[Any]:
+    """Say under an MPI launcher what spares a script, or a framework, the variables that torch's rendezvous wants."""
+    try:
+        yield from found
+    except ValueError as error:
+        told = from_environment(os.environ)
+        if "expected, but not set" not in str(error) or told.launcher == "torchrun" or (told.size or 1) == 1:
+            raise
+        raise ValueError(
+            f"{error}. {told.launcher} started {told.size} ranks: set MPIDIST_REPLACE=gloo,nccl,mpi in their environment, and "
+            'the group is mpidist\'s, which needs none of these variables; so does backend="mpidist" where the script names it'
+        ) from error
 
 
 def _initialises_mpidist() -> bool:
