@@ -20,7 +20,7 @@ LAYERS = [
     ["c10d", "ddp", "zero", "rpc"],
     ["autograd"],
     ["optim"],
-    ["nn", "checkpoint", "elastic", "trace", "tune"],
+    ["nn", "checkpoint", "elastic", "frameworks", "trace", "tune"],
     ["cli"],
     ["__main__"],
     ["mpidist"],  # the package's own __init__: its public face
@@ -31,8 +31,9 @@ LEVEL = {part: level for level, row in enumerate(LAYERS) for part in row}
 OWNED_LIBRARIES = {"mpi4py": "comm", "cupy": "kernels", "cupyx": "kernels"}
 OWNED_NAMES = {"COMM_WORLD": "mpidist.comm.runtime"}
 
-# The one name that a lower part may look up: what registers there, loaded when a message first asks for it.
-LOADED_LATE = {("mpidist.rpc.interceptor", "mpidist.autograd.api")}
+# The names that a lower part may look up: what registers there, loaded when a message first asks for it; what stands in for
+# torch's class, loaded when a program first asks for that.
+LOADED_LATE = {("mpidist.rpc.interceptor", "mpidist.autograd.api"), ("mpidist.c10d.ddp_name", "mpidist.ddp.module")}
 
 # A function without a home shows that a noun is missing.
 HOMELESS = {"utils", "util", "helpers", "helper", "common", "base", "misc"}

@@ -20,6 +20,7 @@ COVERED_BY = {
     "cli/finding": "cli/test_findings.py",
     "cli/questions": "cli/test_doctor.py",
     "cli/tables": "cli/test_command.py",
+    "c10d/batches": "c10d/test_mixed.py",
     "comm/communicator": "comm/test_collectives.py",
     "comm/device_messages": "comm/test_on_device.py",
     "comm/door": "integration/test_launch.py",  # a job at MPI_THREAD_SERIALIZED
@@ -56,6 +57,8 @@ COVERED_BY = {
     "ddp/hooks/lowrank": "ddp/hooks/test_powersgd.py",
     "ddp/hooks/powersgd_state": "ddp/hooks/test_powersgd.py",
     "errors": "rpc/test_remote_error.py",
+    "frameworks/environment": "frameworks/test_lightning.py",
+    "frameworks/group": "frameworks/test_lightning.py",
     "kernels/launch": "kernels/test_pack.py",  # on a device: with make gpu
     "nn/batch_kernels": "nn/test_sync_batch_norm.py",
     "nn/handle": "nn/test_remote_module.py",

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from mpidist.comm.launch import from_environment
+
 _NAME = "mpidist"
 _SCHEME = "mpi"
 
@@ -43,7 +45,20 @@ def _register() -> None:
     if _SCHEME not in rendezvous._rendezvous_handlers:
         rendezvous.register_rendezvous_handler(_SCHEME, _rendezvous)
         # init_process_group("mpidist") alone means env://, which wants RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-        rendezvous._rendezvous_handlers["env"] = _or_mpi(rendezvous._rendezvous_handlers["env"])
+        for scheme in ("env", "tcp"):
+            rendezvous._rendezvous_handlers[scheme] = _or_mpi(rendezvous._rendezvous_handlers[scheme], scheme)
+    replaces = os.environ.get("MPIDIST_REPLACE")
+    stand_in = importlib.import_module("mpidist.c10d.replacement").install() if replaces else _as_given
+    importlib.import_module("mpidist.c10d.names").install(stand_in)
+
+
+def _as_given(named: str) -> str:
+    if os.environ.get("MPIDIST_REPLACE"):
+        raise ValueError(
+            "MPIDIST_REPLACE was set after `import torch`, which reads it; set it in the environment of all ranks, or above that "
+            "import"
+        )
+    return named
 
 
 def _rendezvous(url: str, **kwargs: Any) -> Iterator[Any]:
@@ -52,33 +67,43 @@ def _rendezvous(url: str, **kwargs: Any) -> Iterator[Any]:
     yield from rendezvous(url, **kwargs)
 
 
-def _or_mpi(env_handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Let ``env://`` without its variables mean ``mpi://``, for our backend alone: any other still gets torch's error."""
+def _or_mpi(torch_handler: Callable[..., Iterator[Any]], scheme: str) -> Callable[..., Iterator[Any]]:
+    """Let ``env://`` without its variables mean ``mpi://``, for our backend alone: any other still gets torch's error.
+
+    With MPIDIST_REPLACE ``env://`` and ``tcp://`` mean it always.
+    """
 
     def handler(url: str, **kwargs: Any) -> Iterator[Any]:
+        if not _initialises_mpidist():
+            return _explained(torch_handler(url, **kwargs))
+        if os.environ.get("MPIDIST_REPLACE"):
+            return _rendezvous(url, environ=os.environ if scheme == "env" else {}, **kwargs)
         under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        if ("RANK" in os.environ and not under_torchrun) or not _initialises_mpidist():
-            return env_handler(url, **kwargs)
-        return _rendezvous(url, **kwargs)
+        if scheme == "env" and (under_torchrun or "RANK" not in os.environ):
+            return _rendezvous(url, **kwargs)
+        return torch_handler(url, **kwargs)
 
     return handler
+
+
+def _explained(found: Iterator[Any]) -> Iterator[Any]:
+    """Say under an MPI launcher what spares a script, or a framework, the variables that torch's rendezvous wants."""
+    try:
+        yield from found
+    except ValueError as error:
+        told = from_environment(os.environ)
+        if "expected, but not set" not in str(error) or told.launcher == "torchrun" or (told.size or 1) == 1:
+            raise
+        raise ValueError(
+            f"{error}. {told.launcher} started {told.size} ranks: set MPIDIST_REPLACE=gloo,nccl,mpi in their environment, and "
+            'the group is mpidist\'s, which needs none of these variables; so does backend="mpidist" where the script names it'
+        ) from error
 
 
 def _initialises_mpidist() -> bool:
     # torch does not tell a rendezvous handler for which backend it is asked.
     named = str(_local_of("init_process_group", "backend")).lower().split(",")
     return any(part.split(":")[-1] == _NAME for part in named)
-
-
-def _refuse_company() -> None:
-    # torch gives a group to the first plugin of such a list, whole, and never makes the others.
-    config = _local_of("_new_process_group_helper", "backend_config")
-    named = set(config.get_device_backend_map().values()) if config is not None else set()
-    if named - {_NAME}:
-        raise ValueError(
-            f'a group cannot be shared between backends as "{config}" asks: torch would run all of it on mpidist. Make the group '
-            f'with "{_NAME}", and another for {", ".join(sorted(named - {_NAME}))}: torch.distributed.new_group(backend=...)'
-        )
 
 
 def _local_of(function: str, name: str) -> Any:
@@ -96,7 +121,12 @@ def _create(options: Any, backend_options: Any = None) -> Any:
     from mpidist.c10d.process_group import TorchProcessGroup, native_of_default
     from mpidist.comm import group, runtime
 
-    _refuse_company()
+    config = _local_of("_new_process_group_helper", "backend_config")
+    backends = dict(config.get_device_backend_map()) if config is not None else {}
+    is_shared = bool(set(backends.values()) - {_NAME})
+    if is_shared:
+        company = importlib.import_module("mpidist.c10d.company")
+        company.require_known(backends)
     world = runtime.world()
     ranks = list(options.global_ranks_in_group)
     name, timeout = str(options.group_id), options.timeout
@@ -110,7 +140,10 @@ def _create(options: Any, backend_options: Any = None) -> Any:
                 f"{world.size} rank(s); start as many with mpirun or srun, or use init_method='mpi://', which asks MPI"
             )
         native = group.from_world(name if name != "0" else "world", timeout, key=options.group_rank)
+    device_id = _local_of("_new_process_group_helper", "device_id")
+    if is_shared:
+        return company.mixed_group(native, options, backends, device_id, backend_options)
     made = TorchProcessGroup(native, options.store, name)
     # torch has noted it on the group that ours replaces.
-    made.bound_device_id = _local_of("_new_process_group_helper", "device_id")
+    made.bound_device_id = device_id
     return made

@@ -10,14 +10,14 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
-from mpidist.comm import departures, faults, frame, meeting, runtime, watchdog
+from mpidist.comm import departures, faults, frame, meeting, runtime, torch_variables, watchdog
 from mpidist.comm.library import MPI
 from mpidist.errors import CommTimeout
 
@@ -40,11 +40,13 @@ def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]
     Collective: over all ranks of the job.
 
     Raises:
-        ValueError: ``rank`` or ``world_size`` was given and is not what MPI says.
+        ValueError: ``rank`` or ``world_size`` was given and is not what MPI says; so for ``RANK`` and ``WORLD_SIZE`` in the
+            keyword ``environ``.
         CommTimeout: Not all ranks came within torch's ``timeout``, at least 60 s.
         RankFailureError: A rank came to the end of its program more than 2 s ago.
     """
     timeout: timedelta | None = kwargs.get("timeout")
+    environ: Mapping[str, str] = kwargs.get("environ", {})
     limit = meeting.start_limit(None if timeout is None else timeout.total_seconds() or None)
     world = runtime.world(limit)
     query = parse_qs(urlparse(url).query)
@@ -55,6 +57,9 @@ def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]
                 f"rank {world.rank} of {world.size}: init_process_group was given {name}={given}, but MPI started this job with "
                 f"{name}={truth}; leave it out, MPI knows it"
             )
+    problem = torch_variables.disagreement(environ, world.rank, world.size)
+    if problem is not None:
+        raise ValueError(f"rank {world.rank} of {world.size}: {problem}")
     yield dist.PrefixStore(f"use{next(_uses)}", shared_store(limit)), world.rank, world.size
 
 

@@ -87,12 +87,19 @@ _ALONE = {
         dist.destroy_process_group()
         """,
     ),
-    "another backend": (
-        {},
+    "backends that are not there": (
+        {"CUDA_VISIBLE_DEVICES": ""},
         """
         import torch.distributed as dist
+        for name in ("cuda:nccl,cpu:mpidist", "cpu:mpidist,cuda:ucc", "mpi", "mpich"):
+            try:
+                dist.init_process_group(name)
+            except ValueError as error:
+                print(error)
+        import os
+        os.environ["MPIDIST_REPLACE"] = "gloo"
         try:
-            dist.init_process_group("cpu:gloo,cuda:mpidist", init_method="mpi://")
+            dist.init_process_group("gloo")
         except ValueError as error:
             print(error)
         """,
@@ -140,11 +147,14 @@ def test_a_plain_process_is_a_world_of_one(alone):
     assert output.strip() == "0 1 [7.0, 7.0, 7.0] ['alone']"
 
 
-def test_a_group_cannot_be_shared_with_another_backend(alone):
-    status, output, errors = alone["another backend"]
+def test_a_backend_that_is_not_there_says_what_to_write(alone):
+    status, output, errors = alone["backends that are not there"]
     assert status == 0, errors
-    assert "cpu:gloo,cuda:mpidist" in output
-    assert "another for gloo: torch.distributed.new_group" in output
+    no_nccl, shared, no_mpi, library, too_late = output.splitlines()
+    assert "no NCCL" in no_nccl and 'Write backend="mpidist"' in no_nccl
+    assert 'new_group(backend="ucc")' in shared
+    assert "MPIDIST_REPLACE=mpi" in no_mpi and 'backend="mpidist"' in library
+    assert "set after `import torch`" in too_late
 
 
 @pytest.mark.parametrize(

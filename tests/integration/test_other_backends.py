@@ -3,8 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from mpidist import ddp as mddp
+from mpidist import rpc
+from mpidist.optim import OSS
 from tests.integration.training import STEPS, assert_trained, loss, net, reference, sgd, share
 from tests.support import agree
 
@@ -66,3 +69,68 @@ def test_our_groups_beside_a_default_group_of_another_backend(world, group, othe
     assert_trained(world, ours.parameters(), reference(world.size))
     same = [torch.equal(a, b) for a, b in zip(ours.parameters(), alone.parameters(), strict=True)]
     agree(world, world.size == 1 or not any(same), "the other backend's model has the average of all ranks")
+
+
+@pytest.fixture
+def shared(world, other, device, destroyed):
+    """A group whose tensors on the test's device are the other backend's, all else ours; of one rank where GPUs lack."""
+    listed = "cpu:gloo,cuda:mpidist" if device.type == "cpu" else "cuda:nccl,cpu:mpidist"
+    if device.type == "cpu":
+        dist.init_process_group(listed, init_method="mpi://")
+        yield dist.group.WORLD
+    elif torch.cuda.device_count() >= world.size:
+        with torch.cuda.device(world.rank):
+            dist.init_process_group(listed, init_method="mpi://")
+            yield dist.group.WORLD
+    else:
+        dist.init_process_group("mpidist")
+        yield [dist.new_group([rank], backend=listed) for rank in range(world.size)][world.rank]
+
+
+def test_a_group_shared_by_device(world, shared, device, other, tmp_path):
+    place = torch.device(device.type, torch.cuda.current_device()) if device.type == "cuda" else device
+    rank, size = shared.rank(), shared.size()
+    taken = shared._get_backend(place)
+    agree(world, taken.name() == other, f"{taken.name()} has the {place}")
+    # Gradients by the other backend, shards of the optimizer by MPI.
+    model = torch.nn.parallel.DistributedDataParallel(net().to(place), process_group=shared)
+    update = OSS(model.parameters(), torch.optim.SGD, group=shared, lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        x, y = share(step, rank, size)
+        update.zero_grad()
+        loss(model(x.to(place)), y.to(place)).backward()
+        update.step()
+    assert_trained(shared.native, model.parameters(), reference(size).to(place))
+    # Calls of each kind, one behind the other: a batch of messages, a barrier, objects, a checkpoint.
+    right, left = (rank + 1) % size, (rank - 1) % size
+    sent, got = torch.full((3,), float(rank), device=place), torch.empty(3, device=place)
+    if size > 1:
+        ops = [dist.P2POp(dist.isend, sent, right, shared), dist.P2POp(dist.irecv, got, left, shared)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        agree(world, bool((got == left).all()), f"got {got} from {left}")
+    dist.barrier(group=shared, device_ids=[place.index] if device.type == "cuda" else None)
+    told = [None] * size
+    dist.all_gather_object(told, rank, group=shared)
+    folder = shared.native.broadcast_object(str(tmp_path), 0)
+    state = {"weights": model.module.state_dict()}
+    dcp.save(state, checkpoint_id=folder, process_group=shared)
+    kept = {name: weight.clone() for name, weight in state["weights"].items()}
+    for weight in state["weights"].values():
+        weight.zero_()
+    dcp.load(state, checkpoint_id=folder, process_group=shared)
+    same = all(torch.equal(weight, kept[name]) for name, weight in state["weights"].items())
+    agree(world, same and told == list(range(size)), f"{told}")
+
+
+@pytest.mark.usefixtures("shared")
+def test_rpc_and_subgroups_beside_a_group_shared_by_device(world, other):
+    rpc.init_rpc(f"worker{world.rank}")
+    sums = rpc.rpc_sync(f"worker{(world.rank + 1) % world.size}", torch.add, (torch.ones(2, device="cpu"), world.rank))
+    rpc.shutdown()
+    agree(world, sums.tolist() == [1 + world.rank] * 2, str(sums))
+    for backend in (None, "mpidist", other):
+        own = [dist.new_group([rank], backend=backend) for rank in range(world.size)][world.rank]
+        alone = torch.full((2,), 3.0)
+        dist.all_reduce(alone, group=own)
+        agree(world, alone.tolist() == [3, 3], f"{backend}: {alone}")

@@ -1,0 +1,124 @@
+"""The backends of torch that share a group with ours: what must be there for them, and how they are made."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from mpidist.c10d import batches
+from mpidist.c10d.mixed import MixedProcessGroup
+from mpidist.c10d.names import OURS
+from mpidist.comm.group import ProcessGroup
+
+_GLOO, _NCCL = "gloo", "nccl"
+
+
+def require_known(backends: Mapping[str, str]) -> None:
+    """Refuse a list with a backend that cannot share a group with ours.
+
+    Raises:
+        ValueError: On all ranks, which ask alike.
+    """
+    unknown = sorted(set(backends.values()) - {OURS, _GLOO, _NCCL})
+    if unknown:
+        listed = ",".join(f"{device}:{backend}" for device, backend in backends.items())
+        raise ValueError(
+            f'a group cannot be shared between backends as "{listed}" asks: {_GLOO} and {_NCCL} share one with {OURS}, '
+            f'{", ".join(unknown)} does not. Make a group of its own for it: torch.distributed.new_group(backend="{unknown[0]}")'
+        )
+
+
+def obstacle(backends: Mapping[str, str]) -> str | None:
+    """Return why another backend of the list cannot be made on this machine, and what to write instead; None if it can."""
+    names = set(backends.values())
+    if _NCCL in names:
+        missing = None
+        # torch's own answer: with MPIDIST_REPLACE the name in torch.distributed says that a stand-in is there.
+        if not distributed_c10d.is_nccl_available():
+            missing = f"this torch ({torch.__version__}) was built without it"
+        elif not torch.cuda.is_available():
+            missing = "torch finds no CUDA device here"
+        if missing:
+            return (
+                f'no NCCL: {missing}. Write backend="{OURS}", which carries tensors of every device by MPI, or start the job on '
+                "nodes with GPUs and a torch that was built for them"
+            )
+    if _GLOO in names:
+        chosen = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        try:
+            for name in chosen:
+                distributed_c10d.ProcessGroupGloo.create_device(interface=name)
+            if not chosen:
+                distributed_c10d.ProcessGroupGloo.create_default_device()
+        except RuntimeError as error:
+            there = ", ".join(name for _, name in socket.if_nameindex())
+            return f"Gloo finds no address ({error}). Set GLOO_SOCKET_IFNAME to one of this node's interfaces: {there}"
+    return None
+
+
+def mixed_group(
+    native: ProcessGroup,
+    options: Any,
+    backends: Mapping[str, str],
+    device_id: torch.device | None,
+    nccl_options: Any,
+) -> MixedProcessGroup:
+    """Make the other backends of a list and the group over all of them.
+
+    Collective: over the members.
+
+    Args:
+        native: Our group, made already; closed if the others cannot be made.
+        options: torch's DistributedBackendOptions.
+        backends: Names by type of device.
+        device_id: The GPU that the group is bound to, or None.
+        nccl_options: ``pg_options`` of the caller, or None.
+
+    Raises:
+        ValueError: A backend cannot be made on some rank (all ranks).
+    """
+    where = native.where("init_process_group or new_group")
+    problems = native.all_gather_object(obstacle(backends))
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            native.close()
+            raise ValueError(f"{where} asks for backends by device, but rank {rank} has {problem}")
+    others: Any = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
+    if device_id is not None:
+        others.bound_device_id = device_id
+    kinds, made = dist.ProcessGroup.BackendType, {}
+    for device, name in backends.items():
+        if name == OURS:
+            continue
+        if name not in made:
+            store = dist.PrefixStore(f"beside/{name}/", options.store)
+            made[name] = _gloo(store, options) if name == _GLOO else _nccl(store, options, nccl_options)
+            made[name]._set_sequence_number_for_group()
+        others._register_backend(torch.device(device), kinds.GLOO if name == _GLOO else kinds.NCCL, made[name])
+    others._set_default_backend(kinds.NCCL if _NCCL in made else kinds.GLOO)
+    if _NCCL in made:
+        batches.install()
+    name = str(options.group_id)
+    others._set_group_name(name)
+    return MixedProcessGroup(native, options.store, name, backends, others)
+
+
+def _gloo(store: Any, options: Any) -> Any:
+    backend = distributed_c10d.ProcessGroupGloo(store, options.group_rank, options.group_size, timeout=options.timeout)
+    backend.options.global_ranks_in_group = options.global_ranks_in_group
+    backend.options.group_name = options.group_id
+    return backend
+
+
+def _nccl(store: Any, options: Any, given: Any) -> Any:
+    chosen = given if given is not None else distributed_c10d.ProcessGroupNCCL.Options()
+    chosen._timeout = options.timeout
+    chosen.global_ranks_in_group = options.global_ranks_in_group
+    chosen.group_name = options.group_id
+    return distributed_c10d.ProcessGroupNCCL(store, options.group_rank, options.group_size, chosen)

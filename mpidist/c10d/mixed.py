@@ -1,0 +1,204 @@
+"""A group whose tensors travel by device: some by MPI, the others by a backend of torch's own.
+
+torch gives a group of the list ``"cpu:mpidist,cuda:nccl"`` to the first plugin that returns a ProcessGroup, whole. So this group
+holds a ProcessGroup of torch's beside ours, with the other backends registered there, and each call goes to the one that has the
+device of its tensors. Calls without tensors are ours, unless they name a device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Work
+
+from mpidist.c10d.names import OURS
+from mpidist.c10d.process_group import TorchProcessGroup
+from mpidist.comm.group import ProcessGroup
+from mpidist.dynamo import untraced
+
+# What takes tensors, by all names that torch 2.9 to 2.13 have for it.
+_ROUTED = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+)
+# What torch asks of the default backend of a group of its own.
+_OF_THEIRS = (
+    "_enable_collectives_timing",
+    "_get_sequence_number_for_group",
+    "_has_hooks",
+    "_register_on_completion_hook",
+    "_set_sequence_number_for_group",
+    "_wait_for_pending_works",
+)
+
+
+@untraced
+class MixedProcessGroup(TorchProcessGroup):
+    """A torch group on MPI for some devices, and on other backends for the rest.
+
+    mpidist's own modules (``mpidist.ddp``, ``mpidist.optim``, ``mpidist.rpc``) use ``native``: MPI, whatever the device.
+
+    Args:
+        native: Our group.
+        store: The store that torch made the group with.
+        name: torch's name of it.
+        backends: Names by type of device, at least one of them ours and one not.
+        others: A ProcessGroup of torch's with a backend for each device that is not ours.
+    """
+
+    def __init__(self, native: ProcessGroup, store: Any, name: str, backends: Mapping[str, str], others: Any) -> None:
+        super().__init__(native, store, name)
+        self._backends = dict(backends)
+        self._others = others
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors it takes."""
+        return [torch.device(device) for device in self._backends]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        # An error of the class that torch's own is of: it asks for CUDA's backend on any machine.
+        if torch.device(device).type not in self._backends:
+            raise RuntimeError(f'group "{self._name}" has backends for {self._listed()} alone; got device {device}')
+        if self._is_ours(torch.device(device).type):
+            return super()._get_backend(device)
+        return self._theirs()._get_backend(device)
+
+    def barrier(self, opts: Any = None) -> Work:
+        """See barrier; the backend of the device that torch names waits, ours if it names none."""
+        # Unset, it is a device without a backend; reading it then is an error in some versions.
+        device = getattr(opts, "device", None)
+        if device is None or self._backends.get(device.type, OURS) == OURS:
+            return super().barrier(opts)
+        return self._theirs().barrier(opts)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the timeout of all backends."""
+        super().set_timeout(timeout)
+        for backend in self._other_backends():
+            backend._set_default_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Close the group on all backends."""
+        if self._others is not None:
+            self._others.shutdown()
+            self._others = None
+        super().shutdown()
+
+    def abort(self) -> None:
+        """Abort what is under way on all backends."""
+        if self._others is not None:
+            self._others.abort()
+        super().abort()
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        if device is None or self._is_ours(device.type):
+            super()._start_coalescing(device)
+        else:
+            self._theirs()._start_coalescing(device)
+
+    def _end_coalescing(self, device: Any = None) -> Work:
+        if device is None or self._is_ours(device.type):
+            return super()._end_coalescing(device)
+        return self._theirs()._end_coalescing(device)
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the backends of a part are made anew.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            f"{self.native.where('split_group')} cannot split a group shared by device ({self._listed()}); use "
+            "torch.distributed.new_group"
+        )
+
+    def coalesces(self, device: torch.device) -> bool:
+        """Say whether another backend has the device, and starts several messages as one."""
+        return not self._is_ours(device.type) and bool(self._get_backend(device).supports_coalescing)
+
+    def _is_ours(self, device: str) -> bool:
+        backend = self._backends.get(device)
+        if backend is None:
+            held = " and ".join(f"{kind} ({backend})" for kind, backend in self._backends.items())
+            raise TypeError(
+                f"{self.native.where('a call')} got a tensor on {device}, but this group has backends for {held} alone; name one "
+                f'for {device} where the group is made, as "{self._listed()},{device}:..."'
+            )
+        return backend == OURS
+
+    def _listed(self) -> str:
+        return ",".join(f"{device}:{backend}" for device, backend in self._backends.items())
+
+    def _theirs(self) -> Any:
+        if self._others is None:
+            raise RuntimeError(f"{self.native.where('a call')} came after the group was closed")
+        return self._others
+
+    def _other_backends(self) -> list[Any]:
+        return [self._theirs()._get_backend(torch.device(kind)) for kind, name in self._backends.items() if name != OURS]
+
+
+def _routed(name: str) -> Callable[..., Any]:
+    ours = getattr(TorchProcessGroup, name)
+
+    @untraced
+    @functools.wraps(ours)
+    def call(self: MixedProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        device = device_of([*args, *kwargs.values()])
+        if device is None or self._is_ours(device):
+            return ours(self, *args, **kwargs)
+        return getattr(self._theirs(), name)(*args, **kwargs)
+
+    return call
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    @untraced
+    def call(self: MixedProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._theirs(), name)(*args, **kwargs)
+
+    return call
+
+
+for _name in _ROUTED:
+    setattr(MixedProcessGroup, _name, _routed(_name))
+for _name in _OF_THEIRS:
+    setattr(MixedProcessGroup, _name, _forwarded(_name))
+
+
+def device_of(args: Any) -> str | None:
+    """Return the type of device of the first tensor among arguments and lists in them, or None without one."""
+    for argument in args:
+        if isinstance(argument, torch.Tensor):
+            return argument.device.type
+        if isinstance(argument, (list, tuple)) and (found := device_of(argument)) is not None:
+            return found
+    return None

@@ -1,0 +1,43 @@
+"""Default group of torch for a strategy, and the arguments that contradict it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from mpidist.comm.native_group import native_group
+
+
+def make_default_group(timeout: timedelta | None) -> None:
+    """Make torch's default group on mpidist, unless there is one.
+
+    Collective: over all ranks of the job.
+
+    Raises:
+        TypeError: The one that is there is of another backend.
+    """
+    if not dist.is_initialized():
+        # mpi://, because env:// reads RANK and connects to MASTER_ADDR where a job script has set them.
+        dist.init_process_group("mpidist", init_method="mpi://", timeout=timeout)
+    native_group(dist.group.WORLD)
+
+
+def refuse(arguments: Mapping[str, Any], strategy: type) -> None:
+    """Refuse what another strategy is for; pure.
+
+    Raises:
+        ValueError: Another backend, or a launcher beside MPI's.
+    """
+    own = f"{strategy.__module__}.{strategy.__qualname__}"
+    backend = arguments.get("process_group_backend")
+    if backend not in (None, "mpidist"):
+        raise ValueError(
+            f"{own} makes its group on mpidist; got process_group_backend={backend!r}. Leave it out, or use Lightning's own "
+            f"{strategy.__name__} for {backend}"
+        )
+    method = arguments.get("start_method", "popen")
+    if method != "popen":
+        raise ValueError(f"{own} runs on the ranks that mpirun or srun has started; leave start_method={method!r} out")

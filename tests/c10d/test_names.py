@@ -1,0 +1,38 @@
+"""Names of backends: lists, stand-ins, and those by which somebody means us; pure."""
+
+import pytest
+
+from mpidist.c10d.names import joined, mistaken, ours_first, pairs
+
+KNOWN = ["undefined", "gloo", "nccl", "xccl", "ucc", "mpi", "fake", "mpidist"]
+
+
+def test_a_list_is_split_and_written_again():
+    for named in ("gloo", "cpu:gloo", "cpu:gloo,cuda:nccl"):
+        assert joined(pairs(named)) == named
+    assert pairs("cpu:gloo,cuda:nccl") == [("cpu", "gloo"), ("cuda", "nccl")]
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ("cuda:nccl,cpu:mpidist", "cpu:mpidist,cuda:nccl"),
+        ("cpu:mpidist,cuda:nccl", "cpu:mpidist,cuda:nccl"),
+        ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
+        ("mpidist", "mpidist"),
+    ],
+)
+def test_ours_stands_first(named, expected):
+    assert ours_first(named) == expected
+
+
+def test_a_name_that_means_us_is_answered():
+    for named in ("mpidst", "mpi_dist", "openmpi", "mpich", "cpu:mpi4py,cuda:nccl", "mpi"):
+        problem = mistaken(named, KNOWN, has_mpi=False)
+        assert problem is not None and 'backend="mpidist"' in problem
+        assert ("MPIDIST_REPLACE=mpi" in problem) == (named == "mpi")
+
+
+def test_every_other_name_is_torchs_business():
+    for named in (*KNOWN, "cpu:gloo,cuda:nccl", "hccl", "smddp", "ncclx"):
+        assert mistaken(named, KNOWN, has_mpi=True) is None

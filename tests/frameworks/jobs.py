@@ -1,0 +1,38 @@
+"""A program of this folder as a job of two ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+from tests.support import launcher, missing, printed, started
+
+OURS = "mpidist.c10d.process_group.TorchProcessGroup"
+CLOSE = 1e-6  # float32, sums in another order
+
+
+def require(library: str) -> None:
+    """Skip, or in CI fail, without a library of the extra ``frameworks``."""
+    if importlib.util.find_spec(library) is None:
+        missing(f"{library} is not installed (pip install 'mpidist[frameworks]')")
+
+
+def ranks_of(program: str, words: str | None, *arguments: str, **variables: str) -> list[dict[str, Any]]:
+    """Run ``tests.frameworks.<program>`` on two ranks and return their reports; all groups in them were mpidist's.
+
+    Args:
+        words: ``MPIDIST_REPLACE``; None leaves it unset.
+    """
+    environment = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", **variables}
+    if words is not None:
+        environment["MPIDIST_REPLACE"] = words
+    command = [*launcher(2), sys.executable, "-m", f"tests.frameworks.{program}", *arguments]
+    done = started(command, 180, environment)
+    if done.returncode == 0:  # the Trainer prints dicts, too
+        done.stdout = "\n".join(line for line in done.stdout.splitlines() if line.startswith('{"rank"'))
+    told = printed(done)
+    assert sorted(told) == [0, 1]
+    for rank in told.values():
+        assert rank["groups"] and set(rank["groups"]) == {OURS}, rank["groups"]
+    return [told[0], told[1]]

@@ -1,0 +1,30 @@
+"""Lightning Fabric: by its own strategies under MPIDIST_REPLACE, and by ours, which need no variable."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.frameworks.jobs import CLOSE, ranks_of, require
+
+pytestmark = pytest.mark.slow
+
+OURS, TORCHS = "mpidist.ddp.module", "torch.nn.parallel.distributed"
+
+
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [("gloo,nccl,mpi", TORCHS), pytest.param("gloo,nccl,mpi,ddp", OURS, marks=pytest.mark.long)],
+)
+def test_training_equals_that_of_one_process(tmp_path, words, module):
+    require("lightning")
+    for facts in ranks_of("with_fabric", words, str(tmp_path)):
+        for name, wrapped in (("named", module), ("ours", OURS), ("sharded", "torch.distributed.fsdp")):
+            course = facts[name]
+            assert course["wrapped"].startswith(wrapped), facts
+            assert max(abs(course[what]) for what in ("trained", "loss", "resumed")) < CLOSE, (name, facts)
+            assert course["epoch"] == 1
+        assert max(facts["accumulated"]) < CLOSE, facts
+        full_rank, rank_1 = facts["hooks"]
+        assert full_rank < 1e-4 < rank_1, facts
+        assert "write devices=2, num_nodes=1, or start 3 with mpirun or srun" in facts["wrong"], facts
+        assert "a module that fabric.setup() has returned; got Sequential" in facts["unwrapped"], facts

@@ -1,0 +1,19 @@
+"""A framework's own backend under mpirun, without MPIDIST_REPLACE: the error says what to write."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+
+@pytest.mark.parametrize(("size", "is_told"), [("2", True), ("1", False)])
+def test_the_error_names_it(monkeypatch, size, is_told):
+    for name in ("MPIDIST_REPLACE", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("SIZE", size), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    # As Accelerate does, with the rank and the size that it has read of mpirun's variables.
+    with pytest.raises(ValueError, match="MASTER_ADDR expected, but not set") as caught:
+        dist.init_process_group("gloo", rank=0, world_size=int(size))
+    told = "mpirun (Open MPI) started 2 ranks: set MPIDIST_REPLACE=gloo,nccl,mpi" in str(caught.value)
+    assert told is is_told, str(caught.value)
