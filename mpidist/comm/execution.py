@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import agreement, autograd_mode, buffer, departures, faults, on_device, patience, runtime
+from mpidist.comm import agreement, autograd_mode, buffer, departures, faults, on_device, patience, profiling, runtime
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.host_copies import on_host
 from mpidist.comm.journal import Journal
 from mpidist.comm.matched import LengthError
+from mpidist.comm.profiling import torch_profiler
 from mpidist.comm.progress import Progress, at_once, is_at_once
 from mpidist.comm.stream import Device, device_at, device_of
 from mpidist.comm.work import Work
@@ -226,7 +227,7 @@ class Execution:
                 execute = on_host(execute)
             else:
                 execute = on_device.placed(execute, device, inputs, outputs, args, events, self.size, async_op)
-        call = (operation, execute, inputs, outputs, args, facts)
+        call = (operation, execute, inputs, outputs, args, facts, results)
         if not async_op and self._progress.try_enter():
             try:
                 self._execute(*call)
@@ -241,8 +242,11 @@ class Execution:
         if async_op and is_at_once():
             self._progress.run(work, self._execute, call)
             return work
+        submit = self._progress.submit
+        if torch_profiler._is_profiler_enabled:
+            submit = profiling.queueing(submit, self, operation, inputs, outputs or results)
         self.journal.queued += 1
-        self._progress.submit(work, self._execute_queued, call)
+        submit(work, self._execute_queued, call)
         if async_op:
             return work
         work.wait()
@@ -260,6 +264,7 @@ class Execution:
         outputs: Sequence[torch.Tensor],
         args: tuple[Any, ...],
         facts: Facts,
+        results: Sequence[torch.Tensor],
     ) -> None:
         if self._failure is not None:
             self._raise_failure()
@@ -269,6 +274,8 @@ class Execution:
                 line = agreement.describe(operation, self.journal.sequence, facts)
                 agreement.check(self._comm, self.where(operation), line)
             comm = self._comm_of_thread if self._progress.is_own_thread() else self._comm
+            if torch_profiler._is_profiler_enabled:
+                execute = profiling.executing(execute, self, operation, results)
             with autograd_mode.writing(inputs, outputs):
                 execute(comm, inputs, outputs, *args)
         except Exception as error:
