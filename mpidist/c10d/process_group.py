@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ReduceOp, Work
 
+from mpidist.c10d.dispatched import as_operator, dispatched, modes
 from mpidist.c10d.work import ENDED, Several, TorchReceive, TorchWork
 from mpidist.comm import arithmetic
 from mpidist.comm.arithmetic import Operation, PremulSum
@@ -140,6 +141,8 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: TensorList, opts: Any = None) -> Work:
         """See all_reduce."""
+        if modes():  # as as_operator does, without a function around the shortest path
+            return dispatched("allreduce", self, tensors, opts)
         if opts is None:
             return self._call(self.native.all_reduce_coalesced, tensors, None, _plain(tensors))
         theirs = opts.reduceOp
@@ -153,23 +156,28 @@ class TorchProcessGroup(dist.ProcessGroup):
             self._flags.append(work)
         return work
 
+    @as_operator
     def allreduce_coalesced(self, tensors: TensorList, opts: Any = None) -> Work:
         """See all_reduce_coalesced."""
         return self._call(self.native.all_reduce_coalesced, tensors, opts, _plain(tensors), _operation(opts))
 
+    @as_operator
     def reduce(self, tensors: TensorList, opts: Any) -> Work:
         """See reduce."""
         return self._call(self.native.reduce, tensors, opts, _plain(tensors)[0], opts.rootRank, _operation(opts))
 
+    @as_operator
     def reduce_scatter(self, outputs: TensorList, inputs: Sequence[TensorList], opts: Any = None) -> Work:
         """See reduce_scatter."""
         (output,), (parts,) = _plain(outputs), inputs
         return self._call(self.native.reduce_scatter, outputs, opts, output, _plain(parts), _operation(opts))
 
+    @as_operator
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """See reduce_scatter_tensor."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
+    @as_operator
     def reduce_scatter_single_coalesced(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Work:
         """See reduce_scatter_tensor_coalesced."""
         method = self.native.reduce_scatter_tensor_coalesced
@@ -177,17 +185,20 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     # --- movement ---
 
+    @as_operator
     def broadcast(self, tensors: TensorList, opts: Any) -> Work:
         """See broadcast."""
         if len(tensors) == 1:
             return self._call(self.native.broadcast, tensors, opts, _plain(tensors)[0], opts.rootRank)
         return self._call(self.native.broadcast_coalesced, tensors, opts, _plain(tensors), opts.rootRank)
 
+    @as_operator
     def allgather(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any = None) -> Work:
         """See all_gather."""
         (targets,), (source,) = outputs, _plain(inputs)
         return self._call(self.native.all_gather, outputs, opts, _plain(targets), source)
 
+    @as_operator
     def allgather_coalesced(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any = None) -> Work:
         """See all_gather; one list of outputs for each rank, one tensor of it for each input."""
         works = [
@@ -196,29 +207,35 @@ class TorchProcessGroup(dist.ProcessGroup):
         ]
         return self._hand_out(Several(works), outputs, opts)
 
+    @as_operator
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """See all_gather_into_tensor."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
+    @as_operator
     def all_gather_single_coalesced(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Work:
         """See all_gather_into_tensor_coalesced."""
         method = self.native.all_gather_into_tensor_coalesced
         return self._call(method, outputs, opts, _plain(outputs), _plain(inputs))
 
+    @as_operator
     def gather(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any) -> Work:
         """See gather."""
         targets = _plain(outputs[0]) if self.native.rank == opts.rootRank else None
         return self._call(self.native.gather, outputs, opts, _plain(inputs)[0], targets, opts.rootRank)
 
+    @as_operator
     def scatter(self, outputs: TensorList, inputs: Sequence[TensorList], opts: Any) -> Work:
         """See scatter."""
         sources = _plain(inputs[0]) if self.native.rank == opts.rootRank else None
         return self._call(self.native.scatter, outputs, opts, _plain(outputs)[0], sources, opts.rootRank)
 
+    @as_operator
     def alltoall(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Work:
         """See all_to_all."""
         return self._call(self.native.all_to_all, outputs, opts, _plain(outputs), _plain(inputs))
 
+    @as_operator
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> Work:
@@ -226,6 +243,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         (target, source), method = _plain([output, input]), self.native.all_to_all_single
         return self._call(method, [output], opts, target, source, output_sizes, input_sizes)
 
+    @as_operator
     def barrier(self, opts: Any = None) -> Work:
         """See barrier; a timeout of its own is honoured by the wait."""
         return self._call(self.native.barrier, [], opts)
@@ -239,14 +257,17 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     # --- messages ---
 
+    @as_operator
     def send(self, tensors: TensorList, dst: int, tag: int = 0) -> Work:
         """See isend."""
         return TorchWork(self.native.isend(_plain(tensors)[0], dst, tag), tensors)
 
+    @as_operator
     def recv(self, tensors: TensorList, src: int, tag: int = 0) -> Work:
         """See irecv."""
         return TorchReceive(self.native.irecv(_plain(tensors)[0], src, tag), tensors)
 
+    @as_operator
     def recv_anysource(self, tensors: TensorList, tag: int = 0) -> Work:
         """See irecv."""
         return TorchReceive(self.native.irecv(_plain(tensors)[0], None, tag), tensors)
