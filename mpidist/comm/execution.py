@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm import agreement, autograd_mode, buffer, departures, faults, on_device, patience, profiling, runtime
 from mpidist.comm.buffer import Order
@@ -18,7 +19,6 @@ from mpidist.comm.communicator import Communicator
 from mpidist.comm.host_copies import on_host
 from mpidist.comm.journal import Journal
 from mpidist.comm.matched import LengthError
-from mpidist.comm.profiling import torch_profiler
 from mpidist.comm.progress import Progress, at_once, is_at_once
 from mpidist.comm.stream import Device, device_at, device_of
 from mpidist.comm.work import Work

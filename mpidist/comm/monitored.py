@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+from torch.autograd import profiler as torch_profiler
+
 from mpidist.comm import departures, profiling
 from mpidist.comm.execution import Execution
 from mpidist.comm.library import MPI
-from mpidist.comm.profiling import torch_profiler
 from mpidist.comm.work import seconds
 from mpidist.errors import CommTimeout
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm import arguments, buffer, departures, frame, profiling
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.execution import Execution
 from mpidist.comm.library import MPI
-from mpidist.comm.profiling import torch_profiler
 from mpidist.comm.work import RequestWork
 from mpidist.errors import CommTimeout, MpidistError
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm import arguments, buffer, device_messages, profiling
 from mpidist.comm.execution import Execution
 from mpidist.comm.library import MPI
 from mpidist.comm.posted_receives import ReceiveQueue
-from mpidist.comm.profiling import torch_profiler
 from mpidist.comm.stream import start_request
 from mpidist.comm.work import RequestWork, release_orphans
 from mpidist.errors import MpidistError

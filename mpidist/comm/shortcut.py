@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm import arithmetic, buffer, narrow, operations, reductions
 from mpidist.comm.arithmetic import Operation
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.journal import IDLE, Journal
 from mpidist.comm.library import MPI
-from mpidist.comm.profiling import torch_profiler
 from mpidist.comm.progress import Progress
 
 _REMEMBERED = 256  # addresses

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from torch.autograd import profiler as torch_profiler
+
 from mpidist.comm import departures, profiling
 from mpidist.comm.faults import is_mpi_error, is_over, translate
 from mpidist.comm.journal import Journal
 from mpidist.comm.posted_receives import match_all
-from mpidist.comm.profiling import torch_profiler
 from mpidist.errors import CommTimeout
 from mpidist.future import Future
 
