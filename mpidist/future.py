@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from mpidist.dynamo import untraced
 from mpidist.errors import CommTimeout
 
 T = TypeVar("T")
@@ -24,6 +25,7 @@ S = TypeVar("S")
 _callbacks_lock = threading.Lock()
 
 
+@untraced
 class Future(Generic[T]):
     """A result that one thread sets once and any number of threads wait for.
 

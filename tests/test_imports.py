@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # The parts of mpidist, lowest first. A part imports lower ones only, and never another of its own row.
 LAYERS = [
-    ["errors", "cache"],
+    ["errors", "cache", "dynamo"],
     ["future", "shipped"],
     ["kernels"],
     ["comm"],

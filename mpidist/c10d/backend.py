@@ -110,4 +110,7 @@ def _create(options: Any, backend_options: Any = None) -> Any:
                 f"{world.size} rank(s); start as many with mpirun or srun, or use init_method='mpi://', which asks MPI"
             )
         native = group.from_world(name if name != "0" else "world", timeout, key=options.group_rank)
-    return TorchProcessGroup(native, options.store, name)
+    made = TorchProcessGroup(native, options.store, name)
+    # torch has noted it on the group that ours replaces.
+    made.bound_device_id = _local_of("_new_process_group_helper", "device_id")
+    return made

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ReduceOp, Work
 
+from mpidist.c10d import functional
 from mpidist.c10d.dispatched import dispatched, modes
+from mpidist.c10d.managed import ManagedGroup
 from mpidist.c10d.work import ENDED, Several, TorchReceive, TorchWork
 from mpidist.comm import arithmetic
 from mpidist.comm.arithmetic import Operation, PremulSum
 from mpidist.comm.group import ProcessGroup
+from mpidist.dynamo import untraced
 
 Tensor = torch.Tensor
 TensorList = Sequence[torch.Tensor]
@@ -36,7 +38,6 @@ _OPERATIONS: tuple[tuple[Any, Operation], ...] = (
 )
 
 _FLAGS = 1024  # works of one element that are kept alive
-_default: TorchProcessGroup | None = None
 
 
 def native_of_default() -> ProcessGroup:
@@ -65,77 +66,17 @@ def operation_of(op: Any) -> Operation:
     raise ValueError(f"mpidist has no reduction {op}")
 
 
-class TorchProcessGroup(dist.ProcessGroup):
-    """A ``torch.distributed.ProcessGroup`` on MPI.
-
-    Attributes:
-        native: The group that does the work; its methods are there for what torch's API lacks.
-    """
+@untraced
+class TorchProcessGroup(ManagedGroup):
+    """A ``torch.distributed.ProcessGroup`` on MPI."""
 
     def __init__(self, native: ProcessGroup, store: Any, name: str) -> None:
-        super().__init__(native.rank, native.size)  # type: ignore[call-arg]
-        self.native = native
-        self._store = store
-        self._name = name
+        super().__init__(native, store, name)
         self._at_once = native.all_reduce_at_once
         self._batch: list[Any] | None = None
         # torch's reducer keeps the work of Join's one-element all-reduce in C++ until the first gradient, and Python's half of a
         # work dies with its last Python reference: C++ would then wait in the base class, for ever.
         self._flags: deque[Work] = deque(maxlen=_FLAGS)
-
-    # --- what torch asks of any group ---
-
-    def getBackendName(self) -> str:
-        """See ProcessGroup.name."""
-        return "mpidist"
-
-    def name(self) -> str:
-        """See ProcessGroup.name."""
-        return "mpidist"
-
-    @property
-    def pg_name(self) -> str:
-        """Name that torch gave the group."""
-        return self._name
-
-    @property
-    def group_name(self) -> str:
-        """Name that torch gave the group; kept here, because torch asks for it after its own tables have forgotten it."""
-        return self._name
-
-    def getGroupName(self) -> str:
-        """See ProcessGroup.group_name; C++ asks by this name."""
-        return self._name
-
-    def get_group_store(self) -> Any:
-        """Return the store that torch made the group with."""
-        return self._store
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors it takes; ``dcp.async_save`` asks."""
-        return [torch.device("cpu"), torch.device("cuda")]
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Change after how long the watchdog reports."""
-        self.native.timeout_s = timeout.total_seconds()
-
-    _set_default_timeout = set_timeout
-
-    def shutdown(self) -> None:
-        """Close the group."""
-        self.native.close()
-
-    def abort(self) -> None:
-        """Make calls under way return with an error where MPI can, and refuse new ones."""
-        from mpidist.errors import GroupError
-
-        self.native.fail(GroupError(self.native.where("abort") + " was called"))
-        self.native.revoke()
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """See the native call; ``torch.distributed.monitored_barrier`` itself refuses every backend but Gloo."""
-        self.native.monitored_barrier(timeout, wait_all_ranks)
 
     # --- reductions ---
 
@@ -326,3 +267,6 @@ def _plain(tensors: TensorList) -> list[Tensor]:
     # torch's own backends write below autograd, parameters included, and scripts rely on it; the native calls refuse a leaf.
     # A detached sparse tensor has indices and values of its own.
     return [tensor.detach() if tensor.requires_grad and not tensor.is_sparse else tensor for tensor in tensors]
+
+
+functional.register()

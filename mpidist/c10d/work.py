@@ -11,10 +11,12 @@ from torch.futures import Future
 
 from mpidist.comm.work import RequestWork, seconds
 from mpidist.comm.work import Work as NativeWork
+from mpidist.dynamo import untraced
 from mpidist.errors import CommTimeout
 from mpidist.future import completed
 
 
+@untraced
 class _Ended(Work):
     """What a synchronous call returns: there is nothing to wait for."""
 
@@ -36,6 +38,7 @@ class _Ended(Work):
 ENDED = _Ended()
 
 
+@untraced
 class TorchWork(Work):
     """torch's handle of one of our works."""
 
@@ -96,6 +99,7 @@ class TorchWork(Work):
         return self._result
 
 
+@untraced
 class TorchReceive(TorchWork):
     """torch's handle of a receive, which a timeout of the group ends."""
 

@@ -23,6 +23,7 @@ from mpidist.comm.monitored import MonitoredBarrier
 from mpidist.comm.objects import Objects
 from mpidist.comm.p2p import PointToPoint
 from mpidist.comm.work import seconds
+from mpidist.dynamo import untraced
 from mpidist.errors import DisagreementError, GroupError
 
 DEFAULT_TIMEOUT_S = 1800.0  # torch's default_pg_timeout
@@ -238,6 +239,10 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
     def __repr__(self) -> str:
         state = "closed" if self._closed else "failed" if self._failure else "open"
         return f'ProcessGroup("{self.name}", rank {self.rank} of {self.size}, {state})'
+
+
+for _part in ProcessGroup.__mro__[:-1]:
+    untraced(_part)
 
 
 def init(

@@ -17,6 +17,7 @@ from mpidist.comm import departures, profiling
 from mpidist.comm.faults import is_mpi_error, is_over, translate
 from mpidist.comm.journal import Journal
 from mpidist.comm.posted_receives import match_all
+from mpidist.dynamo import untraced
 from mpidist.errors import CommTimeout
 from mpidist.future import Future
 
@@ -44,6 +45,7 @@ def seconds(timeout: float | timedelta | None) -> float | None:
     return float(value) or None
 
 
+@untraced
 class Work:
     """A collective that the group's thread executes.
 
@@ -130,6 +132,7 @@ def release_orphans() -> None:
         _releasing.release()
 
 
+@untraced
 class RequestWork:
     """A send or receive that MPI carries out; the thread that waits makes it advance.
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.arithmetic import SUM
+from mpidist.dynamo import untraced
 from mpidist.errors import DisagreementError
 
 _BATCH_BYTES = 250 << 20  # as torch's DDP has it
@@ -43,6 +44,7 @@ def require_equal(
             raise DisagreementError(f"DistributedDataParallel: {what} between ranks. {told}")
 
 
+@untraced
 def broadcast_state(group: Any, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
     """Give ``root``'s values to all. Collective: over the group."""
     together: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.algorithms.join import JoinHook
 
 from mpidist.comm.arithmetic import MAX
+from mpidist.dynamo import untraced
 from mpidist.errors import DisagreementError
 
 # Set on a module's parameters within ``join``: a sharded optimizer of them that was not named would wait for ever.
@@ -41,6 +42,7 @@ class Iteration:
     optimizer: int = 0
 
 
+@untraced
 def exchange(group: Any, has_inputs: bool, averages: bool = False, syncs_buffers: bool = False, optimizer: int = 0) -> Iteration:
     """Tell all ranks what this one is about to do, and learn the same of them.
 

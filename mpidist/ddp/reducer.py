@@ -20,11 +20,13 @@ from mpidist.ddp.layout import Layout, Settings
 from mpidist.ddp.owned_bucket import Owners
 from mpidist.ddp.ownership import Ownership, of_hook, resolve
 from mpidist.ddp.standing import Marks, Standing
+from mpidist.dynamo import untraced
 
 Tensor = torch.Tensor
 Aside = tuple[mirroring.Gradients, Marks | None]
 
 
+@untraced
 class Reducer:
     """The gradients of one module on one group.
 

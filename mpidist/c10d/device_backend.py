@@ -1,0 +1,82 @@
+"""The object that torch takes for the backend of one device of a group.
+
+torch keeps a C++ ``Backend`` for each device type and asks it what it can do: Inductor, FSDP2, ``new_group(device_id=…)``. Python
+cannot derive from that class, so our group answers ``_get_backend`` with this object.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from mpidist.dynamo import untraced
+
+
+@untraced
+class DeviceBackend:
+    """Answers of a group to the questions that torch asks of a ``Backend``.
+
+    Attributes:
+        supports_splitting: Whether ``dist.split_group`` may divide it; torch asks for a ``device_id`` of the default group first.
+        supports_coalescing: Whether ``batch_isend_irecv`` needs one launch for all calls; messages of MPI need none.
+        supports_time_estimate: Whether it tells a collective's duration without running it, to Inductor.
+        supports_shrinking: Whether ``shrink_group`` can leave ranks out; torch would put a C++ ``Backend`` into the new group.
+    """
+
+    supports_splitting = True
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def name(self) -> str:
+        """Return the backend's name, as ``dist.get_backend`` does."""
+        return str(self._group.name())
+
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return int(self._group.rank())
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return int(self._group.size())
+
+    @property
+    def options(self) -> None:
+        """None: the backend has no options."""
+        return None
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self._group.native.timeout_s or 0)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """See TorchProcessGroup.set_timeout."""
+        self._group.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return False: MPI takes any memory, and there is no allocator to ask for."""
+        return False
+
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        """Do nothing: MPI has connected the ranks."""
+
+    def perform_nocolor_split(self, device: torch.device | None = None) -> None:
+        """Do nothing: ranks outside a new group need not take part in making it."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        """See TorchProcessGroup.abort."""
+        self._group.abort()
+
+    def shutdown(self) -> None:
+        """See TorchProcessGroup.shutdown."""
+        self._group.shutdown()
