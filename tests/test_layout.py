@@ -24,6 +24,7 @@ COVERED_BY = {
     "comm/device_messages": "comm/test_on_device.py",
     "comm/door": "integration/test_launch.py",  # a job at MPI_THREAD_SERIALIZED
     "comm/extremes": "comm/test_reductions.py",
+    "comm/failing": "comm/test_execution.py",
     "comm/faults": "comm/test_watchdog.py",
     "comm/incoming": "comm/test_transport.py",
     "comm/monitored": "comm/test_group.py",

@@ -59,12 +59,14 @@ def dispatched(method: str, group: Any, *args: Any) -> Work:
         What it returns, or torch's empty work if a mode answered in its place.
     """
     name, tensors, arguments = _OPERATORS[method]
+    operator = getattr(torch.ops.c10d, name).default
     _register()
     before = getattr(_here, "call", None)
     call = _here.call = _Call(group, method, args[tensors:])
     given = args[:tensors] if tensors else (torch.empty(1, dtype=torch.uint8, device="cpu"),)  # a kernel is found by a tensor
+    takes = len(operator._schema.arguments) - len(given) - 1  # older ones end without asyncOp or the timeout
     try:
-        result = getattr(torch.ops.c10d, name).default(*given, group.boxed(), *arguments(*args[tensors:]))
+        result = operator(*given, group.boxed(), *arguments(*args[tensors:])[:takes])
     finally:
         _here.call = before
     if call.work is not None:
