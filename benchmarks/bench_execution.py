@@ -2,7 +2,8 @@
 
 mpirun --bind-to none -n 2 python benchmarks/bench_execution.py     (once more with --bind-to core: one core a rank)
 
-The figures behind docs/decisions/0001.
+The figures behind docs/decisions/0001. The case "looks" (``--only looks``) is what an operation pays for torch's tools while they
+are off: a look whether a profiler is on, and, in a torch group, one at the number of dispatch modes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import timing
 import torch
 from tabulate import tabulate
 from timing import Contender
+from torch.autograd import profiler as torch_profiler
 
 import mpidist.comm
 
 _SIZES_BYTES = (8, 64 << 10, 1 << 20, 16 << 20)
 _OVERLAP_BYTES = 16 << 20
 _THREAD_CALLS = 200  # of each thread in one pass of the case with two groups
+_LOOKS = 1000  # in one pass: microseconds of a pass are nanoseconds of a look
 _ROUNDS = 15
 _BURST_S = 0.02
 
@@ -105,7 +108,38 @@ def two_threads(ways: Ways, pool: ThreadPoolExecutor) -> list[Contender]:
     return [Contender(name, (call,), (first,)) for name, call in calls.items()]
 
 
+def looks() -> list[Contender]:
+    """Ask a thousand times what an operation asks while torch's tools are off, in a loop as it stands and in an empty one."""
+    turns, modes = range(_LOOKS), torch._C._len_torch_dispatch_stack
+    found = torch.zeros(1)
+
+    def empty() -> None:
+        for _ in turns:
+            pass
+
+    def profiler() -> None:
+        for _ in turns:
+            if torch_profiler._is_profiler_enabled:
+                found.fill_(1)
+
+    def mode() -> None:
+        for _ in turns:
+            if modes():
+                found.fill_(1)
+
+    def both() -> None:
+        for _ in turns:
+            if modes():
+                found.fill_(1)
+            if torch_profiler._is_profiler_enabled:
+                found.fill_(1)
+
+    calls = {"empty loop": empty, "a profiler": profiler, "a mode": mode, "a mode and a profiler": both}
+    return [Contender(name, (call,), (found,)) for name, call in calls.items()]
+
+
 def cases(ways: Ways, pool: ThreadPoolExecutor) -> Iterator[tuple[str, int, list[Contender]]]:
+    yield "looks", 0, looks()
     for size_bytes in _SIZES_BYTES:
         yield "latency", size_bytes, latency(ways, size_bytes // 4)
     yield "overlap", _OVERLAP_BYTES, overlap(ways, _OVERLAP_BYTES // 4)
@@ -124,6 +158,7 @@ def check(ways: Ways) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=_ROUNDS)
+    parser.add_argument("--only", help="one case: looks, latency, overlap, two threads")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -139,6 +174,8 @@ def main() -> None:
     results = []
     with ThreadPoolExecutor(1) as pool:
         for name, size_bytes, contenders in cases(ways, pool):
+            if options.only not in (None, name):
+                continue
             series = timing.time_rounds(ways.raw, contenders, options.rounds, _BURST_S)
             results.append(report.result_of(name, size_bytes // 4, size_bytes, series))
             if is_first:
@@ -146,7 +183,8 @@ def main() -> None:
                 print(f"\n{name}, {size_bytes} B\n{tabulate(rows, ('way', 'us, median', 'p90'))}", flush=True)
     if is_first:
         bound = "bound" if any(len(own) < 2 for own in about["cores_of_ranks"]) else "unbound"
-        path = options.output / f"execution-{environment.library_name(about)}-{about['ranks']}-{bound}.json"
+        case = "" if options.only is None else options.only.replace(" ", "-") + "-"
+        path = options.output / f"execution-{case}{environment.library_name(about)}-{about['ranks']}-{bound}.json"
         report.write_json({"benchmark": "execution", "environment": about, "rounds": options.rounds, "results": results}, path)
         print(f"\n{environment.binding(about)}; written: {path.name}")
     ways.second.close()

@@ -25,6 +25,7 @@ COVERED_BY = {
     "comm/device_messages": "comm/test_on_device.py",
     "comm/door": "integration/test_launch.py",  # a job at MPI_THREAD_SERIALIZED
     "comm/extremes": "comm/test_reductions.py",
+    "comm/failing": "comm/test_execution.py",
     "comm/faults": "comm/test_watchdog.py",
     "comm/incoming": "comm/test_transport.py",
     "comm/monitored": "comm/test_group.py",
@@ -84,6 +85,7 @@ COVERED_BY = {
     "zero/masters": "zero/test_shards.py",
     "zero/modes": "zero/test_in_backward.py",  # and test_overlap, test_join
     "c10d/backend": "integration/test_torch_groups.py",
+    "c10d/dispatched": "integration/test_torch_profiler.py",
     "c10d/process_group": "integration/test_torch_api.py",
     "zero/first_state": "zero/test_checkpoint.py",
     "zero/parked": "zero/test_loading.py",

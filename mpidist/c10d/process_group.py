@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import ReduceOp, Work
 
 from mpidist.c10d import functional
+from mpidist.c10d.dispatched import dispatched, modes
 from mpidist.c10d.managed import ManagedGroup
 from mpidist.c10d.work import ENDED, Several, TorchReceive, TorchWork
 from mpidist.comm import arithmetic
@@ -81,6 +82,8 @@ class TorchProcessGroup(ManagedGroup):
 
     def allreduce(self, tensors: TensorList, opts: Any = None) -> Work:
         """See all_reduce."""
+        if modes():
+            return dispatched("allreduce", self, tensors, opts)
         if opts is None:
             return self._call(self.native.all_reduce_coalesced, tensors, None, _plain(tensors))
         theirs = opts.reduceOp
@@ -96,23 +99,33 @@ class TorchProcessGroup(ManagedGroup):
 
     def allreduce_coalesced(self, tensors: TensorList, opts: Any = None) -> Work:
         """See all_reduce_coalesced."""
+        if modes():
+            return dispatched("allreduce_coalesced", self, tensors, opts)
         return self._call(self.native.all_reduce_coalesced, tensors, opts, _plain(tensors), _operation(opts))
 
     def reduce(self, tensors: TensorList, opts: Any) -> Work:
         """See reduce."""
+        if modes():
+            return dispatched("reduce", self, tensors, opts)
         return self._call(self.native.reduce, tensors, opts, _plain(tensors)[0], opts.rootRank, _operation(opts))
 
     def reduce_scatter(self, outputs: TensorList, inputs: Sequence[TensorList], opts: Any = None) -> Work:
         """See reduce_scatter."""
+        if modes():
+            return dispatched("reduce_scatter", self, outputs, inputs, opts)
         (output,), (parts,) = _plain(outputs), inputs
         return self._call(self.native.reduce_scatter, outputs, opts, output, _plain(parts), _operation(opts))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """See reduce_scatter_tensor."""
+        if modes():
+            return dispatched("reduce_scatter_single", self, output, input, opts)
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Work:
         """See reduce_scatter_tensor_coalesced."""
+        if modes():
+            return dispatched("reduce_scatter_single_coalesced", self, outputs, inputs, opts)
         method = self.native.reduce_scatter_tensor_coalesced
         return self._call(method, outputs, opts, _plain(outputs), _plain(inputs), _operation(opts))
 
@@ -120,17 +133,23 @@ class TorchProcessGroup(ManagedGroup):
 
     def broadcast(self, tensors: TensorList, opts: Any) -> Work:
         """See broadcast."""
+        if modes():
+            return dispatched("broadcast", self, tensors, opts)
         if len(tensors) == 1:
             return self._call(self.native.broadcast, tensors, opts, _plain(tensors)[0], opts.rootRank)
         return self._call(self.native.broadcast_coalesced, tensors, opts, _plain(tensors), opts.rootRank)
 
     def allgather(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any = None) -> Work:
         """See all_gather."""
+        if modes():
+            return dispatched("allgather", self, outputs, inputs, opts)
         (targets,), (source,) = outputs, _plain(inputs)
         return self._call(self.native.all_gather, outputs, opts, _plain(targets), source)
 
     def allgather_coalesced(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any = None) -> Work:
         """See all_gather; one list of outputs for each rank, one tensor of it for each input."""
+        if modes():
+            return dispatched("allgather_coalesced", self, outputs, inputs, opts)
         works = [
             self.native.all_gather(_plain([row[place] for row in outputs]), source, async_op=True)
             for place, source in enumerate(_plain(inputs))
@@ -139,36 +158,50 @@ class TorchProcessGroup(ManagedGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """See all_gather_into_tensor."""
+        if modes():
+            return dispatched("all_gather_single", self, output, input, opts)
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Work:
         """See all_gather_into_tensor_coalesced."""
+        if modes():
+            return dispatched("all_gather_single_coalesced", self, outputs, inputs, opts)
         method = self.native.all_gather_into_tensor_coalesced
         return self._call(method, outputs, opts, _plain(outputs), _plain(inputs))
 
     def gather(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any) -> Work:
         """See gather."""
+        if modes():
+            return dispatched("gather", self, outputs, inputs, opts)
         targets = _plain(outputs[0]) if self.native.rank == opts.rootRank else None
         return self._call(self.native.gather, outputs, opts, _plain(inputs)[0], targets, opts.rootRank)
 
     def scatter(self, outputs: TensorList, inputs: Sequence[TensorList], opts: Any) -> Work:
         """See scatter."""
+        if modes():
+            return dispatched("scatter", self, outputs, inputs, opts)
         sources = _plain(inputs[0]) if self.native.rank == opts.rootRank else None
         return self._call(self.native.scatter, outputs, opts, _plain(outputs)[0], sources, opts.rootRank)
 
     def alltoall(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Work:
         """See all_to_all."""
+        if modes():
+            return dispatched("alltoall", self, outputs, inputs, opts)
         return self._call(self.native.all_to_all, outputs, opts, _plain(outputs), _plain(inputs))
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> Work:
         """See all_to_all_single."""
+        if modes():
+            return dispatched("all_to_all_single", self, output, input, output_sizes, input_sizes, opts)
         (target, source), method = _plain([output, input]), self.native.all_to_all_single
         return self._call(method, [output], opts, target, source, output_sizes, input_sizes)
 
     def barrier(self, opts: Any = None) -> Work:
         """See barrier; a timeout of its own is honoured by the wait."""
+        if modes():
+            return dispatched("barrier", self, opts)
         return self._call(self.native.barrier, [], opts)
 
     # Names before torch 2.12.
@@ -182,14 +215,20 @@ class TorchProcessGroup(ManagedGroup):
 
     def send(self, tensors: TensorList, dst: int, tag: int = 0) -> Work:
         """See isend."""
+        if modes():
+            return dispatched("send", self, tensors, dst, tag)
         return TorchWork(self.native.isend(_plain(tensors)[0], dst, tag), tensors)
 
     def recv(self, tensors: TensorList, src: int, tag: int = 0) -> Work:
         """See irecv."""
+        if modes():
+            return dispatched("recv", self, tensors, src, tag)
         return TorchReceive(self.native.irecv(_plain(tensors)[0], src, tag), tensors)
 
     def recv_anysource(self, tensors: TensorList, tag: int = 0) -> Work:
         """See irecv."""
+        if modes():
+            return dispatched("recv_anysource", self, tensors, tag)
         return TorchReceive(self.native.irecv(_plain(tensors)[0], None, tag), tensors)
 
     # --- torch's coalescing manager: without these two, every later all_reduce would silently do nothing ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 import warnings
@@ -11,19 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm import agreement, autograd_mode, buffer, departures, faults, on_device, patience, runtime
+from mpidist.comm import agreement, autograd_mode, buffer, on_device, patience, profiling
 from mpidist.comm.buffer import Order
 from mpidist.comm.communicator import Communicator
+from mpidist.comm.failing import ABORT, RAISE, Failing
 from mpidist.comm.host_copies import on_host
 from mpidist.comm.journal import Journal
-from mpidist.comm.matched import LengthError
 from mpidist.comm.progress import Progress, at_once, is_at_once
 from mpidist.comm.stream import Device, device_at, device_of
 from mpidist.comm.work import Work
-from mpidist.errors import DisagreementError, GroupError, MpidistError, RankFailureError
+from mpidist.errors import MpidistError
 
-ABORT, RAISE = "abort", "raise"  # what a timeout does: end the job, or raise in the caller
 _ENV_DEBUG = "MPIDIST_DEBUG"  # "1": every collective first compares what each rank is about to do
 
 Facts = Sequence[tuple[str, Any]]
@@ -45,17 +44,12 @@ def _forbid_in_child() -> None:
 os.register_at_fork(after_in_child=_forbid_in_child)
 
 
-class Execution:
+class Execution(Failing):
     """The part of a process group that all its operations share.
 
     Attributes:
-        name: The group's name, for messages.
         key: Names the group alone, and alike on all its ranks.
-        rank: This rank in the group.
-        size: W, the number of ranks.
-        world_ranks: The members' ranks in the world, in group order.
         timeout_s: How long an operation may take before the watchdog reports it; None for no limit.
-        on_timeout: ``ABORT`` or ``RAISE``, the same on all ranks.
         journal: What the group is doing.
     """
 
@@ -72,16 +66,10 @@ class Execution:
         debug: bool | None = None,
         on_timeout: str = ABORT,
     ) -> None:
-        self.name = name
+        super().__init__(comm, name, world_ranks, on_timeout)
         self.key = key
-        self.rank = comm.rank
-        self.size = comm.size
-        self.world_ranks = tuple(world_ranks)
         self.timeout_s = timeout_s
-        self.on_timeout = on_timeout
         self.journal = Journal(name, key)
-        self._comm = comm
-        self._mpi = comm.plain
         # Between nodes the group's thread lets the computation have the core that it waits on.
         self._comm_of_thread = comm if comm.is_single_node else comm.patient()
         if on_timeout == RAISE:
@@ -91,11 +79,8 @@ class Execution:
             comm.mpi = patience.LeavableComm(comm.plain, check, is_patient=False)
         self._progress = Progress(name)
         self._door = self._progress.door
-        self._failure: MpidistError | None = None
-        self._closed = False
         self._debug = os.environ.get(_ENV_DEBUG) == "1" if debug is None else debug
         self._entered = False
-        self._wheres: dict[str, str] = {}  # by operation; every call may need one, and writing it takes longer than MPI
         _groups.add(self)
         if self._debug:
             for operation in self._told_operations:
@@ -151,47 +136,12 @@ class Execution:
             return self.world_ranks[: self.rank] + self.world_ranks[self.rank + 1 :]
         return (self.world_ranks[rank],)
 
-    def where(self, operation: str) -> str:
-        """Return the beginning of a message about ``operation``."""
-        text = self._wheres.get(operation)
-        if text is None:
-            text = self._wheres[operation] = f'rank {self.rank} of {self.size} (group "{self.name}"): {operation}'
-        return text
-
     def __del__(self) -> None:
         # Closing is collective, and a finalizer must not communicate: the communicator stays, its thread need not.
-        if not getattr(self, "_closed", True) and self.size > 1:
+        if hasattr(self, "_progress") and not self._closed and self.size > 1:
             self._progress.abandon()
             if not sys.is_finalizing():
                 warnings.warn(f'group "{self.name}" was dropped without close(); its communicator is lost', ResourceWarning, 2)
-
-    def fail(self, error: MpidistError) -> None:
-        """Make every later call, and the one under way when MPI lets it go, raise ``error``."""
-        self._failure = self._failure or error
-        self._stop_shortest_path()
-
-    def revoke(self) -> bool:
-        """Make MPI refuse the group's communicator on all ranks (ULFM); say whether MPI could."""
-        try:
-            for mpi in (self._mpi, *self._comm.children()):
-                mpi.Revoke()
-        except Exception:  # MPI without ULFM: NotImplementedError, or MPI's own error
-            return False
-        return True
-
-    def _stop_shortest_path(self) -> None:
-        """Have every call go through ``_launch``, and so through its checks, from now on."""
-
-    def _require_usable(self, operation: str) -> None:
-        if self._closed:
-            raise GroupError(f"{self.where(operation)} was called on a closed group")
-        if self._failure is not None:
-            self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            # A copy: raised again and again, one exception would gather the frames of all its callers.
-            raise copy.copy(self._failure)
 
     def _launch(
         self,
@@ -226,7 +176,7 @@ class Execution:
                 execute = on_host(execute)
             else:
                 execute = on_device.placed(execute, device, inputs, outputs, args, events, self.size, async_op)
-        call = (operation, execute, inputs, outputs, args, facts)
+        call = (operation, execute, inputs, outputs, args, facts, results)
         if not async_op and self._progress.try_enter():
             try:
                 self._execute(*call)
@@ -241,8 +191,11 @@ class Execution:
         if async_op and is_at_once():
             self._progress.run(work, self._execute, call)
             return work
+        submit = self._progress.submit
+        if torch_profiler._is_profiler_enabled:
+            submit = profiling.queueing(submit, self, operation, inputs, outputs or results)
         self.journal.queued += 1
-        self._progress.submit(work, self._execute_queued, call)
+        submit(work, self._execute_queued, call)
         if async_op:
             return work
         work.wait()
@@ -260,6 +213,7 @@ class Execution:
         outputs: Sequence[torch.Tensor],
         args: tuple[Any, ...],
         facts: Facts,
+        results: Sequence[torch.Tensor],
     ) -> None:
         if self._failure is not None:
             self._raise_failure()
@@ -269,6 +223,8 @@ class Execution:
                 line = agreement.describe(operation, self.journal.sequence, facts)
                 agreement.check(self._comm, self.where(operation), line)
             comm = self._comm_of_thread if self._progress.is_own_thread() else self._comm
+            if torch_profiler._is_profiler_enabled:
+                execute = profiling.executing(execute, self, operation, results)
             with autograd_mode.writing(inputs, outputs):
                 execute(comm, inputs, outputs, *args)
         except Exception as error:
@@ -296,31 +252,6 @@ class Execution:
                 raise  # every rank refused it with the same words
 
         return call
-
-    def _explain(self, error: Exception, operation: str) -> Exception:
-        """Return what the user should see for what an operation raised, and note whether the group is lost."""
-        if isinstance(error, LengthError):
-            return DisagreementError(
-                f"{self.where(operation)}: {error}; with MPIDIST_DEBUG=1 all ranks compare before they communicate"
-            )
-        if not faults.is_mpi_error(error):
-            if self.on_timeout == RAISE and self._failure is not None and isinstance(error, MpidistError):
-                patience.keep(error)
-                runtime.note_failure()
-            return error
-        if self._failure is not None:  # the watchdog, or another thread, knows why
-            return self._failure
-        told = faults.translate(error, self.where(operation))
-        if isinstance(told, RankFailureError):
-            # Another rank may have revoked the group because of one that left in peace, of which MPI has nothing to say.
-            dead = departures.among(self.world_ranks) or faults.failed_ranks(self._mpi, self.world_ranks)
-            if dead:
-                if not departures.among(dead):
-                    runtime.note_failure(dead)
-                told = RankFailureError(f"{told}; world ranks that failed: {', '.join(map(str, dead))}", dead)
-            self.fail(told)
-            self.revoke()  # the others may wait for a rank that has just given up
-        return told
 
 
 def _check_of(group: weakref.ref[Execution]) -> Callable[[], None]:

@@ -17,7 +17,7 @@ import torch
 from mpidist.comm import arguments, faults, meeting, patience, runtime, timing, tuning, watchdog
 from mpidist.comm.collectives import Collectives
 from mpidist.comm.communicator import Communicator
-from mpidist.comm.execution import ABORT, RAISE
+from mpidist.comm.failing import ABORT, RAISE
 from mpidist.comm.library import MPI
 from mpidist.comm.monitored import MonitoredBarrier
 from mpidist.comm.objects import Objects

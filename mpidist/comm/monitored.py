@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from mpidist.comm import departures
+from torch.autograd import profiler as torch_profiler
+
+from mpidist.comm import departures, profiling
 from mpidist.comm.execution import Execution
 from mpidist.comm.library import MPI
 from mpidist.comm.work import seconds
@@ -40,6 +42,12 @@ class MonitoredBarrier(Execution):
             CommTimeout: On every rank that came, naming the ranks that did not; if rank 0 is missing, naming rank 0.
             RankFailureError: On every rank that came, instead: a rank came to the end of its program more than 2 s ago.
         """
+        meet = self._meet
+        if torch_profiler._is_profiler_enabled:
+            meet = profiling.calling(meet, self, "monitored_barrier")
+        meet(timeout)
+
+    def _meet(self, timeout: float | timedelta | None) -> None:
         self._require_usable("monitored_barrier")
         limit = self.timeout_s if timeout is None else seconds(timeout) or 0.0
         self._barriers += 1

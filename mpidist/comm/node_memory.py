@@ -71,7 +71,7 @@ class NodeTensor:
 
         Blocks: until this rank's result is complete.
         """
-        self.group.in_order(self._average, async_op=False)
+        self.group.in_order(self._average, async_op=False, operation="average", results=(self.own,))
 
     def _average(self) -> None:
         group, numel = self.group, self.own.numel()
@@ -112,7 +112,8 @@ class NodeTensor:
             by_rank: For each rank the ranges that it owns, as start and end in elements; no element has two owners.
             common: Ranges whose average all ranks get.
         """
-        self.group.in_order(partial(self._reduce_to_owners, by_rank, common), async_op=False)
+        run = partial(self._reduce_to_owners, by_rank, common)
+        self.group.in_order(run, async_op=False, operation="reduce_to_owners", results=(self.own,))
 
     def _reduce_to_owners(self, by_rank: Sequence[Ranges], common: Ranges) -> None:
         group, numel = self.group, self.own.numel()

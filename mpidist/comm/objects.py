@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm import arguments, buffer, departures, frame
+from mpidist.comm import arguments, buffer, departures, frame, profiling
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.execution import Execution
 from mpidist.comm.library import MPI
@@ -100,6 +101,12 @@ class Objects(Execution):
             CommTimeout: Not received within the group's timeout. The object is still under way.
             RankFailureError: Rank ``dst`` died, or has come to the end of its program.
         """
+        send = self._send_object
+        if torch_profiler._is_profiler_enabled:
+            send = profiling.calling(send, self, "send_object")
+        send(obj, dst)
+
+    def _send_object(self, obj: Any, dst: int) -> None:
         self._require_usable("send_object")
         arguments.rank(self.where("send_object"), dst, "dst", self.size)
         try:
@@ -119,6 +126,12 @@ class Objects(Execution):
 
     def recv_object(self, src: int | None = None) -> tuple[Any, int]:
         """Receive an object from rank ``src`` or from any; return it and the sender's rank. Not collective."""
+        receive = self._recv_object
+        if torch_profiler._is_profiler_enabled:
+            receive = profiling.calling(receive, self, "recv_object")
+        return receive(src)
+
+    def _recv_object(self, src: int | None) -> tuple[Any, int]:
         self._require_usable("recv_object")
         if src is not None:
             arguments.rank(self.where("recv_object"), src, "src", self.size)

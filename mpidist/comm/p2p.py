@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm import arguments, buffer, device_messages
+from mpidist.comm import arguments, buffer, device_messages, profiling
 from mpidist.comm.execution import Execution
 from mpidist.comm.library import MPI
 from mpidist.comm.posted_receives import ReceiveQueue
@@ -55,7 +56,10 @@ class PointToPoint(Execution):
         Raises:
             CommTimeout: The group's timeout has passed.
         """
-        self._isend("send", tensor, dst, tag).wait()
+        send = self._send
+        if torch_profiler._is_profiler_enabled:
+            send = profiling.messaging(send, self, "send", tensor, dst)
+        send(tensor, dst, tag)
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
         """Receive into ``tensor`` from rank ``src``, or from any rank if None; return the sender's rank.
@@ -64,20 +68,24 @@ class PointToPoint(Execution):
             CommTimeout: Nothing came within the group's timeout; the receive is withdrawn.
             MpidistError: The message is longer or shorter than the tensor. A longer one leaves the tensor as it was.
         """
-        work = self._irecv("recv", tensor, src, tag, waits=True)
-        try:
-            work.wait()
-        finally:
-            work.cancel()  # of no effect once it has ended
-        return work.source_rank()
+        receive = self._recv
+        if torch_profiler._is_profiler_enabled:
+            receive = profiling.messaging(receive, self, "recv", tensor, src)
+        return receive(tensor, src, tag)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> RequestWork:
         """Start to send; the tensor must not be changed before ``wait`` of the returned handle."""
-        return self._isend("isend", tensor, dst, tag)
+        start = self._isend
+        if torch_profiler._is_profiler_enabled:
+            start = profiling.messaging(start, self, "isend", tensor, dst)
+        return start("isend", tensor, dst, tag)
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> RequestWork:
         """Start to receive; the tensor holds the message after ``wait``, and ``source_rank()`` tells whose it is."""
-        return self._irecv("irecv", tensor, src, tag)
+        start = self._irecv
+        if torch_profiler._is_profiler_enabled:
+            start = profiling.messaging(start, self, "irecv", tensor, src)
+        return start("irecv", tensor, src, tag)
 
     def batch_isend_irecv(self, operations: Sequence[P2POp]) -> list[RequestWork]:
         """Start messages in any order without deadlock: all receives are posted before the first send."""
@@ -95,6 +103,17 @@ class PointToPoint(Execution):
                 assert item.peer is not None
                 works[place] = self.isend(item.tensor, item.peer, item.tag)
         return [works[place] for place in range(len(operations))]
+
+    def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
+        self._isend("send", tensor, dst, tag).wait()
+
+    def _recv(self, tensor: Tensor, src: int | None, tag: int) -> int:
+        work = self._irecv("recv", tensor, src, tag, waits=True)
+        try:
+            work.wait()
+        finally:
+            work.cancel()  # of no effect once it has ended
+        return work.source_rank()
 
     def _isend(self, operation: str, tensor: Tensor, dst: int, tag: int) -> RequestWork:
         self._require_usable(operation)

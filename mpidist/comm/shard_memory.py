@@ -58,7 +58,7 @@ class ShardMemory:
         """
         group = self._group
         if self._copies is not None:
-            return group._launch("gather_shards", _in_node_memory, (), (), (self, ranges), async_op)
+            return group._launch("gather_shards", _in_node_memory, (), (), (self, ranges), async_op, results=(self.own,))
         places = range(max(map(len, ranges), default=0))
         parts = [[self.own[slice(*ranges[rank][place])] for rank in range(group.size)] for place in places]
 
@@ -66,7 +66,7 @@ class ShardMemory:
             for each in parts:
                 group.all_gather(each, each[group.rank])
 
-        return group.in_order(stages, async_op, self.own.device, operation="gather_shards")
+        return group.in_order(stages, async_op, self.own.device, operation="gather_shards", results=(self.own,))
 
 
 def allocate(group: Any, nbytes: int, one_copy: bool = False) -> ShardMemory:

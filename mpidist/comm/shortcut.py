@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm import arithmetic, buffer, narrow, operations, reductions
 from mpidist.comm.arithmetic import Operation
@@ -67,11 +68,11 @@ class Shortcut:
         self._calls = {}
 
     def all_reduce(self, tensor: torch.Tensor, op: Operation) -> bool:
-        """Do a group's ``all_reduce`` if it needs no queue, no check and no host copy; else return False.
+        """Do a group's ``all_reduce`` if it needs no queue, no check, no host copy and no event of a profiler; else return False.
 
         Below autograd: it writes into a leaf.
         """
-        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+        if torch_profiler._is_profiler_enabled or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
             return False
         address = tensor.data_ptr()
         call = self._calls.get(address)

@@ -23,7 +23,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidist.comm import departures, faults, frame, runtime
-from mpidist.comm.execution import RAISE, Execution
+from mpidist.comm.execution import Execution
+from mpidist.comm.failing import RAISE
 from mpidist.comm.journal import Entry
 from mpidist.comm.library import MPI
 from mpidist.errors import CommTimeout, RankFailureError

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from mpidist.comm import departures
+from torch.autograd import profiler as torch_profiler
+
+from mpidist.comm import departures, profiling
 from mpidist.comm.faults import is_mpi_error, is_over, translate
 from mpidist.comm.journal import Journal
 from mpidist.comm.posted_receives import match_all
@@ -82,12 +84,14 @@ class Work:
             CommTimeout: Not ended within ``timeout`` (seconds); the operation goes on.
             MpidistError: What the operation itself raised.
         """
-        limit = seconds(timeout)
+        limit, wait = seconds(timeout), self.future.wait
+        if torch_profiler._is_profiler_enabled and not self.future.done():
+            wait = profiling.waiting(wait, self.operation)
         if limit is None or self.future.done():
-            self.future.wait()
+            wait()
         else:
             try:
-                self.future.wait(limit)
+                wait(limit)
             except CommTimeout:
                 if not self.future.done():
                     raise CommTimeout(f"{self.where} did not end within {limit:g} s") from None
@@ -185,7 +189,8 @@ class RequestWork:
             RankFailureError: The peer died, or has come to the end of its program.
         """
         if not self._done and not self._test():
-            self._poll(seconds(timeout) or self._timeout_s)
+            poll = profiling.waiting(self._poll, self.operation) if torch_profiler._is_profiler_enabled else self._poll
+            poll(seconds(timeout) or self._timeout_s)
         if self._error is not None:
             raise self._error
         for event in self._events:

@@ -8,9 +8,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from torch.autograd import profiler as torch_profiler
+
 from mpidist.comm.group import ProcessGroup
 from mpidist.errors import MpidistError
-from mpidist.rpc import current, gathering, interceptor, membership, rref
+from mpidist.rpc import current, gathering, interceptor, membership, profiling, rref
 from mpidist.rpc.agent import FORKED, Agent
 from mpidist.rpc.allowed import Allowed
 from mpidist.rpc.call import wait_for_all
@@ -113,7 +115,10 @@ def rpc_sync(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = 
         Exception: What ``func`` raised, with the remote traceback as its cause; RemoteError if that cannot be rebuilt here.
     """
     agent = current.agent or current.require()
-    return agent.calls.invoke(agent.workers.rank_of(to), func, args, kwargs, timeout)
+    rank, invoke = agent.workers.rank_of(to), agent.calls.invoke
+    if torch_profiler._is_profiler_enabled:
+        invoke = profiling.calling(invoke, "sync", func, agent.workers, rank)
+    return invoke(rank, func, args, kwargs, timeout)
 
 
 def rpc_async(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
@@ -122,7 +127,10 @@ def rpc_async(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any =
     Tensors must stay unchanged until the future is complete. Otherwise as ``rpc_sync``.
     """
     agent = current.agent or current.require()
-    future = agent.calls.invoke_async(agent.workers.rank_of(to), func, args, kwargs, timeout)
+    rank, invoke = agent.workers.rank_of(to), agent.calls.invoke_async
+    if torch_profiler._is_profiler_enabled:
+        invoke = profiling.calling(invoke, "async", func, agent.workers, rank)
+    future = invoke(rank, func, args, kwargs, timeout)
     waited_for = getattr(_thread_local_var, "future_list", None)
     if waited_for is not None:
         waited_for.append(future)
@@ -137,7 +145,10 @@ def remote(
     Returns at once. What goes wrong, a timeout included, is raised at the reference's first use.
     """
     agent = current.require()
-    return rref.create(agent, agent.workers.rank_of(to), func, args, kwargs, timeout)
+    rank, create = agent.workers.rank_of(to), rref.create
+    if torch_profiler._is_profiler_enabled:
+        create = profiling.calling(create, "remote", func, agent.workers, rank)
+    return create(agent, rank, func, args, kwargs, timeout)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:

@@ -1,0 +1,173 @@
+"""Collectives as the operators that ``TorchDispatchMode`` sees: ``CommDebugMode`` counts them, as it does Gloo's and NCCL's.
+
+torch calls a group written in Python directly. Groups of its own backends go through its dispatcher, as ``torch.ops.c10d`` (for
+example ``c10d.allreduce_``), and modes that are on (``CommDebugMode``, ``FakeTensorMode``, ``MemTracker``, ...) see that. So a
+call to our group while a mode is on is made as that operator: the modes see it one after the other, and a kernel of this module,
+behind them and before torch's, then calls the group's method with the tensors that the modes have let through.
+
+The kernel lies on the dispatch key ``BackendSelect``, the only one between the modes and the devices' kernels; what is not a call
+of ours (another backend's group, a fake tensor) it passes on. It is registered by the first call with a mode on, because it costs
+other backends' calls tens of microseconds from then on; without a mode a call costs one look at the number of modes.
+
+Source: schemas in torch/csrc/distributed/c10d/Ops.cpp.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Work
+
+Arguments = Callable[..., tuple[Any, ...]]
+
+# How many are on in this thread; each method asks in its first line, because a function around it would take 0.2 us.
+modes = torch._C._len_torch_dispatch_stack
+
+_here = threading.local()  # the call that this thread makes as an operator
+
+
+class _Call:
+    """A call of a group's method that is under way as an operator.
+
+    Attributes:
+        work: What the method returned, once it has run. torch's handle of it alone would not keep its Python half alive.
+    """
+
+    def __init__(self, group: Any, method: str, rest: tuple[Any, ...]) -> None:
+        self.group = group
+        self.work: Work | None = None
+        self._method = method
+        self._rest = rest  # its arguments behind the tensors
+
+    def run(self, tensors: tuple[Any, ...]) -> Work:
+        self.work = getattr(self.group, self._method)(*tensors, *self._rest)
+        return self.work
+
+
+def dispatched(method: str, group: Any, *args: Any) -> Work:
+    """Call a method of TorchProcessGroup as its operator, while a mode is on.
+
+    Args:
+        method: Its name.
+        args: Its arguments.
+
+    Returns:
+        What it returns, or torch's empty work if a mode answered in its place.
+    """
+    name, tensors, arguments = _OPERATORS[method]
+    operator = getattr(torch.ops.c10d, name).default
+    _register()
+    before = getattr(_here, "call", None)
+    call = _here.call = _Call(group, method, args[tensors:])
+    given = args[:tensors] if tensors else (torch.empty(1, dtype=torch.uint8, device="cpu"),)  # a kernel is found by a tensor
+    takes = len(operator._schema.arguments) - len(given) - 1  # older ones end without asyncOp or the timeout
+    try:
+        result = operator(*given, group.boxed(), *arguments(*args[tensors:])[:takes])
+    finally:
+        _here.call = before
+    if call.work is not None:
+        return call.work
+    return Work.unbox(result[-1] if isinstance(result, (tuple, list)) else result)
+
+
+@functools.cache
+def _register() -> torch.library.Library:
+    library = torch.library.Library("c10d", "IMPL")
+    for name, tensors, _ in _OPERATORS.values():
+        operator = getattr(torch.ops.c10d, name).default
+        library.impl(name, functools.partial(_kernel, operator, tensors), "BackendSelect", with_keyset=True)
+    return library
+
+
+def _kernel(operator: Any, tensors: int, keys: Any, *args: Any) -> Any:
+    call = getattr(_here, "call", None)
+    place = max(tensors, 1)
+    if call is None or keys.has(torch._C.DispatchKey.Meta) or torch.distributed.ProcessGroup.unbox(args[place]) is not call.group:
+        return operator.redispatch(keys.remove(torch._C.DispatchKey.BackendSelect), *args)
+    _here.call = None
+    work = call.run(args[:tensors]).boxed()
+    return (args[0], work) if len(operator._schema.returns) == 2 else work
+
+
+def _run(opts: Any) -> tuple[bool, int]:
+    """Return an option object's ``asyncOp`` and timeout in ms, which most operators end with."""
+    if opts is None:
+        return True, -1
+    return opts.asyncOp, round(opts.timeout.total_seconds() * 1000)
+
+
+def _reduction() -> Any:
+    # The reduction itself is in the method's own argument; Python can neither read nor write torch's box of one.
+    return torch.classes.c10d.ReduceOp()
+
+
+def _plain(opts: Any = None) -> tuple[Any, ...]:
+    return _run(opts)
+
+
+def _without_timeout(opts: Any = None) -> tuple[Any, ...]:
+    return _run(opts)[:1]
+
+
+def _reducing(opts: Any = None) -> tuple[Any, ...]:
+    return _reduction(), *_run(opts)
+
+
+def _all_reducing(opts: Any = None) -> tuple[Any, ...]:
+    return _reduction(), None, *_run(opts)
+
+
+def _rooted(opts: Any) -> tuple[Any, ...]:
+    return opts.rootRank, *_run(opts)
+
+
+def _broadcasting(opts: Any) -> tuple[Any, ...]:
+    return opts.rootRank, opts.rootTensor, *_run(opts)
+
+
+def _reducing_to_root(opts: Any) -> tuple[Any, ...]:
+    return _reduction(), opts.rootRank, opts.rootTensor, *_run(opts)
+
+
+def _splitting(output_sizes: Any, input_sizes: Any, opts: Any = None) -> tuple[Any, ...]:
+    return list(output_sizes or ()), list(input_sizes or ()), *_run(opts)
+
+
+def _meeting(opts: Any = None) -> tuple[Any, ...]:
+    return list(getattr(opts, "device_ids", None) or ()), *_run(opts)
+
+
+def _addressed(peer: int, tag: int = 0) -> tuple[Any, ...]:
+    return peer, tag
+
+
+def _tagged(tag: int = 0) -> tuple[Any, ...]:
+    return (tag,)
+
+
+# Method: its operator, how many of its first arguments are tensors, and what the operator takes behind them and the group.
+_OPERATORS: dict[str, tuple[str, int, Arguments]] = {
+    "allreduce": ("allreduce_", 1, _all_reducing),
+    "allreduce_coalesced": ("allreduce_coalesced_", 1, _reducing),
+    "reduce": ("reduce_", 1, _reducing_to_root),
+    "reduce_scatter": ("reduce_scatter_", 2, _reducing),
+    "reduce_scatter_single": ("_reduce_scatter_base_", 2, _reducing),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced_", 2, _reducing),
+    "broadcast": ("broadcast_", 1, _broadcasting),
+    "allgather": ("allgather_", 2, _plain),
+    "allgather_coalesced": ("allgather_coalesced_", 2, _without_timeout),
+    "all_gather_single": ("_allgather_base_", 2, _plain),
+    "all_gather_single_coalesced": ("allgather_into_tensor_coalesced_", 2, _without_timeout),
+    "gather": ("gather_", 2, _rooted),
+    "scatter": ("scatter_", 2, _rooted),
+    "alltoall": ("alltoall_", 2, _plain),
+    "all_to_all_single": ("alltoall_base_", 2, _splitting),
+    "barrier": ("barrier", 0, _meeting),
+    "send": ("send", 1, _addressed),
+    "recv": ("recv_", 1, _addressed),
+    "recv_anysource": ("recv_any_source_", 1, _tagged),
+}

@@ -1,0 +1,42 @@
+"""Events of calls in ``torch.profiler``, under torch's names: ``rpc_sync#function(worker0 -> worker1)``.
+
+torch's own RPC records them under its old profiler alone (``torch.autograd.profiler_legacy``). The event of ``rpc_sync`` lasts
+until the result is there; those of ``rpc_async`` and ``remote`` until the request is on its way. What the other worker does is in
+its own profile.
+
+Source: names in torch/distributed/rpc/internal.py, _build_rpc_profiling_key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from mpidist.rpc.worker import Workers
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def calling(call: F, kind: str, function: Any, workers: Workers, to: int) -> F:
+    """Wrap what calls a function on another worker, so that it is an event of the calling thread.
+
+    Args:
+        kind: ``"sync"``, ``"async"`` or ``"remote"``.
+        to: The other worker's rank.
+    """
+    event = f"rpc_{kind}#{_name(function)}({workers.me.name} -> {workers.infos[to].name})"
+
+    def recorded(*args: Any) -> Any:
+        with torch._C._profiler._RecordFunctionFast(event):
+            return call(*args)
+
+    return cast(F, recorded)
+
+
+def _name(function: Any) -> str:
+    if isinstance(function, torch.jit.ScriptFunction):
+        return str(torch._jit_internal._qualified_name(function))
+    builtin = torch.jit._builtins._find_builtin(function)
+    return builtin or getattr(function, "__qualname__", None) or type(function).__qualname__
