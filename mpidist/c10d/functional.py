@@ -1,8 +1,12 @@
 """The functional collectives that C++ does not carry to a group in Python.
 
 Compiled code calls ``torch.ops._c10d_functional``, whose C++ kernels call the group. torch's ``PyProcessGroup`` passes most of
-these calls on to Python, ``all_gather_single`` alone not: ``all_gather_into_tensor_out`` then asks for a C++ ``Backend``, which a
-group in Python has not. Inductor's passes that put several all-gathers into one (``bucket_all_gathers_fx``) emit that operator.
+these calls on to Python. Two kernels ask for a C++ ``Backend`` instead, which a group in Python has not:
+``all_gather_into_tensor_out``, because ``all_gather_single`` is not passed on (Inductor's passes that put several all-gathers
+into one emit it, ``bucket_all_gathers_fx``), and ``batch_p2p_ops``, which asks whether the backend coalesces.
+
+The operators of ``torch.ops.c10d``, on a boxed group, have the same gap and keep it: a kernel before theirs would be in the way
+of every eager call of the other backends in the process. Functions of ``torch.distributed`` call the group, not these.
 
 Source: torch/csrc/distributed/c10d/PyProcessGroup.hpp and Functional.cpp.
 """
@@ -10,42 +14,72 @@ Source: torch/csrc/distributed/c10d/PyProcessGroup.hpp and Functional.cpp.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_OPERATOR = "all_gather_into_tensor_out"
+Tensor = torch.Tensor
+
+_DEVICES = ("CPU", "CUDA")
 
 
 @functools.cache
-def register() -> torch.library.Library | None:
-    """Put our kernel before torch's; once in a process. Groups of other backends go on to torch's.
+def register() -> torch.library.Library:
+    """Put our kernels before torch's; once in a process. Groups of other backends go on to torch's.
 
     Returns:
-        What keeps the kernel registered, or None where torch has no such operator.
+        What keeps the kernels registered.
     """
-    if not hasattr(torch.ops._c10d_functional, _OPERATOR):
-        return None
     library = torch.library.Library("_c10d_functional", "IMPL")
-    for device in ("CPU", "CUDA"):
-        library.impl(_OPERATOR, _all_gather_into_tensor_out, device)
+    for name, ours in (("all_gather_into_tensor_out", _all_gather_into_tensor_out), ("batch_p2p_ops", _batch_p2p_ops)):
+        if hasattr(torch.ops._c10d_functional, name):  # batch_p2p_ops came with torch 2.12
+            for device in _DEVICES:
+                library.impl(name, ours, device)
     return library
 
 
-def _all_gather_into_tensor_out(input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor) -> torch.Tensor:
-    group = _group(group_name)
-    if getattr(group, "native", None) is None:
-        operator = getattr(torch.ops._c10d_functional, _OPERATOR).default
-        everywhere = torch._C.DispatchKey.CompositeExplicitAutograd
-        return operator._op_dk(everywhere, input, group_size, group_name, out=out)
-    work = group.all_gather_single_coalesced([out], [input])
-    # wait_tensor finds the work by the tensor, and keeps its Python half alive until then.
-    torch._C._distributed_c10d._register_work(out, work)
-    return out
+def _all_gather_into_tensor_out(input: Tensor, group_size: int, group_name: Any, *, out: Tensor) -> Tensor:
+    group = _ours(group_name)
+    if group is None:
+        return _torchs("all_gather_into_tensor_out")(input, group_size, group_name, out=out)
+    return _noted(out, group.all_gather_single_coalesced([out], [input]))
 
 
-def _group(named: Any) -> Any:
-    if isinstance(named, torch.ScriptObject):
-        return dist.ProcessGroup.unbox(named)
-    return dist.distributed_c10d._resolve_process_group(named) if isinstance(named, str) else named  # type: ignore[arg-type]
+def _batch_p2p_ops(
+    op_list: Sequence[str], peer_list: Sequence[int], tag_list: Sequence[int], tensors: Sequence[Tensor], group_name: Any
+) -> list[Tensor]:
+    group = _ours(group_name)
+    if group is None:
+        return _torchs("batch_p2p_ops")(op_list, peer_list, tag_list, tensors, group_name)
+    made = []
+    for call, peer, tag, tensor in zip(op_list, peer_list, tag_list, tensors, strict=True):
+        if call == "irecv":
+            made.append(_noted(tensor, group.recv([tensor], peer, tag)))
+        else:
+            # A send has nothing to return: torch waits by an empty tensor, or by the one that is sent.
+            work = group.send([tensor], peer, tag)
+            _noted(tensor, work)
+            made.append(_noted(tensor.new_empty(0), work))
+    return made
+
+
+def _noted(tensor: Tensor, work: Any) -> Tensor:
+    # wait_tensor finds the work by the tensor; until then this keeps its Python half alive.
+    torch._C._distributed_c10d._register_work(tensor, work)
+    return tensor
+
+
+def _ours(named: Any) -> Any:
+    """Return the group of that name (since torch 2.13 also the group itself), or None if it is another backend's."""
+    if isinstance(named, str):
+        group: Any = dist.distributed_c10d._resolve_process_group(named)  # type: ignore[arg-type]
+    else:
+        group = dist.ProcessGroup.unbox(named) if isinstance(named, torch.ScriptObject) else named
+    return group if getattr(group, "native", None) is not None else None
+
+
+def _torchs(name: str) -> Callable[..., Any]:
+    operator = getattr(torch.ops._c10d_functional, name).default
+    return functools.partial(operator._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)

@@ -1,0 +1,54 @@
+"""What torch asks of a group's backend for a device: `torch.distributed`'s own callers get along with the answers."""
+
+import copy
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from mpidist.c10d.device_backend import DeviceBackend
+from tests.support import agree
+
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
+
+
+def test_answers_for_both_devices(world, default_group):
+    for device in ("cpu", "cuda"):
+        backend = default_group._get_backend(torch.device(device))
+        told = backend.name(), backend.rank(), backend.size(), copy.deepcopy(backend.options)
+        can = backend.supports_coalescing or backend.supports_time_estimate or backend.supports_shrinking
+        no_memory = not backend.supports_tensor_alloc(torch.device(device))
+        backend.eager_connect_single_device(torch.device(device))
+        agree(world, told == ("mpidist", world.rank, world.size, None) and not can and no_memory, f"{device}: {told}")
+    with pytest.raises(RuntimeError, match="of the CPU and of CUDA; got device meta"):
+        default_group._get_backend(torch.device("meta"))
+
+
+def test_callers_within_torch(world, default_group):
+    with pytest.raises(NotImplementedError, match="time estimator is not supported"), distributed_c10d._time_estimator():
+        pass
+    if world.size > 1:
+        with pytest.raises(TypeError, match="does not support shrinking"):
+            dist.shrink_group([0 if world.rank else 1])
+    assert distributed_c10d._get_process_group_uid(default_group) == -1
+    distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=5))
+    of_a_device = dist.new_group(list(range(world.size)), device_id=torch.device("cuda", 0))
+    assert isinstance(of_a_device._get_backend(torch.device("cuda", 0)), DeviceBackend)
+    x = torch.ones(2)
+    dist.all_reduce(x, group=of_a_device)
+    dist.destroy_process_group(of_a_device)
+    agree(world, x.tolist() == [world.size] * 2, f"{x}")
+
+
+def test_fsdp_takes_no_memory_of_the_group(world):
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(torch.nn.Linear(4, 4), mesh=dist.init_device_mesh("cpu", (world.size,)))
+    allocates = getattr(model, "set_allocate_memory_from_process_group_for_comm", None)
+    if allocates is None:
+        pytest.skip("this torch's FSDP takes no memory of a group")
+    allocates(True)
+    model(torch.ones(2, 4)).sum().backward()
+    agree(world, torch.equal(model.bias.grad.full_tensor(), torch.full((4,), 2.0)), f"{model.bias.grad}")

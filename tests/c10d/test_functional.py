@@ -1,0 +1,81 @@
+"""Functional collectives by the operators that compiled code calls; each of torch's on our group."""
+
+import pytest
+import torch
+import torch.distributed._functional_collectives
+
+from tests.support import agree, job, printed
+
+ops = torch.ops._c10d_functional
+
+
+@pytest.mark.mpi(min_size=1)
+def test_operators(world, default_group):
+    """What each gives, from a rank's own number."""
+    name, rank, size = default_group.group_name, world.rank, world.size
+    mine, every = torch.full((2,), float(rank)), torch.arange(float(size))
+    total, all_rows = every.sum().item(), every.repeat_interleave(2)
+    wide = torch.full((2 * size,), float(rank + 1))
+    out, within = torch.empty(2 * size), torch.empty(2 * size)
+    within[2 * rank : 2 * rank + 2] = mine
+    part = torch.empty(2)
+    cases = {
+        "all_reduce": (ops.all_reduce(mine, "sum", name), [total] * 2),
+        "all_reduce_": (ops.all_reduce_(mine.clone(), "max", name), [size - 1.0] * 2),
+        "all_reduce_coalesced": (ops.all_reduce_coalesced([mine], "avg", name)[0], [total / size] * 2),
+        "all_reduce_coalesced_": (ops.all_reduce_coalesced_([mine.clone()], "sum", name)[0], [total] * 2),
+        "broadcast": (ops.broadcast(mine, size - 1, name), [size - 1.0] * 2),
+        "broadcast_": (ops.broadcast_(mine.clone(), 0, name), [0.0] * 2),
+        "all_gather_into_tensor": (ops.all_gather_into_tensor(mine, size, name), all_rows),
+        "all_gather_into_tensor_coalesced": (ops.all_gather_into_tensor_coalesced([mine], size, name)[0], all_rows),
+        "all_gather_into_tensor_out": (ops.all_gather_into_tensor_out(mine, size, name, out=out), all_rows),
+        "the same in place": (ops.all_gather_into_tensor_out(within[2 * rank :][:2], size, name, out=within), all_rows),
+        "reduce_scatter_tensor": (ops.reduce_scatter_tensor(wide, "sum", size, name), [total + size] * 2),
+        "reduce_scatter_tensor_out": (ops.reduce_scatter_tensor_out(wide, "sum", size, name, out=part), [total + size] * 2),
+        "reduce_scatter_tensor_coalesced": (
+            ops.reduce_scatter_tensor_coalesced([wide], "sum", size, name)[0],
+            [total + size] * 2,
+        ),
+        "all_to_all_single": (ops.all_to_all_single(wide, [2] * size, [2] * size, name), all_rows + 1),
+    }
+    to, source, got, twice = (rank + 1) % size, (rank - 1) % size, torch.empty(2), torch.empty(2)
+    if size > 1 and hasattr(ops, "isend"):
+        sent = ops.isend(mine, to, 0, name)
+        cases["irecv"] = ops.irecv(got, source, 0, name), [float(source)] * 2
+        cases["isend"] = sent, []
+        if hasattr(ops, "batch_p2p_ops"):
+            sent, received = ops.batch_p2p_ops(["isend", "irecv"], [to, source], [1, 1], [mine, twice], name)
+            cases["batch_p2p_ops, send"], cases["batch_p2p_ops, receive"] = (sent, []), (received, [float(source)] * 2)
+    for operator, (result, expected) in cases.items():
+        waited = ops.wait_tensor(result)
+        agree(world, torch.equal(waited, torch.as_tensor(expected)), f"{operator}: {waited}")
+
+
+ANOTHER_BACKEND = """
+    import json
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import _functional_collectives
+
+    dist.init_process_group("mpidist")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gloo = dist.new_group(backend="gloo")
+    out = torch.empty(size)
+    operator = torch.ops._c10d_functional.all_gather_into_tensor_out
+    result = operator(torch.full((1,), float(rank)), size, gloo.group_name, out=out)
+    told = {"rank": rank, "out": torch.ops._c10d_functional.wait_tensor(result).tolist(), "got": [1.0 - rank]}
+    if hasattr(torch.ops._c10d_functional, "batch_p2p_ops"):
+        mine, got = torch.full((1,), float(rank)), torch.empty(1)
+        batch = torch.ops._c10d_functional.batch_p2p_ops
+        works = batch(["isend", "irecv"], [1 - rank] * 2, [0, 0], [mine, got], gloo.group_name)
+        told["got"] = [torch.ops._c10d_functional.wait_tensor(work) for work in works][1].tolist()
+    print(json.dumps(told), flush=True)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_groups_of_another_backend_go_on_to_torchs_kernel():
+    out = printed(job(2, ANOTHER_BACKEND))
+    assert [line["out"] for line in out.values()] == [[0.0, 1.0]] * 2
+    assert [out[rank]["got"] for rank in range(2)] == [[1.0], [0.0]]

@@ -1,0 +1,64 @@
+"""Timeouts, splitting and names of a group, by torch's functions."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tests.support import agree, raises_on_all
+
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
+
+
+def test_timeout(world, default_group):
+    before = default_group.native.timeout_s
+    distributed_c10d._set_pg_timeout(timedelta(seconds=77))
+    told = default_group.native.timeout_s
+    distributed_c10d._set_pg_timeout(timedelta(seconds=before), default_group)
+    agree(world, (told, default_group.native.timeout_s) == (77, before), f"{told}")
+
+
+def test_split(world, default_group):
+    """The method alone: torch.distributed.split_group wants an accelerator first."""
+    evens = list(range(0, world.size, 2))
+    made = default_group.split_group(evens[::-1], timedelta(seconds=70), group_name="evens", group_desc="of every second rank")
+    if world.rank in evens:
+        x = torch.ones(1)
+        made.allreduce([x]).wait()
+        told = made.rank(), made.size(), made.group_name, made.group_desc, made.native.timeout_s, x.item()
+        expected = evens.index(world.rank), len(evens), "evens", "of every second rank", 70, len(evens)
+        made.get_group_store().set("here", str(made.rank()))
+        made.shutdown()
+    else:
+        told, expected = made, None
+    agree(world, told == expected, f"{told}, not {expected}")
+
+
+def test_torchs_split_and_meshes_where_there_is_an_accelerator(world, default_group, monkeypatch):
+    """A machine with CUDA, as torch sees it: the default group is bound to a device, and divided for meshes, too."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args: torch.device("cuda"))
+    default_group.bound_device_id = torch.device("cuda", 0)
+    try:
+        half = [list(range(world.size))[: world.size // 2 or 1]]
+        made = dist.split_group(default_group, half)
+        new = dist.new_group(half[0])
+        x, y = torch.ones(1), torch.ones(1)
+        mesh = dist.init_device_mesh("cpu", (1, world.size), mesh_dim_names=("one", "all"))
+        dist.all_reduce(x, group=mesh["all"].get_group())
+        inside = world.rank in half[0]
+        if inside:
+            dist.all_reduce(y, group=made)
+            dist.destroy_process_group(made)
+            dist.destroy_process_group(new)
+        ok = x.item() == world.size and (made is not None) == inside and y.item() == (len(half[0]) if inside else 1)
+        agree(world, ok, f"{x}, {y}, {made}")
+    finally:
+        default_group.bound_device_id = None
+
+
+def test_what_cannot_be_done_says_so(world, default_group):
+    store = default_group.get_group_store()
+    raises_on_all(world, NotImplementedError, lambda: default_group.merge_remote_group(store, 8), "start all ranks in one job")

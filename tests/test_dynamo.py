@@ -1,0 +1,73 @@
+"""Marks for Dynamo: what they cover, and that they bring neither Dynamo nor a wrapper."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mpidist.dynamo import untraced
+
+
+@untraced
+class Marked:
+    """Each kind of member that holds a function."""
+
+    def method(self, x):
+        return self.called(x)
+
+    @property
+    def value(self):
+        return self.inner()
+
+    @staticmethod
+    def static(x):
+        return compiled(x)
+
+    @classmethod
+    def of_class(cls, x):
+        return compiled(x)
+
+    def called(self, x):
+        return compiled(x)
+
+    def inner(self):
+        return compiled(torch.ones(2))
+
+
+@untraced
+def function(x):
+    return compiled(x)
+
+
+def compiled(x):
+    """Return ``x``, and twice as much of it where Dynamo traces this."""
+    return x * 2 if torch.compiler.is_compiling() else x
+
+
+def test_nothing_that_is_marked_is_traced_nor_what_it_calls():
+    torch._dynamo.reset()
+    one, x = Marked(), torch.ones(2)
+    calls = {
+        "method": lambda x: one.method(x),
+        "property": lambda x: one.value * x,
+        "static": lambda x: Marked.static(x),
+        "class": lambda x: Marked.of_class(x),
+        "function": lambda x: function(x),
+    }
+    for name, call in calls.items():
+        traced = torch.compile(lambda x: call(x * 3).sum() + compiled(x).sum(), backend="eager")(x)  # noqa: B023
+        assert traced.item() == 6 + 4, name
+    with pytest.raises(Exception, match="cannot be traced"):
+        torch.compile(lambda x: function(x), backend="eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+
+
+def test_a_mark_is_no_wrapper_and_brings_no_dynamo():
+    def plain():
+        return 1
+
+    assert untraced(plain) is plain
+    assert plain() == 1
+    script = "import sys, mpidist.comm.group, mpidist.c10d.process_group, mpidist.ddp; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
