@@ -53,16 +53,22 @@ def _batch_p2p_ops(
     group = _ours(group_name)
     if group is None:
         return _torchs("batch_p2p_ops")(op_list, peer_list, tag_list, tensors, group_name)
-    made = []
-    for call, peer, tag, tensor in zip(op_list, peer_list, tag_list, tensors, strict=True):
-        if call == "irecv":
-            made.append(_noted(tensor, group.recv([tensor], peer, tag)))
-        else:
-            # A send has nothing to return: torch waits by an empty tensor, or by the one that is sent.
-            work = group.send([tensor], peer, tag)
-            _noted(tensor, work)
-            made.append(_noted(tensor.new_empty(0), work))
-    return made
+    # A mixed group's NCCL wants the messages of a batch started as one.
+    device = tensors[0].device if tensors else None
+    as_one = device is not None and hasattr(group, "coalesces") and group.coalesces(device)
+    if as_one:
+        group._start_coalescing(device)
+    works = [
+        group.recv([tensor], peer, tag) if call == "irecv" else group.send([tensor], peer, tag)
+        for call, peer, tag, tensor in zip(op_list, peer_list, tag_list, tensors, strict=True)
+    ]
+    if as_one:
+        works = [group._end_coalescing(device)] * len(works)
+    # A send has nothing to return: torch waits by an empty tensor, or by the one that is sent.
+    return [
+        _noted(tensor, work) if call == "irecv" else _noted(_noted(tensor, work).new_empty(0), work)
+        for call, tensor, work in zip(op_list, tensors, works, strict=True)
+    ]
 
 
 def _noted(tensor: Tensor, work: Any) -> Tensor:

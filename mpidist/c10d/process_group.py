@@ -50,7 +50,8 @@ def native_of_default() -> ProcessGroup:
     if not isinstance(default, TorchProcessGroup):
         raise RuntimeError(
             f'new_group(backend="mpidist") needs a default group on mpidist, whose ranks MPI knows; the default is on '
-            f"{dist.get_backend()}"
+            f'{dist.get_backend()}. Make that one with init_process_group("mpidist"), or "cpu:mpidist,cuda:nccl"; with '
+            "MPIDIST_REPLACE name its backend there, too"
         )
     return default.native
 

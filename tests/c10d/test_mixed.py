@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpidist.c10d import batches, mixed
+from mpidist.c10d import batches, functional, mixed
 from mpidist.c10d.process_group import TorchProcessGroup
 from mpidist.c10d.work import ENDED
 from mpidist.comm.group import ProcessGroup
@@ -121,6 +121,12 @@ def test_a_batch_of_messages_is_started_as_one(world, shared, monkeypatch):
         for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, right), dist.P2POp(dist.irecv, got, left)]):
             work.wait()
         agree(world, shared._others.calls == expected and (device == "meta" or got[0] == left), str(shared._others.calls))
+    # So for what compiled code calls.
+    monkeypatch.setattr(functional, "_noted", lambda tensor, work: tensor)
+    shared._others.calls.clear()
+    functional._batch_p2p_ops(["isend", "irecv"], [right, left], [0, 0], [tensor, tensor], shared.group_name)
+    expected = ["_start_coalescing", "send", "recv", "_end_coalescing"]
+    agree(world, shared._others.calls == expected, str(shared._others.calls))
 
 
 def _barrier_on(device):
