@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mpidist.comm.group import ProcessGroup
+from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError
 from mpidist.rpc import current, gathering, interceptor, membership, rref
 from mpidist.rpc.agent import FORKED, Agent
@@ -97,6 +98,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         current.agent = None
 
 
+@untraced
 def rpc_sync(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
     """Call ``func(*args, **kwargs)`` on worker ``to`` and return its result.
 
@@ -116,6 +118,7 @@ def rpc_sync(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = 
     return agent.calls.invoke(agent.workers.rank_of(to), func, args, kwargs, timeout)
 
 
+@untraced
 def rpc_async(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
     """Call ``func(*args, **kwargs)`` on worker ``to``; return a ``torch.futures.Future`` of its result.
 
@@ -129,6 +132,7 @@ def rpc_async(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any =
     return future
 
 
+@untraced
 def remote(
     to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> rref.RRef[Any]:
