@@ -63,6 +63,26 @@ def test_nothing_that_is_marked_is_traced_nor_what_it_calls():
     torch._dynamo.reset()
 
 
+def test_the_calls_that_users_make_are_marked():
+    from mpidist.autograd.api import backward
+    from mpidist.c10d.process_group import TorchProcessGroup
+    from mpidist.comm.group import ProcessGroup
+    from mpidist.comm.work import Work
+    from mpidist.ddp.reducer import Reducer
+    from mpidist.future import Future
+    from mpidist.optim.distributed_optimizer import DistributedOptimizer
+    from mpidist.rpc.api import remote, rpc_async, rpc_sync
+    from mpidist.rpc.rref import RRef
+    from mpidist.zero.optimizer import OSS
+
+    groups = TorchProcessGroup.broadcast, TorchProcessGroup.split_group, ProcessGroup.all_reduce, ProcessGroup.isend
+    waits = Work.wait, Future.wait, RRef.to_here
+    steps = Reducer.arm, DistributedOptimizer.step, OSS.step, backward
+    found = {call.__qualname__: getattr(call, "_torchdynamo_disable", False) for call in (*groups, *waits, *steps)}
+    found |= {call.__name__: getattr(call, "_torchdynamo_disable", False) for call in (remote, rpc_async, rpc_sync)}
+    assert all(found.values()), found
+
+
 def test_a_mark_is_no_wrapper_and_brings_no_dynamo():
     def plain():
         return 1

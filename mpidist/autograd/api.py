@@ -11,6 +11,7 @@ from mpidist.autograd import notices
 from mpidist.autograd.context import MAX_COUNT, WORKER_SHIFT, Context, here, unknown
 from mpidist.autograd.engine import Engine
 from mpidist.autograd.initiator import MODES
+from mpidist.dynamo import untraced
 from mpidist.rpc import current, interceptor
 
 Tensor = torch.Tensor
@@ -18,6 +19,7 @@ _engine = Engine()
 interceptor.register(_engine)
 
 
+@untraced
 class context:
     """A distributed autograd context, for the calling thread; ``with context() as context_id:``.
 
@@ -39,6 +41,7 @@ class context:
         _engine.release(self._context.number)
 
 
+@untraced
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False, mode: str = "fast") -> None:
     """Run the distributed backward pass from some roots; gradients of leaves are added up in the context, on each leaf's worker.
 
@@ -69,6 +72,7 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
     _engine.initiator.backward(context_id, roots, bool(retain_graph), mode)
 
 
+@untraced
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     """Return the gradients that a context has on this worker, by leaf.
 

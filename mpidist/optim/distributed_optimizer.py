@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from mpidist.dynamo import untraced
 from mpidist.optim import gradients, local
 from mpidist.optim.layout import Layout
 from mpidist.optim.owner_calls import call_all, raise_for, start_all
@@ -17,6 +18,7 @@ from mpidist.optim.registry import functional_optim_map, name_or_class
 from mpidist.rpc.worker import WorkerInfo
 
 
+@untraced
 class DistributedOptimizer(Optimizer):
     """An optimizer over remote parameters: each owner has a local optimizer, driven by RPC.
 

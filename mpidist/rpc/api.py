@@ -11,6 +11,7 @@ from typing import Any
 from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm.group import ProcessGroup
+from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError
 from mpidist.rpc import current, gathering, interceptor, membership, profiling, rref
 from mpidist.rpc.agent import FORKED, Agent
@@ -99,6 +100,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         current.agent = None
 
 
+@untraced
 def rpc_sync(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
     """Call ``func(*args, **kwargs)`` on worker ``to`` and return its result.
 
@@ -121,6 +123,7 @@ def rpc_sync(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = 
     return invoke(rank, func, args, kwargs, timeout)
 
 
+@untraced
 def rpc_async(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
     """Call ``func(*args, **kwargs)`` on worker ``to``; return a ``torch.futures.Future`` of its result.
 
@@ -137,6 +140,7 @@ def rpc_async(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any =
     return future
 
 
+@untraced
 def remote(
     to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> rref.RRef[Any]:

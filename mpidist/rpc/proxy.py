@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from mpidist.dynamo import untraced
 from mpidist.rpc import current, functions
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 
 SYNC, ASYNC, REMOTE = "rpc_sync", "rpc_async", "remote"
 
 
+@untraced
 class Proxy:
     """Has the methods of a referenced value.
 
@@ -33,6 +35,7 @@ class Proxy:
         return _call(self._rref, self._mode, "__call__", self._timeout, *args, **kwargs)
 
 
+@untraced
 class Proxied:
     """The methods of ``RRef`` that return proxies."""
 

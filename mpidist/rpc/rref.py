@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError, RRefError
 from mpidist.rpc import current, interceptor, proxy
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
@@ -25,6 +26,7 @@ _TO_HERE = "to_here() of a reference"
 _BACKWARD = "backward() of a reference"
 
 
+@untraced
 class RRef(Holder, proxy.Proxied, Generic[T]):
     """A remote reference. Made of a value, it is the owner's; ``remote`` and messages make users'.
 

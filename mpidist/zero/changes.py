@@ -8,6 +8,7 @@ import torch
 from torch.profiler import record_function
 
 from mpidist.comm import autograd_mode
+from mpidist.dynamo import untraced
 from mpidist.zero import groups
 from mpidist.zero.flat_state import FlatState
 from mpidist.zero.pieces import unchanged
@@ -20,6 +21,7 @@ Tensor = torch.Tensor
 _NEW, _MOVED, _REFUSED = 1, 2, 3
 
 
+@untraced
 class Changing(Saving):
     """The part of the sharded optimizer that knows whose each parameter is."""
 

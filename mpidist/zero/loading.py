@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mpidist.comm import autograd_mode
+from mpidist.dynamo import untraced
 from mpidist.zero import groups, local_state, state_dict
 from mpidist.zero.flat_state import FlatState
 from mpidist.zero.parked import Parked, parked
@@ -16,6 +17,7 @@ from mpidist.zero.shards import Shards
 from mpidist.zero.verdict import Row, raise_together, require_alike
 
 
+@untraced
 class Loading(torch.optim.Optimizer):
     """The part of the sharded optimizer that loads.
 

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable
 
 from mpidist.comm.native_group import default_group
+from mpidist.dynamo import untraced
 from mpidist.zero import groups
 from mpidist.zero.changes import Changing
 from mpidist.zero.in_backward import BackwardSteps, Hook, SteppingHook
@@ -20,6 +21,7 @@ from mpidist.zero.overlap import Gather, PendingGathers
 Tensor = torch.Tensor
 
 
+@untraced
 class Modes(Changing, Joinable):
     """The part of the sharded optimizer that says when a step is taken, and when its results must be there.
 

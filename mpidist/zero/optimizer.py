@@ -14,6 +14,7 @@ from torch.profiler import record_function
 
 from mpidist.comm import autograd_mode
 from mpidist.comm.native_group import native_group
+from mpidist.dynamo import untraced
 from mpidist.zero import clipping, groups
 from mpidist.zero import partition as partitions
 from mpidist.zero.background import Background
@@ -31,6 +32,7 @@ from mpidist.zero.wire import wire_of
 Tensor = torch.Tensor
 
 
+@untraced
 class OSS(Modes):
     """Optimizer whose state is divided among the ranks of a group.
 

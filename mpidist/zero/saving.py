@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from mpidist.dynamo import untraced
 from mpidist.zero import groups, local_state, state_dict
 from mpidist.zero.background import Background, Consolidating
 from mpidist.zero.consolidation import CHUNK_BYTES, Consolidation
@@ -18,6 +19,7 @@ from mpidist.zero.pieces import Piece
 from mpidist.zero.verdict import require_alike
 
 
+@untraced
 class Saving(Loading):
     """The part of the sharded optimizer that saves."""
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._triton import has_triton
 
 from mpidist import ddp as mddp
+from mpidist.optim import OSS
 from tests.integration.training import STEPS, assert_trained, loss, net, reference, sgd, share
 from tests.support import agree, job, missing, printed
 
@@ -141,6 +142,26 @@ def test_compiled_outside(world, group, place):
     device, backend = place
     model = mddp.DistributedDataParallel(net().to(device), process_group=group)
     assert_trained(world, train(world, device, torch.compile(model, backend=backend)), reference(world.size))
+
+
+@pytest.mark.long
+@pytest.mark.mpi(min_size=2)
+def test_a_whole_step_with_a_sharded_optimizer(world, default_group):
+    trained = []
+    for compiles in (False, True):
+        model = mddp.DistributedDataParallel(net())
+        update = OSS(model.parameters(), optim=torch.optim.SGD, lr=0.1, momentum=0.9)
+
+        def step(x, y, model=model, update=update):
+            update.zero_grad()
+            loss(model(x), y).backward()
+            update.step()
+
+        call = torch.compile(step, backend="aot_eager") if compiles else step
+        for number in range(STEPS):
+            call(*share(number, world.rank, world.size))
+        trained.append(model)
+    assert_trained(world, trained[1].parameters(), trained[0])
 
 
 # --- collectives ---
