@@ -15,10 +15,14 @@ import torch
 import training_cases as cases
 import training_run
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as torch_quantization
 
 from mpidist import ddp
 
+_BYTES = ("quantization_pertensor_hook", "quantization_perchannel_hook")
+_TORCH_BYTES = "torch's quantization_pertensor_hook"  # the one per channel needs NCCL
 _WRONG = {"fp16_compress_hook": 2e-3, "bf16_compress_hook": 2e-2, "torch on mpidist": 1e-4}  # of the largest gradient
+_WRONG |= dict.fromkeys((*_BYTES, _TORCH_BYTES), 1e-2)
 
 
 def main() -> None:
@@ -52,6 +56,8 @@ def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> traini
         "fp16_compress_hook": lambda: cases.ours(model, None, ddp.fp16_compress_hook, bucket_cap_mb=cap),
         "bf16_compress_hook": lambda: cases.ours(model, None, ddp.bf16_compress_hook, bucket_cap_mb=cap),
         **{f"PowerSGD rank {r}": lambda r=r: powersgd(f"PowerSGD rank {r}", r) for r in (1, 2, 4)},  # type: ignore[misc]
+        **{name: lambda name=name: cases.ours(model, None, getattr(ddp, name), bucket_cap_mb=cap) for name in _BYTES},  # type: ignore[misc]
+        _TORCH_BYTES: lambda: cases.theirs(model, None, None, torch_quantization.quantization_pertensor_hook, bucket_cap_mb=cap),
         "torch's PowerSGD rank 4": lambda: theirs("torch's PowerSGD rank 4", 4),
     }
     contenders = [cases.contender(name, build(), batch) for name, build in ways.items()]
@@ -66,6 +72,7 @@ def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> traini
     series = timing.time_rounds(raw, contenders, options.rounds, 0.02)
     sent = {"bare": 0.0, "allreduce_hook": whole, "torch on mpidist": whole}
     sent |= {"fp16_compress_hook": whole / 2, "bf16_compress_hook": whole / 2}
+    sent |= dict.fromkeys((*_BYTES, _TORCH_BYTES), whole / 4)
     sent |= {name: whole / state.compression_stats()[0] for name, state in states.items()}
     return series, sent
 

@@ -218,3 +218,16 @@ def test_one_order_where_ranks_use_different_parameters(group, monkeypatch):
         rows = grads.new_empty(group.size, grads.numel())
         group.all_gather_into_tensor(rows, grads)
         agree(group, bool((rows == rows[0]).all()) and bool(grads.isfinite().all()), "gradients differ between ranks")
+
+
+@pytest.mark.long
+def test_compiled(group):
+    """Its collectives are calls between graphs; within DistributedDataParallel, too."""
+    x = images(group.rank)
+    plain, compiled = (SyncBatchNorm.convert_sync_batchnorm(net(), group) for _ in range(2))
+    ddp = [DistributedDataParallel(module, process_group=group) for module in (plain, compiled)]
+    for module in (ddp[0], torch.compile(ddp[1], backend="aot_eager")):
+        for _ in range(2):
+            module(x).square().mean().backward()
+    same = all(torch.allclose(a.grad, b.grad, atol=1e-5) for a, b in zip(plain.parameters(), compiled.parameters(), strict=True))
+    agree(group, same and torch.allclose(plain[1].running_var, compiled[1].running_var), "the compiled module differs")
