@@ -6,9 +6,11 @@ all are there or the time is over, then tells those that came who did not.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 from torch.autograd import profiler as torch_profiler
 
@@ -27,7 +29,11 @@ _GRACE_S = 2.0  # how much longer than rank 0 the others wait for its verdict
 class MonitoredBarrier(Execution):
     """The monitored barrier of a process group."""
 
-    _barriers = 0
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._barriers = 0
+        # Threads of this rank take turns: the others know a barrier by its number alone.
+        self._one_barrier = threading.Lock()
 
     def monitored_barrier(self, timeout: float | timedelta | None = None, wait_all_ranks: bool = True) -> None:
         """Wait until all ranks have called it, at most ``timeout`` (the group's by default).
@@ -50,8 +56,10 @@ class MonitoredBarrier(Execution):
     def _meet(self, timeout: float | timedelta | None) -> None:
         self._require_usable("monitored_barrier")
         limit = self.timeout_s if timeout is None else seconds(timeout) or 0.0
-        self._barriers += 1
-        with self._door:
+        # Not the door of the group's order: an asynchronous collective that the group's thread is in on another rank, and that
+        # waits for the door here, would wait for this call, and this call for that rank. These messages have tags of their own.
+        with self._one_barrier:
+            self._barriers += 1
             try:
                 if self.rank == 0:
                     missing, have_ended = self._collect(limit)

@@ -105,6 +105,18 @@ def test_monitored_barrier_passes_when_all_come(group):
         group.monitored_barrier(20)
 
 
+def test_monitored_barrier_beside_operations_that_nobody_waits_for(group):
+    # On one rank the group's thread is in the all-reduce before the barrier, on another behind it.
+    values = [torch.ones(3) for _ in range(50)]
+    works = []
+    for value in values:
+        works.append(group.all_reduce(value, async_op=True))
+        group.monitored_barrier(20)
+    for work in works:
+        work.wait()
+    agree(group, all((value == group.size).all() for value in values))
+
+
 @pytest.mark.mpi(min_size=2)
 def test_monitored_barrier_names_the_missing_on_every_rank_that_came(group):
     late = group.size - 1
