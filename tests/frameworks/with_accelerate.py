@@ -10,6 +10,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
+from mpidist.ddp import DistributedDataParallel, PowerSGDState, powerSGD_hook
 from tests.frameworks import evidence
 from tests.frameworks.evidence import LOCAL_BATCH, loss_of
 
@@ -83,6 +84,11 @@ def main(folder: str) -> None:
     facts["unused"] = evidence.distance(train(*fresh([DistributedDataParallelKwargs(find_unused_parameters=True)])), expected)
     facts["full_rank"] = evidence.distance(train(*fresh([power_sgd(8)])), expected)
     facts["rank_1"] = evidence.distance(train(*fresh([power_sgd(1)])), expected)
+    if isinstance(model, DistributedDataParallel):
+        hooked = fresh()
+        state = PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2, min_compression_rate=0)
+        hooked[1].register_comm_hook(state, powerSGD_hook)
+        facts["our_hook"] = evidence.distance(train(*hooked), expected)
     facts["sharded"] = evidence.distance(sharded(ranks), expected)
 
     # Between no_sync and the next forward pass: Accelerate arms torch's reducer by hand.
