@@ -34,7 +34,7 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint-beside-mpi-1 lint format unit slow slurm timing long fuzz gpu gpu-wheels bench bench-link docs clean distclean
+.PHONY: help demo test check lint-beside-mpi-1 lint format unit slow slurm timing long conformance fuzz gpu gpu-wheels bench bench-link docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
@@ -45,6 +45,7 @@ help:
 	@echo '              TESTS=tests/comm: those of a folder or file;  make unit mpi-2: after each change'
 	@echo 'make slurm    the job scripts of slurm/ on a Slurm of virtual nodes (root; python -m tests.slurm.cluster install brings it)'
 	@echo 'make timing   tests that assert a time, on an idle machine;  make long: the long forms of tests'
+	@echo 'make conformance  all of PyTorch'"'"'s distributed_test.py on 2, 3 and 4 ranks, Gloo as the peer; prints the counts'
 	@echo 'make fuzz     random programs, and a tenth as many random models, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
 	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'
 	@echo '              CUDA_MPI=PREFIX of a CUDA-aware Open MPI; PY=python3 without a network; DEVICE=cpu to see that it runs'
@@ -82,7 +83,7 @@ unit: $(READY)
 # Whole jobs wait for timeouts as much as they compute: three of them keep two cores busy. Each has a limit of its own; all benchmarks of
 # two ranks in turn have taken 99 s of the 120 after which a test counts as hung elsewhere.
 slow: WORKERS := 3
-slow: $(READY) $(VENV)/.stamp-docs
+slow: $(READY) $(VENV)/.stamp-docs $(VENV)/.stamp-frameworks
 	$(LIMIT) $(PYTEST_ONE) -o faulthandler_timeout=240 -m 'slow and not mpi and $(ELSEWHERE)' $(TESTS)
 
 mpi-%: $(READY)
@@ -105,10 +106,17 @@ timing: $(READY)
 	$(LIMIT) $(PY) -m pytest -q -m 'timing and not mpi and not gpu' $(TESTS)
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PYTEST_MPI) -m 'timing and mpi and not gpu' $(TESTS)
 
-long: $(READY)
+long: $(READY) $(VENV)/.stamp-frameworks
 	$(LIMIT) $(PY) -m pytest -q -m 'long and not mpi and not gpu' $(TESTS)
 	$(OPENMPI_RUN) -n 2 $(PYTEST_MPI) -m 'long and mpi and not gpu' $(TESTS)
 	$(OPENMPI_RUN) -n 6 $(PYTEST_MPI) -m mpi tests/conformance/test_ddp.py
+
+# All of PyTorch's distributed_test.py at each number of ranks, with Gloo as the peer; `make test` runs each of its tests at one of them.
+conformance: $(READY)
+	for ranks in 2 3 4; do \
+	    MPIDIST_CONFORMANCE=all $(OPENMPI_RUN) -n $$ranks $(PYTEST_MPI) -o faulthandler_timeout=240 -m 'mpi and not gpu' \
+	        tests/conformance/test_c10d.py || exit 1; \
+	done
 
 # Each program has a time limit of its own, so that any number of them may run. MPI=mpich: on that one.
 COUNT ?= 1000
