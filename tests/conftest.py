@@ -16,8 +16,8 @@ from tests.support import OnDevice, agree
 
 
 def pytest_addoption(parser, pluginmanager):
-    text = "run each case of a parametrized MPI test at every other number of ranks: 1 and 3, or 2 and 4"
-    parser.addoption("--alternate", action="store_true", help=text)
+    text = "run each case of a parametrized MPI test at every other number of ranks: 1 and 3, or 2 and 4; `other`: the other way round"
+    parser.addoption("--alternate", nargs="?", const="one", choices=("one", "other"), help=text)
     if not pluginmanager.hasplugin("pytest_mpi"):
         mpi_marks.add_options(parser)
         pluginmanager.register(mpi_marks.MpiMarks())
@@ -41,7 +41,8 @@ def pytest_ignore_collect(collection_path, config):
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--alternate"):
-        chosen = mpi_marks.at_size(items, from_environment(os.environ).size or 1)
+        size = from_environment(os.environ).size or 1
+        chosen = mpi_marks.at_size(items, size + (config.getoption("--alternate") == "other"))
         left_out = [item for item in items if item.nodeid not in chosen]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item.nodeid in chosen]

@@ -49,11 +49,11 @@ def at_size(items: Sequence[pytest.Item], size: int) -> set[str]:
 
     The cases of a parametrized function are put in the order of a checksum of their ids, which has nothing to do with what they
     stand for. Every other one runs at odd numbers of ranks, the rest at even ones: at 1 and 3, or at 2 and 4. A function with
-    fewer than ``LEAST_CASES`` cases, or that needs three ranks or more, runs whole.
+    fewer than ``LEAST_CASES`` cases, that needs three ranks or more, or is marked ``every_case``, runs whole.
     """
     cases = defaultdict(list)
     for item in items:
-        is_case = hasattr(item, "callspec") and "mpi" in item.keywords and least_size(item) < 3
+        is_case = hasattr(item, "callspec") and "mpi" in item.keywords and least_size(item) < 3 and "every_case" not in item.keywords
         cases[item.nodeid.partition("[")[0] if is_case else item.nodeid].append(item.nodeid)
     chosen: set[str] = set()
     for ids in cases.values():

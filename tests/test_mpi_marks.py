@@ -74,7 +74,10 @@ def test_every_case_runs_at_every_other_number_of_ranks():
     product = [item(f"f[{a}-{b}]", callspec=None) for a in "abcde" for b in (True, False)]
     few = [item(f"g[{a}]", callspec=None) for a in "abc"]
     large = [item(f"h[{a}]", 3, callspec=None) for a in "abcde"]
-    always = [*few, *large, item("k")]
+    chosen = [item(f"m[{a}]", callspec=None) for a in "abcde"]
+    for one in chosen:
+        one.keywords["every_case"] = True
+    always = [*few, *large, *chosen, item("k")]
     whole = {one.nodeid for one in always}
     runs = {size: at_size([*product, *always], size) for size in (1, 2, 3, 4)}
     names = {one.nodeid for one in product}

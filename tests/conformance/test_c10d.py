@@ -14,7 +14,7 @@ import pytest
 from mpidist.comm.launch import from_environment
 from tests.conformance.c10d_lists import KNOWN_FAILURES, LONG, NOT_APPLICABLE
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.every_case, pytest.mark.filterwarnings("ignore")]
 _SHORT = os.environ.get("MPIDIST_CONFORMANCE") != "all"
 
 
