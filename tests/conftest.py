@@ -16,7 +16,7 @@ from tests.support import OnDevice, agree
 
 
 def pytest_addoption(parser, pluginmanager):
-    text = "run each case of a parametrized MPI test at every other number of ranks: 1 and 3, or 2 and 4; `other`: the other way round"
+    text = "run each case of a parametrized MPI test at every other number of ranks: 1 and 3, or 2 and 4; `other`: vice versa"
     parser.addoption("--alternate", nargs="?", const="one", choices=("one", "other"), help=text)
     if not pluginmanager.hasplugin("pytest_mpi"):
         mpi_marks.add_options(parser)
