@@ -164,7 +164,7 @@ def test_data_parallel_over_tensor_parallel(group):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    raises_on_all(group, ValueError, lambda: DistributedDataParallel(net(), device_mesh=mesh), "one dimension")
+    raises_on_all(group, RuntimeError, lambda: DistributedDataParallel(net(), device_mesh=mesh), "slice it first")
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     whole = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
