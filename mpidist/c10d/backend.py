@@ -116,6 +116,15 @@ def _local_of(function: str, name: str) -> Any:
     return None
 
 
+def _require_alike(native: Any, listed: str) -> None:
+    """Compare the backends that ranks ask for, once a job. Collective: over the group, which is closed where they differ."""
+    told = native.all_gather_object(listed)
+    if len(set(told)) > 1:
+        native.close()
+        held = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(told))
+        raise ValueError(f"init_process_group got other backends on other ranks; give all the same. {held}")
+
+
 def _create(options: Any, backend_options: Any = None) -> Any:
     """Make the process group that torch asks for; called on its members only."""
     from mpidist.c10d.process_group import TorchProcessGroup, native_of_default
@@ -140,6 +149,7 @@ def _create(options: Any, backend_options: Any = None) -> Any:
                 f"{world.size} rank(s); start as many with mpirun or srun, or use init_method='mpi://', which asks MPI"
             )
         native = group.from_world(name if name != "0" else "world", timeout, key=options.group_rank)
+        _require_alike(native, ",".join(f"{device}:{backend}" for device, backend in backends.items()))
     device_id = _local_of("_new_process_group_helper", "device_id")
     if is_shared:
         return company.mixed_group(native, options, backends, device_id, backend_options)

@@ -46,8 +46,8 @@ def obstacle(backends: Mapping[str, str]) -> str | None:
             missing = "torch finds no CUDA device here"
         if missing:
             return (
-                f'no NCCL: {missing}. Write backend="{OURS}", which carries tensors of every device by MPI, or start the job on '
-                "nodes with GPUs and a torch that was built for them"
+                f'no NCCL there: {missing}. Write backend="{OURS}", which carries tensors of every device by MPI, or start the '
+                "job on nodes with GPUs and a torch that was built for them"
             )
     if _GLOO in names:
         chosen = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
@@ -88,7 +88,7 @@ def mixed_group(
     for rank, problem in enumerate(problems):
         if problem is not None:
             native.close()
-            raise ValueError(f"{where} asks for backends by device, but rank {rank} has {problem}")
+            raise ValueError(f"{where} asks for backends by device, which rank {rank} cannot have: {problem}")
     others: Any = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     if device_id is not None:
         others.bound_device_id = device_id

@@ -9,6 +9,7 @@ globals: ``from torch.nn.parallel import DistributedDataParallel`` included. It 
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import sys
 from types import ModuleType
 from typing import Any
@@ -39,7 +40,8 @@ class _Replaced(ModuleType):
         """Our class, or what a caller has put in its place."""
         torchs = self.__dict__[NAME]
         asking = sys._getframe(1).f_globals.get("__name__", "")
-        if asking.startswith(_OF_TORCHS_CLASS):
+        # What multiprocessing has started is no rank; its groups are torch's (``replacement``).
+        if asking.startswith(_OF_TORCHS_CLASS) or multiprocessing.parent_process() is not None:
             return torchs
         return self.__dict__.get("_mpidist_put") or importlib.import_module("mpidist.ddp.module").DistributedDataParallel
 

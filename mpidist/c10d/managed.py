@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from mpidist.c10d import monitored_barrier
 from mpidist.c10d.device_backend import DeviceBackend
 from mpidist.comm.group import ProcessGroup
 from mpidist.dynamo import untraced
@@ -129,7 +130,7 @@ class ManagedGroup(dist.ProcessGroup):
         self.native.revoke()
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """See the native call; ``torch.distributed.monitored_barrier`` itself refuses every backend but Gloo."""
+        """See the native call."""
         self.native.monitored_barrier(timeout, wait_all_ranks)
 
 
@@ -146,5 +147,6 @@ def _with_ours(torchs: Callable[..., None]) -> Callable[..., None]:
     return _set_pg_timeout
 
 
+monitored_barrier.install()
 if hasattr(distributed_c10d, "_set_pg_timeout"):
     distributed_c10d._set_pg_timeout = _with_ours(distributed_c10d._set_pg_timeout)

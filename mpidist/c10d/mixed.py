@@ -149,8 +149,8 @@ class MixedProcessGroup(TorchProcessGroup):
         if backend is None:
             held = " and ".join(f"{kind} ({backend})" for kind, backend in self._backends.items())
             raise TypeError(
-                f"{self.native.where('a call')} got a tensor on {device}, but this group has backends for {held} alone; name one "
-                f'for {device} where the group is made, as "{self._listed()},{device}:..."'
+                f"{self.native.where('a call')} got a tensor on {device}, but this group has backends for {held} alone"
+                + ("" if device == "meta" else f'; name one where the group is made: "{self._listed()},{device}:gloo"')
             )
         return backend == OURS
 

@@ -65,7 +65,11 @@ def mistaken(named: str, known: Iterable[str], has_mpi: bool) -> str | None:
         known: Names of the backends that torch knows.
         has_mpi: This torch was built with a backend ``mpi`` of its own.
     """
-    for _, name in pairs(named):
+    listed = pairs(named)
+    has_ours = any(OURS in pair for pair in listed)
+    if has_ours and any(device == OURS or (not device and len(listed) > 1) for device, _ in listed):
+        return f'"{named}" is no list of devices and backends: write "cpu:{OURS},cuda:nccl", or "{OURS}" for all devices'
+    for _, name in listed:
         if name == _MPI and not has_mpi:
             return (
                 'backend="mpi" needs a torch that was built from source with MPI, which this one was not. Write '

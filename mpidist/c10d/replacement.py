@@ -17,10 +17,8 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
-from mpidist.c10d import ddp_name, names
+from mpidist.c10d import ddp_name, monitored_barrier, names
 from mpidist.comm.torch_variables import torch_variables
 
 VARIABLE = "MPIDIST_REPLACE"
@@ -64,9 +62,10 @@ class Replacement:
 def parse(environ: Mapping[str, str]) -> Replacement | None:
     """Read ``MPIDIST_REPLACE``; pure. Return None where it is not set, or empty."""
     text = environ.get(VARIABLE, "")
-    words = [word.strip().lower() for word in text.split(",") if word.strip()]
-    if not words:
+    if not text.strip():
         return None
+    # "," is no list of nothing: it is a mistake.
+    words = [word.strip().lower() for word in text.split(",") if word.strip()] or [text]
     unknown = [word for word in words if word not in (*BACKENDS, DDP)]
     problem = None
     if unknown:
@@ -112,7 +111,7 @@ def _patch(chosen: Replacement) -> None:
             # distributed_c10d keeps its own answer under the same name: it names ProcessGroupNCCL where that is True.
             setattr(dist, f"is_{name}_available", _available(getattr(dist, f"is_{name}_available")))
     if "gloo" in chosen.backends:
-        dist.monitored_barrier = _monitored_barrier(dist.monitored_barrier)
+        monitored_barrier.install()
     if chosen.ddp:
         ddp_name.install()
 
@@ -125,17 +124,3 @@ def _available(torchs: Callable[[], bool]) -> Callable[[], bool]:
         return torchs() if wants_truth else True
 
     return available
-
-
-def _monitored_barrier(torchs: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(torchs)
-    def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        import torch.distributed as dist
-
-        ours: Any = group or dist.group.WORLD
-        if hasattr(ours, "native"):
-            ours.monitored_barrier(timeout, wait_all_ranks)
-        else:
-            torchs(group, timeout, wait_all_ranks)
-
-    return monitored_barrier

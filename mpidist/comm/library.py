@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import multiprocessing
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mpidist.comm import cuda_context, launch
 from mpidist.errors import LaunchError, MpidistError
 
+_NOT_MPIS = ("python", "torchrun")  # launchers whose processes are no ranks
 _SHARED_MEMORY = "/dev/shm"
 _LEAST_FREE_BYTES = 16 << 20  # what Open MPI maps for each rank of a node
 _lock = threading.Lock()
@@ -50,14 +52,19 @@ def load(makes_context: bool = True) -> Any:
 
     Raises:
         LaunchError: No MPI library was found, or one that the launcher cannot start; names the ways to mend it.
-        MpidistError: This process was forked from one in which MPI runs.
+        MpidistError: This process was forked from one in which MPI runs, or started by multiprocessing in a rank.
     """
     global _pid_of_start
     with _lock:
         if _pid_of_start is not None and _pid_of_start != os.getpid():
             raise MpidistError(
-                "this process was forked from an MPI rank and cannot use MPI; start DataLoader workers or subprocesses that "
-                "communicate with multiprocessing_context='spawn' or 'forkserver', and keep collectives in the parent"
+                "this process was forked from an MPI rank and cannot use MPI; keep collectives and calls in the parent"
+            )
+        # It has the rank's variables: MPI would take it for the rank itself, and crash or wait.
+        if multiprocessing.parent_process() is not None and launch.from_environment(os.environ).launcher not in _NOT_MPIS:
+            raise MpidistError(
+                "this process was started by multiprocessing within an MPI rank: it is no rank of the job and cannot use MPI; "
+                "keep collectives and calls in the parent, or give the process a group of torch's own (Gloo)"
             )
         configure_environment()
         try:

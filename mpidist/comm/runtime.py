@@ -97,8 +97,7 @@ def world(timeout_s: float | None = None) -> World:
             _world = _start(timeout_s)
         elif _world.pid != os.getpid():
             raise MpidistError(
-                "this process was forked from an MPI rank and cannot communicate; "
-                "use multiprocessing_context='spawn' or 'forkserver' where a worker must"
+                "this process was forked from an MPI rank and cannot communicate; keep collectives and calls in the parent"
             )
         return _world
 

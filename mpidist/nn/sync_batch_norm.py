@@ -28,6 +28,18 @@ from mpidist.nn.batch_statistics import Statistics
 Tensor = torch.Tensor
 
 
+# What a user has registered with a layer stays registered with what takes its place.
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+
 class SyncBatchNorm(_BatchNorm):
     """Normalise each channel by the mean and variance over the batches of all ranks of a group.
 
@@ -79,6 +91,7 @@ class SyncBatchNorm(_BatchNorm):
         if process_group is not None:
             native_group(process_group)  # another backend's is refused here, not in the first step
         self.process_group = process_group
+        self._is_compared = False
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise.
@@ -101,6 +114,8 @@ class SyncBatchNorm(_BatchNorm):
     def _synchronised(self, input: Tensor, group: Any, refusal: str | None) -> Tensor:
         own = None if refusal is not None else batch_kernels.dense(input)
         needs_gradient = torch.is_grad_enabled() and input.requires_grad
+        if not self._is_compared:
+            self._require_same_layer(group)
         statistics = gathered(group, own, self.num_features, needs_gradient, refusal)
         assert own is not None
         self._track(statistics)
@@ -108,6 +123,17 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Leave it to ``forward``."""
+
+    @untraced
+    def _require_same_layer(self, group: Any) -> None:
+        """Compare the layer once: rows of other lengths would be read as statistics. Collective: over the group."""
+        told = group.all_gather_object(self.num_features)
+        if len(set(told)) > 1:
+            held = "; ".join(f"rank {rank}: {channels}" for rank, channels in enumerate(told))
+            raise ValueError(
+                f"SyncBatchNorm: num_features differ between ranks, or the layers are called in another order. {held}"
+            )
+        self._is_compared = True
 
     def _refusal(self, input: Tensor) -> str | None:
         if input.dim() < 2:
@@ -157,12 +183,13 @@ class SyncBatchNorm(_BatchNorm):
         """
         if process_group is not None:
             native_group(process_group)
-        converted = module
-        if _is_batch_norm(module):
-            converted = cls._from(module, process_group)
-        for name, child in module.named_children():
-            converted.add_module(name, cls.convert_sync_batchnorm(child, process_group))
-        return converted
+        # A layer that stands at several places stays one.
+        layers = {id(part): cls._from(part, process_group) for part in module.modules() if _is_batch_norm(part)}
+        for part in list(module.modules()):
+            for name, child in part._modules.items():
+                if id(child) in layers:
+                    part._modules[name] = layers[id(child)]
+        return layers.get(id(module), module)
 
     @classmethod
     def _from(cls, layer: Any, process_group: Any) -> SyncBatchNorm:
@@ -171,6 +198,8 @@ class SyncBatchNorm(_BatchNorm):
         made._parameters.update(layer._parameters)
         made._buffers.update(layer._buffers)
         made.training = layer.training
+        for hooks in _HOOKS:
+            getattr(made, hooks).update(getattr(layer, hooks))
         if hasattr(layer, "qconfig"):
             made.qconfig = layer.qconfig
         return made

@@ -44,6 +44,12 @@ def test_programs_get_ours_and_torchs_own_parts_theirs():
 
 
 @pytest.mark.usefixtures("installed")
+def test_a_child_of_multiprocessing_gets_torchs(monkeypatch):
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
+    assert asked_by("__main__") is Torchs
+
+
+@pytest.mark.usefixtures("installed")
 def test_a_program_may_put_a_class_of_its_own_there(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.parallel, "DistributedDataParallel", str)

@@ -12,7 +12,7 @@ from mpidist.c10d import batches, functional, mixed
 from mpidist.c10d.process_group import TorchProcessGroup
 from mpidist.c10d.work import ENDED
 from mpidist.comm.group import ProcessGroup
-from tests.support import agree
+from tests.support import agree, raises_on_all
 
 
 def test_every_call_with_tensors_is_routed():
@@ -58,6 +58,13 @@ def shared(world):
     world.barrier()
     group._others = real
     dist.destroy_process_group()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_ask_for_other_backends_are_told(world):
+    named = "mpidist" if world.rank == 0 else "cpu:mpidist,meta:gloo"
+    raises_on_all(world, ValueError, lambda: dist.init_process_group(named), "rank 1: cpu:mpidist,meta:gloo")
+    agree(world, not dist.is_initialized())
 
 
 @pytest.mark.mpi(min_size=1)

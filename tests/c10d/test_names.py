@@ -33,6 +33,12 @@ def test_a_name_that_means_us_is_answered():
         assert ("MPIDIST_REPLACE=mpi" in problem) == (named == "mpi")
 
 
+def test_a_list_that_is_none_is_answered():
+    for named in ("mpidist,gloo", "mpidist:cpu", "cpu:mpidist,nccl"):
+        assert 'write "cpu:mpidist,cuda:nccl"' in mistaken(named, KNOWN, has_mpi=True)
+    assert mistaken("cpu:mpidist", KNOWN, has_mpi=True) is None
+
+
 def test_every_other_name_is_torchs_business():
     for named in (*KNOWN, "cpu:gloo,cuda:nccl", "hccl", "smddp", "ncclx"):
         assert mistaken(named, KNOWN, has_mpi=True) is None

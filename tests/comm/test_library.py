@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpidist.comm import library
-from mpidist.errors import LaunchError
+from mpidist.errors import LaunchError, MpidistError
 from tests.support import started
 
 
@@ -35,6 +35,13 @@ def test_a_file_that_hides_mpi4py_is_told_from_a_missing_library(tmp_path):
     code = "from mpidist.comm import library; library.load()"
     done = started([sys.executable, "-c", code], 60, {"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so")})
     assert "LaunchError: no MPI library could be loaded" in done.stderr, done.stderr
+
+
+def test_a_child_of_multiprocessing_is_no_rank(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
+    with pytest.raises(MpidistError, match="started by multiprocessing within an MPI rank"):
+        library.load()
 
 
 def test_full_shared_memory_is_told_before_mpi_starts(monkeypatch):

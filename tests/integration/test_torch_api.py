@@ -201,8 +201,8 @@ def test_barriers(world, default_group):
     dist.barrier(async_op=True).wait()
     default_group.monitored_barrier(timedelta(seconds=30))
     default_group.monitored_barrier()
-    # torch lets only Gloo through its own name; the method is the way.
-    raises_on_all(world, ValueError, dist.monitored_barrier, "only implemented for GLOO")
+    dist.monitored_barrier(timeout=timedelta(seconds=30))
+    dist.distributed_c10d.monitored_barrier()
 
 
 @pytest.mark.filterwarnings("ignore:.*will be deprecated.*:FutureWarning", "ignore::DeprecationWarning")

@@ -123,6 +123,9 @@ def test_bad_input_is_an_error_on_all_ranks(group):
     raises_on_all(group, TypeError, lambda: SyncBatchNorm(C, process_group="world"), "needs a group of mpidist")
     if group.size > 1:
         raises_on_all(group, ValueError, lambda: layer(good.clone().requires_grad_(is_last)), f"on ranks [{group.size - 1}]")
+        channels = C + is_last
+        wrong = SyncBatchNorm(channels, process_group=group)
+        raises_on_all(group, ValueError, lambda: wrong(torch.randn(4, channels)), f"rank {group.size - 1}: {C + 1}")
     agree(group, torch.isfinite(layer(good)).all() and int(layer.num_batches_tracked) == 1 + (group.size == 1))
     if group.size > 1:
         agree(group, layer(good[:0]).shape == (0, C) and int(layer.num_batches_tracked) == 1, "empty on all ranks")
@@ -153,6 +156,17 @@ def test_conversion_keeps_parameters_and_state(group, monkeypatch):
         torch.save(made, file)
     file.seek(0)
     agree(group, torch.load(file, weights_only=False)[1].process_group is None)
+
+
+def test_conversion_of_a_shared_layer_with_hooks(group):
+    layer, calls = nn.BatchNorm1d(2), []
+    layer.register_forward_hook(lambda *args: calls.append(0))
+    module = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer)})
+    module.add_module("c", layer)
+    SyncBatchNorm.convert_sync_batchnorm(module, group)
+    agree(group, module["a"] is module["b"][0] is module["c"] and type(module["a"]) is SyncBatchNorm)
+    module["a"](torch.randn(3, 2))
+    agree(group, calls == [0])
 
 
 def images(rank):

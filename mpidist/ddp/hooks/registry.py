@@ -47,11 +47,11 @@ class DDPCommHookType(Enum):
     NOOP = _Registration(noop_hook)
 
 
-def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: Any = None) -> None:
+def register_ddp_comm_hook(comm_hook_type: Any, model: Any, state: Any = None) -> None:
     """Register a hook by its type.
 
     Args:
-        comm_hook_type: One of ours; torch's own types hold torch's hooks, and register themselves.
+        comm_hook_type: A ``DDPCommHookType`` of this module; torch's own types hold torch's hooks, and register themselves.
         model: A ``DistributedDataParallel``.
         state: The process group; None for the default.
 
@@ -59,7 +59,11 @@ def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: A
         TypeError: Another type, or a state that is no group of mpidist.
     """
     if not isinstance(comm_hook_type, DDPCommHookType):
-        raise TypeError(f"comm_hook_type must be a mpidist.ddp.hooks.registry.DDPCommHookType; got {comm_hook_type!r}")
+        name = getattr(comm_hook_type, "name", "ALLREDUCE")
+        raise TypeError(
+            f"comm_hook_type must be of mpidist's own registry, mpidist.ddp.hooks.registry.DDPCommHookType.{name}; got "
+            f"{type(comm_hook_type).__module__}.{comm_hook_type!r}"
+        )
     if state is not None:
         native_group(state)
     comm_hook_type.value(model=model, state=state)

@@ -42,20 +42,28 @@ class HierarchicalModelAverager(ModelAverager):
         TypeError: A number that is no int, no mapping, or a group of another backend.
         ValueError: No periods; one below 1; periods that do not grow; sizes that do not divide each other, or end in another size
             than the group's.
-        DisagreementError: Another rank has other arguments.
+        DisagreementError: Another rank has other arguments, or raised one of the above.
     """
 
     def __init__(
         self, period_group_size_dict: Mapping[int, int] | None = None, warmup_steps: int = 0, process_group: Any = None
     ) -> None:
-        require_int("warmup_steps", warmup_steps, least=0)
         super().__init__(process_group)
         group = native_group(self.process_group)
         levels = list(period_group_size_dict.items()) if isinstance(period_group_size_dict, Mapping) else []
-        require_levels(levels, period_group_size_dict, group.size)
-        told = group.all_gather_object((levels, warmup_steps))
-        if any(one != told[0] for one in told):
-            held = "; ".join(f"rank {rank}: {dict(one)}, warmup_steps={steps}" for rank, (one, steps) in enumerate(told))
+        problem: Exception | None = None
+        try:
+            require_int("warmup_steps", warmup_steps, least=0)
+            require_levels(levels, period_group_size_dict, group.size)
+        except (TypeError, ValueError) as error:
+            problem = error
+        told = group.all_gather_object(
+            f"{dict(levels)}, warmup_steps={warmup_steps}" if problem is None else f"refused: {problem}"
+        )
+        if problem is not None:
+            raise problem
+        if any(text != told[0] for text in told):
+            held = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told))
             raise DisagreementError(f"HierarchicalModelAverager's arguments differ between ranks. {held}")
         if levels[-1][0] == 1:
             warn_of_period_1()

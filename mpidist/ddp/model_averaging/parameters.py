@@ -2,12 +2,13 @@
 
 Source: ``torch.distributed.algorithms.model_averaging.utils``, whose names and meanings these are. torch replaces each
 parameter's memory by a part of a flat tensor in the widest dtype; here parameters are averaged in their own dtype and stay where
-they are, so that views of them (a sharded optimizer's) stay valid. Parameters that differ in number or size between ranks are an
-error.
+they are, so that views of them (a sharded optimizer's) stay valid. Parameters that differ in number, shape or dtype between ranks
+are an error on all of them.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,14 +33,15 @@ def average_parameters(params: Iterable[Tensor], process_group: Any) -> None:
         process_group: A group of mpidist; None for the default.
 
     Raises:
-        TypeError: A group of another backend.
-        DisagreementError: Their number, or the number of their elements, differs between ranks (on all ranks).
+        NotImplementedError: Something else among them.
+        TypeError: A group of another backend, or a parameter that is not dense.
+        DisagreementError: Their number, a shape or a dtype differs between ranks, or another rank raised one of the above (on all
+            ranks that raise nothing else).
     """
     if _is_outside(process_group):
         return
-    group, held = native_group(process_group), list(params)
-    _require_alike(group, held)
-    _average(group, held)
+    group = native_group(process_group)
+    _average(group, _agreed(group, params))
 
 
 def get_params_to_average(params: Any) -> list[Tensor]:
@@ -67,8 +69,8 @@ def average_parameters_or_parameter_groups(params: Any, process_group: Any) -> N
     """
     if _is_outside(process_group):
         return
-    group, held = native_group(process_group), _all_of(params)
-    _require_alike(group, held)
+    group = native_group(process_group)
+    held = _agreed(group, params)
     # Which have one may differ: where gradients are not averaged any more, ranks may use different parameters.
     has_gradient = torch.tensor([parameter.grad is not None for parameter in held], dtype=torch.uint8, device="cpu")
     if len(held):
@@ -92,23 +94,54 @@ def _is_outside(process_group: Any) -> bool:
     return process_group is not None and process_group is torch.distributed.GroupMember.NON_GROUP_MEMBER
 
 
-def _require_alike(group: Any, held: Sequence[Tensor]) -> None:
-    own = len(held), sum(tensor.numel() for tensor in held)
+def _agreed(group: Any, params: Any) -> list[Tensor]:
+    """Return the parameters, once all ranks have been found to hold the same ones. Collective: over the group."""
+    held: list[Tensor] = []
+    problem: Exception | None = None
+    try:
+        held = _all_of(params)
+        _require_dense(held)
+    except (NotImplementedError, TypeError) as error:
+        problem = error
+    rows = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in held]
+    # A checksum at each call, the rows themselves only where it differs.
+    own = [int(problem is not None), len(rows), zlib.crc32("\n".join(rows).encode())]
     table = torch.tensor([*own, *(-value for value in own)], device="cpu")
     group.all_reduce(table, MAX)
-    most, least = table[:2].tolist(), (-table[2:]).tolist()
-    if most != least:
-        raise DisagreementError(
-            f"model averaging needs the same parameters on all ranks; the ranks have {least[0]} to {most[0]} of them, with "
-            f"{least[1]} to {most[1]} elements; this one has {own[0]} with {own[1]}"
-        )
+    most, least = table[:3].tolist(), (-table[3:]).tolist()
+    if most != least or most[0]:
+        told = group.all_gather_object((None if problem is None else str(problem), rows))
+        if problem is not None:
+            raise problem
+        raise DisagreementError(f"model averaging needs the same parameters on all ranks. {difference(told)}")
+    return held
+
+
+def difference(told: Sequence[tuple[str | None, Sequence[str]]]) -> str:
+    """Return what ranks disagree about: who refused, or the first parameter that differs; pure.
+
+    Args:
+        told: By rank: why it refused, or None; shape and dtype of each parameter.
+    """
+    refused = [f"rank {rank} refused: {problem}" for rank, (problem, _) in enumerate(told) if problem is not None]
+    if refused:
+        return "; ".join(refused)
+    tables = [rows for _, rows in told]
+    for place in range(max(map(len, tables))):
+        held = [rows[place] if place < len(rows) else "nothing" for rows in tables]
+        if len(set(held)) > 1:
+            return f"parameter {place}: " + "; ".join(f"rank {rank}: {row}" for rank, row in enumerate(held))
+    return "they do not differ any more"
+
+
+def _require_dense(held: Sequence[Tensor]) -> None:
+    for tensor in held:
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"model averaging needs dense parameters; got one of layout {tensor.layout}")
 
 
 @torch.no_grad()
 def _average(group: Any, held: Sequence[Tensor]) -> None:
-    for tensor in held:
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"model averaging needs dense parameters; got one of layout {tensor.layout}")
     if group.size == 1:
         return
     together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

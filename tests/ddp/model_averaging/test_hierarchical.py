@@ -84,5 +84,8 @@ def test_bad_levels_on_all_ranks(group):
     if size > 1:
         own = {2 + group.rank: size}
         raises_on_all(group, DisagreementError, lambda: HierarchicalModelAverager(own, 0, group), "differ between ranks")
+        own = {2: size} if group.rank else {}
+        kind = DisagreementError if group.rank else ValueError
+        raises_on_all(group, kind, lambda: HierarchicalModelAverager(own, 0, group), "must map periods")
     with pytest.warns(UserWarning, match="every step"):
         HierarchicalModelAverager({1: size}, 0, group)

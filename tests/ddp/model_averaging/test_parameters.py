@@ -69,7 +69,14 @@ def test_a_gradient_on_any_rank_counts_and_differences_are_errors(group):
     raises_on_all(group, TypeError, lambda: average_parameters(sparse, group), "dense")
     if group.size > 1:
         uneven = [torch.zeros(group.rank + 1)]
-        raises_on_all(group, DisagreementError, lambda: average_parameters(uneven, group), f"with 1 to {group.size} elements")
+        raises_on_all(group, DisagreementError, lambda: average_parameters(uneven, group), "parameter 0: rank 0: (1,)")
+        other = [torch.zeros(2, dtype=torch.float64 if group.rank else torch.float32)]
+        raises_on_all(group, DisagreementError, lambda: average_parameters(other, group), "rank 1: (2,) torch.float64")
+        turned = [torch.zeros(2), torch.zeros(3)][:: -1 if group.rank else 1]
+        raises_on_all(group, DisagreementError, lambda: average_parameters(turned, group), "parameter 0")
+        refused = ["weight"] if group.rank else [torch.zeros(1)]
+        kind = NotImplementedError if group.rank else DisagreementError
+        raises_on_all(group, kind, lambda: average_parameters_or_parameter_groups(refused, group), "got str")
         uneven = [torch.zeros(1)] * (group.rank + 1)
         raises_on_all(
             group, DisagreementError, lambda: average_parameters_or_parameter_groups(uneven, group), "the same parameters"
