@@ -6,6 +6,7 @@ cannot derive from that class, so our group answers ``_get_backend`` with this o
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -19,19 +20,26 @@ class DeviceBackend:
     """Answers of a group to the questions that torch asks of a ``Backend``.
 
     Attributes:
-        supports_splitting: Whether ``dist.split_group`` may divide it; torch asks for a ``device_id`` of the default group first.
         supports_coalescing: Whether ``batch_isend_irecv`` needs one launch for all calls; messages of MPI need none.
         supports_time_estimate: Whether it tells a collective's duration without running it, to Inductor.
         supports_shrinking: Whether ``shrink_group`` can leave ranks out; torch would put a C++ ``Backend`` into the new group.
     """
 
-    supports_splitting = True
     supports_coalescing = False
     supports_time_estimate = False
     supports_shrinking = False
 
     def __init__(self, group: Any) -> None:
         self._group = group
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Say whether ``dist.split_group`` may divide the group; torch asks for a ``device_id`` of the default group first.
+
+        False where torch looks for a communicator that NCCL could split: with a default group of ours that has a ``device_id``,
+        ``new_group(backend="nccl")`` would hand this object to NCCL.
+        """
+        return sys._getframe(1).f_code.co_name != "_get_split_source"
 
     def name(self) -> str:
         """Return the backend's name, as ``dist.get_backend`` does."""
@@ -66,9 +74,6 @@ class DeviceBackend:
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """Do nothing: MPI has connected the ranks."""
-
-    def perform_nocolor_split(self, device: torch.device | None = None) -> None:
-        """Do nothing: ranks outside a new group need not take part in making it."""
 
     def _set_sequence_number_for_group(self) -> None:
         pass

@@ -42,6 +42,18 @@ def test_callers_within_torch(world, default_group):
     agree(world, x.tolist() == [world.size] * 2, f"{x}")
 
 
+def test_a_default_group_with_a_device_is_nothing_that_nccl_could_split(world, default_group):
+    before = default_group.bound_device_id
+    default_group.bound_device_id = torch.device("cuda", 0)
+    try:
+        source = distributed_c10d._get_split_source(default_group)
+        some = dist.new_group([0])
+    finally:
+        default_group.bound_device_id = before
+    can_split = default_group._get_backend(torch.device("cuda", 0)).supports_splitting
+    agree(world, source is None and can_split and (some == dist.GroupMember.NON_GROUP_MEMBER) == (world.rank > 0))
+
+
 def test_fsdp_takes_no_memory_of_the_group(world):
     from torch.distributed.fsdp import fully_shard
 
