@@ -40,16 +40,12 @@ def may_hold(path: Path, expression: str) -> bool:
     return all(f"mark.{mark}" in text for mark in wanted)
 
 
-# Functions of fewer cases run whole at every number of ranks.
-LEAST_CASES = 4
-
-
 def at_size(items: Sequence[pytest.Item], size: int) -> set[str]:
     """Return the ids of the items that ``--alternate`` has a job of ``size`` ranks run.
 
     The cases of a parametrized function are put in the order of a checksum of their ids, which has nothing to do with what they
     stand for. Every other one runs at odd numbers of ranks, the rest at even ones: at 1 and 3, or at 2 and 4. A function with
-    fewer than ``LEAST_CASES`` cases, that needs three ranks or more, or is marked ``every_case``, runs whole.
+    one case, that needs three ranks or more, or is marked ``every_case``, runs whole.
     """
     cases = defaultdict(list)
     for item in items:
@@ -59,7 +55,7 @@ def at_size(items: Sequence[pytest.Item], size: int) -> set[str]:
     chosen: set[str] = set()
     for ids in cases.values():
         ordered = sorted(ids, key=lambda name: zlib.crc32(name.encode()))
-        chosen.update(ordered if len(ids) < LEAST_CASES else ordered[size % 2 :: 2])
+        chosen.update(ordered if len(ids) == 1 else ordered[size % 2 :: 2])
     return chosen
 
 

@@ -72,7 +72,7 @@ def item(name, least=1, **more):
 
 def test_every_case_runs_at_every_other_number_of_ranks():
     product = [item(f"f[{a}-{b}]", callspec=None) for a in "abcde" for b in (True, False)]
-    few = [item(f"g[{a}]", callspec=None) for a in "abc"]
+    few = [item("g[a]", callspec=None)]
     large = [item(f"h[{a}]", 3, callspec=None) for a in "abcde"]
     chosen = [item(f"m[{a}]", callspec=None) for a in "abcde"]
     for one in chosen:
