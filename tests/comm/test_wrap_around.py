@@ -132,22 +132,6 @@ def test_between_nodes(world, dtype, monkeypatch):
     group.close()
 
 
-def test_two_groups_at_once(world):
-    """The groups' threads and the caller's add up at the same time."""
-    groups = [world.clone(f"group {i}") for i in range(2)]
-    parts = [part(r, 70_001, torch.int8) for r in range(world.size)]
-    expected = computed_by_torch(parts, SUM)
-    for _ in range(10):
-        tensors = [parts[world.rank].clone() for _ in range(3)]
-        works = [group.all_reduce(tensor, async_op=True) for group, tensor in zip(groups, tensors, strict=False)]
-        world.all_reduce(tensors[2])
-        for work in works:
-            work.wait()
-        agree(world, all(torch.equal(tensor, expected) for tensor in tensors))
-    for group in groups:
-        group.close()
-
-
 @pytest.mark.usefixtures("default_group")
 def test_torchs_all_reduce(group):
     for dtype in DTYPES:
