@@ -1,4 +1,4 @@
-"""What all ranks of a data-parallel module must hold alike: parameters before the first step, gradients at the end of each."""
+"""Comparisons between the ranks of a data-parallel module: parameters before the first step, gradients at the end of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank computes of its own batch in batch normalisation: torch's kernels, the host's and CUDA's.
+"""A rank's own part of batch normalisation: torch's kernels, the host's and CUDA's.
 
 The host has kernels that normalise by given statistics, and their backward pass, which together make up the training pass;
 halves are computed in fp32 there. On CUDA the kernels are those of ``torch.nn.SyncBatchNorm``.

@@ -6,10 +6,20 @@ import importlib.util
 import sys
 from typing import Any
 
+import pytest
+
 from tests.support import launcher, missing, printed, started
 
 OURS = "mpidist.c10d.process_group.TorchProcessGroup"
+OUR_DDP, TORCHS_DDP = "mpidist.ddp.module", "torch.nn.parallel.distributed"
 CLOSE = 1e-6  # float32, sums in another order
+
+
+# Lightning's own strategies, by the words of MPIDIST_REPLACE and the module that then has the class they wrap with.
+each_class_of_theirs = pytest.mark.parametrize(
+    ("words", "module"),
+    [("gloo,nccl,mpi", TORCHS_DDP), pytest.param("gloo,nccl,mpi,ddp", OUR_DDP, marks=pytest.mark.long)],
+)
 
 
 def require(library: str) -> None:

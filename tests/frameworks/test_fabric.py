@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.frameworks.jobs import CLOSE, ranks_of, require
+from tests.frameworks.jobs import CLOSE, OUR_DDP, each_class_of_theirs, ranks_of, require
 
 pytestmark = pytest.mark.slow
 
-OURS, TORCHS = "mpidist.ddp.module", "torch.nn.parallel.distributed"
 
-
-@pytest.mark.parametrize(
-    ("words", "module"),
-    [("gloo,nccl,mpi", TORCHS), pytest.param("gloo,nccl,mpi,ddp", OURS, marks=pytest.mark.long)],
-)
+@each_class_of_theirs
 def test_training_equals_that_of_one_process(tmp_path, words, module):
     require("lightning")
     for facts in ranks_of("with_fabric", words, str(tmp_path)):
-        for name, wrapped in (("named", module), ("ours", OURS), ("sharded", "torch.distributed.fsdp")):
+        for name, wrapped in (("named", module), ("ours", OUR_DDP), ("sharded", "torch.distributed.fsdp")):
             course = facts[name]
             assert course["wrapped"].startswith(wrapped), facts
             assert max(abs(course[what]) for what in ("trained", "loss", "resumed")) < CLOSE, (name, facts)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.frameworks.jobs import CLOSE, ranks_of, require
+from tests.frameworks.jobs import CLOSE, OUR_DDP, each_class_of_theirs, ranks_of, require
 
 pytestmark = pytest.mark.slow
 
-OURS, TORCHS = "mpidist.ddp.module", "torch.nn.parallel.distributed"
 
-
-@pytest.mark.parametrize(
-    ("words", "module"),
-    [("gloo,nccl,mpi", TORCHS), pytest.param("gloo,nccl,mpi,ddp", OURS, marks=pytest.mark.long)],
-)
+@each_class_of_theirs
 def test_training_equals_that_of_one_process(tmp_path, words, module):
     require("lightning")
     for rank, facts in enumerate(ranks_of("with_lightning", words, str(tmp_path))):
-        for name, wrapped in (("named", module), ("ours", OURS), ("sharded", "tests.frameworks.with_lightning")):
+        for name, wrapped in (("named", module), ("ours", OUR_DDP), ("sharded", "tests.frameworks.with_lightning")):
             course = facts[name]
             assert course["wrapped"] in (wrapped, "__main__"), facts
             assert max(abs(course[what]) for what in ("trained", "loss", "resumed")) < CLOSE, (name, facts)
