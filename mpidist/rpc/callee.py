@@ -32,7 +32,7 @@ class Restriction(Protocol):
 
 
 _MOST = 4096  # names kept; a job that makes up more than these starts again
-_OPERATOR = re.compile(r"(?:torch\.(\w+)|([A-Za-z]\w*)::(\w+)(?:\.(\w+))?)", re.ASCII)
+_OPERATOR = re.compile(r"torch\.(\w+)|(\w+)::(\w+)(?:\.(\w+))?", re.ASCII)
 
 # A function's (kind, name with its length, module, attribute), and a name's (module, attribute, whether that is a path).
 _of_functions: dict[Any, tuple[int, bytes, str, str]] = {}

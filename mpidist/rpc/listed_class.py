@@ -27,6 +27,7 @@ _METHODS = (
     FunctionType,
     callee.CACHED_TYPE,
     functools.partialmethod,
+    functools.singledispatchmethod,
     MethodDescriptorType,
     WrapperDescriptorType,
     _PYBIND_METHOD,

@@ -25,7 +25,7 @@ from mpidist.rpc.message import COUNT, Kind
 OWN_ENTRIES = ("mpidist.optim.local", "mpidist.nn.remote.execute")
 _FUNCTIONS = (*callee.NAMED_TYPES, torch.jit.ScriptFunction)
 _OPERATORS = (OpOverload, OpOverloadPacket)
-_NAMESPACE = re.compile(r"([A-Za-z]\w*)::\*", re.ASCII)
+_NAMESPACE = re.compile(r"(\w+)::\*", re.ASCII)
 _OF_FILES = "from_file"  # reads and writes files: named by itself or not at all
 
 

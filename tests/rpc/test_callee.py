@@ -61,6 +61,7 @@ def name_of(function):
         (torch.add, "torch.add"),
         (torch.ops.aten.mul, "aten::mul"),
         (torch.ops.aten.add.Tensor, "aten::add.Tensor"),
+        (torch.ops._c10d_functional.all_reduce, "_c10d_functional::all_reduce"),
     ],
 )
 def test_operators_of_torch_go_by_name_and_are_found_by_it(function, name):
