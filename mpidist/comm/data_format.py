@@ -13,7 +13,8 @@ MessagePack's own; all else that is data is an extension type::
     SCALAR      an array of a dtype's name and the bytes of a numpy scalar
     DTYPE, DEVICE, SIZE     a torch.dtype's name; an array of type and index; an array of sizes
 
-MessagePack's own timestamp is read as a ``datetime``; it is not written. Codes from ``FIRST_OWN`` on are the callers' own; each holds an array of values.
+MessagePack's own timestamp is read as a ``datetime``; it is not written. Codes from ``FIRST_OWN`` on are the
+callers' own; each holds an array of values.
 
 Source: the MessagePack specification, github.com/msgpack/msgpack/blob/master/spec.md
 """
