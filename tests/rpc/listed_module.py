@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import subprocess
-from os import getcwd
+from os import getcwd  # noqa: F401
 from typing import NamedTuple
 
 import torch
@@ -98,6 +98,24 @@ class Base:
         return cls()
 
 
+class Equal(type):
+    """A metaclass of classes that are equal to all others."""
+
+    def __eq__(cls, other):
+        return True
+
+    def __hash__(cls):
+        return hash(type(step))
+
+
+class Descriptor(metaclass=Equal):
+    """A descriptor that runs code when it is read; its class is equal to that of functions."""
+
+    def __get__(self, obj, owner=None):
+        ran.append("Descriptor.__get__")
+        return os.system
+
+
 class Server(Base):
     """Has one of everything that a class may have."""
 
@@ -111,6 +129,7 @@ class Server(Base):
     cached_run = functools.lru_cache(subprocess.run)
     of_class = staticmethod(subprocess.Popen)
     partial = functools.partial(os.system)
+    descriptor = Descriptor()
     helper = step
     Thread = collections.OrderedDict
 
@@ -339,6 +358,23 @@ class WithHiddenSlot(Hidden):
     x: int
 
 
+@dataclasses.dataclass
+class EqualToPoint(metaclass=Equal):
+    """A record whose class is equal to all others."""
+
+    other: str
+
+
+class Unhashable(type):
+    def __eq__(cls, other):
+        return cls is other
+
+
+@dataclasses.dataclass
+class OfUnhashableClass(metaclass=Unhashable):
+    x: int
+
+
 class Pair(NamedTuple):
     left: int
     right: str = "r"
@@ -350,7 +386,7 @@ class PairHeir(Pair):
         return super().__new__(cls, *args)
 
 
-Triple = collections.namedtuple("Triple", "a b c")  # noqa: PYI024
+Triple = collections.namedtuple("Triple", "a b c")
 
 
 class Proxied(Proxy):

@@ -344,20 +344,21 @@ NO_METHODS = {
     "__getattribute__": "public",
     "__getattr__": "public",
     "__setattr__": "public",
-    "evil": "is a property",
-    "cached_evil": "is a cached_property",
-    "count": "is a int",
+    "evil": "of type property and not a method",
+    "cached_evil": "of type cached_property",
+    "descriptor": "of type Descriptor",
+    "count": "of type int",
     "run": "another module",
     "popen": "another module",
-    "system": "is a builtin_function_or_method",
+    "system": "of type builtin_function_or_method",
     "static_system": "another module",
     "class_system": "another module",
     "partial_system": "another module",
     "cached_run": "another module",
     "of_class": "another module, or no function",
-    "partial": "is a partial",
-    "Nested": "is a type",
-    "Thread": "is a type",
+    "partial": "of type partial",
+    "Nested": "of type type",
+    "Thread": "of type type",
     "value": "no such method",
     "instance_function": "no such method",
     "anything": "no such method",
@@ -474,7 +475,7 @@ def test_records_are_listed_dataclasses_and_named_tuples():
 
 
 def test_exceptions_are_pythons_own_the_librarys_and_listed_ones():
-    allowed = Allowed([module.CustomError, module.Ends, module.Server])
+    allowed = Allowed([module.CustomError, module.Ends, module.Server, module.EqualToPoint])
     assert allowed.exception("builtins:ValueError") is ValueError and allowed.exception("builtins:OSError") is OSError
     assert allowed.exception("mpidist.errors:CommTimeout") is errors.CommTimeout
     assert allowed.exception("mpidist.rpc.allowed:Refused") is Refused
@@ -482,7 +483,15 @@ def test_exceptions_are_pythons_own_the_librarys_and_listed_ones():
     assert Allowed([]).exception(f"{NAME}:CustomError") is None
     for name in ("SystemExit", "KeyboardInterrupt", "BaseException", "GeneratorExit", "eval", "dict", "type", "nothing"):
         assert allowed.exception(f"builtins:{name}") is None, name
-    for name in (f"{NAME}:Ends", f"{NAME}:Server", "subprocess:CalledProcessError", "ValueError", "mpidist.errors:Mapping", ""):
+    for name in (
+        f"{NAME}:Ends",
+        f"{NAME}:Server",
+        f"{NAME}:EqualToPoint",
+        "subprocess:CalledProcessError",
+        "ValueError",
+        "mpidist.errors:Mapping",
+        "",
+    ):
         assert allowed.exception(name) is None, name
     own = {value for value in vars(builtins).values() if isinstance(value, type) and issubclass(value, Exception)}
     assert all(allowed.exception(f"builtins:{cls.__name__}") is cls for cls in own)

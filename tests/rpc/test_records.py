@@ -42,6 +42,8 @@ def over(obj):
         (lambda: module.Triple(1, 2, 3), [1, 2, 3]),
         (lambda: module.Setting(1), [1]),
         (lambda: module.WithHiddenSlot(1), [1]),
+        (lambda: module.EqualToPoint("x"), ["x"]),
+        (lambda: module.OfUnhashableClass(1), [1]),
     ],
 )
 def test_fields_travel_and_no_code_of_the_class_runs(make, values, ran):
