@@ -18,6 +18,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from mpidist.errors import FrameError, MpidistError
+from mpidist.rpc import services
 from mpidist.rpc.message import COUNT, Kind
 
 CACHED_TYPE = type(functools.lru_cache(len))  # a function under ``functools.lru_cache``
@@ -38,8 +39,9 @@ _OPERATOR = re.compile(r"torch\.(\w+)|(\w+)::(\w+)(?:\.(\w+))?", re.ASCII)
 _of_functions: dict[Any, tuple[int, bytes, str, str]] = {}
 _of_names: dict[bytes, tuple[str, str, bool]] = {}
 _operators: dict[bytes, Any] = {}  # torch's, by name
+_methods: dict[str, Method] = {}
 UNNAMED = COUNT.pack(0)
-_PYTHON = int(Kind.CALL_PYTHON)
+_PYTHON, _SERVICE = int(Kind.CALL_PYTHON), int(Kind.CALL_SERVICE)
 
 
 def named(function: Any) -> tuple[int, bytes]:
@@ -55,6 +57,29 @@ def named(function: Any) -> tuple[int, bytes]:
     if module and getattr(sys.modules.get(module), attribute, None) is not function:
         return Kind.CALL_PYTHON, UNNAMED
     return kind, name
+
+
+class Method:
+    """A method of a reference's value, in the place of a function.
+
+    Attributes:
+        name: The method's.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def method(name: str) -> Method:
+    """Return what ``named`` takes for a method."""
+    made = _methods.get(name)
+    if made is None:
+        if len(_methods) >= _MOST:
+            _methods.clear()
+        made = _methods[name] = Method(name)
+    return made
 
 
 def text_of(name: bytes) -> str:
@@ -74,6 +99,10 @@ def _look_up(function: Any) -> tuple[int, bytes]:
         name = function._qualified_op_name if kind is OpOverloadPacket else function.name()
     elif isinstance(function, torch.jit.ScriptFunction):
         name, number = torch._jit_internal._qualified_name(function), Kind.CALL_SCRIPT
+    elif kind is Method:
+        name, number = function.name, Kind.CALL_METHOD
+    elif kind is FunctionType and function in services.names:
+        name, number = services.names[function], Kind.CALL_SERVICE
     else:
         if not callable(function):
             raise TypeError(f"function should be callable; got {function!r}")
@@ -127,6 +156,8 @@ def found(kind: int, name: bytes, allowed: Restriction | None) -> Any:
     Raises:
         MpidistError: There is none here, or it is not in the list of what this worker allows.
     """
+    if kind == _SERVICE:
+        return services.found(_decoded(name))
     if allowed is not None:
         return allowed.function(kind, name)
     if kind != _PYTHON:
