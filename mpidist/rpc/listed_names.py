@@ -105,6 +105,8 @@ def _of_text(text: str) -> Iterator[Entry]:
     parts = path.split(".")
     if not all(part.isidentifier() for part in parts):
         raise ValueError(f'allowed: "{text}" is no name of a function, a class, a module or an operator')
+    if path not in OWN_ENTRIES:
+        _refuse_own(text, path)
     holder, rest = _module_of(text, parts)
     if not rest:
         yield from _of_module(holder, text)
