@@ -17,7 +17,7 @@ from mpidist.errors import MpidistError
 from mpidist.rpc import callee, class_dicts, listed_class, listed_names, records
 
 _MOST_SHOWN = 200  # characters of a name in an error
-_NOT_LISTED = "not in the list of what this worker allows (init_rpc(..., allowed=[...]))"
+_NOT_LISTED = "it is not in the list of what this worker allows (init_rpc(..., allowed=[...]))"
 
 
 class Refused(MpidistError):
@@ -98,7 +98,7 @@ class Allowed:
         """
         found = self._functions.get(name)
         if found is None or found[0] != kind:
-            raise Refused(f'"{_shown_name(name.decode(errors="replace"))}" may not be called: it is {_NOT_LISTED}')
+            raise Refused(f'"{_shown_name(name.decode(errors="replace"))}" may not be called: {_NOT_LISTED}')
         # An operator of a listed namespace is made when it is first used: there are thousands.
         return found[1] if found[1] is not None else callee.builtin(name.decode())
 
@@ -113,7 +113,7 @@ class Allowed:
         """
         found = self._functions.get(name.encode(errors="replace")) if type(name) is str else None
         if found is None:
-            raise Refused(f'"{_shown_name(name)}" is {_NOT_LISTED}')
+            raise Refused(f'"{_shown_name(name)}" may not be named: {_NOT_LISTED}')
         return found[1] if found[1] is not None else callee.builtin(name)
 
     def method(self, value: Any, name: str) -> Any:
@@ -153,7 +153,7 @@ class Allowed:
         """
         found = self._named_classes.get(name) if type(name) is str else None
         if found is None:
-            raise Refused(f'instances of "{_shown_name(name)}" may not be made: it is {_NOT_LISTED}')
+            raise Refused(f'instances of "{_shown_name(name)}" may not be made: {_NOT_LISTED}')
         if not records.is_record(found):
             raise Refused(
                 f'instances of "{class_dicts.name_of(found)}" may not be made: it is no dataclass and no named tuple '
