@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ SCALE = struct.Struct("<dq")
 DENSE, ARRAY, BYTEARRAY, PER_TENSOR, PER_CHANNEL, COO = range(6)
 COMPRESSED = {torch.sparse_csr: 6, torch.sparse_csc: 7, torch.sparse_bsr: 8, torch.sparse_bsc: 9}
 LAYOUTS = {form: layout for layout, form in COMPRESSED.items()}
+QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)  # whose integers have the tensor's sizes
 BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 REQUIRES_GRAD, WHOLE, INLINE, PARAMETER, COALESCED = 1, 2, 4, 8, 16
 
@@ -34,7 +36,7 @@ _DTYPE_NAMES = (
     "int64", "bool", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
     "float8_e8m0fnu",
 )  # fmt: skip
-DTYPES = [getattr(torch, name, None) for name in _DTYPE_NAMES]
+DTYPES: list[Any] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 ITEM_BYTES = [0 if dtype is None else dtype.itemsize for dtype in DTYPES]
 DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES) if dtype is not None}
 ARRAY_DTYPES = [np.dtype(name) if hasattr(np, name) or name == "bool" else None for name in _DTYPE_NAMES]

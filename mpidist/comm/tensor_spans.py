@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,12 @@ def span(tensor: Tensor) -> tuple[int, int]:
     return start, start + (reach + 1) * tensor.element_size()
 
 
+def is_folded(tensor: Tensor) -> bool:
+    """Say whether a tensor has more elements than its memory: an expanded one, say."""
+    low, high = span(tensor)
+    return tensor.nbytes > high - low
+
+
 def clusters(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Group tensors of one storage whose spans overlap or adjoin, in the order of their first members."""
     if len(tensors) == 1:
@@ -48,3 +54,13 @@ def clusters(tensors: Sequence[Tensor]) -> list[list[int]]:
             found.append([place])
             reach, owner = high, storage
     return sorted(map(sorted, found))
+
+
+def clusters_apart(tensors: Sequence[Tensor], alone: Collection[int]) -> list[list[int]]:
+    """Group tensors as ``clusters`` does, bools apart from other dtypes, and each of the places in ``alone`` by itself."""
+    found = [[place] for place in sorted(alone)]
+    for is_bool in (False, True):
+        chosen = [place for place, tensor in enumerate(tensors) if place not in alone and (tensor.dtype is torch.bool) is is_bool]
+        if chosen:
+            found += [[chosen[member] for member in members] for members in clusters([tensors[place] for place in chosen])]
+    return found

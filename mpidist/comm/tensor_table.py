@@ -33,12 +33,13 @@ from mpidist.comm.tensor_format import (
     PARAMETER,
     PER_CHANNEL,
     PER_TENSOR,
+    QUANTIZED,
     REQUIRES_GRAD,
     ROW,
     SCALE,
     WHOLE,
 )
-from mpidist.comm.tensor_spans import clusters, overlap, span
+from mpidist.comm.tensor_spans import clusters, clusters_apart, is_folded, overlap, span
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -65,14 +66,19 @@ def is_describable(obj: Any) -> bool:
         return False
     if obj.layout is not torch.strided:
         return obj.layout is torch.sparse_coo or obj.layout in COMPRESSED
-    return obj.dtype in DTYPE_NUMBERS or obj.is_quantized
+    return obj.dtype in DTYPE_NUMBERS or obj.dtype in QUANTIZED
 
 
-def described(objects: Sequence[Any], device_map: Mapping[int, int] | None = None) -> tuple[bytes, list[Any], list[int | None]]:
+def described(
+    objects: Sequence[Any], device_map: Mapping[int, int] | None = None, is_dense: bool = False
+) -> tuple[bytes, list[Any], list[int | None]]:
     """Describe objects for which ``is_describable`` holds, and name the memory that travels for them.
 
     Args:
         device_map: From this rank's CUDA device indices to the receiver's.
+        is_dense: For a strict reader (``tensor_rebuild``): a tensor with more elements than its memory holds, an expanded one
+            say, goes as a copy without strides; bools share no memory with other dtypes, nor do sparse and quantized tensors
+            share any.
 
     Returns:
         The table, the parts (contiguous tensors or buffers), and the receiver's device index of each part.
@@ -88,7 +94,7 @@ def described(objects: Sequence[Any], device_map: Mapping[int, int] | None = Non
         obj = objects[0]
         flags = WHOLE | REQUIRES_GRAD * obj.requires_grad | PARAMETER * (type(obj) is not Tensor)
         return COUNTS.pack(1, 1) + _row(DTYPE_NUMBERS[obj.dtype], DENSE, flags, 0, obj.shape), [obj], [None]
-    layout = _Layout(device_map or {})
+    layout = _Layout(device_map or {}, is_dense)
     heads: list[Any] = [layout.add(obj) for obj in objects]
     layout.lay_out()
     joined = b"".join(_flat(heads, layout.rows))
@@ -164,12 +170,14 @@ def _head_of(dtype: torch.dtype, shape: torch.Size, kind: type, requires_grad: b
 class _Layout:
     """The memory of objects that do not stand in their rows."""
 
-    def __init__(self, device_map: Mapping[int, int]) -> None:
+    def __init__(self, device_map: Mapping[int, int], is_dense: bool) -> None:
         self.parts: list[Any] = []
         self.devices: list[int | None] = []
         self.rows: list[bytes] = []  # of the dense tensors
         self._device_map = device_map
+        self._is_dense = is_dense
         self._tensors: list[tuple[Tensor, int]] = []  # (resolved, flags)
+        self._alone: set[int] = set()  # places of those that share no memory
 
     def add(self, obj: Any) -> Any:
         """Take an object up; return its row, or a tuple of what its row consists of: bytes, and places in ``rows``."""
@@ -177,24 +185,31 @@ class _Layout:
             return self._add_array(obj)
         flags = REQUIRES_GRAD * obj.requires_grad | PARAMETER * (type(obj) is not Tensor)
         if obj.layout is torch.strided and not obj.is_quantized:
-            self._tensors.append((_resolved(obj), flags))
+            tensor = _resolved(obj)
+            self._tensors.append((tensor.contiguous() if self._is_dense and is_folded(tensor) else tensor, flags))
             return len(self._tensors) - 1
         plain, shape = obj.detach(), tuple(obj.shape)
         if obj.layout is torch.sparse_coo:
             head = _row(DTYPE_NUMBERS[obj.dtype], COO, flags | COALESCED * obj.is_coalesced(), 0, shape)
-            return head, self.add(plain._indices()), self.add(plain._values())
+            return head, self._inner(plain._indices()), self._inner(plain._values())
         if obj.layout in COMPRESSED:
             by_row = obj.layout in BY_ROW
             compressed = plain.crow_indices() if by_row else plain.ccol_indices()
             indices = plain.col_indices() if by_row else plain.row_indices()
             head = _row(DTYPE_NUMBERS[obj.dtype], COMPRESSED[obj.layout], flags, 0, shape)
-            return head, self.add(compressed), self.add(indices), self.add(plain.values())
+            return head, self._inner(compressed), self._inner(indices), self._inner(plain.values())
         if obj.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
             head = _row(0, PER_TENSOR, flags, 0, shape) + SCALE.pack(obj.q_scale(), obj.q_zero_point())
-            return head, self.add(obj.int_repr())
+            return head, self._inner(obj.int_repr())
         head = _row(0, PER_CHANNEL, flags, 0, shape) + OFFSET.pack(obj.q_per_channel_axis())
         scales, zeros = obj.q_per_channel_scales(), obj.q_per_channel_zero_points()
-        return head, self.add(obj.int_repr()), self.add(scales), self.add(zeros)
+        return head, self._inner(obj.int_repr()), self._inner(scales), self._inner(zeros)
+
+    def _inner(self, tensor: Tensor) -> int:
+        """Take up a dense tensor of a sparse or quantized one."""
+        self._alone.add(len(self._tensors))
+        self._tensors.append((tensor.contiguous() if self._is_dense else _resolved(tensor), 0))
+        return len(self._tensors) - 1
 
     def _add_array(self, obj: Any) -> bytes:
         if type(obj) is bytearray:
@@ -209,7 +224,8 @@ class _Layout:
     def lay_out(self) -> None:
         """Say which memory travels for the dense tensors, and write their rows."""
         self.rows = [b""] * len(self._tensors)
-        for members in clusters([tensor for tensor, _ in self._tensors]):
+        tensors = [tensor for tensor, _ in self._tensors]
+        for members in clusters_apart(tensors, self._alone) if self._is_dense else clusters(tensors):
             first, flags = self._tensors[members[0]]
             low, high = span(first)
             if len(members) == 1:

@@ -1,0 +1,157 @@
+"""Checks of a row of a tensor table: the structure before its memory is touched, then the values within that memory.
+
+A row's structure is checked always, at a cost that does not depend on the data. A reader of data that anybody may have written
+checks the values as well: what torch and numpy take for granted of a bool, a sparse index or a zero point is undefined behaviour
+where it does not hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+Tensor = torch.Tensor
+_MOST_BYTES = 1 << 63
+_BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
+_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
+_ZERO_POINTS = {torch.int8: (-(1 << 7), (1 << 7) - 1), torch.uint8: (0, 255), torch.int32: (-(1 << 31), (1 << 31) - 1)}
+
+
+def extent(shape: Sequence[int], item_bytes: int) -> int:
+    """Return the bytes that the elements of a shape take.
+
+    Raises:
+        ValueError: A size below 0, or sizes whose product no tensor can have, whichever of them is 0; a dtype without items.
+    """
+    if not item_bytes:
+        raise ValueError("a dtype that this worker does not know")
+    if not shape:
+        return item_bytes
+    if min(shape) < 0:
+        raise ValueError(f"sizes {_few(shape)}")
+    nbytes = math.prod(shape, start=item_bytes)
+    # Strides are products of the sizes, of one that is 0 as well.
+    if (nbytes or math.prod([size or 1 for size in shape], start=item_bytes)) >= _MOST_BYTES:
+        raise ValueError(f"sizes {_few(shape)}: more elements than memory can hold")
+    return nbytes
+
+
+def require_within(shape: Sequence[int], strides: Sequence[int], offset: int, item_bytes: int, nbytes: int) -> None:
+    """Check that strided elements lie within a part of ``nbytes``.
+
+    Raises:
+        ValueError: They do not; or an offset or a stride is negative.
+    """
+    reach = 0 if 0 in shape else 1 + sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
+    if offset < 0 or min(strides, default=0) < 0 or (offset + reach) * item_bytes > nbytes:
+        raise ValueError(f"sizes {_few(shape)} with strides {_few(strides)} from element {offset} on leave {nbytes} bytes")
+
+
+def require_bools(data: Tensor) -> None:
+    """Check the bytes of a bool tensor.
+
+    Raises:
+        ValueError: One is neither 0 nor 1.
+    """
+    if data.numel() and data.view(torch.uint8).amax().item() > 1:
+        raise ValueError("a bool of neither 0 nor 1")
+
+
+def require_coo_form(indices: Tensor, values: Tensor, shape: Sequence[int]) -> None:
+    """Check that indices (sparse dimensions × elements, int64) and values make a COO tensor; not where indices point.
+
+    Raises:
+        ValueError: They do not.
+    """
+    extent(shape, 1)
+    is_matrix = indices.dim() == 2 and indices.dtype is torch.int64
+    sparse_dims = indices.shape[0] if is_matrix else 0
+    if (
+        not is_matrix
+        or not values.dim()
+        or values.shape[0] != indices.shape[1]
+        or sparse_dims > len(shape)
+        or tuple(values.shape[1:]) != tuple(shape[sparse_dims:])
+    ):
+        raise ValueError(f"indices {_few(indices.shape)}, values {_few(values.shape)} of a sparse tensor of sizes {_few(shape)}")
+
+
+def require_coalesced(indices: Tensor, shape: Sequence[int]) -> None:
+    """Check that indices of a COO tensor, all in range, ascend without repetition.
+
+    torch looks at the claim from release to release in another place, and not always.
+
+    Raises:
+        ValueError: They do not.
+    """
+    if indices.shape[1] < 2:
+        return
+    places = indices.new_zeros(indices.shape[1])
+    for row, size in zip(indices, shape, strict=False):
+        places = places * size + row
+    if not bool((places[1:] > places[:-1]).all()):
+        raise ValueError("a sparse tensor that claims to be coalesced, and is not")
+
+
+def require_compressed_form(
+    compressed: Tensor, plain: Tensor, values: Tensor, shape: Sequence[int], layout: torch.layout
+) -> None:
+    """Check that indices and values make a compressed sparse tensor; not where indices point.
+
+    Raises:
+        ValueError: They do not.
+    """
+    extent(shape, 1)
+    batch = compressed.dim() - 1
+    blocked = 2 * (layout in _BLOCKED)
+    fits = (
+        compressed.dtype is plain.dtype
+        and plain.dtype in (torch.int32, torch.int64)
+        and 0 <= batch <= len(shape) - 2
+        and plain.dim() == batch + 1
+        and values.dim() == len(shape) - 1 + blocked
+        and compressed.shape[:batch] == plain.shape[:batch] == values.shape[:batch] == torch.Size(shape[:batch])
+        and plain.shape[batch] == values.shape[batch]
+        and tuple(values.shape[batch + 1 + blocked :]) == tuple(shape[batch + 2 :])
+    )
+    if fits:
+        block = values.shape[batch + 1 : batch + 3] if blocked else (1, 1)
+        rows, columns = shape[batch : batch + 2]
+        fits = min(block) > 0 and rows % block[0] == 0 and columns % block[1] == 0
+        lines = fits and (rows // block[0] if layout in _BY_ROW else columns // block[1])
+        fits = fits and compressed.shape[batch] == lines + 1
+    if not fits:
+        found = ", ".join([_few(one.shape) for one in (compressed, plain, values)])
+        raise ValueError(f"indices and values {found} of a sparse tensor of sizes {_few(shape)}")
+
+
+def require_channels(integers: Tensor, scales: Tensor, zeros: Tensor, axis: int) -> None:
+    """Check that there are a scale and a zero point for each place along an axis of a quantized tensor.
+
+    Raises:
+        ValueError: There are not.
+    """
+    if not 0 <= axis < integers.dim() or not scales.shape == zeros.shape == integers.shape[axis : axis + 1]:
+        raise ValueError(f"scales {_few(scales.shape)} and zeros {_few(zeros.shape)} along axis {axis} of {_few(integers.shape)}")
+
+
+def require_quantization(integers: torch.dtype, scales: Tensor, zeros: Tensor) -> None:
+    """Check the values of scales and zero points of a quantized tensor.
+
+    Args:
+        integers: The dtype of its integers.
+
+    Raises:
+        ValueError: A scale that is not finite, or a zero point outside of the dtype.
+        KeyError: Another dtype than those of quantized tensors.
+    """
+    lowest, highest = _ZERO_POINTS[integers]
+    if not bool(torch.isfinite(scales).all()) or not bool(((zeros >= lowest) & (zeros <= highest)).all()):
+        raise ValueError(f"a scale that is not finite, or a zero point outside of {lowest} to {highest}")
+
+
+def _few(numbers: Sequence[int]) -> str:
+    """Return numbers for a message: not all of a long row."""
+    return f"({', '.join(map(str, numbers[:8]))}{', …' if len(numbers) > 8 else ''})"

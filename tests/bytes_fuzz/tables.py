@@ -1,0 +1,240 @@
+"""Tensor tables and the parts beside them: valid ones, damaged ones, and rows of random forms, sizes and numbers.
+
+A case is one run of bytes, so that it can be mutated, printed and run again::
+
+    table bytes u32 | table | parts n u8 | n × bytes u32 | the parts, end to end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from mpidist.comm import tensor_rebuild, tensor_table
+from mpidist.comm.tensor_format import COUNTS, FIRST, OFFSET, ROW, SCALE
+from mpidist.errors import FrameError
+
+_READ = 1 << 20  # elements up to which a result is read as a whole
+
+
+def packed(table: bytes, parts: list[Any]) -> bytes:
+    """Return a case."""
+    parts = [bytes(part) for part in parts][:255]
+    lengths = struct.pack(f"<B{len(parts)}I", len(parts), *map(len, parts))
+    return struct.pack("<I", len(table)) + table + lengths + b"".join(parts)
+
+
+def unpacked(case: bytes) -> tuple[bytearray, list[memoryview]]:
+    """Return the table and the parts of a case; of a damaged one what is there."""
+    length = int.from_bytes(case[:4], "little")
+    table, rest = bytearray(case[4 : 4 + length]), case[4 + length :]
+    count = rest[0] if rest else 0
+    data, parts = rest[1 + 4 * count :], []
+    for place in range(count):
+        size = int.from_bytes(rest[1 + 4 * place : 5 + 4 * place], "little")
+        parts.append(memoryview(bytearray(data[:size])))
+        data = data[size:]
+    return table, parts
+
+
+def described(objects: list[Any], is_dense: bool = True) -> tuple[bytes, list[memoryview]]:
+    """Return the table and the memory of objects, as they arrive."""
+    assert all(map(tensor_table.is_describable, objects))
+    table, parts, _ = tensor_table.described(objects, is_dense=is_dense)
+    return table, [_memory(part) for part in parts]
+
+
+def _memory(part: Any) -> memoryview:
+    is_tensor = isinstance(part, torch.Tensor)
+    data = part.detach().view(-1).view(torch.uint8).numpy().tobytes() if is_tensor else bytes(part)
+    return memoryview(bytearray(data))
+
+
+def objects() -> dict[str, list[Any]]:
+    """Return objects of every form, by name; small, so that a mutation often meets what matters."""
+    base, wide = torch.arange(24.0).view(4, 6), torch.ones(9000)
+    scales, zeros = torch.tensor([0.1, 0.2], dtype=torch.float64), torch.tensor([0, 1])
+    coo = torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 2]], [3.0, 4.0, 5.0], (2, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {
+            "small": [torch.ones(3)],
+            "none": [torch.ones(0, 3), torch.ones(2)],
+            "bools": [torch.tensor([True, False, True])],
+            "half": [torch.ones(2, 2, dtype=torch.float16), torch.tensor(1 + 2j), torch.tensor(5)],
+            "leaf": [torch.nn.Parameter(torch.ones(2)), torch.ones(1, requires_grad=True)],
+            "part": [wide],
+            "bools in a part": [torch.ones(40_000, dtype=torch.bool)],
+            "views": [base[:, 1:], base.t(), base[1], base.view(torch.int32)],
+            "views of bools": [torch.tensor([[True, False]] * 3).t(), torch.zeros(4, 4, dtype=torch.bool)[:, 1:]],
+            "expanded": [base[0].expand(5, 6)],
+            "coo": [coo],
+            "coalesced": [coo.coalesce(), torch.ones(2)],
+            "hybrid": [torch.sparse_coo_tensor([[0, 2]], torch.ones(2, 5), (3, 5))],
+            "csr": [torch.eye(4).to_sparse_csr()],
+            "csc": [torch.eye(4).to_sparse_csc()],
+            "bsr": [torch.eye(4).to_sparse_bsr((2, 2))],
+            "bsc": [torch.eye(4).to_sparse_bsc((2, 2))],
+            "batched": [torch.eye(2).expand(3, 2, 2).contiguous().to_sparse_csr()],
+            "quantized": [torch.quantize_per_tensor(torch.ones(8), 0.1, 3, torch.qint8)],
+            "channels": [torch.quantize_per_channel(torch.ones(2, 8), scales, zeros, 0, torch.quint8)],
+            "arrays": [np.arange(6.0).reshape(2, 3), np.array([True, False]), np.ones((), np.int16), np.ones((0, 2))],
+            "bytes": [bytearray(b"abcdef"), bytearray()],
+        }
+
+
+def samples() -> list[bytes]:
+    """Return valid cases, of every form and of several at once."""
+    made = objects()
+    return [packed(*described(one)) for one in (*made.values(), [obj for one in made.values() for obj in one])]
+
+
+_sizes = st.sampled_from([0, 1, 2, 3, 4, 8]) | st.integers(-3, 70) | st.sampled_from(
+    [1 << 31, (1 << 32) - 1, 1 << 40, 1 << 61, 1 << 62, (1 << 63) - 1, -1, -(1 << 63)]
+)  # fmt: skip
+
+
+@st.composite
+def rows(draw: Any) -> bytes:
+    """Draw a row and what follows it, as a reader may take it; most numbers are near those of valid rows."""
+    shape = draw(st.lists(_sizes, max_size=3) | st.lists(_sizes, max_size=12))
+    form, flags = draw(st.integers(0, 10)), draw(st.integers(0, 31) | st.integers(0, 255))
+    row = ROW.pack(draw(st.integers(0, 22)), form, flags, len(shape), draw(st.integers(0, 3) | st.just(2**32 - 1)))
+    row += struct.pack(f"<{len(shape)}q", *shape)
+    follows = draw(st.sampled_from(["elements", "strides", "scale", "axis", "nothing"]))
+    if follows == "elements":
+        return row + draw(st.binary(max_size=64))
+    if follows == "strides":
+        strides = draw(st.lists(_sizes, min_size=len(shape), max_size=len(shape)))
+        return row + struct.pack(f"<{1 + len(strides)}q", draw(_sizes), *strides)
+    if follows == "scale":
+        return row + SCALE.pack(draw(st.floats()), draw(_sizes))
+    return row + OFFSET.pack(draw(_sizes)) if follows == "axis" else row
+
+
+@st.composite
+def cases(draw: Any, valid: tuple[bytes, ...] = ()) -> bytes:
+    """Draw a case: a damaged sample, or random rows over random parts."""
+    if draw(st.booleans()):
+        case = bytearray(draw(st.sampled_from(valid or tuple(samples()))))
+        for _ in range(draw(st.integers(1, 4))):
+            # Most numbers of a table are eight bytes wide, and its rows lie at its beginning.
+            place = draw(st.integers(0, min(len(case), 400)) | st.integers(0, len(case)))
+            change = draw(st.binary(min_size=1, max_size=4) | _sizes.map(lambda size: struct.pack("<q", size)))
+            end = place + len(change) if draw(st.booleans()) else place + draw(st.integers(0, 8))
+            case[place:end] = change
+        return bytes(case)
+    body = draw(st.lists(rows(), max_size=5))
+    count = draw(st.just(len(body)) | st.integers(0, 2**32 - 1))
+    parts = draw(st.lists(st.binary(max_size=80), max_size=4))
+    return packed(COUNTS.pack(count, draw(st.just(len(parts)) | st.integers(0, 5))) + b"".join(body), parts)
+
+
+def check(case: bytes) -> bool:
+    """Read a case by either reader; whatever it is, it is refused by FrameError, or what comes out can be used.
+
+    Returns:
+        A strict reader has taken it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for is_strict in (False, True):
+            table, parts = unpacked(case)
+            try:
+                found, used, end = tensor_rebuild.read(table, 0, parts, is_strict=is_strict)
+            except FrameError:
+                if is_strict:
+                    return False
+                continue
+            assert used <= len(parts) and end <= len(table)
+            for obj in found:
+                _require_inside(obj)
+                if is_strict:
+                    _use(obj)
+            if is_strict:
+                assert len(found) <= len(table) // ROW.size
+                assert sum(map(_bytes_of, _storages(found))) <= len(case)
+        table, parts = unpacked(case)
+        lone = tensor_rebuild.read_lone(table, 0)
+        if lone is not None:
+            assert lone[0].dtype is not torch.bool and lone[1] <= len(table)
+            assert len(table) >= FIRST.size and lone[0].untyped_storage().nbytes() <= len(table)
+            _use(lone[0])
+    return True
+
+
+def _inner(obj: Any) -> list[Any]:
+    """Return the dense tensors and arrays of which an object consists."""
+    if not isinstance(obj, torch.Tensor):
+        return [obj]
+    obj = obj.detach()
+    if obj.layout is torch.sparse_coo:
+        return [obj._indices(), obj._values()]
+    if obj.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [obj.crow_indices(), obj.col_indices(), obj.values()]
+    if obj.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [obj.ccol_indices(), obj.row_indices(), obj.values()]
+    return [obj]
+
+
+def _require_inside(obj: Any) -> None:
+    """Require that elements lie within their storage: asked of numbers alone, no memory is touched."""
+    for one in _inner(obj):
+        if isinstance(one, torch.Tensor) and one.numel():
+            reach = sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
+            assert min(one.stride(), default=0) >= 0 and one.storage_offset() >= 0
+            assert (one.storage_offset() + reach + 1) * one.element_size() <= one.untyped_storage().nbytes()
+
+
+def _storages(found: list[Any]) -> list[Any]:
+    """Return the memory that objects have, each once."""
+    pieces = [one for obj in found for one in _inner(obj)]
+    storages = {one.untyped_storage().data_ptr(): one for one in pieces if isinstance(one, torch.Tensor)}
+    return [*storages.values(), *(one for one in pieces if not isinstance(one, torch.Tensor))]
+
+
+def _bytes_of(one: Any) -> int:
+    if isinstance(one, torch.Tensor):
+        assert one.numel() * one.element_size() <= one.untyped_storage().nbytes() or one.is_quantized
+        return one.untyped_storage().nbytes() if not one.is_quantized else one.numel() * one.element_size()
+    return len(one) if isinstance(one, bytearray) else one.nbytes
+
+
+def _use(obj: Any) -> None:
+    """Read all of an object. What torch has no kernel for, or refuses by an exception, is well."""
+    if isinstance(obj, bytearray):
+        return
+    if isinstance(obj, np.ndarray):
+        repr(obj)
+        with contextlib.suppress(ValueError, TypeError):
+            obj.sum()
+        assert obj.dtype != bool or obj.size == 0 or obj.view(np.uint8).max() <= 1
+        return
+    obj = obj.detach()
+    for one in _inner(obj):
+        if one.dtype is torch.bool and one.numel():
+            assert one.contiguous().view(torch.uint8).max() <= 1
+    uses: list[Any] = [
+        repr,
+        torch.Tensor.sum,
+        torch.Tensor.clone,
+        torch.Tensor.nonzero if obj.dtype is torch.bool else torch.isnan,
+    ]
+    if obj.layout is not torch.strided:
+        uses += [torch.Tensor.to_dense] if _sized(obj) <= _READ else []
+        uses += [torch.Tensor.coalesce] if obj.layout is torch.sparse_coo else []
+    elif obj.is_quantized:
+        uses += [torch.Tensor.dequantize]
+    for use in uses:
+        with contextlib.suppress(RuntimeError, TypeError, IndexError, ValueError):
+            use(obj)
+
+
+def _sized(obj: Any) -> int:
+    return int(np.prod([size or 1 for size in obj.shape], dtype=object)) if obj.dim() else 1
