@@ -6,10 +6,10 @@ import struct
 
 import mpidist.autograd  # noqa: F401  # registers the engine that these messages are for
 import mpidist.rpc as rpc
-from mpidist.rpc.message import GRADIENTS, PAIR, WORD, Kind
+from mpidist.rpc.message import GRADIENTS, PAIR, Kind
 from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import Attacker, Attacks
-from tests.rpc.attacks.data import NO_ATTRIBUTES, array, encode
+from tests.rpc.attacks.data import array, encode
 
 attack = Attacks()
 
@@ -136,12 +136,3 @@ def number_taken(attacker: Attacker) -> None:
     except Exception:
         pass
     assert box.rpc_sync(timeout=5).get() == 7, "another call has taken the place of a value"
-
-
-@attack("A fetch of a value that nobody makes waits without a thread", "")
-def fetch_unknown(attacker: Attacker) -> None:
-    for number in range(50):
-        attacker.send(Kind.RREF_FETCH, WORD.pack((1 << 60) + number), sequence=1 << 50)
-
-
-assert NO_ATTRIBUTES == {}

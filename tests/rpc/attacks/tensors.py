@@ -29,10 +29,7 @@ from mpidist.comm.tensor_format import (
     WHOLE,
 )
 from mpidist.rpc.codec import TABLE
-try:
-    from mpidist.rpc.data_codec import LONE_ARGUMENT
-except ImportError:
-    from mpidist.rpc.codec import LONE_ARGUMENT
+from mpidist.rpc.data_codec import LONE_ARGUMENT
 from mpidist.rpc.message import FAR
 from tests.rpc.attacks.attacker import Attacker, Attacks
 
@@ -40,7 +37,7 @@ attack = Attacks()
 
 REFUSED = "FrameError"
 TOUCHED = "tests.rpc.attacks.victim:touched"
-F32, I64, BOOL, U8 = (DTYPE_NUMBERS[dtype] for dtype in (torch.float32, torch.int64, torch.bool, torch.uint8))
+F32, F64, I64, BOOL, U8 = (DTYPE_NUMBERS[dtype] for dtype in (torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8))
 
 
 def row(number: int, form: int, flags: int, shape: Sequence[int], part: int = 0, dims: int | None = None) -> bytes:
@@ -124,68 +121,96 @@ noted("array_bool", "An array's bool that is 2", row(BOOL, ARRAY, 0, (2,)), [b"\
 noted("array_overflow", "An array whose size overflows", row(F32, ARRAY, 0, (1 << 32, 1 << 32)), [b"\0" * 8])
 noted("bytearray_part", "A bytearray of a part that did not come", row(0, BYTEARRAY, 0, (), part=3), [b"\0" * 8])
 
-# Sparse.
-_VALUES = inline(F32, (2,), struct.pack("<2f", 1, 2))
+# Sparse and quantized: rows of rows, each in a part of its own.
 
 
-def coo(indices: bytes, values: bytes = _VALUES, shape: Sequence[int] = (4,), flags: int = 0) -> bytes:
-    """Write the rows of a sparse tensor."""
-    return row(F32, COO, flags, shape) + indices + values
+class Rows:
+    """Rows of one object, and their parts."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.parts: list[bytes] = []
+
+    def add(self, head: bytes) -> Rows:
+        """Add what needs no part."""
+        self.data += head
+        return self
+
+    def whole(self, number: int, shape: Sequence[int], data: bytes, form: int = DENSE) -> Rows:
+        """Add a row whose elements are a part."""
+        self.data += row(number, form, WHOLE, shape, len(self.parts))
+        self.parts.append(data)
+        return self
+
+    def ints(self, shape: Sequence[int], *values: int) -> Rows:
+        """Add a row of int64."""
+        return self.whole(I64, shape, int64s(*values))
+
+    def floats(self, *values: float) -> Rows:
+        """Add a vector of float32."""
+        return self.whole(F32, (len(values),), struct.pack(f"<{len(values)}f", *values))
+
+    def noted(self, name: str, idea: str) -> None:
+        """Note an attack with these rows."""
+        noted(name, idea, self.data, self.parts)
 
 
-noted("coo_behind", "An index behind the end", coo(inline(I64, (1, 2), int64s(0, 4))))
-noted("coo_far_behind", "An index 2^40 behind it", coo(inline(I64, (1, 2), int64s(0, 1 << 40))))
-noted("coo_below", "An index below 0", coo(inline(I64, (1, 2), int64s(-1, 0))))
-noted("coo_claim_double", "Indices twice, said to be coalesced", coo(inline(I64, (1, 2), int64s(1, 1)), flags=COALESCED))
-noted("coo_claim_order", "Indices out of order, said to be coalesced", coo(inline(I64, (1, 2), int64s(3, 0)), flags=COALESCED))
-noted("coo_counts", "More indices than values", coo(inline(I64, (1, 3), int64s(0, 1, 2))))
-noted("coo_float_indices", "Indices that are floats", coo(inline(F32, (1, 2), b"\0" * 8)))
-noted("coo_dims", "Indices of two dimensions for a vector", coo(inline(I64, (2, 2), int64s(0, 0, 0, 0))))
-noted("coo_negative_shape", "A size below 0", coo(inline(I64, (1, 2), int64s(0, 1)), shape=(-4,)))
-noted("coo_huge_shape", "A shape whose product overflows", coo(inline(I64, (2, 2), int64s(0, 1, 0, 1)), shape=(1 << 40, 1 << 40)))
-noted("coo_of_coo", "Indices that are sparse themselves", coo(coo(inline(I64, (1, 2), int64s(0, 1)))))
-noted("coo_of_array", "Values that are an array", coo(inline(I64, (1, 2), int64s(0, 1)), row(F32, ARRAY, 0, (2,))), [b"\0" * 8])
-noted("coo_within", "Rows of sparse tensors within each other, 3,000 deep", b"".join([row(F32, COO, 0, (4,))] * 3000))
+def coo(shape: Sequence[int] = (4,), flags: int = 0) -> Rows:
+    """Begin a sparse tensor: indices and values follow."""
+    return Rows().add(row(F32, COO, flags, shape))
 
 
-def csr(compressed: Sequence[int], plain: Sequence[int], values: bytes = _VALUES, shape: Sequence[int] = (2, 3)) -> bytes:
-    """Write the rows of a matrix by rows."""
-    head = row(F32, COMPRESSED[torch.sparse_csr], 0, shape)
-    return head + inline(I64, (len(compressed),), int64s(*compressed)) + inline(I64, (len(plain),), int64s(*plain)) + values
+coo().ints((1, 2), 0, 4).floats(1, 2).noted("coo_behind", "An index behind the end")
+coo().ints((1, 2), 0, 1 << 40).floats(1, 2).noted("coo_far_behind", "An index 2^40 behind it")
+coo().ints((1, 2), -1, 0).floats(1, 2).noted("coo_below", "An index below 0")
+coo(flags=COALESCED).ints((1, 2), 1, 1).floats(1, 2).noted("coo_claim_double", "Indices twice, said to be coalesced")
+coo(flags=COALESCED).ints((1, 2), 3, 0).floats(1, 2).noted("coo_claim_order", "Indices out of order, said to be coalesced")
+coo().ints((1, 3), 0, 1, 2).floats(1, 2).noted("coo_counts", "More indices than values")
+coo().whole(F32, (1, 2), b"\0" * 8).floats(1, 2).noted("coo_float_indices", "Indices that are floats")
+coo().ints((2, 2), 0, 0, 0, 0).floats(1, 2).noted("coo_dims", "Indices of two dimensions for a vector")
+coo((-4,)).ints((1, 2), 0, 1).floats(1, 2).noted("coo_negative_shape", "A size below 0")
+coo((1 << 40, 1 << 40)).ints((2, 2), 0, 1, 0, 1).floats(1, 2).noted("coo_huge_shape", "A shape whose product overflows")
+coo().ints((1, 2), 0, 1).whole(I64, (2,), int64s(1, 2)).noted("coo_type", "Values of another type than the tensor's")
+coo().add(row(F32, COO, 0, (4,))).ints((1, 2), 0, 1).floats(1, 2).floats(1, 2).noted("coo_of_coo", "Indices that are sparse")
+coo().ints((1, 2), 0, 1).whole(F32, (2,), b"\0" * 8, ARRAY).noted("coo_of_array", "Values that are an array")
+coo().add(inline(I64, (1, 2), int64s(0, 9))).add(inline(F32, (2,), b"\0" * 8)).noted("coo_inline", "An index behind the end, inline")
+Rows().add(row(F32, COO, 0, (4,)) * 3000).noted("coo_within", "Sparse tensors within each other, 3,000 deep")
 
 
-noted("csr_column", "A column behind the end", csr((0, 1, 2), (0, 3)))
-noted("csr_column_below", "A column below 0", csr((0, 1, 2), (0, -1)))
-noted("csr_rows_behind", "Row bounds behind the end", csr((0, 1, 1000), (0, 1)))
-noted("csr_rows_below", "Row bounds below 0", csr((-5, 1, 2), (0, 1)))
-noted("csr_rows_falling", "Row bounds that fall", csr((0, 2, 1), (0, 1)))
-noted("csr_rows_few", "Too few row bounds", csr((0, 2), (0, 1)))
-noted("csr_vector", "A shape of one dimension", csr((0, 1, 2), (0, 1), shape=(6,)))
-
-# Quantized.
-_INTS = inline(U8, (2,), b"\1\2")
-_SCALES, _ZEROS = inline(DTYPE_NUMBERS[torch.float64], (2,), struct.pack("<2d", 1, 1)), inline(I64, (2,), int64s(0, 0))
+def csr(compressed: Sequence[int], plain: Sequence[int], shape: Sequence[int] = (2, 3)) -> Rows:
+    """Write a matrix by rows."""
+    head = Rows().add(row(F32, COMPRESSED[torch.sparse_csr], 0, shape))
+    return head.ints((len(compressed),), *compressed).ints((len(plain),), *plain).floats(1, 2)
 
 
-def by_tensor(scale: float, zero: int, ints: bytes = _INTS) -> bytes:
-    """Write the rows of a quantized tensor."""
-    return row(0, PER_TENSOR, 0, (2,)) + SCALE.pack(scale, zero) + ints
+csr((0, 1, 2), (0, 3)).noted("csr_column", "A column behind the end")
+csr((0, 1, 2), (0, -1)).noted("csr_column_below", "A column below 0")
+csr((0, 1, 1000), (0, 1)).noted("csr_rows_behind", "Row bounds behind the end")
+csr((-5, 1, 2), (0, 1)).noted("csr_rows_below", "Row bounds below 0")
+csr((0, 2, 1), (0, 1)).noted("csr_rows_falling", "Row bounds that fall")
+csr((0, 2), (0, 1)).noted("csr_rows_few", "Too few row bounds")
+csr((0, 1, 2), (0, 1), (6,)).noted("csr_vector", "A shape of one dimension")
 
 
-def by_channel(axis: int, scales: bytes = _SCALES, zeros: bytes = _ZEROS) -> bytes:
-    """Write the rows of a tensor that is quantized by channels."""
-    return row(0, PER_CHANNEL, 0, (2,)) + OFFSET.pack(axis) + _INTS + scales + zeros
+def by_tensor(scale: float, zero: int) -> Rows:
+    """Begin a quantized tensor."""
+    return Rows().add(row(0, PER_TENSOR, 0, (2,)) + SCALE.pack(scale, zero))
 
 
-noted("quantized_nan", "A scale that is no number", by_tensor(float("nan"), 0))
-noted("quantized_infinite", "An infinite scale", by_tensor(float("inf"), 0))
-noted("quantized_zero_point", "A zero point beyond the type", by_tensor(1.0, 1 << 40))
-noted("quantized_floats", "Integers that are floats", by_tensor(1.0, 0, inline(F32, (2,), b"\0" * 8)))
-noted("quantized_within", "Quantized integers that are quantized themselves", by_tensor(1.0, 0, by_tensor(1.0, 0)))
-noted("channel_axis", "An axis that there is not", by_channel(5))
-noted("channel_axis_below", "An axis far below 0", by_channel(-(1 << 40)))
-noted("channel_scales", "Fewer scales than channels", by_channel(0, inline(DTYPE_NUMBERS[torch.float64], (1,), struct.pack("<d", 1))))
-noted("channel_zeros", "Zero points that are floats", by_channel(0, zeros=inline(F32, (2,), b"\0" * 8)))
+def by_channel(axis: int) -> Rows:
+    """Begin a tensor that is quantized by channels, with its integers."""
+    return Rows().add(row(0, PER_CHANNEL, 0, (2,)) + OFFSET.pack(axis)).whole(U8, (2,), b"\1\2")
+
+
+by_tensor(float("nan"), 0).whole(U8, (2,), b"\1\2").noted("quantized_nan", "A scale that is no number")
+by_tensor(float("inf"), 0).whole(U8, (2,), b"\1\2").noted("quantized_infinite", "An infinite scale")
+by_tensor(1.0, 1 << 40).whole(U8, (2,), b"\1\2").noted("quantized_zero_point", "A zero point beyond the type")
+by_tensor(1.0, 0).floats(1, 2).noted("quantized_floats", "Integers that are floats")
+by_tensor(1.0, 0).add(by_tensor(1.0, 0).data).whole(U8, (2,), b"\1\2").noted("quantized_within", "… that are quantized themselves")
+by_channel(5).whole(F64, (2,), b"\0" * 16).ints((2,), 0, 0).noted("channel_axis", "An axis that there is not")
+by_channel(-(1 << 40)).whole(F64, (2,), b"\0" * 16).ints((2,), 0, 0).noted("channel_axis_below", "An axis far below 0")
+by_channel(0).whole(F64, (1,), b"\0" * 8).ints((2,), 0, 0).noted("channel_scales", "Fewer scales than channels")
+by_channel(0).whole(F64, (2,), b"\0" * 16).floats(0, 0).noted("channel_zeros", "Zero points that are floats")
 
 
 @attack("A bool that is 2 behind a head that has been read before", REFUSED)

@@ -38,8 +38,7 @@ def look() -> tuple[list[str], list[str], list[str]]:
 
 def entries() -> list[str]:
     """Return this worker's list as texts."""
-    a = current.require().allowed
-    return sorted(map(str, a.entries() if hasattr(a, 'entries') else a.names))
+    return sorted(map(str, current.require().allowed.entries()))
 
 
 def echo(*args: Any, **kwargs: Any) -> Any:
