@@ -55,7 +55,7 @@ def load(kind: str, key: Mapping[str, Any]) -> Any:
             with open(handle, "rb") as file:
                 _require_own(handle, folder() / _name(kind, key), stat.S_ISREG)
                 text = file.read(_MOST_BYTES + 1)
-        held = json.loads(text.decode()) if len(text) <= _MOST_BYTES else None
+        held = json.loads(text.decode()) if len(text) <= _MOST_BYTES else {}
         return held["value"] if held["format"] == _FORMAT and held["key"] == dict(key) else None
     except _UnsafeError as problem:
         _warn(str(problem))
@@ -117,8 +117,8 @@ def _require_own(handle: int, path: Path, is_kind: Any) -> None:
         )
     if told.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise _UnsafeError(
-            f"{path} may be written by other users (mode {stat.S_IMODE(told.st_mode):03o}) and is ignored, as what is found there "
-            f"could be forged: chmod go-w {path}, or set MPIDIST_CACHE to a folder of your own"
+            f"{path} may be written by other users (mode {stat.S_IMODE(told.st_mode):03o}) and is ignored, as what is found "
+            f"there could be forged: chmod go-w {path}, or set MPIDIST_CACHE to a folder of your own"
         )
 
 

@@ -1,7 +1,7 @@
 """``MPIDIST_TRUST``: whether objects from other ranks may be pickles, which run what their sender put in (pure).
 
 ``pickle``, or unset: any object travels. ``data``: plain data, tensors and arrays alone, and a pickle is refused wherever objects
-come from other ranks. The setting is the job's: ``runtime`` compares it as MPI starts, and a rank with another one, or with a word
+come from other ranks. The setting is the job's: ``runtime`` compares it as MPI starts, and a rank with another one, or a word
 that is neither, is an error on all.
 """
 
