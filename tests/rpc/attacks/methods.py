@@ -34,7 +34,6 @@ _OF_A_LISTED_CLASS = {
     "data": ("A plain attribute", "value"),
     "absent": ("Nothing of that name", "nothing"),
     "dotted": ("A path", "get.__globals__"),
-    "empty": ("No name at all", ""),
     "nul": ("A NUL behind the name", "get\0"),
     "cyrillic": ("A letter that looks the same", "g\u0435t"),
     "module": ("The name of its module", "__module__"),

@@ -6,10 +6,11 @@ import struct
 
 import mpidist.autograd  # noqa: F401  # registers the engine that these messages are for
 import mpidist.rpc as rpc
-from mpidist.rpc.message import GRADIENTS, PAIR, Kind
+from mpidist.rpc.data_values import REFERENCE
+from mpidist.rpc.message import GRADIENTS, PAIR, REFERENCES, Kind, written_references
 from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import Attacker, Attacks
-from tests.rpc.attacks.data import array, encode
+from tests.rpc.attacks.data import array, encode, own
 
 attack = Attacks()
 
@@ -136,3 +137,17 @@ def number_taken(attacker: Attacker) -> None:
     except Exception:
         pass
     assert box.rpc_sync(timeout=5).get() == 7, "another call has taken the place of a value"
+
+
+@attack("A method without a name", "may not be called|not in the list")
+def unnamed_method(attacker: Attacker) -> object:
+    box = rpc.remote(attacker.to, victim.Box, args=(7,))
+    box._get_future().wait()
+    header = written_references([box.fork(attacker.to)]) + b"\0\0" + array(own(REFERENCE, 0))
+    return attacker.request(Kind.CALL_METHOD, header, flags=REFERENCES)
+
+
+@attack("A method of another worker's value", "RRefError|can't call localValue", ranks=3)
+def method_of_others(attacker: Attacker) -> object:
+    header = written_references([(1, 2, 2)]) + b"\3\0get" + array(own(REFERENCE, 0))
+    return attacker.request(Kind.CALL_METHOD, header, flags=REFERENCES)

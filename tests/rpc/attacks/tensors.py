@@ -210,7 +210,6 @@ by_tensor(1.0, 0).add(by_tensor(1.0, 0).data).whole(U8, (2,), b"\1\2").noted("qu
 by_channel(5).whole(F64, (2,), b"\0" * 16).ints((2,), 0, 0).noted("channel_axis", "An axis that there is not")
 by_channel(-(1 << 40)).whole(F64, (2,), b"\0" * 16).ints((2,), 0, 0).noted("channel_axis_below", "An axis far below 0")
 by_channel(0).whole(F64, (1,), b"\0" * 8).ints((2,), 0, 0).noted("channel_scales", "Fewer scales than channels")
-by_channel(0).whole(F64, (2,), b"\0" * 16).floats(0, 0).noted("channel_zeros", "Zero points that are floats")
 
 
 @attack("A bool that is 2 behind a head that has been read before", REFUSED)

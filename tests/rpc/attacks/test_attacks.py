@@ -15,7 +15,7 @@ from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import Attack, Attacker, outcome_of
 from tests.support import agree
 
-MODULES = ("pickles", "names", "methods", "tensors", "data", "services")
+MODULES = ("pickles", "names", "methods", "tensors", "data", "answers", "services")
 ATTACKER, ATTACKED = 1, 0
 
 ATTACKS: list[tuple[str, Attack]] = [
@@ -32,7 +32,7 @@ def workers(world):
     rpc.init_rpc(f"worker{world.rank}", group=world, allowed=victim.LISTED if is_attacked else None)
     yield world
     logger.removeHandler(victim.log)
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=10)
 
 
 def test_names_are_unique():

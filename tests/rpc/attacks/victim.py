@@ -71,16 +71,20 @@ def error_of(number: int) -> Exception:
     return ValueError(number)
 
 
-def asked(to: int, what: str) -> str:
-    """Call the other worker and return what its answer looks like here."""
+def asked(to: int) -> tuple[bool, str]:
+    """Call another worker; return whether the call failed, and what its answer looks like here."""
     try:
-        if what == "call":
-            return repr(rpc.rpc_sync(to, echo, args=(1,), timeout=3))
-        if what == "fetch":
-            return repr(rpc.remote(to, echo, args=(1,), timeout=3).to_here(timeout=3))
-        return repr(rpc.rpc_async(to, echo, args=(1,), timeout=3).wait())
+        return False, repr(rpc.rpc_sync(to, echo, args=(1,), timeout=3))
     except Exception as error:
-        return f"{type(error).__module__}.{type(error).__qualname__}: {error}"
+        return True, f"{type(error).__module__}.{type(error).__qualname__}: {error}"
+
+
+def fetched(to: int) -> tuple[bool, str]:
+    """Make a value on another worker and fetch it; return as ``asked`` does."""
+    try:
+        return False, repr(rpc.remote(to, echo, args=(1,), timeout=3).to_here(timeout=3))
+    except Exception as error:
+        return True, f"{type(error).__module__}.{type(error).__qualname__}: {error}"
 
 
 class Box(canary.Nest):
@@ -130,4 +134,4 @@ class Unlisted:
     x: Any = 0
 
 
-LISTED = [look, echo, touched, bird, error_of, asked, Box, Point, Pair, torch.add]
+LISTED = [look, echo, touched, bird, error_of, asked, fetched, Box, Point, Pair, torch.add]
