@@ -204,9 +204,8 @@ class Initiator:
         running = self._running(number, key)
         if running is None:
             return
-        unpickler = {} if agent.allowed is None else {"unpickler": agent.allowed.unpickler}
         try:
-            error = remote_error.rebuilt(description, agent.workers.infos[worker], **unpickler)
+            error = remote_error.rebuilt(description, agent.workers.infos[worker], agent.allowed)
         except Exception as failure:
             error = FrameError(f"rank {worker} reports an error that cannot be read: {failure}")
         running.fail(_error_on(worker, error))

@@ -157,7 +157,7 @@ def found(kind: int, name: bytes, allowed: Restriction | None) -> Any:
         MpidistError: There is none here, or it is not in the list of what this worker allows.
     """
     if kind == _SERVICE:
-        return services.found(name.decode())
+        return services.found(_decoded(name))
     if allowed is not None:
         return allowed.function(kind, name)
     if kind != _PYTHON:

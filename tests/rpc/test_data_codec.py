@@ -139,7 +139,7 @@ def test_what_is_no_data_fails_at_the_caller_with_the_arguments_name(call, name)
 def test_functions_without_a_name_fail_at_the_caller():
     with pytest.raises(NotPlainData, match="no importable name"):
         data_codec.encoded_function(lambda: 1, b"\0\0", (), {})
-    with pytest.raises(NotPlainData, match="^argument 1:"):
+    with pytest.raises(NotPlainData, match=r"^argument 1:"):
         data_codec.encoded_function(callee.method("get"), b"\3\0get", (Marked(1), 2, Other()), {})
 
 
