@@ -10,7 +10,7 @@ from typing import Any
 
 _FORBIDDEN = frozenset(
     {
-        *("import", "exec", "compile", "open", "code.__new__", "function.__new__", "marshal.loads", "pickle.find_class"),
+        *("import", "exec", "open", "code.__new__", "function.__new__", "marshal.loads", "pickle.find_class"),
         *("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.remove", "os.rename", "os.putenv"),
         *("subprocess.Popen", "socket.connect", "socket.bind", "ctypes.dlopen", "ctypes.dlsym", "ctypes.call_function"),
     }
@@ -57,10 +57,10 @@ class Guard:
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
         most = pages * os.sysconf("SC_PAGE_SIZE") + _SPARE_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        self._resident = _resident()
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
     def __enter__(self) -> Guard:
+        self._resident = _resident()  # the most so far: hypothesis takes memory of its own between cases
         self._is_armed = True
         return self
 
@@ -68,7 +68,7 @@ class Guard:
         self._is_armed = False
 
     def require_clean(self) -> None:
-        """Raise for what happened since the last call that must not.
+        """Raise for what has happened in the last case that must not.
 
         Raises:
             AssertionError: An event, or more memory than any case of the allowed size is worth.
@@ -76,9 +76,9 @@ class Guard:
         if self._events:
             events, self._events = self._events, []
             raise AssertionError(f"forbidden while bytes are read: {events}")
-        before, self._resident = self._resident, _resident()
-        if before and self._resident - before > _MOST_GROWTH_KIB:
-            raise AssertionError(f"one case took {self._resident - before} KiB of memory")
+        grown = _resident() - self._resident
+        if grown > _MOST_GROWTH_KIB:
+            raise AssertionError(f"one case took {grown} KiB of memory")
 
 
 def _resident() -> int:
