@@ -60,7 +60,8 @@ def _watched(
         listener.join()
         told = [json.loads(line) for line in lines if line.startswith("{")]
         yield from told
-        if hung or child.returncode not in (0, 1) or (child.returncode == 1 and not any("error" in one for one in told)):
+        is_told = any("error" in one for one in told) if child.returncode == 1 else len(told) == len(targets) - first
+        if hung or child.returncode not in (0, 1) or not is_told:
             last = board.read()
             errors.seek(0)
             reason = f"no end after {CASE_S:g} s" if hung else _ending(child.returncode)
