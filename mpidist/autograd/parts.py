@@ -16,7 +16,7 @@ from mpidist.autograd.recording import Edge, Node
 from mpidist.autograd.single_node import Gradient
 from mpidist.autograd.smart import summary
 from mpidist.errors import FrameError, RankFailureError
-from mpidist.rpc import current, remote_error
+from mpidist.rpc import current
 
 _MAX_PLANS = 64  # of one context, asked for and not begun: each is as large as the graph
 
@@ -188,7 +188,8 @@ class Parts:
         if initiator_of(key) == agent.workers.me.id:
             self._fail(key, error)
         else:
-            notify_all([initiator_of(key)], Notice.FAILED, number, key, remote_error.described(error))
+            initiator = initiator_of(key)
+            notify_all([initiator], Notice.FAILED, number, key, agent.wire.codecs[initiator].described(error))
 
     def stop(self, context: Context, key: int) -> None:
         """End a part of a failed pass, and those of the workers that it has sent gradients to. Again does nothing."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from mpidist.dynamo import untraced
 from mpidist.optim import gradients, local
 from mpidist.optim.layout import Layout
+from mpidist.optim.local_optimizer import Group
 from mpidist.optim.owner_calls import call_all, raise_for, start_all
 from mpidist.optim.param_groups import groups_of, same, settings_of, snapshot
 from mpidist.optim.registry import functional_optim_map, name_or_class
@@ -226,7 +227,7 @@ class DistributedOptimizer(Optimizer):
         self._sent = settings
 
     def _make_all(self, groups: list[dict[str, Any]]) -> None:
-        own: dict[WorkerInfo, list[local.Group]] = {}
+        own: dict[WorkerInfo, list[Group]] = {}
         for group in groups:
             for worker in dict.fromkeys(rref.owner() for rref in group["params"]):
                 rrefs = [rref for rref in group["params"] if rref.owner() == worker]
@@ -244,7 +245,7 @@ class DistributedOptimizer(Optimizer):
         if not any(self._layout.size(number) for number in range(len(groups))):
             raise ValueError("optimizer got an empty parameter list: the modules have no parameters")
 
-    def _plan(self, parts: list[local.Group]) -> tuple[Any, ...]:
+    def _plan(self, parts: list[Group]) -> tuple[Any, ...]:
         named, is_functional, args, kwargs = self._recipe
         return named, is_functional, parts, args, kwargs
 

@@ -170,7 +170,7 @@ class Allowed:
         if type(name) is not str:
             return None
         found = _EXCEPTIONS.get(name) or self._named_classes.get(name)
-        return found if found is not None and Exception in class_dicts.mro(found) else None
+        return found if found is not None and class_dicts.is_below(found, Exception) else None
 
     def lists(self, cls: Any) -> bool:
         """Say whether the list has this very class."""

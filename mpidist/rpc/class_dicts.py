@@ -28,6 +28,11 @@ def mro(cls: type) -> tuple[type, ...]:
     return found
 
 
+def is_below(cls: type, base: type) -> bool:
+    """Say whether a class inherits from another, or is it: this very one, whatever a metaclass calls equal."""
+    return any(found is base for found in mro(cls))
+
+
 def attributes(cls: type) -> dict[str, Any]:
     """Return all that instances find in a class: each name as the first class of the order defines it."""
     found: dict[str, Any] = {}

@@ -64,7 +64,7 @@ def methods_of(cls: type, lists: Lists) -> dict[str, Any]:
 def complaint(cls: type, name: str, lists: Lists) -> str:
     """Return why a method of a listed class may not be called; an empty text if it may."""
     if not is_public(name):
-        return f"{name!r} is not public, and this worker allows public methods only"
+        return "this worker allows public methods only"
     base = class_dicts.definer(cls, name)
     if base is None:
         return "the class has no such method"
@@ -72,8 +72,8 @@ def complaint(cls: type, name: str, lists: Lists) -> str:
         own = class_dicts.name_of(base)
         return f'it is inherited from "{own}", which is not in the list (allowed=["{own}"], or ["{own}.{name}"])'
     attribute = class_dicts.own(base)[name]
-    if type(attribute) not in _METHODS:
-        return f"it is a {type(attribute).__name__} and not a method"
+    if not is_method(attribute):
+        return f"it is of type {type(attribute).__qualname__} and not a method"
     if _is_foreign(attribute, base):
         return "it is a function of another module, or no function at all"
     return ""
@@ -87,18 +87,23 @@ def bound(attribute: Any, value: Any, cls: type) -> Any:
 def class_methods(cls: type) -> Iterator[tuple[str, Any]]:
     """Yield the static and class methods that a class itself defines, by name, bound to it."""
     for name, attribute in class_dicts.own(cls).items():
-        if type(attribute) in _BOUND_TO_CLASSES and is_public(name) and not _is_foreign(attribute, cls):
+        if is_bound_to_classes(attribute) and is_public(name) and not _is_foreign(attribute, cls):
             yield name, bound(attribute, None, cls)
 
 
 def is_bound_to_classes(attribute: Any) -> bool:
     """Say whether an attribute is a static or a class method."""
-    return type(attribute) in _BOUND_TO_CLASSES
+    return _is_one_of(attribute, _BOUND_TO_CLASSES)
 
 
 def is_method(attribute: Any) -> bool:
     """Say whether an attribute of a class is a method."""
-    return type(attribute) in _METHODS
+    return _is_one_of(attribute, _METHODS)
+
+
+def _is_one_of(attribute: Any, kinds: tuple[type, ...]) -> bool:
+    # Not by "in": a metaclass may define what equal means.
+    return any(type(attribute) is kind for kind in kinds)
 
 
 def _attribute(cls: type, name: str) -> Any:

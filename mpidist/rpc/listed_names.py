@@ -105,6 +105,8 @@ def _of_text(text: str) -> Iterator[Entry]:
     parts = path.split(".")
     if not all(part.isidentifier() for part in parts):
         raise ValueError(f'allowed: "{text}" is no name of a function, a class, a module or an operator')
+    if path not in OWN_ENTRIES:
+        _refuse_own(text, path)
     holder, rest = _module_of(text, parts)
     if not rest:
         yield from _of_module(holder, text)
@@ -142,7 +144,7 @@ def _of_module(module: ModuleType, text: str) -> Iterator[Entry]:
     found = [
         (name, function)
         for name, function in vars(module).items()
-        if listed_class.is_public(name) and isinstance(function, _FUNCTIONS) and _home_of(function) == module.__name__
+        if listed_class.is_public(name) and _is_function(function) and _home_of(function) == module.__name__
     ]
     if not found:
         raise ValueError(f'allowed: "{text}" defines no public function; its classes are listed one by one')
@@ -176,7 +178,7 @@ def _of_path(text: str, module: ModuleType, path: list[str]) -> Iterator[Entry]:
         own_module, own_name = callee.place_of(found)
         if f"{own_module}:{own_name}" != name and callee.is_at(found, own_module, own_name):
             yield from _of_class(f"{own_module}:{own_name}", found)
-    elif isinstance(found, _FUNCTIONS):
+    elif _is_function(found):
         if not is_own:
             _refuse_own(text, module.__name__, _home_of(found))
         yield Entry(int(Kind.CALL_PYTHON), name, found)
@@ -230,6 +232,11 @@ def _of_namespace(namespace: str) -> Iterator[Entry]:
 
 def _namespaces() -> set[str]:
     return {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}
+
+
+def _is_function(found: Any) -> bool:
+    # Not isinstance, which asks objects for their class: a module may hold lazy ones that fail.
+    return any(type(found) is kind for kind in _FUNCTIONS)
 
 
 def _home_of(function: Any) -> str:

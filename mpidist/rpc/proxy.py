@@ -68,4 +68,3 @@ def _call(rref: Any, mode: str, name: str, timeout: float, /, *args: Any, **kwar
         text = "the value's type" if kind is None else f"type object '{kind.__name__}'"
         raise AttributeError(f"{text} has no attribute '{name}', and neither has the value of {rref}")
     return rref.create(agent, to, method, arguments, kwargs, timeout)
-

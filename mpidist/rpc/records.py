@@ -45,6 +45,11 @@ class _Plan:
     slots: tuple[MemberDescriptorType, ...]
 
 
+_MOST = 1024  # plans kept
+# By identity, as a metaclass may define what equal means; the class is kept, so that no other gets its number.
+_plans: dict[int, tuple[type, _Plan | None]] = {}
+
+
 def fields_of(obj: Any) -> tuple[str, list[Any]] | None:
     """Return a record's class and values.
 
@@ -56,7 +61,7 @@ def fields_of(obj: Any) -> tuple[str, list[Any]] | None:
         of another class, of one that is not found by its name, with a field that is not set, or with further state.
     """
     cls = type(obj)
-    plan = _plan_of(cls)  # type: ignore[arg-type]  # classes are hashable
+    plan = _plan_of(cls)
     if plan is None or not callee.is_at(cls, plan.module, plan.qualname) or _has_more(obj, plan):
         return None
     if plan.is_tuple:
@@ -123,10 +128,20 @@ def _is_set(member: MemberDescriptorType, obj: Any) -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=1024)
 def _plan_of(cls: type) -> _Plan | None:
+    try:
+        return _plans[id(cls)][1]
+    except KeyError:
+        if len(_plans) >= _MOST:
+            _plans.clear()
+        plan = _planned(cls)
+        _plans[id(cls)] = cls, plan
+        return plan
+
+
+def _planned(cls: type) -> _Plan | None:
     bases = class_dicts.mro(cls)
-    is_tuple = tuple in bases
+    is_tuple = class_dicts.is_below(cls, tuple)
     # The methods of a base in C rely on what its own constructor sets up.
     if any(_is_compiled(base) for base in bases if base is not object and base is not tuple):
         return None

@@ -15,7 +15,7 @@ from mpidist.autograd.passes import Pass
 from mpidist.autograd.recording import Send
 from mpidist.autograd.smart import Survey
 from mpidist.errors import FrameError
-from mpidist.rpc import current
+from mpidist.rpc import codec, current
 from mpidist.rpc.message import Kind
 from mpidist.rpc.worker import WorkerInfo, Workers
 
@@ -41,7 +41,8 @@ class Outbox:
 def outbox(monkeypatch):
     made = Outbox()
     workers = Workers([WorkerInfo(f"worker{rank}", rank) for rank in range(WORKERS)], ME, range(WORKERS))
-    monkeypatch.setattr(current, "agent", SimpleNamespace(workers=workers, for_engine=made, allowed=None))
+    wire = SimpleNamespace(codecs=[codec] * WORKERS)
+    monkeypatch.setattr(current, "agent", SimpleNamespace(workers=workers, for_engine=made, allowed=None, wire=wire))
     return made
 
 
