@@ -230,6 +230,8 @@ class Transport:
                 f"message of {len(data)} bytes from rank {source} announces {n_payloads} payloads, a header of "
                 f"{header_bytes} bytes and {packed} packed ones"
             )
+            if generation != self.generation:
+                raise incoming.damage  # of nobody's call here, if it is a message at all
             if n_payloads:
                 self._payloads.lose(source, str(incoming.damage))
         else:
