@@ -16,18 +16,22 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Sequence
-from types import BuiltinFunctionType, FunctionType
+from types import MethodType
 from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
 
 from mpidist.comm import data_writer
 from mpidist.errors import FrameError, NotPlainData
 from mpidist.rpc import callee, records
 from mpidist.rpc.allowed import Allowed, Refused
+from mpidist.rpc.message import COUNT
 from mpidist.rpc.pickles import Carried, Reference
 from mpidist.rpc.worker import WorkerInfo
 
 REFERENCE, NAMED, RECORD, ERROR, WORKER, CARRIED = range(32, 38)
-_PYTHON = int(callee.Kind.CALL_PYTHON)
+_NAMED_TYPES = frozenset({*callee.NAMED_TYPES, MethodType, OpOverload, OpOverloadPacket})
 _OWN = "mpidist."
 
 # By number: the class of what is carried, and what makes it from its contents.
@@ -62,7 +66,7 @@ class Writing:
         kind = type(obj)
         if kind is WorkerInfo:
             return WORKER, [obj.name, obj.id]
-        if kind is FunctionType or kind is BuiltinFunctionType or isinstance(obj, type):
+        if kind in _NAMED_TYPES or isinstance(obj, (type, torch.jit.ScriptFunction)):
             return _named(obj)
         if isinstance(obj, Carried):
             for number, (carried, _) in _carried.items():
@@ -79,9 +83,8 @@ class Writing:
 
 
 def _named(obj: Any) -> tuple[int, list[Any]]:
-    kind, name = callee.named(obj)
-    text = name[callee.COUNT.size :].decode()
-    if kind != _PYTHON or not text:
+    text = callee.named(obj)[1][COUNT.size :].decode()
+    if not text:
         raise NotPlainData(f"{obj!r} cannot be named: it is not found under its module and qualified name")
     return NAMED, [text]
 

@@ -64,7 +64,7 @@ def methods_of(cls: type, lists: Lists) -> dict[str, Any]:
 def complaint(cls: type, name: str, lists: Lists) -> str:
     """Return why a method of a listed class may not be called; an empty text if it may."""
     if not is_public(name):
-        return f"{name!r} is not public, and this worker allows public methods only"
+        return "this worker allows public methods only"
     base = class_dicts.definer(cls, name)
     if base is None:
         return "the class has no such method"

@@ -371,6 +371,14 @@ NO_METHODS = {
 }
 
 
+def test_a_refusal_is_short_and_of_one_line():
+    allowed, server = Allowed([module.Server]), module.Server()
+    for name in ("_" * 60000, "x" * 60000, "_\n", "\u202e\u2028", "\ud800"):
+        refused(allowed.method, server, name, match="may not be called")
+        refused(allowed.record, name, match="may not be made")
+        refused(allowed.value, name)
+
+
 @pytest.mark.parametrize("name", NO_METHODS)
 def test_all_else_of_an_instance_is_refused_and_does_not_run(name, ran):
     server, allowed = module.Server(5), Allowed([module.Server])
