@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.bytes_fuzz import messages
+from tests.bytes_fuzz import sections
 
 CASES = int(os.environ.get("MPIDIST_FUZZ_CASES", "600"))
 READERS = {
-    "eager": (messages.eager_samples(), messages.check_eager),
-    "section": (messages.section_samples(), messages.check_section),
-    "header": (messages.header_samples(), messages.check_header),
+    "eager": (sections.eager_samples(), sections.check_eager),
+    "section": (sections.section_samples(), sections.check_section),
+    "header": (sections.header_samples(), sections.check_header),
 }
 
 
@@ -27,7 +27,7 @@ def test_valid_ones_are_taken(name):
 @pytest.mark.parametrize("name", READERS)
 def test_any_bytes_are_refused_or_bounded(name):
     samples, check = READERS[name]
-    settings(max_examples=CASES, deadline=None)(given(messages.damaged(samples))(check_of(check)))()
+    settings(max_examples=CASES, deadline=None)(given(sections.damaged(samples))(check_of(check)))()
 
 
 def check_of(check):
@@ -38,6 +38,6 @@ def check_of(check):
 
 
 @settings(max_examples=CASES, deadline=None)
-@given(messages.damaged(messages.section_samples()), st.lists(st.integers(0, 50), max_size=3).map(tuple))
+@given(sections.damaged(sections.section_samples()), st.lists(st.integers(0, 50), max_size=3).map(tuple))
 def test_sections_beside_payloads(case, payloads):
-    messages.check_section(case, payloads)
+    sections.check_section(case, payloads)
