@@ -1,17 +1,28 @@
-"""What was found out once and holds for later jobs: small JSON files, one for each key, in the user's cache folder."""
+"""What was found out once and holds for later jobs: small JSON files, one for each key, in the user's cache folder.
+
+What another user could have written is not read. Folder and file must belong to this user or to root, who may keep measurements
+for all, and nobody else may write them; that is asked of what has been opened, so that nothing can take its place in between.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import logging
 import os
-import tempfile
-from collections.abc import Mapping
+import stat
+import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 _FORMAT = 1  # counts changes of what a file holds
+_MOST_BYTES = 1 << 20  # of a file; those of this library have some KiB
+_OPEN = os.O_CLOEXEC | os.O_NONBLOCK  # a named pipe must not be waited for
+
+_log = logging.getLogger(__name__)
+_told: set[str] = set()  # what this process has warned of
 
 
 def folder() -> Path:
@@ -30,38 +41,102 @@ def folder() -> Path:
 def load(kind: str, key: Mapping[str, Any]) -> Any:
     """Return what was stored of this kind under this key, or None: there is nothing, or nothing that can be trusted.
 
+    It is data, in the types of JSON; its caller checks what it says. A file or folder that another user may write is left alone,
+    with one warning.
+
     Args:
         kind: Begins the file's name.
         key: All that the value depends on; strings and numbers.
     """
-    # Anything may lie there: a text cut short, another version's, a folder.
+    # Anything may lie there: a text cut short, another version's, a folder, a link.
     try:
-        held = json.loads(_path(kind, key).read_text(encoding="utf-8"))
+        with _opened(folder()) as place:
+            handle = os.open(_name(kind, key), os.O_RDONLY | os.O_NOFOLLOW | _OPEN, dir_fd=place)
+            with open(handle, "rb") as file:
+                _require_own(handle, folder() / _name(kind, key), stat.S_ISREG)
+                text = file.read(_MOST_BYTES + 1)
+        held = json.loads(text.decode()) if len(text) <= _MOST_BYTES else {}
         return held["value"] if held["format"] == _FORMAT and held["key"] == dict(key) else None
+    except _UnsafeError as problem:
+        _warn(str(problem))
     except (OSError, RuntimeError, ValueError, LookupError, TypeError):
-        return None
+        pass
+    return None
 
 
 def store(kind: str, key: Mapping[str, Any], value: Any) -> bool:
     """Write a value that ``load`` returns in later jobs; say whether that could be done.
 
-    A reader meets the old file or the new one, whole: it takes its name when it is complete.
+    A reader meets the old file or the new one, whole: it takes its name when it is complete. Folders that are missing are made
+    for this user alone, and so is the file.
     """
     text = json.dumps({"format": _FORMAT, "key": dict(key), "value": value}, indent=1)
-    with contextlib.suppress(OSError, RuntimeError):
-        path = _path(kind, key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=path.stem, dir=path.parent)
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(name, path)
-            return True
-        except OSError:
-            os.unlink(name)
+    try:
+        _make(folder())
+        with _opened(folder()) as place:
+            name = _name(kind, key)
+            part = f"{name}.{uuid.uuid4().hex}.part"
+            handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | _OPEN, 0o600, dir_fd=place)
+            try:
+                with open(handle, "w", encoding="utf-8") as file:
+                    file.write(text)
+                os.replace(part, name, src_dir_fd=place, dst_dir_fd=place)
+                return True
+            except OSError:
+                os.unlink(part, dir_fd=place)
+    except _UnsafeError as problem:
+        _warn(str(problem))
+    except (OSError, RuntimeError):
+        pass
     return False
 
 
-def _path(kind: str, key: Mapping[str, Any]) -> Path:
+class _UnsafeError(Exception):
+    """Another user may write what was opened."""
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open a folder, by way of links if there are any, and require that nobody else may write it."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _OPEN)
+    try:
+        _require_own(handle, path, stat.S_ISDIR)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _require_own(handle: int, path: Path, is_kind: Any) -> None:
+    told = os.fstat(handle)
+    if not is_kind(told.st_mode):
+        raise OSError(f"{path} is something else")
+    if told.st_uid not in (os.geteuid(), 0):
+        raise _UnsafeError(
+            f"{path} belongs to user {told.st_uid} and is ignored, as what is found there could be forged: remove it, or set "
+            "MPIDIST_CACHE to a folder of your own"
+        )
+    if told.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise _UnsafeError(
+            f"{path} may be written by other users (mode {stat.S_IMODE(told.st_mode):03o}) and is ignored, as what is found "
+            f"there could be forged: chmod go-w {path}, or set MPIDIST_CACHE to a folder of your own"
+        )
+
+
+def _make(path: Path) -> None:
+    for part in (*reversed(path.parents), path):
+        # mkdir(2) at once: another rank may be making it, too.
+        with contextlib.suppress(FileExistsError):
+            if not part.is_dir():
+                part.mkdir(0o700)
+
+
+def _warn(text: str) -> None:
+    # No ``warnings.warn``: where that is an error, it would be one on this rank alone, and the others wait.
+    if text not in _told:
+        _told.add(text)
+        _log.warning("%s", text)
+
+
+def _name(kind: str, key: Mapping[str, Any]) -> str:
     text = json.dumps(dict(key), sort_keys=True)
-    return folder() / f"{kind}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.json"
+    return f"{kind}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.json"

@@ -41,6 +41,32 @@ class FrameError(MpidistError):
     """Bytes that are not a message of ours: truncated, too long, or of an unknown version."""
 
 
+class NotPlainData(MpidistError, TypeError):
+    """An object cannot be written as data: it is, or holds, something of a kind that a data-only message does not carry.
+
+    Attributes:
+        place: Where in the object: ``[1]['net']``; empty for the object itself.
+        reason: A clause about what is there.
+    """
+
+    def __init__(self, reason: str, place: str = "") -> None:
+        super().__init__(f"{place}: {reason}" if place else reason)
+        self.reason = reason
+        self.place = place
+
+    @classmethod
+    def of(cls, obj: object) -> NotPlainData:
+        """Return the error of an object."""
+        kind = type(obj)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        text = repr(obj) if isinstance(obj, type) or (callable(obj) and hasattr(obj, "__qualname__")) else f"a {name}"
+        return cls(f"{text} is no plain data")
+
+    def within(self, step: str) -> NotPlainData:
+        """Return the error as seen from what holds the object at ``step``."""
+        return NotPlainData(self.reason, step + self.place)
+
+
 class RemoteError(MpidistError):
     """A call failed on another worker, and what it raised there cannot be rebuilt here.
 

@@ -21,6 +21,7 @@ COVERED_BY = {
     "cli/questions": "cli/test_doctor.py",
     "cli/tables": "cli/test_command.py",
     "c10d/batches": "c10d/test_mixed.py",
+    "comm/byte_strings": "comm/test_agreement.py",
     "comm/communicator": "comm/test_collectives.py",
     "comm/device_messages": "comm/test_on_device.py",
     "comm/door": "integration/test_launch.py",  # a job at MPI_THREAD_SERIALIZED
@@ -29,6 +30,7 @@ COVERED_BY = {
     "comm/faults": "comm/test_watchdog.py",
     "comm/incoming": "comm/test_transport.py",
     "comm/monitored": "comm/test_group.py",
+    "comm/key_value_table": "comm/test_rendezvous.py",
     "comm/movement": "comm/test_collectives.py",
     "comm/narrow": "comm/test_reductions.py",
     "comm/nested": "comm/test_probe.py",
@@ -46,6 +48,7 @@ COVERED_BY = {
     "comm/tensor_rebuild": "comm/test_tensor_table.py",
     "comm/timing": "comm/test_tuning.py",
     "comm/work": "comm/test_p2p.py",
+    "comm/watchdog_messages": "comm/test_watchdog.py",
     "ddp/in_context": "autograd/test_data_parallel.py",
     "ddp/agreement": "ddp/test_module.py",
     "ddp/backward_pass": "ddp/test_reducer.py",

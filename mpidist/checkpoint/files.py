@@ -39,6 +39,20 @@ class Found(NamedTuple):
     is_complete: bool
 
 
+def read_manifest(path: Path) -> str:
+    """Return the text of a checkpoint's manifest.
+
+    Raises:
+        ValueError: It is longer than any manifest.
+        OSError: It cannot be read.
+    """
+    with open(path / manifest.NAME, "rb") as file:
+        text = file.read(manifest.MOST_BYTES + 1)
+    if len(text) > manifest.MOST_BYTES:
+        raise ValueError(f"{manifest.NAME} has more than {manifest.MOST_BYTES} bytes")
+    return text.decode("utf-8", errors="replace")
+
+
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete checkpoint of a folder, or the folder itself if it is one; None if there is none.
 

@@ -87,17 +87,19 @@ def load(
         error = raised
     rows = [("folder", str(folder)), ("arguments", [name for name, taker in training.asked().items() if taker is not None])]
     require_alike(native, _WHERE, rows, error)
-    chosen: tuple[Path, Manifest] | None = None
+    chosen: tuple[str, str] | None = None
     with together(native, f"{_WHERE} from {folder}"):
         if native.rank == 0:
             chosen = _chosen(Path(folder))
     chosen = native.broadcast_object(chosen, 0)
     if chosen is None:
         return None
-    return _Loading(native, training, chosen[0], chosen[1], map_location).run()
+    path, text = chosen
+    return _Loading(native, training, Path(path), manifest.from_json(text), map_location).run()
 
 
-def _chosen(folder: Path) -> tuple[Path, Manifest] | None:
+def _chosen(folder: Path) -> tuple[str, str] | None:
+    """Return the path and the manifest's text of the checkpoint that is to be loaded; None if there is none."""
     path = files.latest(folder)
     for found in files.listed(folder):
         if found.path == path:
@@ -108,14 +110,15 @@ def _chosen(folder: Path) -> tuple[Path, Manifest] | None:
     if path is None:
         return None
     try:
-        told = manifest.from_json((path / manifest.NAME).read_text(encoding="utf-8", errors="replace"))
+        text = files.read_manifest(path)
+        told = manifest.from_json(text)
     except ValueError as error:
         raise CheckpointError(f"{path.name}: {error}; without its folder the one before is taken") from error
     # What is missing here is missing: other ranks then need not wait for it.
     absent = [name for name in told.files if not (path / name).is_file()]
     if absent:
         raise CheckpointError(f"{path.name} is incomplete: {', '.join(absent)} missing; {_ADVICE}")
-    return path, told
+    return str(path), text
 
 
 _ADVICE = "remove its folder to go on from the one before"

@@ -12,6 +12,7 @@ from typing import Any
 
 FORMAT = "mpidist.checkpoint 1"
 NAME = "manifest.json"
+MOST_BYTES = 64 << 20  # of a manifest; that of 10⁵ ranks has 15 MB
 MODEL = "model.pt"
 OPTIMIZER = "optimizer.pt"
 TRAINING = "training.pt"

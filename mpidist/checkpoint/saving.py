@@ -77,7 +77,7 @@ def save(
         step, keep = _count("step", step, 0), _count("keep", keep, 1)
         training.require_usable(native.rank, native.size)
         contents = training.contents(bool(rng))
-        rows = [("folder", str(folder)), ("step", step), ("keep", keep), ("state of", contents)]
+        rows = [("folder", str(folder)), ("step", step), ("keep", keep), ("state of", str(contents))]
         own = training.files(contents, extra, native.rank, native.size)
     except Exception as raised:
         error = raised
@@ -109,10 +109,10 @@ def _written(group: Any, folder: Path, step: int, keep: int, contents: Contents,
                 path = powersgd.save(part, model_state.data_parallel(training.model), training.hook_state)
             with together(group, where):
                 entries[path.name] = files.settle(path)
-        told = group.gather_object(entries, 0)
+        told = group.gather_object({name: (entry.bytes, entry.sha256) for name, entry in entries.items()}, 0)
         with together(group, where):
             if group.rank == 0:
-                every = {name: entry for held in told for name, entry in held.items()}
+                every = {name: Entry(*entry) for held in told for name, entry in held.items()}
                 files.commit(part, Manifest(step, group.size, every, contents, _versions()))
                 _prune(folder, step, keep)
     except MpidistError:

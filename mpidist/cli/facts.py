@@ -143,7 +143,7 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "mpidist": _version("mpidist"),
         "mpi4py": _version("mpi4py"),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a class of torch's else
         "torch's CUDA": torch.version.cuda or "",
         "cupy": next((f"{name} {found}" for name in _CUPY if (found := _version(name))), ""),
         "numpy": _version("numpy"),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mpidist.cli import facts as process_facts
-from mpidist.cli.facts import Facts
-from mpidist.comm import capability, node_memory, runtime
+from mpidist.cli.facts import Device, Facts
+from mpidist.comm import byte_strings, capability, frame, node_memory, runtime
 from mpidist.comm.group import from_world
 from mpidist.comm.installed import Installed
 from mpidist.comm.transports import Transports, transports
@@ -107,8 +107,16 @@ def try_device_operations(group: Any) -> None:
 
 def gather(facts: Facts) -> list[Facts]:
     """Return all ranks' facts, by rank, on every rank. Collective: over the job."""
-    gathered: list[Facts] = runtime.world().comm.allgather(facts)
-    return gathered
+    told = bytes(frame.to_bytes(asdict(facts), data_only=True))
+    every = byte_strings.gathered(runtime.world().comm, told)
+    return [_facts(frame.from_bytes(data, data_only=True)) for data in every]
+
+
+def _facts(told: dict[str, Any]) -> Facts:
+    mpi, device = told["mpi"], told["device"]
+    if mpi is not None:
+        mpi = MpiFacts(**{**mpi, "transports": Transports(**mpi["transports"])})
+    return Facts(**{**told, "mpi": mpi, "device": None if device is None else Device(**device)})
 
 
 def trial_group(timeout_s: float) -> Any:

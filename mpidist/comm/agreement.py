@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from mpidist.comm import byte_strings
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.library import MPI
 from mpidist.errors import DisagreementError
@@ -87,13 +88,7 @@ def check_matrix(comm: Communicator, where: str, sends: Sequence[int], receives:
 
 
 def _all_lines(comm: Communicator, line: bytes) -> list[str]:
-    lengths = bytearray(8 * comm.size)
-    comm.mpi.Allgather((len(line).to_bytes(8, "little"), 8, MPI.BYTE), (lengths, 8, MPI.BYTE))
-    counts = [int.from_bytes(lengths[8 * i : 8 * i + 8], "little") for i in range(comm.size)]
-    starts = [sum(counts[:i]) for i in range(comm.size)]
-    everything = bytearray(sum(counts))
-    comm.mpi.Allgatherv((line, len(line), MPI.BYTE), (everything, (counts, starts), MPI.BYTE))
-    return [everything[start : start + count].decode() for start, count in zip(starts, counts, strict=True)]
+    return [told.decode(errors="replace") for told in byte_strings.gathered(comm.mpi, line)]
 
 
 def _runs(ranks: Sequence[int]) -> str:

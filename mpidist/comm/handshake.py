@@ -11,9 +11,8 @@ import os
 import re
 import sys
 
-from mpidist.comm import nested, runtime
+from mpidist.comm import byte_strings, nested, runtime
 from mpidist.comm.cuda_context import ENV_CUDA_AWARE
-from mpidist.comm.library import MPI
 from mpidist.errors import MpidistError
 
 _SIGN = "mpidist-handshake"
@@ -53,7 +52,7 @@ def main() -> None:
     world = runtime.world()
     if world.size != nested.RANKS:
         raise MpidistError(f"{nested.RANKS} ranks were started, but MPI sees {world.size}")
-    total = world.comm.allreduce(world.rank, MPI.SUM)
+    total = sum(int(told) for told in byte_strings.gathered(world.comm, b"%d" % world.rank))
     if world.rank == 0:
         print(_SIGN, world.size, total, flush=True)
 

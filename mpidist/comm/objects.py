@@ -2,6 +2,11 @@
 
 Objects travel as frames: small ones in one message, large memory (tensors, arrays) straight from and into place, past 2 GiB in
 pieces. Every object call is collective over the group like its tensor counterpart, and every call is synchronous.
+
+A frame holds a pickle, which runs what its sender put in as it is read, or data alone: numbers, texts, containers, tensors and
+arrays. Every call takes ``data_only``: None for what ``MPIDIST_TRUST`` says (``trust``), True for data, False for a pickle. Who
+asks for data refuses a pickle unread (``FrameError``); what is not plain data is refused where it is given
+(``NotPlainData``), and the others of a collective are told.
 """
 
 from __future__ import annotations
@@ -9,18 +14,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm import arguments, buffer, departures, frame, profiling
+from mpidist.comm import arguments, buffer, departures, frame, profiling, trust
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.execution import Execution
+from mpidist.comm.frame import Message
 from mpidist.comm.library import MPI
 from mpidist.comm.work import RequestWork
-from mpidist.errors import CommTimeout, MpidistError
+from mpidist.errors import CommTimeout, FrameError, MpidistError
 
 _TAG = 2
 _SPIN_S, _SLEEP_S = 1e-3, 50e-6  # a receive looks without pause first, then with pauses
@@ -35,82 +40,84 @@ class Objects(Execution):
         self._posting_objects = threading.Lock()  # the parts of one object go out behind each other
         self._incoming = Incoming()
 
-    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
+    def broadcast_object(self, obj: Any = None, src: int = 0, *, data_only: bool | None = None) -> Any:
         """Give rank ``src``'s object to all; the others' argument is ignored."""
-        where = self.where("broadcast_object")
+        where, is_data = self.where("broadcast_object"), trust.is_data_only(data_only)
         arguments.rank(where, src, "src", self.size)
-        message, refusal = _encoded(obj) if self.rank == src else (None, None)
+        message, refusal = _encoded(obj, is_data) if self.rank == src else (None, None)
         result: list[Any] = []
         self._launch("broadcast_object", _broadcast, (), (), (message, src, result), facts=(("src", src),))
         if refusal is not None:
             raise refusal
-        return obj if self.rank == src else _accepted(frame.decode(result), where)
+        return obj if self.rank == src else _accepted(where, result[0], result[1:], is_data)
 
-    def broadcast_object_list(self, object_list: list[Any], src: int = 0) -> None:
+    def broadcast_object_list(self, object_list: list[Any], src: int = 0, *, data_only: bool | None = None) -> None:
         """Overwrite every rank's list with rank ``src``'s."""
-        object_list[:] = self.broadcast_object(object_list, src)
+        object_list[:] = self.broadcast_object(object_list, src, data_only=data_only)
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: Any, *, data_only: bool | None = None) -> list[Any]:
         """Return the W ranks' objects, in rank order."""
-        where = self.where("all_gather_object")
-        (header, body), refusal = _encoded(obj)
+        where, is_data = self.where("all_gather_object"), trust.is_data_only(data_only)
+        (header, body), refusal = _encoded(obj, is_data)
         parts: list[Any] = []
         self._launch("all_gather_object", _all_gather, (), (), (bytearray().join((header, *body)), parts))
         if refusal is not None:
             raise refusal
-        return [_accepted(frame.from_bytes(part), where) for part in parts]
+        return [_accepted(where, *frame.parted(part), is_data) for part in parts]
 
-    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+    def gather_object(self, obj: Any, dst: int = 0, *, data_only: bool | None = None) -> list[Any] | None:
         """Return the W ranks' objects on rank ``dst``, None elsewhere."""
-        where = self.where("gather_object")
+        where, is_data = self.where("gather_object"), trust.is_data_only(data_only)
         arguments.rank(where, dst, "dst", self.size)
-        message, refusal = _encoded(obj)
+        message, refusal = _encoded(obj, is_data)
         bodies: list[Any] = []
         self._launch("gather_object", _gather, (), (), (message, dst, bodies), facts=(("dst", dst),))
         if refusal is not None:
             raise refusal
-        return [_accepted(frame.decode(body), where) for body in bodies] if self.rank == dst else None
+        return [_accepted(where, header, body, is_data) for header, body in bodies] if self.rank == dst else None
 
-    def scatter_object(self, object_list: Sequence[Any] | None = None, src: int = 0) -> Any:
+    def scatter_object(self, object_list: Sequence[Any] | None = None, src: int = 0, *, data_only: bool | None = None) -> Any:
         """Return the rank's object of rank ``src``'s list of W."""
-        where = self.where("scatter_object")
+        where, is_data = self.where("scatter_object"), trust.is_data_only(data_only)
         arguments.rank(where, src, "src", self.size)
         messages: list[Message] | None = None
         refusal: Exception | None = None
         if self.rank == src:
             if isinstance(object_list, (list, tuple)) and len(object_list) == self.size:
-                encoded = [_encoded(obj) for obj in object_list]
+                encoded = [_encoded(obj, is_data) for obj in object_list]
                 refusal = next((error for _, error in encoded if error is not None), None)
                 messages = [message for message, _ in encoded]
             else:
                 refusal = ValueError(f"{where} needs object_list to hold {self.size} objects, one a rank")
             if refusal is not None:  # told to all, not to the one whose object it is
-                messages = [frame.encode(_Refusal(self.rank, repr(refusal)))] * self.size
-        body: list[Any] = []
-        self._launch("scatter_object", _scatter, (), (), (messages, src, body), facts=(("src", src),))
+                messages = [frame.refusal(repr(refusal))] * self.size
+        came: list[Any] = []
+        self._launch("scatter_object", _scatter, (), (), (messages, src, came), facts=(("src", src),))
         if refusal is not None:
             raise refusal
-        return _accepted(frame.decode(body), where)
+        header, body = came[0]
+        return _accepted(where, header, body, is_data)
 
-    def send_object(self, obj: Any, dst: int) -> None:
+    def send_object(self, obj: Any, dst: int, *, data_only: bool | None = None) -> None:
         """Send an object to rank ``dst``; matches its ``recv_object``. Not collective.
 
         Blocks: until the object may be changed; for large ones, until they are received.
 
         Raises:
+            NotPlainData: It is to travel as data, and holds something else; nothing was sent.
             CommTimeout: Not received within the group's timeout. The object is still under way.
             RankFailureError: Rank ``dst`` died, or has come to the end of its program.
         """
         send = self._send_object
         if torch_profiler._is_profiler_enabled:
             send = profiling.calling(send, self, "send_object")
-        send(obj, dst)
+        send(obj, dst, data_only)
 
-    def _send_object(self, obj: Any, dst: int) -> None:
+    def _send_object(self, obj: Any, dst: int, data_only: bool | None) -> None:
         self._require_usable("send_object")
         arguments.rank(self.where("send_object"), dst, "dst", self.size)
         try:
-            self._send_message(frame.encode(obj), dst)
+            self._send_message(frame.encode(obj, trust.is_data_only(data_only)), dst)
         except Exception as error:
             raise self._explain(error, "send_object") from error
 
@@ -124,24 +131,29 @@ class Objects(Execution):
         for work in works:
             work.wait()
 
-    def recv_object(self, src: int | None = None) -> tuple[Any, int]:
-        """Receive an object from rank ``src`` or from any; return it and the sender's rank. Not collective."""
+    def recv_object(self, src: int | None = None, *, data_only: bool | None = None) -> tuple[Any, int]:
+        """Receive an object from rank ``src`` or from any; return it and the sender's rank. Not collective.
+
+        Raises:
+            FrameError: What came is a pickle, and data is asked for; or bytes that are no object. The message is received.
+        """
         receive = self._recv_object
         if torch_profiler._is_profiler_enabled:
             receive = profiling.calling(receive, self, "recv_object")
-        return receive(src)
+        return receive(src, data_only)
 
-    def _recv_object(self, src: int | None) -> tuple[Any, int]:
+    def _recv_object(self, src: int | None, data_only: bool | None) -> tuple[Any, int]:
         self._require_usable("recv_object")
+        is_data = trust.is_data_only(data_only)
         if src is not None:
             arguments.rank(self.where("recv_object"), src, "src", self.size)
         try:
             limit = (self.where("recv_object"), self.timeout_s, self.peers_of(src))
             source = MPI.ANY_SOURCE if src is None else src
-            body, source = self._incoming.receive(self._comm, source, _OBJECT_TAG, limit, self._wait_for_part)
+            header, body, source = self._incoming.receive(self._comm, source, _OBJECT_TAG, limit, self._wait_for_part)
         except Exception as error:
             raise self._explain(error, "recv_object") from error
-        return frame.decode(body), source
+        return _accepted(self.where("recv_object"), header, body, is_data), source
 
     def _wait_for_part(self, request: Any, part: Any, source: int) -> None:
         self._part_work("recv_object", request, part, source).wait()
@@ -155,30 +167,24 @@ class Objects(Execution):
 
 _OBJECT_TAG = 3  # users' object messages must not match the collectives' own
 _REST = 7  # what is added to a tag for the parts of an object behind the first: a probe for the next object must not match them
-Message = tuple[bytes, list[memoryview]]
 Limit = tuple[str, float | None, Sequence[int]]  # whose wait, seconds, and the world ranks without which nothing can come
 
 
-@dataclass(frozen=True)
-class _Refusal:
-    """Travels in the place of an object that could not be sent, so that whoever waits for it is told."""
-
-    rank: int
-    reason: str
-
-
-def _encoded(obj: Any) -> tuple[Message, Exception | None]:
-    """Return an object's message; or a refusal's, and why."""
+def _encoded(obj: Any, is_data: bool) -> tuple[Message, Exception | None]:
+    """Return an object's message; or a refusal's, so that whoever waits for it is told, and why."""
     try:
-        return frame.encode(obj), None
+        return frame.encode(obj, is_data), None
     except Exception as error:  # pickle raises whatever the object does
-        return frame.encode(_Refusal(-1, repr(error))), error
+        return frame.refusal(repr(error)), error
 
 
-def _accepted(obj: Any, where: str) -> Any:
-    if isinstance(obj, _Refusal):
-        raise MpidistError(f"{where}: a rank could not send its object: {obj.reason}")
-    return obj
+def _accepted(where: str, header: Any, body: Sequence[Any], is_data: bool) -> Any:
+    try:
+        return frame.decode(header, body, is_data)
+    except frame.RefusedError as refusal:
+        raise MpidistError(f"{where}: a rank could not send its object: {refusal}") from None
+    except FrameError as error:
+        raise FrameError(f"{where}: {error}") from error
 
 
 def _broadcast(comm: Communicator, inputs: Any, outputs: Any, message: Message | None, root: int, result: list[Any]) -> None:
@@ -191,8 +197,8 @@ def _broadcast(comm: Communicator, inputs: Any, outputs: Any, message: Message |
         comm.mpi.Bcast((length, 8, MPI.BYTE), root)
         space = bytearray(int.from_bytes(length, "little"))
         comm.mpi.Bcast((space, len(space), MPI.BYTE), root)
-        result.extend(bytearray(n) for n in frame.body_lengths(space))
-        body = [memoryview(part) for part in result]
+        body = [memoryview(bytearray(n)) for n in frame.body_lengths(space)]
+        result += [space, *body]
     for part in body:
         for start, count in buffer.pieces(part.nbytes):
             comm.mpi.Bcast((part[start : start + count], count, MPI.BYTE), root)
@@ -224,16 +230,16 @@ def _gather(comm: Communicator, inputs: Any, outputs: Any, message: Message, roo
         return
     incoming = Incoming()
     for peer in range(comm.size):
-        bodies.append(_copied(message[1]) if peer == root else incoming.receive(comm, peer, _TAG)[0])
+        bodies.append(_copied(message) if peer == root else incoming.receive(comm, peer, _TAG)[:2])
 
 
-def _scatter(comm: Communicator, inputs: Any, outputs: Any, messages: list[Message] | None, root: int, body: list[Any]) -> None:
+def _scatter(comm: Communicator, inputs: Any, outputs: Any, messages: list[Message] | None, root: int, came: list[Any]) -> None:
     if messages is None:
-        body.extend(Incoming().receive(comm, root, _TAG)[0])
+        came.append(Incoming().receive(comm, root, _TAG)[:2])
         return
     for peer, message in enumerate(messages):
         if peer == root:
-            body.extend(_copied(message[1]))
+            came.append(_copied(message))
         else:
             _send(comm, message, peer)
 
@@ -246,7 +252,7 @@ def _send(comm: Communicator, message: Message, to: int) -> None:
 def _parts(message: Message, number: int) -> Iterator[tuple[Any, int]]:
     """Return the messages of an object, each with the number of its tag.
 
-    Header and pickle in one message, then each buffer from its own memory.
+    Header and content in one message, then each buffer from its own memory.
     """
     header, body = message
     first = header + body[0] if body[0].nbytes <= _SMALL_BYTES else header
@@ -274,8 +280,8 @@ class Incoming:
         number: int,
         limit: Limit = ("", None, ()),
         wait: Callable[[Any, Any, int], None] | None = None,
-    ) -> tuple[list[Any], int]:
-        """Receive an object's parts; return them and the sender's rank.
+    ) -> tuple[Any, list[Any], int]:
+        """Receive an object's header and parts; return them and the sender's rank.
 
         Args:
             wait: Waits for the request of a part, with the part's memory and the sender's rank; in MPI if None.
@@ -289,7 +295,7 @@ class Incoming:
             header_bytes = frame.HEADER_BYTES + 8 * (len(lengths) - 1)
             body: list[Any] = [memoryview(first)[header_bytes:]] if nbytes > header_bytes else []
             if len(body) == len(lengths):
-                return body, source
+                return first, body, source
             key, have_come = (source, number), threading.Event()
             before, self._last[key] = self._last.get(key), have_come
         finally:
@@ -307,7 +313,7 @@ class Incoming:
                     else:
                         wait(comm.mpi.Irecv(space, source, comm.own_tag(number + _REST)), part, source)
                 body.append(part)
-            return body, source
+            return first, body, source
         finally:
             have_come.set()
 
@@ -337,6 +343,7 @@ def _matched(comm: Communicator, source: int, tag: int, limit: Limit, lock: thre
             time.sleep(_SLEEP_S)
 
 
-def _copied(body: list[memoryview]) -> list[Any]:
+def _copied(message: Message) -> tuple[bytes, list[Any]]:
     # The root's own object must be a copy, as the others' are: no memory shared with the argument.
-    return [bytearray(part) for part in body]
+    header, body = message
+    return header, [bytearray(part) for part in body]

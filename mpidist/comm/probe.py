@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import buffer, launch, nested, runtime
+from mpidist.comm import buffer, byte_strings, launch, nested, runtime
 from mpidist.comm.door import SerialComm
 from mpidist.comm.library import MPI, load
 from mpidist.errors import LaunchError
@@ -160,7 +160,8 @@ def attempt(mpi: Any, operation: str, device: torch.device) -> str:
         came, expected = _TRIALS[operation](Trial(mpi, operation, device, numel))
         if not torch.equal(came, expected):
             wrong = wrong or f"wrong result on rank {mpi.Get_rank()} with {numel} elements"
-    return next(filter(None, mpi.allgather(wrong)), WORKS)
+    told = [text.decode(errors="replace") for text in byte_strings.gathered(mpi, wrong.encode())]
+    return next(filter(None, told), WORKS)
 
 
 def _floats(tensor: torch.Tensor, counts: Any = None) -> list[Any]:

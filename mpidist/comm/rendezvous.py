@@ -1,33 +1,36 @@
 """A key-value store that lives on MPI, so that torch's rendezvous needs no address, no port and no environment variable.
 
-World rank 0 keeps the table, and one of its threads answers the others. A request is a frame; a ``get`` or ``wait`` for a key
-that is not there yet is parked at rank 0, which answers when the key comes. Nothing on a training step's path uses the store.
+World rank 0 keeps the table, and one of its threads answers the others. A request is a frame of data (``key_value_table``); a
+``get`` or ``wait`` for a key that is not there yet is parked at rank 0, which answers when the key comes. What is no request is
+logged and dropped, and the server goes on. Nothing on a training step's path uses the store.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
-from mpidist.comm import departures, faults, frame, meeting, runtime, torch_variables, watchdog
+from mpidist.comm import departures, faults, key_value_table, meeting, runtime, torch_variables, watchdog
+from mpidist.comm.key_value_table import BYE, REPLY_TAGS, WAIT, KeyValueTable
 from mpidist.comm.library import MPI
-from mpidist.errors import CommTimeout
+from mpidist.errors import CommTimeout, FrameError
 
 _REQUEST_TAG = 1
-_REPLY_TAGS = range(16, 16 + (1 << 14))  # one for each request under way, so that threads do not take each other's answers
-_BYE = "bye"  # a client's last word, which has no answer
 _BUSY_S = 2e-3  # after a request the server looks without sleeping for this long
 _LONGEST_NAP_S = 10e-3  # an idle server costs a core 100 looks a second
 _DEFAULT_TIMEOUT_S = 300.0
 _ASK_AGAIN_S = 1.0  # a wait asks for its keys anew after this long
+
+_log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _store: MPIStore | None = None  # referenced here for the life of the process: C++ holds no reference of its own
@@ -78,53 +81,6 @@ def shared_store(timeout_s: float | None = None) -> MPIStore:
         return _store
 
 
-class KeyValueTable:
-    """The table itself; verbs and their answers as ``torch.distributed.Store`` documents them."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: bytes) -> None:
-        """Store a value."""
-        self._values[key] = value
-
-    def read(self, key: str) -> bytes:
-        """Return the value of a key that is there."""
-        return self._values[key]
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 if new; return the sum."""
-        total = int(self._values.get(key, b"0")) + amount
-        self._values[key] = str(total).encode()
-        return total
-
-    def append(self, key: str, value: bytes) -> None:
-        """Put bytes behind those that are there."""
-        self._values[key] = self._values.get(key, b"") + value
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Store ``desired`` if the value is ``expected``, or if there is none and ``expected`` is empty; return the value."""
-        if key not in self._values:
-            if expected:
-                return expected
-            self._values[key] = desired
-        elif self._values[key] == expected:
-            self._values[key] = desired
-        return self._values[key]
-
-    def delete(self, key: str) -> bool:
-        """Remove a key; say whether it was there."""
-        return self._values.pop(key, None) is not None
-
-    def count(self) -> int:
-        """Return the number of keys."""
-        return len(self._values)
-
-    def has(self, keys: list[str]) -> bool:
-        """Say whether all keys are there."""
-        return all(key in self._values for key in keys)
-
-
 class MPIStore(dist.Store):
     """The store as torch sees it, on any rank; a plain Python subclass, which C++ calls back."""
 
@@ -141,7 +97,7 @@ class MPIStore(dist.Store):
 
     def close(self, timeout_s: float) -> None:
         """Tell the server that this rank asks nothing any more."""
-        word = bytes(frame.to_bytes((0, _BYE, ())))
+        word = key_value_table.request(0, BYE, ())
         with faults.death_tolerated():
             self._mpi.Send((word, len(word), MPI.BYTE), 0, _REQUEST_TAG)
 
@@ -155,11 +111,18 @@ class MPIStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """See torch.distributed.Store.get; blocks until the key is there."""
-        self.wait([key])
-        return bytes(self._call("read", key))
+        while True:
+            self.wait([key])
+            value = self._call("read", key)
+            if value is not None:  # else somebody has deleted it in between
+                return bytes(value)
 
     def add(self, key: str, value: int) -> int:
-        """See torch.distributed.Store.add."""
+        """See torch.distributed.Store.add.
+
+        Raises:
+            ValueError: The key's value is no number.
+        """
         return int(self._call("add", key, value))
 
     def append(self, key: str, value: str | bytes) -> None:
@@ -192,7 +155,7 @@ class MPIStore(dist.Store):
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + limit
         # The table is asked again and again: whose key it is nobody knows, but this rank's watchdog knows who has ended.
-        while not self._call("wait", list(keys), min(max(deadline - time.monotonic(), 0.0), _ASK_AGAIN_S)):
+        while not self._call(WAIT, list(keys), min(max(deadline - time.monotonic(), 0.0), _ASK_AGAIN_S)):
             if departures.have_left(self._others):
                 raise departures.failure(f"a wait for the store's keys {list(keys)}", self._others)
             if time.monotonic() > deadline:
@@ -211,8 +174,8 @@ class MPIStore(dist.Store):
     def _call(self, verb: str, *args: Any) -> Any:
         if self._server is not None:
             return self._server.call(verb, args)
-        tag = _REPLY_TAGS[next(self._numbers) % len(_REPLY_TAGS)]
-        request = bytes(frame.to_bytes((tag, verb, args)))
+        tag = REPLY_TAGS[next(self._numbers) % len(REPLY_TAGS)]
+        request = key_value_table.request(tag, verb, args)
         self._mpi.Send((request, len(request), MPI.BYTE), 0, _REQUEST_TAG)
         # The server answers every request, a parked one at its time limit, and stays until all others have said goodbye.
         status, nap = MPI.Status(), 20e-6
@@ -221,7 +184,7 @@ class MPIStore(dist.Store):
             nap = min(nap * 1.2, 1e-3)
         reply = bytearray(status.Get_count(MPI.BYTE))
         message.Recv((reply, len(reply), MPI.BYTE))
-        return frame.from_bytes(reply)
+        return key_value_table.answer_of(reply)
 
 
 class _Server:
@@ -232,6 +195,7 @@ class _Server:
         self._table = KeyValueTable()
         self._changed = threading.Condition()
         self._parked: list[tuple[int, int, list[str], float]] = []  # (rank, reply tag, keys, deadline)
+        self._sends: list[tuple[Any, bytes]] = []  # replies under way: nobody waits for one that a client does not take
         self._clients = set(range(1, world_size))
         self._is_closing = False
         if world_size > 1:
@@ -239,13 +203,17 @@ class _Server:
             self._thread.start()
             runtime.close_at_exit(self, stage=2)
 
-    def call(self, verb: str, args: tuple[Any, ...]) -> Any:
-        """Execute a verb for rank 0 itself."""
+    def call(self, verb: str, args: Sequence[Any]) -> Any:
+        """Execute a verb for rank 0 itself, which has been checked.
+
+        Raises:
+            ValueError: It cannot be done on the value that is there.
+        """
         with self._changed:
-            if verb == "wait":
+            if verb == WAIT:
                 keys, limit = args
                 return self._changed.wait_for(lambda: self._table.has(keys), limit)
-            answer = getattr(self._table, verb)(*args)
+            answer = self._table.answer(verb, args)
             self._changed.notify_all()
             return answer
 
@@ -271,19 +239,30 @@ class _Server:
                     self._clients.difference_update(faults.known_dead(self._mpi, range(self._mpi.Get_size())) or ())
             if self._parked:
                 self._unpark()
+            if self._sends:
+                self._sends = [(request, data) for request, data in self._sends if not faults.is_over(request)]
 
     def _serve(self, message: Any, status: Any) -> None:
         request = bytearray(status.Get_count(MPI.BYTE))
         source = status.Get_source()
         message.Recv((request, len(request), MPI.BYTE))
-        tag, verb, args = frame.from_bytes(request)
-        if verb == _BYE:
+        try:
+            tag, verb, args = key_value_table.request_of(request)
+        except FrameError as error:
+            _log.warning("the store drops a message of %d bytes of rank %d, which is no request: %s", len(request), source, error)
+            return
+        if verb == BYE:
             self._clients.discard(source)
-        elif verb == "wait":
+        elif verb == WAIT:
             keys, limit = args
             self._parked.append((source, tag, keys, time.monotonic() + limit))
         else:
-            self._reply(source, tag, self.call(verb, args))
+            try:
+                answer = self.call(verb, args)
+            except ValueError as error:
+                self._reply(source, tag, None, str(error))
+            else:
+                self._reply(source, tag, answer)
 
     def _unpark(self) -> None:
         now, still = time.monotonic(), []
@@ -296,10 +275,10 @@ class _Server:
                 still.append((source, tag, keys, deadline))
         self._parked = still
 
-    def _reply(self, rank: int, tag: int, answer: Any) -> None:
-        data = bytes(frame.to_bytes(answer))
+    def _reply(self, rank: int, tag: int, answer: Any, problem: str | None = None) -> None:
+        data = key_value_table.reply(answer, problem)
         with faults.death_tolerated():
-            self._mpi.Send((data, len(data), MPI.BYTE), rank, tag)
+            self._sends.append((self._mpi.Isend((data, len(data), MPI.BYTE), rank, tag), data))
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import struct
 import sys
 import threading
 import time
@@ -20,11 +21,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpidist.comm import cuda_context, door, launch
+from mpidist.comm import cuda_context, door, launch, trust
 from mpidist.comm.library import MPI, is_started
 from mpidist.errors import CommTimeout, LaunchError, MpidistError
 
 _ABORT_CODE = 1
+_INT = struct.Struct("<q")
 _DRAIN_S = 5.0  # how long the exit waits for operations that were started and never waited for
 _FINALIZE_S = 5.0  # what MPI's own end may take after that
 _ENV_ALL_THREADS = "MPIDIST_ALL_THREADS"  # "1": an uncaught exception also prints the stacks of all threads
@@ -84,7 +86,8 @@ def world(timeout_s: float | None = None) -> World:
             waited for inside MPI_Init, which nothing can end but the launcher.
 
     Raises:
-        LaunchError: The launcher started more tasks than MPI sees, or MPI's thread level is too low (all ranks).
+        LaunchError: The launcher started more tasks than MPI sees, MPI's thread level is too low, or ``MPIDIST_TRUST`` cannot be
+            read or differs between ranks (all ranks).
         CommTimeout: Not all ranks called it in time.
         MpidistError: Called in a process forked from a rank.
     """
@@ -216,8 +219,10 @@ def _start(timeout_s: float | None) -> World:
     # Truth about the node comes from MPI: Slurm's variables are inherited by ranks that mpirun starts inside an allocation.
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
     local_rank, local_size = node.Get_rank(), node.Get_size()
-    nodes = _numbered(comm.allgather(node.bcast(comm.Get_rank(), 0)))
+    nodes, problem = _told_by_all(comm, node)
     node.Free()
+    if problem:
+        raise LaunchError(problem)
     if level == MPI.THREAD_SERIALIZED:
         comm = door.SerialComm(comm)
     return World(
@@ -232,6 +237,17 @@ def _start(timeout_s: float | None) -> World:
         highest_tag,
         nodes,
     )
+
+
+def _told_by_all(comm: Any, node: Any) -> tuple[tuple[int, ...], str | None]:
+    """Return the number of each rank's node, and what is wrong with the settings that all must share. Collective: over both."""
+    first = bytearray(_INT.pack(comm.Get_rank()))
+    node.Bcast((first, len(first), MPI.BYTE), 0)
+    mine = bytes(first) + _INT.pack(trust.code())
+    every = bytearray(len(mine) * comm.Get_size())
+    comm.Allgather((mine, len(mine), MPI.BYTE), (every, len(mine), MPI.BYTE))
+    told = [number for (number,) in _INT.iter_unpack(every)]
+    return _numbered(told[::2]), trust.problem(told[1::2])
 
 
 def _numbered(keys: Iterable[int]) -> tuple[int, ...]:

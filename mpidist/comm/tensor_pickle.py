@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -66,9 +66,6 @@ def _with_attributes(tensor: Any, attributes: dict[str, Any]) -> Any:
     return tensor
 
 
-REBUILDERS = (_nth, _with_attributes)
-
-
 class _Numbered:
     """Stands for an object that has its number already."""
 
@@ -114,18 +111,15 @@ def dumps(obj: Any, sink: Sink) -> bytes:
     return stream.getvalue()
 
 
-def loads(pickled: Any, objects: Sequence[Any], buffers: Sequence[Any], unpickler: Callable[..., Any] = pickle.Unpickler) -> Any:
+def loads(pickled: Any, objects: Sequence[Any], buffers: Sequence[Any]) -> Any:
     """Unpickle an object.
 
     Args:
         objects: What the numbers stand for.
         buffers: Out-of-band memory, in order.
-        unpickler: The class that reads; another than pickle's may refuse names.
     """
     before, _here.objects = _here.objects, objects
     try:
-        if unpickler is pickle.Unpickler:
-            return pickle.loads(pickled, buffers=buffers)
-        return unpickler(io.BytesIO(pickled), buffers=buffers).load()
+        return pickle.loads(pickled, buffers=buffers)
     finally:
         _here.objects = before

@@ -15,6 +15,7 @@ It talks to the other ranks' watchdogs on a communicator of its own, with messag
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -22,12 +23,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidist.comm import departures, faults, frame, runtime
+from mpidist.comm import departures, faults, runtime, watchdog_messages
 from mpidist.comm.execution import Execution
 from mpidist.comm.failing import RAISE
 from mpidist.comm.journal import Entry
 from mpidist.comm.library import MPI
-from mpidist.errors import CommTimeout, RankFailureError
+from mpidist.comm.watchdog_messages import ANSWER, ASK, FAILED, LEFT, PRINTED, Subject
+from mpidist.errors import CommTimeout, FrameError, RankFailureError
 
 _POLL_S = 0.1  # how often it looks; also how long a question may lie unanswered
 _COLLECT_S = 1.0  # how long it waits for the others' answers
@@ -36,12 +38,11 @@ _ABORT_S = 2.0  # from the report to the end of the job
 _SILENT_S = 10.0  # who does not answer for this long is stopped or dead
 _LONGEST_END_S = 300.0  # how long a rank that left a call of MPI waits at its end for others that answer
 _TAG = 1
-_ASK, _ANSWER, _PRINTED, _FAILED, _LEFT = "ask", "answer", "printed", "failed", "left"
+
+_log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _watchdog: Watchdog | None = None
-
-Subject = tuple[str, str]  # a group's key, and what of it is late
 
 
 def start(world: runtime.World) -> None:
@@ -93,7 +94,7 @@ class Watchdog:
         last = {group.key: group.journal.sequence for group in list(self.groups) if not group.is_closed}
         for rank in range(self.world.size):
             if rank != self.world.rank:
-                self._send(rank, (_LEFT, 0, last))
+                self._send(rank, (LEFT, 0, last))
         if dead := self._dead():
             runtime.note_failure(dead)
         if runtime.unfinished() is not None:
@@ -106,7 +107,7 @@ class Watchdog:
             self._round += 1
             self._answers = {}
             for rank in others:
-                self._send(rank, (_ASK, self._round, (("", "the end"), self.world.rank)))
+                self._send(rank, (ASK, self._round, (("", "the end"), self.world.rank)))
             self._serve_until(lambda: not self._unended(), _SILENT_S)
             others = self._unended()
             waited = time.monotonic() - start
@@ -175,10 +176,10 @@ class Watchdog:
         if subject not in self._printed:
             runtime.write_stderr(text)
             self._printed.add(subject)
-            self._tell_members(group, (_PRINTED, 0, subject))
+            self._tell_members(group, (PRINTED, 0, subject))
         self._fail(group, text, missing)
         if group.on_timeout == RAISE:
-            self._tell_members(group, (_FAILED, 0, (group.key, text, missing)))
+            self._tell_members(group, (FAILED, 0, (group.key, text, tuple(missing))))
         group.revoke()
         self._reported[group] = (what, time.monotonic(), text.split(". ")[0])
 
@@ -191,7 +192,7 @@ class Watchdog:
         self._round += 1
         self._answers = {self.world.rank: group.journal.snapshot()}
         printer = self._printers.setdefault(subject, self.world.rank)
-        others = self._tell_members(group, (_ASK, self._round, (subject, printer)))
+        others = self._tell_members(group, (ASK, self._round, (subject, printer)))
         self._serve_until(lambda: len(self._answers) > others, _COLLECT_S)
 
     def _serve_until(self, is_enough: Callable[[], bool], limit_s: float) -> None:
@@ -213,24 +214,29 @@ class Watchdog:
             data = bytearray(status.Get_count(MPI.BYTE))
             source = status.Get_source()
             message.Recv((data, len(data), MPI.BYTE))
-            kind, number, content = frame.from_bytes(data)
-            if kind == _ASK:
-                subject, printer = content
-                self._printers[subject] = min(self._printers.get(subject, printer), printer)
-                self._send(source, (_ANSWER, number, self._doings(subject[0])))
-            elif kind == _PRINTED:
-                self._printed.add(content)
-            elif kind == _FAILED:
-                key, text, missing = content
-                for group in list(self.groups):
-                    if group.key == key:
-                        self._fail(group, text, missing)
-            elif kind == _LEFT:
-                self._left[source] = content
-                departures.note(source)
-            elif number == self._round:
-                self._answers[source] = content
+            try:
+                self._hear(source, *watchdog_messages.decoded(data))
+            except FrameError as error:
+                _log.warning("the watchdog drops a message of %d bytes of rank %d: %s", len(data), source, error)
         self._sends = [(request, data) for request, data in self._sends if not faults.is_over(request)]
+
+    def _hear(self, source: int, kind: str, number: int, content: Any) -> None:
+        if kind == ASK:
+            subject, printer = content
+            self._printers[subject] = min(self._printers.get(subject, printer), printer)
+            self._send(source, (ANSWER, number, self._doings(subject[0])))
+        elif kind == PRINTED:
+            self._printed.add(content)
+        elif kind == FAILED:
+            key, text, missing = content
+            for group in list(self.groups):
+                if group.key == key:
+                    self._fail(group, text, missing)
+        elif kind == LEFT:
+            self._left[source] = content
+            departures.note(source)
+        elif number == self._round:
+            self._answers[source] = content
 
     def _doings(self, key: str) -> list[Entry]:
         # Of the group asked about, and of any other in which this rank is inside a call: that is where a hang usually lies.
@@ -241,7 +247,7 @@ class Watchdog:
         return entries
 
     def _send(self, rank: int, content: tuple[str, int, Any]) -> None:
-        data = bytes(frame.to_bytes(content))
+        data = watchdog_messages.encoded(*content)
         with faults.death_tolerated():
             self._sends.append((self._mpi.Isend((data, len(data), MPI.BYTE), rank, _TAG), data))
 

@@ -9,7 +9,6 @@ all else is returned as an action.
 from __future__ import annotations
 
 import logging
-import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +39,7 @@ logger = logging.getLogger("mpidist.rpc")
 _SWITCH_INTERVAL_S = 2e-4  # a thread that has seen a message waits so long for one that computes in Python
 _STOP_S = 5.0
 _COUNTED = frozenset({Kind.RREF_FORK, Kind.RREF_USER_DELETE}) | engine_messages.KINDS
-_FIRST_REMOTE, _LAST_REMOTE = int(Kind.REMOTE_PYTHON), int(Kind.REMOTE_SCRIPT)
+_FIRST_REMOTE, _LAST_REMOTE = int(Kind.REMOTE_PYTHON), int(Kind.REMOTE_METHOD)
 
 
 class Agent:
@@ -70,21 +69,20 @@ class Agent:
         self.workers = workers
         self.policy = InlinePolicy()
         self.gil_waits: list[float] | None = None  # seconds; None: not measured
-        unpickler = pickle.Unpickler if allowed is None else allowed.unpickler
         # Requests go by our own map, answers back by the inverse of the caller's.
         requests = {workers.rank_of(name): made for name, made in options.device_maps.items()}
         answers = {
             rank: {there: here for here, there in maps.get(workers.me.name, {}).items()} for rank, maps in enumerate(device_maps)
         }
         self.polling = Polling(self._poll, options.num_worker_threads, f"rpc-{workers.me.name}")
-        self.wire = Wire(transport, requests, answers, unpickler)
+        self.wire = Wire(transport, requests, answers, workers.data_only, allowed)
         self.calls = Calls(
             workers,
             self.wire,
             self.polling,
             options.rpc_timeout,
             options.devices,
-            unpickler,
+            allowed,
             lambda late: self.references.drop(late),
         )
         self.for_engine = EngineMessages(workers, self.wire)
@@ -100,8 +98,9 @@ class Agent:
     def _table(self) -> list[Callable[[Incoming], Action]]:
         """Return by kind what takes a complete message and returns the action that is left."""
         takers: list[Callable[[Incoming], Action]] = [_unknown] * 256
-        takers[Kind.CALL_PYTHON] = takers[Kind.CALL_BUILTIN] = takers[Kind.CALL_SCRIPT] = partial(Request, self)
-        for kind in (Kind.REMOTE_PYTHON, Kind.REMOTE_BUILTIN, Kind.REMOTE_SCRIPT):
+        for kind in (Kind.CALL_PYTHON, Kind.CALL_BUILTIN, Kind.CALL_SCRIPT, Kind.CALL_METHOD, Kind.CALL_SERVICE):
+            takers[kind] = partial(Request, self)
+        for kind in (Kind.REMOTE_PYTHON, Kind.REMOTE_BUILTIN, Kind.REMOTE_SCRIPT, Kind.REMOTE_METHOD):
             takers[kind] = _noted
         takers[Kind.RREF_FETCH] = partial(_taken_fetch, self)
         takers[Kind.BACKWARD_AUTOGRAD] = partial(EngineRequest, self)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.autograd import profiler as torch_profiler
 
+from mpidist.comm import trust
 from mpidist.comm.group import ProcessGroup
 from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError
@@ -48,21 +49,32 @@ def init_rpc(
             been called on all ranks before.
         rpc_backend_options: Timeouts, threads, device maps.
         group: The ranks that take part; the job's if None.
-        allowed: What others may call here: names (``"module"``, ``"module.function"``, ``"torch.add"``), functions, classes or
-            modules; anything if None. Whatever else a message names is refused before it is made. The list guards against
-            mistakes and does not hold against a hostile worker, which can still run arbitrary code here (SECURITY.md).
+        allowed: What others may call here: functions, classes, modules (the public functions that they define) and operators,
+            or their names (``"module.function"``, ``"module.*"``, ``"torch.add"``); anything if None. A worker with a list reads
+            data only, whatever bytes arrive, and runs nothing else: others send it plain data, tensors, arrays, references,
+            exceptions, and dataclasses and named tuples of its list. See SECURITY.md.
 
     Raises:
         TypeError: Arguments of a wrong kind.
-        MpidistError: RPC is initialised already; a name that two workers have (all ranks); ranks that MPI does not know.
+        ValueError: A name in ``allowed`` that there is not.
+        MpidistError: RPC is initialised already; a name that two workers have (all ranks); ranks that MPI does not know; another
+            worker could not take part; ``MPIDIST_TRUST=data`` without a list.
     """
     options = _options(backend, rpc_backend_options)
-    check_name(name)
-    made_allowed = Allowed(allowed) if allowed is not None else None
     if current.agent is not None:
         raise MpidistError("RPC is already initialized: call mpidist.rpc.shutdown() first")
     transport = membership.transport_of(rank, world_size, group)
-    workers, device_maps = membership.gather_workers(transport, name, options)
+    made_allowed, problem = None, None
+    try:
+        check_name(name)
+        made_allowed = Allowed(allowed) if allowed is not None else None
+        if made_allowed is None and trust.is_data_only():
+            raise MpidistError(
+                f"{trust.ENV_TRUST}=data: init_rpc needs a list, allowed=[...]; without one others may call anything"
+            )
+    except Exception as error:
+        problem = error  # the others must hear of it, too: they wait for this worker
+    workers, device_maps = membership.gather_workers(transport, name, options, made_allowed is not None, problem)
     agent = Agent(transport, workers, device_maps, options, made_allowed, rref.from_wire)
     current.agent = agent  # first: the others may call as soon as it starts
     agent.start()

@@ -8,7 +8,8 @@ from typing import Any
 
 from mpidist.comm.incoming import Incoming
 from mpidist.errors import FrameError, MpidistError, RankFailureError
-from mpidist.rpc import callee, codec, interceptor, remote_error
+from mpidist.rpc import callee, interceptor, remote_error
+from mpidist.rpc.allowed import Allowed
 from mpidist.rpc.call import AsyncCall, Call, RpcFuture
 from mpidist.rpc.codec import EMPTY, Content
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
@@ -28,7 +29,7 @@ class Calls(PendingCalls):
     Args:
         rpc_timeout: Seconds for calls that name none; 0 for no timeout.
         devices: Of futures.
-        unpickler: The class that reads exceptions.
+        allowed: The list of this worker.
         drop: Lets go of an answer that came too late.
     """
 
@@ -39,7 +40,7 @@ class Calls(PendingCalls):
         polling: Polling,
         rpc_timeout: float,
         devices: Sequence[Any],
-        unpickler: Any,
+        allowed: Allowed | None,
         drop: Callable[[Incoming], None],
     ) -> None:
         super().__init__()
@@ -51,9 +52,10 @@ class Calls(PendingCalls):
         self._wire = wire
         self._polling = polling
         self._devices = list(devices)
-        self._unpickler = unpickler
+        self._allowed = allowed
         self._drop = drop
         self._post = wire.post
+        self._codecs = wire.codecs
         self._numbers = itertools.count(1)
 
     # Calls of functions.
@@ -64,7 +66,7 @@ class Calls(PendingCalls):
         Blocks: until it is there, at most the timeout.
         """
         kind, name = callee.named(function)
-        content = codec.encoded_function(function, name, args, kwargs)
+        content = self._codecs[to].encoded_function(function, name, args, kwargs)
         call = Call(to, (name, function), self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout))
         self.start(call, kind, name, content)
         self._polling.wait(call)
@@ -73,7 +75,7 @@ class Calls(PendingCalls):
     def invoke_async(self, to: int, function: Any, args: Any, kwargs: Any, timeout: float) -> RpcFuture:
         """Call a function on a worker and return a future of its result."""
         kind, name = callee.named(function)
-        content = codec.encoded_function(function, name, args, kwargs)
+        content = self._codecs[to].encoded_function(function, name, args, kwargs)
         timeout_s = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
         call = AsyncCall(to, (name, function), timeout_s, self._result_of)
         future = RpcFuture(self.wait, call, self._devices)
@@ -86,7 +88,7 @@ class Calls(PendingCalls):
 
         Blocks: until it is there, at most the timeout.
         """
-        content = codec.encoded(obj) if obj is not None else EMPTY
+        content = self._codecs[to].encoded(obj) if obj is not None else EMPTY
         call = Call(to, what, self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout))
         self.start(call, kind, prefix, content)
         return self.result(call)
@@ -154,7 +156,7 @@ class Calls(PendingCalls):
     def error_of(self, call: Call) -> BaseException:
         """Return what a call raised on the other worker."""
         description = self._wire.decode_answer(call.incoming)
-        return remote_error.rebuilt(description, self._workers.infos[call.to], self._unpickler)
+        return remote_error.rebuilt(description, self._workers.infos[call.to], self._allowed)
 
     # On the polling thread.
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from mpidist.comm import tensor_table
-from mpidist.rpc import pickles
+from mpidist.rpc import pickles, remote_error
 from mpidist.rpc.pickles import Reference
 from mpidist.rpc.plain_data import MARK, SCALARS, NotPlain, Walk
 
@@ -50,9 +50,10 @@ class Content:
         references: Remote references.
         slots: For each mark its number among references, then objects; empty if they stand in that order.
         buffers: Out-of-band memory of a pickle.
+        is_dense: Tensors whose elements share memory are written as copies in which none do.
     """
 
-    __slots__ = ("buffers", "flags", "objects", "references", "skeleton", "slots", "table")
+    __slots__ = ("buffers", "flags", "is_dense", "objects", "references", "skeleton", "slots", "table")
 
     def __init__(self, flags: int, skeleton: bytes, table: Sequence[Any] | None = (), objects: Sequence[Any] = ()) -> None:
         self.flags = flags
@@ -62,6 +63,7 @@ class Content:
         self.references: Sequence[Reference] = ()
         self.slots: Sequence[int] = ()
         self.buffers: Sequence[Any] = ()
+        self.is_dense = False
 
     def body(self, device_map: Any) -> tuple[int, bytes, list[Any], list[int | None]]:
         """Return flags, tables and skeleton, the parts that travel beside them, and the parts' devices.
@@ -75,7 +77,7 @@ class Content:
         if self.table is not None:
             pieces = list(self.table)
         else:
-            table, parts, devices = tensor_table.described(self.objects, device_map)
+            table, parts, devices = tensor_table.described(self.objects, device_map, self.is_dense)
             pieces = [table]
         if self.objects:
             flags |= TABLE
@@ -151,6 +153,11 @@ def encoded(obj: Any) -> Content:
         return _walked(0, None, (obj,))
     except (NotPlain, RecursionError):
         return pickled(obj)
+
+
+def described(error: BaseException) -> Any:
+    """Return an exception as ``remote_error.rebuilt`` takes it."""
+    return remote_error.described(error)
 
 
 def pickled(obj: Any) -> Content:

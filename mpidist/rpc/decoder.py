@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import marshal
-import pickle
 import struct
 from array import array
 from collections.abc import Callable, Sequence
@@ -23,7 +22,6 @@ def decode(
     parts: Sequence[Any],
     references: Sequence[Any] = (),
     attach: Callable[[list[Any]], list[Any]] | None = None,
-    unpickler: Callable[..., Any] = pickle.Unpickler,
 ) -> Any:
     """Rebuild what ``Content.body`` has written; tensors and arrays own the memory that they came in.
 
@@ -33,7 +31,6 @@ def decode(
         parts: In their order.
         references: Those that came, already made.
         attach: Gets all tensors and returns those that take their places: distributed autograd's seam.
-        unpickler: The class that reads pickles.
 
     Returns:
         Of a call (args, kwargs), as a tuple and a dict; for ``KEYWORDS`` see ``arguments``.
@@ -56,12 +53,12 @@ def decode(
         else:
             objects, used, place = tensor_rebuild.read(body, place, parts)
         if attach is not None:
-            objects = _attached(objects, attach)
+            objects = attached(objects, attach)
     numbers: Any = None
     if flags & SLOTS:
         numbers, place = _slots(body, place)
     if flags & PICKLED:
-        return pickles.loads(body[place:], objects, references, parts[used:], unpickler)
+        return pickles.loads(body[place:], objects, references, parts[used:])
     met = [*references, *objects] if references else objects
     if numbers is not None:
         met = _chosen(met, numbers)
@@ -100,7 +97,8 @@ def _filled(data: Any, met: Sequence[Any]) -> Any:
     return made
 
 
-def _attached(objects: list[Any], attach: Callable[[list[Any]], list[Any]]) -> list[Any]:
+def attached(objects: list[Any], attach: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    """Return the objects of a table, their tensors as ``attach`` gives them back."""
     tensors = [obj for obj in objects if isinstance(obj, Tensor)]
     if not tensors:
         return objects

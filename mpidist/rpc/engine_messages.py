@@ -10,7 +10,7 @@ from typing import Any
 
 from mpidist.comm.incoming import Incoming
 from mpidist.errors import RankFailureError
-from mpidist.rpc import codec, interceptor, message
+from mpidist.rpc import interceptor, message
 from mpidist.rpc.message import Kind
 from mpidist.rpc.pool import Action, Task
 from mpidist.rpc.wire import Wire
@@ -50,7 +50,7 @@ class EngineMessages:
             raise RankFailureError(f"{workers.infos[to].name} has left RPC", (workers.world_ranks[to],))
         if context is None:
             context = interceptor.current_context()
-        self._wire.post_one_way(to, kind, prefix, codec.encoded(obj), context)
+        self._wire.post_one_way(to, kind, prefix, self._wire.codecs[to].encoded(obj), context)
 
     def take(self, incoming: Incoming) -> Action | None:
         """Hand a complete message to the engine, on the polling thread; return what is left to do."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpidist.comm import departures
 from mpidist.errors import MpidistError
-from mpidist.rpc import current
+from mpidist.rpc import current, services
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 
 if TYPE_CHECKING:
@@ -43,7 +43,10 @@ def _state(sequence_id: str) -> _State:
         return _states.setdefault(sequence_id, _State())
 
 
-def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str]) -> None:
+@services.service
+def gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str]) -> None:
+    """Take a worker's part; run by the leader."""
+    _require(type(sequence_id) is str and type(worker_name) is str and type(worker_names) is set)
     state = _state(sequence_id)
     with _lock:
         if worker_name in state.gathered:
@@ -53,10 +56,18 @@ def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names
             state.proceed.set()
 
 
-def _broadcast_to_followers(sequence_id: str, gathered: dict[str, Any]) -> None:
+@services.service
+def tell_follower(sequence_id: str, gathered: dict[str, Any]) -> None:
+    """Take all parts; run by each worker but the leader."""
+    _require(type(sequence_id) is str and type(gathered) is dict)
     state = _state(sequence_id)
     state.gathered = gathered
     state.proceed.set()
+
+
+def _require(is_right: bool) -> None:
+    if not is_right:
+        raise TypeError("a part of a gathering is none")
 
 
 def all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
@@ -81,9 +92,9 @@ def all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: flo
     sequence_id = f"{agent.generation}:{number}:{joined}"
     limit = agent.calls.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
     if me == leader:
-        _gather_to_leader(sequence_id, me, obj, names)
+        gather_to_leader(sequence_id, me, obj, names)
     else:
-        agent.calls.invoke(agent.workers.rank_of(leader), _gather_to_leader, (sequence_id, me, obj, names), {}, timeout)
+        agent.calls.invoke(agent.workers.rank_of(leader), gather_to_leader, (sequence_id, me, obj, names), {}, timeout)
     state = _state(sequence_id)
     deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
     while not state.proceed.wait(_LOOK_S):
@@ -111,7 +122,7 @@ def _require_present(agent: Agent, me: str, missing: set[str], leader: str) -> N
 def _tell_followers(followers: set[str], sequence_id: str, gathered: Any, timeout: float, limit: float) -> None:
     agent = current.require()
     told = {
-        name: agent.calls.invoke_async(agent.workers.rank_of(name), _broadcast_to_followers, (sequence_id, gathered), {}, timeout)
+        name: agent.calls.invoke_async(agent.workers.rank_of(name), tell_follower, (sequence_id, gathered), {}, timeout)
         for name in sorted(followers)
     }
     errors = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 from mpidist.comm import group as groups
 from mpidist.comm import launch, runtime
@@ -17,6 +18,7 @@ from mpidist.rpc.worker import WorkerInfo, Workers, doubled
 _transports: dict[tuple[int, ...], Transport] = {}
 _groups: dict[int, ProcessGroup] = {}
 _lock = threading.Lock()
+_MAX_DEVICES = 255  # as many as the header of a payload can name
 
 
 def transport_of(rank: int, world_size: int | None, group: ProcessGroup | None) -> Transport:
@@ -64,24 +66,70 @@ def _group(world_size: int | None) -> ProcessGroup:
     return made
 
 
+Told = tuple[str, int, dict[str, dict[int, int]], bool, "str | None"]
+
+
 def gather_workers(
-    transport: Transport, name: str, options: RpcBackendOptions
+    transport: Transport, name: str, options: RpcBackendOptions, is_data_only: bool, problem: BaseException | None
 ) -> tuple[Workers, list[dict[str, dict[int, int]]]]:
-    """Tell all workers of this one; return all, and where they send tensors of their devices."""
-    mine = (name, transport.generation, options.device_maps)
-    told = transport.group.all_gather_object(mine) if transport.group is not None else [mine]
-    workers = [WorkerInfo(told_name, rank) for rank, (told_name, _, _) in enumerate(told)]
+    """Tell all workers of this one, as data: no list is in force yet. Return all, and where they send tensors of their devices.
+
+    Collective: over all workers.
+
+    Args:
+        is_data_only: This worker has a list, and reads data only.
+        problem: The reason why this worker cannot take part; raised here, and told to all others.
+
+    Raises:
+        MpidistError: What the workers told does not fit together, or one of them has a problem; on all of them.
+    """
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    mine = [name if isinstance(name, str) else "", transport.generation, options.device_maps, is_data_only, text]
+    everyone = transport.group.all_gather_object(mine, data_only=True) if transport.group is not None else [mine]
+    if problem is not None:
+        raise problem
+    told = [_checked(rank, one) for rank, one in enumerate(everyone)]
+    for rank, (told_name, *_, their_problem) in enumerate(told):
+        if their_problem is not None:
+            raise MpidistError(f"init_rpc has failed on rank {rank} ({told_name}): {their_problem}")
+    workers = [WorkerInfo(one[0], rank) for rank, one in enumerate(told)]
     twice = doubled(workers)
     if twice:
         raise MpidistError(
             f"RPC worker name is not unique: {', '.join(map(repr, twice))} among {[worker.name for worker in workers]}"
         )
-    counts = {count for _, count, _ in told}
+    counts = {one[1] for one in told}
     if len(counts) > 1:
         raise MpidistError(
             f"ranks have initialised RPC a different number of times: {sorted(counts)}; a rank has missed an init_rpc"
         )
-    unknown = sorted({worker for _, _, maps in told for worker in maps} - {worker.name for worker in workers})
+    device_maps = [one[2] for one in told]
+    unknown = sorted({worker for maps in device_maps for worker in maps} - {worker.name for worker in workers})
     if unknown:
         raise MpidistError(f"device maps name workers that there are not: {unknown}; the workers are {workers}")
-    return Workers(workers, transport.rank, transport.world_ranks), [maps for _, _, maps in told]
+    data_only = [rank for rank, one in enumerate(told) if one[3]]
+    return Workers(workers, transport.rank, transport.world_ranks, data_only), device_maps
+
+
+def _checked(rank: int, told: Any) -> Told:
+    """Return what a rank has told of its worker.
+
+    Raises:
+        MpidistError: It is none of that.
+    """
+    try:
+        name, generation, maps, is_data_only, problem = told
+        pairs = [pair for device_map in maps.values() for pair in device_map.items()]
+        is_right = (
+            type(name) is str
+            and type(generation) is int
+            and type(is_data_only) is bool
+            and (problem is None or type(problem) is str)
+            and all(type(worker) is str for worker in maps)
+            and all(type(index) is int and 0 <= index < _MAX_DEVICES for pair in pairs for index in pair)
+        )
+    except (TypeError, ValueError, AttributeError):
+        is_right = False
+    if not is_right:
+        raise MpidistError(f"rank {rank} has told of its worker what no worker is")
+    return name, generation, maps, is_data_only, problem

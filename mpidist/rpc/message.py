@@ -46,10 +46,13 @@ class Kind(enum.IntEnum):
     CALL_PYTHON = 1
     CALL_BUILTIN = 2
     CALL_SCRIPT = 3
-    REMOTE_PYTHON = 4
-    REMOTE_BUILTIN = 5
-    REMOTE_SCRIPT = 6
-    RREF_FETCH = 7
+    CALL_METHOD = 4  # of a reference's value: the reference is the first argument
+    REMOTE_PYTHON = 5
+    REMOTE_BUILTIN = 6
+    REMOTE_SCRIPT = 7
+    REMOTE_METHOD = 8
+    RREF_FETCH = 9
+    CALL_SERVICE = 10  # one of ``services``
     BACKWARD_AUTOGRAD = 16
     RESULT = 32
     REMOTE_DONE = 33

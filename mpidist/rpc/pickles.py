@@ -9,7 +9,7 @@ import importlib
 import io
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,10 @@ class Carried:
         """Return the function that rebuilds the object, and its arguments, as ``__reduce__`` does."""
         raise NotImplementedError
 
+    def contents(self) -> tuple[Any, ...]:
+        """Return what a data-only message carries of the object (``data_values.carry``)."""
+        raise NotImplementedError
+
 
 def dumps(obj: Any) -> tuple[bytes, Sink]:
     """Pickle an object; return the pickle, and what travels beside it.
@@ -55,13 +59,11 @@ def dumps(obj: Any) -> tuple[bytes, Sink]:
         return _dumps_by_value(obj, sink, error), sink
 
 
-def loads(
-    pickled: Any, objects: Sequence[Any], references: Sequence[Any], buffers: Sequence[Any], unpickler: Callable[..., Any]
-) -> Any:
+def loads(pickled: Any, objects: Sequence[Any], references: Sequence[Any], buffers: Sequence[Any]) -> Any:
     """Unpickle an object, with what came beside it."""
     before, _here.references = _here.references, references
     try:
-        return tensor_pickle.loads(pickled, objects, buffers, unpickler)
+        return tensor_pickle.loads(pickled, objects, buffers)
     finally:
         _here.references = before
 
@@ -123,6 +125,3 @@ def _reference(number: int) -> Any:
 
 def _script_module(data: bytes) -> Any:
     return torch.jit.load(io.BytesIO(data))
-
-
-REBUILDERS = (*tensor_pickle.REBUILDERS, _reference)

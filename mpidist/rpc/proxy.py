@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 from mpidist.dynamo import untraced
-from mpidist.rpc import current, functions
+from mpidist.rpc import callee, current
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
+from mpidist.rpc.methods import has_method
 
 SYNC, ASYNC, REMOTE = "rpc_sync", "rpc_async", "remote"
 
@@ -55,33 +56,15 @@ class Proxied:
 def _call(rref: Any, mode: str, name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
     agent = rref._agent
     current.require()
-    to, arguments = rref.owner().id, (rref, name, args, kwargs)
+    to, arguments, method = rref.owner().id, (rref, *args), callee.method(name)
     if mode == SYNC:
-        return agent.calls.invoke(to, call_method, arguments, {}, timeout)
+        return agent.calls.invoke(to, method, arguments, kwargs, timeout)
     if mode == ASYNC:
-        return agent.calls.invoke_async(to, call_method, arguments, {}, timeout)
-    kind = rref._get_type(timeout=timeout)
-    if not hasattr(kind, name) and not agent.calls.invoke(to, has_attribute, (rref, name), {}, timeout):
-        raise AttributeError(f"type object '{kind.__name__}' has no attribute '{name}', and neither has the value of {rref}")
-    return rref.create(agent, to, call_method, arguments, {}, timeout)
-
-
-def call_method(rref: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Call a method of an owned value; run by its owner."""
-    value = rref.local_value()
-    allowed = current.require().allowed
-    if allowed is not None:
-        allowed.require_method(value, name)
-    method = getattr(value, name)
-    result = method(*args, **kwargs)
-    return functions.later(method, result) if hasattr(method, functions.MARK) else result
-
-
-def type_of(rref: Any) -> type:
-    """Return the type of an owned value; run by its owner."""
-    return type(rref.local_value())
-
-
-def has_attribute(rref: Any, name: str) -> bool:
-    """Say whether an owned value has an attribute; run by its owner."""
-    return hasattr(rref.local_value(), name)
+        return agent.calls.invoke_async(to, method, arguments, kwargs, timeout)
+    data_only = agent.workers.data_only
+    # A class does not travel as data: such a worker tells of the method alone.
+    kind = None if to in data_only or agent.workers.me.id in data_only else rref._get_type(timeout=timeout)
+    if not hasattr(kind, name) and not agent.calls.invoke(to, has_method, (rref, name), {}, timeout):
+        text = "the value's type" if kind is None else f"type object '{kind.__name__}'"
+        raise AttributeError(f"{text} has no attribute '{name}', and neither has the value of {rref}")
+    return rref.create(agent, to, method, arguments, kwargs, timeout)

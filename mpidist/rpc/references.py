@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mpidist.errors import CommTimeout, FrameError
-from mpidist.rpc import callee, codec, message
+from mpidist.rpc import callee, message
 from mpidist.rpc.call import Call
 from mpidist.rpc.calls import Calls
 from mpidist.rpc.message import PAIR, TO_REMOTE, Kind
@@ -248,7 +248,7 @@ class References:
             The reference, the caller's fork, the entry if the worker is this one, and the call.
         """
         kind, name = callee.named(function)
-        content = codec.encoded_function(function, name, args, kwargs)
+        content = self._wire.codecs[to].encoded_function(function, name, args, kwargs)
         store = self.store
         reference, fork = store.make_id(), store.make_id()
         entry, settled = None, None

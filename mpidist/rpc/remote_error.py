@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import traceback
 from typing import Any
 
-from mpidist.errors import RemoteError
+from mpidist.errors import FrameError, RemoteError
+from mpidist.rpc.allowed import Allowed
+from mpidist.rpc.data_values import error_values, made_error
 from mpidist.rpc.worker import WorkerInfo
 
 
@@ -28,37 +29,46 @@ class RemoteTraceback(Exception):
         return f'\n"""\non worker "{self.worker}" (rank {self.rank}):\n{self.args[0]}"""'
 
 
-def described(error: BaseException) -> tuple[str, str, str, bytes | None]:
-    """Return an exception as plain data: type name, representation, traceback, and its pickle if it has one."""
+def described(error: BaseException, as_data: bool = False) -> tuple[str, str, str, Any]:
+    """Return an exception as plain data: type name, representation, traceback, and what rebuilds it, None if nothing does.
+
+    Args:
+        as_data: For a worker that reads data only: ``data_values.error_values`` rebuild it; else its pickle.
+    """
     # Whatever the exception's own methods raise, the caller must hear of it.
     try:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     except BaseException as failure:
         text = f"{type(error).__qualname__} (its traceback raised {type(failure).__name__})"
     try:
-        pickled: bytes | None = pickle.dumps(error, 5)
+        content: Any = error_values(error) if as_data else pickle.dumps(error, 5)
     except BaseException:
-        pickled = None
-    return type(error).__qualname__, _representation(error), text, pickled
+        content = None
+    return type(error).__qualname__, _representation(error), text, content
 
 
-def rebuilt(description: Any, worker: WorkerInfo, unpickler: Any = pickle.Unpickler) -> BaseException:
+def rebuilt(description: Any, worker: WorkerInfo, allowed: Allowed | None = None) -> BaseException:
     """Return the exception to raise at the caller.
 
     Args:
         description: What ``described`` returned on the other side.
         worker: Where that was.
-        unpickler: The class that reads it.
+        allowed: The list of this worker, which reads data only if it has one.
 
     Returns:
         The exception itself; a ``RemoteError`` if it cannot be rebuilt here. Its cause holds the remote traceback.
+
+    Raises:
+        FrameError: It is no description.
     """
-    type_name, representation, text, pickled = description
+    if type(description) is not tuple or len(description) != 4 or not all(type(part) is str for part in description[:3]):
+        raise FrameError(f"{worker} has sent an exception that is none")
+    type_name, representation, text, content = description
     error: BaseException | None = None
-    reason = "it cannot be pickled"
-    if pickled is not None:
+    reason = "it cannot be pickled" if allowed is None else "it is no data"
+    if content is not None:
         try:
-            error = unpickler(io.BytesIO(pickled)).load()
+            error = pickle.loads(content) if allowed is None else made_error(content, allowed)
         except BaseException as failure:
             reason = f"rebuilding it raised {failure!r}"
     if error is not None and not isinstance(error, Exception):

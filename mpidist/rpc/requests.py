@@ -11,9 +11,9 @@ import torch
 
 from mpidist.comm.incoming import Incoming
 from mpidist.errors import MpidistError
-from mpidist.rpc import callee, codec, decoder, functions, interceptor, message, remote_error
-from mpidist.rpc.allowed import Allowed
-from mpidist.rpc.codec import EMPTY, KEYWORDS, PICKLED
+from mpidist.rpc import callee, functions, interceptor, message, methods, remote_error
+from mpidist.rpc.allowed import Allowed, Refused
+from mpidist.rpc.codec import EMPTY, Content
 from mpidist.rpc.inline_policy import InlinePolicy
 from mpidist.rpc.message import PAIR, Kind
 from mpidist.rpc.polling import Polling
@@ -25,8 +25,8 @@ from mpidist.rpc.worker import Workers
 
 logger = logging.getLogger("mpidist.rpc")
 
-_METHOD = b"mpidist.rpc.proxy:call_method"
-_REMOTE, _RESULT = int(Kind.REMOTE_PYTHON), int(Kind.RESULT)  # an enumeration's attribute costs as much as a comparison
+# An enumeration's attribute costs as much as a comparison.
+_FIRST_REMOTE, _LAST_REMOTE, _METHOD, _RESULT = map(int, (Kind.REMOTE_PYTHON, Kind.REMOTE_METHOD, Kind.CALL_METHOD, Kind.RESULT))
 
 
 class Server(Protocol):
@@ -61,22 +61,22 @@ class Request:
         try:
             flags, kind = incoming.flags, incoming.kind
             place = incoming.start
-            if kind >= _REMOTE:
+            if _FIRST_REMOTE <= kind <= _LAST_REMOTE:
                 place += PAIR.size
                 kind -= message.TO_REMOTE
             key, place = message.read_name(incoming.data, place, incoming.end)
             try:
-                function = callee.found(kind, key, agent.allowed) if key else None
+                if kind == _METHOD:
+                    function: Any = partial(methods.call_method, key.decode())
+                else:
+                    function = callee.found(kind, key, agent.allowed) if key else None
             except BaseException:
                 agent.references.drop(incoming)  # its arguments are not read
                 raise
-            data = agent.wire.decode(incoming, place, False) if flags or place != incoming.end else None
             if function is None:
-                function, args, kwargs, key = self._pickled(data)
-            elif data is not None:
-                args, kwargs = (data, kwargs) if not flags & (PICKLED | KEYWORDS) else decoder.arguments(flags, data)
-                if key == _METHOD:
-                    key = args[1]
+                function, args, kwargs, key = self._pickled(place)
+            elif flags or place != incoming.end:
+                args, kwargs = agent.wire.decode_call(incoming, place)
         except BaseException as error:
             self._log(error)
             self.fail(error)
@@ -87,10 +87,12 @@ class Request:
         else:
             polling.pool.submit(Task(partial(self._call, function, args, kwargs, key)))
 
-    def _pickled(self, data: Any) -> tuple[Any, Any, Any, Any]:
-        function, args, kwargs = data
-        if self._agent.allowed is not None:
-            self._agent.allowed.require_callable(function)
+    def _pickled(self, place: int) -> tuple[Any, Any, Any, Any]:
+        agent, incoming = self._agent, self._incoming
+        if agent.allowed is not None:
+            agent.references.drop(incoming)
+            raise Refused("a call without a function's name came to a worker that reads data only (init_rpc(..., allowed=[...]))")
+        function, args, kwargs = agent.wire.decode(incoming, place, False)
         name = getattr(function, "__qualname__", None)
         return function, args, kwargs, name if type(name) is str else type(function)
 
@@ -131,7 +133,7 @@ class Request:
         """Answer with a result; with the reason if it cannot be sent."""
         incoming = self._incoming
         try:
-            content = codec.encoded(value)
+            content = self._agent.wire.codecs[incoming.source].encoded(value)
             self._agent.wire.answer(incoming.source, _RESULT, incoming.sequence, incoming.context, content)
         except BaseException as error:
             self.fail(error)
@@ -139,12 +141,13 @@ class Request:
     def fail(self, error: BaseException) -> None:
         """Answer with an exception. Never raises: this request alone may suffer from it."""
         try:
-            self._answer(Kind.EXCEPTION, codec.encoded(remote_error.described(error)))
+            codec = self._agent.wire.codecs[self._incoming.source]
+            self._answer(Kind.EXCEPTION, codec.encoded(codec.described(error)))
         except BaseException:
             logger.exception("%s cannot answer a request of rank %d", self._agent.workers.me, self._incoming.source)
             self._agent.wire.count_answer()
 
-    def _answer(self, kind: int, content: codec.Content) -> None:
+    def _answer(self, kind: int, content: Content) -> None:
         incoming = self._incoming
         self._agent.wire.answer(incoming.source, kind, incoming.sequence, incoming.context, content)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from mpidist.comm.incoming import Incoming
 from mpidist.comm.transport import HEADER_BYTES, Transport
 from mpidist.errors import FrameError
-from mpidist.rpc import codec, decoder, interceptor, message
+from mpidist.rpc import codec, data_codec, decoder, interceptor, message
+from mpidist.rpc.allowed import Allowed
 from mpidist.rpc.codec import EMPTY, TABLE, Content
 from mpidist.rpc.message import (
     ANNOUNCED,
@@ -39,9 +39,11 @@ class Wire:
         transport: Carries them.
         request_maps: By rank: from this worker's device indices to the receiver's, for requests.
         answer_maps: For answers.
-        unpickler: The class that reads pickles.
+        data_only: Ranks of the workers that read data only.
+        allowed: The list of this worker, if it is one of them.
 
     Attributes:
+        codecs: By rank: what encodes messages to a worker.
         answered: Requests that were answered.
         one_way_sent: One-way messages that were sent.
         is_stopped: Nothing is sent any more.
@@ -52,8 +54,10 @@ class Wire:
         transport: Transport,
         request_maps: Mapping[int, DeviceMap],
         answer_maps: Mapping[int, DeviceMap],
-        unpickler: Any = pickle.Unpickler,
+        data_only: Collection[int] = (),
+        allowed: Allowed | None = None,
     ) -> None:
+        self.codecs: list[Any] = [data_codec if rank in data_only else codec for rank in range(transport.size)]
         self.answered = self.one_way_sent = 0
         self.is_stopped = False
         self._count_lock = threading.Lock()
@@ -61,7 +65,7 @@ class Wire:
         self._announce: Callable[[int, Sequence[tuple[int, int]]], None] = _no_references
         self._request_maps = request_maps
         self._answer_maps = answer_maps
-        self._unpickler = unpickler
+        self._decoder: Any = decoder if allowed is None else data_codec.DataDecoder(allowed)
         self._send = transport.send
 
     def use_references(
@@ -232,7 +236,26 @@ class Wire:
         attach = None
         if flags & AUTOGRAD and (engine := interceptor.engine) is not None:
             attach = partial(_attached, engine, incoming, incoming.noted[0], is_answer)
-        return decoder.decode(flags, body, place, parts, references, attach, self._unpickler)
+        return self._decoder.decode(flags, body, place, parts, references, attach)
+
+    def decode_call(self, incoming: Incoming, place: int) -> tuple[Any, Any]:
+        """Return the args and kwargs of a complete request.
+
+        Args:
+            place: Where its content begins in the header.
+
+        Raises:
+            FrameError: The message does not hold what it announces.
+            Exception: What unpickling raises.
+        """
+        flags = incoming.flags
+        if not flags and place == incoming.end:
+            return (), {}
+        data = self.decode(incoming, place, False)
+        if data is None:
+            return (), {}
+        made: tuple[Any, Any] = self._decoder.arguments(flags, data)
+        return made
 
     def decode_answer(self, incoming: Incoming) -> Any:
         """Return the object that an answer holds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,13 +61,15 @@ class Workers:
         me: This one.
         world_ranks: By rank.
         left: Ranks that have left RPC, or died.
+        data_only: Ranks that read data only: they have a list of what may be called.
     """
 
-    def __init__(self, infos: Sequence[WorkerInfo], rank: int, world_ranks: Sequence[int]) -> None:
+    def __init__(self, infos: Sequence[WorkerInfo], rank: int, world_ranks: Sequence[int], data_only: Iterable[int] = ()) -> None:
         self.infos = tuple(infos)
         self.me = self.infos[rank]
         self.world_ranks = tuple(world_ranks)
         self.left: set[int] = set()
+        self.data_only = frozenset(data_only)
         self._ranks = {info.name: info.id for info in infos}
 
     def rank_of(self, to: Any) -> int:

@@ -16,14 +16,16 @@ import torch
 
 from mpidist.kernels.view import laid_out
 from mpidist.zero.fresh_memory import KeptMemory
-from mpidist.zero.shard_image import InFlat, KindKey, Loose, ShardImage
+from mpidist.zero.local_state import FLAT, LOOSE, described
+from mpidist.zero.shard_image import KindKey, ShardImage
 from mpidist.zero.verdict import raise_together
 
 Tensor = torch.Tensor
 StateByNumber = dict[int, dict[str, Any]]
 CHUNK_BYTES = 16 << 20
 
-_Told = tuple[tuple[KindKey, ...], dict[int, dict[str, Any]], list[tuple[torch.Size, torch.dtype]]]
+# Plain data: the kinds, for each parameter what its state is called and where it lies (``local_state``), and the loose tensors.
+_Told = tuple[tuple[KindKey, ...], dict[int, list[tuple[str, str, Any]]], list[tuple[torch.Size, torch.dtype]]]
 
 
 class Consolidation:
@@ -70,7 +72,8 @@ def gathered(group: Any, image: ShardImage, recipient: int, chunk_bytes: int, me
     Raises:
         MemoryError: A recipient has no memory (there; DisagreementError on the others).
     """
-    told: _Told = (image.kinds, image.entries, [(tensor.shape, tensor.dtype) for tensor in image.loose])
+    entries = {number: [described(name, value) for name, value in held.items()] for number, held in image.entries.items()}
+    told: _Told = (image.kinds, entries, [(tensor.shape, tensor.dtype) for tensor in image.loose])
     if recipient == -1:
         everyone = group.all_gather_object(told)
     else:
@@ -120,19 +123,17 @@ def _assembled(
     slots = {(place, slot.number): slot for place, plan in enumerate(image.plans) for slot in plan.slots}
     found: StateByNumber = {}
     for rank, (kinds, entries, shapes) in enumerate(everyone):
-        for number, names in entries.items():
+        for number, rows in entries.items():
             if number in found:  # of a parameter that is cut: all its owners tell the same
                 continue
             values = found[number] = {}
-            for name, value in names.items():
-                if isinstance(value, InFlat):
-                    slot = slots[kinds[value.kind][0], number]
-                    part = whole[kinds[value.kind]][slot.offset : slot.offset + slot.numel]
+            for name, where, value in rows:
+                if where == FLAT:
+                    slot = slots[kinds[value][0], number]
+                    part = whole[kinds[value]][slot.offset : slot.offset + slot.numel]
                     values[name] = laid_out(part, image.forms[number])
-                elif isinstance(value, Loose):
-                    values[name] = loose[rank][value.place].view(shapes[value.place][0])
                 else:
-                    values[name] = value
+                    values[name] = loose[rank][value].view(shapes[value][0]) if where == LOOSE else value
     return dict(sorted(found.items()))
 
 

@@ -75,7 +75,9 @@ class BorrowedGradients:
             if has:
                 continue
             if group.rank == roots[-1]:
-                group.send_object((settings, [parameters[number].grad for number in owned[rank]] if wants else None), rank)
+                group.send_object(
+                    (settings, [_on_host(parameters[number].grad) for number in owned[rank]] if wants else None), rank
+                )
             elif group.rank == rank:
                 (settings, gradients), _ = group.recv_object(roots[-1])
                 if wants:
@@ -93,6 +95,11 @@ class BorrowedGradients:
             self._own = [(parameter, parameter.grad) for parameter in parameters]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+
+def _on_host(gradient: Tensor | None) -> Tensor | None:
+    # Objects that travel as data hold tensors in host memory.
+    return None if gradient is None else gradient.detach().cpu()
 
 
 class StepHook(JoinHook):

@@ -42,7 +42,7 @@ def packed(image: ShardImage, world_size: int, parked: Parked, packed_groups: li
         "flats": list(image.flats),
         "loose": list(image.loose),
         "masters": list(image.masters),
-        "entries": {number: [_row(name, value) for name, value in held.items()] for number, held in image.entries.items()},
+        "entries": {number: [described(name, value) for name, value in held.items()] for number, held in image.entries.items()},
         "parked": dict(parked.owners),
         "param_groups": packed_groups,
     }
@@ -100,7 +100,8 @@ def parked_in(given: Mapping[str, Any]) -> Parked:
     return Parked(given["parked"], held)
 
 
-def _row(name: str, value: Any) -> tuple[str, str, Any]:
+def described(name: str, value: Any) -> tuple[str, str, Any]:
+    """Return a value of an image's entries as plain data: its name, where it lies, and its place there or itself."""
     if isinstance(value, InFlat):
         return name, FLAT, value.kind
     if isinstance(value, Loose):

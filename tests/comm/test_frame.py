@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpidist.comm import frame
-from mpidist.errors import FrameError
+from mpidist.errors import FrameError, NotPlainData
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -87,7 +87,11 @@ def test_every_truncation_is_refused():
         (b"", "truncated"),
         (b"HTTP/1.1 200 OK\r\n\r\n      ", "not a frame"),
         (struct.pack("<4sHHQQ", b"MPIF", 99, 0, 0, 0), "version 99"),
-        (struct.pack("<4sHHQQ", b"MPIF", 2, 0, 1 << 40, 0), "buffers"),
+        (struct.pack("<4sHHQQ", b"MPIF", 2, 0, 0, 0), "version 2"),
+        (struct.pack("<4sHHQQ", b"MPIF", 3, 7, 0, 0), "unknown format"),
+        (struct.pack("<4sHHQQ", b"MPIF", 3, 0, 1 << 40, 0), "buffers"),
+        (struct.pack("<4sHHQQQ", b"MPIF", 3, 1, 1, 0, (1 << 64) - 1), "no machine holds"),
+        (struct.pack("<4sHHQQI", b"MPIF", 3, 1, 0, 4, 1), "announces a table of 1 bytes"),
     ],
 )
 def test_foreign_bytes_are_refused(data, words):
@@ -100,3 +104,81 @@ def test_a_damaged_pickle_is_a_frame_error():
     data[-1] ^= 0xFF
     with pytest.raises(FrameError, match="damaged"):
         frame.from_bytes(data)
+
+
+# --- data alone ---
+
+
+@given(plain)
+def test_data_comes_back_to_whoever_asks_for_it_and_to_others(obj):
+    data = frame.to_bytes(obj, data_only=True)
+    assert frame.from_bytes(data, data_only=True) == obj
+    assert frame.from_bytes(data) == obj
+
+
+def test_tensors_and_arrays_travel_as_data():
+    base = torch.arange(20_000.0)
+    sent = {"base": base, "half": base[:10_000], "array": np.arange(5000), "leaf": torch.ones(2, requires_grad=True)}
+    back = frame.from_bytes(frame.to_bytes(sent, data_only=True), data_only=True)
+    back["half"].zero_()
+    assert back["base"][:10_000].count_nonzero() == 0 and back["base"][-1] == 19_999
+    assert np.array_equal(back["array"], sent["array"]) and back["leaf"].requires_grad
+
+
+class Runs:
+    """Says so when it is unpickled."""
+
+    has_run = False
+
+    def __reduce__(self):
+        return setattr, (Runs, "has_run", True)
+
+
+def test_a_pickle_is_refused_unread_where_data_is_asked_for():
+    data = frame.to_bytes([1, Runs()])
+    with pytest.raises(FrameError, match=r"a pickle came.*MPIDIST_TRUST=data"):
+        frame.from_bytes(data, data_only=True)
+    assert not Runs.has_run
+    frame.from_bytes(data)
+    assert Runs.has_run  # so the payload is one that runs
+
+
+@pytest.mark.parametrize("number", [frame.DATA, frame.REFUSAL])
+def test_a_pickle_under_another_formats_number_is_no_data(number):
+    Runs.has_run = False
+    data = frame.to_bytes(Runs())
+    struct.pack_into("<H", data, 6, number)
+    with pytest.raises(FrameError):
+        frame.from_bytes(data, data_only=True)
+    assert not Runs.has_run
+
+
+@pytest.mark.parametrize(
+    ("obj", "words"),
+    [
+        ({"a": [0, Runs()]}, r"\['a'\]\[1\]: a .*Runs is no plain data"),
+        (print, "print"),
+        ([torch.nn.Linear(1, 1)], r"\[0\]: .*Linear"),
+    ],
+)
+def test_what_is_no_data_is_named_with_its_place(obj, words):
+    with pytest.raises(NotPlainData, match=words):
+        frame.encode(obj, data_only=True)
+
+
+def test_a_tensor_of_a_device_is_refused_as_data():
+    with pytest.raises(NotPlainData):
+        frame.encode([torch.ones(2, device="meta")], data_only=True)
+
+
+def test_a_refusal_is_told_in_the_place_of_the_object():
+    header, body = frame.refusal("no room")
+    with pytest.raises(frame.RefusedError, match="no room"):
+        frame.decode(header, body, data_only=True)
+
+
+def test_buffers_that_no_row_describes_are_refused():
+    header, body = frame.encode([1], data_only=True)
+    header = struct.pack("<4sHHQQQ", b"MPIF", 3, 1, 1, body[0].nbytes, 3)
+    with pytest.raises(FrameError, match="describes 0"):
+        frame.from_bytes(header + bytes(body[0]) + b"abc")

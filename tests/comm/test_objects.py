@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mpidist.comm import buffer, frame, objects, work
-from mpidist.errors import CommTimeout
+from mpidist.errors import CommTimeout, FrameError, MpidistError, NotPlainData
 from tests.support import agree, raises_on_all
 
 pytestmark = pytest.mark.mpi
@@ -181,3 +181,117 @@ def test_a_sender_that_stops_between_two_parts(group):
     group.barrier()
     while work._orphans:
         work.release_orphans()
+
+
+# --- data alone ---
+
+
+class Own:
+    """Any class of a user's: no plain data."""
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("by", ["keyword", "variable"])
+def test_all_directions_as_data(group, monkeypatch, large, by):
+    told = {"data_only": True} if by == "keyword" else {}
+    if by == "variable":
+        monkeypatch.setenv("MPIDIST_TRUST", "data")
+    # Nobody may unpickle.
+    monkeypatch.setattr(frame.tensor_pickle, "loads", None)
+    W, rank = group.size, group.rank
+    mine, last = something(rank, large), group.size - 1
+    ok = is_something(group.broadcast_object(mine, last, **told), last, large)
+    got = group.gather_object(mine, last, **told)
+    ok &= rank != last or all(is_something(obj, r, large) for r, obj in enumerate(got))
+    ok &= is_something(
+        group.scatter_object([something(r, large) for r in range(W)] if rank == last else None, last, **told), rank, large
+    )
+    ok &= all(is_something(obj, r, large) for r, obj in enumerate(group.all_gather_object(mine, **told)))
+    listed = [mine, (rank,)]
+    group.broadcast_object_list(listed, last, **told)
+    ok &= is_something(listed[0], last, large) and listed[1] == (last,)
+    group.send_object(mine, (rank + 1) % W, **told) if W > 1 and rank == 0 else None
+    if W > 1 and rank == 1:
+        ok &= is_something(group.recv_object(0, **told)[0], 0, large)
+    monkeypatch.undo()
+    agree(group, ok)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda g: g.broadcast_object({"x": [1, Own()]}, data_only=True),
+        lambda g: g.scatter_object([{"x": [1, Own()]}] * g.size if g.rank == 0 else None, data_only=True),
+        lambda g: g.all_gather_object({"x": [1, Own()]} if g.rank == 0 else 1, data_only=True),
+    ],
+    ids=["broadcast", "scatter", "all_gather"],
+)
+def test_what_is_no_data_is_told_to_all_with_its_place(group, call):
+    told = raises_on_all(group, MpidistError, lambda: call(group), "['x'][1]: a tests.comm.test_objects.Own is no plain data")
+    agree(group, (group.rank != 0) == ("could not send its object" in told))
+    agree(group, group.all_gather_object(group.rank) == list(range(group.size)))  # and the group goes on
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_is_gathered_at_one_rank_and_is_no_data_is_told_there(group):
+    try:
+        group.gather_object(Own() if group.rank == 1 else 1, 0, data_only=True)
+        told = ""
+    except MpidistError as error:
+        told = str(error)
+    words = {0: "could not send its object", 1: "Own is no plain data"}.get(group.rank)
+    agree(group, words in told if words else not told, told)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_asks_for_data_refuses_the_others_pickles(group):
+    """No rank waits: the messages have been exchanged when one of them is refused."""
+    last = group.size - 1
+    is_last = group.rank == last
+    calls = [
+        lambda: group.all_gather_object({1}, data_only=is_last),
+        lambda: group.broadcast_object({1}, 0, data_only=is_last),
+        lambda: group.gather_object({1}, last, data_only=is_last),
+        lambda: group.scatter_object([{1}] * group.size if group.rank == 0 else None, 0, data_only=is_last),
+        lambda: (
+            group.send_object({1}, last, data_only=False) if group.rank == 0 else is_last and group.recv_object(0, data_only=True)
+        ),
+    ]
+    for call in calls:
+        try:
+            call()
+            told = ""
+        except FrameError as error:
+            told = str(error)
+        agree(group, ("a pickle came" in told and f"rank {last} of {group.size}" in told) == is_last, told)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_object_that_cannot_be_sent_as_data_is_not_sent(group):
+    if group.rank == 0:
+        with pytest.raises(NotPlainData, match=r"\['x'\]\[1\]"):
+            group.send_object({"x": [1, Own()]}, 1, data_only=True)
+        group.send_object("next", 1, data_only=True)
+    elif group.rank == 1:
+        assert group.recv_object(0, data_only=True) == ("next", 0)
+    group.barrier()
+
+
+def test_an_unreadable_setting_is_an_error_before_anything_is_sent(group, monkeypatch):
+    monkeypatch.setenv("MPIDIST_TRUST", "yes")
+    calls = {
+        "broadcast": lambda: group.broadcast_object(1),
+        "gather": lambda: group.gather_object(1),
+        "scatter": lambda: group.scatter_object([1] * group.size),
+        "all_gather": lambda: group.all_gather_object(1),
+        "send": lambda: group.send_object(1, 0),
+        "recv": lambda: group.recv_object(0),
+    }
+    told = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            told[name] = "MPIDIST_TRUST must be 'pickle' or 'data'" in str(error)
+    monkeypatch.undo()
+    agree(group, told == dict.fromkeys(calls, True), str(told))

@@ -1,5 +1,7 @@
 """The store that lives on MPI."""
 
+import logging
+import struct
 import threading
 import time
 from datetime import timedelta
@@ -7,7 +9,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from mpidist.comm.rendezvous import KeyValueTable
+from mpidist.comm import frame, key_value_table, rendezvous
+from mpidist.comm.key_value_table import REPLY_TAGS, KeyValueTable
+from mpidist.comm.library import MPI
+from mpidist.errors import FrameError
 from tests.support import agree, raises_on_all
 
 
@@ -102,3 +107,118 @@ def test_append(group, store):
             store.append("word", "abcd"[turn % 4])
     group.barrier()
     agree(group, store.get("word") == "".join("abcd"[t % 4] for t in range(group.size)).encode())
+
+
+# --- requests that are none ---
+
+TAG = REPLY_TAGS[0]
+
+
+class Runs:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self):
+        return exec, ("import os; os._exit(3)",)
+
+
+def written(*told):
+    return bytes(frame.to_bytes(list(told), data_only=True))
+
+
+FOREIGN = {
+    "nothing": b"",
+    "text": b"GET / HTTP/1.1",
+    "a pickle": bytes(frame.to_bytes((TAG, "read", (Runs(),)))),
+    "a pickle under the number of data": bytes(frame.to_bytes(Runs())).replace(b"\x03\0\0\0", b"\x03\0\1\0", 1),
+    "an unknown verb": written(TAG, "__init__", []),
+    "a verb that is no text": written(TAG, 3, []),
+    "a tag beyond": written(REPLY_TAGS[-1] + 1, "count", []),
+    "a tag that is no number": written("16", "count", []),
+    "too few arguments": written(TAG, "set", ["a"]),
+    "too many": written(TAG, "count", [1]),
+    "a value that is no bytes": written(TAG, "set", ["a", "text"]),
+    "a key that is no text": written(TAG, "set", [b"a", b"b"]),
+    "an amount past 64 bits": written(TAG, "add", ["a", 1 << 63]),
+    "a true amount": written(TAG, "add", ["a", True]),
+    "keys that are none": written(TAG, "wait", [[1], 1.0]),
+    "an endless wait": written(TAG, "wait", [["a"], float("inf")]),
+    "a wait of no number": written(TAG, "wait", [["a"], float("nan")]),
+    "no list": written(TAG, "count", []).replace(b"\x93", b"\xc0"),
+    "no three": written(TAG, "count"),
+    "a length of 2**40": struct.pack("<4sHHQQ", b"MPIF", 3, 1, 0, 1 << 40),
+    "2**20 buffers": struct.pack("<4sHHQQ", b"MPIF", 3, 1, 1 << 20, 0),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_no_request_is_refused(name):
+    with pytest.raises(FrameError):
+        key_value_table.request_of(FOREIGN[name])
+
+
+@pytest.mark.parametrize("data", [b"", written(1), written(1, 2), bytes(frame.to_bytes([Runs(), None]))])
+def test_what_is_no_reply_is_refused(data):
+    with pytest.raises(FrameError):
+        key_value_table.answer_of(data)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_server_drops_what_is_no_request_and_goes_on(group, store, caplog):
+    server = rendezvous.shared_store()
+    with caplog.at_level(logging.WARNING):
+        if group.rank == 1:
+            for data in FOREIGN.values():
+                server._mpi.Send((data, len(data), MPI.BYTE), 0, rendezvous._REQUEST_TAG)
+            store.set("still", "there")
+        agree(group, store.get("still") == b"there")
+    told = [record.getMessage() for record in caplog.records if "is no request" in record.getMessage()]
+    agree(group, group.rank != 0 or (len(told) == len(FOREIGN) and all("of rank 1, " in text for text in told)), str(told))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_reply_that_a_client_does_not_take_holds_nobody_up(group, store):
+    server = rendezvous.shared_store()
+    if group.rank == 1:
+        store.set("large", b"x" * (8 << 20))
+        data = key_value_table.request(TAG, "compare_set", ("untaken", b"", b"y" * (8 << 20)))
+        server._mpi.Send((data, len(data), MPI.BYTE), 0, rendezvous._REQUEST_TAG)
+    group.barrier()
+    store.set(f"rank{group.rank}", "here")
+    agree(group, all(store.get(f"rank{rank}") == b"here" for rank in range(group.size)))
+    if group.rank == 1:  # taken after all, so that the job can end
+        status = MPI.Status()
+        while (message := server._mpi.Improbe(0, TAG, status)) is None:
+            time.sleep(1e-3)
+        message.Recv((bytearray(status.Get_count(MPI.BYTE)), status.Get_count(MPI.BYTE), MPI.BYTE))
+        server.delete_key("untaken")
+
+
+@pytest.mark.mpi
+def test_adding_to_what_is_no_number_is_the_callers_error_alone(group, store):
+    shared = rendezvous.shared_store()
+    key = f"text of {group.rank} at {time.time()}"
+    shared.set(key, b"abc")
+    with pytest.raises(ValueError, match="its value, 3 bytes, is no number"):
+        shared.add(key, 1)
+    agree(group, shared.get(key) == b"abc")
+
+
+@pytest.mark.mpi
+def test_a_key_that_is_deleted_between_wait_and_read_is_waited_for_again(group, monkeypatch):
+    shared = rendezvous.shared_store()
+    key = f"deleted of {group.rank} at {time.time()}"
+    wait, waits = shared.wait, []
+
+    def waited(keys, timeout=None):
+        if not waits:
+            shared.set(key, b"first")
+            wait(keys, timeout)
+            shared.delete_key(key)
+        else:
+            shared.set(key, b"second")
+            wait(keys, timeout)
+        waits.append(keys)
+
+    monkeypatch.setattr(shared, "wait", waited)
+    agree(group, shared.get(key) == b"second" and len(waits) == 2)
+    shared.delete_key(key)

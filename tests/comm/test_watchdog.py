@@ -2,15 +2,17 @@
 
 import json
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from mpidist.comm import departures, watchdog
+from mpidist.comm import departures, frame, watchdog, watchdog_messages
 from mpidist.comm import journal as journals
 from mpidist.comm.journal import Journal
-from mpidist.errors import CommTimeout, RankFailureError
-from tests.support import printed, short_job
+from mpidist.comm.library import MPI
+from mpidist.errors import CommTimeout, FrameError, RankFailureError
+from tests.support import agree, printed, short_job
 
 
 @pytest.fixture
@@ -147,6 +149,71 @@ def test_another_rank_that_is_late_prints_if_it_was_the_first_to_ask(dog, clock)
     watching._printed.add(subject)
     watching._look_at(again)
     assert len(said.written) == 1 and isinstance(again.failure, CommTimeout)
+
+
+# --- messages of other watchdogs ---
+
+ENTRY = journals.Entry("group", "key", 3, "barrier", (2, 3), "float32", 1.5, 0)
+
+
+class Runs:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self):
+        return exec, ("import os; os._exit(3)",)
+
+
+def bytes_of(*told):
+    return bytes(frame.to_bytes(told, data_only=True))
+
+
+FOREIGN = {
+    "nothing": b"",
+    "a pickle": bytes(frame.to_bytes(("left", 0, Runs()))),
+    "a refusal": b"".join([frame.refusal("x")[0], *frame.refusal("x")[1]]),
+    "no message": bytes_of("left"),
+    "an unknown kind": bytes_of("__init__", 0, ()),
+    "a kind that is no text": bytes_of([], 0, ()),
+    "a number that is none": bytes_of("printed", "0", ("a", "b")),
+    "a question without a subject": bytes_of("ask", 1, (("a",), 0)),
+    "an answer without entries": bytes_of("answer", 1, [("group", "key", 3, "barrier", [], None, None, 0)]),
+    "an answer that is cut": bytes_of("answer", 1, [("group",)]),
+    "a failure of no group": bytes_of("failed", 0, ("key", "text", ["a"])),
+    "an end with other values": bytes_of("left", 0, {"group": "3"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        ("ask", (("key", "barrier number 1"), 0)),
+        ("answer", [ENTRY, journals.Entry("group", "key", 0, "none", None, None, None, 0)]),
+        ("printed", ("key", "barrier number 1")),
+        ("failed", ("key", "text", (0, 2))),
+        ("left", {"key": 3}),
+    ],
+)
+def test_messages_come_back(kind, content):
+    assert watchdog_messages.decoded(watchdog_messages.encoded(kind, 7, content)) == (kind, 7, content)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_no_message_is_refused(name):
+    with pytest.raises(FrameError):
+        watchdog_messages.decoded(FOREIGN[name])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_thread_drops_what_is_no_message_and_goes_on(group, caplog):
+    dog = watchdog._watchdog
+    if group.rank == 1:
+        for data in FOREIGN.values():
+            dog._mpi.Send((data, len(data), MPI.BYTE), 0, watchdog._TAG)
+    deadline = time.monotonic() + 30
+    while group.rank == 0 and time.monotonic() < deadline and caplog.text.count("the watchdog drops") < len(FOREIGN):
+        time.sleep(0.01)
+    ok = group.rank != 0 or (caplog.text.count("the watchdog drops") == len(FOREIGN) and dog._thread.is_alive())
+    agree(group, ok, caplog.text)
 
 
 def test_a_report_says_what_each_rank_is_in(clock, monkeypatch):

@@ -28,14 +28,14 @@ def memory_of(part):
     return memoryview(bytearray(data))
 
 
-def decoded(content, place=0, **options):
+def decoded(content, place=0, reader=decoder, **options):
     """Carry a content over; ``place`` bytes stand before it, as a header's do."""
     flags, body, parts, _ = content.body(None)
     if not body:
         return None
     references = [Marked(reference.number) for reference in content.references]
     there = [memory_of(part) for part in parts]
-    return decoder.decode(flags, bytearray(place) + body, place, there, references, **options)
+    return reader.decode(flags, bytearray(place) + body, place, there, references, **options)
 
 
 def over(obj, **options):

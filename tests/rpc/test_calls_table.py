@@ -11,8 +11,8 @@ import torch
 
 from mpidist.errors import CommTimeout, FrameError, MpidistError, RankFailureError
 from mpidist.rpc import call as call_module
+from mpidist.rpc import codec, remote_error
 from mpidist.rpc import pending as pending_module
-from mpidist.rpc import remote_error
 from mpidist.rpc.call import AsyncCall, Call
 from mpidist.rpc.calls import Calls
 from mpidist.rpc.codec import EMPTY
@@ -31,6 +31,7 @@ class Wire:
     def __init__(self):
         self.sent = []
         self.refusal = None
+        self.codecs = [codec] * 4
         self.on_post = lambda sequence: None
 
     def post(self, to, kind, sequence=0, context=0, prefix=b"", content=EMPTY):

@@ -1,0 +1,175 @@
+"""Table of the store ``mpi://``, its verbs, and what a request for one may look like (pure).
+
+A verb comes from another rank as a word. It is looked up here with the types of its arguments; nothing else of the word is
+believed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpidist.comm import frame
+from mpidist.errors import FrameError
+
+REPLY_TAGS = range(16, 16 + (1 << 14))  # one for each request under way, so that threads do not take each other's answers
+BYE = "bye"  # a client's last word, which has no answer
+WAIT = "wait"  # answered by the server, not by the table
+
+_MOST_SECONDS = 1e9
+
+
+class KeyValueTable:
+    """The table itself; verbs and their answers as ``torch.distributed.Store`` documents them."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        self._values[key] = value
+
+    def read(self, key: str) -> bytes | None:
+        """Return the value of a key; None if it is not there."""
+        return self._values.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, 0 if new; return the sum.
+
+        Raises:
+            ValueError: The value that is there is no number.
+        """
+        held = self._values.get(key, b"0")
+        try:
+            total = int(held) + amount
+        except ValueError:
+            raise ValueError(f"the store cannot add to {key!r}: its value, {len(held)} bytes, is no number") from None
+        self._values[key] = str(total).encode()
+        return total
+
+    def append(self, key: str, value: bytes) -> None:
+        """Put bytes behind those that are there."""
+        self._values[key] = self._values.get(key, b"") + value
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Store ``desired`` if the value is ``expected``, or if there is none and ``expected`` is empty; return the value."""
+        if key not in self._values:
+            if expected:
+                return expected
+            self._values[key] = desired
+        elif self._values[key] == expected:
+            self._values[key] = desired
+        return self._values[key]
+
+    def delete(self, key: str) -> bool:
+        """Remove a key; say whether it was there."""
+        return self._values.pop(key, None) is not None
+
+    def count(self) -> int:
+        """Return the number of keys."""
+        return len(self._values)
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Say whether all keys are there."""
+        return all(key in self._values for key in keys)
+
+    def answer(self, verb: str, args: Sequence[Any]) -> Any:
+        """Return what a verb of a request answers.
+
+        Raises:
+            ValueError: The verb cannot be done on the value that is there.
+        """
+        return _CALLS[verb](self, *args)
+
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "set": KeyValueTable.set,
+    "read": KeyValueTable.read,
+    "add": KeyValueTable.add,
+    "append": KeyValueTable.append,
+    "compare_set": KeyValueTable.compare_set,
+    "delete": KeyValueTable.delete,
+    "count": KeyValueTable.count,
+    "has": KeyValueTable.has,
+}
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_bytes(value: Any) -> bool:
+    return type(value) is bytes
+
+
+def _is_amount(value: Any) -> bool:
+    return type(value) is int and -(1 << 63) <= value < 1 << 63
+
+
+def _is_texts(value: Any) -> bool:
+    return type(value) is list and all(type(item) is str for item in value)
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and 0 <= value <= _MOST_SECONDS
+
+
+_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], ...]] = {
+    "set": (_is_text, _is_bytes),
+    "read": (_is_text,),
+    "add": (_is_text, _is_amount),
+    "append": (_is_text, _is_bytes),
+    "compare_set": (_is_text, _is_bytes, _is_bytes),
+    "delete": (_is_text,),
+    "count": (),
+    "has": (_is_texts,),
+    WAIT: (_is_texts, _is_seconds),
+    BYE: (),
+}
+
+
+def request(tag: int, verb: str, args: Sequence[Any]) -> bytes:
+    """Return the bytes of a request."""
+    return bytes(frame.to_bytes([tag, verb, list(args)], data_only=True))
+
+
+def request_of(data: Any) -> tuple[int, str, list[Any]]:
+    """Return tag of the reply, verb and arguments of a request.
+
+    Raises:
+        FrameError: The bytes are no request.
+    """
+    told = frame.from_bytes(data, data_only=True)
+    if type(told) is not list or len(told) != 3:
+        raise FrameError("a request to the store is a tag, a verb and its arguments")
+    tag, verb, args = told
+    if type(verb) is not str or verb not in _ARGUMENTS:
+        raise FrameError("a request to the store asks for an unknown verb")
+    if type(tag) is not int or (tag not in REPLY_TAGS and verb != BYE):
+        raise FrameError(f"a request to the store, {verb}, asks for an answer under a tag that is none")
+    kinds = _ARGUMENTS[verb]
+    if type(args) is not list or len(args) != len(kinds) or not all(fits(arg) for fits, arg in zip(kinds, args, strict=True)):
+        raise FrameError(f"a request to the store, {verb}, has other arguments than that verb")
+    return tag, verb, args
+
+
+def reply(answer: Any, problem: str | None = None) -> bytes:
+    """Return the bytes of a reply: the answer, or why there is none."""
+    return bytes(frame.to_bytes([answer, problem], data_only=True))
+
+
+def answer_of(data: Any) -> Any:
+    """Return the answer of a reply.
+
+    Raises:
+        FrameError: The bytes are no reply.
+        ValueError: The server could not do what was asked.
+    """
+    told = frame.from_bytes(data, data_only=True)
+    if type(told) is not list or len(told) != 2 or type(told[1]) not in (str, type(None)):
+        raise FrameError("a reply of the store is an answer and a problem")
+    answer, problem = told
+    if problem is not None:
+        raise ValueError(problem)
+    return answer

@@ -1,0 +1,170 @@
+"""Encoding and decoding for workers that read data only: ``codec`` and ``decoder`` for those with a list.
+
+The content has the same table of tensors in front; its skeleton is the data of ``comm/data_format``
+with the extension types of ``data_values``. There is no pickle: what is no data fails where it is
+written, with the argument's name. What is read is data, whatever the bytes are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpidist.comm import data_reader, data_writer, tensor_rebuild, tensor_table
+from mpidist.comm.data_format import NATIVE, NUMBER, OBJECT
+from mpidist.comm.data_writer import Ext, encode
+from mpidist.errors import FrameError, NotPlainData
+from mpidist.rpc import callee, decoder, remote_error
+from mpidist.rpc.allowed import Allowed, Refused
+from mpidist.rpc.codec import EMPTY, KEYWORDS, PICKLED, SLOTS, TABLE, Content, Tensor
+from mpidist.rpc.data_values import Reading, Writing
+
+LONE_MARK = encode(Ext(OBJECT, NUMBER.pack(0)))
+LONE_ARGUMENT = encode([Ext(OBJECT, NUMBER.pack(0))])
+_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_READS_DATA = "the worker reads data only (init_rpc(..., allowed=[...]))"
+
+
+def encoded_function(function: Any, name: bytes, args: Any, kwargs: Any) -> Content:
+    """Encode a call's arguments.
+
+    Args:
+        function: For messages.
+        name: The function's in the header; one without a name cannot be sent.
+
+    Raises:
+        NotPlainData: An argument is no data, with its name; or the function has no importable name.
+    """
+    if len(name) <= 2:
+        raise NotPlainData(f"{function!r} has no importable name, and {_READS_DATA}")
+    if type(args) is not tuple:
+        args = tuple(args or ())  # an iterator gives its items once
+    if not kwargs:
+        if not args:
+            return EMPTY
+        if len(args) == 1 and type(args[0]) is Tensor and (table := tensor_table.lone_table(args[0])) is not None:
+            return Content(0, LONE_ARGUMENT, table, args)
+        if NATIVE.issuperset(map(type, args)):
+            try:
+                return Content(0, encode(args))
+            except (OverflowError, UnicodeEncodeError):
+                pass
+        items, flags = list(args), 0
+    else:
+        items, flags = [list(kwargs), *args, *kwargs.values()], KEYWORDS
+    try:
+        return _content(flags, items)
+    except NotPlainData as error:
+        place = _argument(function, error.place, len(args), list(kwargs or ()))
+        raise NotPlainData(f"{error.reason}, and {_READS_DATA}", place) from None
+
+
+def encoded(obj: Any) -> Content:
+    """Encode a result.
+
+    Raises:
+        NotPlainData: It is no data.
+    """
+    if obj is None:
+        return EMPTY
+    if type(obj) is Tensor and (table := tensor_table.lone_table(obj)) is not None:
+        return Content(0, LONE_MARK, table, (obj,))
+    try:
+        return _content(0, obj)
+    except NotPlainData as error:
+        raise NotPlainData(f"{error.reason}, and {_READS_DATA}", f"what is sent{error.place}") from None
+
+
+def described(error: BaseException) -> Any:
+    """Return an exception as ``remote_error.rebuilt`` takes it, as data."""
+    return remote_error.described(error, as_data=True)
+
+
+def _content(flags: int, obj: Any) -> Content:
+    objects: list[Any] = []
+    writing = Writing()
+    content = Content(flags, data_writer.dumps(obj, objects, writing.extend))
+    content.references = writing.references
+    if objects:
+        content.objects = objects
+        content.table = tensor_table.inline_table(objects)
+        content.is_dense = True
+    return content
+
+
+def _argument(function: Any, place: str, positional: int, keywords: list[str]) -> str:
+    """Return how messages name the argument at a place of [keywords, *positional, *values]."""
+    head, _, rest = place.partition("]")
+    number = int(head[1:]) - bool(keywords) if head[1:].isdecimal() else 0
+    if number >= positional:
+        return f"argument {keywords[number - positional]!r}{rest}"
+    if type(function) is callee.Method:
+        return f"argument {number - 1}{rest}"  # the first is the reference
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[: number + 1]
+    except (TypeError, ValueError):
+        parameters = []  # builtin functions have no signature
+    if number < len(parameters) and parameters[number].kind in (_EITHER, inspect.Parameter.POSITIONAL_ONLY):
+        return f"argument {parameters[number].name!r}{rest}"
+    return f"argument {number}{rest}"
+
+
+class DataDecoder:
+    """The decoder of a worker with a list.
+
+    Args:
+        allowed: The list.
+    """
+
+    def __init__(self, allowed: Allowed) -> None:
+        self._allowed = allowed
+
+    def decode(
+        self,
+        flags: int,
+        body: Any,
+        place: int,
+        parts: Sequence[Any],
+        references: Sequence[Any] = (),
+        attach: Callable[[list[Any]], list[Any]] | None = None,
+    ) -> Any:
+        """Read a content; see ``decoder.decode``. A call's arguments are a list.
+
+        Raises:
+            Refused: A pickle, or a name that is not in the list.
+            FrameError: The content is no data, or damaged.
+        """
+        if flags & (PICKLED | SLOTS):
+            raise Refused("a pickle came to a worker that reads data only (init_rpc(..., allowed=[...]))")
+        objects: list[Any] = []
+        used = 0
+        if flags & TABLE:
+            if (lone := tensor_rebuild.read_lone(body, place)) is not None:
+                objects, place = [lone[0]], lone[1]
+            else:
+                objects, used, place = tensor_rebuild.read(body, place, parts, is_strict=True)
+            if attach is not None:
+                objects = decoder.attached(objects, attach)
+        if used != len(parts):
+            raise FrameError(f"{len(parts)} parts came, of which the table describes {used}")
+        return data_reader.loads(memoryview(body)[place:], objects, Reading(references, self._allowed).extend)
+
+    def arguments(self, flags: int, data: Any) -> tuple[Any, Any]:
+        """Return the args and kwargs of a decoded call.
+
+        Raises:
+            FrameError: They are none.
+        """
+        if type(data) is not list:
+            raise FrameError(f"a {type(data).__name__} in the place of a call's arguments")
+        if not flags & KEYWORDS:
+            return data, {}
+        names = data[0] if data else None
+        if type(names) is not list or len(names) >= len(data) or not all(type(name) is str for name in names):
+            raise FrameError("a call's keywords are none")
+        first = len(data) - len(names)
+        kwargs = dict(zip(names, data[first:], strict=True))
+        if len(kwargs) != len(names):
+            raise FrameError("a call's keywords occur twice")
+        return data[1:first], kwargs

@@ -1,0 +1,196 @@
+"""Kinds of objects that data-only messages carry beside plain data: the extension types of RPC.
+
+::
+
+    REFERENCE   number: a remote reference of the message
+    NAMED       "module:qualified name": a function or class of the receiver's list
+    RECORD      name, fields: a dataclass or named tuple of the receiver's list (``records``)
+    ERROR       name, text, arguments, attributes: an exception
+    WORKER      name, rank: a ``WorkerInfo``
+    CARRIED     number, contents: an object that travels by a rule of its own (``Carried``)
+
+Names are looked up in the list of the worker that reads (``allowed``); nothing is imported, and no constructor of a user's runs.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from mpidist.comm import data_writer
+from mpidist.errors import FrameError, NotPlainData
+from mpidist.rpc import callee, records
+from mpidist.rpc.allowed import Allowed, Refused
+from mpidist.rpc.message import COUNT
+from mpidist.rpc.pickles import Carried, Reference
+from mpidist.rpc.worker import WorkerInfo
+
+REFERENCE, NAMED, RECORD, ERROR, WORKER, CARRIED = range(32, 38)
+_NAMED_TYPES = frozenset({*callee.NAMED_TYPES, MethodType, OpOverload, OpOverloadPacket})
+_OWN = "mpidist."
+
+# By number: the class of what is carried, and what makes it from its contents.
+_carried: dict[int, tuple[type, Callable[..., Any]]] = {}
+
+
+def carry(number: int, kind: type[Carried], make: Callable[..., Any]) -> None:
+    """Have objects of exactly one class carried: their ``contents()`` travel; ``make(*contents)`` checks them and makes one."""
+    _carried[number] = kind, make
+
+
+class Writing:
+    """Extension types of one message on its way out; ``extend`` is given to ``data_writer``.
+
+    Attributes:
+        references: Of the message, by number.
+    """
+
+    __slots__ = ("_numbers", "references")
+
+    def __init__(self) -> None:
+        self.references: list[Reference] = []
+        self._numbers: dict[int, int] = {}
+
+    def extend(self, obj: Any) -> tuple[int, list[Any]] | None:
+        """Return the code and the values of an object; None if it has none."""
+        if isinstance(obj, Reference):
+            number = self._numbers.setdefault(id(obj), len(self.references))
+            if number == len(self.references):
+                self.references.append(obj)
+            return REFERENCE, [number]
+        kind = type(obj)
+        if kind is WorkerInfo:
+            return WORKER, [obj.name, obj.id]
+        if kind in _NAMED_TYPES or isinstance(obj, (type, torch.jit.ScriptFunction)):
+            return _named(obj)
+        if isinstance(obj, Carried):
+            for number, (carried, _) in _carried.items():
+                if kind is carried:
+                    return CARRIED, [number, *obj.contents()]
+            return None
+        if isinstance(obj, Exception):
+            return ERROR, list(error_values(obj))
+        record = records.fields_of(obj)
+        if record is not None:
+            name, fields = record
+            return RECORD, [name, *fields]
+        return None
+
+
+def _named(obj: Any) -> tuple[int, list[Any]]:
+    text = callee.named(obj)[1][COUNT.size :].decode()
+    if not text:
+        raise NotPlainData(f"{obj!r} cannot be named: it is not found under its module and qualified name")
+    return NAMED, [text]
+
+
+def error_values(error: BaseException) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
+    """Return an exception's name, text, arguments and attributes; those alone that are plain data."""
+    kind = type(error)
+    arguments = error.args if all(map(_is_data, error.args)) else (_text_of(error),)
+    attributes: dict[str, Any] = {}
+    if kind.__module__.startswith(_OWN):
+        attributes = {name: value for name, value in error.__dict__.items() if not name.startswith("_") and _is_data(value)}
+    return f"{kind.__module__}:{kind.__qualname__}", _text_of(error), arguments, attributes
+
+
+def _is_data(obj: Any) -> bool:
+    objects: list[Any] = []
+    try:
+        data_writer.dumps(obj, objects)
+    except Exception:
+        return False
+    return not objects
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return f"{error}"
+    except BaseException as failure:
+        return f"(its text raised {type(failure).__name__})"
+
+
+class Reading:
+    """Extension types of one message that has come; ``extend`` is given to ``data_reader``.
+
+    Args:
+        references: Of the message.
+        allowed: The list of this worker.
+    """
+
+    __slots__ = ("_allowed", "_references")
+
+    def __init__(self, references: Sequence[Any], allowed: Allowed) -> None:
+        self._references = references
+        self._allowed = allowed
+
+    def extend(self, code: int, values: list[Any]) -> Any:
+        """Make an object.
+
+        Raises:
+            Refused: It names what is not in the list.
+            FrameError: The values are none of its kind.
+        """
+        if code == REFERENCE:
+            return self._references[_number(values, len(self._references))]
+        if code == NAMED:
+            (name,) = values
+            return self._allowed.value(_text(name))
+        if code == RECORD:
+            return records.made(self._allowed.record(_text(values[0])), values[1:])
+        if code == ERROR:
+            return made_error(values, self._allowed)
+        if code == WORKER:
+            name, rank = values
+            if type(rank) is not int:
+                raise FrameError("a worker without a rank")
+            return WorkerInfo(_text(name), rank)
+        if code == CARRIED:
+            _, make = _carried[values[0]]
+            return make(*values[1:])
+        raise FrameError(f"an extension type of unknown code {code}")
+
+
+def made_error(values: Sequence[Any], allowed: Allowed) -> Exception:
+    """Make an exception of ``error_values``: of Python's own, of ``mpidist.errors``, or of the list.
+
+    No constructor of a user's runs.
+
+    Raises:
+        Refused: It is of another class.
+        FrameError: The values are none of an exception.
+    """
+    name, text, arguments, attributes = values
+    kind = allowed.exception(_text(name))
+    if kind is None:
+        raise Refused(f'exceptions of "{name}" are not in the list of what this worker allows; its text is: {_text(text)}')
+    if type(arguments) is not tuple or type(attributes) is not dict or not all(type(key) is str for key in attributes):
+        raise FrameError("no arguments of an exception")
+    if kind.__module__ == builtins.__name__ or kind.__module__.startswith(_OWN):
+        made: Exception = kind(*arguments)
+        made.__dict__.update(attributes if kind.__module__ != builtins.__name__ else {})
+    else:
+        base: Any = kind
+        while base.__module__ != builtins.__name__:
+            base = base.__base__  # the one whose layout the class has
+        made = base.__new__(kind, *arguments)
+        made.args = arguments
+    return made
+
+
+def _number(values: list[Any], count: int) -> int:
+    (number,) = values
+    if type(number) is not int or not 0 <= number < count:
+        raise FrameError(f"a mark of a reference beyond the {count} that came with it")
+    return number
+
+
+def _text(obj: Any) -> str:
+    if type(obj) is not str:
+        raise FrameError(f"a {type(obj).__name__} in the place of a name")
+    return obj

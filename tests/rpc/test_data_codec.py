@@ -1,0 +1,248 @@
+"""Contents for workers that read data only: what goes over, what fails at the caller, and what is refused when it comes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from mpidist.comm.data_writer import Ext, encode
+from mpidist.errors import CommTimeout, FrameError, MpidistError, NotPlainData, RankFailureError, RemoteError
+from mpidist.rpc import callee, codec, data_codec, data_values, decoder, remote_error
+from mpidist.rpc.allowed import Allowed, Refused
+from mpidist.rpc.worker import WorkerInfo
+from tests.comm.test_data_format import DATA, told
+from tests.rpc.carried import Marked, decoded, described
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    weights: torch.Tensor
+
+    def __post_init__(self):
+        raise AssertionError("the constructor of a record must not run")
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+class Complaint(Exception):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.noticed = True
+
+
+class Other:
+    pass
+
+
+def step(weights, rate=0.1, *rest, **options):
+    return weights
+
+
+ALLOWED = Allowed([step, Point, Pair, Complaint, torch.add, torch.ops.aten.mul])
+READER = data_codec.DataDecoder(ALLOWED)
+WORKER = WorkerInfo("worker1", 1)
+
+
+def over(obj, reader=READER):
+    return decoded(data_codec.encoded(obj), reader=reader)
+
+
+def called(*args, **kwargs):
+    content = data_codec.encoded_function(step, callee.named(step)[1], args, kwargs)
+    flags, body, _, _ = content.body(None)
+    data = decoded(content, reader=READER)
+    return ((), {}) if not body else READER.arguments(flags, data)
+
+
+def point(x):
+    made = object.__new__(Point)
+    made.x, made.weights = x, torch.ones(x)
+    return made
+
+
+@settings(max_examples=100, deadline=None)
+@given(DATA)
+def test_results_come_back_exactly(obj):
+    assert told(over(obj)) == told(obj)
+
+
+@settings(max_examples=100, deadline=None)
+@given(DATA, DATA)
+def test_arguments_come_back_exactly(first, second):
+    assert told(called(first, rate=second)) == told(([first], {"rate": second}))
+    assert called() == ((), {})
+
+
+def test_tensors_arrays_and_references():
+    tensor, parameter = torch.arange(6.0).view(2, 3), torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    sparse = torch.eye(3).to_sparse()
+    data = {"a": [tensor, tensor.t(), tensor.expand(4, 2, 3)], "b": (np.arange(3)[::2], parameter, bytearray(b"x")), "c": sparse}
+    back = over([Marked(3), data, Marked(4)])
+    assert back[0].number == 3 and back[2].number == 4
+    assert described(back[1]["a"]) == described(data["a"]) and described(back[1]["b"]) == described(data["b"])
+    assert torch.equal(back[1]["c"].to_dense(), torch.eye(3))
+    one = Marked(5)
+    assert over([one, one])[0].number == 5
+    assert torch.equal(over(tensor), tensor) and torch.equal(called(tensor)[0][0], tensor)
+    large = torch.arange(100_000.0)
+    assert torch.equal(called(large, rate=large)[1]["rate"], large)
+
+
+def test_listed_classes_functions_records_and_exceptions():
+    named = [step, Point, torch.add, torch.ops.aten.mul, torch.ops.aten.mul.Tensor]
+    assert over(named) == named
+    made = over({"p": point(2), "q": Pair(point(1), [1])})
+    assert type(made["p"]) is Point and made["p"].x == 2 and made["p"].weights.tolist() == [1, 1]
+    assert type(made["q"]) is Pair and made["q"].second == [1]
+    assert over(WORKER) == WORKER
+    error = over([ValueError("x", 1), Complaint("y"), RankFailureError("gone", [1, 2]), OSError(2, "no")])
+    assert [type(one) for one in error] == [ValueError, Complaint, RankFailureError, FileNotFoundError]
+    assert error[0].args == ("x", 1) and error[1].args == ("y",) and not hasattr(error[1], "noticed")
+    assert error[2].ranks == (1, 2)
+
+
+@pytest.mark.parametrize("obj", [Other, Other(), print, np.sum, [Allowed], dataclasses.make_dataclass("Unlisted", ["x"])(1)])
+def test_what_is_not_in_the_list_is_refused_where_it_comes(obj):
+    try:
+        content = data_codec.encoded(obj)
+    except NotPlainData:
+        return  # it did not even leave
+    with pytest.raises(Refused, match="not in the list"):
+        decoded(content, reader=READER)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: called(1, Other()), "argument 'rate'"),
+        (lambda: called(1, 2, 3, {"x": [Other()]}), r"argument 3\['x'\]\[0\]"),
+        (lambda: called(weights=[Other()]), r"argument 'weights'\[0\]"),
+        (lambda: called(1, Other(), rate=1), "argument 'rate'"),
+        (lambda: called(1, option=Other()), "argument 'option'"),
+        (lambda: called(lambda: 1), "argument 'weights'"),
+        (lambda: called(torch.nn.Linear(1, 1)), "argument 'weights': a torch.nn.modules.linear.Linear"),
+    ],
+)
+def test_what_is_no_data_fails_at_the_caller_with_the_arguments_name(call, name):
+    with pytest.raises(NotPlainData, match=f"^{name}.*reads data only"):
+        call()
+
+
+def test_functions_without_a_name_fail_at_the_caller():
+    with pytest.raises(NotPlainData, match="no importable name"):
+        data_codec.encoded_function(lambda: 1, b"\0\0", (), {})
+    with pytest.raises(NotPlainData, match=r"^argument 1:"):
+        data_codec.encoded_function(callee.method("get"), b"\3\0get", (Marked(1), 2, Other()), {})
+
+
+def read(data, flags=0, references=()):
+    return READER.decode(flags, bytearray(data), 0, [], references)
+
+
+def test_a_pickle_is_refused_before_it_is_read():
+    flags, body, _, _ = codec.pickled(Other()).body(None)
+    with pytest.raises(Refused, match="pickle"):
+        READER.decode(flags, bytearray(body), 0, [])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        Ext(data_values.REFERENCE, encode([0])),
+        Ext(data_values.REFERENCE, encode([-1])),
+        Ext(data_values.REFERENCE, encode(["0"])),
+        Ext(data_values.REFERENCE, encode([])),
+        Ext(data_values.NAMED, encode([1])),
+        Ext(data_values.NAMED, encode(["os:system"])),
+        Ext(data_values.NAMED, encode([f"{__name__}:step.__globals__"])),
+        Ext(data_values.NAMED, encode([f"{__name__}:Point.__init__"])),
+        Ext(data_values.RECORD, encode([])),
+        Ext(data_values.RECORD, encode(["builtins:dict", 1])),
+        Ext(data_values.RECORD, encode([f"{__name__}:Point", 1])),
+        Ext(data_values.RECORD, encode([f"{__name__}:Point", 1, 2, 3])),
+        Ext(data_values.RECORD, encode([f"{__name__}:Other"])),
+        Ext(data_values.ERROR, encode([f"{__name__}:Other", "x", Ext(1, encode([])), {}])),
+        Ext(data_values.ERROR, encode(["builtins:SystemExit", "x", Ext(1, encode([])), {}])),
+        Ext(data_values.ERROR, encode(["builtins:eval", "x", Ext(1, encode(["1"])), {}])),
+        Ext(data_values.ERROR, encode(["builtins:ValueError", "x", [], {}])),
+        Ext(data_values.ERROR, encode(["builtins:UnicodeDecodeError", "x", Ext(1, encode([1])), {}])),
+        Ext(data_values.ERROR, encode(["builtins:ValueError", "x", Ext(1, encode([])), {"1": 1}, 1])),
+        Ext(data_values.WORKER, encode(["a", "b"])),
+        Ext(data_values.WORKER, encode(["a name that is none", 1])),
+        Ext(data_values.CARRIED, encode([])),
+        Ext(data_values.CARRIED, encode([10_000])),
+        Ext(data_values.CARRIED, encode([[]])),
+        Ext(99, encode([])),
+    ],
+)
+def test_forged_values(values):
+    with pytest.raises((FrameError, Refused, MpidistError)):
+        read(encode(values))
+
+
+@pytest.mark.parametrize(
+    ("flags", "data"),
+    [
+        (0, {"a": 1}),
+        (0, 3),
+        (0, "abc"),
+        (codec.KEYWORDS, []),
+        (codec.KEYWORDS, [1, 2]),
+        (codec.KEYWORDS, [["a", "b"], 1]),
+        (codec.KEYWORDS, [["a", "a"], 1, 2]),
+        (codec.KEYWORDS, [[1], 2]),
+    ],
+)
+def test_forged_arguments(flags, data):
+    with pytest.raises(FrameError):
+        READER.arguments(flags, data)
+
+
+def raised(error):
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def carried_error(error):
+    description = decoded(data_codec.encoded(data_codec.described(raised(error))), reader=READER)
+    return remote_error.rebuilt(description, WORKER, ALLOWED)
+
+
+def test_exceptions_arrive_as_what_they_are_where_they_are_data():
+    for error in (ValueError("x"), KeyError("k"), CommTimeout("late"), Complaint("c"), OSError(2, "no such")):
+        back = carried_error(error)
+        assert type(back) is type(error) and back.args == error.args
+        assert isinstance(back.__cause__, remote_error.RemoteTraceback) and "test_data_codec" in str(back.__cause__)
+    assert carried_error(ValueError(Other)).args[0].startswith("<class")
+    unlisted = carried_error(type("Unlisted", (Exception,), {})("what it says"))
+    assert type(unlisted) is RemoteError and "what it says" in str(unlisted) and unlisted.type_name == "Unlisted"
+    assert type(carried_error(KeyboardInterrupt("stop"))) is RemoteError
+
+
+@pytest.mark.parametrize("forged", [None, 1, (), ("a", "b", "c"), ("a", 1, "c", None), ["a", "b", "c", None]])
+def test_forged_descriptions(forged):
+    with pytest.raises(FrameError, match="exception that is none"):
+        remote_error.rebuilt(forged, WORKER, ALLOWED)
+
+
+def test_a_pickle_in_a_description_is_not_read():
+    error = remote_error.rebuilt(("ValueError", "x", "text", b"cos\nsystem\n."), WORKER, ALLOWED)
+    assert type(error) is RemoteError
+
+
+def test_decoders_for_data_and_for_pickles_agree_on_calls():
+    content = codec.encoded_function(step, callee.named(step)[1], (1, [2]), {"rate": 3})
+    flags, _, _, _ = content.body(None)
+    args, kwargs = decoder.arguments(flags, decoded(content))
+    assert (list(args), kwargs) == called(1, [2], rate=3)
