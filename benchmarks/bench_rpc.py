@@ -1,4 +1,4 @@
-"""Compare calls by mpidist.rpc with a floor, with those of workers that read data only, and with torch's RPC over TensorPipe, in turns.
+"""Compare calls by mpidist.rpc with a floor, between workers that read data only, and with torch's RPC over TensorPipe, in turns.
 
 mpirun --bind-to none -n 2 python benchmarks/bench_rpc.py
 """

@@ -31,6 +31,7 @@ _PAIRS = (
     ("mpidist", "ping-pong"),
     ("mpidist", "mpidist no-op"),
     ("mpidist", "mpidist, fewer"),
+    ("data only", "mpidist"),
     ("fp32", "bf16"),
     ("fp32", "fp16"),
     ("fp32", "int8"),

@@ -19,7 +19,7 @@ from pathlib import Path
 
 # Modules that tests and benchmarks import, each of a distribution of the same name; with those that these need in turn.
 MODULES = {
-    "mpi4py": (), "pytest": ("pluggy", "iniconfig", "pygments", "packaging"), "hypothesis": ("sortedcontainers",),
+    "mpi4py": (), "msgspec": (), "pytest": ("pluggy", "iniconfig", "pygments", "packaging"), "hypothesis": ("sortedcontainers",),
     "expecttest": (), "psutil": (), "cloudpickle": (), "tabulate": (),
     "matplotlib": (
         "contourpy", "cycler", "fonttools", "kiwisolver", "pyparsing", "python-dateutil", "six", "pillow", "packaging",

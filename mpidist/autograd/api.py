@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from mpidist.autograd import notices
-from mpidist.autograd.context import MAX_COUNT, WORKER_SHIFT, Context, here, unknown
+from mpidist.autograd.context import MAX_COUNT, MODES, WORKER_SHIFT, Context, here, unknown
 from mpidist.autograd.engine import Engine
-from mpidist.autograd.initiator import MODES
 from mpidist.dynamo import untraced
 from mpidist.rpc import current, interceptor
 

@@ -26,6 +26,8 @@ from mpidist.errors import MpidistError
 
 WORKER_SHIFT = 48
 MAX_COUNT = (1 << WORKER_SHIFT) - 1
+SMART = 1 << (WORKER_SHIFT - 1)  # in the number of a pass: its mode
+MODES = ("fast", "smart")
 
 
 class Context:
@@ -43,6 +45,7 @@ class Context:
         plans: Plans of passes in SMART mode that were asked for and not begun.
         early: Gradients for passes whose part is not known yet.
         stopped: Passes that have failed.
+        completed: Passes whose part here is over.
         active: Handlers that run within it.
         is_released: It has ended here.
         lock: Guards ``active``, ``is_released`` and the making of parts.
@@ -60,6 +63,7 @@ class Context:
         self.plans: dict[int, Any] = {}
         self.early: dict[int, list[Any]] = {}
         self.stopped: set[int] = set()
+        self.completed: set[int] = set()
         self.active = 0
         self.is_released = False
         self.lock = threading.Lock()

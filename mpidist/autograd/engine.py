@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from mpidist.autograd import recording
-from mpidist.autograd.context import Context, Contexts, Within, here, unknown
+from mpidist.autograd import checks, recording
+from mpidist.autograd.context import WORKER_SHIFT, Context, Contexts, Within, here, unknown
 from mpidist.autograd.initiator import Initiator, loss_of
 from mpidist.autograd.notices import GRADIENT_KINDS, Notice, notify_all
 from mpidist.autograd.recording import Receive, Send, Tensor
-from mpidist.errors import MpidistError
+from mpidist.errors import FrameError, MpidistError
 from mpidist.rpc import current
 from mpidist.rpc.pool import Task
 
@@ -33,7 +33,14 @@ class Engine:
         return context.number if context is not None and not context.is_released else 0
 
     def request_came(self, context: int, source: int) -> None:
-        """See ``Interceptor``."""
+        """See ``Interceptor``.
+
+        Raises:
+            FrameError: No worker can have made the context.
+        """
+        agent = current.agent
+        if agent is not None and context >> WORKER_SHIFT >= len(agent.workers.infos):
+            raise FrameError(f"rank {source} calls within context {context}, which no worker can have made")
         self.contexts.request_came(_me(), context, source)
 
     def leaving(self, context: int, to: int, tensors: Sequence[Tensor], is_answer: bool) -> int:
@@ -75,32 +82,50 @@ class Engine:
 
     def handle(self, source: int, kind: int, context: int, obj: Any) -> Any:
         """See ``Interceptor``; a pass from the value of a reference on its owner, asked for by another worker."""
-        reference, number, retain_graph, mode = obj
+        reference, number, retain_graph, mode = checks.request(obj, len(current.require().workers.infos))
         reference.backward(number, retain_graph, mode)
 
     def handle_one_way(self, source: int, kind: int, context: int, obj: Any) -> Any:
-        """See ``Interceptor``."""
+        """See ``Interceptor``.
+
+        Raises:
+            FrameError: The message does not hold what it must, or its sender may not send it.
+        """
         if kind in GRADIENT_KINDS:
-            return _work(self._parts.take_gradients, obj)
-        what, number, *rest = obj
+            return _work(self._parts.take_gradients, source, obj)
+        agent = current.require()
+        count, me = len(agent.workers.infos), agent.workers.me.id
+        what, number, key, rest = checks.head(obj, count)
+        found = self.contexts.find(number)
+        checks.sender(what, source, me, number, key, found)
+        try:
+            checks.body(what, rest, count)
+        except FrameError as error:
+            # The sender has a say in the pass, which would wait in vain for what this should have been.
+            told = FrameError(f"rank {source} sent {error}")
+            if checks.initiator_of(key) == me:
+                self.initiator.refuse(number, key, told)
+            else:
+                self._parts.report_failure(number, key, told)
+            raise
         if what == Notice.DONE:
-            self.initiator.take_done(source, *rest)
+            self.initiator.take_done(source, number, key, *rest)
         elif what == Notice.FAILED:
-            self.initiator.take_failure(current.require(), source, *rest)
+            self.initiator.take_failure(agent, source, number, key, *rest)
         elif what == Notice.STOP:
-            if (found := self.contexts.find(number)) is not None:
-                self._parts.stop(found, *rest)
+            if found is not None:
+                self._parts.stop(found, key)
         elif what == Notice.ASK:
-            return _work(self._parts.answer_survey, number, *rest)
+            return _work(self._parts.answer_survey, number, key)
         elif what == Notice.SUMMARY:
-            return _work(self.initiator.take_summary, source, *rest)
+            return _work(self.initiator.take_summary, source, number, key, *rest)
         elif what == Notice.AWAIT:
-            return _work(self._parts.begin_awaited, number, *rest)
+            return _work(self._parts.begin_awaited, number, key, *rest)
         elif what == Notice.PROBE:
-            idle_s, missing, sent_to = self._parts.report(number, *rest)
-            notify_all([source], Notice.REPORT, number, *rest, idle_s, missing, tuple(sent_to))
+            idle_s, missing, sent_to = self._parts.report(number, key)
+            notify_all([source], Notice.REPORT, number, key, idle_s, missing, tuple(sent_to))
         elif what == Notice.REPORT:
-            self.initiator.take_report(source, *rest)
+            self.initiator.take_report(source, number, key, *rest)
         elif what == Notice.CLEANUP:
             self.release(number)
         elif what == Notice.ADOPT:

@@ -8,20 +8,18 @@ from typing import Any
 
 import torch
 
-from mpidist.autograd.context import Context, Contexts, here, unknown
+from mpidist.autograd.context import SMART, Context, Contexts, here, unknown
 from mpidist.autograd.dependencies import Plan
 from mpidist.autograd.local_pass import ROOTS
 from mpidist.autograd.notices import Notice, notify, notify_all
-from mpidist.autograd.parts import SMART, Parts, plan_of
+from mpidist.autograd.parts import Parts, plan_of
 from mpidist.autograd.passes import Pass
 from mpidist.autograd.recording import Edge, Tensor
-from mpidist.autograd.smart import Hop, Survey, closure, summary
-from mpidist.errors import RankFailureError
+from mpidist.autograd.smart import Hop, Summary, Survey, closure, summary
+from mpidist.errors import FrameError, MpidistError, RankFailureError
 from mpidist.rpc import current, remote_error
 from mpidist.rpc.agent import Agent
 from mpidist.rpc.worker import Workers
-
-MODES = ("fast", "smart")
 
 
 def edges_of(roots: Sequence[Tensor]) -> list[Edge]:
@@ -131,19 +129,45 @@ class Initiator:
             notify(worker, Notice.AWAIT, context.number, running.key, retain, tuple(reached.get(worker, ())))
         self._begin(running, context, retain, plan, names, roots, [ROOTS, *reached.get(me, ())])
 
-    def take_summary(self, worker: int, key: int, found: Any, peers: Iterable[int]) -> None:
-        """Take a worker's answer to the survey."""
-        running = self._passes.get(key)
+    def take_summary(self, worker: int, number: int, key: int, found: Summary, peers: Sequence[int]) -> None:
+        """Take a worker's answer to the survey.
+
+        Raises:
+            FrameError: The worker was not asked, or has answered.
+        """
+        running = self._running(number, key)
         if running is None or running.error is not None:
             return
+        survey = running.survey
+        if survey is None or worker not in survey.asked or worker in survey.summaries:
+            raise FrameError(f"rank {worker} answers a survey of pass {key} that it was not asked for, or again")
         running.progress()
         try:
-            if running.survey.add(worker, found, peers):
+            strangers = {source for hops in found.values() for _, source in hops} - set(peers)
+            if strangers:
+                raise FrameError(f"rank {worker} has tensors of ranks {sorted(strangers)}, which are none of its peers")
+            if survey.add(worker, found, peers):
                 self._ask(running)
         except Exception as error:
             running.fail(error)
 
     # What others report.
+
+    def _running(self, number: int, key: int) -> Pass | None:
+        """Return a pass of a context; None if it has ended.
+
+        Raises:
+            FrameError: It is of another context.
+        """
+        running = self._passes.get(key)
+        if running is not None and running.context != number:
+            raise FrameError(f"pass {key} is not of context {number}")
+        return running
+
+    def refuse(self, number: int, key: int, error: MpidistError) -> None:
+        """End a pass for a message that does not hold what it must."""
+        if self._running(number, key) is not None:
+            self._fail(key, error)
 
     def _complete(self, key: int, sent_to: Iterable[int]) -> None:
         running = self._passes.get(key)
@@ -151,9 +175,9 @@ class Initiator:
             running.complete(running.me, sent_to)
             self._require_living(running)
 
-    def take_done(self, worker: int, key: int, sent_to: Iterable[int]) -> None:
+    def take_done(self, worker: int, number: int, key: int, sent_to: Iterable[int]) -> None:
         """Note that a worker's part is complete."""
-        running = self._passes.get(key)
+        running = self._running(number, key)
         if running is not None:
             running.complete(worker, sent_to)
             self._require_living(running)
@@ -175,17 +199,27 @@ class Initiator:
         else:
             running.fail(_error_on(running.me, error))
 
-    def take_failure(self, agent: Agent, worker: int, key: int, description: Any) -> None:
+    def take_failure(self, agent: Agent, worker: int, number: int, key: int, description: Any) -> None:
         """End a pass for an error on another worker."""
-        running = self._passes.get(key)
-        if running is not None:
-            unpickler = {} if agent.allowed is None else {"unpickler": agent.allowed.unpickler}
-            running.fail(_error_on(worker, remote_error.rebuilt(description, agent.workers.infos[worker], **unpickler)))
+        running = self._running(number, key)
+        if running is None:
+            return
+        try:
+            error = remote_error.rebuilt(description, agent.workers.infos[worker], agent.allowed)
+        except Exception as failure:
+            error = FrameError(f"rank {worker} reports an error that cannot be read: {failure}")
+        running.fail(_error_on(worker, error))
 
-    def take_report(self, worker: int, key: int, idle_s: float, missing: list[str], sent_to: Iterable[int]) -> None:
-        """Take a worker's answer about its progress."""
-        running = self._passes.get(key)
+    def take_report(self, worker: int, number: int, key: int, idle_s: float, missing: list[str], sent_to: Iterable[int]) -> None:
+        """Take a worker's answer about its progress.
+
+        Raises:
+            FrameError: The worker was not asked.
+        """
+        running = self._running(number, key)
         if running is not None:
+            if worker not in running.mentioned:
+                raise FrameError(f"rank {worker} reports about pass {key}, in which it has no part")
             running.report(worker, idle_s, missing, sent_to)
 
     def _probe(self, running: Pass) -> tuple[float, list[str]]:

@@ -27,6 +27,7 @@ from mpidist.autograd.fence import Fence
 from mpidist.autograd.recording import LEAF, Edge, Node, Tensor
 from mpidist.autograd.single_node import Gradient, run_alone
 from mpidist.ddp.in_context import Reduction
+from mpidist.errors import MpidistError
 
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 ROOTS = 0  # the name of the source that the roots are; messages have numbers above
@@ -54,6 +55,9 @@ class LocalPass:
         names: Of the plan's sources, in their order: numbers of messages, or ``ROOTS``.
         awaited: Those that get gradients; None for all.
 
+    Raises:
+        MpidistError: Gradients are awaited for what is no source.
+
     Attributes:
         sent_to: Workers that were sent gradients.
         is_stopped: The pass has failed: nothing more is yielded.
@@ -79,6 +83,10 @@ class LocalPass:
         self._places = {name: place for place, name in enumerate(names)}
         self._needed = self._all = (1 << len(names)) - 1
         if awaited is not None:
+            awaited = set(awaited)
+            if not awaited <= self._places.keys():
+                strange = sorted(awaited - self._places.keys())
+                raise MpidistError(f"the pass awaits gradients of messages that this worker has not sent: {strange[:8]}")
             self._needed = sum(1 << self._places[name] for name in awaited)
         self._arrived = self._all & ~self._needed
         self._left = {mask for mask in (*plan.captures, *plan.cuts) if mask & self._needed}  # masks that have not run
@@ -147,7 +155,9 @@ class LocalPass:
         self._fence.hold(self._kept.values())
         for name, gradients, fence in arrived:
             fence.hold(gradients)
-            place = self._places[name]
+            place = self._places.get(name)
+            if place is None or self._arrived >> place & 1:
+                raise MpidistError(f"gradients of message {name} have come before in this pass, or are not awaited in it")
             self._arrived |= 1 << place
             for edge, gradient in zip(plan.sources[place], gradients, strict=True):
                 if gradient is not None:

@@ -7,6 +7,23 @@
     notice      what, context, and what follows (``Notice``)
 
 They name their context in their content and carry none in the header: gradients are not recorded.
+
+Who may say what (``checks``; all else is logged and dropped):
+
+==================  ============================================================================================
+gradients           the worker that the message went to; as many as its tensors, of their shape, dtype and device
+DONE, FAILED        any worker, of its own part
+SUMMARY             a worker that was asked, once
+REPORT              a worker that has a part
+ASK, AWAIT, PROBE   the worker that began the pass
+STOP                that one, and those that share the context with the receiver
+CLEANUP             the context's worker, and those whose requests came within it; nobody to the context's worker
+ADOPT               any worker, to the context's
+==================  ============================================================================================
+
+A worker of a context may begin passes in it and may fail them. What is of another form, or gradients of another message, ends the
+pass at the worker that began it, if the sender has a say in it. What a worker says of its own part is believed: a pass that waits
+for a part which does not exist ends after the RPC timeout.
 """
 
 from __future__ import annotations

@@ -6,22 +6,19 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mpidist.autograd.context import WORKER_SHIFT, Context, Contexts, unknown
+from mpidist.autograd import checks
+from mpidist.autograd.checks import initiator_of
+from mpidist.autograd.context import SMART, Context, Contexts, unknown
 from mpidist.autograd.dependencies import Plan
 from mpidist.autograd.local_pass import ROOTS, LocalPass
 from mpidist.autograd.notices import Notice, notify, notify_all, send_gradients
 from mpidist.autograd.recording import Edge, Node
 from mpidist.autograd.single_node import Gradient
 from mpidist.autograd.smart import summary
-from mpidist.errors import RankFailureError
-from mpidist.rpc import current, remote_error
+from mpidist.errors import FrameError, RankFailureError
+from mpidist.rpc import current
 
-SMART = 1 << (WORKER_SHIFT - 1)  # in the number of a pass: its mode
-
-
-def initiator_of(key: int) -> int:
-    """Return the rank of the worker that began a pass."""
-    return key >> WORKER_SHIFT
+_MAX_PLANS = 64  # of one context, asked for and not begun: each is as large as the graph
 
 
 def plan_of(context: Context, roots: Sequence[Edge] | None = None) -> tuple[Plan, list[int]]:
@@ -50,22 +47,36 @@ class Parts:
         self._complete = complete
         self._fail = fail
 
-    def take_gradients(self, content: Sequence[Any]) -> None:
-        """Take a message of gradients; in FAST mode the first of a pass begins this worker's part."""
+    def take_gradients(self, source: int, content: Sequence[Any]) -> None:
+        """Take a message of gradients; in FAST mode the first of a pass begins this worker's part.
+
+        Raises:
+            FrameError: They are not those of a message that this worker has sent to the source. The pass fails with it, unless
+                the source does not share the context.
+        """
         number, key, message, flag, gradients = content
-        retain = bool(flag)
+        workers = len(current.require().workers.infos)
+        checks.number(number, "context", workers)
+        checks.number(key, "pass", workers)
         if type(gradients) is not list:
-            gradients = (gradients,)
+            gradients = [gradients]
         context = self._contexts.find(number)
         if context is None:
             self.report_failure(number, key, unknown(number))
             return
-        part = context.parts.get(key)
-        if part is None:
-            try:
-                part = self._first_contact(context, key, retain, message, gradients)
-            except Exception as error:
-                self.abort(context, key, error)
+        if source not in context.told and source not in context.told_by:
+            raise FrameError(f"rank {source} sent gradients of context {number}, which it does not share")
+        try:
+            checks.gradients(context.sends.get(message), source, message, gradients)
+            part = context.parts.get(key)
+            if part is None:
+                part = self._first_contact(context, key, bool(flag), message, gradients)
+        except FrameError as error:
+            self.abort(context, key, error)
+            raise
+        except Exception as error:
+            self.abort(context, key, error)
+            return
         if part is not None:
             self.deliver(part, message, gradients)
 
@@ -76,6 +87,8 @@ class Parts:
             part: LocalPass | None = context.parts.get(key)
             if part is not None or key in context.stopped or context.is_released:
                 return part
+            if key in context.completed:
+                raise FrameError(f"gradients of message {message} for pass {key}, whose part here is over")
             if key & SMART:  # what to await is still under way
                 context.early.setdefault(key, []).append((message, gradients))
                 return None
@@ -113,6 +126,8 @@ class Parts:
             notify_all([initiator_of(key)], Notice.SUMMARY, number, key, {}, ())
             return
         try:
+            if len(context.plans) >= _MAX_PLANS:
+                raise FrameError(f"{len(context.plans)} passes have asked context {number} for its plan, and not begun")
             plan, names = plan_of(context)
             found = summary(plan, names, context.receives)
         except Exception as error:
@@ -125,9 +140,14 @@ class Parts:
         """Begin a part with the sends that get gradients, if any."""
         context = self._contexts.find(number)
         plan, names = context.plans.pop(key, (None, ())) if context is not None else (None, ())
-        if awaited and context is None:
+        if not awaited:
+            return
+        if context is None:
             self.report_failure(number, key, unknown(number))
-        elif context is not None and plan is not None and awaited:
+        elif plan is None:
+            if key not in context.stopped:
+                self.abort(context, key, FrameError(f"pass {key} awaits gradients, and has not asked which there are"))
+        else:
             try:
                 self.begin(context, key, retain, plan, names, awaited)
             except Exception as error:
@@ -145,7 +165,9 @@ class Parts:
 
     def complete(self, part: LocalPass) -> None:
         """Tell the initiator that a part is complete."""
-        part.context.parts.pop(part.key, None)
+        with part.context.lock:
+            part.context.completed.add(part.key)
+            part.context.parts.pop(part.key, None)
         if initiator_of(part.key) == current.require().workers.me.id:
             self._complete(part.key, part.sent_to)
         else:
@@ -166,7 +188,8 @@ class Parts:
         if initiator_of(key) == agent.workers.me.id:
             self._fail(key, error)
         else:
-            notify_all([initiator_of(key)], Notice.FAILED, number, key, remote_error.described(error))
+            initiator = initiator_of(key)
+            notify_all([initiator], Notice.FAILED, number, key, agent.wire.codecs[initiator].described(error))
 
     def stop(self, context: Context, key: int) -> None:
         """End a part of a failed pass, and those of the workers that it has sent gradients to. Again does nothing."""

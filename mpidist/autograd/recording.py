@@ -81,7 +81,12 @@ class Send:
 
     def shapes(self) -> list[tuple[int, ...]]:
         """Return the shapes of its tensors."""
-        return [tuple(one.shape) for one in self._node._input_metadata]
+        return [tuple(one.shape) for one in self.metadata()]
+
+    def metadata(self) -> Sequence[Any]:
+        """Return shape, dtype and device of each of its tensors."""
+        found: Sequence[Any] = self._node._input_metadata
+        return found
 
 
 class Receive:

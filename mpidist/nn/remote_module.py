@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpidist.errors import FrameError
 from mpidist.nn import handle, remote, scripted
-from mpidist.rpc import api
+from mpidist.rpc import api, current, data_values
 from mpidist.rpc.pickles import Carried
 from mpidist.rpc.rref import RRef
 
@@ -214,6 +215,30 @@ class RemoteModule(handle.Handle, Carried):
 def from_wire(on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any) -> RemoteModule:
     """Make the ``RemoteModule`` that a message brought."""
     return handle.rebuild(RemoteModule, on, device, module_rref, interface)
+
+
+def from_data(*contents: Any) -> RemoteModule:
+    """Make the ``RemoteModule`` that a message of data brought, of what ``contents`` returned.
+
+    Raises:
+        FrameError: There is no such worker, device or interface, or the reference is none.
+    """
+    if len(contents) != 4:
+        raise FrameError(f"a RemoteModule travels as 4 values; got {len(contents)}")
+    on, device, module_rref, interface = contents
+    if type(on) not in (str, int) or type(device) is not str or type(module_rref) is not RRef:
+        raise FrameError("a RemoteModule travels as a worker, a device, a reference and an interface; got something else")
+    try:
+        current.require().workers.rank_of(on)
+        torch.device(device)
+        if interface is not None:
+            scripted.require_interface(interface)
+    except (RuntimeError, ValueError) as error:
+        raise FrameError(f"no RemoteModule: {error}") from error
+    return from_wire(on, device, module_rref, interface)
+
+
+data_values.carry(1, RemoteModule, from_data)
 
 
 def _refusal(name: str) -> Callable[..., Any]:

@@ -10,8 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from mpidist.dynamo import untraced
-from mpidist.optim import gradients, local
+from mpidist.optim import answers, gradients, local
 from mpidist.optim.layout import Layout
+from mpidist.optim.local_optimizer import Group
 from mpidist.optim.owner_calls import call_all, raise_for, start_all
 from mpidist.optim.param_groups import groups_of, same, settings_of, snapshot
 from mpidist.optim.registry import functional_optim_map, name_or_class
@@ -165,8 +166,9 @@ class DistributedOptimizer(Optimizer):
         if errors or more:
             start_all(local.remove_group, {worker: (self._optimizers[worker],) for worker in added})
         raise_for("DistributedOptimizer.add_param_group", {**errors, **more}, len(own))
-        for worker, (optimizer, (counts,), (found,), _) in made.items():
-            self._optimizers[worker] = optimizer
+        added = {worker: answers.group(worker, answer, len(own[worker])) for worker, answer in added.items()}
+        for worker, answer in made.items():
+            self._optimizers[worker], (counts,), (found,), _ = answers.made(worker, answer, [len(own[worker])])
             added[worker] = counts, found
         self._note_group(group, {worker: counts for worker, (counts, _) in added.items()}, added[owners[0]][1])
 
@@ -185,6 +187,8 @@ class DistributedOptimizer(Optimizer):
             local.state,
             {worker: (optimizer,) for worker, optimizer in self._optimizers.items()},
         )
+        for worker, found in states.items():
+            answers.state(worker, found, sum(map(len, self._layout.numbers_of(worker))))
         groups = [
             {**snapshot(settings_of(group)), "params": numbers}
             for group, numbers in zip(self.param_groups, self._layout.numbers(), strict=True)
@@ -226,13 +230,14 @@ class DistributedOptimizer(Optimizer):
         self._sent = settings
 
     def _make_all(self, groups: list[dict[str, Any]]) -> None:
-        own: dict[WorkerInfo, list[local.Group]] = {}
+        own: dict[WorkerInfo, list[Group]] = {}
         for group in groups:
             for worker in dict.fromkeys(rref.owner() for rref in group["params"]):
                 rrefs = [rref for rref in group["params"] if rref.owner() == worker]
                 own.setdefault(worker, []).append((rrefs, settings_of(group)))
         calls = {worker: self._plan(parts) for worker, parts in own.items()}
         made = call_all(f"DistributedOptimizer({self._recipe[0]!r})", local.make, calls)
+        made = {worker: answers.made(worker, answer, [len(rrefs) for rrefs, _ in own[worker]]) for worker, answer in made.items()}
         self._optimizers = {worker: answer[0] for worker, answer in made.items()}
         self.defaults.update(next(iter(made.values()))[3])
         counts = {worker: iter(answer[1]) for worker, answer in made.items()}
@@ -244,7 +249,7 @@ class DistributedOptimizer(Optimizer):
         if not any(self._layout.size(number) for number in range(len(groups))):
             raise ValueError("optimizer got an empty parameter list: the modules have no parameters")
 
-    def _plan(self, parts: list[local.Group]) -> tuple[Any, ...]:
+    def _plan(self, parts: list[Group]) -> tuple[Any, ...]:
         named, is_functional, args, kwargs = self._recipe
         return named, is_functional, parts, args, kwargs
 

@@ -36,8 +36,11 @@ def of_parameters(context_id: int, parameters: Sequence[Tensor]) -> list[Tensor 
     """Return a context's gradient of each parameter; None if it has none.
 
     Raises:
+        TypeError: No number of a context.
         RuntimeError: No such context here.
     """
+    if type(context_id) is not int:
+        raise TypeError(f"context_id is a number; got a {type(context_id).__qualname__}")
     found = of_context(context_id)
     return [found.get(parameter) for parameter in parameters]
 

@@ -1,95 +1,32 @@
-"""Owner's side of ``DistributedOptimizer``: the optimizer of the parameters that one worker owns.
+"""Owner's side of ``DistributedOptimizer``: the functions that its messages name.
 
-The functions are what messages name: a worker with a list of what may be called here
-(``init_rpc(..., allowed=[...])``) allows this module, ``"mpidist.optim.local"``. The optimizers of
-``mpidist.optim.functional`` go by a string; all other classes must be in the list, too.
+A worker with a list of what may be called here (``init_rpc(..., allowed=[...])``) allows them all by the one entry
+``"mpidist.optim.local"``. The optimizers of ``mpidist.optim.functional`` go by a string; all other classes must be in the list,
+too.
+
+Each function checks what it is given (``local_optimizer``): exact references to values of this worker, numbers, settings by name.
+A trainer updates the parameters and the optimizers that it has references to; no name in a message leads to an attribute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from mpidist.optim import gradients, registry
-from mpidist.optim.grad_attribute import GradAttributeOptimizer
+from mpidist.optim import gradients, local_optimizer
+from mpidist.optim.local_optimizer import LocalOptimizer
 from mpidist.rpc.rref import RRef
 
-Group = tuple[Sequence[Any], dict[str, Any]]  # references, and the settings that were given for them
 
-
-class LocalOptimizer:
-    """An optimizer, and the parameters in the order of its groups.
-
-    Attributes:
-        parameters: Those of this worker.
-        counts: For each group, how many parameters each reference stands for.
-    """
-
-    def __init__(self, named: Any, is_functional: bool, groups: Sequence[Group], args: Any, kwargs: Any) -> None:
-        self.counts: list[list[int]] = []
-        self.parameters: list[torch.Tensor] = []
-        made = [self._take(references, settings) for references, settings in groups]
-        # A functional optimizer of a user's may take no groups; torch's take no empty list of parameters.
-        is_plain = len(made) == 1 and not groups[0][1] and self.parameters
-        params: Any = made[0]["params"] if is_plain else made
-        if is_functional:
-            self.optimizer = registry.resolve(named)(params, *args, **kwargs)
-        else:
-            self.optimizer = GradAttributeOptimizer(named, params, *args, **kwargs)
-
-    def add(self, references: Sequence[Any], settings: dict[str, Any]) -> None:
-        """Add a group."""
-        group = self._take(references, settings)
-        try:
-            self._own("add_param_group")(group)
-        except BaseException:
-            self._forget_last()
-            raise
-
-    def remove_last(self) -> None:
-        """Remove the last group, which no step has used yet."""
-        self._own("remove_last_group")()
-        self._forget_last()
-
-    def settings(self) -> list[dict[str, Any]]:
-        """Return the settings of each group."""
-        groups = getattr(self.optimizer, "param_groups", None)
-        if groups is None:
-            return [{} for _ in self.counts]
-        return [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
-
-    def change(self, changes: Mapping[int, dict[str, Any]]) -> None:
-        """Change settings of groups, by number."""
-        if changes:
-            groups = self._own("param_groups")
-            for number, settings in changes.items():
-                groups[number].update(settings)
-
-    def _take(self, references: Sequence[Any], settings: dict[str, Any]) -> dict[str, Any]:
-        found = [_parameters_of(reference) for reference in references]
-        own = [parameter for parameters in found for parameter in parameters]
-        self.counts.append([len(parameters) for parameters in found])
-        self.parameters += own
-        return {**settings, "params": own}
-
-    def _forget_last(self) -> None:
-        del self.parameters[len(self.parameters) - sum(self.counts.pop()) :]
-
-    def _own(self, name: str) -> Any:
-        if not hasattr(self.optimizer, name):
-            raise TypeError(f"{type(self.optimizer).__qualname__}, a registered functional optimizer, has no {name}")
-        return getattr(self.optimizer, name)
-
-
-def make(named: Any, is_functional: bool, groups: Sequence[Group], args: Any, kwargs: Any) -> Any:
+def make(named: Any, is_functional: bool, groups: Any, args: Any, kwargs: Any) -> Any:
     """Make this worker's optimizer.
 
     Args:
         named: A class, or the name of one in ``mpidist.optim.functional``.
         is_functional: Its ``step`` takes gradients.
-        groups: Of references owned here.
+        groups: Of references owned here, each with settings.
         args: The class's further arguments.
         kwargs: The class's further arguments.
 
@@ -99,25 +36,26 @@ def make(named: Any, is_functional: bool, groups: Sequence[Group], args: Any, kw
 
     Raises:
         TypeError: A reference to something else, or arguments that the class does not take.
+        MpidistError: This worker's list has no such class.
         Exception: What the class raises.
     """
     local = LocalOptimizer(named, is_functional, groups, args, kwargs)
     return RRef(local), local.counts, local.settings(), dict(getattr(local.optimizer, "defaults", {}))
 
 
-def add_group(optimizer: Any, references: Sequence[Any], settings: dict[str, Any]) -> Any:
+def add_group(optimizer: Any, references: Any, settings: Any) -> Any:
     """Add a group; return how many parameters each reference has, and the group's settings."""
-    local: LocalOptimizer = optimizer.local_value()
+    local = local_optimizer.of(optimizer)
     local.add(references, settings)
     return local.counts[-1], local.settings()[-1]
 
 
 def remove_group(optimizer: Any) -> None:
     """Remove the group that was added last, as another worker could not add its part."""
-    optimizer.local_value().remove_last()
+    local_optimizer.of(optimizer).remove_last()
 
 
-def step(optimizer: Any, context_id: int, changes: Mapping[int, dict[str, Any]]) -> None:
+def step(optimizer: Any, context_id: int, changes: Any) -> None:
     """Update the parameters with a context's gradients.
 
     Blocks: while another optimizer updates one of these parameters.
@@ -127,7 +65,7 @@ def step(optimizer: Any, context_id: int, changes: Mapping[int, dict[str, Any]])
         context_id: The context; parameters without a gradient in it are left alone.
         changes: Settings that have changed since the last step, by the group's number here.
     """
-    local: LocalOptimizer = optimizer.local_value()
+    local = local_optimizer.of(optimizer)
     found = gradients.of_parameters(context_id, local.parameters)
     local.change(changes)
     local.optimizer.step(found)
@@ -135,43 +73,35 @@ def step(optimizer: Any, context_id: int, changes: Mapping[int, dict[str, Any]])
 
 def state(optimizer: Any) -> dict[int, Any]:
     """Return a copy of each parameter's state, on the CPU, by the parameter's number here."""
-    local: LocalOptimizer = optimizer.local_value()
+    local = local_optimizer.of(optimizer)
     locks = getattr(local.optimizer, "locks", None)
     if locks is None:
-        return _copied(local._own("state_dict")()["state"])
+        return _copied(local.own("state_dict")()["state"])
     with locks:
         return _copied(local.optimizer.state_dict()["state"])
 
 
-def load_state(optimizer: Any, state: Mapping[int, Any], settings: Sequence[dict[str, Any]]) -> None:
+def load_state(optimizer: Any, state: Any, settings: Any) -> None:
     """Load each parameter's state, by its number here, and each group's settings."""
-    local: LocalOptimizer = optimizer.local_value()
-    numbers = iter(range(len(local.parameters)))
-    groups = [
-        {**own, "params": [next(numbers) for _ in range(sum(counts))]} for own, counts in zip(settings, local.counts, strict=True)
-    ]
-    local._own("load_state_dict")({"state": dict(state), "param_groups": groups})
+    local_optimizer.of(optimizer).load(state, settings)
 
 
 def gradient_norms(optimizer: Any, context_id: int, norm_type: float) -> torch.Tensor:
     """Return the norm of each parameter's gradient, of those that have one in a context."""
-    return gradients.norms(gradients.of_parameters(context_id, optimizer.local_value().parameters), norm_type)
+    found = gradients.of_parameters(context_id, local_optimizer.of(optimizer).parameters)
+    return gradients.norms(found, _number(norm_type))
 
 
 def scale_gradients(optimizer: Any, context_id: int, factor: float) -> None:
     """Multiply a context's gradients of the parameters, in place."""
-    gradients.scale(gradients.of_parameters(context_id, optimizer.local_value().parameters), factor)
+    found = gradients.of_parameters(context_id, local_optimizer.of(optimizer).parameters)
+    gradients.scale(found, _number(factor))
 
 
-def _parameters_of(reference: Any) -> list[torch.Tensor]:
-    value = reference.local_value()
-    if isinstance(value, torch.nn.Module):
-        return list(value.parameters())
-    if isinstance(value, torch.Tensor):
-        return [value]
-    raise TypeError(
-        f"an optimizer takes references to parameters or modules; {reference!r} is one to a {type(value).__qualname__}"
-    )
+def _number(value: Any) -> float:
+    if type(value) is not float and type(value) is not int:
+        raise TypeError(f"a norm's type and a factor are numbers; got a {type(value).__qualname__}")
+    return float(value)
 
 
 def _copied(value: Any) -> Any:

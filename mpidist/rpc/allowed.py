@@ -1,150 +1,209 @@
-"""Allowlist of what other workers may call here: ``init_rpc(..., allowed=[...])``.
+"""List of what other workers may call here: ``init_rpc(..., allowed=[...])``.
 
-A pickle names the classes and functions that rebuild it, and may call any of them. So the list is enforced where names become
-objects: an unpickler that knows the listed names, and what plain data needs, and refuses all others.
-
-This guards against mistakes, not against a hostile worker: a crafted pickle still runs arbitrary code (SECURITY.md).
+The list is an index from names to objects, made once. A message brings a name; it is found in the index as it is, or refused.
+Nothing is imported, taken apart or looked up in a module for a message, and what is replaced in its module later stays here as it
+was found.
 """
 
 from __future__ import annotations
 
 import builtins
-import pickle
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
-import torch
-
-from mpidist.comm import tensor_pickle
+from mpidist import errors
 from mpidist.errors import MpidistError
-from mpidist.rpc import callee
-from mpidist.rpc.message import Kind
+from mpidist.rpc import callee, class_dicts, listed_class, listed_names, records
 
-_SAFE_BUILTINS = {
-    name for name in dir(builtins) if isinstance(getattr(builtins, name), type) and issubclass(getattr(builtins, name), Exception)
-} | {
-    "bool",
-    "bytearray",
-    "bytes",
-    "complex",
-    "dict",
-    "float",
-    "frozenset",
-    "int",
-    "list",
-    "range",
-    "set",
-    "slice",
-    "str",
-    "tuple",
-}
-# What calls of this library itself name.
-_OWN_CALLS = {
-    "mpidist.rpc.proxy": {"call_method", "type_of", "has_attribute"},
-    "mpidist.rpc.gathering": {"_gather_to_leader", "_broadcast_to_followers"},
-}
-_SAFE = {
-    "builtins": _SAFE_BUILTINS,
-    "collections": {"OrderedDict", "defaultdict", "deque"},
-    "torch": {"Size", "device", "Tensor"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
-    "torch._utils": {"_rebuild_parameter", "_rebuild_parameter_with_state"},
-    "numpy": {"dtype", "ndarray"},
-    "numpy.core.multiarray": {"_reconstruct", "scalar"},
-    "numpy._core.multiarray": {"_reconstruct", "scalar"},
-    "numpy.core.numeric": {"_frombuffer"},
-    "numpy._core.numeric": {"_frombuffer"},
-    "mpidist.rpc.worker": {"WorkerInfo"},
-    "mpidist.rpc.pickles": {"_reference"},
-    "mpidist.nn.remote_module": {"from_wire"},
-    "mpidist.comm.tensor_pickle": {function.__name__ for function in tensor_pickle.REBUILDERS},
-    **_OWN_CALLS,
-    "mpidist.errors": {"MpidistError", "CommTimeout", "RankFailureError", "RemoteError", "RRefError", "FrameError"},
-}
+_MOST_SHOWN = 200  # characters of a name in an error
+_NOT_LISTED = "it is not in the list of what this worker allows (init_rpc(..., allowed=[...]))"
 
 
-class Refused(MpidistError, pickle.UnpicklingError):
+class Refused(MpidistError):
     """A message names what this worker does not allow."""
 
 
+# Exceptions that any worker may name: Python's own and this library's.
+_EXCEPTIONS = MappingProxyType(
+    {
+        class_dicts.name_of(found, ":"): found
+        for found in (*vars(builtins).values(), *vars(errors).values(), Refused)
+        if isinstance(found, type) and issubclass(found, Exception)
+    }
+)
+
+
 class Allowed:
-    """The list of one worker; it does not hold against a hostile one.
+    """Immutable index of what one worker's messages may name.
+
+    A listed class admits its constructor, the static and class methods that it defines, instances by fields if it is a dataclass
+    or a class of named tuples (``records``: no constructor runs for these), instances by text and arguments if it is an
+    ``Exception``, and calls of the public methods that it defines on instances that exist here. It does not admit what it
+    inherits from a class outside the list.
 
     Args:
-        names: ``"package.module"`` for all that is defined there, ``"package.module.name"`` for one function or class,
-            ``"torch.add"`` for an operator of torch; or functions, classes and modules themselves.
+        names: Functions, classes, modules, operators of torch and script functions, or names of these:
+            ``"package.module.function"``, ``"package.module.Class"``, ``"package.module.Class.method"``; ``"package.module"`` or
+            ``"package.module.*"`` for the public functions that this module itself defines (not what it imports, not classes);
+            ``"torch.add"``, ``"aten::mul"``, ``"aten::mul.Tensor"``; ``"torch"`` or ``"torch.*"`` for torch's builtin functions
+            of tensors, ``"aten"`` or ``"aten::*"`` for the public operators of a namespace. Both leave out ``from_file``.
+
+    Raises:
+        TypeError: Not a list, or an item of another kind.
+        ValueError: A name under which there is nothing here, or one of mpidist's internals (there are two entries for its
+            services: ``"mpidist.optim.local"`` and ``"mpidist.nn.remote.execute"``).
     """
+
+    __slots__ = ("_classes", "_entries", "_functions", "_methods", "_named_classes", "_owners", "_single")
+
+    # Classes go by identity: a metaclass may define what equal means. Those here live as long as the list.
+    _classes: MappingProxyType[int, type]
+    _entries: tuple[str, ...]
+    _functions: MappingProxyType[bytes, tuple[int, Any]]
+    _methods: MappingProxyType[int, MappingProxyType[str, Any]]
+    _named_classes: MappingProxyType[str, type]
+    _owners: MappingProxyType[int, type]  # of methods that are listed one by one
+    _single: frozenset[tuple[int, str]]  # these methods
 
     def __init__(self, names: Sequence[Any]) -> None:
         if isinstance(names, str) or not isinstance(names, (list, tuple, set, frozenset)):
             raise TypeError(f"allowed is a list of names, functions, classes or modules; got {names!r}")
-        self.names = frozenset(_name_of(item) for item in names)
-        allowed = self
+        entries = [entry for item in names for entry in listed_names.entries_of(item)]
+        named = {entry.name: entry.target for entry in entries if isinstance(entry.target, type)}
+        single = [(entry.owner, entry.name.rpartition(".")[2]) for entry in entries if entry.owner is not None]
+        self._set(
+            _classes=MappingProxyType({id(cls): cls for cls in named.values()}),
+            _entries=tuple(sorted({listed_names.text_of(item) for item in names})),
+            _functions=MappingProxyType({entry.name.encode(): (entry.kind, entry.target) for entry in entries}),
+            _named_classes=MappingProxyType(named),
+            _owners=MappingProxyType({id(cls): cls for cls, _ in single}),
+            _single=frozenset((id(cls), name) for cls, name in single),
+        )
+        tables = {
+            key: MappingProxyType(listed_class.methods_of(cls, self._lists_method))
+            for key, cls in {**self._owners, **self._classes}.items()
+        }
+        self._set(_methods=MappingProxyType(tables))
 
-        class Unpickler(pickle.Unpickler):
-            """Reads what the list and plain data need."""
+    def function(self, kind: int, name: bytes) -> Any:
+        """Return a listed function, class or operator.
 
-            def find_class(self, module: str, name: str) -> Any:
-                allowed.require(module, name)
-                found = super().find_class(module, name)
-                # What a listed module imports is not listed with it.
-                if name not in _SAFE.get(module, ()) and getattr(found, "__module__", None) != module:
-                    raise Refused(f'"{module}.{name}" leads out of {module}, and is not in the list of what this worker allows')
-                return found
-
-        self.unpickler = Unpickler
-
-    def require(self, module: str, name: str) -> None:
-        """Refuse a name that a pickle refers to.
+        Args:
+            kind: ``CALL_PYTHON``, ``CALL_BUILTIN`` or ``CALL_SCRIPT``.
+            name: As ``message.read_name`` returns it: ``module:qualified name`` or an operator's name, without its length.
 
         Raises:
-            Refused: It is neither listed nor plain data.
+            Refused: It is not in the list.
         """
-        if name not in _SAFE.get(module, ()) and not self._lists(module, name):
-            raise Refused(f'"{module}.{name}" is not in the list of what this worker allows (init_rpc(..., allowed=[...]))')
+        found = self._functions.get(name)
+        if found is None or found[0] != kind:
+            raise Refused(f'"{_shown_name(name.decode(errors="replace"))}" may not be called: {_NOT_LISTED}')
+        # An operator of a listed namespace is made when it is first used: there are thousands.
+        return found[1] if found[1] is not None else callee.builtin(name.decode())
 
-    def require_function(self, module: str, attribute: str) -> None:
-        """Refuse the name of a function before it is looked up."""
-        if attribute not in _OWN_CALLS.get(module, ()) and not self._lists(module, attribute):
+    def value(self, name: str) -> Any:
+        """Return a listed function, class or operator that a message has among its data.
+
+        Args:
+            name: As for ``function``, as text.
+
+        Raises:
+            Refused: It is not in the list.
+        """
+        found = self._functions.get(name.encode(errors="replace")) if type(name) is str else None
+        if found is None:
+            raise Refused(f'"{_shown_name(name)}" may not be named: {_NOT_LISTED}')
+        return found[1] if found[1] is not None else callee.builtin(name)
+
+    def method(self, value: Any, name: str) -> Any:
+        """Return a method of a value, bound to it.
+
+        The value's own class must be listed, and so must be the class that defines the method. Nothing of the value runs: no
+        ``__getattr__``, no property, no ``__class__``.
+
+        Raises:
+            Refused: A value of another class, a name that is no method of it, not public, or inherited from outside the list.
+        """
+        cls = type(value)
+        if type(name) is not str:
+            raise Refused(f"a method is named by a str, not by a {class_dicts.name_of(type(name))}")
+        methods = self._methods.get(id(cls))
+        if methods is None:
+            raise Refused(f'methods of "{class_dicts.name_of(cls)}" may not be called: the class is not in the list')
+        try:
+            attribute = methods[name]
+        except KeyError:
+            reason = listed_class.complaint(cls, name, self._lists_method) or "it was added to the class after init_rpc"
+            raise Refused(f'"{class_dicts.name_of(cls)}.{_shown(name)}" may not be called: {reason}') from None
+        return listed_class.bound(attribute, value, cls)
+
+    def has_method(self, value: Any, name: str) -> bool:
+        """Say whether ``method`` would return one."""
+        return type(name) is str and name in self._methods.get(id(type(value)), ())
+
+    def record(self, name: str) -> type:
+        """Return a listed dataclass or class of named tuples, whose instances a message contains by their fields.
+
+        Args:
+            name: ``module:qualified name``.
+
+        Raises:
+            Refused: It is not in the list, or instances of it are not made by fields (``records``).
+        """
+        found = self._named_classes.get(name) if type(name) is str else None
+        if found is None:
+            raise Refused(f'instances of "{_shown_name(name)}" may not be made: {_NOT_LISTED}')
+        if not records.is_record(found):
             raise Refused(
-                f'"{module}.{attribute}" may not be called: it is not in the list of what this worker allows '
-                "(init_rpc(..., allowed=[...]))"
+                f'instances of "{class_dicts.name_of(found)}" may not be made: it is no dataclass and no named tuple '
+                "that consists of its fields"
             )
+        return found
 
-    def require_callable(self, function: Any) -> None:
-        """Refuse a function that only plain data may use."""
-        module, name = getattr(function, "__module__", "") or "", getattr(function, "__qualname__", "") or ""
-        if not module.startswith("mpidist.rpc.") and not self._lists(module, name):
-            raise Refused(f'"{module}.{name}" may not be called: it is not in the list of what this worker allows')
+    def exception(self, name: str) -> type[Exception] | None:
+        """Return Python's own exceptions, those of ``mpidist.errors``, and listed ones; None for others.
 
-    def require_operator(self, qualified_name: str) -> None:
-        """Refuse an operator or a script function by its qualified name."""
-        namespace = qualified_name.split("::")[0]
-        plain = qualified_name.removeprefix("__torch__.").rpartition(".")
-        if qualified_name not in self.names and namespace not in self.names and not self._lists(plain[0], plain[2]):
-            raise Refused(f'"{qualified_name}" may not be called: it is not in the list of what this worker allows')
+        Args:
+            name: ``module:qualified name``.
+        """
+        if type(name) is not str:
+            return None
+        found = _EXCEPTIONS.get(name) or self._named_classes.get(name)
+        return found if found is not None and class_dicts.is_below(found, Exception) else None
 
-    def require_method(self, value: Any, name: str) -> None:
-        """Refuse a method of a referenced value: of a class that is not listed, or one that Python keeps for itself."""
-        kind = type(value)
-        if name.startswith("_") and name != "__call__":
-            raise Refused(f"method {name!r} may not be called: this worker allows public methods only")
-        if not self._lists(kind.__module__, kind.__qualname__):
-            raise Refused(f'methods of "{kind.__module__}.{kind.__qualname__}" may not be called: the class is not in the list')
+    def lists(self, cls: Any) -> bool:
+        """Say whether the list has this very class."""
+        return id(cls) in self._classes
 
-    def _lists(self, module: str, name: str) -> bool:
-        parts = name.split(".")
-        return module in self.names or any(".".join((module, *parts[:count])) in self.names for count in range(1, len(parts) + 1))
+    def entries(self) -> tuple[str, ...]:
+        """Return the items of the list as text, sorted."""
+        return self._entries
+
+    def __repr__(self) -> str:
+        return f"Allowed({list(self._entries)!r})"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"the list of what a worker allows does not change: {name!r} cannot be set")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"the list of what a worker allows does not change: {name!r} cannot be deleted")
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _lists_method(self, cls: type, name: str) -> bool:
+        return id(cls) in self._classes or (id(cls), name) in self._single
 
 
-def _name_of(item: Any) -> str:
-    if isinstance(item, str):
-        return item
-    if isinstance(item, type(pickle)):
-        return item.__name__
-    kind, named = callee.named(item) if callable(item) else (Kind.CALL_PYTHON, b"")
-    if kind != Kind.CALL_PYTHON:
-        return callee.text_of(named).removeprefix("__torch__.")
-    module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
-    if not module or not name:
-        raise TypeError(f"allowed names functions, classes and modules; got {item!r}")
-    return f"{module}.{name}"
+def _shown_name(name: Any) -> str:
+    if type(name) is not str:
+        return f"an object of {class_dicts.name_of(type(name))}"
+    return _shown(name if "::" in name else name.replace(":", ".", 1))
+
+
+def _shown(text: str) -> str:
+    """Return a message's text as a log may have it: of one line, and not long."""
+    text = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+    return text if text.isprintable() else ascii(text)[1:-1]

@@ -7,40 +7,40 @@ their qualified names. All others have no name and travel in the pickle of their
 
 from __future__ import annotations
 
+import functools
 import importlib
+import re
 import sys
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Protocol
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from mpidist.errors import MpidistError
+from mpidist.errors import FrameError, MpidistError
 from mpidist.rpc import services
 from mpidist.rpc.message import COUNT, Kind
 
+CACHED_TYPE = type(functools.lru_cache(len))  # a function under ``functools.lru_cache``
+NAMED_TYPES = (FunctionType, BuiltinFunctionType, CACHED_TYPE)  # classes and bound class methods have names, too
+
 
 class Restriction(Protocol):
-    """The list of what a worker lets others call; each method raises for what is not in it."""
+    """The list of what a worker lets others call."""
 
-    def require_function(self, module: str, attribute: str) -> None:
-        """Check a function's name, before it is looked up."""
-
-    def require_callable(self, function: Any) -> None:
-        """Check a function."""
-
-    def require_operator(self, qualified_name: str) -> None:
-        """Check an operator or a script function."""
+    def function(self, kind: int, name: bytes) -> Any:
+        """Return a listed function; raise for what is not listed."""
 
 
 _MOST = 4096  # names kept; a job that makes up more than these starts again
+_OPERATOR = re.compile(r"torch\.(\w+)|(\w+)::(\w+)(?:\.(\w+))?", re.ASCII)
 
 # A function's (kind, name with its length, module, attribute), and a name's (module, attribute, whether that is a path).
 _of_functions: dict[Any, tuple[int, bytes, str, str]] = {}
 _of_names: dict[bytes, tuple[str, str, bool]] = {}
 _operators: dict[bytes, Any] = {}  # torch's, by name
 _methods: dict[str, Method] = {}
-_UNNAMED = COUNT.pack(0)
+UNNAMED = COUNT.pack(0)
 _PYTHON, _SERVICE = int(Kind.CALL_PYTHON), int(Kind.CALL_SERVICE)
 
 
@@ -55,7 +55,7 @@ def named(function: Any) -> tuple[int, bytes]:
     except (KeyError, TypeError):
         return _look_up(function)
     if module and getattr(sys.modules.get(module), attribute, None) is not function:
-        return Kind.CALL_PYTHON, _UNNAMED
+        return Kind.CALL_PYTHON, UNNAMED
     return kind, name
 
 
@@ -107,11 +107,9 @@ def _look_up(function: Any) -> tuple[int, bytes]:
         if not callable(function):
             raise TypeError(f"function should be callable; got {function!r}")
         number = Kind.CALL_PYTHON
-        module, attribute = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", None) or ""
-        if kind not in (FunctionType, BuiltinFunctionType) and not isinstance(function, type):
-            return number, _UNNAMED
-        if not _is_at(function, module, attribute):
-            return number, _UNNAMED
+        module, attribute = place_of(function)
+        if not is_at(function, module, attribute):
+            return number, UNNAMED
         name = f"{module}:{attribute}"
     encoded = name.encode()
     encoded = COUNT.pack(len(encoded)) + encoded
@@ -123,11 +121,27 @@ def _look_up(function: Any) -> tuple[int, bytes]:
     return number, encoded
 
 
-def _is_at(function: Any, module: str, attribute: str) -> bool:
+def place_of(function: Any) -> tuple[str, str]:
+    """Return the module and the qualified name by which a function may be found; empty texts if it has none."""
+    owner = function
+    suffix = ""
+    if type(function) is MethodType and isinstance(function.__self__, type):
+        # Of the class it is bound to, which may have inherited it.
+        owner, suffix = function.__self__, f".{function.__name__}"
+    elif type(function) not in NAMED_TYPES and not isinstance(function, type):
+        return "", ""
+    module, attribute = getattr(owner, "__module__", None), getattr(owner, "__qualname__", None)
+    return (module, attribute + suffix) if type(module) is str and type(attribute) is str else ("", "")
+
+
+def is_at(function: Any, module: str, attribute: str) -> bool:
+    """Say whether a function or class is what a module holds under a qualified name; a module that is not loaded has none."""
     try:
-        return _attribute(sys.modules[module], attribute) is function
+        there = _attribute(sys.modules[module], attribute)
     except (KeyError, AttributeError):
         return False
+    # A class method is bound anew each time; equal ones have the same function and class.
+    return there is function or (type(function) is MethodType and type(there) is MethodType and there == function)
 
 
 def _attribute(found: Any, path: str) -> Any:
@@ -143,48 +157,53 @@ def found(kind: int, name: bytes, allowed: Restriction | None) -> Any:
         MpidistError: There is none here, or it is not in the list of what this worker allows.
     """
     if kind == _SERVICE:
-        return services.found(name.decode())
+        return services.found(_decoded(name))
+    if allowed is not None:
+        return allowed.function(kind, name)
     if kind != _PYTHON:
-        operator = _operators.get(name) if allowed is None else None
-        return operator if operator is not None else _operator(kind, name, allowed)
+        operator = _operators.get(name)
+        return operator if operator is not None else _operator(kind, name)
     try:
         module, attribute, is_path = _of_names[name]
     except KeyError:
-        module, _, attribute = name.decode().partition(":")
-        is_path = "." in attribute
-        if len(_of_names) >= _MOST:
-            _of_names.clear()
-        _of_names[name] = module, attribute, is_path
-    if allowed is not None:
-        allowed.require_function(module, attribute)
+        return _first(name)
     try:
         function: Any = sys.modules[module]
-        function = _attribute(function, attribute) if is_path else getattr(function, attribute)
+        return _attribute(function, attribute) if is_path else getattr(function, attribute)
+    except (KeyError, AttributeError):
+        return _imported(module, attribute)
+
+
+def _first(name: bytes) -> Any:
+    module, _, attribute = _decoded(name).partition(":")
+    try:
+        function = _attribute(sys.modules[module], attribute)
     except (KeyError, AttributeError):
         function = _imported(module, attribute)
-    if allowed is not None:
-        allowed.require_callable(function)
+    # Kept once it is found: others may send any number of names that nothing has.
+    if len(_of_names) >= _MOST:
+        _of_names.clear()
+    _of_names[name] = module, attribute, "." in attribute
     return function
 
 
 def _imported(module: str, attribute: str) -> Any:
     try:
         return _attribute(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise MpidistError(
             f"{error}. Default RPC pickler does not serialize function code. "
             f"Ensure that UDFs are defined on both caller and callee modules"
         ) from error
 
 
-def _operator(kind: int, encoded: bytes, allowed: Restriction | None) -> Any:
-    name = encoded.decode()
-    if allowed is not None:
-        allowed.require_operator(name)
+def _operator(kind: int, encoded: bytes) -> Any:
+    name = _decoded(encoded)
     if kind == Kind.CALL_BUILTIN:
+        function = builtin(name)
         if len(_operators) >= _MOST:
             _operators.clear()
-        function = _operators[encoded] = builtin(name)
+        _operators[encoded] = function
         return function
     function = torch.jit._state._python_cu.find_function(name)
     if function is None:
@@ -192,20 +211,34 @@ def _operator(kind: int, encoded: bytes, allowed: Restriction | None) -> Any:
     return function
 
 
+def _decoded(name: bytes) -> str:
+    try:
+        return name.decode()
+    except UnicodeDecodeError as error:
+        raise FrameError(f"a function's name is no UTF-8: {error}") from error
+
+
 def builtin(named: str) -> Any:
     """Return the operator that a message names: ``torch.add``, ``aten::add`` or ``aten::add.Tensor``.
+
+    Nothing else that torch's modules and operators have as attributes is found: the types are compared.
 
     Raises:
         MpidistError: There is none here.
     """
-    if named.startswith("torch."):
-        found = getattr(torch, named.removeprefix("torch."), None)
-        found = found if type(found) is BuiltinFunctionType else None
-    else:
-        namespace, _, name = named.partition("::")
-        name, _, overload = name.partition(".")
-        found = getattr(getattr(torch.ops, namespace), name, None)
-        found = getattr(found, overload, None) if overload else found
+    match = _OPERATOR.fullmatch(named)
+    found: Any = None
+    wanted: type = OpOverloadPacket
+    if match is not None:
+        function, namespace, name, overload = match.groups()
+        if function is not None:
+            found, wanted = vars(torch).get(function), BuiltinFunctionType
+        elif torch._C._jit_get_operation(f"{namespace}::{name}")[0] is not None:
+            # Asked first: torch.ops makes and keeps a namespace of any name.
+            found, wanted = getattr(getattr(torch.ops, namespace), name, None), OpOverloadPacket
+            if overload is not None and type(found) is wanted:
+                found, wanted = getattr(found, overload, None), OpOverload
+        found = found if type(found) is wanted else None
     if found is None:
         raise MpidistError(f'operator "{named}" is not known to the torch of this worker ({torch.__version__})')
     return found

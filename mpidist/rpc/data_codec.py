@@ -22,6 +22,7 @@ from mpidist.rpc.data_values import Reading, Writing
 
 LONE_MARK = encode(Ext(OBJECT, NUMBER.pack(0)))
 LONE_ARGUMENT = encode([Ext(OBJECT, NUMBER.pack(0))])
+_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _READS_DATA = "the worker reads data only (init_rpc(..., allowed=[...]))"
 
 
@@ -101,12 +102,11 @@ def _argument(function: Any, place: str, positional: int, keywords: list[str]) -
     if type(function) is callee.Method:
         return f"argument {number - 1}{rest}"  # the first is the reference
     try:
-        names = list(inspect.signature(function).parameters.values())
-        parameter = names[min(number, len(names) - 1)]
-        if parameter.kind is not parameter.VAR_POSITIONAL:
-            return f"argument {parameter.name!r}{rest}"
-    except (TypeError, ValueError, IndexError):
-        pass  # builtin functions have no signature
+        parameters = list(inspect.signature(function).parameters.values())[: number + 1]
+    except (TypeError, ValueError):
+        parameters = []  # builtin functions have no signature
+    if number < len(parameters) and parameters[number].kind in (_EITHER, inspect.Parameter.POSITIONAL_ONLY):
+        return f"argument {parameters[number].name!r}{rest}"
     return f"argument {number}{rest}"
 
 

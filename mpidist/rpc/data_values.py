@@ -16,26 +16,30 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Sequence
-from types import BuiltinFunctionType, FunctionType
+from types import MethodType
 from typing import Any
 
-from mpidist import errors
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
 from mpidist.comm import data_writer
 from mpidist.errors import FrameError, NotPlainData
 from mpidist.rpc import callee, records
 from mpidist.rpc.allowed import Allowed, Refused
+from mpidist.rpc.message import COUNT
 from mpidist.rpc.pickles import Carried, Reference
 from mpidist.rpc.worker import WorkerInfo
 
 REFERENCE, NAMED, RECORD, ERROR, WORKER, CARRIED = range(32, 38)
-_PYTHON = int(callee.Kind.CALL_PYTHON)
+_NAMED_TYPES = frozenset({*callee.NAMED_TYPES, MethodType, OpOverload, OpOverloadPacket})
+_OWN = "mpidist."
 
 # By number: the class of what is carried, and what makes it from its contents.
 _carried: dict[int, tuple[type, Callable[..., Any]]] = {}
 
 
 def carry(number: int, kind: type[Carried], make: Callable[..., Any]) -> None:
-    """Have objects of exactly one class carried: their ``contents()`` travel, and ``make(*contents)`` checks them and makes one."""
+    """Have objects of exactly one class carried: their ``contents()`` travel; ``make(*contents)`` checks them and makes one."""
     _carried[number] = kind, make
 
 
@@ -62,7 +66,7 @@ class Writing:
         kind = type(obj)
         if kind is WorkerInfo:
             return WORKER, [obj.name, obj.id]
-        if kind is FunctionType or kind is BuiltinFunctionType or isinstance(obj, type):
+        if kind in _NAMED_TYPES or isinstance(obj, (type, torch.jit.ScriptFunction)):
             return _named(obj)
         if isinstance(obj, Carried):
             for number, (carried, _) in _carried.items():
@@ -79,29 +83,29 @@ class Writing:
 
 
 def _named(obj: Any) -> tuple[int, list[Any]]:
-    kind, name = callee.named(obj)
-    text = name[callee.COUNT.size :].decode()
-    if kind != _PYTHON or not text:
+    text = callee.named(obj)[1][COUNT.size :].decode()
+    if not text:
         raise NotPlainData(f"{obj!r} cannot be named: it is not found under its module and qualified name")
     return NAMED, [text]
 
 
 def error_values(error: BaseException) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
-    """Return an exception's name, text, arguments and attributes; those alone that are data."""
+    """Return an exception's name, text, arguments and attributes; those alone that are plain data."""
     kind = type(error)
     arguments = error.args if all(map(_is_data, error.args)) else (_text_of(error),)
     attributes: dict[str, Any] = {}
-    if kind.__module__ == errors.__name__:
+    if kind.__module__.startswith(_OWN):
         attributes = {name: value for name, value in error.__dict__.items() if not name.startswith("_") and _is_data(value)}
     return f"{kind.__module__}:{kind.__qualname__}", _text_of(error), arguments, attributes
 
 
 def _is_data(obj: Any) -> bool:
+    objects: list[Any] = []
     try:
-        data_writer.dumps(obj, [], Writing().extend)
+        data_writer.dumps(obj, objects)
     except Exception:
         return False
-    return True
+    return not objects
 
 
 def _text_of(error: BaseException) -> str:
@@ -167,14 +171,15 @@ def made_error(values: Sequence[Any], allowed: Allowed) -> Exception:
         raise Refused(f'exceptions of "{name}" are not in the list of what this worker allows; its text is: {_text(text)}')
     if type(arguments) is not tuple or type(attributes) is not dict or not all(type(key) is str for key in attributes):
         raise FrameError("no arguments of an exception")
-    if kind.__module__ == builtins.__name__:
+    if kind.__module__ == builtins.__name__ or kind.__module__.startswith(_OWN):
         made: Exception = kind(*arguments)
+        made.__dict__.update(attributes if kind.__module__ != builtins.__name__ else {})
     else:
-        base = next(cls for cls in kind.__mro__ if cls.__module__ == builtins.__name__)
+        base: Any = kind
+        while base.__module__ != builtins.__name__:
+            base = base.__base__  # the one whose layout the class has
         made = base.__new__(kind, *arguments)
         made.args = arguments
-        if kind.__module__ == errors.__name__:
-            made.__dict__.update(attributes)
     return made
 
 

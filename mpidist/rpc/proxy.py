@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 from mpidist.dynamo import untraced
-from mpidist.rpc import callee, current, functions, services
+from mpidist.rpc import callee, current
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
-from mpidist.rpc.pickles import Reference
+from mpidist.rpc.methods import has_method
 
 SYNC, ASYNC, REMOTE = "rpc_sync", "rpc_async", "remote"
 
@@ -68,32 +68,3 @@ def _call(rref: Any, mode: str, name: str, timeout: float, /, *args: Any, **kwar
         text = "the value's type" if kind is None else f"type object '{kind.__name__}'"
         raise AttributeError(f"{text} has no attribute '{name}', and neither has the value of {rref}")
     return rref.create(agent, to, method, arguments, kwargs, timeout)
-
-
-def call_method(name: str, rref: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of an owned value; run by its owner."""
-    value = _owned(rref)
-    allowed = current.require().allowed
-    method = getattr(value, name) if allowed is None else allowed.method(value, name)
-    result = method(*args, **kwargs)
-    return functions.later(method, result) if hasattr(method, functions.MARK) else result
-
-
-@services.service
-def type_of(rref: Any) -> type:
-    """Return the type of an owned value; run by its owner."""
-    return type(_owned(rref))
-
-
-@services.service
-def has_method(rref: Any, name: str) -> bool:
-    """Say whether an owned value has an attribute, or a method that this worker allows; run by its owner."""
-    value = _owned(rref)
-    allowed = current.require().allowed
-    return hasattr(value, name) if allowed is None else allowed.has_method(value, name)
-
-
-def _owned(rref: Any) -> Any:
-    if not isinstance(rref, Reference):
-        raise TypeError(f"a reference is wanted; got a {type(rref).__name__}")
-    return rref.local_value()  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import torch
 
 from mpidist.comm.incoming import Incoming
 from mpidist.errors import MpidistError
-from mpidist.rpc import callee, functions, interceptor, message, proxy, remote_error
+from mpidist.rpc import callee, functions, interceptor, message, methods, remote_error
 from mpidist.rpc.allowed import Allowed, Refused
 from mpidist.rpc.codec import EMPTY, Content
 from mpidist.rpc.inline_policy import InlinePolicy
@@ -67,7 +67,7 @@ class Request:
             key, place = message.read_name(incoming.data, place, incoming.end)
             try:
                 if kind == _METHOD:
-                    function: Any = partial(proxy.call_method, key.decode())
+                    function: Any = partial(methods.call_method, key.decode())
                 else:
                     function = callee.found(kind, key, agent.allowed) if key else None
             except BaseException:

@@ -8,7 +8,7 @@ import torch
 
 from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError, RRefError
-from mpidist.rpc import current, interceptor, proxy
+from mpidist.rpc import current, interceptor, methods, proxy
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 from mpidist.rpc.holder import Holder, unique
 from mpidist.rpc.message import WORD, Kind
@@ -160,7 +160,7 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
             if self._entry is not None:
                 self._type = self._agent.references.future_of_entry(self._entry, type)
             else:
-                self._type = self._agent.calls.invoke_async(self._owner.id, proxy.type_of, (self,), {}, timeout)
+                self._type = self._agent.calls.invoke_async(self._owner.id, methods.type_of, (self,), {}, timeout)
         return self._type.wait() if blocking else self._type
 
     def _serialize(self) -> None:

@@ -1,1 +1,5 @@
-"""Readers of bytes that anybody may have written: strategies that write such bytes, and what must hold whatever they are."""
+"""Hostile bytes for whatever reads bytes of others: ``python -m tests.bytes_fuzz --count 1000000 --seed 0``.
+
+A target is a module of this package with ``samples() -> list[bytes]`` (valid cases), ``check(case)`` (raises what is wrong with
+how a case was read) and, if it has one, ``cases()`` (a strategy of hypothesis).
+"""

@@ -374,7 +374,7 @@ def test_workers_with_a_list_of_what_is_allowed(group):
         optimizer.step(1)
         optimizer.clip_grad_norm_(1, 1.0)
         optimizer.load_state_dict(optimizer.state_dict())
-        with pytest.raises(WorkerErrors, match=r'"tests.optim.owners.Halving" is not in the list'):
+        with pytest.raises(WorkerErrors, match=r'"tests.optim.owners.Halving" may not be named: it is not in the list'):
             DistributedOptimizer(owners.Halving, [rref])
 
     on_rank_0(group, run)

@@ -1,5 +1,6 @@
 """Names of functions in messages: what has one is found by it again, what has none is told from it."""
 
+import functools
 import operator
 import os.path
 import sys
@@ -28,6 +29,15 @@ class Kept:
         return self
 
 
+class Heir(Kept):
+    """Inherits functions."""
+
+
+@functools.lru_cache
+def cached():
+    return 1
+
+
 def of_this_module():
     return 1
 
@@ -51,6 +61,7 @@ def name_of(function):
         (torch.add, "torch.add"),
         (torch.ops.aten.mul, "aten::mul"),
         (torch.ops.aten.add.Tensor, "aten::add.Tensor"),
+        (torch.ops._c10d_functional.all_reduce, "_c10d_functional::all_reduce"),
     ],
 )
 def test_operators_of_torch_go_by_name_and_are_found_by_it(function, name):
@@ -69,6 +80,7 @@ def test_operators_of_torch_go_by_name_and_are_found_by_it(function, name):
         (Kept, f"{__name__}:Kept"),
         (Kept.fixed, f"{__name__}:Kept.fixed"),
         (Kept.method, f"{__name__}:Kept.method"),
+        (cached, f"{__name__}:cached"),
         (of_this_module, f"{__name__}:of_this_module"),
         (os.path.join, "posixpath:join"),
         (torch.ones_like, "torch.ones_like"),
@@ -81,6 +93,12 @@ def test_importable_functions_go_by_name_and_are_found_by_it(function, name):
     assert callee.text_of(callee.named(function)[1]) == name.rpartition(":")[2]
 
 
+def test_class_methods_go_by_the_name_of_the_class_that_they_are_bound_to():
+    for function, name in ((Kept.bound, "Kept.bound"), (Heir.bound, "Heir.bound")):
+        assert name_of(function) == (Kind.CALL_PYTHON, f"{__name__}:{name}")
+        assert callee.found(Kind.CALL_PYTHON, f"{__name__}:{name}".encode(), None)() is function.__self__
+
+
 def test_functions_without_an_importable_name_go_by_pickle():
     class Local:
         def __call__(self):
@@ -88,7 +106,7 @@ def test_functions_without_an_importable_name_go_by_pickle():
 
     made = types.FunctionType(of_this_module.__code__, {}, "of_this_module")
     made.__module__ = __name__  # its name is another function's
-    for function in (Local, Local(), lambda: 1, made, Kept().method, Kept.bound, operator.itemgetter(1), [].append):
+    for function in (Local, Local(), lambda: 1, made, Kept().method, operator.itemgetter(1), [].append):
         assert name_of(function) == (Kind.CALL_PYTHON, "")
     assert callee.text_of(callee.named(made)[1]) == ""
     with pytest.raises(TypeError, match="callable; got 3"):
@@ -133,7 +151,45 @@ def test_only_a_limited_number_of_names_is_kept(monkeypatch):
         assert len(callee._of_functions) <= 5 and len(callee._of_names) <= 5
 
 
-@pytest.mark.parametrize("name", ["torch.nothing_of_the_kind", "torch.Tensor", "aten::nothing_of_the_kind", "aten::add.Nothing"])
-def test_what_this_torch_lacks_is_named(name):
+def test_names_that_lead_nowhere_are_not_kept():
+    names, operators = dict(callee._of_names), dict(callee._operators)
+    for kind, name in (
+        (Kind.CALL_PYTHON, b"nowhere_at_all:function"),
+        (Kind.CALL_PYTHON, b""),
+        (Kind.CALL_PYTHON, b".:x"),
+        (Kind.CALL_PYTHON, b"\xff:x"),
+        (Kind.CALL_BUILTIN, b"nowhere_at_all::function"),
+        (Kind.CALL_BUILTIN, b"\xff"),
+    ):
+        with pytest.raises(MpidistError):
+            callee.found(kind, name, None)
+    assert (callee._of_names, callee._operators) == (names, operators)
+    assert "nowhere_at_all" not in vars(torch.ops), "torch keeps a namespace of every name that it is asked for"
+
+
+NO_OPERATORS = [
+    "torch.nothing_of_the_kind",
+    "torch.Tensor",
+    "torch.save",
+    "torch.ops",
+    "torch.nn.functional",
+    "torch.add.__class__",
+    "aten::nothing_of_the_kind",
+    "aten::add.Nothing",
+    "aten::add.__class__",
+    "aten::add.op",
+    "aten::add.Tensor.op",
+    "aten::__init__",
+    "aten::__class__",
+    "__class__::mro",
+    "import_module::__globals__",
+    "aten",
+    "aten::",
+    "",
+]
+
+
+@pytest.mark.parametrize("name", NO_OPERATORS)
+def test_what_is_no_operator_of_this_torch_is_named(name):
     with pytest.raises(MpidistError, match=f'operator "{name}" is not known'):
         callee.builtin(name)

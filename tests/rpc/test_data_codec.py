@@ -47,7 +47,7 @@ def step(weights, rate=0.1, *rest, **options):
     return weights
 
 
-ALLOWED = Allowed([step, Point, Pair, Complaint])
+ALLOWED = Allowed([step, Point, Pair, Complaint, torch.add, torch.ops.aten.mul])
 READER = data_codec.DataDecoder(ALLOWED)
 WORKER = WorkerInfo("worker1", 1)
 
@@ -98,7 +98,8 @@ def test_tensors_arrays_and_references():
 
 
 def test_listed_classes_functions_records_and_exceptions():
-    assert over([step, Point]) == [step, Point]
+    named = [step, Point, torch.add, torch.ops.aten.mul, torch.ops.aten.mul.Tensor]
+    assert over(named) == named
     made = over({"p": point(2), "q": Pair(point(1), [1])})
     assert type(made["p"]) is Point and made["p"].x == 2 and made["p"].weights.tolist() == [1, 1]
     assert type(made["q"]) is Pair and made["q"].second == [1]
@@ -139,7 +140,7 @@ def test_what_is_no_data_fails_at_the_caller_with_the_arguments_name(call, name)
 def test_functions_without_a_name_fail_at_the_caller():
     with pytest.raises(NotPlainData, match="no importable name"):
         data_codec.encoded_function(lambda: 1, b"\0\0", (), {})
-    with pytest.raises(NotPlainData, match="^argument 1:"):
+    with pytest.raises(NotPlainData, match=r"^argument 1:"):
         data_codec.encoded_function(callee.method("get"), b"\3\0get", (Marked(1), 2, Other()), {})
 
 

@@ -145,7 +145,7 @@ def test_references(to):
         with pytest.raises(MpidistError, match="public"):
             server.rpc_sync()._hidden()
         with pytest.raises(MpidistError, match="may not be called"):
-            server.rpc_sync().__reduce__()
+            server.rpc_sync().__getattr__("__reduce__")()
 
 
 def test_what_is_no_data_fails_at_the_caller_and_nothing_is_sent(to):

@@ -9,7 +9,7 @@ import ``torch._dynamo`` at their first call (4 s on a cold disk, and 15 us in e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -123,8 +123,13 @@ class FunctionalOptimizer(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this optimizer, or of torch's of the same name."""
+        """Load a state of this optimizer, or of torch's of the same name.
+
+        Raises:
+            ValueError: A state of another shape than its parameter; nothing is loaded.
+        """
         with self.locks:
+            _check_state(state_dict, self._aliases)
             _load_state_dict(self, state_dict)
             # The fused kernels take a parameter and its state to have the same strides.
             for alias, state in self.state.items():
@@ -135,6 +140,10 @@ class FunctionalOptimizer(Optimizer):
     def _run(self) -> None:
         """Update the parameters, by the fused kernel in groups where nothing speaks against it."""
         chosen = [number for number, group in enumerate(self.param_groups) if self._may_fuse(number, group)]
+        for group in self.param_groups:
+            # The fused kernels take a CPU tensor's elements to fill its memory, and write behind it where they do not.
+            if group.get("fused") and not all(map(_is_dense, group["params"])):
+                raise ValueError("fused=True needs parameters whose elements fill their memory, each in a place of its own")
         for number in chosen:
             self.param_groups[number]["fused"] = True
         try:
@@ -173,6 +182,22 @@ def _check(new: Sequence[Any], present: Iterable[Tensor]) -> None:
         if id(parameter) in seen:
             raise ValueError("some parameters appear in more than one parameter group, or twice in one")
         seen.add(id(parameter))
+
+
+def _check_state(state_dict: Mapping[str, Any], aliases: Sequence[Tensor]) -> None:
+    """Refuse tensors of another shape than the parameter: torch's fused kernels would read and write behind their memory."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    state = state_dict["state"]
+    for number, alias in zip(numbers, aliases, strict=False):  # another number of parameters is for torch to refuse
+        for name, value in state.get(number, {}).items():
+            if isinstance(value, Tensor) and value.shape != (() if name == "step" else alias.shape):
+                raise ValueError(
+                    f"the state has {name!r} of shape {tuple(value.shape)} for a parameter of shape {tuple(alias.shape)}"
+                )
+
+
+def _is_dense(alias: Tensor) -> bool:
+    return alias.device.type != "cpu" or bool(torch.ops.aten.is_non_overlapping_and_dense(alias))
 
 
 def _has_same_memory(alias: Tensor, parameter: Tensor) -> bool:

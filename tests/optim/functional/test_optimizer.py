@@ -175,3 +175,28 @@ assert "torch._dynamo" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("values", [{"exp_avg": torch.zeros(1)}, {"exp_avg_sq": torch.zeros(0)}, {"step": torch.zeros(3)}])
+def test_a_state_of_another_shape_is_refused(values):
+    """torch's fused kernels would read and write behind its memory."""
+    parameter = ones(100_000)
+    optimizer = functional.Adam([parameter])
+    optimizer.step([torch.ones(100_000)])
+    wrong = optimizer.state_dict()
+    wrong["state"][0] = {**wrong["state"][0], **values}
+    with pytest.raises(ValueError, match="for a parameter of shape"):
+        optimizer.load_state_dict(wrong)
+    optimizer.step([torch.ones(100_000)])
+    assert optimizer.state_dict()["state"][0]["step"].item() == 2
+
+
+def test_the_fused_kernel_is_refused_where_elements_share_their_memory():
+    """It writes as many elements as the parameter has, behind a memory that holds fewer."""
+    parameter = torch.ones(1).expand(100_000).requires_grad_()
+    optimizer = functional.SGD([parameter], fused=True)
+    with pytest.raises(ValueError, match="fill their memory"):
+        optimizer.step([torch.ones(100_000)])
+    transposed = torch.ones(3, 4).t().requires_grad_()
+    functional.SGD([transposed], lr=1.0, fused=True).step([torch.ones(4, 3)])
+    assert not transposed.any()

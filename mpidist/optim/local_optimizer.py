@@ -1,0 +1,205 @@
+"""Local optimizer of the parameters that one worker owns, as its trainers' messages have it made and changed.
+
+What messages bring is checked before it is used, with or without a list of what may be called here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+
+from mpidist.errors import MpidistError
+from mpidist.optim import registry
+from mpidist.optim.grad_attribute import GradAttributeOptimizer
+from mpidist.rpc import current
+from mpidist.rpc.rref import RRef
+
+Group = tuple[Sequence[Any], dict[str, Any]]  # references, and the settings that were given for them
+
+_OF_A_GROUP = ("params", "param_names")  # what is no setting
+
+
+class LocalOptimizer:
+    """An optimizer, and the parameters in the order of its groups.
+
+    Attributes:
+        parameters: Those of this worker.
+        counts: For each group, how many parameters each reference stands for.
+        optimizer: The optimizer itself.
+
+    Raises:
+        TypeError: An argument of another type; a reference to something else, or to a value of another worker.
+        MpidistError: This worker's list has no such class.
+        Exception: What the class raises.
+    """
+
+    def __init__(self, named: Any, is_functional: Any, groups: Any, args: Any, kwargs: Any) -> None:
+        if type(is_functional) is not bool or type(groups) not in (list, tuple) or type(args) not in (list, tuple):
+            raise TypeError("an optimizer is made of a class, whether it is functional, a list of groups and its arguments")
+        make = _optimizer_class(named, is_functional)
+        _require_names(kwargs)
+        self.counts: list[list[int]] = []
+        self.parameters: list[torch.Tensor] = []
+        made = [self._take(*_parts(group)) for group in groups]
+        # A functional optimizer of a user's may take no groups; torch's take no empty list of parameters.
+        is_plain = len(made) == 1 and not groups[0][1] and self.parameters
+        params: Any = made[0]["params"] if is_plain else made
+        self.optimizer = make(params, *args, **kwargs) if is_functional else GradAttributeOptimizer(make, params, *args, **kwargs)
+
+    def add(self, references: Any, settings: Any) -> None:
+        """Add a group."""
+        group = self._take(*_parts((references, settings)))
+        try:
+            self.own("add_param_group")(group)
+        except BaseException:
+            self._forget_last()
+            raise
+
+    def remove_last(self) -> None:
+        """Remove the group that was added last, which no step has used yet; the first stays.
+
+        Raises:
+            ValueError: There is no other.
+        """
+        if len(self.counts) < 2:
+            raise ValueError("an optimizer keeps its first group of parameters")
+        self.own("remove_last_group")()
+        self._forget_last()
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Return the settings of each group."""
+        groups = getattr(self.optimizer, "param_groups", None)
+        if groups is None:
+            return [{} for _ in self.counts]
+        return [{key: value for key, value in group.items() if key not in _OF_A_GROUP} for group in groups]
+
+    def change(self, changes: Any) -> None:
+        """Change settings of groups, by number: of all of them or of none.
+
+        Schedulers add settings of their own; parameters are none.
+
+        Raises:
+            TypeError: No settings by number.
+            ValueError: There is no such group.
+        """
+        if type(changes) is not dict:
+            raise TypeError(f"settings are changed by a dict; got a {type(changes).__name__}")
+        if not changes:
+            return
+        groups = self.own("param_groups")
+        for number, settings in changes.items():
+            if type(number) is not int or not 0 <= number < len(groups):
+                raise ValueError(f"there are {len(groups)} groups of parameters here; got settings for another")
+            _require_settings(settings)
+        for number, settings in changes.items():
+            groups[number].update(settings)
+
+    def load(self, state: Any, settings: Any) -> None:
+        """Load each parameter's state, by its number here, and each group's settings.
+
+        Raises:
+            TypeError: No state by number, or no settings.
+            ValueError: Another number of groups, a parameter that there is not, or a state of another shape than its parameter.
+        """
+        if type(state) is not dict or type(settings) not in (list, tuple):
+            raise TypeError("a state is a dict, and settings of groups are a list")
+        for own in settings:
+            _require_settings(own)
+        for number, values in state.items():
+            if type(number) is not int or not 0 <= number < len(self.parameters):
+                raise ValueError(f"there are {len(self.parameters)} parameters here; got a state for another")
+            _require_names(values)
+        numbers = iter(range(len(self.parameters)))
+        groups = [
+            {**own, "params": [next(numbers) for _ in range(sum(counts))]}
+            for own, counts in zip(settings, self.counts, strict=True)
+        ]
+        self.own("load_state_dict")({"state": dict(state), "param_groups": groups})
+
+    def own(self, name: str) -> Any:
+        """Return an attribute of the optimizer that not all functional ones have. No message brings the name.
+
+        Raises:
+            TypeError: It has none.
+        """
+        if not hasattr(self.optimizer, name):
+            raise TypeError(f"{type(self.optimizer).__qualname__}, a registered functional optimizer, has no {name}")
+        return getattr(self.optimizer, name)
+
+    def _take(self, references: Sequence[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+        found = [_parameters_of(reference) for reference in references]
+        own = [parameter for parameters in found for parameter in parameters]
+        self.counts.append([len(parameters) for parameters in found])
+        self.parameters += own
+        return {**settings, "params": own}
+
+    def _forget_last(self) -> None:
+        del self.parameters[len(self.parameters) - sum(self.counts.pop()) :]
+
+
+def of(reference: Any) -> LocalOptimizer:
+    """Return the optimizer that a reference is to.
+
+    Raises:
+        TypeError: It is to something else.
+    """
+    value = _owned(reference)
+    if type(value) is not LocalOptimizer:
+        raise TypeError(f"{reference!r} is a reference to a {type(value).__qualname__}, and to no optimizer of this worker")
+    return value
+
+
+def _owned(reference: Any) -> Any:
+    if type(reference) is not RRef or not reference.is_owner():
+        raise TypeError(f"an optimizer takes references to values of its own worker; got a {type(reference).__qualname__}")
+    return reference.local_value()
+
+
+def _parameters_of(reference: Any) -> list[torch.Tensor]:
+    value = _owned(reference)
+    if isinstance(value, torch.nn.Module):
+        return list(value.parameters())
+    if isinstance(value, torch.Tensor):
+        return [value]
+    raise TypeError(
+        f"an optimizer takes references to parameters or modules; {reference!r} is one to a {type(value).__qualname__}"
+    )
+
+
+def _optimizer_class(named: Any, is_functional: bool) -> Any:
+    """Return the class or function that makes the optimizer: this library's of a name, or one of the list."""
+    if type(named) is str and is_functional:
+        return registry.resolve(named)
+    is_class = isinstance(named, type)
+    if is_functional:
+        is_right = is_class or isinstance(named, (FunctionType, BuiltinFunctionType)) or current.require().allowed is None
+    else:
+        is_right = is_class and issubclass(named, torch.optim.Optimizer)
+    if not is_right or not callable(named):
+        raise TypeError(f"an optimizer is a class, or a name of mpidist.optim.functional; got a {type(named).__qualname__}")
+    allowed = current.require().allowed
+    if is_class and allowed is not None and not allowed.lists(named):
+        raise MpidistError(f'"{named.__module__}.{named.__qualname__}" is not in the list of what this worker allows')
+    return named
+
+
+def _parts(group: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    if type(group) not in (list, tuple) or len(group) != 2 or type(group[0]) not in (list, tuple):
+        raise TypeError("a group is a list of references, and settings")
+    _require_settings(group[1])
+    return group[0], group[1]
+
+
+def _require_settings(settings: Any) -> None:
+    _require_names(settings)
+    for key in _OF_A_GROUP:
+        if key in settings:
+            raise TypeError(f"{key!r} is no setting of a group of parameters")
+
+
+def _require_names(values: Any) -> None:
+    if type(values) is not dict or not all(type(key) is str for key in values):
+        raise TypeError("settings, keyword arguments and a parameter's state are dicts with names as keys")

@@ -1,0 +1,256 @@
+"""Entries of a list of callables: from what a user names to the objects, once, at ``init_rpc``.
+
+Whatever a message may name later is in here under that name: a function that another module offers as well stands under both
+names, a class brings its constructor and its static and class methods, a module the functions that it defines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import BuiltinFunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
+
+from mpidist.errors import MpidistError
+from mpidist.rpc import callee, class_dicts, listed_class
+from mpidist.rpc.message import COUNT, Kind
+
+OWN_ENTRIES = ("mpidist.optim.local", "mpidist.nn.remote.execute")
+_FUNCTIONS = (*callee.NAMED_TYPES, torch.jit.ScriptFunction)
+_OPERATORS = (OpOverload, OpOverloadPacket)
+_NAMESPACE = re.compile(r"(\w+)::\*", re.ASCII)
+_OF_FILES = "from_file"  # reads and writes files: named by itself or not at all
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A name, and what it stands for.
+
+    Attributes:
+        kind: Of a call, ``CALL_PYTHON``, ``CALL_BUILTIN`` or ``CALL_SCRIPT``.
+        name: As messages have it.
+        target: A function, a class or an operator; None for an operator of a listed namespace, which is found when it is called.
+        owner: For one method of a class, that class; the method's instances are called by reference.
+    """
+
+    kind: int
+    name: str
+    target: Any
+    owner: type | None = None
+
+
+def entries_of(item: Any) -> list[Entry]:
+    """Return what one item of a list admits.
+
+    Args:
+        item: A function, class, module, operator, script function, or a name of one of these.
+
+    Raises:
+        TypeError: An item of another kind.
+        ValueError: A name under which there is nothing, an object without an importable name, one of mpidist's internals.
+    """
+    if type(item) is str:
+        return list(_of_text(item))
+    if isinstance(item, _OpNamespace):
+        return list(_of_namespace(item.__name__.rpartition(".")[2]))
+    if isinstance(item, ModuleType):
+        return list(_of_module(item, item.__name__))
+    if type(item) in _OPERATORS or isinstance(item, torch.jit.ScriptFunction):
+        return list(_of_function(item))
+    if not isinstance(item, (*_FUNCTIONS, MethodType, type)):
+        raise TypeError(f"allowed names functions, classes and modules; got {item!r}")
+    module, name = callee.place_of(item)
+    if not callee.is_at(item, module, name):
+        if callee.named(item)[1] != callee.UNNAMED:
+            return list(_of_function(item))  # torch's functions have no module
+        raise ValueError(f"allowed: {item!r} is not found by a name of its module, so no message can name it")
+    return list(_of_path(f"{module}.{name}", sys.modules[module], name.split(".")))
+
+
+def text_of(item: Any) -> str:
+    """Return how the list shows an item."""
+    if type(item) is str:
+        return item
+    if isinstance(item, ModuleType):
+        return item.__name__
+    kind, name = callee.named(item)
+    text = name[COUNT.size :].decode()
+    return text.replace(":", ".") if kind == Kind.CALL_PYTHON else text
+
+
+def _of_text(text: str) -> Iterator[Entry]:
+    path, is_module = (text[:-2], True) if text.endswith(".*") else (text, False)
+    if path.startswith("torch.ops."):
+        namespace, _, name = path.removeprefix("torch.ops.").partition(".")
+        text = f"{namespace}::{name or '*'}"
+    if "::" in text:
+        yield from _of_operators(text)
+        return
+    if path in _namespaces() and importlib.util.find_spec(path) is None:
+        yield from _of_namespace(path)
+        return
+    if path.startswith("__torch__."):
+        function = torch.jit._state._python_cu.find_function(path)
+        if function is None:
+            raise ValueError(f'allowed: there is no script function "{text}" here')
+        yield Entry(int(Kind.CALL_SCRIPT), path, function)
+        return
+    parts = path.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise ValueError(f'allowed: "{text}" is no name of a function, a class, a module or an operator')
+    if path not in OWN_ENTRIES:
+        _refuse_own(text, path)
+    holder, rest = _module_of(text, parts)
+    if not rest:
+        yield from _of_module(holder, text)
+    elif is_module:
+        raise ValueError(f'allowed: "{text}": "{path}" is no module')
+    else:
+        yield from _of_path(text, holder, rest)
+
+
+def _module_of(text: str, parts: list[str]) -> tuple[ModuleType, list[str]]:
+    """Return the innermost module of a path, as Python's attributes and imports lead to it, and the names within."""
+    try:
+        found = sys.modules.get(parts[0]) or importlib.import_module(parts[0])
+        for place, part in enumerate(parts[1:], 1):
+            there = getattr(found, part, None)
+            if there is None:
+                there = importlib.import_module(f"{found.__name__}.{part}")
+            if not isinstance(there, ModuleType):
+                return found, parts[place:]
+            found = there
+    except Exception as error:
+        raise ValueError(f'allowed: "{text}" leads nowhere: {error}') from error
+    return found, []
+
+
+def _of_module(module: ModuleType, text: str) -> Iterator[Entry]:
+    if module is torch:
+        # Those on tensors; not the ones that set up this process or read programs.
+        names = [name for name in dir(torch._C._VariableFunctions) if not name.startswith("_") and name != _OF_FILES]
+        names = [name for name in names if type(vars(torch).get(name)) is BuiltinFunctionType]
+        yield from (Entry(int(Kind.CALL_BUILTIN), f"torch.{name}", vars(torch)[name]) for name in names)
+        return
+    if module.__name__ not in OWN_ENTRIES:
+        _refuse_own(text, module.__name__)
+    found = [
+        (name, function)
+        for name, function in vars(module).items()
+        if listed_class.is_public(name) and _is_function(function) and _home_of(function) == module.__name__
+    ]
+    if not found:
+        raise ValueError(f'allowed: "{text}" defines no public function; its classes are listed one by one')
+    for name, function in found:
+        yield Entry(int(Kind.CALL_PYTHON), f"{module.__name__}:{name}", function)
+        yield from _of_function(function)
+
+
+def _of_path(text: str, module: ModuleType, path: list[str]) -> Iterator[Entry]:
+    """Yield what a name within a module stands for, under that name and under its own."""
+    found: Any = getattr(module, path[0], None)
+    raw: Any = found
+    owner: type | None = None
+    for part in path[1:]:
+        owner = class_dicts.definer(found, part) if isinstance(found, type) else None
+        if owner is None:
+            raise ValueError(f'allowed: "{text}" leads nowhere: there is no {part!r} in {found!r}')
+        raw = class_dicts.own(owner)[part]
+        found = listed_class.bound(raw, None, found) if listed_class.is_bound_to_classes(raw) else raw
+    is_own = f"{module.__name__}.{'.'.join(path)}" in OWN_ENTRIES
+    name = f"{module.__name__}:{'.'.join(path)}"
+    if owner is not None and not isinstance(found, type):
+        if not listed_class.is_method(raw):
+            raise TypeError(f'allowed: "{text}" is a {type(raw).__name__} and not a method')
+        _refuse_own(text, module.__name__, class_dicts.name_of(owner).rpartition(".")[0])
+        yield Entry(int(Kind.CALL_PYTHON), name, found, owner)
+        yield from _of_function(found)
+    elif isinstance(found, type):
+        _refuse_own(text, module.__name__, found.__module__)
+        yield from _of_class(name, found)
+        own_module, own_name = callee.place_of(found)
+        if f"{own_module}:{own_name}" != name and callee.is_at(found, own_module, own_name):
+            yield from _of_class(f"{own_module}:{own_name}", found)
+    elif _is_function(found):
+        if not is_own:
+            _refuse_own(text, module.__name__, _home_of(found))
+        yield Entry(int(Kind.CALL_PYTHON), name, found)
+        yield from _of_function(found)
+    elif type(found) in _OPERATORS:
+        yield from _of_function(found)
+    else:
+        raise TypeError(f'allowed names functions, classes and modules; "{text}" is {found!r}')
+
+
+def _of_class(name: str, cls: type) -> Iterator[Entry]:
+    yield Entry(int(Kind.CALL_PYTHON), name, cls)
+    for method, function in listed_class.class_methods(cls):
+        yield Entry(int(Kind.CALL_PYTHON), f"{name}.{method}", function)
+
+
+def _of_function(function: Any) -> Iterator[Entry]:
+    """Yield a function under the name by which callers that hold it name it."""
+    kind, name = callee.named(function)
+    if name != callee.UNNAMED:
+        yield Entry(int(kind), name[COUNT.size :].decode(), function)
+    if type(function) is OpOverloadPacket:
+        # They can be called by the packet as well.
+        for overload in function.overloads():
+            if overload != "default":
+                found = getattr(function, overload)
+                yield Entry(int(Kind.CALL_BUILTIN), found.name(), found)
+
+
+def _of_operators(text: str) -> Iterator[Entry]:
+    match = _NAMESPACE.fullmatch(text)
+    if match is not None:
+        yield from _of_namespace(match[1])
+        return
+    try:
+        yield from _of_function(callee.builtin(text))
+    except MpidistError as error:
+        raise ValueError(f'allowed: "{text}": {error}') from error
+
+
+def _of_namespace(namespace: str) -> Iterator[Entry]:
+    """Yield a namespace's public operators that torch's dispatcher has: TorchScript's own, ``aten::save`` say, are not there."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")]
+    if not names:
+        raise ValueError(f'allowed: there are no operators "{namespace}::*" here')
+    for name in dict.fromkeys(name for full in names for name in (full, full.partition(".")[0])):
+        own = name.partition("::")[2]
+        if not own.startswith("_") and own.partition(".")[0] != _OF_FILES:
+            yield Entry(int(Kind.CALL_BUILTIN), name, None)
+
+
+def _namespaces() -> set[str]:
+    return {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}
+
+
+def _is_function(found: Any) -> bool:
+    # Not isinstance, which asks objects for their class: a module may hold lazy ones that fail.
+    return any(type(found) is kind for kind in _FUNCTIONS)
+
+
+def _home_of(function: Any) -> str:
+    """Return the module that defines a function; an empty text if it does not say."""
+    if isinstance(function, torch.jit.ScriptFunction):
+        home: str = torch._jit_internal._qualified_name(function).rpartition(".")[0]
+        return "__main__" if home == "__torch__" else home.removeprefix("__torch__.")
+    module = getattr(function, "__module__", None)
+    return module if type(module) is str else ""
+
+
+def _refuse_own(text: str, *modules: str) -> None:
+    if any(module == "mpidist" or module.startswith("mpidist.") for module in modules):
+        raise ValueError(
+            f'allowed: "{text}" is internal to mpidist. Two entries admit its services: '
+            f'"{OWN_ENTRIES[0]}" (optimizers) and "{OWN_ENTRIES[1]}" (remote modules)'
+        )

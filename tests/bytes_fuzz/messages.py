@@ -1,0 +1,204 @@
+"""Whole messages to a worker with a list: transport, agent, requests and answers, without MPI and in one thread.
+
+A case is an eager message of ``comm.transport`` and the bytes that come as its payloads::
+
+    eager bytes u16 | the eager message | the payloads' bytes
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mpidist.autograd import notices
+from mpidist.comm import faults, transport
+from mpidist.comm.transport import EAGER_BYTES, Transport
+from mpidist.errors import CommTimeout
+from mpidist.rpc import callee, current, proxy, rref
+from mpidist.rpc.agent import Agent
+from mpidist.rpc.allowed import Allowed
+from mpidist.rpc.call import Call
+from mpidist.rpc.message import GRADIENTS, PAIR, WORD, Kind
+from mpidist.rpc.options import RpcBackendOptions
+from mpidist.rpc.polling import NOTHING_LEFT
+from mpidist.rpc.worker import WorkerInfo, Workers
+from tests.bytes_fuzz.network import Mpi, Network, group
+from tests.rpc.attacks import canary, victim
+
+SIZE, SENDER, READER = 3, 1, 0
+_AGENT_CASES = 400  # cases that one agent reads: what it keeps of them is bounded so
+_ASKED_EVERY = 50  # cases, and a listed function must be answered
+_EAGER_TAG = 7
+
+transport.MPI = faults.MPI = Mpi  # MPI is not started
+_LISTED = [victim.look, victim.echo, victim.touched, victim.bird, victim.error_of, victim.Box, victim.Point, victim.Pair, torch.add]
+
+
+class _Worker:
+    """One agent without threads.
+
+    Args:
+        rank: Its own.
+        is_listed: It has a list.
+    """
+
+    def __init__(self, rank: int, is_listed: bool) -> None:
+        self.network = Network()
+        infos = [WorkerInfo(f"worker{number}", number) for number in range(SIZE)]
+        carrier = Transport(group(self.network, rank, SIZE))
+        carrier.generation = 1
+        workers = Workers(infos, rank, range(SIZE), {READER})
+        allowed = Allowed(_LISTED) if is_listed else None
+        self.agent = Agent(carrier, workers, [{}] * SIZE, RpcBackendOptions(), allowed, rref.from_wire)
+        self.tasks: list[Any] = []
+        self.agent.polling.pool.submit = self.tasks.append
+        self.agent.polling.wait = _refuse_to_wait
+        self.entries = allowed.entries() if allowed is not None else None
+
+    def take(self, eager: bytes, payloads: bytes = b"") -> None:
+        """Take a message, and do all that it asks for."""
+        current.agent = self.agent
+        self.network.arrived.append((SENDER, eager[:EAGER_BYTES]))
+        self.network.payloads = payloads
+        for _ in range(4):  # a message with payloads comes twice
+            action = self.agent._poll(1)
+            if action is not None and action is not NOTHING_LEFT:
+                action.run()
+            while self.tasks:
+                self.tasks.pop(0).run()
+
+    def pending(self, number: int) -> Call:
+        """Return a call that waits for an answer of the sender."""
+        call = Call(SENDER, "a call", 0)
+        call.sequence = number
+        self.agent.calls._pending[number] = call
+        return call
+
+
+def _refuse_to_wait(call: Call) -> None:
+    raise CommTimeout("nobody waits here")
+
+
+def samples() -> list[bytes]:
+    """Return valid messages of every kind: as a sender writes them."""
+    sender = _Worker(SENDER, False)
+    agent, network = sender.agent, sender.network
+    current.agent = agent
+    calls, tensor = agent.calls, torch.ones(3)
+    reference = rref.user_rref(agent, agent.workers.infos[READER], 1 << 40, 1 << 40 | 1, None)
+    written: list[bytes] = []
+
+    def noted(send: Callable[[], Any]) -> None:
+        del network.sent[:]
+        try:
+            send()
+        except CommTimeout:
+            pass
+        eager = [data for _, tag, data in network.sent if tag == _EAGER_TAG][-1]
+        payloads = b"".join(data for _, tag, data in network.sent if tag != _EAGER_TAG)
+        written.append(struct.pack("<H", len(eager)) + eager + payloads)
+
+    def called(function: Any, *args: Any, **kwargs: Any) -> None:
+        noted(lambda: calls.invoke(READER, function, args, kwargs, 0))
+
+    called(victim.echo)
+    called(victim.echo, 1, "two", 3.0, None, x=(1, 2), y={"a": [1]})
+    called(victim.touched, tensor)
+    called(victim.touched, tensor, torch.ones(40, 40, dtype=torch.bool), torch.eye(3).to_sparse(), torch.ones(2, 2).t())
+    called(victim.touched, torch.ones(9000), tensor)
+    called(victim.echo, reference, [reference], "x")
+    called(victim.Box, 1)
+    called(victim.echo, victim.Pair(1, 2), ValueError("x"), victim.Box, {1, 2}, 1 << 70, 1 + 2j, torch.float32)
+    called(torch.add, tensor, 1)
+    called(callee.method("get"), reference)
+    called(proxy.has_method, reference, "get")
+    noted(lambda: calls.request(READER, Kind.RREF_FETCH, WORD.pack(1 << 40), None, 0, "a fetch"))
+    noted(lambda: agent.references.create(READER, victim.Box, (1,), {}, 0))
+    noted(lambda: agent.references.create(READER, callee.method("get"), (reference,), {}, 0))
+    noted(lambda: agent.wire.post(READER, Kind.BACKWARD_AUTOGRAD, 1, 0, b"", agent.wire.codecs[READER].encoded((reference, 5, False, "fast"))))
+    for kind, obj in (
+        (Kind.RESULT, [1, "two", tensor]),
+        (Kind.RESULT, None),
+        (Kind.RESULT, (reference, 1)),
+        (Kind.REMOTE_DONE, None),
+    ):
+        noted(lambda kind=kind, obj=obj: agent.wire.answer(READER, kind, 1, 0, agent.wire.codecs[READER].encoded(obj)))
+    codec = agent.wire.codecs[READER]
+    described = codec.described(ValueError("text", 1))
+    noted(lambda: agent.wire.answer(READER, Kind.EXCEPTION, 2, 0, codec.encoded(described)))
+    for kind, words in (
+        (Kind.RREF_FORK, PAIR.pack(1 << 40, 3)),
+        (Kind.RREF_USER_DELETE, PAIR.pack(1 << 40, 3)),
+        (Kind.QUIET_REPORT, struct.pack("<5Q", 0, 1, 1, 0, 0)),
+        (Kind.QUIET_VERDICT, struct.pack("<2Q", 0, 1)),
+        (Kind.LEAVE, b""),
+    ):
+        noted(lambda kind=kind, words=words: agent.wire.post(READER, kind, 0, 0, words))
+    noted(lambda: notices.send_gradients(READER, False, 1 << 48, 1 << 48, 1, False, [tensor]))
+    noted(lambda: notices.send_gradients(READER, True, 1 << 48, 1 << 48, 1, False, [tensor, None]))
+    for what in notices.Notice:
+        noted(lambda what=what: notices.notify(READER, what, 1 << 48, 1 << 48, (1, 2)))
+    noted(lambda: agent.wire.post(READER, Kind.CALL_PYTHON, 9, 1 << 48, *_call(codec, tensor)))
+    assert len(GRADIENTS.pack(0, 0, 0, 0)) == GRADIENTS.size
+    return written
+
+
+def _call(codec: Any, tensor: torch.Tensor) -> tuple[bytes, Any]:
+    _, name = callee.named(victim.echo)
+    return name, codec.encoded_function(victim.echo, name, (tensor,), {})
+
+
+class _Reading:
+    """The worker that reads, and how many cases it has read."""
+
+    worker: _Worker | None = None
+    cases = 0
+
+
+def check(case: bytes) -> None:
+    """Take a case as a message: nothing is raised, nothing runs but the list, and the worker goes on."""
+    if _Reading.worker is None or _Reading.cases % _AGENT_CASES == 0:
+        if _Reading.worker is not None:
+            current.agent = _Reading.worker.agent
+            _Reading.worker.agent.references.store.clear()
+        logger = logging.getLogger("mpidist")
+        logger.handlers[:] = [victim.log]
+        logger.propagate = False
+        _Reading.worker = _Worker(READER, True)
+    worker = _Reading.worker
+    _Reading.cases += 1
+    del victim.log.texts[:], worker.network.sent[:]
+    fired, threads = len(canary.fired), worker.agent.polling.pool.counts()
+    waiting = [worker.pending(number) for number in (1, 2)]
+    length = int.from_bytes(case[:2], "little")
+    worker.take(case[2 : 2 + length], case[2 + length :])
+    for call in waiting:
+        if call.done:
+            _read_answer(worker.agent, call)
+    assert len(canary.fired) == fired, f"code ran that is not listed: {canary.fired[fired:]}"
+    assert worker.agent.polling.pool.counts() == threads
+    if _Reading.cases % _ASKED_EVERY == 0:
+        _require_alive(worker)
+
+
+def _read_answer(agent: Agent, call: Call) -> None:
+    try:
+        agent.calls.result(call)
+    except Exception as error:
+        assert str(type(error))
+
+
+def _require_alive(worker: _Worker) -> None:
+    """Require that the worker answers a listed call, and that its list is as it was."""
+    allowed = worker.agent.allowed
+    assert allowed is not None and allowed.entries() == worker.entries
+    del worker.network.sent[:]
+    name = b"tests.rpc.attacks.victim:echo"
+    header = struct.pack("<H", len(name)) + name + b"\x91\x07"
+    worker.take(struct.pack("<BBHIQQII", Kind.CALL_PYTHON, 0, 0, 1, 77, 0, len(header), 0) + header)
+    answers = [data for to, tag, data in worker.network.sent if to == SENDER and tag == _EAGER_TAG]
+    assert len(answers) == 1 and answers[0][0] == Kind.RESULT and answers[0][8:16] == struct.pack("<Q", 77), answers

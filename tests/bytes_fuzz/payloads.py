@@ -1,0 +1,135 @@
+"""Data-only objects (``comm.data_reader``) with objects and the kinds of RPC."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from mpidist.comm import data_reader, data_writer
+from mpidist.errors import MpidistError
+from mpidist.rpc.allowed import Allowed
+from mpidist.rpc.data_values import Reading, Writing
+from mpidist.rpc.worker import WorkerInfo
+from tests.bytes_fuzz.mutations import MOST_BYTES
+from tests.rpc.attacks import canary, victim
+from tests.rpc.attacks.data import array, ext
+
+_OBJECTS: list[Any] = [torch.ones(2), np.ones(3), bytearray(b"abc")]
+_REFERENCES = ["a reference", "another"]
+_allowed = Allowed([*victim.LISTED, victim.Unlisted])
+# What may come out, by exact type.
+_DATA = (
+    *(type(None), bool, int, float, complex, str, bytes, type(...), datetime.datetime, torch.dtype, torch.device),
+    *(torch.Tensor, np.ndarray, bytearray, WorkerInfo),
+)
+_HOLDERS = (list, tuple, set, frozenset, torch.Size)
+_LISTED = frozenset({*victim.LISTED, victim.Unlisted})
+
+ATOMS = [
+    *(None, True, False, 0, 1, -1, 1 << 62, -(1 << 63), (1 << 64) - 1, 1 << 64, -(1 << 200), 0.0, -0.0, 1e300, float("nan")),
+    *("", "a", "ä€😀", "\udc80", "x" * 40, b"", b"\0" * 40, 1 + 2j, ..., torch.float32, torch.device("cpu"), torch.device("cuda", 1)),
+    *(torch.Size([1, 2]), np.float64(1.5), np.int8(-3), np.bool_(True), np.float32(2), np.complex64(1j)),
+    *(ValueError("x", 1), KeyError("k"), MpidistError("y"), WorkerInfo("worker1", 1), victim.echo, victim.Box),
+    *(victim.Pair(1, "b"), *_OBJECTS),
+]
+
+
+def written(obj: Any) -> bytes:
+    """Write an object."""
+    return data_writer.dumps(obj, list(_OBJECTS), Writing().extend)
+
+
+def samples() -> list[bytes]:
+    """Return valid cases: each atom by itself, and objects of them."""
+    # Each once: the writer numbers tensors and arrays that it has not met, and the reader has three.
+    plain = [atom for atom in ATOMS if not any(atom is obj for obj in _OBJECTS)]
+    nested: Any = [[]]
+    for _ in range(20):
+        nested = {"k": (nested, [nested[:1] if type(nested) is list else 1])}
+    objects = [
+        *ATOMS,
+        plain,
+        tuple(plain),
+        {"a": 1, "b": [1, 2, {"c": (1, 2)}]},
+        {1: 2, (1, 2): "x", None: ..., b"b": 1.5},
+        {1, 2, "x", (3, 4)},
+        frozenset({1, frozenset({2})}),
+        nested,
+        list(range(300)),
+        [["a", "b"], 1, 2],
+        victim.Unlisted({"x": [1]}),
+        _record(victim.Point, [1], (2,)),
+    ]
+    return [written(obj) for obj in objects]
+
+
+def _record(cls: type, *values: Any) -> Any:
+    """Make a record without its constructor, which the canary notes."""
+    made = cls.__new__(cls)
+    made.__dict__.update(zip(("x", "y"), values, strict=True))
+    return made
+
+
+_codes = st.sampled_from([*range(14), *range(30, 40), -1, 127, -128])
+_leaves = st.sampled_from([written(atom) for atom in ATOMS]) | st.binary(max_size=12)
+
+
+def cases() -> Any:
+    """Return a strategy of MessagePack whose extension types hold anything, and are announced with wrong lengths."""
+    return st.recursive(
+        _leaves,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=4).map(lambda items: array(*items)),
+            st.builds(ext, _codes, inner),
+            st.builds(ext, _codes, st.lists(inner, max_size=5).map(lambda items: array(*items))),
+            st.builds(ext, _codes, inner, st.integers(0, 40) | st.just(0xFFFFFFFF)),
+            st.tuples(inner, inner).map(lambda pair: b"\x81" + pair[0] + pair[1]),
+        ),
+        max_leaves=12,
+    ).map(lambda case: case[:MOST_BYTES])
+
+
+def check(case: bytes) -> None:
+    """Read a case; it is refused by an error of ours, or data comes out, made of no more than the case has."""
+    fired = len(canary.fired)
+    try:
+        obj = data_reader.loads(case, _OBJECTS, Reading(_REFERENCES, _allowed).extend)
+    except MpidistError as error:
+        assert str(error)
+    else:
+        budget = [8 * len(case) + 64]
+        _require_data(obj, budget)
+    assert len(canary.fired) == fired, f"code ran that is not listed: {canary.fired[fired:]}"
+
+
+def _require_data(obj: Any, budget: list[int]) -> None:
+    budget[0] -= 1
+    assert budget[0] > 0, "more objects than the case has bytes for"
+    kind = type(obj)
+    if kind in _DATA or (isinstance(obj, np.generic) and kind.__module__ == "numpy"):
+        if kind in (str, bytes):
+            assert len(obj) <= 8 * budget[0] + MOST_BYTES
+        return
+    if kind is dict:
+        for key, value in obj.items():
+            _require_data(key, budget)
+            _require_data(value, budget)
+    elif kind in _HOLDERS:
+        for item in obj:
+            _require_data(item, budget)
+    elif kind in (victim.Point, victim.Unlisted):
+        assert set(obj.__dict__) in ({"x"}, {"x", "y"})
+        _require_data(list(obj.__dict__.values()), budget)
+    elif kind is victim.Pair:
+        assert len(obj) == 2
+        _require_data(tuple(obj), budget)
+    elif isinstance(obj, Exception):
+        assert kind.__module__ in ("builtins", "mpidist.errors", "mpidist.rpc.allowed"), kind
+        _require_data(obj.args, budget)
+    else:
+        is_listed = any(obj is item for item in _LISTED)
+        assert is_listed, f"a {kind} came out of data: {obj!r:.200}"

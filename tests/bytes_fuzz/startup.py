@@ -1,0 +1,84 @@
+"""What other ranks tell at ``init_rpc``: frames of the exchange, and what they contain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from mpidist.comm import frame
+from mpidist.errors import MpidistError
+from mpidist.rpc.membership import gather_workers
+from mpidist.rpc.options import RpcBackendOptions
+from tests.bytes_fuzz import payloads
+
+_TOLD: list[Any] = [
+    ["worker1", 1, {}, False, None],
+    ["worker1", 1, {"worker0": {0: 1, 1: 0}}, True, None],
+    ["a-b_c:9", 1, {"worker0": {}}, False, None],
+    ["worker1", 2, {}, False, None],
+    ["worker1", 1, {}, False, "ValueError: a problem"],
+    ["", 1, {}, False, None],
+]
+
+
+class _Group:
+    """A group of two: this rank, and one that has told a case."""
+
+    def __init__(self, case: bytes) -> None:
+        self._case = case
+
+    def all_gather_object(self, obj: Any, *, data_only: bool) -> list[Any]:
+        """Return what both told."""
+        return [obj, frame.from_bytes(self._case, data_only=data_only)]
+
+
+class _Transport:
+    """What ``gather_workers`` needs of a transport."""
+
+    generation, rank, world_ranks = 1, 0, (0, 1)
+
+    def __init__(self, case: bytes) -> None:
+        self.group: Any = _Group(case)
+
+
+def samples() -> list[bytes]:
+    """Return valid frames."""
+    return [bytes(frame.to_bytes(told, data_only=True)) for told in _TOLD]
+
+
+def cases() -> Any:
+    """Return a strategy of lists of five, of which any may be anything that is data."""
+    data = st.recursive(
+        st.sampled_from([atom for atom in payloads.ATOMS if not isinstance(atom, Exception | type) and not callable(atom)][:29])
+        | st.integers()
+        | st.text(max_size=140),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.integers() | st.text(max_size=9), inner, max_size=3),
+        max_leaves=5,
+    )
+    maps = st.dictionaries(st.sampled_from(["worker0", "worker1", "x"]), st.dictionaries(st.integers(-2, 300), data, max_size=3))
+    told = st.tuples(
+        st.sampled_from(["worker1", "worker0", ""]) | data,
+        st.just(1) | data,
+        maps | data,
+        st.booleans() | data,
+        st.none() | data,
+    ).map(list)
+    return (told | data).map(lambda obj: bytes(frame.to_bytes(obj, data_only=True)))
+
+
+def check(case: bytes) -> None:
+    """Tell a case at the start; it is refused by an error of ours, or names a worker and plain device maps."""
+    transport: Any = _Transport(case)
+    try:
+        workers, maps = gather_workers(transport, "worker0", RpcBackendOptions(), True, None)
+    except MpidistError as error:
+        assert str(error)
+        return
+    name = workers.infos[1].name
+    assert type(name) is str and 0 < len(name) < 128 and name != "worker0"
+    assert type(maps[1]) is dict and set(maps[1]) <= {"worker0", name}
+    for device_map in maps[1].values():
+        assert type(device_map) is dict
+        assert all(type(index) is int and 0 <= index < 256 for pair in device_map.items() for index in pair)
+    assert type(workers.data_only) is frozenset and workers.data_only <= {0, 1}

@@ -1,0 +1,90 @@
+"""Watch over the process that reads hostile bytes: its crashes, and cases that never end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.bytes_fuzz.board import Board
+
+ROOT = Path(__file__).resolve().parents[2]
+CASE_S = 10.0  # a case that takes longer hangs
+_START_S = 120.0  # until the first case: imports on busy cores
+_LOOK_S = 0.05
+_STACK_S = 1.0  # for the stacks of a process that hangs
+
+Result = dict[str, Any]
+
+
+def results(targets: Sequence[str], counts: Sequence[int], seed: int, case: bytes | None = None) -> Iterator[Result]:
+    """Read cases of targets in child processes; yield each target's result.
+
+    A result has ``target`` and either ``count``, ``drawn`` and ``seconds``, or ``error`` and ``case`` (hex). After a crash, a hang
+    or a wrong reading, a new process goes on with the next target.
+    """
+    board = Board()
+    first = 0
+    try:
+        while first < len(targets):
+            for result in _watched(board, targets, counts, seed, first, case):
+                first = result["place"] + 1
+                yield result
+    finally:
+        board.remove()
+
+
+def _watched(
+    board: Board, targets: Sequence[str], counts: Sequence[int], seed: int, first: int, case: bytes | None
+) -> Iterator[Result]:
+    command = [sys.executable, "-m", "tests.bytes_fuzz.reading", board.path, "--targets", ",".join(targets)]
+    command += ["--counts", ",".join(map(str, counts)), "--seed", str(seed), "--first", str(first)]
+    if case is not None:
+        command += ["--case", case.hex()]
+    board.write(0, first, b"")
+    with tempfile.TemporaryFile("w+") as errors:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        lines: list[str] = []
+        listener = threading.Thread(target=lambda: lines.extend(child.stdout or ()), daemon=True)
+        listener.start()
+        hung = _wait(child, board)
+        listener.join()
+        told = [json.loads(line) for line in lines if line.startswith("{")]
+        yield from told
+        is_told = any("error" in one for one in told) if child.returncode == 1 else len(told) == len(targets) - first
+        if hung or child.returncode not in (0, 1) or not is_told:
+            last = board.read()
+            errors.seek(0)
+            reason = f"no end after {CASE_S:g} s" if hung else _ending(child.returncode)
+            place = max(last.target, first)
+            yield {"target": targets[place], "place": place, "case": last.data.hex(), "error": reason, "trace": errors.read()[-6000:]}
+
+
+def _wait(child: subprocess.Popen[str], board: Board) -> bool:
+    """Wait until a child has ended; end it if it hangs, and say so."""
+    seen, since = 0, time.monotonic()
+    while child.poll() is None:
+        number = board.number()
+        if number != seen:
+            seen, since = number, time.monotonic()
+        elif time.monotonic() - since > (CASE_S if seen else _START_S):
+            child.send_signal(signal.SIGUSR1)
+            time.sleep(_STACK_S)
+            child.kill()
+            child.wait()
+            return True
+        time.sleep(_LOOK_S)
+    return False
+
+
+def _ending(status: int) -> str:
+    return f"the process was ended by {signal.Signals(-status).name}" if status < 0 else f"the process ended with status {status}"

@@ -1,0 +1,234 @@
+"""Functions of ``mpidist.optim.local`` with arguments that no ``DistributedOptimizer`` sends: refused, and nothing is changed."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mpidist.rpc as rpc
+from mpidist.optim import local
+from mpidist.rpc.rref import RRef
+from tests.optim import owners
+
+pytestmark = pytest.mark.mpi(min_size=1)
+
+REFUSED = (TypeError, ValueError, RuntimeError)
+TYPES = [None, True, 1, 1.5, "1", b"1", [1], (1,), {1: 1}, {1}, torch.ones(1), SimpleNamespace(local_value=lambda: 1)]
+
+
+class Reference(RRef):
+    """A reference of another class."""
+
+
+class Settings(dict):
+    """A dict whose class may define what its methods do."""
+
+
+@pytest.fixture
+def parameter(workers):
+    return RRef(owners.parameter([1.0, 2.0, 3.0]))
+
+
+@pytest.fixture
+def optimizer(parameter):
+    """Return a reference to an optimizer of one parameter that has made a step."""
+    made = local.make("Adam", True, [([parameter], {"lr": 0.5})], (), {"betas": (0.5, 0.6)})[0]
+    made.local_value().optimizer.step([torch.ones(3)])
+    return made
+
+
+def untouched(optimizer):
+    """Return what a refused call must leave: parameters, groups, state."""
+    found = optimizer.local_value()
+    state = found.optimizer.state_dict()
+    values = [own.tolist() for own in found.parameters]
+    return repr((values, state, found.counts))
+
+
+def refused(optimizer, call, *arguments, error=REFUSED, match=None):
+    before = untouched(optimizer)
+    with pytest.raises(error, match=match):
+        call(*arguments)
+    assert untouched(optimizer) == before
+
+
+@pytest.mark.parametrize("reference", TYPES)
+def test_references_that_are_none(optimizer, reference):
+    refused(optimizer, local.step, reference, 1, {}, error=TypeError)
+    refused(optimizer, local.add_group, reference, [], {}, error=TypeError)
+    refused(optimizer, local.remove_group, reference, error=TypeError)
+    refused(optimizer, local.state, reference, error=TypeError)
+    refused(optimizer, local.load_state, reference, {}, [], error=TypeError)
+    refused(optimizer, local.gradient_norms, reference, 1, 2.0, error=REFUSED)
+    refused(optimizer, local.scale_gradients, reference, 1, 2.0, error=REFUSED)
+    refused(optimizer, local.add_group, optimizer, [reference], {}, error=TypeError)
+    refused(optimizer, local.make, "SGD", True, [([reference], {})], (), {"lr": 1.0}, error=TypeError)
+
+
+def test_references_to_something_else(optimizer, parameter):
+    class Like:
+        """Has what an optimizer has."""
+
+        optimizer, parameters, counts = None, [], []
+
+    for value in [Like(), optimizer.local_value().optimizer, torch.ones(1), None]:
+        for call, *rest in [(local.step, 1, {}), (local.state,), (local.load_state, {}, []), (local.remove_group,)]:
+            refused(optimizer, call, RRef(value), *rest, error=TypeError, match="no optimizer of this worker")
+    fake = Reference.__new__(Reference)
+    fake.__dict__.update(vars(optimizer))
+    refused(optimizer, local.step, fake, 1, {}, error=TypeError)
+    fake.__dict__.clear()
+    refused(optimizer, local.add_group, optimizer, [RRef("text")], {}, error=TypeError)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_references_of_another_worker(group, workers, parameter):
+    there = rpc.remote(workers[(group.rank + 1) % group.size], owners.parameter, args=([1.0],))
+    with pytest.raises(TypeError, match="of its own worker"):
+        local.make("SGD", True, [([there], {})], (), {"lr": 1.0})
+    del there
+    group.barrier()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (None, True),
+        (1, True),
+        ("SGD", False),
+        ("SGD", 1),
+        ("eval", True),
+        ("__class__", True),
+        (b"SGD", True),
+        (torch.nn.Linear, False),
+        (int, False),
+        (owners.module, False),
+    ],
+)
+def test_classes_that_are_no_optimizers(parameter, arguments):
+    with pytest.raises(REFUSED):
+        local.make(*arguments, [([parameter], {})], (), {"lr": 1.0})
+
+
+def test_plans_of_another_form(parameter):
+    group = ([parameter], {})
+    for groups, args, kwargs in [
+        (None, (), {}),
+        ({1: group}, (), {}),
+        ([parameter], (), {}),
+        ([([parameter],)], (), {}),
+        ([([parameter], {}, 1)], (), {}),
+        ([(parameter, {})], (), {}),
+        ([({1: parameter}, {})], (), {}),
+        ([([parameter], [])], (), {}),
+        ([([parameter], Settings())], (), {}),
+        ([([parameter], UserDict())], (), {}),
+        ([([parameter], {1: 2})], (), {}),
+        ([([parameter], {"params": [torch.ones(1)]})], (), {}),
+        ([([parameter], {"param_names": ["a"]})], (), {}),
+        ([group], "text", {}),
+        ([group], None, {}),
+        ([group], (), None),
+        ([group], (), {1: 2}),
+        ([group], (), [("lr", 1.0)]),
+        ([group], (), Settings(lr=1.0)),
+    ]:
+        with pytest.raises(TypeError):
+            local.make("SGD", True, groups, args, kwargs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *[wrong for wrong in TYPES if wrong is not None],
+        None,
+        Settings(),
+        {0: None},
+        {0: [("lr", 1.0)]},
+        {0: {1: 2}},
+        {0: Settings(lr=1.0)},
+        {0: {"params": []}},
+        {0: {"lr": 0.1, "params": [torch.ones(3)]}},
+        {0: {"param_names": ["a"]}},
+        {1: {"lr": 0.1}},
+        {-1: {"lr": 0.1}},
+        {"0": {"lr": 0.1}},
+        {False: {"lr": 0.1}},
+        {0: {"lr": 0.1}, 7: {"lr": 0.1}},
+    ],
+)
+def test_changes_of_another_form(given, optimizer, changes):
+    refused(optimizer, local.step, optimizer, 1, changes)
+
+
+@pytest.mark.parametrize("context_id", [wrong for wrong in TYPES if wrong != 1 or wrong is True])
+def test_contexts_that_are_none(optimizer, context_id):
+    refused(optimizer, local.step, optimizer, context_id, {}, error=TypeError)
+    refused(optimizer, local.gradient_norms, optimizer, context_id, 2.0, error=TypeError)
+    refused(optimizer, local.scale_gradients, optimizer, context_id, 2.0, error=TypeError)
+
+
+@pytest.mark.parametrize("number", [wrong for wrong in TYPES if type(wrong) not in (int, float)])
+def test_numbers_that_are_none(given, optimizer, number):
+    refused(optimizer, local.gradient_norms, optimizer, 1, number, error=TypeError)
+    refused(optimizer, local.scale_gradients, optimizer, 1, number, error=TypeError)
+
+
+def test_the_first_group_stays(optimizer):
+    refused(optimizer, local.remove_group, optimizer, error=ValueError)
+
+
+def state_of(optimizer, **changed):
+    found = local.state(optimizer)
+    found[0].update(changed)
+    return found
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        # torch's fused kernels would read and write behind the memory of these.
+        {"exp_avg": torch.zeros(1)},
+        {"exp_avg": torch.zeros(())},
+        {"exp_avg_sq": torch.zeros(0)},
+        {"max_exp_avg_sq": torch.zeros(2)},
+        {"exp_avg": torch.zeros(3, 1)},
+        {"step": torch.zeros(3)},
+        {"step": torch.zeros(0)},
+    ],
+)
+def test_states_of_another_shape(optimizer, values):
+    settings = optimizer.local_value().settings()
+    refused(optimizer, local.load_state, optimizer, state_of(optimizer, **values), settings, error=ValueError, match="of shape")
+
+
+def test_states_of_another_form(optimizer):
+    settings = optimizer.local_value().settings()
+    for state, own in [
+        *[(wrong, settings) for wrong in TYPES],
+        *[({0: wrong}, settings) for wrong in TYPES],
+        ({1: {}}, settings),
+        ({-1: {}}, settings),
+        ({"0": {}}, settings),
+        ({False: {}}, settings),
+        ({0: {1: 2}}, settings),
+        (Settings(), settings),
+        *[({}, wrong) for wrong in TYPES],
+        ({}, []),
+        ({}, settings * 2),
+        ({}, [{"params": [5]}]),
+        ({}, [{1: 2}]),
+    ]:
+        refused(optimizer, local.load_state, optimizer, state, own)
+
+
+def test_what_is_right_is_taken(given, optimizer, parameter):
+    settings = optimizer.local_value().settings()
+    local.load_state(optimizer, state_of(optimizer), settings)
+    owners.give(parameter, 1, torch.ones(3))
+    local.step(optimizer, 1, {0: {"lr": 0.125, "initial_lr": 0.5}})
+    assert optimizer.local_value().settings()[0]["lr"] == 0.125
+    assert local.gradient_norms(optimizer, 1, 2).tolist() == pytest.approx([3**0.5])

@@ -1,0 +1,292 @@
+"""Data that is malformed, or names what is not there: MessagePack and its extension types by hand."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+from mpidist.comm.data_format import (
+    COMPLEX,
+    DEVICE,
+    DTYPE,
+    ELLIPSIS,
+    FROZENSET,
+    INTEGER,
+    OBJECT,
+    PAIRS,
+    SCALAR,
+    SET,
+    SIZE,
+    TEXT,
+    TUPLE,
+)
+from mpidist.rpc.codec import KEYWORDS, SLOTS
+from mpidist.rpc.data_values import CARRIED, ERROR, NAMED, RECORD, REFERENCE, WORKER
+from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, REFERENCES, Kind, written_references
+from tests.rpc.attacks.attacker import Attacker, Attacks
+
+attack = Attacks()
+
+DAMAGED = "FrameError"
+REFUSED = "not in the list|Refused|FrameError"
+VICTIM = "tests.rpc.attacks.victim"
+CANARY = "tests.rpc.attacks.canary"
+ECHO = f"{VICTIM}:echo"
+
+encode = msgspec.msgpack.encode
+
+
+def ext(code: int, data: bytes, announced: int | None = None) -> bytes:
+    """Write an extension type; ``announced`` in the place of its length."""
+    return b"\xc9" + struct.pack(">Ib", len(data) if announced is None else announced, code) + data
+
+
+def array(*items: bytes) -> bytes:
+    """Write an array of what is written already."""
+    return b"\xdd" + struct.pack(">I", len(items)) + b"".join(items)
+
+
+def own(code: int, *values: Any) -> bytes:
+    """Write an extension type that holds an array of plain values; bytes of ``Written`` go as they are."""
+    return ext(code, array(*[value.data if isinstance(value, Written) else encode(value) for value in values]))
+
+
+class Written:
+    """What is MessagePack already."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+NO_ARGUMENTS, NO_ATTRIBUTES = Written(ext(TUPLE, array())), {}
+
+
+def noted(name: str, idea: str, item: bytes, reason: str = DAMAGED, is_whole: bool = False) -> None:
+    """Note an attack: a call with one argument, or with these bytes in the place of all."""
+
+    def run(attacker: Attacker) -> object:
+        body = item if is_whole else array(item)
+        if len(body) > 8000:
+            return attacker.call(ECHO, b"", flags=FAR, parts=[body])
+        return attacker.call(ECHO, body)
+
+    run.__name__ = name
+    attack(idea, reason)(run)
+
+
+# MessagePack.
+noted("never_used", "The one byte that MessagePack does not use", b"\xc1")
+noted("array_announced", "2^32 - 1 items announced, none there", b"\xdd\xff\xff\xff\xff")
+noted("map_announced", "2^32 - 1 pairs announced, none there", b"\xdf\xff\xff\xff\xff")
+noted("text_announced", "4 GiB of text announced, none there", b"\xdb\xff\xff\xff\xff")
+noted("bytes_announced", "4 GiB of bytes announced, none there", b"\xc6\xff\xff\xff\xff")
+noted("extension_announced", "4 GiB of an extension type announced, none there", ext(INTEGER, b"", 0xFFFFFFFF))
+noted("many_announced", "Arrays of 2^32 - 1 items within each other", b"\xdd\xff\xff\xff\xff" * 1500)
+noted("deep", "100,000 arrays within each other", b"\x91" * 100_000 + b"\xc0")
+noted("deep_maps", "100,000 maps within each other", b"\x81\xc0" * 100_000 + b"\xc0")
+noted("cut_off", "An int that is cut off", b"\xcf\0\0")
+noted("behind", "Bytes behind the data", array(b"\xc0") + b"\xc0", is_whole=True)
+noted("no_utf8", "A text that is no UTF-8", b"\xa2\xff\xfe")
+noted("key_map", "A map as a key", b"\x81\x80\x01")
+noted("no_arguments", "An int in the place of the arguments", b"\x01", is_whole=True)
+noted("map_for_arguments", "A map in the place of the arguments", b"\x80", is_whole=True)
+noted("text_for_arguments", "A text in the place of the arguments", b"\xa3abc", is_whole=True)
+noted("empty", "One byte of nothing", b"\0", is_whole=True)
+noted("marshalled", "Another format: what workers without a list read", b"\xa9\x01\xe9\x01\0\0\0", is_whole=True)
+noted("timestamp", "A timestamp of a wrong length", ext(-1, b"\0\0\0"))
+noted("timestamp_far", "A timestamp beyond what a datetime holds", ext(-1, struct.pack(">Iq", 0, 1 << 62)))
+noted("timestamp_nanoseconds", "A timestamp of 2^32 - 1 nanoseconds", ext(-1, struct.pack(">Iq", 0xFFFFFFFF, 0)))
+
+# Its extension types.
+noted("unknown_code", "A code that there is not", ext(99, array()))
+noted("unknown_low_code", "… below the callers' own", ext(31, array()))
+noted("negative_code", "A code below 0", ext(-7, b"\0"))
+noted("object_beyond", "A mark of an object beyond those that came", ext(OBJECT, struct.pack("<I", 1)))
+noted("object_far_beyond", "… far beyond", ext(OBJECT, struct.pack("<I", 0xFFFFFFFF)))
+noted("object_short", "A mark of one byte", ext(OBJECT, b"\0"))
+noted("tuple_of_int", "A tuple that holds no array", ext(TUPLE, b"\x01"))
+noted("tuple_empty", "A tuple without bytes", ext(TUPLE, b""))
+noted("tuple_behind", "A tuple with bytes behind it", ext(TUPLE, b"\x90\x90"))
+noted("set_of_lists", "A set of lists", ext(SET, array(b"\x90")))
+noted("set_of_maps", "A frozenset of maps", ext(FROZENSET, array(b"\x80")))
+noted("set_of_sets", "A set of sets", ext(SET, array(ext(SET, array()))))
+noted("pairs_odd", "A key without a value", ext(PAIRS, array(b"\x01")))
+noted("pairs_of_lists", "A dict with a list as a key", ext(PAIRS, array(b"\x90", b"\x01")))
+noted("complex_short", "A complex number of 8 bytes", ext(COMPLEX, b"\0" * 8))
+noted("complex_long", "A complex number of 17 bytes", ext(COMPLEX, b"\0" * 17))
+noted("ellipsis_bytes", "An ellipsis with bytes", ext(ELLIPSIS, b"\0"))
+noted("text_no_utf8", "A text with bytes that even surrogates do not make", ext(TEXT, b"\xff\xff"))
+noted("scalar_name", "A numpy scalar of type object", own(SCALAR, "object", b"\1" * 8))
+noted("scalar_void", "A numpy scalar of a record type", own(SCALAR, "void64", b"\1" * 8))
+noted("scalar_dtype_text", "A numpy scalar whose type is a description", own(SCALAR, "O,O", b"\1" * 16))
+noted("scalar_short", "A numpy scalar of too few bytes", own(SCALAR, "float64", b"\0" * 7))
+noted("scalar_long", "A numpy scalar of too many", own(SCALAR, "float64", b"\0" * 9))
+noted("scalar_bool", "A numpy bool that is 2", own(SCALAR, "bool", b"\2"))
+noted("scalar_no_bytes", "A numpy scalar of an int", own(SCALAR, "float64", 1))
+noted("scalar_list", "A numpy scalar whose type is a list", own(SCALAR, [], b"\0"))
+noted("scalar_fields", "A numpy scalar of three fields", own(SCALAR, "float64", b"\0" * 8, 1))
+noted("dtype_name", "A dtype that there is not", ext(DTYPE, b"__class__"))
+noted("dtype_dotted", "A path in the place of a dtype", ext(DTYPE, b"torch.load"))
+noted("dtype_no_utf8", "A dtype that is no text", ext(DTYPE, b"\xff"))
+noted("device_kind", "A device of a backend that would be loaded", own(DEVICE, "hpu", 0))
+noted("device_text", "A device's index that is a text", own(DEVICE, "cuda", "0"))
+noted("device_below", "A device's index below 0", own(DEVICE, "cuda", -1))
+noted("device_far", "A device's index of 2^40", own(DEVICE, "cuda", 1 << 40))
+noted("device_bool", "A device's index that is a bool", own(DEVICE, "cuda", True))
+noted("device_list", "A device whose type is a list", own(DEVICE, [], 0))
+noted("size_below", "A size below 0", own(SIZE, -1))
+noted("size_float", "A size that is a float", own(SIZE, 1.0))
+noted("size_huge", "A size of 2^63", own(SIZE, 1 << 63))
+
+# RPC's.
+noted("reference_beyond", "A reference beyond those that came", own(REFERENCE, 0))
+noted("reference_below", "A reference's number below 0", own(REFERENCE, -1))
+noted("reference_bool", "A reference's number that is a bool", own(REFERENCE, False))
+noted("reference_text", "A reference's number that is a text", own(REFERENCE, "0"))
+noted("reference_none", "A reference without a number", own(REFERENCE))
+noted("reference_two", "A reference of two numbers", own(REFERENCE, 0, 0))
+noted("named_unlisted", "An unlisted function by name", own(NAMED, f"{CANARY}:fire"), REFUSED)
+noted("named_system", "os.system by name", own(NAMED, "posix:system"), REFUSED)
+noted("named_dotted", "A path from a listed class", own(NAMED, f"{VICTIM}:Box.get.__globals__"), REFUSED)
+noted("named_module", "A module", own(NAMED, VICTIM), REFUSED)
+noted("named_number", "A name that is a number", own(NAMED, 1), REFUSED)
+noted("named_list", "A name that is a list", own(NAMED, []), REFUSED)
+noted("named_none", "No name", own(NAMED), REFUSED)
+noted("record_unlisted", "A record of an unlisted class", own(RECORD, f"{VICTIM}:Unlisted", 1), REFUSED)
+noted("record_class", "A record of a class without fields", own(RECORD, f"{VICTIM}:Box", 1), REFUSED)
+noted("record_function", "A record of a function", own(RECORD, f"{VICTIM}:echo", 1), REFUSED)
+noted("record_builtin", "A record of a builtin class", own(RECORD, "builtins:dict", 1), REFUSED)
+noted("record_few", "A record of too few fields", own(RECORD, f"{VICTIM}:Point", 1))
+noted("record_many", "A record of too many fields", own(RECORD, f"{VICTIM}:Point", 1, 2, 3))
+noted("record_pair", "A named tuple of too many fields", own(RECORD, f"{VICTIM}:Pair", 1, 2, 3))
+noted("record_none", "A record without a name", own(RECORD))
+noted("record_number", "A record whose name is a number", own(RECORD, 1, 2))
+noted("worker_name", "A worker whose name is none", own(WORKER, "a/../b", 0), f"{REFUSED}|Worker name")
+noted("worker_number", "A worker whose name is a number", own(WORKER, 1, 0))
+noted("worker_rank", "A worker whose rank is a text", own(WORKER, "a", "0"))
+noted("worker_fields", "A worker of one field", own(WORKER, "a"))
+noted("carried_unknown", "A carried object of an unknown kind", own(CARRIED, 99, 1))
+noted("carried_list", "… whose kind is a list", own(CARRIED, []))
+noted("carried_none", "… without a kind", own(CARRIED))
+noted("carried_empty", "A carried object without contents", own(CARRIED, 0))
+for _name, _class in {
+    "exit": "builtins:SystemExit",
+    "interrupt": "builtins:KeyboardInterrupt",
+    "function": "builtins:eval",
+    "class": "builtins:type",
+    "canary": f"{CANARY}:Bird",
+    "library": "mpidist.rpc.current:require",
+    "dotted": "builtins:ValueError.__class__",
+    "base": "builtins:BaseException",
+    "groups": "builtins:BaseExceptionGroup",
+}.items():
+    noted(
+        f"error_{_name}",
+        f"An exception by the name {_class}",
+        own(ERROR, _class, "text", NO_ARGUMENTS, NO_ATTRIBUTES),
+        REFUSED,
+    )
+noted("error_arguments", "An exception whose arguments are no tuple", own(ERROR, "builtins:ValueError", "text", 1, {}))
+noted("error_attributes", "An exception whose attributes are no dict", own(ERROR, "builtins:ValueError", "text", NO_ARGUMENTS, 1))
+noted("error_text", "An exception whose text is a number, of an unlisted class", own(ERROR, "a:b", 1, NO_ARGUMENTS, {}), REFUSED)
+noted("error_fields", "An exception of one field", own(ERROR, "builtins:ValueError"))
+noted(
+    "error_unicode",
+    "An exception whose constructor wants other arguments",
+    own(ERROR, "builtins:UnicodeDecodeError", "text", NO_ARGUMENTS, {}),
+    f"{REFUSED}|TypeError",
+)
+noted(
+    "error_dunder",
+    "An exception with __class__ among its attributes",
+    own(ERROR, "mpidist.errors:RemoteError", "text", NO_ARGUMENTS, {"__class__": 1}),
+    f"{DAMAGED}|",
+)
+
+
+def _nested(code: int, levels: int) -> bytes:
+    data = b"\x90"
+    for _ in range(levels):
+        data = array(ext(code, data))
+    return data
+
+
+noted("deep_extensions", "1,000 tuples within each other", _nested(TUPLE, 1000))
+noted("deep_sets", "1,000 frozensets within each other", _nested(FROZENSET, 1000))
+
+
+# Flags and the tables before the content.
+
+
+@attack("The names of keywords that are no list", DAMAGED)
+def keywords_no_list(attacker: Attacker) -> object:
+    return attacker.call(ECHO, encode([1, 2]), flags=KEYWORDS)
+
+
+@attack("More keywords than arguments", DAMAGED)
+def keywords_many(attacker: Attacker) -> object:
+    return attacker.call(ECHO, encode([["a", "b"], 1]), flags=KEYWORDS)
+
+
+@attack("A keyword that is a number", DAMAGED)
+def keywords_number(attacker: Attacker) -> object:
+    return attacker.call(ECHO, encode([[1], 1]), flags=KEYWORDS)
+
+
+@attack("A keyword twice", DAMAGED)
+def keywords_twice(attacker: Attacker) -> object:
+    return attacker.call(ECHO, encode([["a", "a"], 1, 2]), flags=KEYWORDS)
+
+
+@attack("Keywords announced, and no data", DAMAGED)
+def keywords_nothing(attacker: Attacker) -> object:
+    return attacker.call(ECHO, encode([]), flags=KEYWORDS)
+
+
+@attack("The table of slots of the other format", "data only|FrameError")
+def slots(attacker: Attacker) -> object:
+    return attacker.call(ECHO, b"\xff\xff\xff\xff", flags=SLOTS)
+
+
+def _with_references(attacker: Attacker, *rows: tuple[int, int, int]) -> object:
+    name = ECHO.encode()
+    items = array(*[own(REFERENCE, number) for number in range(len(rows))])
+    header = written_references(rows) + struct.pack("<H", len(name)) + name + items
+    return attacker.request(Kind.CALL_PYTHON, header, flags=REFERENCES)
+
+
+@attack("A reference whose owner is no worker", DAMAGED)
+def owner_beyond(attacker: Attacker) -> object:
+    return _with_references(attacker, (1, 2, 77))
+
+
+@attack("… of rank 2^32 - 1", DAMAGED)
+def owner_far_beyond(attacker: Attacker) -> object:
+    return _with_references(attacker, (1, 2, 0xFFFFFFFF))
+
+
+@attack("References announced, and cut off", DAMAGED)
+def references_cut_off(attacker: Attacker) -> object:
+    return attacker.request(Kind.CALL_PYTHON, struct.pack("<H", 65535), flags=REFERENCES)
+
+
+@attack("No room for their number", DAMAGED)
+def references_nothing(attacker: Attacker) -> object:
+    return attacker.request(Kind.CALL_PYTHON, b"", flags=REFERENCES)
+
+
+@attack("2^32 - 1 references announced in a part", DAMAGED)
+def announced_cut_off(attacker: Attacker) -> object:
+    return attacker.call(ECHO, b"", flags=ANNOUNCED | FAR, parts=[b"\xff\xff\xff\xff"])
+
+
+@attack("A number of distributed autograd announced, and cut off", DAMAGED)
+def autograd_cut_off(attacker: Attacker) -> object:
+    return attacker.request(Kind.CALL_PYTHON, b"\0\0\0", flags=AUTOGRAD)
+
+
+@attack("All flags at once", "FrameError|data only")
+def all_flags(attacker: Attacker) -> object:
+    return attacker.call(ECHO, b"\0" * 64, flags=255)

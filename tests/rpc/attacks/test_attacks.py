@@ -1,0 +1,49 @@
+"""Attacks of one worker on another that names what may be called: each is refused with its reason, and nothing has changed.
+
+Rank 1 attacks, rank 0 has the list (it coordinates the end, too), a third is an accomplice. All share one ``init_rpc``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+import pytest
+
+import mpidist.rpc as rpc
+from tests.rpc.attacks import victim
+from tests.rpc.attacks.attacker import Attack, Attacker, outcome_of
+from tests.support import agree
+
+MODULES = ("pickles", "names", "methods", "tensors", "data", "answers", "services")
+ATTACKER, ATTACKED = 1, 0
+
+ATTACKS: list[tuple[str, Attack]] = [
+    (module, attack) for module in MODULES for attack in importlib.import_module(f"tests.rpc.attacks.{module}").attack
+]
+
+
+@pytest.fixture(scope="module")
+def workers(world):
+    """Workers for all attacks; the second alone has a list."""
+    logger = logging.getLogger("mpidist")
+    logger.addHandler(victim.log)
+    is_attacked = world.rank == ATTACKED
+    rpc.init_rpc(f"worker{world.rank}", group=world, allowed=victim.LISTED if is_attacked else None)
+    yield world
+    logger.removeHandler(victim.log)
+    rpc.shutdown(timeout=10)
+
+
+def test_names_are_unique():
+    names = [f"{module}.{attack.name}" for module, attack in ATTACKS]
+    assert len(set(names)) == len(names) and all(attack.idea for _, attack in ATTACKS)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("attack", [pytest.param(attack, id=f"{module}.{attack.name}") for module, attack in ATTACKS])
+def test_an_attack_is_refused(workers, attack):
+    if attack.ranks > workers.size:
+        pytest.skip(f"needs {attack.ranks} ranks")
+    wrong = outcome_of(attack, Attacker(ATTACKED)) if workers.rank == ATTACKER else []
+    agree(workers, not wrong, f"{attack.idea}: {wrong}")
