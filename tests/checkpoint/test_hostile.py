@@ -140,6 +140,7 @@ def test_manifests_and_links_that_lead_elsewhere_are_refused(group, folder):
     run = Run(group, "adam")
     path = save(folder, 1, **run.state(), group=group)
     text = (path / manifest.NAME).read_text()
+    group.barrier()
     row = {"bytes": 1, "sha256": "0" * 64}
     changes = [
         (lambda: told(path, lambda held: held["files"].update({"../../etc/passwd": row})), "no file of a checkpoint"),
