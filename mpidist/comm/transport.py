@@ -7,6 +7,8 @@ into place. Eager messages of one pair of ranks arrive in the order in which the
 (MPI-4.1 §3.5). Payloads may arrive after later eager messages, so an ``Incoming`` is returned
 twice: when its eager message has arrived, and when all of its parts have.
 
+A message that cannot be what its sender announces is returned with its damage: whom it concerns is known all the same.
+
 No call here blocks. One thread at a time may ``poll``; any number may ``send``. So all ranks may
 send to all at once, whatever the size: a rank that polls receives.
 
@@ -14,7 +16,7 @@ send to all at once, whatever the size: a rank that polls receives.
 
     kind u8 | flags u8 | payloads n u16 (top bit: these are all parts) | generation u32 | sequence u64 | context u64 |
     header bytes u32 | packed bytes u32                                            (32 bytes)
-    n payloads: bytes u64, in the top byte the device index + 1, 0 for host memory
+    n payloads: bytes u64, in the top byte the device index + 1, 0 for host memory (``payload_receives``)
     header
     packed parts (``incoming``)
 """
@@ -34,6 +36,7 @@ from mpidist.comm import buffer, device_messages, faults, runtime
 from mpidist.comm.group import ProcessGroup
 from mpidist.comm.incoming import MAX_PAYLOADS, Incoming, Part, arranged, nbytes_of, unpack
 from mpidist.comm.library import MPI
+from mpidist.comm.payload_receives import DEVICE_SHIFT, PayloadReceives, pieces_of
 from mpidist.comm.receive_memory import ReceiveMemory
 from mpidist.comm.stream import device_at, start_request
 from mpidist.errors import FrameError, RankFailureError
@@ -43,7 +46,6 @@ HEADER_BYTES = 16 << 10  # what a header may always have
 _FIXED = struct.Struct("<BBHIQQII")
 _START = _FIXED.size
 _EAGER_TAG, _PAYLOAD_TAG = 7, 8
-_DEVICE_SHIFT = 56
 _ALL_PAYLOADS = 1 << 15  # no part is packed
 _RECEIVES = 4  # posted at a time
 _SENDING = 64  # sends under way, past which a rank that never stops receiving tests them as well
@@ -77,6 +79,7 @@ class Transport:
             self._isend, self._byte = self._mpi.Isend, MPI.BYTE
             self._eager_tag, self._payload_tag = group._comm.own_tag(_EAGER_TAG), group._comm.own_tag(_PAYLOAD_TAG)
             self._status: Any = MPI.Status()
+            self._payloads = PayloadReceives(self._mpi, self._payload_tag, self._memory)
             for _ in range(_RECEIVES):
                 space = bytearray(EAGER_BYTES)
                 request = self._mpi.Recv_init((space, EAGER_BYTES, MPI.BYTE), MPI.ANY_SOURCE, self._eager_tag)
@@ -140,14 +143,14 @@ class Transport:
             payloads, places, packed = [section, *payloads], [None, *places], 0
         fixed = _FIXED.pack(kind, flags, len(payloads) | marks, self.generation, sequence, context, len(header), packed)
         tops = [0 if device is None else device + 1 for device in places]
-        sizes = [nbytes_of(memory) | top << _DEVICE_SHIFT for memory, top in zip(payloads, tops, strict=True)]
+        sizes = [nbytes_of(memory) | top << DEVICE_SHIFT for memory, top in zip(payloads, tops, strict=True)]
         message = b"".join((fixed, struct.pack(f"<{len(sizes)}Q", *sizes), header, section if packed else b""))
         # The receiver posts receives in the order of eager messages: no other message's payloads may come between.
         ready = [device_messages.to_send(memory) if isinstance(memory, torch.Tensor) else (memory, None) for memory in payloads]
         with self._payload_order:
             self._sending.append((self._isend([message, self._byte], to, self._eager_tag), message))
             for memory, device in ready:
-                for piece in _pieces(memory):
+                for piece in pieces_of(memory):
                     self._sending.append((start_request(device, self._isend, piece, to, self._payload_tag), memory))
 
     def _copied(self, part: Part, device: int | None, arrive: list[Any]) -> Part:
@@ -221,17 +224,26 @@ class Transport:
         start = _START + 8 * n_payloads
         end = start + header_bytes
         if len(data) != end + packed or n_payloads > MAX_PAYLOADS + 1:
-            raise FrameError(
+            # Its header cannot be found; whom it concerns is known all the same.
+            incoming = Incoming(source, kind, 0, sequence, context, data, _START, _START)
+            incoming.damage = FrameError(
                 f"message of {len(data)} bytes from rank {source} announces {n_payloads} payloads, a header of "
                 f"{header_bytes} bytes and {packed} packed ones"
             )
-        incoming = Incoming(source, kind, flags, sequence, context, data, start, end)
-        if n_payloads:
-            self._receive_payloads(incoming, n_payloads)
+            if generation != self.generation:
+                raise incoming.damage  # of nobody's call here, if it is a message at all
+            if n_payloads:
+                self._payloads.lose(source, str(incoming.damage))
+        else:
+            incoming = Incoming(source, kind, flags, sequence, context, data, start, end)
+            if n_payloads:
+                self._payloads.begin(incoming, n_payloads, _START)
         if generation != self.generation:
             # Its payloads are received all the same: those of the next message come behind them.
             incoming.is_new = False
             incoming.kind = 0
+        if incoming.damage is not None and not incoming.receives:
+            return incoming if incoming.kind else None
         if packed:
             incoming.section = memoryview(data)[end:]
         elif 0 < marked < _ALL_PAYLOADS:
@@ -241,22 +253,6 @@ class Transport:
         elif incoming.section is not None:
             unpack(incoming)
         return incoming if incoming.kind else None
-
-    def _receive_payloads(self, incoming: Incoming, count: int) -> None:
-        incoming.parts, incoming.receives, incoming.arrive = parts, opened, arrive = [], [], []
-        for (description,) in struct.iter_unpack("<Q", memoryview(incoming.data)[_START : _START + 8 * count]):
-            nbytes, number = description & ((1 << _DEVICE_SHIFT) - 1), description >> _DEVICE_SHIFT
-            device = None
-            part: Part
-            memory: Part
-            if number:
-                part, (memory, device, bring) = device_messages.space(nbytes, torch.device("cuda", number - 1))
-                arrive.append(bring)
-            else:
-                part = memory = self._memory.lend(nbytes)
-            parts.append(part)
-            for piece in _pieces(memory):
-                opened.append(start_request(device, self._mpi.Irecv, piece, incoming.source, self._payload_tag))
 
     def _look_after(self) -> Incoming | None:
         self._passed = 0
@@ -272,12 +268,11 @@ class Transport:
         """Return the message at a place of those that are arriving if its last payload has, else None."""
         incoming = self._arriving[place]
         try:
-            incoming.receives = [request for request in incoming.receives if not request.Test()]
+            if not self._payloads.have_arrived(incoming):
+                return None
         except Exception as error:
             del self._arriving[place]
             raise self._refusal(error, None) from error
-        if incoming.receives:
-            return None
         del self._arriving[place]
         if not incoming.kind:
             return None
@@ -308,10 +303,3 @@ class Transport:
         news = sorted(dead - self._dead)
         self._dead |= dead
         return RankFailureError("MPI reports a rank as dead", news)
-
-
-def _pieces(part: Part) -> list[tuple[Any, int, Any]]:
-    if isinstance(part, torch.Tensor):
-        return [buffer.byte_range(part, start, length) for start, length in buffer.pieces(part.nbytes)]
-    view = memoryview(part).cast("B")
-    return [(view[start : start + length], length, MPI.BYTE) for start, length in buffer.pieces(view.nbytes)]

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from mpidist.dynamo import untraced
-from mpidist.optim import gradients, local
+from mpidist.optim import answers, gradients, local
 from mpidist.optim.layout import Layout
 from mpidist.optim.local_optimizer import Group
 from mpidist.optim.owner_calls import call_all, raise_for, start_all
@@ -166,8 +166,9 @@ class DistributedOptimizer(Optimizer):
         if errors or more:
             start_all(local.remove_group, {worker: (self._optimizers[worker],) for worker in added})
         raise_for("DistributedOptimizer.add_param_group", {**errors, **more}, len(own))
-        for worker, (optimizer, (counts,), (found,), _) in made.items():
-            self._optimizers[worker] = optimizer
+        added = {worker: answers.group(worker, answer, len(own[worker])) for worker, answer in added.items()}
+        for worker, answer in made.items():
+            self._optimizers[worker], (counts,), (found,), _ = answers.made(worker, answer, [len(own[worker])])
             added[worker] = counts, found
         self._note_group(group, {worker: counts for worker, (counts, _) in added.items()}, added[owners[0]][1])
 
@@ -186,6 +187,8 @@ class DistributedOptimizer(Optimizer):
             local.state,
             {worker: (optimizer,) for worker, optimizer in self._optimizers.items()},
         )
+        for worker, found in states.items():
+            answers.state(worker, found, sum(map(len, self._layout.numbers_of(worker))))
         groups = [
             {**snapshot(settings_of(group)), "params": numbers}
             for group, numbers in zip(self.param_groups, self._layout.numbers(), strict=True)
@@ -234,6 +237,7 @@ class DistributedOptimizer(Optimizer):
                 own.setdefault(worker, []).append((rrefs, settings_of(group)))
         calls = {worker: self._plan(parts) for worker, parts in own.items()}
         made = call_all(f"DistributedOptimizer({self._recipe[0]!r})", local.make, calls)
+        made = {worker: answers.made(worker, answer, [len(rrefs) for rrefs, _ in own[worker]]) for worker, answer in made.items()}
         self._optimizers = {worker: answer[0] for worker, answer in made.items()}
         self.defaults.update(next(iter(made.values()))[3])
         counts = {worker: iter(answer[1]) for worker, answer in made.items()}

@@ -181,7 +181,7 @@ class Agent:
                     if incoming.context:
                         interceptor.load().request_came(incoming.context, incoming.source)
                 if incoming.flags & (AUTOGRAD | REFERENCES):
-                    self.references.count(self.wire.take_preamble(incoming))
+                    self._take_preamble(incoming)
                 if _FIRST_REMOTE <= kind <= _LAST_REMOTE:
                     incoming.action = RemoteRequest(self, incoming)
             if incoming.receives:
@@ -190,23 +190,41 @@ class Agent:
                 raise incoming.damage
             return self._takers[kind](incoming)
         except FrameError as error:
-            logger.error("%s refused a message: %s", self.workers.me, error)
-            if incoming is not None:
-                self._refuse(incoming, error)
+            self._refuse(incoming, error)
         except RankFailureError as failure:
             for rank in failure.ranks:
                 logger.error("%s: %s has died", self.workers.me, self.workers.infos[rank].name)
                 self._worker_left(rank)
+        except Exception as error:
+            if incoming is None:
+                raise  # not a message's fault
+            # Nobody foresaw such a message. It must not end this worker for all others.
+            logger.exception("%s: a message of kind %d from rank %d failed", self.workers.me, incoming.kind, incoming.source)
+            self._refuse(incoming, FrameError(f"a message of kind {incoming.kind} cannot be taken up: {error!r}"))
         return NOTHING_LEFT
 
-    def _refuse(self, incoming: Incoming, error: FrameError) -> None:
+    def _take_preamble(self, incoming: Incoming) -> None:
+        try:
+            self.references.count(self.wire.take_preamble(incoming))
+        except FrameError:
+            incoming.noted = None  # none of its references is counted, and so none is let go
+            raise
+
+    def _refuse(self, incoming: Incoming | None, error: FrameError) -> None:
         """Have nobody wait for a message that cannot be read: its sender, its call, or the quiescence of all."""
-        self.references.drop(incoming)
-        if incoming.kind < FIRST_RESPONSE:
-            (incoming.action or Request(self, incoming)).fail(error)
-        elif incoming.kind < FIRST_ONE_WAY:
-            self.calls.fail(incoming.sequence, error)
-        elif incoming.kind in _COUNTED:
+        error = error if incoming is None or incoming.damage is None else incoming.damage
+        logger.error("%s refused a message: %s", self.workers.me, error)
+        if incoming is None:
+            return
+        try:
+            self.references.drop(incoming)
+            if incoming.kind < FIRST_RESPONSE:
+                (incoming.action or Request(self, incoming)).fail(error)
+            elif incoming.kind < FIRST_ONE_WAY:
+                self.calls.fail(incoming.sequence, error, incoming.source)
+        except Exception:
+            logger.exception("%s: a refused message of rank %d failed again", self.workers.me, incoming.source)
+        if incoming.kind in _COUNTED:
             self._one_way_taken += 1
 
     def _take_one_way(self, incoming: Incoming) -> Action:
@@ -222,7 +240,7 @@ class Agent:
             self.quiescence.take_report(incoming.source, message.read_words(incoming.data, incoming.start, incoming.end))
             return NOTHING_LEFT
         elif kind == Kind.QUIET_VERDICT:
-            self.quiescence.take_verdict(message.read_words(incoming.data, incoming.start, incoming.end))
+            self.quiescence.take_verdict(incoming.source, message.read_words(incoming.data, incoming.start, incoming.end))
             return NOTHING_LEFT
         elif kind in engine_messages.KINDS:
             return self.for_engine.take(incoming) or NOTHING_LEFT

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidist.comm.incoming import Incoming
-from mpidist.errors import MpidistError, RankFailureError
+from mpidist.errors import FrameError, MpidistError, RankFailureError
 from mpidist.rpc import callee, interceptor, remote_error
 from mpidist.rpc.allowed import Allowed
 from mpidist.rpc.call import AsyncCall, Call, RpcFuture
@@ -161,8 +161,16 @@ class Calls(PendingCalls):
     # On the polling thread.
 
     def answered(self, incoming: Incoming) -> Any:
-        """Take an answer; return the action that is left to do."""
-        call = self._pending.pop(incoming.sequence, None)
+        """Take an answer; return the action that is left to do.
+
+        Raises:
+            FrameError: It comes from another worker than was called; the call goes on.
+        """
+        call = self._pending.get(incoming.sequence)
+        if call is not None:
+            if call.to != incoming.source:
+                raise FrameError(f"rank {incoming.source} has answered {_text(call, self._workers)}")
+            call = self._pending.pop(incoming.sequence, None)
         if call is None:  # it has timed out
             self._drop(incoming)
             return NOTHING_LEFT
@@ -185,10 +193,10 @@ class Calls(PendingCalls):
         for call in self._taken(lambda call: True):
             self._act(call.failed(MpidistError(f"{_text(call, self._workers)}: {self.stop_reason} on this worker")))
 
-    def fail(self, sequence: int, error: BaseException) -> None:
-        """Fail a call by its number; nothing if it is done."""
-        call = self._pending.pop(sequence, None)
-        if call is not None:
+    def fail(self, sequence: int, error: BaseException, source: int) -> None:
+        """Fail a call by its number if it went to the rank ``source``; nothing if it is done."""
+        call = self._pending.get(sequence)
+        if call is not None and call.to == source and self._pending.pop(sequence, None) is not None:
             self._act(call.failed(error))
 
     def expire(self) -> None:

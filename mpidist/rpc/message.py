@@ -112,7 +112,7 @@ def read_announced(data: Any, place: int) -> tuple[list[Kind3], int]:
         (count,) = _COUNT32.unpack_from(data, place)
         place += _COUNT32.size
         return _read_rows(data, place, count)
-    except struct.error as error:
+    except (struct.error, TypeError) as error:  # a part on a device is no buffer
         raise FrameError(f"references are cut off after {len(data)} bytes") from error
 
 
@@ -131,6 +131,17 @@ def read_words(data: Any, start: int, end: int) -> tuple[int, ...]:
     if (end - start) % WORD.size:
         raise FrameError(f"{end - start} bytes are no row of numbers")
     return struct.unpack_from(f"<{(end - start) // WORD.size}Q", data, start)
+
+
+def read_pairs(data: Any, start: int, end: int) -> list[tuple[int, int]]:
+    """Return the (reference, fork) pairs of a message without content.
+
+    Raises:
+        FrameError: Not whole pairs.
+    """
+    if (end - start) % PAIR.size:
+        raise FrameError(f"{end - start} bytes are no row of pairs")
+    return list(PAIR.iter_unpack(memoryview(data)[start:end]))
 
 
 def read_ids(data: Any, place: int, end: int, count: int) -> tuple[int, ...]:

@@ -14,10 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from mpidist.errors import FrameError
+
 _NAP_S = 2e-4
 _LOOK_S = 0.1  # between two looks at who has gone
 COORDINATOR = 0
 _PROCEED, _AGAIN = 1, 0
+_REPORT = 5  # numbers of a report: the round, and what ``totals`` returns behind the first
 
 Counts = tuple[int, ...]
 
@@ -46,34 +49,49 @@ class Quiescence:
         self._send = send
         self._totals = totals
         self._check = check
-        self._reports: dict[int, dict[int, Counts]] = {}  # by round and rank
+        self._reports: dict[int, tuple[int, Counts]] = {}  # by rank: its last round and its counts then
         self._last: Counts | None = None  # the sums of the round before
         self._verdicts: dict[int, int] = {}
         self._news = threading.Event()
         self._round = 0
 
     def take_report(self, source: int, numbers: Sequence[int]) -> None:
-        """Take a worker's report, on the coordinator; with the last one, send the verdict."""
+        """Take a worker's report, on the coordinator; with the last one of a round, send the verdict.
+
+        Raises:
+            FrameError: This is not the coordinator, or it is no report of a later round than the worker's last one.
+        """
+        if self._rank != COORDINATOR or len(numbers) != _REPORT:
+            raise FrameError(f"a report of {len(numbers)} numbers from rank {source} to rank {self._rank}")
         number, *counts = numbers
-        reports = self._reports.setdefault(number, {})
-        reports[source] = tuple(counts)
-        if len(reports) < self._size:
+        if source in self._reports and number <= self._reports[source][0]:
+            raise FrameError(f"a report of round {number} from rank {source} behind one of {self._reports[source][0]}")
+        self._reports[source] = number, tuple(counts)
+        if len(self._reports) < self._size or any([other != number for other, _ in self._reports.values()]):
             return
-        del self._reports[number]
-        sums = tuple(map(sum, zip(*reports.values(), strict=True)))
+        sums = tuple(map(sum, zip(*[counts for _, counts in self._reports.values()], strict=True)))
         is_over = sums == self._last and sums[2] == sums[3]
         self._last = None if is_over else sums
         self._send(True, (number, _PROCEED if is_over else _AGAIN))
 
-    def take_verdict(self, numbers: Sequence[int]) -> None:
-        """Take the coordinator's verdict."""
+    def take_verdict(self, source: int, numbers: Sequence[int]) -> None:
+        """Take the coordinator's verdict; nothing of a round that this worker does not wait for any more.
+
+        Raises:
+            FrameError: Another worker sends it, or it is none of a round that this worker has reported.
+        """
+        if source != COORDINATOR or len(numbers) != 2:
+            raise FrameError(f"a verdict of {len(numbers)} numbers from rank {source}")
         number, verdict = numbers
-        self._verdicts[number] = verdict
-        self._news.set()
+        if number >= self._round or verdict not in (_PROCEED, _AGAIN):
+            raise FrameError(f"a verdict {verdict} of round {number} from rank {source}; the last one here is {self._round - 1}")
+        if number == self._round - 1:
+            self._verdicts[number] = verdict
+            self._news.set()
 
     def missing(self) -> list[int]:
         """Return the ranks that have not reported in this round; known on the coordinator alone."""
-        there = self._reports.get(self._round - 1, {})
+        there = {rank for rank, (number, _) in self._reports.items() if number == self._round - 1}
         return [rank for rank in range(self._size) if rank not in there]
 
     def wait(self, timeout_s: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mpidist.errors import CommTimeout
+from mpidist.errors import CommTimeout, FrameError
 from mpidist.rpc import callee, message
 from mpidist.rpc.call import Call
 from mpidist.rpc.calls import Calls
@@ -79,7 +79,11 @@ class Creation(Call):
         """Return the error on the way or on the owner, once it is done; None for success."""
         with _telling:
             if self.incoming is not None and self.error is None:
-                self.error = self._error_of(self)
+                try:
+                    self.error = self._error_of(self)
+                except Exception as error:
+                    # The answer cannot be read; the future is completed on a thread that serves all calls.
+                    self.error = error
                 self.incoming = None
             return self.error
 
@@ -122,7 +126,16 @@ class References:
         self._wire = wire
         self._calls = calls
         self._polling = polling
-        wire.use_references(make, self.announce)
+        self._make = make
+        wire.use_references(self._made, self.announce)
+
+    def _made(self, reference: int, fork: int, owner: int) -> Any:
+        self._require_worker(owner)
+        return self._make(reference, fork, owner)
+
+    def _require_worker(self, owner: int) -> None:
+        if owner >= len(self._workers.infos):
+            raise FrameError(f"a reference to a value of rank {owner}, of {len(self._workers.infos)} workers")
 
     # Holders here, of values elsewhere.
 
@@ -171,28 +184,33 @@ class References:
             self._wire.post_one_way(owner, kind, header)
 
     def drop(self, incoming: Any) -> None:
-        """Let the references of an answer go that nobody waits for any more."""
+        """Let the references of a message go that nobody reads."""
         for reference, fork, owner in self._wire.references_in(incoming):
-            self.queue_delete(owner, reference, fork)
+            if owner < len(self._workers.infos):
+                self.queue_delete(owner, reference, fork)
 
     # Values here, holders elsewhere; on the polling thread, in the order of messages.
 
     def count(self, rows: Sequence[message.Kind3]) -> None:
-        """Count the forks of this worker's values that come with a message."""
-        me = self.store.rank
+        """Count the forks of this worker's values that come with a message.
+
+        Raises:
+            FrameError: The owner of one is no worker; none is counted.
+        """
+        me, size = self.store.rank, len(self._workers.infos)
+        if any([owner >= size for _, _, owner in rows]):
+            self._require_worker(max([owner for _, _, owner in rows]))
         for reference, fork, owner in rows:
             if owner == me:
                 self.store.add_fork(reference, fork)
 
     def take_forks(self, incoming: Any) -> None:
         """Count the forks that another worker announces."""
-        words = message.read_words(incoming.data, incoming.start, incoming.end)
-        self.store.add_forks(zip(words[::2], words[1::2], strict=True))
+        self.store.add_forks(message.read_pairs(incoming.data, incoming.start, incoming.end))
 
     def take_deletes(self, incoming: Any) -> None:
         """Forget the forks of holders that are gone."""
-        words = message.read_words(incoming.data, incoming.start, incoming.end)
-        for reference, fork in zip(words[::2], words[1::2], strict=True):
+        for reference, fork in message.read_pairs(incoming.data, incoming.start, incoming.end):
             self.store.delete_fork(reference, fork)
 
     def wait_for_entry(self, entry: Entry, timeout_s: float, creation: Creation | None) -> None:

@@ -24,7 +24,7 @@ class PyMpidist(PythonPackage):
 
     depends_on("mpi", type="run")
     depends_on("py-mpi4py@4.1:", type="run")
-    depends_on("py-msgspec@0.19:", type="run")
+    depends_on("py-msgspec@0.20:", type="run")
     depends_on("py-numpy", type="run")
     # torch.distributed is there only with +distributed; its own MPI backend is not needed.
     depends_on("py-torch@2.9: +distributed", type="run")

@@ -17,6 +17,15 @@ from tests.support import agree
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("clean")]
 
 
+@pytest.fixture(params=[False, True], ids=["anything", "list"])
+def workers(request, group):
+    """Return the names of all workers, with a list of what may be called and without one."""
+    listed = [scaled, wrong_gradients, returns_it] if request.param else None
+    rpc.init_rpc(f"worker{group.rank}", group=group, allowed=listed)
+    yield [f"worker{rank}" for rank in range(group.size)]
+    rpc.shutdown()
+
+
 def scaled(x):
     return 3 * x
 

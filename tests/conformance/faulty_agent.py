@@ -48,7 +48,7 @@ def faults() -> Iterator[None]:
             send(self, to, kind, sequence, *args, **kwargs)
             return
         if kind in {faulty for name in options.messages_to_fail for faulty in KINDS[name]}:
-            agent.calls.fail(sequence, CommTimeout("the message was dropped"))
+            agent.calls.fail(sequence, CommTimeout("the message was dropped"), to)
             return
         delay = max((s for name, s in options.messages_to_delay.items() if kind in KINDS[name]), default=0.0)
         if delay:

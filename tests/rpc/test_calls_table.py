@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpidist.errors import CommTimeout, MpidistError, RankFailureError
+from mpidist.errors import CommTimeout, FrameError, MpidistError, RankFailureError
 from mpidist.rpc import call as call_module
 from mpidist.rpc import codec, remote_error
 from mpidist.rpc import pending as pending_module
@@ -88,9 +88,9 @@ def started(calls, to=1, timeout_s=0.0, text="x"):
     return call
 
 
-def answer(call_or_sequence, value=None, kind=Kind.RESULT):
+def answer(call_or_sequence, value=None, kind=Kind.RESULT, source=1):
     sequence = getattr(call_or_sequence, "sequence", call_or_sequence)
-    return SimpleNamespace(sequence=sequence, kind=kind, value=value)
+    return SimpleNamespace(sequence=sequence, kind=kind, value=value, source=source)
 
 
 def test_every_request_has_a_number_of_its_own_and_is_registered_before_it_is_sent(calls):
@@ -168,7 +168,7 @@ def test_each_call_is_taken_by_one_thread_alone(calls):
     ways = [
         lambda sequence: calls.answered(answer(sequence)),
         lambda sequence: calls.answered(answer(sequence)),
-        lambda sequence: calls.fail(sequence, ValueError()),
+        lambda sequence: calls.fail(sequence, ValueError(), 1),
         lambda sequence: calls.fail_to(1) if sequence % 100 == 50 else None,
     ]
     threads = [threading.Thread(target=take, args=(way,)) for way in ways]
@@ -274,7 +274,7 @@ def test_late_answers_are_dropped(calls, clock):
 def test_an_error_is_rebuilt_with_its_worker(calls):
     calls._unpickler = pickle.Unpickler
     call = started(calls, 2)
-    calls.answered(answer(call, remote_error.described(KeyError("missing")), Kind.EXCEPTION))
+    calls.answered(answer(call, remote_error.described(KeyError("missing")), Kind.EXCEPTION, 2))
     with pytest.raises(KeyError, match="missing") as caught:
         calls.result(call)
     assert caught.value.__cause__.worker == "worker2"
@@ -295,12 +295,22 @@ def test_callbacks_of_a_future_run_on_the_pool_and_all_else_at_once(calls):
     action.run()  # again does nothing
     failing = calls.invoke_async(1, len, ((),), {}, 0)
     failing.add_done_callback(lambda future: None)
-    calls.fail(3, ValueError("lost"))
+    calls.fail(3, ValueError("lost"), 1)
     (action,) = calls.polling.submitted
     assert not failing.done()
     action.run()
     with pytest.raises(ValueError, match="lost"):
         failing.wait()
+
+
+def test_nobody_but_the_callee_answers_or_fails_a_call(calls):
+    call = started(calls)
+    with pytest.raises(FrameError, match="rank 2 has answered x"):
+        calls.answered(answer(call, "another's", source=2))
+    calls.fail(call.sequence, ValueError("another's"), 2)
+    assert not call.done and len(calls) == 1
+    calls.answered(answer(call, "its own"))
+    assert calls.result(call) == "its own" and not len(calls)
 
 
 def test_creations_are_counted_until_the_owner_has_answered(calls, clock):
@@ -310,7 +320,7 @@ def test_creations_are_counted_until_the_owner_has_answered(calls, clock):
     _, _, none, elsewhere = calls.references.create(1, torch.ones, (2,), {}, 5.0)
     assert none is None and calls.creations() == 2 == len(calls)
     entry.set(0)
-    calls.answered(answer(creation, kind=Kind.REMOTE_DONE))
+    calls.answered(answer(creation, kind=Kind.REMOTE_DONE, source=0))
     assert creation.done and creation.reason() is None and not creation.is_lost and store.counts() == (0, 0)
     clock[0] += 6
     calls.expire()

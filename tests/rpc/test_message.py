@@ -60,6 +60,12 @@ def test_every_truncation_is_refused():
         for length in range(len(data)):
             with pytest.raises(FrameError):
                 read(data[:length])
+    assert message.read_pairs(words, 0, 16) == [(1, 2)] and message.read_pairs(words, 16, 16) == []
+    for length in range(1, len(words)):
+        with pytest.raises(FrameError):
+            message.read_pairs(words, 0, length)
+    with pytest.raises(FrameError):
+        message.read_announced(torch.ones(9, dtype=torch.uint8), 0)  # a part on a device
     for length in set(range(len(words))) - {0, 8}:
         with pytest.raises(FrameError):
             message.read_words(words, 0, length)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist.errors import CommTimeout
+from mpidist.errors import CommTimeout, FrameError
 from mpidist.rpc.quiescence import Quiescence
 
 
@@ -130,7 +130,7 @@ class Network:
             elif kind == "report":
                 worker.part.take_report(source, *rest)
             else:
-                worker.part.take_verdict(*rest)
+                worker.part.take_verdict(0, *rest)
             return True
 
     def run(self, limit_s=30):
@@ -193,6 +193,31 @@ def test_two_rounds_in_a_row_must_be_the_same_and_balanced():
         assert len(verdicts) == number
         part.take_report(0, (number, *first))
         assert verdicts[-1] == (number, verdict)
+
+
+def test_reports_and_verdicts_that_cannot_be_are_refused():
+    verdicts = []
+    part = Quiescence(0, 2, lambda is_verdict, numbers: verdicts.append(numbers), None, None)
+    part.take_report(1, (3, 0, 0, 0, 0))
+    for numbers in ((), (4,), (4, 0, 0, 0), (4, 0, 0, 0, 0, 0), (3, 0, 0, 0, 0), (2, 0, 0, 0, 0)):
+        with pytest.raises(FrameError):
+            part.take_report(1, numbers)
+    assert part._reports == {1: (3, (0, 0, 0, 0))} and not verdicts
+    for number in range(4, 2000):
+        part.take_report(1, (number, 0, 0, 0, 0))
+    assert len(part._reports) == 1  # whatever a worker reports, its last round alone is kept
+    with pytest.raises(FrameError, match="to rank 1"):
+        Quiescence(1, 2, None, None, None).take_report(0, (0, 0, 0, 0, 0))
+    for source, numbers in ((1, (0, 1)), (0, (0,)), (0, ()), (0, (0, 1, 1)), (0, (0, 1)), (0, (2**64 - 1, 1))):
+        with pytest.raises(FrameError):
+            part.take_verdict(source, numbers)
+    part._round = 2
+    with pytest.raises(FrameError, match="verdict 7"):
+        part.take_verdict(0, (1, 7))
+    part.take_verdict(0, (0, 1))  # of a round that was given up
+    assert not part._verdicts
+    part.take_verdict(0, (1, 0))
+    assert part._verdicts == {1: 0}
 
 
 def alone(rank, size, check, active=0):

@@ -1,0 +1,86 @@
+"""Checks of what owners of parameters answer to a ``DistributedOptimizer``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpidist.errors import FrameError
+from mpidist.optim.param_groups import settings_of
+from mpidist.rpc.rref import RRef
+from mpidist.rpc.worker import WorkerInfo
+
+_MAX_PARAMETERS = 1 << 24  # of one reference: the caller numbers them all
+
+Made = tuple[RRef[Any], list[list[int]], list[dict[str, Any]], dict[str, Any]]
+
+
+def made(worker: WorkerInfo, answer: Any, sizes: Sequence[int]) -> Made:
+    """Return an owner's answer to ``local.make``.
+
+    Args:
+        worker: The owner.
+        answer: A reference to its optimizer, counts of parameters, settings of groups, defaults.
+        sizes: For each group, the number of references that it was given.
+
+    Raises:
+        FrameError: It is of another form.
+    """
+    if type(answer) not in (tuple, list) or len(answer) != 4 or type(answer[0]) is not RRef or answer[0].owner() != worker:
+        raise _refusal(worker, "its optimizer")
+    reference, counts, settings, defaults = answer
+    if type(counts) is not list or type(settings) is not list or not len(counts) == len(settings) == len(sizes):
+        raise _refusal(worker, "its groups")
+    _require_names(worker, defaults)
+    for own, values, size in zip(counts, settings, sizes, strict=True):
+        group(worker, (own, values), size)
+    return reference, counts, settings, defaults
+
+
+def group(worker: WorkerInfo, answer: Any, size: int) -> tuple[list[int], dict[str, Any]]:
+    """Return an owner's answer to ``local.add_group``: counts of parameters, and the group's settings.
+
+    Args:
+        worker: The owner.
+        answer: What came.
+        size: The number of references that it was given.
+
+    Raises:
+        FrameError: It is of another form.
+    """
+    if type(answer) not in (tuple, list) or len(answer) != 2:
+        raise _refusal(worker, "a group")
+    counts, settings = answer
+    if type(counts) is not list or len(counts) != size:
+        raise _refusal(worker, "the parameters of its references")
+    if not all(type(count) is int and 0 <= count <= _MAX_PARAMETERS for count in counts):
+        raise _refusal(worker, "the parameters of its references")
+    _require_names(worker, settings)
+    if len(settings_of(settings)) != len(settings):
+        raise _refusal(worker, "settings of a group")
+    return counts, settings
+
+
+def state(worker: WorkerInfo, answer: Any, count: int) -> dict[int, Any]:
+    """Return an owner's answer to ``local.state``: the state of its parameters, by their numbers there.
+
+    Args:
+        worker: The owner.
+        answer: What came.
+        count: The number of its parameters.
+
+    Raises:
+        FrameError: It is of another form.
+    """
+    if type(answer) is not dict or not all(type(number) is int and 0 <= number < count for number in answer):
+        raise _refusal(worker, "a state")
+    return answer
+
+
+def _require_names(worker: WorkerInfo, values: Any) -> None:
+    if type(values) is not dict or not all(type(key) is str for key in values):
+        raise _refusal(worker, "settings by name")
+
+
+def _refusal(worker: WorkerInfo, what: str) -> FrameError:
+    return FrameError(f"{worker.name} (rank {worker.id}) has answered with something else than {what}")
