@@ -54,17 +54,6 @@ def packed_announced(attacker: Attacker) -> None:
     attacker.raw(eager(attacker, packed=0xFFFFFFFF))
 
 
-@attack("32,767 payloads announced, no room for their sizes", REFUSED)
-def payloads_announced(attacker: Attacker) -> None:
-    attacker.raw(eager(attacker, payloads=_ALL_PAYLOADS - 1))
-
-
-@attack("More payloads than a message may have", REFUSED)
-def payloads_many(attacker: Attacker) -> None:
-    count = MAX_PAYLOADS + 2
-    attacker.raw(eager(attacker, struct.pack(f"<{count}Q", *[1] * count), payloads=count))
-
-
 @attack("A message of another generation is dropped", "")
 def generation(attacker: Attacker) -> None:
     attacker.raw(eager(attacker, _NAME, generation=12345, header=len(_NAME)))
@@ -124,3 +113,14 @@ def payload_device(attacker: Attacker) -> None:
 def payload_huge(attacker: Attacker) -> None:
     rest = struct.pack("<Q", 1 << 50) + _NAME
     attacker.raw(eager(attacker, rest, flags=FAR, payloads=1 | _ALL_PAYLOADS, header=len(_NAME)))
+
+
+@attack("32,767 payloads announced, no room for their sizes", REFUSED)
+def payloads_announced(attacker: Attacker) -> None:
+    attacker.raw(eager(attacker, payloads=_ALL_PAYLOADS - 1))
+
+
+@attack("More payloads than a message may have", REFUSED)
+def payloads_many(attacker: Attacker) -> None:
+    count = MAX_PAYLOADS + 2
+    attacker.raw(eager(attacker, struct.pack(f"<{count}Q", *[1] * count), payloads=count))
