@@ -18,6 +18,7 @@ from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 import torch
 
+from mpidist import saved_file
 from mpidist.checkpoint import manifest
 from mpidist.checkpoint.manifest import Entry, Manifest
 from mpidist.errors import CheckpointError
@@ -46,7 +47,8 @@ def read_manifest(path: Path) -> str:
         ValueError: It is longer than any manifest.
         OSError: It cannot be read.
     """
-    with open(path / manifest.NAME, "rb") as file:
+    handle = os.open(path / manifest.NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(handle, "rb") as file:
         text = file.read(manifest.MOST_BYTES + 1)
     if len(text) > manifest.MOST_BYTES:
         raise ValueError(f"{manifest.NAME} has more than {manifest.MOST_BYTES} bytes")
@@ -158,8 +160,9 @@ def digest(path: Path) -> str:
 
 
 def problems(path: Path, expected: dict[str, Entry]) -> list[str]:
-    """Say which files of a checkpoint are missing or damaged, one text each."""
-    sizes = {name: (path / name).stat().st_size if (path / name).is_file() else None for name in expected}
+    """Say which files of a checkpoint are missing or damaged, one text each; a link is taken for missing."""
+    # A link would have this process read, and compare, a file elsewhere.
+    sizes = {name: (path / name).stat().st_size if saved_file.is_regular(path / name) else None for name in expected}
     digests = {name: digest(path / name) for name, entry in expected.items() if sizes[name] == entry.bytes}
     return manifest.problems(expected, sizes, digests)
 

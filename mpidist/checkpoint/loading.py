@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from mpidist import saved_file
 from mpidist.checkpoint import files, manifest, model_state, rng
 from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING, Manifest
 from mpidist.checkpoint.saving import group_of
-from mpidist.checkpoint.training import POWERSGD, SHARDS, STATE, WHOLE, Training
-from mpidist.checkpoint.verdict import as_checkpoint_errors, together
+from mpidist.checkpoint.training import OWN_NAMES, POWERSGD, SHARDS, SHARED_NAMES, STATE, WHOLE, Training, require_names
+from mpidist.checkpoint.verdict import as_checkpoint_errors, text_of, together
 from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError
 from mpidist.zero.merging import merged
@@ -124,6 +124,15 @@ def _chosen(folder: Path) -> tuple[str, str] | None:
 _ADVICE = "remove its folder to go on from the one before"
 
 
+@contextmanager
+def _as_damage() -> Iterator[None]:
+    """Give errors that a file of another structure causes words; those that have some keep theirs."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"a file is damaged, or not as this version writes it ({text_of(error)}); {_ADVICE}") from error
+
+
 class _Loading:
     """One load on one rank."""
 
@@ -144,16 +153,17 @@ class _Loading:
             training.require_held(self._contents)
             names = self._own_names()
             self._require_sound(names)
-        with together(self._group, self._where):
+        with together(self._group, self._where), _as_damage():
             shared = self._read(TRAINING)
+            require_names(TRAINING, shared, SHARED_NAMES)
             model = self._read(MODEL, mmap=True)
             whole = self._read(OPTIMIZER) if OPTIMIZER in names else None
             own_name = manifest.rank_file(self._group.rank, told.world_size)
-            own = self._read(own_name) if own_name in names else {}
+            own = self._own(own_name) if own_name in names else {}
         is_merged = self._takes_merged(own)
         self._check_all(is_merged)
         hook: Any = None
-        with together(self._group, self._where):
+        with together(self._group, self._where), _as_damage():
             if is_merged:
                 shards = [self._of_rank(rank)["optimizer"] for rank in range(told.world_size)]
                 whole = merged(shards)
@@ -163,7 +173,11 @@ class _Loading:
                 hook = (own if self._is_same_size else self._of_rank(0))["hook"]
             # A shard that is loaded as it lies has the groups of the whole.
             training.require_fits(model, shared, own["optimizer"] if whole is None and training.is_sharded() else whole)
-        with together(self._group, self._where):
+            if own.get("buffers") is not None:
+                training.require_own_buffers(own["buffers"])
+            if own and self._contents.rng:
+                rng.require_state(own["rng"])
+        with together(self._group, self._where), _as_damage():
             training.take_shared(model, shared)
             if hook is not None:
                 training.hook_state.load_state_dict(hook)
@@ -210,13 +224,21 @@ class _Loading:
         # Mapped files cost no memory, and the device's own tensors are no file's.
         mmap = mmap and str(self._map_location) == "cpu"
         try:
-            return torch.load(self._path / name, map_location=self._map_location, weights_only=True, mmap=mmap)
-        except Exception as error:
+            found = saved_file.read(self._path / name, self._map_location, mmap)
+        except (ValueError, OSError) as error:
             raise CheckpointError(f"{name} cannot be read: {error}") from error
+        if type(found) is not dict:
+            raise CheckpointError(f"{name} holds a {type(found).__name__} in the place of its dict; {_ADVICE}")
+        return found
 
     def _of_rank(self, rank: int) -> Any:
         # An ordinary optimizer keeps the tensors it is given, which must not be a file's that somebody removes.
-        return self._read(manifest.rank_file(rank, self._told.world_size), mmap=self._training.is_sharded())
+        return self._own(manifest.rank_file(rank, self._told.world_size), mmap=self._training.is_sharded())
+
+    def _own(self, name: str, mmap: bool = False) -> Any:
+        found = self._read(name, mmap)
+        require_names(name, found, OWN_NAMES)
+        return found
 
     def _takes_merged(self, own: dict[str, Any]) -> bool:
         """Say whether the shards of all ranks are needed on each. Collective: over the group."""
@@ -225,7 +247,9 @@ class _Loading:
         if not self._training.is_sharded() or not self._is_same_size:
             return True
         here = self._training.optimizer.rank_local_state_dict(copies=False)
-        return bool(highest(self._group, int(here["layout"] != own["optimizer"]["layout"])))
+        with together(self._group, self._where), _as_damage():
+            is_other = bool(here["layout"] != own["optimizer"]["layout"])
+        return bool(highest(self._group, int(is_other)))
 
     def _take_together(self, shared: dict[str, Any], own: dict[str, Any], whole: Any) -> None:
         """Load what communicates. Collective: over the group."""

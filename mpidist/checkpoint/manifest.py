@@ -6,6 +6,7 @@ It is written last. A folder without one is a save that was cut short.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -74,20 +75,50 @@ def from_json(text: str) -> Manifest:
     """
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{NAME} is damaged: {error}") from error
     told = given.get("format") if isinstance(given, dict) else None
     if told != FORMAT:
-        raise ValueError(f"{NAME} is of format {told!r}; this version of mpidist reads {FORMAT!r}")
+        raise ValueError(f"{NAME} is of format {repr(told)[:80]}; this version of mpidist reads {FORMAT!r}")
     try:
-        files = {str(name): Entry(int(row["bytes"]), str(row["sha256"])) for name, row in given["files"].items()}
-        contents = Contents(**given["contents"])
-        found = Manifest(int(given["step"]), int(given["world_size"]), files, contents, dict(given["versions"]))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        files = {name: Entry(_count(row["bytes"]), _sha256(row["sha256"])) for name, row in given["files"].items()}
+        contents = _contents(given["contents"])
+        versions = {str(name): str(version) for name, version in given["versions"].items()}
+        found = Manifest(_count(given["step"]), _count(given["world_size"], 1), files, contents, versions)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{NAME} is damaged: {type(error).__name__} {error}") from error
-    lacking = sorted(set(required(found.world_size, found.contents)) - set(files))
+    # Before their names are written down: a number of ranks is quickly forged.
+    if found.world_size > len(files) and (has_rank_files(contents) or contents.hook == "powersgd"):
+        raise ValueError(f"{NAME} is damaged: it lists {len(files)} files, too few for {found.world_size} ranks")
+    own = set(required(found.world_size, found.contents))
+    lacking, foreign = sorted(own - set(files)), sorted(set(files) - own)
     if lacking:
         raise ValueError(f"{NAME} is damaged: it lists no {', '.join(lacking)}")
+    if foreign:  # no name but these is ever opened
+        raise ValueError(f"{NAME} is damaged: it lists {', '.join(map(repr, foreign[:4]))}, no file of a checkpoint")
+    return found
+
+
+def _count(value: Any, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < 1 << 63:
+        raise ValueError(f"a number is {str(value)[:80]}")
+    return value
+
+
+def _sha256(value: Any) -> str:
+    if type(value) is not str or re.fullmatch("[0-9a-f]{64}", value) is None:
+        raise ValueError(f"a sha256 is {str(value)[:80]}")
+    return value
+
+
+def _contents(given: Any) -> Contents:
+    found = Contents(**given)
+    texts = (found.optimizer, found.hook)
+    flags = (found.scheduler, found.scaler, found.sampler, found.rng, found.buffers)
+    if texts[0] not in (None, "whole", "shards") or texts[1] not in (None, "powersgd", "state"):
+        raise ValueError(f"the optimizer's state is {str(texts[0])[:80]}, the hook's {str(texts[1])[:80]}")
+    if type(found.optimizer_class) not in (str, type(None)) or not all(type(flag) is bool for flag in flags):
+        raise ValueError("its contents are of other types")
     return found
 
 

@@ -84,6 +84,18 @@ def require_fits(model: Any, saved: Any) -> None:
         raise ValueError(f"the checkpoint is of another model: {text}")
 
 
+def require_same_layouts(model: Any, saved: Mapping[str, Any]) -> None:
+    """Refuse values of another kind than the model's, which a copy would take: sparse for dense, a number for a tensor.
+
+    Raises:
+        ValueError: Whose.
+    """
+    for name, own in bare(model).state_dict().items():
+        value = saved[name]
+        if isinstance(own, Tensor) != isinstance(value, Tensor) or (isinstance(own, Tensor) and own.layout != value.layout):
+            raise ValueError(f"the checkpoint is of another model: {name} is of another kind there")
+
+
 def differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     """Say how two state dicts differ in names and shapes; nothing if they do not (pure)."""
 

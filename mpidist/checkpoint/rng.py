@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+_WORDS = 624  # of the table of MT19937
+
 
 def state() -> dict[str, Any]:
     """Return the state of this process's generators as plain data; CUDA's if CUDA is in use."""
@@ -25,12 +27,45 @@ def state() -> dict[str, Any]:
     }
 
 
+def require_state(saved: Any) -> None:
+    """Refuse what is no state of generators, before any is set (pure).
+
+    NumPy takes a position beyond its table, and would read from there.
+
+    Raises:
+        ValueError: What is wrong.
+    """
+    if not isinstance(saved, Mapping) or not {"python", "numpy", "torch", "cuda"} <= set(saved):
+        raise ValueError("the state of the generators is damaged")
+    numpy_state, python = saved["numpy"], saved["python"]
+    inner = numpy_state.get("state") if isinstance(numpy_state, Mapping) else None
+    if not isinstance(inner, Mapping) or numpy_state.get("bit_generator") != "MT19937":
+        raise ValueError("the state of NumPy's generator is damaged")
+    key, place = inner.get("key"), inner.get("pos")
+    if type(key) is not list or len(key) != _WORDS or not all(type(word) is int and 0 <= word < 1 << 32 for word in key):
+        raise ValueError("the state of NumPy's generator is damaged: its table")
+    if type(place) is not int or not 0 <= place <= _WORDS:
+        raise ValueError("the state of NumPy's generator is damaged: its position lies beyond its table")
+    if numpy_state.get("has_gauss") not in (0, 1) or type(numpy_state.get("gauss")) not in (int, float):
+        raise ValueError("the state of NumPy's generator is damaged: its kept number")
+    if not isinstance(python, (list, tuple)) or len(python) != 3 or not isinstance(python[1], (list, tuple)):
+        raise ValueError("the state of Python's generator is damaged")
+    if type(python[2]) not in (float, type(None)):
+        raise ValueError("the state of Python's generator is damaged: its kept number")
+    for name in ("torch", "cuda"):
+        state = saved[name]
+        is_missing = state is None and name == "cuda"
+        if not is_missing and not (isinstance(state, torch.Tensor) and state.dtype is torch.uint8 and state.dim() == 1):
+            raise ValueError(f"the state of torch's generator ({name}) is damaged")
+
+
 def restore(saved: Mapping[str, Any]) -> None:
     """Set this process's generators to what ``state`` returned; CUDA's if it was saved and there is a device.
 
     Raises:
         ValueError, TypeError, KeyError, RuntimeError: It is no such state.
     """
+    require_state(saved)
     inner = dict(saved["numpy"]["state"])
     inner["key"] = np.array(inner["key"], dtype=np.uint32)
     python = saved["python"]

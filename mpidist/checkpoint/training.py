@@ -7,7 +7,7 @@ state. ``powersgd-<r>-of-<W>.pt``: PowerSGD's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from mpidist.checkpoint import manifest, model_state, rng
 from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING, Contents
 from mpidist.checkpoint.plain_data import require_plain
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
+from mpidist.zero import state_dict
 
 WHOLE, SHARDS = "whole", "shards"
 POWERSGD, STATE = "powersgd", "state"
@@ -164,6 +165,7 @@ class Training:
             ValueError: What differs.
         """
         model_state.require_fits(self.model, model)
+        model_state.require_same_layouts(self.model, model)
         if hasattr(self.sampler, "require_fits"):
             self.sampler.require_fits(shared["sampler"])
         if whole is not None:
@@ -173,6 +175,8 @@ class Training:
                 raise ValueError(
                     f"the checkpoint is of another model: its optimizer's groups hold {saved} parameters, this optimizer's {own}"
                 )
+            if state_dict.is_known(self.optimizer):  # torch itself takes state of any shape, and a step would meet it
+                state_dict.require_fits(whole, self.optimizer.param_groups, self.optimizer)
 
     def take_shared(self, model: Any, shared: Mapping[str, Any]) -> None:
         """Load the model and what is the same on all ranks beside the optimizer. Communicates nothing."""
@@ -180,6 +184,16 @@ class Training:
         for name in ("scheduler", "scaler", "sampler"):
             if getattr(self, name) is not None:
                 getattr(self, name).load_state_dict(shared[name])
+
+    def require_own_buffers(self, buffers: Any) -> None:
+        """Refuse buffers of another model.
+
+        Raises:
+            ValueError: What differs.
+        """
+        text = model_state.differences(model_state.buffers(self.model), buffers) if isinstance(buffers, Mapping) else "no dict"
+        if text:
+            raise ValueError(f"the checkpoint's own buffers of a rank are of another model: {text}")
 
     def take_own_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Load buffers that are this rank's own. Communicates nothing."""
@@ -192,6 +206,21 @@ class Training:
         """Give the hook's state object, which may be registered already, what was loaded; its group stays."""
         kept = {"process_group": self.hook_state.process_group, "_kept": {}}
         self.hook_state.__dict__.update({**loaded.__dict__, **kept})
+
+
+SHARED_NAMES = ("scheduler", "scaler", "sampler", "buckets", "extra")
+OWN_NAMES = ("optimizer", "hook", "buffers", "rng")
+
+
+def require_names(file: str, held: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Require what a file holds by name.
+
+    Raises:
+        ValueError: A name is missing.
+    """
+    lacking = [name for name in names if name not in held]
+    if lacking:
+        raise ValueError(f"{file} is damaged: it holds no {', '.join(lacking)}")
 
 
 def _state_of(taker: Any) -> Any:

@@ -1,7 +1,5 @@
 """plan → bucket → reducer → hooks → comm: gradients to their average. The names are torch's; importing it starts nothing."""
 
-import torch as _torch
-
 from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks.default import (
     Compressed,
@@ -22,6 +20,7 @@ from mpidist.ddp.module import DistributedDataParallel
 from mpidist.ddp.plan import compute_bucket_assignment_by_size
 
 __all__ = [
+    "SAFE_GLOBALS",
     "DDPCommHookType",
     "DistributedDataParallel",
     "GradBucket",
@@ -43,20 +42,19 @@ __all__ = [
     "to_owners",
 ]
 
-# So that torch.load(weights_only=True) reads a saved hook and its state.
-_torch.serialization.add_safe_globals(
-    [
-        Compressed,
-        PostLocalSGDState,
-        PowerSGDState,
-        allreduce_hook,
-        batched_powerSGD_hook,
-        bf16_compress_hook,
-        fp16_compress_hook,
-        noop_hook,
-        post_localSGD_hook,
-        powerSGD_hook,
-        quantization_perchannel_hook,
-        quantization_pertensor_hook,
-    ]
-)
+# What torch.load(weights_only=True) must be told to read a saved hook and its state: torch.serialization.add_safe_globals(…).
+# Not told here: whoever reads files of others would have these functions called by whatever a file says.
+SAFE_GLOBALS = [
+    Compressed,
+    PostLocalSGDState,
+    PowerSGDState,
+    allreduce_hook,
+    batched_powerSGD_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    noop_hook,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+]

@@ -115,12 +115,17 @@ class Layout:
         """
         problem: ValueError | None = None
         buckets: list[tuple[int, ...]] = []
+        is_rebuilt = False
         try:
             buckets = self._by_place(saved["buckets"])
+            is_rebuilt = bool(saved["is_rebuilt"])
         except ValueError as error:
             problem = error
+        except (AttributeError, LookupError, TypeError) as error:
+            # On this rank alone, perhaps: each has a file of its own.
+            problem = ValueError(f"a bucket plan is what bucket_plan() returned; this one is damaged ({type(error).__name__})")
         # Making them is collective, so all ranks have to begin it, with the same.
-        told = self._group.all_gather_object((buckets, saved["is_rebuilt"], None if problem is None else str(problem)))
+        told = self._group.all_gather_object((buckets, is_rebuilt, None if problem is None else str(problem)))
         if problem is not None:
             raise problem
         if any(other != told[0] for other in told):
@@ -128,7 +133,7 @@ class Layout:
             raise DisagreementError(f"the bucket plans of the ranks differ. {wrong}")
         self.plan = buckets
         self._make()
-        self.is_settled = bool(saved["is_rebuilt"])
+        self.is_settled = is_rebuilt
 
     def follow(self) -> None:
         """Take back the views whose memory somebody has replaced since the last pass.

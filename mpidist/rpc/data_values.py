@@ -151,8 +151,10 @@ class Reading:
                 raise FrameError("a worker without a rank")
             return WorkerInfo(_text(name), rank)
         if code == CARRIED:
-            _, make = _carried[values[0]]
-            return make(*values[1:])
+            known = _carried.get(values[0]) if values and type(values[0]) is int else None
+            if known is None:
+                raise Refused("an object of a kind that this worker does not know (a RemoteModule: import mpidist.nn here)")
+            return known[1](*values[1:])
         raise FrameError(f"an extension type of unknown code {code}")
 
 

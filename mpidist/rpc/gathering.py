@@ -47,6 +47,7 @@ def _state(sequence_id: str) -> _State:
 def gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str]) -> None:
     """Take a worker's part; run by the leader."""
     _require(type(sequence_id) is str and type(worker_name) is str and type(worker_names) is set)
+    _require(all(type(name) is str for name in worker_names))
     state = _state(sequence_id)
     with _lock:
         if worker_name in state.gathered:

@@ -85,6 +85,7 @@ class Loading(torch.optim.Optimizer):
         error: Exception | None = None
         rows: list[Row] = []
         is_local = local_state.is_rank_local(given)
+        parked_there = Parked()
         try:
             given = dict(given) if isinstance(given, Mapping) else given
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -92,6 +93,7 @@ class Loading(torch.optim.Optimizer):
                 given = given if changed is None else changed
             if is_local:
                 local_state.require_fits(given, self._image(), self.world_size)
+                parked_there = local_state.parked_in(given)
             else:
                 self._require_fits(given)
                 rows = [("state of", state_dict.summary(given))]
@@ -106,7 +108,7 @@ class Loading(torch.optim.Optimizer):
                 where,
                 lambda: local_state.restored(given, pieces, base),
                 given["param_groups"],
-                local_state.parked_in(given),
+                parked_there,
             )
             for master, saved in zip(self._shards.masters.flats, given["masters"], strict=True):
                 master.copy_(saved)

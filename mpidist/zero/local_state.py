@@ -81,6 +81,8 @@ def require_fits(given: Mapping[str, Any], image: ShardImage, world_size: int) -
     sizes = [image.plans[place].bounds[image.rank + 1] - image.plans[place].bounds[image.rank] for place, _, _ in given["kinds"]]
     if [flat.numel() for flat in given["flats"]] != sizes:
         raise ValueError("the rank-local state dict is damaged: its flat tensors have other lengths than its layout")
+    if [(held.shape, held.dtype) for held in given["masters"]] != [(own.shape, own.dtype) for own in image.masters]:
+        raise ValueError("the rank-local state dict is damaged: its master copies are others than its layout has")
 
 
 def restored(given: Mapping[str, Any], pieces: Sequence[Piece], base_groups: Groups) -> dict[str, Any]:

@@ -43,6 +43,11 @@ def packed(groups: Groups, state: dict[int, dict[str, Any]]) -> dict[str, Any]:
     return {"state": {key: dict(values) for key, values in state.items()}, "param_groups": result}
 
 
+def is_known(optim: torch.optim.Optimizer) -> bool:
+    """Say whether it is one of torch's own classes whose state ``require_fits`` knows by name and shape."""
+    return type(optim) in _KINDS
+
+
 def require_fits(given: Any, groups: Groups, optim: torch.optim.Optimizer) -> None:
     """Refuse a state dict of another model, or of another class of optimizers.
 

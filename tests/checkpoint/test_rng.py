@@ -4,6 +4,7 @@ import io
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from mpidist.checkpoint import rng
@@ -36,3 +37,28 @@ def test_new_seeds_are_the_same_at_each_load_and_others_on_each_rank():
     assert found[0] == found[3] and len({str(row) for row in found}) == 3
     assert rng.seed_of("digest", 0, 2) != rng.seed_of("another", 0, 2)
     assert all(0 <= rng.seed_of(str(n), 0, 1) < 2**63 for n in range(50))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda saved: saved["numpy"]["state"].update(pos=1_000_000),
+        lambda saved: saved["numpy"]["state"].update(pos=-1),
+        lambda saved: saved["numpy"]["state"].update(pos=True),
+        lambda saved: saved["numpy"]["state"].update(key=[1] * 623),
+        lambda saved: saved["numpy"]["state"].update(key=[1 << 32] * 624),
+        lambda saved: saved["numpy"].update(bit_generator="PCG64"),
+        lambda saved: saved["numpy"].update(gauss="x"),
+        lambda saved: saved.update(python=(3, (), None)),
+        lambda saved: saved.update(torch=torch.zeros(3)),
+        lambda saved: saved.update(torch=torch.zeros(3, dtype=torch.uint8)),
+        lambda saved: saved.pop("cuda"),
+    ],
+)
+def test_a_forged_state_is_refused(change):
+    before = rng.state()
+    saved = rng.state()
+    change(saved)
+    with pytest.raises((ValueError, RuntimeError)):
+        rng.restore(saved)
+    rng.restore(before)

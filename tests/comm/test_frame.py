@@ -1,15 +1,17 @@
 """Objects to bytes and back, and bytes that are no frame."""
 
+import os
 import struct
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist.comm import frame
 from mpidist.errors import FrameError, NotPlainData
+from tests.bytes_fuzz import frames
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -182,3 +184,14 @@ def test_buffers_that_no_row_describes_are_refused():
     header = struct.pack("<4sHHQQQ", b"MPIF", 3, 1, 1, body[0].nbytes, 3)
     with pytest.raises(FrameError, match="describes 0"):
         frame.from_bytes(header + bytes(body[0]) + b"abc")
+
+
+@pytest.mark.parametrize("case", frames.samples())
+def test_samples_are_read_but_for_pickles_and_refusals(case):
+    assert frames.check(case) == (case[6] == frame.DATA)
+
+
+@settings(max_examples=int(os.environ.get("MPIDIST_FUZZ_CASES", "300")), deadline=None)
+@given(frames.cases(tuple(frames.samples())))
+def test_any_bytes_are_data_or_a_frame_error(case):
+    frames.check(case)

@@ -1,6 +1,6 @@
 """PowerSGD's state of all ranks, to a folder and back: with the same bits on as many ranks, with the same mean error on others.
 
-folder/powersgd-<rank>-of-<W>.pt: one rank's state, and the buckets of its module.
+folder/powersgd-<rank>-of-<W>.pt: one rank's state as plain data, and the buckets of its module.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from mpidist import saved_file
 from mpidist.comm.native_group import native_group
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState, merged
 from mpidist.errors import MpidistError
 
+_FORMAT = "mpidist.powersgd 1"
 _NAME = re.compile(r"powersgd-(\d+)-of-(\d+)\.pt")
 
 
@@ -37,7 +39,7 @@ def save(folder: str | Path, module: Any, state: PowerSGDState) -> Path:
     with _agreed(group), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the group that is left out
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save({"state": state, "bucket_plan": module.bucket_plan()}, partial)
+        torch.save({"format": _FORMAT, "state": state.state_dict(), "bucket_plan": module.bucket_plan()}, partial)
     partial.replace(path)
     if group.rank == 0:
         for other in folder.iterdir():
@@ -72,6 +74,7 @@ def load(folder: str | Path, module: Any, map_location: Any = None) -> PowerSGDS
             state, plan = _read(paths[group.rank], map_location)
         else:
             state = merged([_read(path, map_location)[0] for path in paths])
+        _require_fits(state, module)
     if plan is not None:
         module.use_bucket_plan(plan)
     steps = group.all_gather_object(state.iter)
@@ -113,11 +116,27 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read(path: Path, map_location: Any) -> tuple[PowerSGDState, dict[str, Any]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the group, which ``load`` sets
-        # mpidist.ddp has told torch that the class is safe. torch's context for one load would take that back at its end.
-        try:
-            saved = torch.load(path, map_location=map_location, weights_only=True)
-        except Exception as error:  # whatever a damaged file makes of the unpickler
-            raise ValueError(f"{path.name} is no PowerSGD state, or damaged: {type(error).__name__}") from error
-    return saved["state"], saved["bucket_plan"]
+    try:
+        saved = saved_file.read(path, map_location)
+        if type(saved) is not dict or saved.get("format") != _FORMAT or type(saved.get("bucket_plan")) is not dict:
+            raise ValueError(f"it is not of format {_FORMAT!r}")
+        state = PowerSGDState()
+        state.load_state_dict(saved.get("state", {}))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path.name} is no PowerSGD state, or damaged: {error}") from error
+    return state, saved["bucket_plan"]
+
+
+def _require_fits(state: PowerSGDState, module: Any) -> None:
+    """Refuse the state of another module, where the parameters' names tell.
+
+    Raises:
+        ValueError: An error is kept in another shape than its parameter's.
+    """
+    shapes = {name: parameter.shape for name, parameter in module.module.named_parameters()}
+    for name, error in state.error_dict.items():
+        if error.shape != shapes.get(name, error.shape):
+            raise ValueError(
+                f"the PowerSGD state is of another module: it holds an error of shape {tuple(error.shape)} for {name!r}, whose "
+                f"shape is {tuple(shapes[name])}"
+            )

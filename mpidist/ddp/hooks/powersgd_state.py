@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,19 @@ Tensor = torch.Tensor
 T = TypeVar("T")
 
 _OWN = ("process_group", "_kept")  # what neither a file nor a copy takes along
+# What a file holds of each kind; of a number the least.
+_INTS = {
+    "matrix_approximation_rank": 1,
+    "start_powerSGD_iter": 0,
+    "random_seed": None,
+    "compression_stats_logging_frequency": 1,
+    "iter": 0,
+    "total_numel_before_compression": 0,
+    "total_numel_after_compression": 0,
+}
+_REALS = frozenset({"min_compression_rate", "orthogonalization_epsilon"})
+_FLAGS = frozenset({"use_error_feedback", "warm_start", "batch_tensors_with_same_shape"})
+_NAMES = frozenset(_INTS) | _REALS | _FLAGS | {"error_dict", "q_memory_dict"}
 
 _log = logging.getLogger(__name__)
 
@@ -27,9 +41,10 @@ _log = logging.getLogger(__name__)
 class PowerSGDState:
     """Settings of PowerSGD and what it keeps between steps.
 
-    Saved with ``torch.save`` it leaves its group out; loaded, it has the default group. What each rank left out of the average
-    (``error_dict``) is its own: before rank 0 alone saves, let all ranks call ``consolidated``; to save every rank's, see
-    ``mpidist.ddp.hooks.checkpoint``.
+    Saved with ``torch.save`` it leaves its group out; loaded, it has the default group. ``torch.load(weights_only=True)`` reads
+    its ``state_dict()`` as it is, and itself after ``torch.serialization.add_safe_globals(mpidist.ddp.SAFE_GLOBALS)``. What each
+    rank left out of the average (``error_dict``) is its own: before rank 0 alone saves, let all ranks call ``consolidated``; to
+    save every rank's, see ``mpidist.ddp.hooks.checkpoint``.
 
     Args:
         process_group: A group of mpidist, or None for the default.
@@ -92,6 +107,21 @@ class PowerSGDState:
         self.total_numel_after_compression = 0
         self._kept: dict[int, tuple[Any, Any]] = {}  # by bucket; made again when the bucket has changed
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but the group as plain data and tensors, which are the state's own."""
+        held = {name: value for name, value in self.__dict__.items() if name not in _OWN}
+        return {name: operator.index(value) if name in _INTS else value for name, value in held.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what ``state_dict`` returned; the group stays.
+
+        Raises:
+            ValueError: It is no such state; nothing has been taken.
+        """
+        _require_state(state)
+        self.__dict__.update(state)
+        self._kept = {}
+
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the group."""
         warnings.warn("a PowerSGD state is saved or copied without its process group", stacklevel=2)
@@ -99,8 +129,7 @@ class PowerSGDState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take everything, and the default group."""
-        self.__dict__.update(state)
-        self._kept = {}
+        self.load_state_dict(state)
         self.process_group = default_group() if torch.distributed.is_initialized() else None
         warnings.warn("a loaded PowerSGD state is on the default process group; set process_group for another", stacklevel=2)
 
@@ -209,6 +238,26 @@ def require_real(name: str, value: Any) -> None:
         raise ValueError(f"{name} must not be negative; got {value}")
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite; got {value}")
+
+
+def _require_state(state: Any) -> None:
+    if not isinstance(state, Mapping) or set(state) != _NAMES:
+        raise ValueError("a PowerSGD state holds its settings and what it keeps by name; got something else")
+    for name in _NAMES:
+        value = state[name]
+        if name in _INTS:
+            require_int(name, value, least=_INTS[name])
+        elif name in _REALS:
+            require_real(name, value)
+        elif name in _FLAGS:
+            if type(value) is not bool:
+                raise ValueError(f"{name} of a PowerSGD state is True or False; got {value!r}")
+        elif type(value) is not dict or not all(type(key) is str and _is_dense(held) for key, held in value.items()):
+            raise ValueError(f"{name} of a PowerSGD state holds tensors by parameter name; got something else")
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.is_floating_point()
 
 
 def merged(states: Sequence[PowerSGDState]) -> PowerSGDState:

@@ -9,74 +9,45 @@ import torch
 
 from mpidist.autograd import checks
 from mpidist.autograd.context import SMART, Context
-from mpidist.autograd.engine import Engine
 from mpidist.autograd.notices import Notice
 from mpidist.autograd.passes import Pass
 from mpidist.autograd.recording import Send
 from mpidist.autograd.smart import Survey
 from mpidist.errors import FrameError
-from mpidist.rpc import codec, current
+from mpidist.rpc import current
 from mpidist.rpc.message import Kind
-from mpidist.rpc.worker import WorkerInfo, Workers
+from tests.autograd.hostile import (
+    ME,
+    MESSAGE,
+    NOBODYS,
+    OWN,
+    PEER,
+    PEERS,
+    STRANGER,
+    WORKERS,
+    Outbox,
+    agent,
+    give,
+    make_engine,
+    notice,
+    right,
+    running,
+)
 
-ME, PEER, STRANGER, WORKERS = 0, 1, 2, 3
-OWN, PEERS, NOBODYS = 7, PEER << 48 | 7, 9 << 48 | 7  # contexts
-MESSAGE = 11  # that this worker has sent to its peer
 LONG = 1 << 70
 TYPES = [None, True, 1.5, "1", b"1", [1], (1,), {1: 1}, {1}, torch.ones(1), -1, LONG, 0]
-
-
-class Outbox:
-    """Takes what the engine sends; a rank that does not exist would end the job."""
-
-    def __init__(self):
-        self.sent = []
-
-    def send(self, to, kind, content, context, prefix=b""):
-        assert 0 <= to < WORKERS
-        self.sent.append((to, content))
 
 
 @pytest.fixture
 def outbox(monkeypatch):
     made = Outbox()
-    workers = Workers([WorkerInfo(f"worker{rank}", rank) for rank in range(WORKERS)], ME, range(WORKERS))
-    wire = SimpleNamespace(codecs=[codec] * WORKERS)
-    monkeypatch.setattr(current, "agent", SimpleNamespace(workers=workers, for_engine=made, allowed=None, wire=wire))
+    monkeypatch.setattr(current, "agent", agent(made))
     return made
 
 
 @pytest.fixture
 def engine(outbox):
-    """Return an engine with a context of its own, which the peer shares, and a message in it."""
-    made = Engine()
-    context = made.contexts._by_number[OWN] = Context(OWN)
-    context.told.add(PEER)
-    leaf = torch.ones(2, 3, requires_grad=True)
-    context.sends[MESSAGE] = Send(PEER, False, [leaf * 2, leaf.double().sum()])
-    context.leaf = leaf
-    return made
-
-
-def running(engine, mode=0, context=OWN):
-    """Have a pass of this worker under way in which the peer has a part; return it."""
-    made = Pass(ME << 48 | 21 | mode, context, ME)
-    made.expect([PEER])
-    engine.initiator._passes[made.key] = made
-    return made
-
-
-def notice(engine, source, what, *rest):
-    action = engine.handle_one_way(source, Kind.AUTOGRAD_NOTICE, 0, (int(what), *rest))
-    return None if action is None else action.run()
-
-
-def give(engine, source, content, context=OWN, key=PEER << 48 | 33, message=MESSAGE):
-    return engine.handle_one_way(source, Kind.GRADIENTS, 0, (context, key, message, 0, content)).run()
-
-
-def right():
-    return [torch.ones(2, 3), torch.ones((), dtype=torch.float64)]
+    return make_engine()
 
 
 @pytest.mark.parametrize("content", [*TYPES, (), (1,), (True, OWN), (99, OWN), (-1, OWN, 1), ("1", OWN), ([], OWN), (9, [])])

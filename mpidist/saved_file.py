@@ -1,0 +1,135 @@
+"""Reader of files that ``torch.save`` wrote and that anybody may have changed since: plain data and tensors, or an error.
+
+``weights_only=True`` keeps code out. What it lets through is looked at here: an archive whose members are compressed or reach
+beyond the file (a storage longer than its member would be read past its end), objects that are no plain data, sparse tensors
+whose indices lie outside. A digest beside the file tells damage, and is no defence: whoever writes the one writes the other.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def read(path: str | os.PathLike[str], map_location: Any = None, mmap: bool = False) -> Any:
+    """Return what a file holds: numbers, texts, bytes, tensors, and dicts, lists, tuples and sets of them.
+
+    Args:
+        path: A regular file; a link is refused.
+        map_location: As ``torch.load`` has it.
+        mmap: Tensors on the CPU stay in the file, which must then stay as it is; else they are copied.
+
+    Raises:
+        ValueError: What is wrong with it.
+        OSError: It cannot be read.
+    """
+    path = Path(path)
+    if not is_regular(path):
+        raise ValueError(f"{path.name} is missing, or a link or a folder, and no regular file")
+    _require_archive(path)
+    try:
+        # Mapped always: a storage is then a part of the mapping, however long a forged file says that it is.
+        with torch.sparse.check_sparse_tensor_invariants():
+            found = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
+        return _Walk(copies=not mmap).plain(found)
+    except OSError:
+        raise
+    except Exception as error:  # whatever a damaged file makes of the unpickler
+        raise ValueError(f"{path.name} is damaged, or holds more than plain data: {_first_line(error)}") from error
+
+
+def is_regular(path: Path) -> bool:
+    """Say whether there is a file of this name, and no link to one."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _require_archive(path: Path) -> None:
+    """Require an archive as ``torch.save`` writes it: members as they are, one behind the other, within the file."""
+    size = path.stat().st_size
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            names = {member.filename for member in members}
+            is_plain = (
+                not archive.comment
+                and len(names) == len(members)
+                and all(
+                    member.compress_type == zipfile.ZIP_STORED
+                    and member.file_size == member.compress_size
+                    and member.header_offset >= 0
+                    and member.header_offset + member.file_size <= size
+                    for member in members
+                )
+            )
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, LookupError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{path.name} is damaged: it is no archive of torch.save ({error})") from error
+    if not is_plain:
+        raise ValueError(f"{path.name} is damaged: its archive is compressed, or its members reach beyond the file")
+
+
+class _Walk:
+    """One look at all that a file holds.
+
+    Args:
+        copies: Tensors on the CPU get memory of their own; those that share memory share it there, too.
+    """
+
+    def __init__(self, copies: bool) -> None:
+        self._copies = copies
+        self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+
+    def plain(self, value: Any, above: tuple[int, ...] = ()) -> Any:
+        """Return the value, or its copy.
+
+        Raises:
+            ValueError: It is, or holds, something else than plain data.
+        """
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            return self._tensor(value)
+        if kind in _LEAVES:
+            return value
+        if id(value) in above:
+            raise ValueError("a container that holds itself")
+        inner = (*above, id(value))
+        if kind is dict or kind is OrderedDict:
+            return kind((self.plain(key, inner), self.plain(held, inner)) for key, held in value.items())
+        if kind is list or kind is tuple or kind is set:
+            return kind([self.plain(held, inner) for held in value])
+        raise ValueError(f"an object of class {kind.__module__}.{kind.__qualname__}")
+
+    def _tensor(self, value: Any) -> Any:
+        if value.layout not in _LAYOUTS or not (value.is_cpu or value.is_cuda) or value.is_quantized:
+            raise ValueError(f"a tensor of layout {value.layout} and type {value.dtype} on {value.device}")
+        if not self._copies or not value.is_cpu:
+            return value
+        with torch.no_grad():
+            own = value.detach().clone() if value.layout is not torch.strided else self._moved(value.detach())
+        if type(value) is torch.nn.Parameter:
+            return torch.nn.Parameter(own, value.requires_grad)
+        return own.requires_grad_(value.requires_grad)
+
+    def _moved(self, value: torch.Tensor) -> torch.Tensor:
+        held = value.untyped_storage()
+        key = (held.data_ptr(), held.nbytes())
+        if key not in self._storages:
+            self._storages[key] = held.clone()
+        where = (value.storage_offset(), value.shape, value.stride())
+        return torch.empty(0, dtype=value.dtype).set_(self._storages[key], *where)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

@@ -1,0 +1,126 @@
+"""Eager messages, packed sections and headers of RPC: valid ones, damaged ones, and random numbers in their places."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import strategies as st
+
+from mpidist.comm import incoming, transport
+from mpidist.comm.incoming import Incoming
+from mpidist.comm.transport import Transport
+from mpidist.errors import FrameError
+from mpidist.rpc import message
+
+_MOST = 1 << 20  # announced bytes for which the receives below have memory
+_words = st.sampled_from([0, 1, 2, 3, 255, 1 << 15, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 63, (1 << 64) - 1]) | st.integers(0, 40)
+
+
+class _Receives:
+    """Payload receives without MPI: zeros have arrived as soon as they are announced."""
+
+    def __init__(self) -> None:
+        self.lost: list[int] = []
+
+    def lose(self, source: int, reason: str) -> None:
+        """See ``PayloadReceives``."""
+        self.lost.append(source)
+
+    def begin(self, one: Incoming, count: int, start: int) -> None:
+        """See ``PayloadReceives``."""
+        sizes = struct.unpack_from(f"<{count}Q", one.data, start)
+        if sum(sizes) > _MOST:
+            one.damage = FrameError("too much")
+        else:
+            one.parts = [memoryview(bytearray(size)) for size in sizes]
+
+
+def eager_samples() -> list[bytes]:
+    """Return valid eager messages: without parts, with packed ones, with payloads, with both."""
+    made = []
+    for parts in ((), (b"abc", b""), (bytes(20_000),), (b"abc", bytes(20_000), b"d")):
+        section, payloads, _ = incoming.arranged(parts, ())
+        marks = 0 if section or not parts else transport._ALL_PAYLOADS
+        fixed = transport._FIXED.pack(1, 0, len(payloads) | marks, 0, 5, 0, 6, len(section))
+        made.append(fixed + struct.pack(f"<{len(payloads)}Q", *map(len, payloads)) + b"header" + section)
+    return made
+
+
+def section_samples() -> list[bytes]:
+    """Return valid sections of packed parts without payloads."""
+    return [bytes(incoming.arranged(parts, ())[0]) for parts in ((b"",), (b"abc", b"d" * 40), (b"",) * 30)]
+
+
+def header_samples() -> list[bytes]:
+    """Return what stands in headers of RPC's messages."""
+    rows = [(1, 2, 3), (4, 5, 6)]
+    made = [message.written_references(rows), message.written_announced(rows), message.written_words((1, 2, 3))]
+    return [*made, message.COUNT.pack(5) + b"a.b:c", message.GRADIENTS.pack(1, 2, 3, True)]
+
+
+@st.composite
+def damaged(draw: Any, valid: list[bytes]) -> bytes:
+    """Draw a sample with some bytes changed, left out, or numbers put in their place; or any bytes."""
+    if draw(st.integers(0, 9)) == 0:
+        return draw(st.binary(max_size=100))
+    case = bytearray(draw(st.sampled_from(valid)))
+    for _ in range(draw(st.integers(1, 3))):
+        place = draw(st.integers(0, min(len(case), 80)))
+        width = draw(st.sampled_from([1, 2, 4, 8]))
+        change = (draw(_words) % (1 << 8 * width)).to_bytes(width, "little")
+        end = place + (width if draw(st.booleans()) else draw(st.integers(0, 8)))
+        case[place:end] = change
+    return bytes(case)
+
+
+def check_eager(case: bytes) -> bool:
+    """Take an eager message up, as ``Transport.poll`` does; return whether it is whole."""
+    here = Transport(None)
+    here._payloads = receives = _Receives()  # type: ignore[assignment]
+    if len(case) < transport._START:
+        return False
+    try:
+        one = here._received(3, bytearray(case), transport._FIXED.unpack_from(case))
+    except FrameError:
+        return False
+    if one is None or one.damage is not None:
+        assert one is None or not one.parts or one.receives
+        return False
+    assert transport._START <= one.start <= one.end <= len(one.data) == len(case) and not receives.lost
+    assert sum(len(part) for part in one.parts) <= len(case) + _MOST
+    return True
+
+
+def check_section(case: bytes, payloads: tuple[int, ...] = ()) -> bool:
+    """Unpack a section beside payloads of some sizes; return whether that succeeds."""
+    one = Incoming(0, 1, 0, 0, 0, bytearray(), 0, 0)
+    one.section, one.parts = case, [memoryview(bytearray(size)) for size in payloads]
+    incoming.unpack(one)
+    assert one.section is None
+    if one.damage is not None:
+        assert isinstance(one.damage, FrameError) and not one.parts
+        return False
+    assert sum(len(part) for part in one.parts) <= len(case) + sum(payloads)
+    return True
+
+
+def check_header(case: bytes) -> bool:
+    """Read a header by each of its readers; return whether one has taken it. None makes more of it than that."""
+    size, taken = len(case), False
+    readers: list[Callable[[], Any]] = [
+        lambda: message.read_references(case, 0)[0],
+        lambda: message.read_announced(case, 0)[0],
+        lambda: message.read_words(case, 0, size),
+        lambda: message.read_pairs(case, 0, size),
+        lambda: message.read_ids(case, 0, size, 2),
+        lambda: message.read_gradients(case, 0, size),
+        lambda: message.read_name(case, 0, size)[0],
+    ]
+    for read in readers:
+        with contextlib.suppress(FrameError):
+            assert len(read()) <= size
+            taken = True
+    return taken

@@ -1,0 +1,44 @@
+"""Services that every worker answers: found by their names alone, and each checks what it gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpidist.errors import MpidistError
+from mpidist.rpc import callee, gathering, methods, services
+from mpidist.rpc.message import COUNT, Kind
+
+
+def test_services_are_these_and_no_others():
+    assert set(services.names.values()) == {"type_of", "has_method", "gather_to_leader", "tell_follower"}
+    for function, name in services.names.items():
+        kind, named = callee.named(function)
+        assert kind == Kind.CALL_SERVICE and named == COUNT.pack(len(name)) + name.encode()
+        assert callee.found(kind, name.encode(), None) is function
+
+
+@pytest.mark.parametrize(
+    "name", [b"", b"service", b"names", b"call_method", b"mpidist.rpc.methods:type_of", b"\xff", b"type_of\0"]
+)
+def test_other_names_are_refused(name):
+    with pytest.raises(MpidistError, match=r"is no service|no UTF-8"):
+        callee.found(int(Kind.CALL_SERVICE), name, None)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (methods.type_of, (3,)),
+        (methods.has_method, ("text", "__class__")),
+        (methods.call_method, ("get", {})),
+        (gathering.gather_to_leader, (1, "worker0", None, {"worker0"})),
+        (gathering.gather_to_leader, ("0:x", "worker0", None, ["worker0"])),
+        (gathering.gather_to_leader, ("0:x", "worker0", None, {"worker0", 3})),
+        (gathering.tell_follower, ("0:x", [])),
+        (gathering.tell_follower, ((), {})),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused(function, arguments):
+    with pytest.raises(TypeError):
+        function(*arguments)
+    assert not gathering._states
