@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mpidist.autograd import notices
-from mpidist.comm import faults, transport
+from mpidist.comm import buffer, faults, payload_receives, transport
 from mpidist.comm.transport import EAGER_BYTES, Transport
 from mpidist.errors import CommTimeout
 from mpidist.rpc import callee, current, proxy, rref
@@ -34,7 +34,7 @@ _AGENT_CASES = 400  # cases that one agent reads: what it keeps of them is bound
 _ASKED_EVERY = 50  # cases, and a listed function must be answered
 _EAGER_TAG = 7
 
-transport.MPI = faults.MPI = Mpi  # MPI is not started
+transport.MPI = faults.MPI = buffer.MPI = payload_receives.MPI = Mpi  # MPI is not started
 _LISTED = [victim.look, victim.echo, victim.touched, victim.bird, victim.error_of, victim.Box, victim.Point, victim.Pair, torch.add]
 
 

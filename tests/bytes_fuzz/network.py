@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -85,8 +86,8 @@ class Network:
         return Eager(what[0], self)
 
     def Irecv(self, what: Any, source: int, tag: int) -> Done:
-        """Receive a payload: as many bytes as there are."""
-        view = memoryview(what[0]).cast("B")
+        """Receive a payload: as many bytes as there are, or as there is room for."""
+        view = memoryview(what[0] if what[0] is not None else bytearray()).cast("B")
         data, self.payloads = self.payloads[: view.nbytes], self.payloads[view.nbytes :]
         view[: len(data)] = data
         return Done(source, len(data))
@@ -102,11 +103,17 @@ def group(network: Network, rank: int, size: int) -> Any:
     return SimpleNamespace(rank=rank, size=size, world_ranks=tuple(range(size)), _comm=communicator)
 
 
+def _memory(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
 class Mpi:
     """What ``Transport`` needs of MPI's module."""
 
+    buffer = SimpleNamespace(fromaddress=_memory)
+
     Status = Status
-    BYTE = None
+    BYTE = 0
     ANY_SOURCE = -1
 
     class Exception(Exception):

@@ -78,7 +78,7 @@ _codes = st.sampled_from([*range(14), *range(30, 40), -1, 127, -128])
 _leaves = st.sampled_from([written(atom) for atom in ATOMS]) | st.binary(max_size=12)
 
 
-def cases() -> Any:
+def cases(valid: tuple[bytes, ...] = ()) -> Any:
     """Return a strategy of MessagePack whose extension types hold anything, and are announced with wrong lengths."""
     return st.recursive(
         _leaves,

@@ -67,10 +67,10 @@ class Reader:
         for _ in range(count - drawn):
             self._one(place, module, mutated(rng, samples))
         if drawn:
-            self._draw(place, module, drawn, seed)
+            self._draw(place, module, module.cases(tuple(samples)), drawn, seed)
         return {"count": count, "drawn": drawn, "seconds": round(time.monotonic() - start, 2)}
 
-    def _draw(self, place: int, module: Any, count: int, seed: int) -> None:
+    def _draw(self, place: int, module: Any, strategy: Any, count: int, seed: int) -> None:
         import hypothesis  # noqa: PLC0415  # half a second, for targets that have strategies
 
         @hypothesis.seed(seed)
@@ -81,7 +81,7 @@ class Reader:
             phases=[hypothesis.Phase.generate],
             suppress_health_check=list(hypothesis.HealthCheck),
         )
-        @hypothesis.given(module.cases())
+        @hypothesis.given(strategy)
         def test(case: bytes) -> None:
             self._one(place, module, case[:MOST_BYTES])
 

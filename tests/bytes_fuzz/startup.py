@@ -47,7 +47,7 @@ def samples() -> list[bytes]:
     return [bytes(frame.to_bytes(told, data_only=True)) for told in _TOLD]
 
 
-def cases() -> Any:
+def cases(valid: tuple[bytes, ...] = ()) -> Any:
     """Return a strategy of lists of five, of which any may be anything that is data."""
     data = st.recursive(
         st.sampled_from([atom for atom in payloads.ATOMS if not isinstance(atom, Exception | type) and not callable(atom)][:29])

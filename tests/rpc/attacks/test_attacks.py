@@ -15,7 +15,7 @@ from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import Attack, Attacker, outcome_of
 from tests.support import agree
 
-MODULES = ("pickles", "names", "methods", "tensors", "data", "answers", "services")
+MODULES = ("pickles", "names", "methods", "tensors", "data", "answers", "services", "wire")
 ATTACKER, ATTACKED = 1, 0
 
 ATTACKS: list[tuple[str, Attack]] = [
