@@ -46,10 +46,16 @@ def require_state(saved: Any) -> None:
         raise ValueError("the state of NumPy's generator is damaged: its table")
     if type(place) is not int or not 0 <= place <= _WORDS:
         raise ValueError("the state of NumPy's generator is damaged: its position lies beyond its table")
-    if numpy_state.get("has_gauss") not in (0, 1) or type(numpy_state.get("gauss")) not in (int, float):
+    kept = numpy_state.get("gauss")
+    if numpy_state.get("has_gauss") not in (0, 1) or type(kept) not in (int, float) or (type(kept) is int and abs(kept) >> 53):
         raise ValueError("the state of NumPy's generator is damaged: its kept number")
     if not isinstance(python, (list, tuple)) or len(python) != 3 or not isinstance(python[1], (list, tuple)):
         raise ValueError("the state of Python's generator is damaged")
+    words = python[1]
+    if python[0] != 3 or len(words) != _WORDS + 1 or not all(type(word) is int and 0 <= word < 1 << 32 for word in words):
+        raise ValueError("the state of Python's generator is damaged: its table")
+    if words[-1] > _WORDS:
+        raise ValueError("the state of Python's generator is damaged: its position lies beyond its table")
     if type(python[2]) not in (float, type(None)):
         raise ValueError("the state of Python's generator is damaged: its kept number")
     for name in ("torch", "cuda"):

@@ -1,7 +1,7 @@
 """Command: ``python -m tests.bytes_fuzz --count 1000000 --seed 0 [--only tables,payloads] [--case HEX]``.
 
-The first case of a target that crashes, hangs, takes memory, or does what no bytes may do is printed as hex; ``--only TARGET --case
-HEX`` reads it again. The exit status is 1 then.
+The first case of a target that crashes, hangs, takes memory, or does what no bytes may do is printed as hex; ``--only TARGET
+--case HEX`` reads it again. The exit status is 1 then.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ A case is an eager message of ``comm.transport`` and the bytes that come as its 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
 from collections.abc import Callable
@@ -35,7 +36,17 @@ _ASKED_EVERY = 50  # cases, and a listed function must be answered
 _EAGER_TAG = 7
 
 transport.MPI = faults.MPI = buffer.MPI = payload_receives.MPI = Mpi  # MPI is not started
-_LISTED = [victim.look, victim.echo, victim.touched, victim.bird, victim.error_of, victim.Box, victim.Point, victim.Pair, torch.add]
+_LISTED = [
+    victim.look,
+    victim.echo,
+    victim.touched,
+    victim.bird,
+    victim.error_of,
+    victim.Box,
+    victim.Point,
+    victim.Pair,
+    torch.add,
+]
 
 
 class _Worker:
@@ -119,7 +130,11 @@ def samples() -> list[bytes]:
     noted(lambda: calls.request(READER, Kind.RREF_FETCH, WORD.pack(1 << 40), None, 0, "a fetch"))
     noted(lambda: agent.references.create(READER, victim.Box, (1,), {}, 0))
     noted(lambda: agent.references.create(READER, callee.method("get"), (reference,), {}, 0))
-    noted(lambda: agent.wire.post(READER, Kind.BACKWARD_AUTOGRAD, 1, 0, b"", agent.wire.codecs[READER].encoded((reference, 5, False, "fast"))))
+    noted(
+        lambda: agent.wire.post(
+            READER, Kind.BACKWARD_AUTOGRAD, 1, 0, b"", agent.wire.codecs[READER].encoded((reference, 5, False, "fast"))
+        )
+    )
     for kind, obj in (
         (Kind.RESULT, [1, "two", tensor]),
         (Kind.RESULT, None),
@@ -186,10 +201,9 @@ def check(case: bytes) -> None:
 
 
 def _read_answer(agent: Agent, call: Call) -> None:
-    try:
+    # An answer may be any exception that a list admits, and none that ends a program.
+    with contextlib.suppress(Exception):
         agent.calls.result(call)
-    except Exception as error:
-        assert str(type(error))
 
 
 def _require_alive(worker: _Worker) -> None:

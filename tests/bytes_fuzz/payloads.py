@@ -31,7 +31,20 @@ _LISTED = frozenset({*victim.LISTED, victim.Unlisted})
 
 ATOMS = [
     *(None, True, False, 0, 1, -1, 1 << 62, -(1 << 63), (1 << 64) - 1, 1 << 64, -(1 << 200), 0.0, -0.0, 1e300, float("nan")),
-    *("", "a", "ä€😀", "\udc80", "x" * 40, b"", b"\0" * 40, 1 + 2j, ..., torch.float32, torch.device("cpu"), torch.device("cuda", 1)),
+    *(
+        "",
+        "a",
+        "ä€😀",
+        "\udc80",
+        "x" * 40,
+        b"",
+        b"\0" * 40,
+        1 + 2j,
+        ...,
+        torch.float32,
+        torch.device("cpu"),
+        torch.device("cuda", 1),
+    ),
     *(torch.Size([1, 2]), np.float64(1.5), np.int8(-3), np.bool_(True), np.float32(2), np.complex64(1j)),
     *(ValueError("x", 1), KeyError("k"), MpidistError("y"), WorkerInfo("worker1", 1), victim.echo, victim.Box),
     *(victim.Pair(1, "b"), *_OBJECTS),
@@ -99,7 +112,8 @@ def check(case: bytes) -> None:
     try:
         obj = data_reader.loads(case, _OBJECTS, Reading(_REFERENCES, _allowed).extend)
     except MpidistError as error:
-        assert str(error)
+        reason = str(error)
+        assert reason, "an error without a text"
     else:
         budget = [8 * len(case) + 64]
         _require_data(obj, budget)

@@ -1,4 +1,4 @@
-"""Reader of hostile bytes, in a process of its own: ``python -m tests.bytes_fuzz.reading``; ``__main__`` starts and watches it."""
+"""Reader of hostile bytes, in a process of its own, which ``watching`` starts: ``python -m tests.bytes_fuzz.reading``."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Reader:
         return {"count": count, "drawn": drawn, "seconds": round(time.monotonic() - start, 2)}
 
     def _draw(self, place: int, module: Any, strategy: Any, count: int, seed: int) -> None:
-        import hypothesis  # noqa: PLC0415  # half a second, for targets that have strategies
+        import hypothesis  # half a second, for targets that have strategies
 
         @hypothesis.seed(seed)
         @hypothesis.settings(

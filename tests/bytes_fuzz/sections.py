@@ -124,3 +124,20 @@ def check_header(case: bytes) -> bool:
             assert len(read()) <= size
             taken = True
     return taken
+
+
+def samples() -> list[bytes]:
+    """Return valid cases of all three kinds, each behind the byte that names its kind."""
+    kinds = {b"e": eager_samples(), b"s": section_samples(), b"h": header_samples()}
+    return [kind + case for kind, made in kinds.items() for case in made]
+
+
+def cases(valid: tuple[bytes, ...] = ()) -> Any:
+    """Return a strategy of damaged cases of all three kinds."""
+    return damaged(list(valid) or samples())
+
+
+def check(case: bytes) -> bool:
+    """Check a case by what its first byte names; headers, if that is damaged."""
+    checks = {b"e": check_eager, b"s": check_section}
+    return checks.get(case[:1], check_header)(case[1:])

@@ -73,7 +73,8 @@ def check(case: bytes) -> None:
     try:
         workers, maps = gather_workers(transport, "worker0", RpcBackendOptions(), True, None)
     except MpidistError as error:
-        assert str(error)
+        reason = str(error)
+        assert reason, "an error without a text"
         return
     name = workers.infos[1].name
     assert type(name) is str and 0 < len(name) < 128 and name != "worker0"

@@ -2,5 +2,13 @@
 
 from __future__ import annotations
 
-SHARES = {"payloads": 6, "tables": 1, "startup": 3, "messages": 3}
+SHARES = {
+    "payloads": 12,
+    "tables": 4,
+    "sections": 4,
+    "frames": 6,
+    "startup": 6,
+    "messages": 6,
+    "checkpoints": 1,
+}
 TARGETS = tuple(SHARES)

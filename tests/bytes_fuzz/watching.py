@@ -28,8 +28,8 @@ Result = dict[str, Any]
 def results(targets: Sequence[str], counts: Sequence[int], seed: int, case: bytes | None = None) -> Iterator[Result]:
     """Read cases of targets in child processes; yield each target's result.
 
-    A result has ``target`` and either ``count``, ``drawn`` and ``seconds``, or ``error`` and ``case`` (hex). After a crash, a hang
-    or a wrong reading, a new process goes on with the next target.
+    A result has ``target`` and either ``count``, ``drawn`` and ``seconds``, or ``error`` and ``case`` (hex). After a crash, a
+    hang or a wrong reading, a new process goes on with the next target.
     """
     board = Board()
     first = 0
@@ -66,7 +66,13 @@ def _watched(
             errors.seek(0)
             reason = f"no end after {CASE_S:g} s" if hung else _ending(child.returncode)
             place = max(last.target, first)
-            yield {"target": targets[place], "place": place, "case": last.data.hex(), "error": reason, "trace": errors.read()[-6000:]}
+            yield {
+                "target": targets[place],
+                "place": place,
+                "case": last.data.hex(),
+                "error": reason,
+                "trace": errors.read()[-6000:],
+            }
 
 
 def _wait(child: subprocess.Popen[str], board: Board) -> bool:

@@ -112,7 +112,13 @@ noted("damaged", "A result that is no data", Kind.RESULT, b"\xc1")
 noted("behind", "Bytes behind a result", Kind.RESULT, b"\xc0\xc0")
 noted("unlisted", "A result that names what is not listed", Kind.RESULT, own(NAMED, f"{CANARY}:fire"), reason=REFUSED)
 noted("record", "A result of an unlisted record", Kind.RESULT, own(RECORD, f"{VICTIM}:Unlisted", 1), reason=REFUSED)
-noted("error_as_result", "A result that is an exception of no class", Kind.RESULT, own(ERROR, "a:b", "", NO_ARGUMENTS, {}), reason=REFUSED)
+noted(
+    "error_as_result",
+    "A result that is an exception of no class",
+    Kind.RESULT,
+    own(ERROR, "a:b", "", NO_ARGUMENTS, {}),
+    reason=REFUSED,
+)
 noted("table", "A result whose table is damaged", Kind.RESULT, COUNTS.pack(1, 1) + b"\0" * 8, flags=TABLE)
 noted("reference", "A result with a reference that did not come", Kind.RESULT, own(REFERENCE, 0))
 noted(

@@ -59,9 +59,7 @@ class Attacker:
             self.agent.wire.one_way_sent += 1
         self.agent._transport.send(self.to, kind, sequence, context, flags, header, parts)
 
-    def request(
-        self, kind: int, header: bytes = b"", *, flags: int = 0, parts: Sequence[Any] = (), context: int = 0
-    ) -> Any:
+    def request(self, kind: int, header: bytes = b"", *, flags: int = 0, parts: Sequence[Any] = (), context: int = 0) -> Any:
         """Send a request and return what its answer holds, or raise it."""
         calls = self.agent.calls
         call = Call(self.to, "an attack", WAIT_S)
@@ -87,7 +85,9 @@ class Attacker:
         header = prefix + COUNT.pack(len(encoded)) + encoded + content
         return self.request(kind, header, flags=flags, parts=parts, context=context)
 
-    def pickled(self, data: bytes, name: str = "tests.rpc.attacks.victim:echo", *, flags: int = 0, parts: Sequence[Any] = ()) -> Any:
+    def pickled(
+        self, data: bytes, name: str = "tests.rpc.attacks.victim:echo", *, flags: int = 0, parts: Sequence[Any] = ()
+    ) -> Any:
         """Send a call of a listed function with a pickle for arguments; with an empty name the pickle names the function."""
         return self.call(name, data, flags=codec.PICKLED | flags, parts=parts)
 
@@ -169,7 +169,7 @@ def outcome_of(attack: Attack, attacker: Attacker) -> list[str]:
     if told.startswith("the attack was accepted"):
         wrong.append(told)
     if seen.fired != before.fired:
-        wrong.append(f"code ran that is not listed: {seen.fired[len(before.fired):]}")
+        wrong.append(f"code ran that is not listed: {seen.fired[len(before.fired) :]}")
     if seen.entries != before.entries:
         wrong.append(f"the list has changed: {seen.entries}")
     return wrong

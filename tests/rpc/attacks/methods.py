@@ -69,7 +69,9 @@ _note("unlisted_property", "A property of an unlisted class", _bird, "song")
 _note("unlisted_any", "Any attribute, by an unlisted class's __getattr__", _bird, "whatever")
 _note("unlisted_call", "The call of an unlisted value", _bird, "__call__")
 _note("of_tuple", "A method of a builtin type", _value(1), "count", 1)
-_note("of_tensor", "A method of a tensor", lambda attacker: rpc.remote(attacker.to, torch.add, args=(torch.ones(1), 1)), "add_", 1)
+_note(
+    "of_tensor", "A method of a tensor", lambda attacker: rpc.remote(attacker.to, torch.add, args=(torch.ones(1), 1)), "add_", 1
+)
 _note(
     "of_exception",
     "A method of an exception",
@@ -77,7 +79,9 @@ _note(
     "add_note",
     "x",
 )
-_note("of_record", "A method of a named tuple that tuple defines", lambda a: rpc.remote(a.to, victim.Pair, args=(1, 2)), "index", 1)
+_note(
+    "of_record", "A method of a named tuple that tuple defines", lambda a: rpc.remote(a.to, victim.Pair, args=(1, 2)), "index", 1
+)
 _note("of_record_replace", "A private method of a named tuple", lambda a: rpc.remote(a.to, victim.Pair, args=(1, 2)), "_replace")
 
 

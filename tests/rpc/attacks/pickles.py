@@ -58,7 +58,9 @@ noted("newobj_ex", "NEWOBJ_EX calls __new__ with keywords", lambda: named(CANARY
 noted("newobj_listed", "NEWOBJ makes a listed class without its constructor", lambda: named(VICTIM, "Box") + b")\x81")
 noted("extension", "EXT1 names a function by copyreg's table", lambda: b"\x82\x01")
 noted("persistent", "BINPERSID asks for a persistent object", lambda: plain("x") + b"Q")
-noted("dotted", "A dotted name leads from a listed class to the globals of its module", lambda: named(VICTIM, "Box.get.__globals__"))
+noted(
+    "dotted", "A dotted name leads from a listed class to the globals of its module", lambda: named(VICTIM, "Box.get.__globals__")
+)
 noted(
     "imported_there",
     "A dotted name leads from a listed function's module to what it imports",
@@ -74,7 +76,11 @@ noted(
 noted("memo_bomb", "Each level holds the one before ten times", lambda: _doubled(60))
 noted("deep", "Ten thousand tuples within each other", lambda: b"N" + b"\x85" * 10_000)
 noted("announced", "BINBYTES8 announces 2^62 bytes", lambda: b"\x8e" + struct.pack("<Q", 1 << 62) + b"x")
-noted("memo_place", "LONG_BINPUT notes under the number 2^32 - 1: a table of 32 GiB", lambda: b"Nr" + struct.pack("<I", (1 << 32) - 1))
+noted(
+    "memo_place",
+    "LONG_BINPUT notes under the number 2^32 - 1: a table of 32 GiB",
+    lambda: b"Nr" + struct.pack("<I", (1 << 32) - 1),
+)
 noted("long", "LONG4 announces 2^31 - 1 bytes of an int", lambda: b"\x8b" + struct.pack("<i", (1 << 31) - 1))
 noted("stack", "REDUCE on an empty stack", lambda: b"0R")
 noted("buffer", "NEXT_BUFFER without a buffer", lambda: b"\x97")
@@ -89,7 +95,11 @@ noted(
         plain("C"),
     ),
 )
-noted("defaults", "BUILD with the state of slots sets a listed function's defaults", lambda: _set(named(VICTIM, "look"), "__defaults__"))
+noted(
+    "defaults",
+    "BUILD with the state of slots sets a listed function's defaults",
+    lambda: _set(named(VICTIM, "look"), "__defaults__"),
+)
 noted("of_class", "BUILD with the state of slots sets attributes of a listed class", lambda: _set(named(VICTIM, "Box"), "get"))
 noted(
     "of_library",
@@ -117,7 +127,9 @@ def unnamed_function(attacker: Attacker) -> object:
 
 @attack("… an own function of the library, which any list admitted", PICKLE)
 def unnamed_own_function(attacker: Attacker) -> object:
-    return attacker.pickled(whole(items(named("mpidist.rpc.gathering", "_broadcast_to_followers"), items(text("0"), b"}"), b"}")), "")
+    return attacker.pickled(
+        whole(items(named("mpidist.rpc.gathering", "_broadcast_to_followers"), items(text("0"), b"}"), b"}")), ""
+    )
 
 
 @attack("The pickle is a part beside the message", PICKLE)

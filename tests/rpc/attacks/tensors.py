@@ -86,7 +86,9 @@ noted("huge_beside_zero", "No elements, and sizes whose product overflows", inli
 noted("huge_beside_zero_strided", "… with strides", strided(F32, (0, 1 << 62, 1 << 62), (1, 1, 1)), [b"\0" * 4])
 noted("dimensions", "255 dimensions announced, one there", row(F32, DENSE, INLINE | WHOLE, (1,), dims=255) + b"\0" * 4)
 noted("cut_off", "Elements inline, cut off", COUNTS.pack(1, 0)[8:] + inline(F32, (1000,), b"\0" * 4))
-noted("no_bytes", "A thousand elements over an empty part: memory that nobody has written", row(F32, DENSE, WHOLE, (1000,)), [b""])
+noted(
+    "no_bytes", "A thousand elements over an empty part: memory that nobody has written", row(F32, DENSE, WHOLE, (1000,)), [b""]
+)
 noted("few_bytes", "A thousand elements over eight bytes", strided(F32, (1000,), (1,)), [b"\1" * 8])
 noted("few_bytes_whole", "… as a whole part", row(F32, DENSE, WHOLE, (1000,)), [b"\1" * 8])
 noted("odd_bytes", "Seven bytes of float32", row(F32, DENSE, WHOLE, (1,)), [b"\1" * 7])
@@ -109,12 +111,21 @@ noted("parts_announced", "2^32 - 1 parts announced", inline(F32, (1,), b"\0" * 4
 noted("bool_two", "A bool that is 2: undefined in C++", inline(BOOL, (3,), b"\0\2\1"))
 noted("bool_in_a_part", "… in a part", row(BOOL, DENSE, WHOLE, (3,)), [b"\0\2\1"])
 noted("bool_strided", "… of a view", strided(BOOL, (2,), (2,)), [b"\0\1\xff\1"])
-noted("parameter_of_ints", "A parameter of integers that requires a gradient", inline(I64, (1,), b"\0" * 8, PARAMETER | REQUIRES_GRAD))
+noted(
+    "parameter_of_ints",
+    "A parameter of integers that requires a gradient",
+    inline(I64, (1,), b"\0" * 8, PARAMETER | REQUIRES_GRAD),
+)
 noted("gradient_of_ints", "Integers that require a gradient", inline(I64, (1,), b"\0" * 8, REQUIRES_GRAD))
 
 # Arrays and bytearrays.
 noted("array_dtype", "An array's dtype that there is not", row(200, ARRAY, 0, (2,)), [b"\0" * 16])
-noted("array_shape", "An array larger than its bytes", row(ARRAY_NUMBERS[torch.zeros(1).numpy().dtype], ARRAY, 0, (1000,)), [b"\0" * 8])
+noted(
+    "array_shape",
+    "An array larger than its bytes",
+    row(ARRAY_NUMBERS[torch.zeros(1).numpy().dtype], ARRAY, 0, (1000,)),
+    [b"\0" * 8],
+)
 noted("array_negative", "An array of size -1: numpy counts by itself", row(F32, ARRAY, 0, (-1,)), [b"\0" * 8])
 noted("array_empty", "An array of elements over no bytes", row(F32, ARRAY, 0, (10,)), [b""])
 noted("array_bool", "An array's bool that is 2", row(BOOL, ARRAY, 0, (2,)), [b"\0\2"])
@@ -173,7 +184,9 @@ coo((1 << 40, 1 << 40)).ints((2, 2), 0, 1, 0, 1).floats(1, 2).noted("coo_huge_sh
 coo().ints((1, 2), 0, 1).whole(I64, (2,), int64s(1, 2)).noted("coo_type", "Values of another type than the tensor's")
 coo().add(row(F32, COO, 0, (4,))).ints((1, 2), 0, 1).floats(1, 2).floats(1, 2).noted("coo_of_coo", "Indices that are sparse")
 coo().ints((1, 2), 0, 1).whole(F32, (2,), b"\0" * 8, ARRAY).noted("coo_of_array", "Values that are an array")
-coo().add(inline(I64, (1, 2), int64s(0, 9))).add(inline(F32, (2,), b"\0" * 8)).noted("coo_inline", "An index behind the end, inline")
+coo().add(inline(I64, (1, 2), int64s(0, 9))).add(inline(F32, (2,), b"\0" * 8)).noted(
+    "coo_inline", "An index behind the end, inline"
+)
 Rows().add(row(F32, COO, 0, (4,)) * 3000).noted("coo_within", "Sparse tensors within each other, 3,000 deep")
 
 
@@ -206,7 +219,9 @@ by_tensor(float("nan"), 0).whole(U8, (2,), b"\1\2").noted("quantized_nan", "A sc
 by_tensor(float("inf"), 0).whole(U8, (2,), b"\1\2").noted("quantized_infinite", "An infinite scale")
 by_tensor(1.0, 1 << 40).whole(U8, (2,), b"\1\2").noted("quantized_zero_point", "A zero point beyond the type")
 by_tensor(1.0, 0).floats(1, 2).noted("quantized_floats", "Integers that are floats")
-by_tensor(1.0, 0).add(by_tensor(1.0, 0).data).whole(U8, (2,), b"\1\2").noted("quantized_within", "… that are quantized themselves")
+by_tensor(1.0, 0).add(by_tensor(1.0, 0).data).whole(U8, (2,), b"\1\2").noted(
+    "quantized_within", "… that are quantized themselves"
+)
 by_channel(5).whole(F64, (2,), b"\0" * 16).ints((2,), 0, 0).noted("channel_axis", "An axis that there is not")
 by_channel(-(1 << 40)).whole(F64, (2,), b"\0" * 16).ints((2,), 0, 0).noted("channel_axis_below", "An axis far below 0")
 by_channel(0).whole(F64, (1,), b"\0" * 8).ints((2,), 0, 0).noted("channel_scales", "Fewer scales than channels")
