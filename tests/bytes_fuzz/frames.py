@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import warnings
 from collections import OrderedDict
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from mpidist.errors import FrameError
 _FIXED = struct.Struct("<4sHHQQ")
 _KINDS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, type(...), torch.Tensor,
-     torch.nn.Parameter, np.ndarray, torch.dtype, torch.device, torch.Size, OrderedDict}
+     torch.nn.Parameter, np.ndarray, torch.dtype, torch.device, torch.Size, OrderedDict, datetime}
 )  # fmt: skip
 
 

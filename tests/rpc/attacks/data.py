@@ -31,6 +31,7 @@ attack = Attacks()
 
 DAMAGED = "FrameError"
 REFUSED = "not in the list|Refused|FrameError"
+CARRIED_REFUSED = "TypeError|ValueError|FrameError|MpidistError|Refused"
 VICTIM = "tests.rpc.attacks.victim"
 CANARY = "tests.rpc.attacks.canary"
 ECHO = f"{VICTIM}:echo"
@@ -167,10 +168,20 @@ noted("worker_name", "A worker whose name is none", own(WORKER, "a/../b", 0), f"
 noted("worker_number", "A worker whose name is a number", own(WORKER, 1, 0))
 noted("worker_rank", "A worker whose rank is a text", own(WORKER, "a", "0"))
 noted("worker_fields", "A worker of one field", own(WORKER, "a"))
-noted("carried_unknown", "A carried object of an unknown kind", own(CARRIED, 99, 1))
-noted("carried_list", "… whose kind is a list", own(CARRIED, []))
-noted("carried_none", "… without a kind", own(CARRIED))
-noted("carried_empty", "A carried object without contents", own(CARRIED, 0))
+noted("carried_unknown", "A carried object of an unknown kind", own(CARRIED, 99, 1), REFUSED)
+noted("carried_list", "… whose kind is a list", own(CARRIED, []), REFUSED)
+noted("carried_none", "… without a kind", own(CARRIED), REFUSED)
+noted("carried_empty", "A carried object without contents", own(CARRIED, 0), CARRIED_REFUSED)
+noted("carried_text", "A remote module whose reference is a text", own(CARRIED, 1, 0, "cpu", "x", None), CARRIED_REFUSED)
+noted("carried_rank", "A remote module on a worker that there is not", own(CARRIED, 1, 99, "cpu", None, None), CARRIED_REFUSED)
+noted("carried_device", "A remote module on a device that is a number", own(CARRIED, 1, 0, 5, None, None), CARRIED_REFUSED)
+noted(
+    "carried_class",
+    "A remote module whose interface is a text",
+    own(CARRIED, 1, 0, "cpu", None, "eval"),
+    CARRIED_REFUSED,
+)
+noted("carried_many", "A remote module of nine fields", own(CARRIED, 1, *range(9)), CARRIED_REFUSED)
 for _name, _class in {
     "exit": "builtins:SystemExit",
     "interrupt": "builtins:KeyboardInterrupt",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+import mpidist.nn  # noqa: F401  # remote modules travel by a rule of their own
 import mpidist.rpc as rpc
 from mpidist.rpc import current
 from tests.rpc.attacks import canary
