@@ -6,11 +6,15 @@ before, and what has not arrived is another message's. Memory that is only annou
 Payloads carry no number: they are received in the order of the messages that announce them. One for which there is no memory is
 received without room, so that those behind it keep their order. Where a message does not say which payloads are its own, the
 order is lost, and all later messages of that rank with payloads are refused.
+
+Where senders are not to be trusted with this process's memory, a payload is matched first (MPI-4.1 §3.8.2), and received with
+length zero if it is longer than announced: Open MPI would write it past its receive (``matched``).
 """
 
 from __future__ import annotations
 
 import struct
+from collections import defaultdict, deque
 from typing import Any
 
 import torch
@@ -19,7 +23,7 @@ from mpidist.comm import buffer, device_messages, faults
 from mpidist.comm.incoming import Incoming, Part
 from mpidist.comm.library import MPI
 from mpidist.comm.receive_memory import ReceiveMemory
-from mpidist.comm.stream import start_request
+from mpidist.comm.stream import Device, start_request
 from mpidist.errors import FrameError
 
 DEVICE_SHIFT = 56  # of a payload's device in the number that announces it
@@ -33,6 +37,9 @@ class PayloadReceives:
         mpi: The communicator.
         tag: Of payloads.
         memory: Lends what they are received into.
+
+    Attributes:
+        is_probing: Payloads of later messages are received once their length is known.
     """
 
     def __init__(self, mpi: Any, tag: int, memory: ReceiveMemory) -> None:
@@ -41,6 +48,8 @@ class PayloadReceives:
         self._memory = memory
         self._byte = MPI.BYTE
         self._status: Any = MPI.Status()
+        self.is_probing = False
+        self._sources: defaultdict[int, _Source] = defaultdict(_Source)
         self._lost: dict[int, str] = {}  # by rank: the reason why its payloads cannot be told apart any more
 
     def lose(self, source: int, reason: str) -> None:
@@ -81,7 +90,11 @@ class PayloadReceives:
                 parts.append(part)
                 pieces = [(piece, piece[1]) for piece in pieces_of(memory)]
             for piece, length in pieces:
-                opened.append((start_request(device, self._mpi.Irecv, piece, source, self._tag), length))
+                if self.is_probing:
+                    request: Any = _ProbedPiece(self._mpi, self._sources[source], source, self._tag, piece, length, device)
+                else:
+                    request = start_request(device, self._mpi.Irecv, piece, source, self._tag)
+                opened.append((request, length))
 
     def have_arrived(self, incoming: Incoming) -> bool:
         """Say whether all of a message's payloads have; where one is not as announced, note the damage.
@@ -108,6 +121,66 @@ class PayloadReceives:
         if incoming.damage is not None and not waiting:
             incoming.parts, incoming.arrive, incoming.section = (), (), None
         return not waiting
+
+
+class _Source:
+    """What is announced by one rank and not matched yet, in order; and the error that ended it."""
+
+    __slots__ = ("announced", "error")
+
+    def __init__(self) -> None:
+        self.announced: deque[_ProbedPiece] = deque()
+        self.error: Exception | None = None
+
+
+class _ProbedPiece:
+    """The receive of an announced piece, started when its message is matched; with the interface of a request."""
+
+    __slots__ = ("_device", "_mpi", "_nbytes", "_rank", "_request", "_sent", "_source", "_space", "_tag")
+
+    def __init__(
+        self, mpi: Any, source: _Source, rank: int, tag: int, space: Any, nbytes: int, device: Device | None
+    ) -> None:
+        self._mpi, self._source, self._rank, self._tag = mpi, source, rank, tag
+        self._space, self._nbytes, self._device = space, nbytes, device
+        self._request: Any = None
+        self._sent = 0
+        source.announced.append(self)
+
+    def Test(self, status: Any) -> bool:
+        """See MPI_Test; ``status`` says how long the message is, received or not."""
+        if self._request is None and not self._match(status):
+            return False
+        try:
+            if not self._request.Test(status):
+                return False
+        except Exception as error:
+            if self._sent <= self._nbytes or not faults.is_mpi_error(error) or faults.is_failure(error):
+                raise
+        if self._sent > self._nbytes:
+            status.Set_elements(MPI.BYTE, self._sent)
+        return True
+
+    def _match(self, status: Any) -> bool:
+        source = self._source
+        if source.error is not None:
+            raise source.error
+        if source.announced[0] is not self:
+            return False
+        try:
+            message = self._mpi.Improbe(self._rank, self._tag, status)
+        except Exception as error:
+            source.error = error
+            source.announced.clear()
+            raise
+        if message is None:
+            return False
+        source.announced.popleft()
+        self._sent = status.Get_count(MPI.BYTE)
+        if self._sent > self._nbytes:
+            self._space, self._device = [None, 0, MPI.BYTE], None
+        self._request = start_request(self._device, message.Irecv, self._space)
+        return True
 
 
 def pieces_of(part: Part) -> list[tuple[Any, int, Any]]:

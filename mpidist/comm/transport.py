@@ -1,4 +1,4 @@
-"""Unexpected-message transport: an eager message of at most 32 KiB into pre-posted receives, then payloads of any size.
+"""Unexpected-message transport: an eager message of at most 32 KiB into receives opened ahead, then payloads of any size.
 
 A message is a kind, three numbers, a header, and parts: memory of any number and size. The header
 always travels in the eager message. Parts up to 16 KiB are packed behind it, or, where
@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from mpidist.comm import buffer, device_messages, faults, runtime
+from mpidist.comm.eager_receives import EAGER_BYTES, ProbedReceive, posted, withdraw
 from mpidist.comm.group import ProcessGroup
 from mpidist.comm.incoming import MAX_PAYLOADS, Incoming, Part, arranged, nbytes_of, unpack
 from mpidist.comm.library import MPI
@@ -41,7 +42,6 @@ from mpidist.comm.receive_memory import ReceiveMemory
 from mpidist.comm.stream import device_at, start_request
 from mpidist.errors import FrameError, RankFailureError
 
-EAGER_BYTES = 32 << 10  # of a whole eager message
 HEADER_BYTES = 16 << 10  # what a header may always have
 _FIXED = struct.Struct("<BBHIQQII")
 _START = _FIXED.size
@@ -53,6 +53,8 @@ _SENDING = 64  # sends under way, past which a rank that never stops receiving t
 
 class Transport:
     """The messages of a group's ranks, or of a lone process (``group`` None), which sends to itself alone.
+
+    Nothing is received before ``receive``.
 
     Args:
         group: Its communicator is used, with reserved tags.
@@ -73,6 +75,7 @@ class Transport:
         self._posted: list[tuple[Any, bytearray, Any]] = []
         self._next = 0  # the receive that the next eager message completes: in the order of posting
         self._read: Any = None  # the receive that was read last, to be posted again
+        self._probed: ProbedReceive | None = None  # in the place of posted receives
         self._dead: set[int] = set()
         if group is not None:
             self._mpi = group._comm.plain
@@ -80,12 +83,38 @@ class Transport:
             self._eager_tag, self._payload_tag = group._comm.own_tag(_EAGER_TAG), group._comm.own_tag(_PAYLOAD_TAG)
             self._status: Any = MPI.Status()
             self._payloads = PayloadReceives(self._mpi, self._payload_tag, self._memory)
-            for _ in range(_RECEIVES):
-                space = bytearray(EAGER_BYTES)
-                request = self._mpi.Recv_init((space, EAGER_BYTES, MPI.BYTE), MPI.ANY_SOURCE, self._eager_tag)
-                request.Start()
-                self._posted.append((request, space, request.Test))
             runtime.close_at_exit(self, stage=1)  # after those who poll
+
+    def receive(self, is_probing: bool) -> None:
+        """Open the receives, or change them; messages that have come already keep their order.
+
+        What has been posted before the first change to probing was posted for ranks that might run anything here.
+
+        Args:
+            is_probing: No message is received before its length is known to fit: for ranks that are not to be trusted with this
+                process's memory, which Open MPI lets a message longer than its receive overwrite. Else receives are posted
+                ahead, which is faster.
+
+        Who must call: this rank alone, while no thread polls. Does not block.
+        """
+        if self.group is None:
+            return
+        self._payloads.is_probing = is_probing
+        if self._probed is not None:
+            # Its message under way, of an agent that has ended, may announce payloads: it comes first.
+            self._probed.end(None if is_probing else self._post)
+        elif not is_probing:
+            if not self._posted:
+                self._post()
+        else:
+            in_order = self._posted[self._next :] + self._posted[: self._next]
+            self._probed = ProbedReceive(self._mpi, self._eager_tag, withdraw(in_order, self._read))
+            self._posted = [(self._probed, self._probed.space, self._probed.Test)] * _RECEIVES
+            self._next, self._read = 0, None
+
+    def _post(self) -> None:
+        self._posted = posted(self._mpi, self._eager_tag, _RECEIVES)
+        self._next, self._read, self._probed = 0, None, None
 
     def send(
         self,
@@ -192,6 +221,8 @@ class Transport:
                 looks -= 1
                 if looks <= 0:
                     return self._look_after() if self._sending or self._arriving else None
+        except FrameError:
+            raise  # a message that is too long
         except Exception as error:
             raise self._refusal(error, request) from error
         # In the order in which they were posted: that is the order of each sender's messages.
@@ -211,12 +242,11 @@ class Transport:
 
     def close(self, timeout_s: float) -> None:
         """Withdraw the receives, so that MPI can end."""
-        posted, self._posted = self._posted, []
-        for request, _, _ in posted:
-            if request is not self._read:
-                request.Cancel()
-                request.Wait()
-            request.Free()
+        receives, self._posted = self._posted, []
+        if self._probed is not None:
+            self._probed.close(timeout_s)
+        else:
+            withdraw(receives, self._read)
 
     def _received(self, source: int, data: bytearray, fields: tuple[int, ...]) -> Incoming | None:
         kind, flags, marked, generation, sequence, context, header_bytes, packed = fields

@@ -2,7 +2,7 @@
 
 A case is an eager message of ``comm.transport`` and the bytes that come as its payloads::
 
-    eager bytes u16 | the eager message | the payloads' bytes
+    eager bytes u16 | the eager message | for each payload: bytes u32, and these
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from mpidist.autograd import notices
-from mpidist.comm import buffer, faults, payload_receives, transport
-from mpidist.comm.transport import EAGER_BYTES, Transport
+from mpidist.comm import buffer, eager_receives, faults, payload_receives, transport
+from mpidist.comm.transport import Transport
 from mpidist.errors import CommTimeout
 from mpidist.rpc import callee, current, proxy, rref
 from mpidist.rpc.agent import Agent
@@ -27,7 +27,7 @@ from mpidist.rpc.message import GRADIENTS, PAIR, WORD, Kind
 from mpidist.rpc.options import RpcBackendOptions
 from mpidist.rpc.polling import NOTHING_LEFT
 from mpidist.rpc.worker import WorkerInfo, Workers
-from tests.bytes_fuzz.network import Mpi, Network, group
+from tests.bytes_fuzz.network import LENGTH, Mpi, Network, group
 from tests.rpc.attacks import canary, victim
 
 SIZE, SENDER, READER = 3, 1, 0
@@ -35,7 +35,7 @@ _AGENT_CASES = 400  # cases that one agent reads: what it keeps of them is bound
 _ASKED_EVERY = 50  # cases, and a listed function must be answered
 _EAGER_TAG = 7
 
-transport.MPI = faults.MPI = buffer.MPI = payload_receives.MPI = Mpi  # MPI is not started
+transport.MPI = eager_receives.MPI = faults.MPI = buffer.MPI = payload_receives.MPI = Mpi  # MPI is not started
 _LISTED = [
     victim.look,
     victim.echo,
@@ -62,6 +62,8 @@ class _Worker:
         infos = [WorkerInfo(f"worker{number}", number) for number in range(SIZE)]
         carrier = Transport(group(self.network, rank, SIZE))
         carrier.generation = 1
+        if is_listed:
+            carrier.receive(is_probing=True)
         workers = Workers(infos, rank, range(SIZE), {READER})
         allowed = Allowed(_LISTED) if is_listed else None
         self.agent = Agent(carrier, workers, [{}] * SIZE, RpcBackendOptions(), allowed, rref.from_wire)
@@ -73,7 +75,7 @@ class _Worker:
     def take(self, eager: bytes, payloads: bytes = b"") -> None:
         """Take a message, and do all that it asks for."""
         current.agent = self.agent
-        self.network.arrived.append((SENDER, eager[:EAGER_BYTES]))
+        self.network.arrived.append((SENDER, eager))
         self.network.payloads = payloads
         for _ in range(4):  # a message with payloads comes twice
             action = self.agent._poll(1)
@@ -110,7 +112,7 @@ def samples() -> list[bytes]:
         except CommTimeout:
             pass
         eager = [data for _, tag, data in network.sent if tag == _EAGER_TAG][-1]
-        payloads = b"".join(data for _, tag, data in network.sent if tag != _EAGER_TAG)
+        payloads = b"".join(LENGTH.pack(len(data)) + data for _, tag, data in network.sent if tag != _EAGER_TAG)
         written.append(struct.pack("<H", len(eager)) + eager + payloads)
 
     def called(function: Any, *args: Any, **kwargs: Any) -> None:

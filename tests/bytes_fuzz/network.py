@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
+
+
+LENGTH = struct.Struct("<I")  # of a payload
 
 
 class Status:
@@ -22,6 +26,10 @@ class Status:
     def Get_count(self, datatype: Any = None) -> int:
         """Return the number of bytes."""
         return self.count
+
+    def Set_elements(self, datatype: Any, count: int) -> None:
+        """Set the number of bytes."""
+        self.count = count
 
 
 class Done:
@@ -43,23 +51,28 @@ class Done:
     Wait = Free = Start = Cancel
 
 
-class Eager(Done):
-    """A persistent receive: completed by the next message that has been put."""
-
-    def __init__(self, space: Any, network: Network) -> None:
-        super().__init__()
-        self._space = space
-        self._network = network
+class Truncated(Done):
+    """A receive whose message is longer than its memory."""
 
     def Test(self, status: Status | None = None) -> bool:
-        """Take the next message, if there is one."""
-        if not self._network.arrived:
-            return False
-        source, data = self._network.arrived.popleft()
-        self._space[: len(data)] = data
-        if status is not None:
-            status.source, status.count = source, len(data)
-        return True
+        """Raise what MPI does."""
+        raise Mpi.Exception("message truncated")
+
+
+class Message:
+    """A matched message."""
+
+    def __init__(self, source: int, data: bytes) -> None:
+        self._source = source
+        self._data = data
+
+    def Irecv(self, what: Any) -> Done:
+        """Receive it, never past the memory's end."""
+        view = memoryview(what[0] if what[0] is not None else bytearray()).cast("B")[: what[1]]
+        if len(self._data) > view.nbytes:
+            return Truncated(self._source)
+        view[: len(self._data)] = self._data
+        return Done(self._source, len(self._data))
 
 
 class Network:
@@ -67,7 +80,7 @@ class Network:
 
     Attributes:
         arrived: (source, eager message), not taken up yet.
-        payloads: Bytes for payloads, in order; a payload for which there are fewer gets those.
+        payloads: Each payload's length u32 and its bytes; the last may have fewer.
         sent: (receiver, tag, bytes).
     """
 
@@ -81,16 +94,21 @@ class Network:
         self.sent.append((to, tag, bytes(what[0])[: what[1]] if len(what) == 3 else bytes(what[0])))
         return Done()
 
-    def Recv_init(self, what: Any, source: int, tag: int) -> Eager:
-        """Post a receive for eager messages."""
-        return Eager(what[0], self)
-
-    def Irecv(self, what: Any, source: int, tag: int) -> Done:
-        """Receive a payload: as many bytes as there are, or as there is room for."""
-        view = memoryview(what[0] if what[0] is not None else bytearray()).cast("B")
-        data, self.payloads = self.payloads[: view.nbytes], self.payloads[view.nbytes :]
-        view[: len(data)] = data
-        return Done(source, len(data))
+    def Improbe(self, source: int, tag: int, status: Status) -> Message | None:
+        """Match the next eager message, or the next payload where a source is asked for."""
+        if source == Mpi.ANY_SOURCE:
+            if not self.arrived:
+                return None
+            status.source, data = self.arrived.popleft()
+        else:
+            if len(self.payloads) < LENGTH.size:
+                return None
+            (nbytes,) = LENGTH.unpack_from(self.payloads)
+            end = LENGTH.size + nbytes
+            status.source, data = source, self.payloads[LENGTH.size : end]
+            self.payloads = self.payloads[end:]
+        status.count = len(data)
+        return Message(status.source, data)
 
     def Iprobe(self, *args: Any, **options: Any) -> bool:
         """Say that no other message waits."""
@@ -117,4 +135,10 @@ class Mpi:
     ANY_SOURCE = -1
 
     class Exception(Exception):
-        """MPI's errors: none is raised here."""
+        """MPI's errors."""
+
+        def Get_error_class(self) -> int:
+            """Return none of the classes that mean a death."""
+            return 15
+
+    ERR_UNKNOWN = 14

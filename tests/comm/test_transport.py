@@ -39,9 +39,10 @@ def headers(seen, source):
     return [header_of(one) for one in seen if one.source == source]
 
 
-@pytest.fixture
-def transport(group):
+@pytest.fixture(params=[False, True], ids=["posted", "probed"])
+def transport(request, group):
     made = Transport(group)
+    made.receive(is_probing=request.param)
     yield made
     group.barrier()
     made.close(1)
