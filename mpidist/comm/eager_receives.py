@@ -9,6 +9,7 @@ Both have the interface of a persistent request: ``Test`` fills a status with so
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -78,6 +79,7 @@ class ProbedReceive:
         self._request: Any = None
         self._refused: FrameError | None = None  # of the message under way, which is longer than the room
         self._then: Callable[[], None] | None = None
+        self._is_idle = not self._kept  # the next message is one that MPI has
 
     def Test(self, status: Any) -> bool:
         """Say whether the next message is in ``space``; ``status`` says its source and length.
@@ -85,34 +87,21 @@ class ProbedReceive:
         Raises:
             FrameError: It is longer than ``space``. It is dropped, and nothing was written.
         """
-        request = self._request
-        if request is None:
-            if self._kept or self._then is not None:
-                return self._take_kept(status)
+        if self._is_idle:
             message = self._look(self._any, self._tag, status)
             if message is None:
                 return False
             nbytes = status.Get_count(self._byte)
-            if nbytes <= EAGER_BYTES:
-                request = self._request = message.Irecv([self.space, nbytes, self._byte])
-            else:
-                self._refused = FrameError(
-                    f"a message of {nbytes} bytes from rank {status.Get_source()}; at most {EAGER_BYTES} are received in one"
-                )
-                request = self._request = message.Irecv([None, 0, self._byte])
-        try:
-            if not request.Test(status):
-                return False
-        except Exception as error:
-            self._request = None
-            if self._refused is None or not faults.is_mpi_error(error) or faults.is_failure(error):
-                self._refused = None
-                raise
-        self._request = None
-        if self._refused is not None:
-            refused, self._refused = self._refused, None
-            raise refused
-        return True
+            if nbytes > EAGER_BYTES:
+                return self._refuse(message, nbytes, status)
+            request = message.Irecv((self.space, nbytes, self._byte))
+            if request.Test(status):
+                return True
+            self._request, self._is_idle = request, False
+            return False
+        if self._request is None:
+            return self._take_kept(status)
+        return self._is_received(status)
 
     def Start(self) -> None:
         """See MPI_Start; the next ``Test`` looks for the next message."""
@@ -123,16 +112,41 @@ class ProbedReceive:
         What is matched or kept comes before what ``then`` receives.
         """
         self._then = then
+        self._set_idle()
 
     def close(self, timeout_s: float) -> None:
         """Let a receive under way end."""
-        deadline = time.monotonic() + timeout_s
-        while self._request is not None and not faults.is_over(self._request):
-            if time.monotonic() > deadline:
+        deadline, status = time.monotonic() + timeout_s, MPI.Status()
+        while self._request is not None:
+            with contextlib.suppress(Exception):
+                if self._is_received(status):
+                    break
+            if self._request is not None and time.monotonic() > deadline:
                 _unfinished.append((self._request, self.space))
                 break
             time.sleep(_PAUSE_S)
-        self._request = None
+
+    def _refuse(self, message: Any, nbytes: int, status: Any) -> bool:
+        source = status.Get_source()
+        self._refused = FrameError(f"a message of {nbytes} bytes from rank {source}; at most {EAGER_BYTES} are received in one")
+        self._request, self._is_idle = message.Irecv((None, 0, self._byte)), False
+        return self._is_received(status)
+
+    def _is_received(self, status: Any) -> bool:
+        refused = self._refused
+        try:
+            if not self._request.Test(status):
+                return False
+        except Exception as error:
+            self._request = self._refused = None
+            self._set_idle()
+            if refused is None or not faults.is_mpi_error(error) or faults.is_failure(error):
+                raise
+        self._request = self._refused = None
+        self._set_idle()
+        if refused is not None:
+            raise refused
+        return True
 
     def _take_kept(self, status: Any) -> bool:
         if not self._kept:
@@ -141,12 +155,16 @@ class ProbedReceive:
                 then()
             return False
         source, data = self._kept.popleft()
+        self._set_idle()
         status.Set_source(source)
         if isinstance(data, Exception):
             raise data
         self.space[: len(data)] = data
         status.Set_elements(self._byte, len(data))
         return True
+
+    def _set_idle(self) -> None:
+        self._is_idle = self._request is None and not self._kept and self._then is None
 
 
 def _nothing() -> None:
