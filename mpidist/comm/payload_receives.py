@@ -138,9 +138,7 @@ class _ProbedPiece:
 
     __slots__ = ("_device", "_mpi", "_nbytes", "_rank", "_request", "_sent", "_source", "_space", "_tag")
 
-    def __init__(
-        self, mpi: Any, source: _Source, rank: int, tag: int, space: Any, nbytes: int, device: Device | None
-    ) -> None:
+    def __init__(self, mpi: Any, source: _Source, rank: int, tag: int, space: Any, nbytes: int, device: Device | None) -> None:
         self._mpi, self._source, self._rank, self._tag = mpi, source, rank, tag
         self._space, self._nbytes, self._device = space, nbytes, device
         self._request: Any = None

@@ -8,7 +8,6 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
-
 LENGTH = struct.Struct("<I")  # of a payload
 
 

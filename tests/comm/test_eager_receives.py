@@ -1,4 +1,4 @@
-"""Receives of eager messages change between posted and probed: none is lost, none overtakes another, none that is too long lands."""
+"""Receives of eager messages change between posted and probed: none is lost or overtakes another, and no long one lands."""
 
 from __future__ import annotations
 

@@ -95,3 +95,29 @@ def test_what_another_message_has_left_in_lent_memory_is_not_handed_out(group, t
     else:
         (damaged,) = receive(transport, 1)
     agree(group, group.rank == 0 or (damaged.damage is not None and not damaged.parts), "damaged")
+
+
+@pytest.mark.parametrize(("announced", "sent"), [(20, 21), (20, 40_000), (20_000, 300_000), (LARGE, 5 * LARGE)])
+@pytest.mark.parametrize("transport", [True], indirect=True, ids=["probed"])
+def test_a_payload_longer_than_announced_is_not_received(monkeypatch, group, transport, announced, sent):
+    """Not a byte of it: what lies in and behind the memory for it is as it was."""
+    blocks = []
+
+    def lend(self, nbytes):
+        blocks.append(bytearray(b"\x55" * (nbytes + 2 * sent)))
+        return memoryview(blocks[-1])[:nbytes]
+
+    monkeypatch.setattr(module.ReceiveMemory, "lend", lend)
+    if group.rank == 0:
+        for to in range(1, group.size):
+            post(transport, to, forged([announced] * 3, marks=ALL), bytes(announced), b"\xff" * sent, bytes(announced))
+            transport.send(to, 1, header=b"with parts", parts=[bytes(range(250)) * 400])
+        wrong = []
+    else:
+        damaged, behind = receive(transport, 2)
+        wrong = [] if f"announced as {announced} bytes: {sent} bytes have" in str(damaged.damage) else [str(damaged.damage)]
+        wrong += [] if blocks[1] == b"\x55" * len(blocks[1]) and not damaged.parts else ["written"]
+        wrong += [] if [bytes(part) for part in behind.parts] == [bytes(range(250)) * 400] else ["the next message"]
+    agree(group, not wrong, f"{wrong}")
+    _kept.extend(transport._sending)
+    transport._sending.clear()

@@ -97,7 +97,9 @@ def test_long_eager_messages_are_refused_unread(workers, nbytes):
     agree(workers, not wrong, f"{wrong}")
 
 
-@pytest.mark.parametrize(("announced", "sent"), [(20, 40_000), (20_000, 300_000), (20_000, 20_001), (0, 5), (3_000_000, 9_000_000)])
+@pytest.mark.parametrize(
+    ("announced", "sent"), [(20, 40_000), (20_000, 300_000), (20_000, 20_001), (0, 5), (3_000_000, 9_000_000)]
+)
 def test_payloads_longer_than_announced_are_refused_unread(workers, announced, sent):
     def send():
         requests = []
