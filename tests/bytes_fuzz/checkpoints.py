@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nested._internal.ops  # torch's reader imports it by itself where a file names nested tensors
 from hypothesis import strategies as st
 
 from mpidist import saved_file
