@@ -34,7 +34,7 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint-beside-mpi-1 lint format unit slow slurm timing long conformance fuzz gpu gpu-wheels bench bench-link docs clean distclean
+.PHONY: help demo test check lint-beside-mpi-1 lint format unit slow slurm timing long conformance fuzz fuzz-bytes gpu gpu-wheels bench bench-link docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
@@ -47,6 +47,7 @@ help:
 	@echo 'make timing   tests that assert a time, on an idle machine;  make long: the long forms of tests'
 	@echo 'make conformance  all of PyTorch'"'"'s distributed_test.py on 2, 3 and 4 ranks, Gloo as the peer; prints the counts'
 	@echo 'make fuzz     random programs, and a tenth as many random models, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
+	@echo 'make fuzz-bytes  damaged and random messages, tables, frames and files, for all that reads foreign bytes (CASES=1000000 SEED=0)'
 	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'
 	@echo '              CUDA_MPI=PREFIX of a CUDA-aware Open MPI; PY=python3 without a network; DEVICE=cpu to see that it runs'
 	@echo 'make gpu-wheels  what a GPU machine without a network lacks, into .gpu/, which is to be brought along (GPU_PYTHON=3.12)'
@@ -133,6 +134,11 @@ FUZZ := $(FUZZ_RUN) -n $(RANKS) $(PY) -m tests.fuzz
 fuzz: $(READY) $(FUZZ_READY)
 	$(FUZZ) programs --seed $(SEED) --count $(COUNT) --without=$(WITHOUT)
 	$(FUZZ) models --seed $(SEED) --count $$(( ($(COUNT) + 9) / 10 )) --without=$(WITHOUT)
+
+# One process, and children that it watches: a crash, a hang or too much memory is told with its case as hex.
+CASES ?= 1000000
+fuzz-bytes: $(READY)
+	$(PY) -m tests.bytes_fuzz --seed $(SEED) --count $(CASES)
 
 # An interpreter of your own (make gpu PY=python3) is taken as it is: nothing is installed, no network is needed.
 ifneq ($(origin PY),command line)

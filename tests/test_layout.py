@@ -37,7 +37,6 @@ COVERED_BY = {
     "comm/narrow": "comm/test_reductions.py",
     "comm/nested": "comm/test_probe.py",
     "comm/operations": "comm/test_reductions.py",
-    "comm/payload_receives": "comm/test_transport.py",
     "comm/posted_receives": "comm/test_matched.py",
     "comm/ring": "comm/test_on_device.py",
     "comm/runtime": "integration/test_launch.py",

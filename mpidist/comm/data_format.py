@@ -6,6 +6,7 @@ MessagePack's own; all else that is data is an extension type::
     OBJECT      u32: the number of a tensor, parameter, array or bytearray of the table beside (``tensor_format``)
     TUPLE, SET, FROZENSET   an array of the items
     PAIRS       an array of keys and values, in turn: a dict whose keys MessagePack cannot hold
+    ORDERED     such an array of an OrderedDict, and its ``_metadata`` or None: what ``state_dict()`` returns
     INTEGER     two's complement, little-endian: an int past 64 bits
     COMPLEX     two f64
     TEXT        UTF-8 with surrogates: a str that UTF-8 does not encode
@@ -28,9 +29,10 @@ import torch
 
 from mpidist.comm.tensor_format import ARRAY_DTYPES, DTYPES
 
-OBJECT, TUPLE, SET, FROZENSET, PAIRS, INTEGER, COMPLEX, TEXT, ELLIPSIS, SCALAR, DTYPE, DEVICE, SIZE = range(13)
+OBJECT, TUPLE, SET, FROZENSET, PAIRS, INTEGER, COMPLEX, TEXT, ELLIPSIS, SCALAR, DTYPE, DEVICE, SIZE, ORDERED = range(14)
 FIRST_OWN, LAST_OWN = 32, 127
 
+METADATA = "_metadata"  # torch's versions of modules, an attribute of a state dict
 DEPTH = 100  # of extension types within each other
 
 NUMBER = struct.Struct("<I")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +21,10 @@ from mpidist.comm.data_format import (
     FIRST_OWN,
     FROZENSET,
     INTEGER,
+    METADATA,
     NUMBER,
     OBJECT,
+    ORDERED,
     PAIRS,
     SCALAR,
     SCALAR_DTYPES,
@@ -111,6 +114,15 @@ class Reader:
         items = self._items(data)
         return dict(zip(items[::2], items[1::2], strict=True))
 
+    def _ordered(self, data: Any) -> Any:
+        items, metadata = self._items(data)
+        if type(items) is not list:
+            raise FrameError("an ordered dict without its items")
+        made: OrderedDict[Any, Any] = OrderedDict(zip(items[::2], items[1::2], strict=True))
+        if metadata is not None:
+            made.__dict__[METADATA] = metadata
+        return made
+
     def _integer(self, data: Any) -> Any:
         return int.from_bytes(data, "little", signed=True)
 
@@ -155,6 +167,7 @@ _KINDS: dict[int, Callable[[Reader, Any], Any]] = {
     SET: Reader._set,
     FROZENSET: Reader._frozenset,
     PAIRS: Reader._pairs,
+    ORDERED: Reader._ordered,
     INTEGER: Reader._integer,
     COMPLEX: Reader._complex,
     TEXT: Reader._text,

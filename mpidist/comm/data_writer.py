@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,11 @@ from mpidist.comm.data_format import (
     ELLIPSIS,
     FROZENSET,
     INTEGER,
+    METADATA,
     NATIVE,
     NUMBER,
     OBJECT,
+    ORDERED,
     PAIRS,
     SCALAR,
     SCALAR_DTYPES,
@@ -46,9 +49,9 @@ def dumps(obj: Any, objects: list[Any], extend: Extend | None = None) -> bytes:
     """Write an object as data.
 
     Args:
-        obj: None, bool, int, float, complex, str, bytes, ``...``, exact lists, tuples, dicts, sets and frozensets, tensors,
-            parameters, arrays, bytearrays, numpy scalars, ``torch.dtype``, ``torch.device``, ``torch.Size``. A list or dict
-            that occurs twice is written twice.
+        obj: None, bool, int, float, complex, str, bytes, ``...``, exact lists, tuples, dicts, OrderedDicts, sets and frozensets,
+            tensors, parameters, arrays, bytearrays, numpy scalars, ``torch.dtype``, ``torch.device``, ``torch.Size``. A list or
+            dict that occurs twice is written twice.
         objects: Gets the tensors, parameters, arrays and bytearrays, each once: they stand in the data by number.
         extend: Returns (code, values) of an object of the caller's own kinds (codes from ``FIRST_OWN`` on), or None.
 
@@ -139,7 +142,10 @@ class Writer:
 
     def _dict(self, obj: dict[Any, Any]) -> Any:
         if self._is_careful or not NATIVE.issuperset(map(type, obj)):
-            return Ext(PAIRS, self._nested([part for pair in obj.items() for part in pair]))
+            try:
+                return Ext(PAIRS, self._nested([part for pair in obj.items() for part in pair]))
+            except NotPlainData as error:
+                raise _of_pairs(error, list(obj)) from None
         if NATIVE.issuperset(map(type, obj.values())):
             return obj
         self._enter()
@@ -163,6 +169,15 @@ class Writer:
 
     def _tuple(self, obj: Any) -> Any:
         return Ext(TUPLE, self._nested(list(obj)))
+
+    def _ordered(self, obj: Any) -> Any:
+        if not obj.__dict__.keys() <= {METADATA}:
+            raise NotPlainData(f"an OrderedDict with attributes ({', '.join(sorted(obj.__dict__))}) is no plain data")
+        try:
+            pairs = self._items([part for pair in obj.items() for part in pair])
+        except NotPlainData as error:
+            raise _of_pairs(error, list(obj)) from None
+        return Ext(ORDERED, _encoded([pairs, self.written(obj.__dict__.get(METADATA))]))
 
     def _set(self, obj: Any) -> Any:
         return Ext(SET if type(obj) is set else FROZENSET, self._nested(list(obj)))
@@ -188,6 +203,7 @@ class Writer:
 
 _KINDS: dict[type, Callable[[Writer, Any], Any]] = {
     tuple: Writer._tuple,
+    OrderedDict: Writer._ordered,
     set: Writer._set,
     frozenset: Writer._set,
     torch.Size: Writer._size,
@@ -196,6 +212,13 @@ _KINDS: dict[type, Callable[[Writer, Any], Any]] = {
     torch.dtype: Writer._dtype,
     torch.device: Writer._device,
 }
+
+
+def _of_pairs(error: NotPlainData, keys: list[Any]) -> NotPlainData:
+    """Return the error with the key that it concerns in the place of a number among keys and values."""
+    number, _, rest = error.place.partition("]")
+    place = int(number[1:])
+    return NotPlainData(error.reason, f"[{keys[place // 2]!r}]{rest}" if place % 2 else f" key {keys[place // 2]!r}{rest}")
 
 
 def _careful(obj: Any, kind: type) -> Any:

@@ -154,4 +154,4 @@ def require_quantization(integers: torch.dtype, scales: Tensor, zeros: Tensor) -
 
 def _few(numbers: Sequence[int]) -> str:
     """Return numbers for a message: not all of a long row."""
-    return f"({', '.join(map(str, numbers[:8]))}{', …' if len(numbers) > 8 else ''})"
+    return f"({', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''})"

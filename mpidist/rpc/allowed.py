@@ -205,5 +205,5 @@ def _shown_name(name: Any) -> str:
 
 def _shown(text: str) -> str:
     """Return a message's text as a log may have it: of one line, and not long."""
-    text = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+    text = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
     return text if text.isprintable() else ascii(text)[1:-1]

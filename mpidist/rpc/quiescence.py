@@ -20,6 +20,7 @@ _NAP_S = 2e-4
 _LOOK_S = 0.1  # between two looks at who has gone
 COORDINATOR = 0
 _PROCEED, _AGAIN = 1, 0
+_AHEAD = 1000  # rounds that a worker may have given up, and the coordinator not
 _REPORT = 5  # numbers of a report: the round, and what ``totals`` returns behind the first
 
 Counts = tuple[int, ...]
@@ -50,6 +51,7 @@ class Quiescence:
         self._totals = totals
         self._check = check
         self._reports: dict[int, tuple[int, Counts]] = {}  # by rank: its last round and its counts then
+        self._decided = -1  # the last round of which there is a verdict
         self._last: Counts | None = None  # the sums of the round before
         self._verdicts: dict[int, int] = {}
         self._news = threading.Event()
@@ -59,16 +61,17 @@ class Quiescence:
         """Take a worker's report, on the coordinator; with the last one of a round, send the verdict.
 
         Raises:
-            FrameError: This is not the coordinator, or it is no report of a later round than the worker's last one.
+            FrameError: This is not the coordinator, or it is no report of a round that may be under way.
         """
         if self._rank != COORDINATOR or len(numbers) != _REPORT:
             raise FrameError(f"a report of {len(numbers)} numbers from rank {source} to rank {self._rank}")
         number, *counts = numbers
-        if source in self._reports and number <= self._reports[source][0]:
-            raise FrameError(f"a report of round {number} from rank {source} behind one of {self._reports[source][0]}")
+        if not self._decided < number <= self._round + _AHEAD:
+            raise FrameError(f"a report of round {number} from rank {source}; the last one that is over is {self._decided}")
         self._reports[source] = number, tuple(counts)
         if len(self._reports) < self._size or any([other != number for other, _ in self._reports.values()]):
             return
+        self._decided = number
         sums = tuple(map(sum, zip(*[counts for _, counts in self._reports.values()], strict=True)))
         is_over = sums == self._last and sums[2] == sums[3]
         self._last = None if is_over else sums

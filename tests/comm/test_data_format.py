@@ -84,10 +84,11 @@ def test_objects_of_the_table_stand_by_number_each_once():
     [
         (object(), ""),
         ([1, {"x": (0, object())}], "[1]['x'][1]"),
-        ({(1, 2): {3: len}}, "[3]"),
+        ({(1, 2): {3: len}}, "[(1, 2)][3]"),
         ([np.array([object()])], "[0]"),
         ([np.array(["text"])], "[0]"),
-        (OrderedDict(a=1), ""),
+        ({"a": OrderedDict(b=[len])}, "['a']['b'][0]"),
+        (type("Ordered", (OrderedDict,), {})(a=1), ""),
         ([namedtuple("P", "x")(1)], "[0]"),
         (sys, ""),
         (torch.nn.Linear(1, 1), ""),
@@ -98,6 +99,16 @@ def test_what_is_no_data_is_refused_with_its_place(obj, place):
     with pytest.raises(NotPlainData, match="no plain data") as caught:
         data_writer.dumps(obj, [])
     assert caught.value.place.endswith(place)
+
+
+def test_a_state_dict_keeps_its_order_and_its_metadata():
+    state = torch.nn.Linear(2, 1).state_dict()
+    back = there_and_back(state)
+    assert type(back) is OrderedDict and list(back) == list(state) and back._metadata == state._metadata
+    assert back["weight"] is state["weight"]
+    state.mine = 1
+    with pytest.raises(NotPlainData, match=r"attributes \(_metadata, mine\)"):
+        data_writer.dumps(state, [])
 
 
 def test_data_that_holds_itself():
@@ -136,6 +147,9 @@ def nested(code, times):
         encode(Ext(data_format.TUPLE, b"")),
         encode(Ext(data_format.SET, encode([[1]]))),
         encode(Ext(data_format.PAIRS, encode([1]))),
+        encode(Ext(data_format.ORDERED, encode([1]))),
+        encode(Ext(data_format.ORDERED, encode([{}, None]))),
+        encode(Ext(data_format.ORDERED, encode([[1], None]))),
         encode(Ext(data_format.PAIRS, encode([{}, 1]))),
         encode(Ext(data_format.COMPLEX, b"\0" * 15)),
         encode(Ext(data_format.TEXT, b"\xff")),

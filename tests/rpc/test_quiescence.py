@@ -198,14 +198,19 @@ def test_two_rounds_in_a_row_must_be_the_same_and_balanced():
 def test_reports_and_verdicts_that_cannot_be_are_refused():
     verdicts = []
     part = Quiescence(0, 2, lambda is_verdict, numbers: verdicts.append(numbers), None, None)
-    part.take_report(1, (3, 0, 0, 0, 0))
-    for numbers in ((), (4,), (4, 0, 0, 0), (4, 0, 0, 0, 0, 0), (3, 0, 0, 0, 0), (2, 0, 0, 0, 0)):
-        with pytest.raises(FrameError):
-            part.take_report(1, numbers)
-    assert part._reports == {1: (3, (0, 0, 0, 0))} and not verdicts
-    for number in range(4, 2000):
+    for rank in range(2):
+        part.take_report(rank, (3, 0, 0, 0, 0))
+    assert len(verdicts) == 1
+    for numbers in ((), (4,), (4, 0, 0, 0), (4, 0, 0, 0, 0, 0), (3, 0, 0, 0, 0), (2, 0, 0, 0, 0), (2000, 0, 0, 0, 0)):
+        for rank in range(2):
+            with pytest.raises(FrameError):
+                part.take_report(rank, numbers)
+    for number in range(4, 900):
         part.take_report(1, (number, 0, 0, 0, 0))
-    assert len(part._reports) == 1  # whatever a worker reports, its last round alone is kept
+    assert len(part._reports) == 2 and len(verdicts) == 1  # whatever a worker reports, its last word alone is kept
+    for rank in (1, 0):
+        part.take_report(rank, (4, 0, 0, 0, 0))  # it may have been wrong before
+    assert [number for number, _ in verdicts] == [3, 4]
     with pytest.raises(FrameError, match="to rank 1"):
         Quiescence(1, 2, None, None, None).take_report(0, (0, 0, 0, 0, 0))
     for source, numbers in ((1, (0, 1)), (0, (0,)), (0, ()), (0, (0, 1, 1)), (0, (0, 1)), (0, (2**64 - 1, 1))):
