@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -128,7 +129,7 @@ def _require_data(obj: Any, budget: list[int]) -> None:
         if kind in (str, bytes):
             assert len(obj) <= 8 * budget[0] + MOST_BYTES
         return
-    if kind is dict:
+    if kind is dict or kind is OrderedDict:
         for key, value in obj.items():
             _require_data(key, budget)
             _require_data(value, budget)
