@@ -16,8 +16,17 @@ from mpidist.cli import device_findings
 from mpidist.cli.facts import SHARED_MEMORY, Facts
 from mpidist.cli.finding import NOTE, PROBLEM, WARNING, Finding, by_node, ranks_of, several_on_a_node, values
 
-_VARIABLES = ("MPIDIST_ALL_THREADS", "MPIDIST_CACHE", "MPIDIST_CUDA_AWARE", "MPIDIST_DEBUG", "MPIDIST_LINK", "MPIDIST_ON_TIMEOUT")
-_VALUES = {"MPIDIST_CUDA_AWARE": ("0", "1"), "MPIDIST_ON_TIMEOUT": ("raise", "abort")}
+_VARIABLES = (
+    "MPIDIST_ALL_THREADS",
+    "MPIDIST_CACHE",
+    "MPIDIST_CUDA_AWARE",
+    "MPIDIST_DEBUG",
+    "MPIDIST_LINK",
+    "MPIDIST_ON_TIMEOUT",
+    "MPIDIST_REPLACE",
+    "MPIDIST_TRUST",
+)
+_VALUES = {"MPIDIST_CUDA_AWARE": ("0", "1"), "MPIDIST_ON_TIMEOUT": ("raise", "abort"), "MPIDIST_TRUST": ("data", "pickle")}
 _LEAST_TORCH = (2, 9)
 _SHM_OF_A_RANK = 16 << 20  # what Open MPI maps for each rank of a node
 _SHM_OF_CONTAINERS = 64 << 20  # docker's and podman's default

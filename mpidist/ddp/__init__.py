@@ -20,7 +20,6 @@ from mpidist.ddp.module import DistributedDataParallel
 from mpidist.ddp.plan import compute_bucket_assignment_by_size
 
 __all__ = [
-    "SAFE_GLOBALS",
     "DDPCommHookType",
     "DistributedDataParallel",
     "GradBucket",

@@ -51,6 +51,7 @@ class Reader:
         Raises:
             Wrong: The first case that was not read as it should be.
         """
+        self._guard.imports = getattr(module, "IMPORTS", ())
         samples = module.samples()
         rng = random.Random(seed)
         for sample in samples:
@@ -89,6 +90,7 @@ class Reader:
 
     def one(self, module: Any, case: bytes) -> None:
         """Read a single case."""
+        self._guard.imports = getattr(module, "IMPORTS", ())
         for sample in module.samples():
             module.check(sample)
         self._guard.limit()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support import job, printed
+
+pytestmark = pytest.mark.slow
 
 _EVERYTHING = """
 import json, os, pickle
