@@ -141,7 +141,14 @@ class DataDecoder:
         used = 0
         if flags & TABLE:
             if (lone := tensor_rebuild.read_lone(body, place)) is not None:
-                objects, place = [lone[0]], lone[1]
+                tensor, place = lone
+                if flags == TABLE and attach is None and not references and not parts:  # what most messages with tensors hold
+                    rest = body[place:]
+                    if rest == LONE_ARGUMENT:
+                        return [tensor]
+                    if rest == LONE_MARK:
+                        return tensor
+                objects = [tensor]
             else:
                 objects, used, place = tensor_rebuild.read(body, place, parts, is_strict=True)
             if attach is not None:
