@@ -119,6 +119,7 @@ class DataDecoder:
 
     def __init__(self, allowed: Allowed) -> None:
         self._allowed = allowed
+        self._without_references = Reading((), allowed).extend
 
     def decode(
         self,
@@ -155,7 +156,8 @@ class DataDecoder:
                 objects = decoder.attached(objects, attach)
         if used != len(parts):
             raise FrameError(f"{len(parts)} parts came, of which the table describes {used}")
-        return data_reader.loads(memoryview(body)[place:], objects, Reading(references, self._allowed).extend)
+        extend = Reading(references, self._allowed).extend if references else self._without_references
+        return data_reader.loads(memoryview(body)[place:], objects, extend)
 
     def arguments(self, flags: int, data: Any) -> tuple[Any, Any]:
         """Return the args and kwargs of a decoded call.
