@@ -18,10 +18,13 @@ from mpidist.errors import FrameError, NotPlainData
 from mpidist.rpc import callee, decoder, remote_error
 from mpidist.rpc.allowed import Allowed, Refused
 from mpidist.rpc.codec import EMPTY, KEYWORDS, PICKLED, SLOTS, TABLE, Content, Tensor
-from mpidist.rpc.data_values import Reading, Writing
+from mpidist.rpc.data_values import REFERENCE, Reading, Writing
+from mpidist.rpc.pickles import Reference
 
-LONE_MARK = encode(Ext(OBJECT, NUMBER.pack(0)))
-LONE_ARGUMENT = encode([Ext(OBJECT, NUMBER.pack(0))])
+_MARKS = [Ext(OBJECT, NUMBER.pack(number)) for number in range(8)]
+_REFERENCES = [Ext(REFERENCE, encode([number])) for number in range(8)]
+LONE_MARK = encode(_MARKS[0])
+LONE_ARGUMENT = encode(_MARKS[:1])
 _EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _READS_DATA = "the worker reads data only (init_rpc(..., allowed=[...]))"
 
@@ -54,7 +57,7 @@ def encoded_function(function: Any, name: bytes, args: Any, kwargs: Any) -> Cont
     else:
         items, flags = [list(kwargs), *args, *kwargs.values()], KEYWORDS
     try:
-        return _content(flags, items)
+        return _flat(flags, items) or _content(flags, items)
     except NotPlainData as error:
         place = _argument(function, error.place, len(args), list(kwargs or ()))
         raise NotPlainData(f"{error.reason}, and {_READS_DATA}", place) from None
@@ -79,6 +82,39 @@ def encoded(obj: Any) -> Content:
 def described(error: BaseException) -> Any:
     """Return an exception as ``remote_error.rebuilt`` takes it, as data."""
     return remote_error.described(error, as_data=True)
+
+
+def _flat(flags: int, items: list[Any]) -> Content | None:
+    """Encode arguments that are references, small tensors and native data, each once; None for any others.
+
+    What most calls with references hold; ``_content`` written out.
+    """
+    skeleton: list[Any] = []
+    objects: list[Any] = []
+    references: list[Any] = []
+    for item in items:
+        kind = type(item)
+        if kind in NATIVE:
+            skeleton.append(item)
+        elif kind is Tensor and len(objects) < len(_MARKS):
+            skeleton.append(_MARKS[len(objects)])
+            objects.append(item)
+        elif isinstance(item, Reference) and len(references) < len(_REFERENCES):
+            skeleton.append(_REFERENCES[len(references)])
+            references.append(item)
+        else:
+            return None
+    if len({*map(id, objects), *map(id, references)}) != len(objects) + len(references):
+        return None
+    table: Any = tensor_table.inline_table(objects) if objects else ()
+    if table is None:
+        return None
+    try:
+        content = Content(flags, encode(skeleton), table, objects)
+    except (OverflowError, UnicodeEncodeError):
+        return None
+    content.references = references
+    return content
 
 
 def _content(flags: int, obj: Any) -> Content:

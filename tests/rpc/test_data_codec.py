@@ -97,6 +97,34 @@ def test_tensors_arrays_and_references():
     assert torch.equal(called(large, rate=large)[1]["rate"], large)
 
 
+def test_arguments_of_usual_kinds_are_written_as_all_others_are():
+    small, large = torch.arange(3.0), torch.arange(20_000.0)
+    one = Marked(1)
+    for args in (
+        (one, small),
+        (small, one, 3, "x", small.clone(), Marked(2)),
+        (one, one),
+        (small, small),
+        (one, large),
+        (small[:2], small[1:]),
+        tuple(Marked(number) for number in range(9)),
+        tuple(torch.ones(1) for _ in range(9)),
+        (one, 1 << 70, "\ud800"),
+        (one, small.expand(2, 3), small.to_sparse(), torch.nn.Parameter(small)),
+    ):
+        flat = data_codec._flat(0, list(args))
+        for content in filter(None, (flat, data_codec._content(0, list(args)))):
+            back = decoded(content, reader=READER)
+            if args[1] is not one and type(args[-2]) is not torch.Tensor:
+                assert [described(item) for item in back] == [described(item) for item in args]
+            assert [type(item) for item in back] == [type(item) for item in args]
+        back, _ = called(*args)
+        assert [repr(item) if type(item) is not Marked else item.number for item in back] == [
+            repr(item.clone() if type(item) is torch.Tensor else item) if type(item) is not Marked else item.number
+            for item in args
+        ]
+
+
 def test_listed_classes_functions_records_and_exceptions():
     named = [step, Point, torch.add, torch.ops.aten.mul, torch.ops.aten.mul.Tensor]
     assert over(named) == named
