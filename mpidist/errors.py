@@ -41,6 +41,9 @@ class FrameError(MpidistError):
     """Bytes that are not a message of ours: truncated, too long, or of an unknown version."""
 
 
+_LONG_PLACE = 100  # characters
+
+
 class NotPlainData(MpidistError, TypeError):
     """An object cannot be written as data: it is, or holds, something of a kind that a data-only message does not carry.
 
@@ -64,7 +67,8 @@ class NotPlainData(MpidistError, TypeError):
 
     def within(self, step: str) -> NotPlainData:
         """Return the error as seen from what holds the object at ``step``."""
-        return NotPlainData(self.reason, step + self.place)
+        place = self.place if len(self.place) < _LONG_PLACE else "[...]"
+        return NotPlainData(self.reason, step + place)
 
 
 class RemoteError(MpidistError):

@@ -120,7 +120,7 @@ class Writer:
             if type(obj) is np.ndarray and not obj.flags.c_contiguous:
                 described = np.ascontiguousarray(obj)
             if not tensor_table.is_describable(described):
-                raise NotPlainData.of(obj)
+                raise NotPlainData(_about(obj))
             number = self._numbers[id(obj)] = len(self._objects)
             self._objects.append(described)
         return _MARKS[number] if number < len(_MARKS) else Ext(OBJECT, NUMBER.pack(number))
@@ -212,6 +212,14 @@ _KINDS: dict[type, Callable[[Writer, Any], Any]] = {
     torch.dtype: Writer._dtype,
     torch.device: Writer._device,
 }
+
+
+def _about(obj: Any) -> str:
+    """Return why a tensor or an array is no plain data."""
+    if isinstance(obj, np.ndarray):
+        return f"an array of dtype {obj.dtype} is no plain data"
+    attributes = f" with attributes ({', '.join(sorted(obj.__dict__))})" if obj.__dict__ else ""
+    return f"a tensor of {obj.dtype}, {obj.layout}, on {obj.device}{attributes} is no plain data"
 
 
 def _of_pairs(error: NotPlainData, keys: list[Any]) -> NotPlainData:

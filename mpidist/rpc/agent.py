@@ -75,7 +75,7 @@ class Agent:
             rank: {there: here for here, there in maps.get(workers.me.name, {}).items()} for rank, maps in enumerate(device_maps)
         }
         self.polling = Polling(self._poll, options.num_worker_threads, f"rpc-{workers.me.name}")
-        self.wire = Wire(transport, requests, answers, workers.data_only, allowed)
+        self.wire = Wire(transport, requests, answers, {rank: workers.infos[rank].name for rank in workers.data_only}, allowed)
         self.calls = Calls(
             workers,
             self.wire,

@@ -98,7 +98,7 @@ class Allowed:
         """
         found = self._functions.get(name)
         if found is None or found[0] != kind:
-            raise Refused(f'"{_shown_name(name.decode(errors="replace"))}" may not be called: {_NOT_LISTED}')
+            raise Refused(f'"{shown_name(name.decode(errors="replace"))}" may not be called: {_NOT_LISTED}')
         # An operator of a listed namespace is made when it is first used: there are thousands.
         return found[1] if found[1] is not None else callee.builtin(name.decode())
 
@@ -113,7 +113,7 @@ class Allowed:
         """
         found = self._functions.get(name.encode(errors="replace")) if type(name) is str else None
         if found is None:
-            raise Refused(f'"{_shown_name(name)}" may not be named: {_NOT_LISTED}')
+            raise Refused(f'"{shown_name(name)}" may not be named: {_NOT_LISTED}')
         return found[1] if found[1] is not None else callee.builtin(name)
 
     def method(self, value: Any, name: str) -> Any:
@@ -153,7 +153,7 @@ class Allowed:
         """
         found = self._named_classes.get(name) if type(name) is str else None
         if found is None:
-            raise Refused(f'instances of "{_shown_name(name)}" may not be made: {_NOT_LISTED}')
+            raise Refused(f'instances of "{shown_name(name)}" may not be made: {_NOT_LISTED}')
         if not records.is_record(found):
             raise Refused(
                 f'instances of "{class_dicts.name_of(found)}" may not be made: it is no dataclass and no named tuple '
@@ -197,7 +197,8 @@ class Allowed:
         return id(cls) in self._classes or (id(cls), name) in self._single
 
 
-def _shown_name(name: Any) -> str:
+def shown_name(name: Any) -> str:
+    """Return a name of a message as a log may have it."""
     if type(name) is not str:
         return f"an object of {class_dicts.name_of(type(name))}"
     return _shown(name if "::" in name else name.replace(":", ".", 1))

@@ -26,62 +26,71 @@ _REFERENCES = [Ext(REFERENCE, encode([number])) for number in range(8)]
 LONE_MARK = encode(_MARKS[0])
 LONE_ARGUMENT = encode(_MARKS[:1])
 _EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
-_READS_DATA = "the worker reads data only (init_rpc(..., allowed=[...]))"
 
 
-def encoded_function(function: Any, name: bytes, args: Any, kwargs: Any) -> Content:
-    """Encode a call's arguments.
+class DataEncoder:
+    """The encoder of messages to one worker with a list; as the module ``codec`` for others.
 
     Args:
-        function: For messages.
-        name: The function's in the header; one without a name cannot be sent.
-
-    Raises:
-        NotPlainData: An argument is no data, with its name; or the function has no importable name.
+        worker: Its name, for errors.
     """
-    if len(name) <= 2:
-        raise NotPlainData(f"{function!r} has no importable name, and {_READS_DATA}")
-    if type(args) is not tuple:
-        args = tuple(args or ())  # an iterator gives its items once
-    if not kwargs:
-        if not args:
+
+    __slots__ = ("_reads",)
+
+    def __init__(self, worker: str) -> None:
+        self._reads = f"and {worker} reads data only (it has a list: init_rpc(..., allowed=[...]))"
+
+    def encoded_function(self, function: Any, name: bytes, args: Any, kwargs: Any) -> Content:
+        """Encode a call's arguments.
+
+        Args:
+            function: For errors.
+            name: The function's in the header; one without a name cannot be sent.
+
+        Raises:
+            NotPlainData: An argument is no data, with its name; or the function has no importable name.
+        """
+        if len(name) <= 2:
+            raise NotPlainData(f"{function!r} has no importable name, {self._reads}")
+        if type(args) is not tuple:
+            args = tuple(args or ())  # an iterator gives its items once
+        if not kwargs:
+            if not args:
+                return EMPTY
+            if len(args) == 1 and type(args[0]) is Tensor and (table := tensor_table.lone_table(args[0])) is not None:
+                return Content(0, LONE_ARGUMENT, table, args)
+            if NATIVE.issuperset(map(type, args)):
+                try:
+                    return Content(0, encode(args))
+                except (OverflowError, UnicodeEncodeError):
+                    pass
+            items, flags = list(args), 0
+        else:
+            items, flags = [list(kwargs), *args, *kwargs.values()], KEYWORDS
+        try:
+            return _flat(flags, items) or _content(flags, items)
+        except NotPlainData as error:
+            place = _argument(function, error.place, len(args), list(kwargs or ()))
+            raise NotPlainData(f"{error.reason}, {self._reads}", place) from None
+
+    def encoded(self, obj: Any) -> Content:
+        """Encode a result.
+
+        Raises:
+            NotPlainData: It is no data.
+        """
+        if obj is None:
             return EMPTY
-        if len(args) == 1 and type(args[0]) is Tensor and (table := tensor_table.lone_table(args[0])) is not None:
-            return Content(0, LONE_ARGUMENT, table, args)
-        if NATIVE.issuperset(map(type, args)):
-            try:
-                return Content(0, encode(args))
-            except (OverflowError, UnicodeEncodeError):
-                pass
-        items, flags = list(args), 0
-    else:
-        items, flags = [list(kwargs), *args, *kwargs.values()], KEYWORDS
-    try:
-        return _flat(flags, items) or _content(flags, items)
-    except NotPlainData as error:
-        place = _argument(function, error.place, len(args), list(kwargs or ()))
-        raise NotPlainData(f"{error.reason}, and {_READS_DATA}", place) from None
+        if type(obj) is Tensor and (table := tensor_table.lone_table(obj)) is not None:
+            return Content(0, LONE_MARK, table, (obj,))
+        try:
+            return _content(0, obj)
+        except NotPlainData as error:
+            raise NotPlainData(f"{error.reason}, {self._reads}", f"the result or value{error.place}") from None
 
-
-def encoded(obj: Any) -> Content:
-    """Encode a result.
-
-    Raises:
-        NotPlainData: It is no data.
-    """
-    if obj is None:
-        return EMPTY
-    if type(obj) is Tensor and (table := tensor_table.lone_table(obj)) is not None:
-        return Content(0, LONE_MARK, table, (obj,))
-    try:
-        return _content(0, obj)
-    except NotPlainData as error:
-        raise NotPlainData(f"{error.reason}, and {_READS_DATA}", f"what is sent{error.place}") from None
-
-
-def described(error: BaseException) -> Any:
-    """Return an exception as ``remote_error.rebuilt`` takes it, as data."""
-    return remote_error.described(error, as_data=True)
+    def described(self, error: BaseException) -> Any:
+        """Return an exception as ``remote_error.rebuilt`` takes it, as data."""
+        return remote_error.described(error, as_data=True)
 
 
 def _flat(flags: int, items: list[Any]) -> Content | None:

@@ -25,7 +25,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from mpidist.comm import data_writer
 from mpidist.errors import FrameError, NotPlainData
 from mpidist.rpc import callee, records
-from mpidist.rpc.allowed import Allowed, Refused
+from mpidist.rpc.allowed import Allowed, Refused, shown_name
 from mpidist.rpc.message import COUNT
 from mpidist.rpc.pickles import Carried, Reference
 from mpidist.rpc.worker import WorkerInfo
@@ -33,6 +33,7 @@ from mpidist.rpc.worker import WorkerInfo
 REFERENCE, NAMED, RECORD, ERROR, WORKER, CARRIED = range(32, 38)
 _NAMED_TYPES = frozenset({*callee.NAMED_TYPES, MethodType, OpOverload, OpOverloadPacket})
 _OWN = "mpidist."
+_UNICODE_ERRORS = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
 
 # By number: the class of what is carried, and what makes it from its contents.
 _carried: dict[int, tuple[type, Callable[..., Any]]] = {}
@@ -79,6 +80,9 @@ class Writing:
         if record is not None:
             name, fields = record
             return RECORD, [name, *fields]
+        reason = records.complaint(obj)
+        if reason:
+            raise NotPlainData(f"{NotPlainData.of(obj).reason}: {reason}")
         return None
 
 
@@ -96,6 +100,8 @@ def error_values(error: BaseException) -> tuple[str, str, tuple[Any, ...], dict[
     attributes: dict[str, Any] = {}
     if kind.__module__.startswith(_OWN):
         attributes = {name: value for name, value in error.__dict__.items() if not name.startswith("_") and _is_data(value)}
+    elif isinstance(error, OSError) and len(arguments) == 2 and type(error.filename) is str:
+        arguments = (*arguments, error.filename, None, error.filename2 if type(error.filename2) is str else None)
     return f"{kind.__module__}:{kind.__qualname__}", _text_of(error), arguments, attributes
 
 
@@ -170,19 +176,45 @@ def made_error(values: Sequence[Any], allowed: Allowed) -> Exception:
     name, text, arguments, attributes = values
     kind = allowed.exception(_text(name))
     if kind is None:
-        raise Refused(f'exceptions of "{name}" are not in the list of what this worker allows; its text is: {_text(text)}')
+        raise Refused(f'exceptions of "{shown_name(name)}" are not in the list of what this worker allows')
     if type(arguments) is not tuple or type(attributes) is not dict or not all(type(key) is str for key in attributes):
         raise FrameError("no arguments of an exception")
-    if kind.__module__ == builtins.__name__ or kind.__module__.startswith(_OWN):
-        made: Exception = kind(*arguments)
-        made.__dict__.update(attributes if kind.__module__ != builtins.__name__ else {})
-    else:
-        base: Any = kind
-        while base.__module__ != builtins.__name__:
-            base = base.__base__  # the one whose layout the class has
-        made = base.__new__(kind, *arguments)
-        made.args = arguments
+    if kind.__module__ == builtins.__name__:
+        return kind(*_harmless(kind, _text(text), arguments))
+    made: Exception
+    if kind.__module__.startswith(_OWN):
+        made = kind(*arguments)
+        made.__dict__.update(attributes)
+        return made
+    base: Any = kind
+    while base.__module__ != builtins.__name__:
+        base = base.__base__  # the one whose layout the class has
+    arguments = _harmless(base, _text(text), arguments)
+    made = base.__new__(kind, *arguments)
+    made.args = arguments
     return made
+
+
+def _harmless(kind: type, text: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of one of Python's exceptions, or fewer: some classes trust theirs when they are made text.
+
+    ``UnicodeDecodeError`` reads its object at the start that it was given (CPython up to 3.13), and a traceback has as many marks
+    as a ``SyntaxError`` has columns.
+
+    Raises:
+        FrameError: The arguments are none of its class.
+    """
+    if issubclass(kind, SyntaxError):
+        return (text,)
+    if issubclass(kind, _UNICODE_ERRORS):
+        held: type = bytes if issubclass(kind, UnicodeDecodeError) else str
+        kinds = [held, int, int, str] if issubclass(kind, UnicodeTranslateError) else [str, held, int, int, str]
+        if list(map(type, arguments)) != kinds:
+            raise FrameError(f"no arguments of a {kind.__name__}")
+        obj, start, end = arguments[-4:-1]
+        if not 0 <= start <= end <= len(obj):
+            raise FrameError(f"a {kind.__name__} beyond its object")
+    return arguments
 
 
 def _number(values: list[Any], count: int) -> int:

@@ -70,7 +70,7 @@ def complaint(cls: type, name: str, lists: Lists) -> str:
         return "the class has no such method"
     if not lists(base, name):
         own = class_dicts.name_of(base)
-        return f'it is inherited from "{own}", which is not in the list (allowed=["{own}"], or ["{own}.{name}"])'
+        return f'it is inherited from "{own}", which is not in the list ("{own}.{name}" admits this method, "{own}" all of them)'
     attribute = class_dicts.own(base)[name]
     if not is_method(attribute):
         return f"it is of type {type(attribute).__qualname__} and not a method"

@@ -30,9 +30,13 @@ def type_of(rref: Any) -> type:
 
 @services.service
 def has_method(rref: Any, name: str) -> bool:
-    """Say whether an owned value has an attribute; with a list, whether it has a method that is allowed."""
+    """Say whether an owned value has an attribute; with a list it must be a method that is allowed.
+
+    Raises:
+        Refused: It is not.
+    """
     value, allowed = _owned(rref)
-    return hasattr(value, name) if allowed is None else allowed.has_method(value, name)
+    return hasattr(value, name) if allowed is None else allowed.method(value, name) is not None
 
 
 def _owned(rref: Any) -> tuple[Any, Any]:

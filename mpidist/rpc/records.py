@@ -76,6 +76,22 @@ def fields_of(obj: Any) -> tuple[str, list[Any]] | None:
     return f"{plan.module}:{plan.qualname}", values
 
 
+def complaint(obj: Any) -> str:
+    """Return why a dataclass instance or a named tuple is no record; an empty text for objects of other classes."""
+    cls = type(obj)
+    if not dataclasses.is_dataclass(cls) and not (isinstance(obj, tuple) and hasattr(cls, "_fields")):
+        return ""
+    plan = _plan_of(cls)
+    if plan is None:
+        return "its class has a base in C, or a field that a descriptor sets"
+    if not callee.is_at(cls, plan.module, plan.qualname):
+        return f"its class is not found as {plan.module}.{plan.qualname}"
+    more = sorted(set(getattr(obj, "__dict__", ())) - set(plan.fields) - plan.cached)
+    if more:
+        return f"it has attributes besides its fields: {', '.join(more)}"
+    return "a field of it is not set, or it has further state in __slots__"
+
+
 def is_record(cls: type) -> bool:
     """Say whether instances of a class can be made from values of fields."""
     return _plan_of(cls) is not None

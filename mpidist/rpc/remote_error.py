@@ -41,7 +41,8 @@ def described(error: BaseException, as_data: bool = False) -> tuple[str, str, st
     except BaseException as failure:
         text = f"{type(error).__qualname__} (its traceback raised {type(failure).__name__})"
     try:
-        content: Any = error_values(error) if as_data else pickle.dumps(error, 5)
+        is_data = as_data and isinstance(error, Exception)
+        content: Any = error_values(error) if is_data else None if as_data else pickle.dumps(error, 5)
     except BaseException:
         content = None
     return type(error).__qualname__, _representation(error), text, content
@@ -65,7 +66,7 @@ def rebuilt(description: Any, worker: WorkerInfo, allowed: Allowed | None = None
         raise FrameError(f"{worker} has sent an exception that is none")
     type_name, representation, text, content = description
     error: BaseException | None = None
-    reason = "it cannot be pickled" if allowed is None else "it is no data"
+    reason = "it cannot be pickled" if allowed is None else "an answer must not interrupt or end this program"
     if content is not None:
         try:
             error = pickle.loads(content) if allowed is None else made_error(content, allowed)

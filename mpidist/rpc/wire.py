@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ class Wire:
         transport: Carries them.
         request_maps: By rank: from this worker's device indices to the receiver's, for requests.
         answer_maps: For answers.
-        data_only: Ranks of the workers that read data only.
+        data_only: The workers that read data only: their names by rank.
         allowed: The list of this worker, if it is one of them.
 
     Attributes:
@@ -54,10 +54,12 @@ class Wire:
         transport: Transport,
         request_maps: Mapping[int, DeviceMap],
         answer_maps: Mapping[int, DeviceMap],
-        data_only: Collection[int] = (),
+        data_only: Mapping[int, str] | None = None,
         allowed: Allowed | None = None,
     ) -> None:
-        self.codecs: list[Any] = [data_codec if rank in data_only else codec for rank in range(transport.size)]
+        self.codecs: list[Any] = [codec] * transport.size
+        for rank, name in (data_only or {}).items():
+            self.codecs[rank] = data_codec.DataEncoder(name)
         self.answered = self.one_way_sent = 0
         self.is_stopped = False
         self._count_lock = threading.Lock()

@@ -49,15 +49,16 @@ def step(weights, rate=0.1, *rest, **options):
 
 ALLOWED = Allowed([step, Point, Pair, Complaint, torch.add, torch.ops.aten.mul])
 READER = data_codec.DataDecoder(ALLOWED)
+WRITER = data_codec.DataEncoder("worker1")
 WORKER = WorkerInfo("worker1", 1)
 
 
 def over(obj, reader=READER):
-    return decoded(data_codec.encoded(obj), reader=reader)
+    return decoded(WRITER.encoded(obj), reader=reader)
 
 
 def called(*args, **kwargs):
-    content = data_codec.encoded_function(step, callee.named(step)[1], args, kwargs)
+    content = WRITER.encoded_function(step, callee.named(step)[1], args, kwargs)
     flags, body, _, _ = content.body(None)
     data = decoded(content, reader=READER)
     return ((), {}) if not body else READER.arguments(flags, data)
@@ -141,7 +142,7 @@ def test_listed_classes_functions_records_and_exceptions():
 @pytest.mark.parametrize("obj", [Other, Other(), print, np.sum, [Allowed], dataclasses.make_dataclass("Unlisted", ["x"])(1)])
 def test_what_is_not_in_the_list_is_refused_where_it_comes(obj):
     try:
-        content = data_codec.encoded(obj)
+        content = WRITER.encoded(obj)
     except NotPlainData:
         return  # it did not even leave
     with pytest.raises(Refused, match="not in the list"):
@@ -161,15 +162,44 @@ def test_what_is_not_in_the_list_is_refused_where_it_comes(obj):
     ],
 )
 def test_what_is_no_data_fails_at_the_caller_with_the_arguments_name(call, name):
-    with pytest.raises(NotPlainData, match=f"^{name}.*reads data only"):
+    with pytest.raises(NotPlainData, match=f"^{name}.*worker1 reads data only"):
         call()
+
+
+@dataclasses.dataclass
+class Derived:
+    x: int
+
+    def __post_init__(self):
+        self.twice = 2 * self.x
+
+
+def test_what_is_nearly_data_is_refused_with_the_reason():
+    for obj, words in (
+        (Derived(1), "attributes besides its fields: twice"),
+        (np.array(["a"]), "array of dtype <U1"),
+        (torch.ones(1, device="meta"), "on meta"),
+        (dataclasses.make_dataclass("Nowhere", ["x"])(1), "is not found as"),
+    ):
+        with pytest.raises(NotPlainData, match=words):
+            WRITER.encoded(obj)
+    deep = []
+    for _ in range(300):
+        deep = [deep, 1]
+    with pytest.raises(NotPlainData) as caught:
+        WRITER.encoded([deep])
+    assert len(str(caught.value)) < 500
 
 
 def test_functions_without_a_name_fail_at_the_caller():
     with pytest.raises(NotPlainData, match="no importable name"):
-        data_codec.encoded_function(lambda: 1, b"\0\0", (), {})
+        WRITER.encoded_function(lambda: 1, b"\0\0", (), {})
     with pytest.raises(NotPlainData, match=r"^argument 1:"):
-        data_codec.encoded_function(callee.method("get"), b"\3\0get", (Marked(1), 2, Other()), {})
+        WRITER.encoded_function(callee.method("get"), b"\3\0get", (Marked(1), 2, Other()), {})
+
+
+def tuple_of(*items):
+    return Ext(1, encode(items))
 
 
 def read(data, flags=0, references=()):
@@ -204,6 +234,11 @@ def test_a_pickle_is_refused_before_it_is_read():
         Ext(data_values.ERROR, encode(["builtins:ValueError", "x", [], {}])),
         Ext(data_values.ERROR, encode(["builtins:UnicodeDecodeError", "x", Ext(1, encode([1])), {}])),
         Ext(data_values.ERROR, encode(["builtins:ValueError", "x", Ext(1, encode([])), {"1": 1}, 1])),
+        Ext(data_values.ERROR, encode(["builtins:UnicodeDecodeError", "x", tuple_of("utf8", b"abc", -(1 << 50), 4, "r"), {}])),
+        Ext(data_values.ERROR, encode(["builtins:UnicodeDecodeError", "x", tuple_of("utf8", b"abc", 2, 4, "r"), {}])),
+        Ext(data_values.ERROR, encode(["builtins:UnicodeDecodeError", "x", tuple_of("utf8", "abc", 1, 2, "r"), {}])),
+        Ext(data_values.ERROR, encode(["builtins:UnicodeEncodeError", "x", tuple_of("utf8", "abc", 3, 2, "r"), {}])),
+        Ext(data_values.ERROR, encode(["builtins:UnicodeTranslateError", "x", tuple_of("abc", True, 2, "r"), {}])),
         Ext(data_values.WORKER, encode(["a", "b"])),
         Ext(data_values.WORKER, encode(["a name that is none", 1])),
         Ext(data_values.CARRIED, encode([])),
@@ -243,7 +278,7 @@ def raised(error):
 
 
 def carried_error(error):
-    description = decoded(data_codec.encoded(data_codec.described(raised(error))), reader=READER)
+    description = decoded(WRITER.encoded(WRITER.described(raised(error))), reader=READER)
     return remote_error.rebuilt(description, WORKER, ALLOWED)
 
 
@@ -253,6 +288,15 @@ def test_exceptions_arrive_as_what_they_are_where_they_are_data():
         assert type(back) is type(error) and back.args == error.args
         assert isinstance(back.__cause__, remote_error.RemoteTraceback) and "test_data_codec" in str(back.__cause__)
     assert carried_error(ValueError(Other)).args[0].startswith("<class")
+    missing = carried_error(FileNotFoundError(2, "no such", "path.txt"))
+    assert str(missing) == "[Errno 2] no such: 'path.txt'" and missing.filename == "path.txt"
+    assert (
+        str(carried_error(UnicodeDecodeError("utf8", b"abc", 1, 2, "why")))
+        == "'utf8' codec can't decode byte 0x62 in position 1: why"
+    )
+    # A traceback has a mark for each column that a SyntaxError tells.
+    wide = carried_error(SyntaxError("x", ("f", 1, 1, "aaa", 1, 10**9)))
+    assert type(wide) is SyntaxError and wide.lineno is None
     unlisted = carried_error(type("Unlisted", (Exception,), {})("what it says"))
     assert type(unlisted) is RemoteError and "what it says" in str(unlisted) and unlisted.type_name == "Unlisted"
     assert type(carried_error(KeyboardInterrupt("stop"))) is RemoteError
