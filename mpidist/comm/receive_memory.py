@@ -27,7 +27,8 @@ def zeroed(nbytes: int) -> memoryview:
     """
     try:
         # Not a bytearray, which writes its zeros: calloc takes pages of the system that read as zeros without.
-        return memoryview(np.zeros(nbytes, np.uint8))
+        memory: Any = np.zeros(nbytes, np.uint8)
+        return memoryview(memory)
     except (MemoryError, ValueError, OverflowError) as error:
         raise FrameError(f"{nbytes} bytes are announced, for which this rank has no memory") from error
 
