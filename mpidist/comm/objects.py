@@ -20,10 +20,12 @@ import torch
 from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm import arguments, buffer, departures, frame, profiling, trust
+from mpidist.comm.announced_receive import AnnouncedReceive
 from mpidist.comm.communicator import Communicator
 from mpidist.comm.execution import Execution
 from mpidist.comm.frame import Message
 from mpidist.comm.library import MPI
+from mpidist.comm.receive_memory import zeroed
 from mpidist.comm.work import RequestWork
 from mpidist.errors import CommTimeout, FrameError, MpidistError
 
@@ -195,9 +197,9 @@ def _broadcast(comm: Communicator, inputs: Any, outputs: Any, message: Message |
     else:
         length = bytearray(8)
         comm.mpi.Bcast((length, 8, MPI.BYTE), root)
-        space = bytearray(int.from_bytes(length, "little"))
+        space = zeroed(int.from_bytes(length, "little"))
         comm.mpi.Bcast((space, len(space), MPI.BYTE), root)
-        body = [memoryview(bytearray(n)) for n in frame.body_lengths(space)]
+        body = [zeroed(n) for n in frame.body_lengths(space)]
         result += [space, *body]
     for part in body:
         for start, count in buffer.pieces(part.nbytes):
@@ -209,6 +211,8 @@ def _all_gather(comm: Communicator, inputs: Any, outputs: Any, data: bytearray, 
     lengths = torch.empty(comm.size, dtype=torch.int64, device="cpu")
     comm.mpi.Allgather(buffer.as_bytes(mine), (buffer.memory(lengths.data_ptr(), lengths.nbytes), 8, MPI.BYTE))
     counts = lengths.tolist()
+    if min(counts) < 0:
+        raise FrameError(f"rank {counts.index(min(counts))} announces an object of {min(counts)} bytes")
     if max(counts) <= _SMALL_BYTES:
         space = bytearray(sum(counts))
         starts = [sum(counts[:i]) for i in range(comm.size)]
@@ -217,10 +221,9 @@ def _all_gather(comm: Communicator, inputs: Any, outputs: Any, data: bytearray, 
         parts.extend(view[start : start + count] for start, count in zip(starts, counts, strict=True))
         return
     for root, count in enumerate(counts):
-        part = data if root == comm.rank else bytearray(count)
-        view = memoryview(part)
+        part = memoryview(data) if root == comm.rank else zeroed(count)
         for start, length in buffer.pieces(count):
-            comm.mpi.Bcast((view[start : start + length], length, MPI.BYTE), root)
+            comm.mpi.Bcast((part[start : start + length], length, MPI.BYTE), root)
         parts.append(part)
 
 
@@ -289,7 +292,7 @@ class Incoming:
         message, status = _matched(comm, source, comm.own_tag(number), limit, self._lock)
         try:
             source, nbytes = status.Get_source(), status.Get_count(MPI.BYTE)
-            first = bytearray(nbytes)
+            first = bytearray(nbytes)  # as many bytes as were sent, not as many as were announced
             message.Recv((first, nbytes, MPI.BYTE))
             lengths = frame.body_lengths(first)
             header_bytes = frame.HEADER_BYTES + 8 * (len(lengths) - 1)
@@ -304,14 +307,18 @@ class Incoming:
             if before is not None:
                 before.wait()
             for length in lengths[len(body) :]:
-                part = bytearray(length)
-                view = memoryview(part)
+                part = zeroed(length)
                 for start, count in buffer.pieces(length):
-                    space = (view[start : start + count], count, MPI.BYTE)
+                    piece = AnnouncedReceive(comm, part[start : start + count], source, comm.own_tag(number + _REST))
                     if wait is None:
-                        comm.mpi.Recv(space, source, comm.own_tag(number + _REST))
+                        piece.receive()
                     else:
-                        wait(comm.mpi.Irecv(space, source, comm.own_tag(number + _REST)), part, source)
+                        try:
+                            wait(piece, part, source)
+                        except BaseException:
+                            piece.post()
+                            raise
+                    piece.require_announced()
                 body.append(part)
             return first, body, source
         finally:

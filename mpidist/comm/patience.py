@@ -89,6 +89,10 @@ class TwinMessage:
         """See MPI_Mrecv."""
         self._wait(self._message.Irecv(space), None)
 
+    def Irecv(self, space: Any) -> Any:
+        """See MPI_Imrecv."""
+        return self._message.Irecv(space)
+
 
 class _Probe:
     """A matched probe as a request that ends when a message is there.

@@ -11,8 +11,26 @@ from typing import Any
 
 import numpy as np
 
+from mpidist.errors import FrameError
+
 _SMALLEST_BYTES = 16 << 10  # below, the allocator is faster than any list
 _KEPT_BYTES = 256 << 20  # idle memory that is kept; beyond, the oldest goes back to the system
+
+
+def zeroed(nbytes: int) -> memoryview:
+    """Return ``nbytes`` of writable zeros, owned by whoever refers to them.
+
+    Large memory is address space alone until it is written: who announces bytes and never sends them takes none.
+
+    Raises:
+        FrameError: The machine does not have as much.
+    """
+    try:
+        # Not a bytearray, which writes its zeros: calloc takes pages of the system that read as zeros without.
+        memory: Any = np.zeros(nbytes, np.uint8)
+        return memoryview(memory)
+    except (MemoryError, ValueError, OverflowError) as error:
+        raise FrameError(f"{nbytes} bytes are announced, for which this rank has no memory") from error
 
 
 class _Lease(np.ndarray):  # a weakref.finalize costs four times as much

@@ -163,6 +163,7 @@ class _Reader:
         self._is_strict = is_strict
         self._kinds: dict[int, int] = {}  # of the parts met so far: whose they are
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self._bools_left: dict[int, int] = {}  # of parts that views share: how many bytes may still be checked view by view
 
     def read(self) -> Any:
         """Return the next row's object."""
@@ -192,18 +193,17 @@ class _Reader:
         dtype = DTYPES[number]
         nbytes = checks.extent(shape, ITEM_BYTES[number])
         if not flags & WHOLE:
-            tensor = self._strided(number, part, shape, nbytes)
+            return self._strided(number, part, shape, nbytes)
+        memory = self._memory(part, _ONE)
+        if memory.nbytes != nbytes:
+            raise ValueError(f"a part of {memory.nbytes} bytes for {nbytes}")
+        if isinstance(memory, Tensor):
+            tensor = memory.view(dtype).view(shape)
+        elif not nbytes:
+            return torch.empty(shape, dtype=dtype, device="cpu")
         else:
-            memory = self._memory(part, _ONE)
-            if memory.nbytes != nbytes:
-                raise ValueError(f"a part of {memory.nbytes} bytes for {nbytes}")
-            if isinstance(memory, Tensor):
-                tensor = memory.view(dtype).view(shape)
-            elif not nbytes:
-                return torch.empty(shape, dtype=dtype, device="cpu")
-            else:
-                tensor = torch.frombuffer(memory, dtype=dtype)
-                tensor = tensor if len(shape) == 1 else tensor.view(shape)
+            tensor = torch.frombuffer(memory, dtype=dtype)
+            tensor = tensor if len(shape) == 1 else tensor.view(shape)
         if self._is_strict and number == _BOOL:
             checks.require_bools(tensor)
         return tensor
@@ -226,7 +226,22 @@ class _Reader:
             else:
                 storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
             self._storages[part] = storage
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+        tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+        if self._is_strict and number == _BOOL:
+            self._require_bools(tensor, part, storage)
+        return tensor
+
+    def _require_bools(self, view: Tensor, part: int, storage: torch.UntypedStorage) -> None:
+        # Any number of views may have all of the part. Those that do not overlap have no more elements than it has bytes, and
+        # are checked one by one, as between them may lie what is no bool; once there are more elements, the whole part is, once.
+        left = self._bools_left.get(part, storage.nbytes())
+        if left < 0:
+            return
+        self._bools_left[part] = left - view.numel()
+        if view.numel() > left:
+            self._bools_left[part] = -1
+            view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        checks.require_bools(view)
 
     def _array(self, number: int, form: int, part: int, shape: tuple[int, ...]) -> Any:
         memory = self._memory(part, _ONE)

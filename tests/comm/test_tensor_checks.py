@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from mpidist.comm import tensor_checks as checks
 from mpidist.comm import tensor_format, tensor_rebuild, tensor_table
 from mpidist.comm.tensor_format import (
     ARRAY,
@@ -296,3 +297,25 @@ def test_packed_integers_of_less_than_a_byte_are_no_row():
 @given(tables.cases(tuple(tables.samples())))
 def test_whatever_a_table_says_it_is_refused_or_what_comes_out_can_be_used(case):
     tables.check(case)
+
+
+def test_views_of_bools_cost_no_more_than_their_part(monkeypatch):
+    looked = []
+    require = checks.require_bools
+    monkeypatch.setattr(checks, "require_bools", lambda data: (looked.append(data.numel()), require(data)))
+    part = bytes(4096)
+    made = read([strided((4096,), 0, (1,), BOOL)] * 50, [part], is_strict=True)
+    assert len(made) == 50
+    assert sum(looked) <= 2 * len(part)
+
+
+@pytest.mark.parametrize("views", [1, 2, 3])
+def test_views_of_bools_that_overlap_are_checked_all_the_same(views):
+    part = bytes(15) + b"\2"
+    with pytest.raises(FrameError, match="bool"):
+        read([strided((15,), 0, (1,), BOOL)] * (views - 1) + [strided((16,), 0, (1,), BOOL)], [part], is_strict=True)
+
+
+def test_what_lies_between_views_of_bools_need_not_be_bools():
+    left, right = read([strided((4,), 0, (4,), BOOL), strided((4,), 1, (4,), BOOL)], [b"\1\0\7\7" * 4], is_strict=True)
+    assert left.all() and not right.any()
