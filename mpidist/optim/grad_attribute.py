@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mpidist.optim import fused
 from mpidist.optim.parameter_locks import ParameterLocks
 
 Tensor = torch.Tensor
@@ -54,6 +55,9 @@ class GradAttributeOptimizer:
 
         Args:
             gradients: One for each parameter; for None its ``.grad`` is None during the step.
+
+        Raises:
+            ValueError: Another number of gradients; the fused kernel, and a parameter whose elements do not fill its memory.
         """
         parameters = self.parameters
         with self.locks:
@@ -61,6 +65,7 @@ class GradAttributeOptimizer:
             try:
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
+                self._lay_out()
                 self._optimizer.step()
             finally:
                 for parameter, gradient in zip(parameters, kept, strict=True):
@@ -85,3 +90,18 @@ class GradAttributeOptimizer:
         """Load a state of the same optimizer."""
         with self.locks:
             self._optimizer.load_state_dict(state_dict)
+
+    def _lay_out(self) -> None:
+        """Give gradients and state that a fused kernel takes their parameter's strides."""
+        for group in self.param_groups:
+            if not group.get("fused"):
+                continue
+            fused.require_dense(group)
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                parameter.grad = fused.laid_out(parameter.grad, parameter)
+                state = self._optimizer.state.get(parameter, {})
+                for name, value in state.items():
+                    if isinstance(value, Tensor):
+                        state[name] = fused.laid_out(value, parameter)

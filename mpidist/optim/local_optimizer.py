@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mpidist.errors import MpidistError
-from mpidist.optim import registry
+from mpidist.optim import loaded_state, registry
 from mpidist.optim.grad_attribute import GradAttributeOptimizer
 from mpidist.rpc import current
 from mpidist.rpc.rref import RRef
@@ -50,7 +50,13 @@ class LocalOptimizer:
         self.optimizer = make(params, *args, **kwargs) if is_functional else GradAttributeOptimizer(make, params, *args, **kwargs)
 
     def add(self, references: Any, settings: Any) -> None:
-        """Add a group."""
+        """Add a group.
+
+        Raises:
+            ValueError: Settings that switch other kernels on than the optimizer was made with.
+        """
+        _, given = _parts((references, settings))
+        loaded_state.require_switches(given, getattr(self.optimizer, "defaults", {}))
         group = self._take(*_parts((references, settings)))
         try:
             self.own("add_param_group")(group)
@@ -83,7 +89,7 @@ class LocalOptimizer:
 
         Raises:
             TypeError: No settings by number.
-            ValueError: There is no such group.
+            ValueError: There is no such group; settings that switch other kernels on than the group has.
         """
         if type(changes) is not dict:
             raise TypeError(f"settings are changed by a dict; got a {type(changes).__name__}")
@@ -94,6 +100,7 @@ class LocalOptimizer:
             if type(number) is not int or not 0 <= number < len(groups):
                 raise ValueError(f"there are {len(groups)} groups of parameters here; got settings for another")
             _require_settings(settings)
+            loaded_state.require_switches(settings, groups[number])
         for number, settings in changes.items():
             groups[number].update(settings)
 
@@ -102,7 +109,8 @@ class LocalOptimizer:
 
         Raises:
             TypeError: No state by number, or no settings.
-            ValueError: Another number of groups, a parameter that there is not, or a state of another shape than its parameter.
+            ValueError: Another number of groups, a parameter that there is not, a state that the fused kernel does not take,
+                settings that switch other kernels on than the group has.
         """
         if type(state) is not dict or type(settings) not in (list, tuple):
             raise TypeError("a state is a dict, and settings of groups are a list")
@@ -117,7 +125,15 @@ class LocalOptimizer:
             {**own, "params": [next(numbers) for _ in range(sum(counts))]}
             for own, counts in zip(settings, self.counts, strict=True)
         ]
-        self.own("load_state_dict")({"state": dict(state), "param_groups": groups})
+        present = getattr(self.optimizer, "param_groups", None) or [{} for _ in groups]
+        is_fused = []
+        for own, there in zip(groups, present, strict=True):
+            loaded_state.require_switches(own, there)
+            is_fused += [bool(there.get("fused"))] * len(own["params"])
+        load = self.own("load_state_dict")
+        before = self.own("state_dict")()["state"] if any(is_fused) else {}
+        values = loaded_state.checked(state, self.parameters, is_fused, before)
+        load({"state": values, "param_groups": groups})
 
     def own(self, name: str) -> Any:
         """Return an attribute of the optimizer that not all functional ones have. No message brings the name.

@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 import mpidist.rpc as rpc
 from mpidist.errors import MpidistError, WorkerErrors
-from mpidist.optim import DistributedOptimizer, functional, register_functional_optim
+from mpidist.optim import DistributedOptimizer, functional, local, register_functional_optim
 from tests.optim import owners
 from tests.optim.owners import on_rank_0
 from tests.support import agree
@@ -379,6 +379,60 @@ def test_workers_with_a_list_of_what_is_allowed(group):
 
     on_rank_0(group, run)
     rpc.shutdown()
+
+
+def test_a_listed_class_is_not_led_behind_its_memory(group):
+    """The fused kernel takes shapes and strides for granted: no message switches it on, and none brings it such a state."""
+    listed = ["mpidist.optim.local", "torch.optim.Adam", "tests.optim.owners.parameter", "tests.optim.owners.give"]
+    rpc.init_rpc(f"worker{group.rank}", group=group, allowed=listed)
+
+    def run():
+        there, size = f"worker{group.size - 1}", 1 << 20
+        rref = rpc.remote(there, owners.parameter, args=([1.0] * size,))
+        rpc.rpc_sync(there, owners.give, args=(rref, 1, torch.ones(size)))
+        narrow = {"exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1), "step": torch.tensor(1.0)}
+        last = torch.zeros(size).as_strided((size,), (0,), size - 1)
+
+        def made(fused):
+            plan = torch.optim.Adam, False, [([rref], {})], (), {"lr": 0.5, "fused": fused}
+            optimizer, _, settings, _ = rpc.rpc_sync(there, local.make, args=plan)
+            return optimizer, settings
+
+        optimizer, settings = made(None)
+        with pytest.raises(ValueError, match="'fused' is switched on"):
+            rpc.rpc_sync(there, local.load_state, args=(optimizer, {0: narrow}, [{**settings[0], "fused": True}]))
+        rpc.rpc_sync(there, local.load_state, args=(optimizer, {0: narrow}, settings))
+        with pytest.raises(ValueError, match="'fused' is switched on"):
+            rpc.rpc_sync(there, local.step, args=(optimizer, 1, {0: {"fused": True}}))
+        optimizer, settings = made(True)
+        with pytest.raises(ValueError, match="of shape"):
+            rpc.rpc_sync(there, local.load_state, args=(optimizer, {0: narrow}, settings))
+        wide = {"exp_avg": last, "exp_avg_sq": last, "step": torch.tensor(1.0)}
+        rpc.rpc_sync(there, local.load_state, args=(optimizer, {0: wide}, settings))
+        rpc.rpc_sync(there, local.step, args=(optimizer, 1, {0: {"fused": True, "lr": 0.25}}))
+        state = rpc.rpc_sync(there, local.state, args=(optimizer,))[0]
+        assert state["step"].item() == 2 and len(set(state["exp_avg"].tolist())) == 1
+
+    on_rank_0(group, run)
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("name", ["Adam", "OwnAdam"])
+def test_the_fused_kernel_of_the_constructor_stays_over_a_saved_state(group, workers, name):
+    def run():
+        case = Case(workers)
+        kind = owners.OwnAdam if name == "OwnAdam" else torch.optim.Adam
+        here, there = torch.optim.Adam(case.copies, fused=True), DistributedOptimizer(kind, case.rrefs, fused=True)
+        for _ in range(2):
+            for own, gradient in zip(case.copies, case.give(1), strict=True):
+                own.grad = gradient
+            here.step()
+            there.step(1)
+            assert case.equal()
+            there.load_state_dict(there.state_dict())
+        assert there.state_dict()["param_groups"][0]["fused"] is True
+
+    on_rank_0(group, run)
 
 
 def test_what_is_refused(group, workers):

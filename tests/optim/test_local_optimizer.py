@@ -232,3 +232,57 @@ def test_what_is_right_is_taken(given, optimizer, parameter):
     local.step(optimizer, 1, {0: {"lr": 0.125, "initial_lr": 0.5}})
     assert optimizer.local_value().settings()[0]["lr"] == 0.125
     assert local.gradient_norms(optimizer, 1, 2).tolist() == pytest.approx([3**0.5])
+
+
+@pytest.fixture
+def attribute_optimizer(parameter):
+    """Return references to optimizers that read ``.grad``, without torch's fused kernel and with it."""
+    made = [local.make(torch.optim.Adam, False, [([parameter], {})], (), {"lr": 0.5, "fused": on})[0] for on in (None, True)]
+    for each in made:
+        each.local_value().optimizer.step([torch.ones(3)])
+    return made
+
+
+@pytest.mark.parametrize("switch", ["fused", "foreach", "capturable", "differentiable"])
+def test_kernels_are_switched_on_by_no_message(given, optimizer, attribute_optimizer, parameter, switch):
+    owners.give(parameter, 1, torch.ones(3))
+    for each in (optimizer, attribute_optimizer[0]):
+        settings = each.local_value().settings()[0]
+        for call, *rest in [
+            (local.step, 1, {0: {"lr": 0.25, switch: True}}),
+            (local.load_state, local.state(each), [{**settings, "lr": 0.25, switch: True}]),
+            (local.add_group, [RRef(owners.parameter([1.0]))], {switch: True}),
+        ]:
+            refused(each, call, each, *rest, error=ValueError, match=f"'{switch}' is switched on")
+
+
+@pytest.mark.parametrize(
+    "values", [{"exp_avg": torch.zeros(1)}, {"exp_avg_sq": torch.zeros(0)}, {"exp_avg": torch.zeros(6)}, {"step": torch.zeros(0)}]
+)
+def test_states_that_the_fused_kernel_does_not_take(attribute_optimizer, values):
+    fused = attribute_optimizer[1]
+    settings = fused.local_value().settings()
+    for off in (settings, [{**settings[0], "fused": None}]):
+        refused(fused, local.load_state, fused, state_of(fused, **values), off, error=ValueError, match="of shape")
+
+
+def test_a_loaded_state_has_memory_of_its_own(attribute_optimizer):
+    for each in attribute_optimizer:
+        rows = torch.arange(6.0)
+        own = each.local_value()
+        bad = {"exp_avg": rows.as_strided((3,), (0,), 5), "exp_avg_sq": rows[:3]}
+        local.load_state(each, state_of(each, **bad), own.settings())
+        found = own.optimizer.state_dict()["state"][0]
+        assert found["exp_avg"].tolist() == [5.0] * 3
+        assert [(v.stride(), v.untyped_storage().nbytes()) for v in (found["exp_avg"], found["exp_avg_sq"])] == [((1,), 12)] * 2
+        rows.zero_()
+        assert found["exp_avg_sq"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_an_optimizer_made_with_the_fused_kernel_keeps_it(given, attribute_optimizer, parameter):
+    owners.give(parameter, 1, torch.ones(1).expand(3))
+    fused = attribute_optimizer[1]
+    local.load_state(fused, local.state(fused), fused.local_value().settings())
+    local.step(fused, 1, {0: {"lr": 0.25, "fused": True}})
+    local.add_group(fused, [RRef(owners.parameter([1.0]))], {"fused": True})
+    assert [group["fused"] for group in fused.local_value().settings()] == [True, True]

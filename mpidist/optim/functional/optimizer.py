@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
+from mpidist.optim import fused
 from mpidist.optim.parameter_locks import ParameterLocks
 
 Tensor = torch.Tensor
@@ -108,7 +109,7 @@ class FunctionalOptimizer(Optimizer):
                     if not _has_same_memory(alias, parameter):
                         alias.data = parameter.data
                         self._contiguous.clear()
-                    alias.grad = gradient if gradient is None else _laid_out(gradient, alias)
+                    alias.grad = gradient if gradient is None else fused.laid_out(gradient, alias)
                 self._run()
             finally:
                 for alias in self._aliases:
@@ -135,15 +136,14 @@ class FunctionalOptimizer(Optimizer):
             for alias, state in self.state.items():
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.shape == alias.shape:
-                        state[name] = _laid_out(value, alias)
+                        state[name] = fused.laid_out(value, alias)
 
     def _run(self) -> None:
         """Update the parameters, by the fused kernel in groups where nothing speaks against it."""
         chosen = [number for number, group in enumerate(self.param_groups) if self._may_fuse(number, group)]
         for group in self.param_groups:
-            # The fused kernels take a CPU tensor's elements to fill its memory, and write behind it where they do not.
-            if group.get("fused") and not all(map(_is_dense, group["params"])):
-                raise ValueError("fused=True needs parameters whose elements fill their memory, each in a place of its own")
+            if group.get("fused"):
+                fused.require_dense(group)
         for number in chosen:
             self.param_groups[number]["fused"] = True
         try:
@@ -190,26 +190,13 @@ def _check_state(state_dict: Mapping[str, Any], aliases: Sequence[Tensor]) -> No
     state = state_dict["state"]
     for number, alias in zip(numbers, aliases, strict=False):  # another number of parameters is for torch to refuse
         for name, value in state.get(number, {}).items():
-            if isinstance(value, Tensor) and value.shape != (() if name == "step" else alias.shape):
-                raise ValueError(
-                    f"the state has {name!r} of shape {tuple(value.shape)} for a parameter of shape {tuple(alias.shape)}"
-                )
-
-
-def _is_dense(alias: Tensor) -> bool:
-    return alias.device.type != "cpu" or bool(torch.ops.aten.is_non_overlapping_and_dense(alias))
+            if isinstance(value, Tensor):
+                fused.require_state(name, value, alias)
 
 
 def _has_same_memory(alias: Tensor, parameter: Tensor) -> bool:
     # Assigning to a parameter's .data, as Module.to does, gives it other memory.
     return alias.dtype is parameter.dtype and alias.device == parameter.device and alias.is_set_to(parameter)
-
-
-def _laid_out(value: Tensor, alias: Tensor) -> Tensor:
-    """Return a value with a parameter's strides; itself if it has them or is not strided."""
-    if value.layout is not torch.strided or value.stride() == alias.stride() or value.shape != alias.shape:
-        return value
-    return torch.empty_like(alias, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _is_contiguous(alias: Tensor) -> bool:

@@ -1,0 +1,107 @@
+"""State and settings that messages bring to an optimizer, checked and copied before the optimizer has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mpidist.optim import fused
+
+# They choose the kernels. Constructors check them together with the other arguments; a later change passes that by.
+SWITCHES = ("fused", "foreach", "capturable", "differentiable")
+
+# Parameters' sizes that a state may take beyond its message: no optimizer of torch has as many tensors for one.
+_MOST_COPIES = 16
+
+
+def require_switches(settings: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Check that settings switch no other kernels on than the owner's group has.
+
+    Args:
+        settings: Of a message.
+        present: The group's, or the optimizer's defaults for a new group.
+
+    Raises:
+        ValueError: They do.
+    """
+    for name in SWITCHES:
+        value, own = settings.get(name), present.get(name)
+        if value is None or value is False:
+            continue
+        if type(value) not in (bool, int) or type(value) is not type(own) or value != own:
+            raise ValueError(f"{name!r} is switched on where the optimizer is made, and by no message; it is {own!r} here")
+
+
+def checked(
+    state: Mapping[int, Mapping[str, Any]],
+    parameters: Sequence[torch.Tensor],
+    is_fused: Sequence[bool],
+    present: Mapping[int, Mapping[str, Any]],
+) -> dict[int, dict[str, Any]]:
+    """Return a copy of a state whose tensors have memory of their own, with their parameter's strides if of its shape.
+
+    Steps without fused kernels check shapes themselves; so for fused ones alone are the shapes checked here.
+
+    Args:
+        state: Of each parameter, by its number.
+        parameters: By number.
+        is_fused: For each parameter, whether its group has ``fused``.
+        present: The optimizer's own state, by number.
+
+    Raises:
+        ValueError: A tensor of another shape than a fused kernel takes; tensors that need much more memory than they came in.
+    """
+    for number, values in state.items():
+        if is_fused[number]:
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    own = present.get(number, {}).get(name)
+                    fused.require_state(name, value, parameters[number], present=own)
+    _require_bounded(state, parameters)
+    return {
+        number: {name: _copied(value, parameters[number]) for name, value in values.items()} for number, values in state.items()
+    }
+
+
+def _require_bounded(state: Mapping[int, Mapping[str, Any]], parameters: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors of few bytes and many elements, which a copy would give memory for each."""
+    needed, allowance = 0, sum(_MOST_COPIES * _bytes(parameters[number]) for number in state)
+    storages = {}
+    for value in _tensors(state):
+        if value.layout is torch.strided:
+            needed += _bytes(value)
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+    if needed > allowance + sum(storages.values()) + _MOST_COPIES * len(parameters):
+        raise ValueError(f"the state's tensors share their memory: {needed} bytes would be needed for a copy")
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _copied(value: Any, parameter: torch.Tensor) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if value.layout is not torch.strided:
+            return value.clone()
+        if value.shape != parameter.shape:
+            return value.clone(memory_format=torch.contiguous_format)
+        return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
+    if type(value) is dict:
+        return {name: _copied(item, parameter) for name, item in value.items()}
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(_copied(item, parameter) for item in value)
+    return value
