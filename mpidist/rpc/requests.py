@@ -164,7 +164,7 @@ class RemoteRequest(Request):
         super().__init__(agent, incoming)
         # Kept from here on: the last holder may be gone before the function has run.
         reference, fork = message.read_ids(incoming.data, incoming.start, incoming.end, 2)
-        self._entry = agent.references.store.create(reference, fork)
+        self._entry = agent.references.store.create_for(incoming.source, reference, fork)
 
     def succeed(self, value: Any) -> None:
         """Keep the result, and say so."""
