@@ -23,13 +23,13 @@ def call_method(name: str, rref: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 @services.service
-def type_of(rref: Any) -> type:
+def type_of(source: int, /, rref: Any) -> type:
     """Return the type of an owned value."""
     return type(_owned(rref)[0])
 
 
 @services.service
-def has_method(rref: Any, name: str) -> bool:
+def has_method(source: int, /, rref: Any, name: str) -> bool:
     """Say whether an owned value has an attribute; with a list, whether it has a method that is allowed."""
     value, allowed = _owned(rref)
     return hasattr(value, name) if allowed is None else allowed.has_method(value, name)

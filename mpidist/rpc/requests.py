@@ -26,7 +26,8 @@ from mpidist.rpc.worker import Workers
 logger = logging.getLogger("mpidist.rpc")
 
 # An enumeration's attribute costs as much as a comparison.
-_FIRST_REMOTE, _LAST_REMOTE, _METHOD, _RESULT = map(int, (Kind.REMOTE_PYTHON, Kind.REMOTE_METHOD, Kind.CALL_METHOD, Kind.RESULT))
+_FIRST_REMOTE, _LAST_REMOTE = int(Kind.REMOTE_PYTHON), int(Kind.REMOTE_METHOD)
+_METHOD, _SERVICE, _RESULT = int(Kind.CALL_METHOD), int(Kind.CALL_SERVICE), int(Kind.RESULT)
 
 
 class Server(Protocol):
@@ -68,6 +69,8 @@ class Request:
             try:
                 if kind == _METHOD:
                     function: Any = partial(methods.call_method, key.decode())
+                elif kind == _SERVICE and key:
+                    function = partial(callee.found(kind, key, agent.allowed), incoming.source)
                 else:
                     function = callee.found(kind, key, agent.allowed) if key else None
             except BaseException:

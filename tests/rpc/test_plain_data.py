@@ -204,7 +204,13 @@ def test_deep_nesting_goes_by_pickle_beyond_a_limit(inner):
 def test_sets_in_sets_go_by_pickle():
     """marshal writes each member of a set twice: its time would double with each set around another."""
     shared = (frozenset({1}),)
-    for obj in ({frozenset()}, {(1, (2, frozenset({3})))}, {1: {frozenset({4})}}, [shared, {shared}], {frozenset({(frozenset(),)}): 1}):
+    for obj in (
+        {frozenset()},
+        {(1, (2, frozenset({3})))},
+        {1: {frozenset({4})}},
+        [shared, {shared}],
+        {frozenset({(frozenset(),)}): 1},
+    ):
         content = codec.encoded(obj)
         assert content.flags & codec.PICKLED and described(decoded(content)) == described(obj)
         assert codec.encoded_call([obj], {}).flags & codec.PICKLED
