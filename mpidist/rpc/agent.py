@@ -205,7 +205,7 @@ class Agent:
 
     def _take_preamble(self, incoming: Incoming) -> None:
         try:
-            self.references.count(self.wire.take_preamble(incoming))
+            self.references.count(incoming.source, self.wire.take_preamble(incoming))
         except FrameError:
             incoming.noted = None  # none of its references is counted, and so none is let go
             raise
@@ -226,6 +226,8 @@ class Agent:
             logger.exception("%s: a refused message of rank %d failed again", self.workers.me, incoming.source)
         if incoming.kind in _COUNTED:
             self._one_way_taken += 1
+        if incoming.receives:
+            incoming.kind = 0  # not to be taken up, and answered again, once its payloads are here
 
     def _take_one_way(self, incoming: Incoming) -> Action:
         kind = incoming.kind

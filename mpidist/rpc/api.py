@@ -111,6 +111,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     finally:
         agent.close()
         current.agent = None
+        gathering.forget()
 
 
 @untraced

@@ -23,13 +23,13 @@ def call_method(name: str, rref: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 @services.service
-def type_of(rref: Any) -> type:
+def type_of(source: int, /, rref: Any) -> type:
     """Return the type of an owned value."""
     return type(_owned(rref)[0])
 
 
 @services.service
-def has_method(rref: Any, name: str) -> bool:
+def has_method(source: int, /, rref: Any, name: str) -> bool:
     """Say whether an owned value has an attribute; with a list it must be a method that is allowed.
 
     Raises:

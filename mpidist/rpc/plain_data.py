@@ -3,8 +3,8 @@
 Plain data is None, bool, int, float, complex, str, bytes, ``...``, and exact tuples, lists, dicts,
 sets and frozensets of it. A mark stands in the place of each tensor, parameter, array, bytearray or
 remote reference; encoding and decoding meet the marks in the same order. Lists and dicts that occur
-twice are the same object on the other side, too. Data that holds itself, or is nested more than
-``DEPTH`` deep, is not plain.
+twice are the same object on the other side, too. Data that holds itself, is nested more than
+``DEPTH`` deep, or has a set within a set (also within its tuples) is not plain.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ class Walk:
         met: Gets the objects that marks stand for, in order.
     """
 
-    __slots__ = ("_depth", "_marked", "_met", "_seen")
+    __slots__ = ("_depth", "_is_in_set", "_marked", "_met", "_seen")
 
     def __init__(self, marked: type, met: list[Any]) -> None:
         self._marked = marked
         self._met = met
         self._seen: dict[int, Any] = {}
         self._depth = 0
+        self._is_in_set = False
 
     def replaced(self, obj: Any) -> Any:
         """Return the object with marks in the places of what is no plain data itself."""
@@ -56,8 +57,11 @@ class Walk:
             if SCALARS.issuperset(map(type, obj)) and SCALARS.issuperset(map(type, obj.values())):
                 return obj
         elif kind is set or kind is frozenset:
+            if self._is_in_set:
+                # marshal writes each member of a set twice, to sort them: sets of sets would take 2 to the power of their depth.
+                raise NotPlain
             if not SCALARS.issuperset(map(type, obj)):
-                self._require_plain(obj)
+                self._require_no_sets(obj)
             return obj
         else:
             raise NotPlain
@@ -89,6 +93,14 @@ class Walk:
         self._depth -= 1
         self._seen[id(obj)] = made
         return made
+
+    def _require_no_sets(self, members: Any) -> None:
+        # A tuple that was met outside may hold a set: what was seen there does not count here.
+        seen, self._seen = self._seen, {}
+        self._is_in_set = True
+        self._require_plain(members)
+        self._is_in_set = False
+        self._seen = seen
 
     def _require_plain(self, items: Any) -> None:
         # Keys and members of sets: data without marks, whose order nothing tells.

@@ -17,7 +17,7 @@ from mpidist.rpc.call import Call
 from mpidist.rpc.calls import Calls
 from mpidist.rpc.message import PAIR, TO_REMOTE, Kind
 from mpidist.rpc.polling import Polling
-from mpidist.rpc.rref_store import Entry, RRefStore
+from mpidist.rpc.rref_store import ID_SHIFT, Entry, RRefStore, require_own
 from mpidist.rpc.wire import Wire
 from mpidist.rpc.worker import Workers
 
@@ -191,22 +191,29 @@ class References:
 
     # Values here, holders elsewhere; on the polling thread, in the order of messages.
 
-    def count(self, rows: Sequence[message.Kind3]) -> None:
+    def count(self, source: int, rows: Sequence[message.Kind3]) -> None:
         """Count the forks of this worker's values that come with a message.
 
         Raises:
-            FrameError: The owner of one is no worker; none is counted.
+            FrameError: The owner of one is no worker, or the sender has not made its fork; none is counted.
         """
         me, size = self.store.rank, len(self._workers.infos)
-        if any([owner >= size for _, _, owner in rows]):
+        if any([owner >= size or fork >> ID_SHIFT != source for _, fork, owner in rows]):
             self._require_worker(max([owner for _, _, owner in rows]))
+            require_own(source, [fork for _, fork, _ in rows])
         for reference, fork, owner in rows:
             if owner == me:
                 self.store.add_fork(reference, fork)
 
     def take_forks(self, incoming: Any) -> None:
-        """Count the forks that another worker announces."""
-        self.store.add_forks(message.read_pairs(incoming.data, incoming.start, incoming.end))
+        """Count the forks that another worker announces.
+
+        Raises:
+            FrameError: It has not made one of them; none is counted.
+        """
+        pairs = message.read_pairs(incoming.data, incoming.start, incoming.end)
+        require_own(incoming.source, [fork for _, fork in pairs])
+        self.store.add_forks(pairs)
 
     def take_deletes(self, incoming: Any) -> None:
         """Forget the forks of holders that are gone."""

@@ -26,7 +26,8 @@ from mpidist.rpc.worker import Workers
 logger = logging.getLogger("mpidist.rpc")
 
 # An enumeration's attribute costs as much as a comparison.
-_FIRST_REMOTE, _LAST_REMOTE, _METHOD, _RESULT = map(int, (Kind.REMOTE_PYTHON, Kind.REMOTE_METHOD, Kind.CALL_METHOD, Kind.RESULT))
+_FIRST_REMOTE, _LAST_REMOTE = int(Kind.REMOTE_PYTHON), int(Kind.REMOTE_METHOD)
+_METHOD, _SERVICE, _RESULT = int(Kind.CALL_METHOD), int(Kind.CALL_SERVICE), int(Kind.RESULT)
 
 
 class Server(Protocol):
@@ -68,6 +69,8 @@ class Request:
             try:
                 if kind == _METHOD:
                     function: Any = partial(methods.call_method, key.decode())
+                elif kind == _SERVICE and key:
+                    function = partial(callee.found(kind, key, agent.allowed), incoming.source)
                 else:
                     function = callee.found(kind, key, agent.allowed) if key else None
             except BaseException:
@@ -164,7 +167,7 @@ class RemoteRequest(Request):
         super().__init__(agent, incoming)
         # Kept from here on: the last holder may be gone before the function has run.
         reference, fork = message.read_ids(incoming.data, incoming.start, incoming.end, 2)
-        self._entry = agent.references.store.create(reference, fork)
+        self._entry = agent.references.store.create_for(incoming.source, reference, fork)
 
     def succeed(self, value: Any) -> None:
         """Keep the result, and say so."""

@@ -24,6 +24,9 @@ in the same order). So at O, B's fork is known before A's is gone, whatever B's 
 does not know waits for it. A delete of a fork that O does not know is noted, and meets its fork later; A's own fork keeps the
 entry until then. Deleting twice does nothing.
 
+**Who makes which id.** The caller of ``remote`` makes the reference and its fork; whoever passes a reference on, or announces a
+fork, makes the fork. So the ids that a message brings are its sender's own, but for references that it passes on, and deletes.
+
 torch confirms every fork (fork request and child accept, each acknowledged) because its channels have no such order.
 """
 
@@ -34,17 +37,30 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-_RANK_SHIFT = 40  # ids: the maker's rank above, its running number below
+from mpidist.errors import FrameError
+
+ID_SHIFT = 40  # ids: the maker's rank above, its running number below
 
 
 def new_id(rank: int, number: int) -> int:
     """Return the id of rank ``rank``'s ``number``-th reference or fork."""
-    return rank << _RANK_SHIFT | number
+    return rank << ID_SHIFT | number
 
 
 def id_parts(identity: int) -> tuple[int, int]:
     """Return (the maker's rank, its running number)."""
-    return identity >> _RANK_SHIFT, identity & ((1 << _RANK_SHIFT) - 1)
+    return identity >> ID_SHIFT, identity & ((1 << ID_SHIFT) - 1)
+
+
+def require_own(source: int, ids: Iterable[int]) -> None:
+    """Require that a message's sender has made ids.
+
+    Raises:
+        FrameError: It has not made one of them.
+    """
+    for identity in ids:
+        if identity >> ID_SHIFT != source:
+            raise FrameError(f"rank {source} names {identity:#x} its own, which it has not made")
 
 
 class Entry:
@@ -56,16 +72,17 @@ class Entry:
         error: What its creation raised.
         forks: The known forks.
         early: Forks that were deleted before they were known.
+        created: Its REMOTE_* message was seen, or its value, or this worker is about to send itself such a message.
+        is_taken: Its REMOTE_* message was seen, or its value: no message may make it any more.
     """
 
-    __slots__ = ("_waiting", "created", "early", "error", "forks", "is_set", "reference", "value")
+    __slots__ = ("_waiting", "created", "early", "error", "forks", "is_set", "is_taken", "reference", "value")
 
     def __init__(self, reference: int) -> None:
         self.reference = reference
         self.value: Any = None
         self.error: BaseException | None = None
-        self.is_set = False
-        self.created = False  # its REMOTE_* message, or its value, has been seen
+        self.is_set = self.is_taken = self.created = False
         self.forks: set[int] = set()
         self.early: set[int] = set()
         self._waiting: list[Callable[[Entry], None]] = []
@@ -79,10 +96,12 @@ class Entry:
         act(self)
 
     def set(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Give the value, or what its creation raised; what waits for it is called in this thread."""
+        """Give the value, or what its creation raised; what waits for it is called in this thread. Set once, it stays."""
         with _lock:
+            if self.is_set:
+                return
             self.value, self.error = value, error
-            self.is_set = self.created = True
+            self.is_set = self.created = self.is_taken = True
             waiting, self._waiting = self._waiting, []
         for act in waiting:
             act(self)
@@ -109,13 +128,28 @@ class RRefStore:
         """Return an id that no other call on any rank returns."""
         return self._base | next(self._numbers)
 
-    def create(self, reference: int, fork: int | None) -> Entry:
-        """Take up the entry that a REMOTE_* message names, with its sender's fork; the value comes by ``Entry.set``."""
+    def create(self, reference: int, fork: int) -> Entry:
+        """Take up the entry of a value that this worker has itself make, before its message arrives."""
         with self._lock:
             entry = self._of(reference)
             entry.created = True
-            if fork is not None:
-                self._count(entry, fork)
+            self._count(entry, fork)
+            return entry
+
+    def create_for(self, source: int, reference: int, fork: int) -> Entry:
+        """Take up the entry that a REMOTE_* message names, with its sender's fork; the value comes by ``Entry.set``.
+
+        Raises:
+            FrameError: Its sender has not made both ids, or a value has the reference already; nothing is kept.
+        """
+        if reference >> ID_SHIFT != source or fork >> ID_SHIFT != source:
+            require_own(source, (reference, fork))
+        with self._lock:
+            entry = self._of(reference)
+            if entry.is_taken:
+                raise FrameError(f"rank {source} has a value made as {reference:#x}, which there is already")
+            entry.created = entry.is_taken = True
+            self._count(entry, fork)
             return entry
 
     def keep(self, entry: Entry, fork: int) -> None:

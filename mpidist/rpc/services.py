@@ -1,6 +1,7 @@
 """Services of RPC itself: functions that every worker answers, whatever its list, by messages of a kind of their own.
 
-Each checks its arguments: they come from any worker. There is no other function of this package that a message can name.
+Each gets the sender's rank ahead of the arguments of the message, and checks them: they come from any worker. There is no other
+function of this package that a message can name.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from mpidist.rpc.message import (
     WORD,
     Kind3,
 )
+from mpidist.rpc.rref_store import require_own
 
 DeviceMap = Mapping[int, int]
 _REQUEST_GRADIENTS = int(message.Kind.REQUEST_GRADIENTS)
@@ -205,7 +206,7 @@ class Wire:
             return incoming.noted[1] if incoming.noted is not None else []
         if incoming.flags & ANNOUNCED and incoming.is_complete and incoming.parts:
             with contextlib.suppress(FrameError):
-                return message.read_announced(incoming.parts[0], 0)[0]
+                return _announced(incoming, incoming.parts[0], 0)[0]
         return []
 
     def decode(self, incoming: Incoming, place: int, is_answer: bool) -> Any:
@@ -233,7 +234,7 @@ class Wire:
         if flags & REFERENCES:
             references = [self._adopt(*row) for row in incoming.noted[1]]
         elif flags & ANNOUNCED:
-            rows, place = message.read_announced(body, place)
+            rows, place = _announced(incoming, body, place)
             references = [self._adopt(*row) for row in rows]
         attach = None
         if flags & AUTOGRAD and (engine := interceptor.engine) is not None:
@@ -263,6 +264,12 @@ class Wire:
         """Return the object that an answer holds."""
         place = incoming.start
         return None if place == incoming.end and not incoming.flags else self.decode(incoming, place, True)
+
+
+def _announced(incoming: Incoming, body: Any, place: int) -> tuple[list[Kind3], int]:
+    rows, place = message.read_announced(body, place)
+    require_own(incoming.source, [fork for _, fork, _ in rows])
+    return rows, place
 
 
 def _recorded(to: int, kind: int, context: int, content: Content) -> int:

@@ -148,7 +148,7 @@ def samples() -> list[bytes]:
     described = codec.described(ValueError("text", 1))
     noted(lambda: agent.wire.answer(READER, Kind.EXCEPTION, 2, 0, codec.encoded(described)))
     for kind, words in (
-        (Kind.RREF_FORK, PAIR.pack(1 << 40, 3)),
+        (Kind.RREF_FORK, PAIR.pack(1 << 40, 1 << 40 | 3)),
         (Kind.RREF_USER_DELETE, PAIR.pack(1 << 40, 3)),
         (Kind.QUIET_REPORT, struct.pack("<5Q", 0, 1, 1, 0, 0)),
         (Kind.QUIET_VERDICT, struct.pack("<2Q", 0, 1)),

@@ -13,6 +13,7 @@ from mpidist.errors import FrameError, MpidistError, RRefError
 from mpidist.rpc import api, codec, message
 from mpidist.rpc.call import Call
 from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, REFERENCES, Kind
+from mpidist.rpc.rref_store import new_id
 from tests.rpc.limits import CALL_S, limit_of_tests, soon
 from tests.support import agree
 
@@ -41,6 +42,7 @@ MESSAGES = {
     "forks in odd number": (Kind.RREF_FORK, 0, message.written_words([1, 2, 3]), (), 0, "no row of pairs"),
     "deletes in odd number": (Kind.RREF_USER_DELETE, 0, message.written_words([1, 2, 3]), (), 0, "no row of pairs"),
     "forks cut off": (Kind.RREF_FORK, 0, PAIR[:-1], (), 0, "no row of pairs"),
+    "forks that another has made": (Kind.RREF_FORK, 0, message.PAIR.pack(5, 77 << 40), (), 0, "which it has not made"),
     "references cut off": (Kind.CALL_PYTHON, REFERENCES, b"\xff\xff", (), 0, "65535 references announced"),
     "no references": (Kind.CALL_PYTHON, REFERENCES, b"", (), 0, "references are cut off"),
     "a reference of no worker": (Kind.CALL_PYTHON, REFERENCES, NO_WORKER + NAMED, (), 0, "a value of rank 77"),
@@ -85,12 +87,26 @@ def test_a_message_that_nobody_sends_ends_no_worker(group, workers, to, name, ca
     assert rpc.rpc_sync(to, echo, args=(5,), timeout=CALL_S) == 5
 
 
+OF_ANOTHER = [(1, 77 << 40, 0)]  # no fork of the sender's
 REQUESTS = {
+    "a reference with another's fork": (
+        *(Kind.CALL_PYTHON, REFERENCES, message.written_references(OF_ANOTHER) + NAMED, (), "which it has not made"),
+    ),
+    "a reference with another's fork, and a part that is late": (
+        *(Kind.CALL_PYTHON, REFERENCES | FAR, message.written_references(OF_ANOTHER) + NAMED, [b"x" * (1 << 20)]),
+        "which it has not made",
+    ),
+    "announced references with another's forks": (
+        *(Kind.CALL_PYTHON, FAR | ANNOUNCED, NAMED),
+        *([message.written_announced(OF_ANOTHER) + codec.encoded(1).skeleton], "which it has not made"),
+    ),
+    "a remote call with another's reference": (Kind.REMOTE_PYTHON, 0, message.PAIR.pack(77 << 40, 1) + NAMED, (), "not made"),
     "an unknown kind": (17, 0, b"", (), "unknown kind 17"),
     "a reference of no worker": (Kind.CALL_PYTHON, REFERENCES, NO_WORKER + NAMED, (), "a value of rank 77"),
     "announced references of no worker": (
         *(Kind.CALL_PYTHON, FAR | ANNOUNCED, NAMED),
-        *([message.written_announced([(1, 2, 77)]) + codec.encoded(1).skeleton], "a value of rank 77"),
+        lambda rank: [message.written_announced([(1, new_id(rank, 2), 77)]) + codec.encoded(1).skeleton],
+        "a value of rank 77",
     ),
     "announced references cut off": (
         Kind.CALL_PYTHON,
@@ -107,6 +123,7 @@ REQUESTS = {
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_request_that_cannot_be_read_fails_its_call_with_the_reason(group, workers, to, name):
     kind, flags, header, parts, reason = REQUESTS[name]
+    parts = parts(group.rank) if callable(parts) else parts
     agent = api._get_current_rpc_agent()
     rank = agent.workers.rank_of(to)
     call = Call(rank, "the call", CALL_S)

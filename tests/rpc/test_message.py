@@ -166,7 +166,7 @@ def test_messages_of_any_size_come_over(obj, prefix, number):
 @pytest.mark.parametrize("number", [0, 9])
 def test_any_number_of_references_travels_once_each(wire, count, number):
     interceptor.register(Numbering(number))
-    held = [Held((1000 + place, 2**63 + place, place % 2)) for place in range(count)]
+    held = [Held((2**63 + place, 1000 + place, place % 2)) for place in range(count)]
     expected = [one.row for one in held]
     incoming, there = sent(wire, [held, torch.ones(2), held], b"prefix", context=3)
     assert [one.row for one in there[0]] == expected == wire.adopted and there[2] is not None

@@ -57,6 +57,16 @@ objects = st.one_of(
 )
 mixed = st.recursive(scalars | objects | few(keys, st.sets), containers, max_leaves=20)
 
+
+def has_sets_in_sets(obj, is_in_set=False):
+    """Say whether a set has another in it, at any depth."""
+    is_set = isinstance(obj, (set, frozenset))
+    if is_set and is_in_set:
+        return True
+    inside = [*obj, *obj.values()] if type(obj) is dict else obj if is_set or type(obj) in (list, tuple) else ()
+    return any(has_sets_in_sets(item, is_in_set or is_set) for item in inside)
+
+
 checked = settings(max_examples=200, deadline=None)
 
 
@@ -67,7 +77,8 @@ checked = settings(max_examples=200, deadline=None)
 @example({(1, frozenset({(None, "a")})): [()], 1.0: {}, False: set()})
 def test_plain_data_comes_over_as_it_is(obj):
     content = codec.encoded(obj)
-    assert not content.flags and not (content.objects or content.references or content.buffers)
+    assert content.flags == (codec.PICKLED if has_sets_in_sets(obj) else 0)
+    assert not (content.objects or content.references or content.buffers)
     assert described(decoded(content)) == described(obj)
 
 
@@ -75,7 +86,7 @@ def test_plain_data_comes_over_as_it_is(obj):
 @given(mixed, st.integers(0, 9))
 def test_tensors_arrays_and_references_stand_at_any_place(obj, place):
     content = codec.encoded(obj)
-    assert not content.flags & codec.PICKLED
+    assert bool(content.flags & codec.PICKLED) == has_sets_in_sets(obj)
     assert described(decoded(content, place)) == described(obj)
 
 
@@ -85,7 +96,7 @@ def test_shared_lists_and_dicts_stay_shared(shared, beside):
     obj = [shared, beside, {"again": shared}, (beside, [shared])]
     content = codec.encoded(obj)
     there = decoded(content)
-    assert not content.flags & codec.PICKLED and described(there) == described(obj)
+    assert bool(content.flags & codec.PICKLED) == has_sets_in_sets(obj) and described(there) == described(obj)
     if type(shared) is not tuple:
         assert there[0] is there[2]["again"] is there[3][1][0]
     if type(beside) in (list, dict, bytearray, np.ndarray, torch.Tensor, torch.nn.Parameter, Marked):
@@ -109,6 +120,10 @@ def test_equal_lists_that_are_not_shared_stay_apart():
 @example(args=[1], kwargs={})
 def test_arguments_come_over_in_all_combinations(args, kwargs):
     content = codec.encoded_call(args, kwargs)
+    if has_sets_in_sets([args, kwargs]):
+        assert content.flags & codec.PICKLED
+        assert described(decoder.arguments(content.flags, decoded(content))) == described((tuple(args or ()), kwargs or {}))
+        return
     assert not content.flags & codec.PICKLED
     assert bool(content.flags & codec.KEYWORDS) == bool(kwargs)
     made = decoder.arguments(content.flags, decoded(content)) if content.skeleton else ((), {})
@@ -184,6 +199,33 @@ def test_deep_nesting_goes_by_pickle_beyond_a_limit(inner):
         for _ in range(depth):
             (there,) = there
         assert described(there) == described(inner)
+
+
+def test_sets_in_sets_go_by_pickle():
+    """marshal writes each member of a set twice: its time would double with each set around another."""
+    shared = (frozenset({1}),)
+    for obj in (
+        {frozenset()},
+        {(1, (2, frozenset({3})))},
+        {1: {frozenset({4})}},
+        [shared, {shared}],
+        {frozenset({(frozenset(),)}): 1},
+    ):
+        content = codec.encoded(obj)
+        assert content.flags & codec.PICKLED and described(decoded(content)) == described(obj)
+        assert codec.encoded_call([obj], {}).flags & codec.PICKLED
+    for obj in ([{1}, {2}, frozenset({(3, (4,))})], {frozenset({5}): {6}}, [{(7,)}, {8}], shared, [shared, {9}]):
+        content = codec.encoded(obj)
+        assert not content.flags and described(decoded(content)) == described(obj)
+
+
+def test_sets_nested_deeply_are_written_at_all():
+    """With a time that doubles at each level this would never end."""
+    obj = frozenset()
+    for _ in range(90):
+        obj = frozenset({obj})
+    there = decoded(codec.encoded([obj]))
+    assert there == [obj]
 
 
 def test_marks_in_keys_and_sets_go_by_pickle():

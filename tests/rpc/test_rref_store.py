@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 
+import pytest
+
+from mpidist.errors import FrameError
 from mpidist.rpc.rref_store import RRefStore, id_parts, new_id
 
 
@@ -40,9 +43,10 @@ class Worker:
         there = self.workers[owner]
 
         def arrive():
-            there.store.create(reference, fork).set(("value", reference))
+            there.store.create_for(self.rank, reference, fork).set(("value", reference))
 
         if owner == self.rank:
+            there.store.create(reference, fork)
             arrive()
             self.entries[reference] = self.store.find(reference)
             self.store.delete_fork(reference, fork)
@@ -173,7 +177,7 @@ def test_the_simulation_notices_a_fork_that_is_told_too_late():
 
 def test_deletes_are_idempotent_and_may_come_first():
     store = RRefStore(0)
-    entry = store.create(5, 1)
+    entry = store.create_for(0, 5, 1)
     entry.set("value")
     store.delete_fork(5, 2)  # of a fork that is announced later
     assert store.counts() == (1, 1)
@@ -188,10 +192,45 @@ def test_waiting_for_a_value_costs_no_thread():
     store, seen = RRefStore(0), []
     entry = store.find(9)  # asked for before it is made
     entry.when_set(lambda made: seen.append(made.value))
-    assert store.create(9, 1) is entry and seen == []
+    assert store.create_for(0, 9, 1) is entry and seen == []
     entry.set(3)
+    entry.set(4)  # set once, it stays
+    entry.set(error=ValueError())
+    assert entry.error is None
     entry.when_set(lambda made: seen.append(made.value))
     assert seen == [3, 3]
+
+
+def test_a_message_makes_no_value_that_is_there_or_that_is_not_its_senders():
+    store = RRefStore(0)
+    own, theirs = new_id(0, 4), new_id(1, 4)
+    store.keep(store.find(own), new_id(0, 5))
+    store.find(own).set("mine")
+    store.create_for(1, theirs, new_id(1, 5))
+    store.create_for(1, new_id(1, 8), new_id(1, 9)).set("theirs")
+    before = store.counts()
+    for source, reference, fork in (
+        (1, own, new_id(1, 6)),
+        (0, own, new_id(0, 6)),
+        (1, theirs, new_id(1, 6)),  # still being made
+        (1, new_id(1, 8), new_id(1, 6)),
+        (2, theirs, new_id(2, 6)),
+        (1, new_id(1, 7), new_id(0, 6)),
+        (1, new_id(0, 7), new_id(1, 6)),
+        (1, new_id(2, 7), new_id(1, 6)),
+    ):
+        with pytest.raises(FrameError, match=r"has not made|there is already"):
+            store.create_for(source, reference, fork)
+        assert store.counts() == before
+    assert store.find(own).value == "mine"
+
+
+def test_a_worker_makes_a_value_for_itself_by_one_message():
+    store = RRefStore(0)
+    entry = store.create(4, 5)
+    assert store.create_for(0, 4, 5) is entry
+    with pytest.raises(FrameError, match="there is already"):
+        store.create_for(0, 4, 5)
 
 
 def test_ids_are_unique_over_ranks():

@@ -147,7 +147,7 @@ def far_payload(attacker: Attacker) -> object:
 @attack("A pickle is the argument of a call whose result stays", PICKLE)
 def remote(attacker: Attacker) -> object:
     data = as_arguments(called(named(CANARY, "fire"), plain("remote")))
-    prefix = struct.pack("<QQ", 1 << 20, 1 << 20 | 1)
+    prefix = struct.pack("<QQ", 1 << 40 | 1 << 20, 1 << 40 | 1 << 20 | 1)
     return attacker.call(f"{VICTIM}:echo", data, flags=1, kind=Kind.REMOTE_PYTHON, prefix=prefix)
 
 

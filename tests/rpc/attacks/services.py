@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import mpidist.autograd  # noqa: F401  # registers the engine that these messages are for
 import mpidist.rpc as rpc
+from mpidist.rpc import current
 from mpidist.rpc.data_values import REFERENCE
+from mpidist.rpc.gathering import gather_to_leader, tell_follower
 from mpidist.rpc.message import GRADIENTS, PAIR, REFERENCES, Kind, written_references
 from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import Attacker, Attacks
@@ -91,6 +94,58 @@ def backward_no_reference(attacker: Attacker) -> object:
     return attacker.request(Kind.BACKWARD_AUTOGRAD, encode([1, 2, True, "fast"]))
 
 
+def gathering(number: int, joined: str, generation: int | None = None) -> str:
+    """Return the id of a gathering."""
+    return f"{current.require().generation if generation is None else generation}:{number}:{joined}"
+
+
+def part(name: str, idea: str, sequence_id: Callable[[], str], giver: str, names: set[str], reason: str) -> None:
+    """Note an attack: a part of a gathering that nobody has called."""
+
+    def run(attacker: Attacker) -> object:
+        rpc.rpc_sync(attacker.to, gather_to_leader, args=(sequence_id(), giver, b"x", names), timeout=5)
+        return "kept"
+
+    run.__name__ = name
+    attack(idea, f"refused: .*{reason}")(run)
+
+
+BOTH = {"worker0", "worker1"}
+JOINED = "worker0 worker1"
+part("part_of_another", "A part in the name of another", lambda: gathering(0, JOINED), "worker0", BOTH, "comes from worker1")
+part("part_far_ahead", "A part of a gathering far ahead", lambda: gathering(64, JOINED), "worker1", BOTH, "too far ahead")
+part("part_of_other_names", "A part with other names", lambda: gathering(0, JOINED), "worker1", {"worker1"}, "names are others")
+part("part_no_id", "A part of anything", lambda: "1", "worker1", BOTH, "no sequence id")
+part("part_long_id", "A part of a number of many digits", lambda: f"0:{'9' * 5000}:{JOINED}", "worker1", BOTH, "no sequence id")
+part("part_unordered", "Names that are not in order", lambda: gathering(0, "worker1 worker0"), "worker1", BOTH, "not in order")
+part("part_of_others", "A gathering without the receiver", lambda: gathering(0, "worker1"), "worker1", {"worker1"}, "no part")
+part("part_earlier", "A part of an earlier init_rpc", lambda: gathering(0, JOINED, 10**9), "worker1", BOTH, "of init_rpc")
+part("part_without_sender", "A gathering without the sender", lambda: gathering(0, "worker0"), "worker1", {"worker0"}, "no part")
+
+
+@attack("Parts of a gathering with a worker that there is not", "could not find destination")
+def part_of_nobody(attacker: Attacker) -> object:
+    names = {"worker0", "worker1", "nobody"}
+    sequence_id = gathering(0, "nobody worker0 worker1")
+    rpc.rpc_sync(attacker.to, gather_to_leader, args=(sequence_id, "worker1", b"x", names), timeout=5)
+    return "kept"
+
+
+@attack("The parts of all, from a worker that does not lead", "refused: .*does not lead")
+def told_by_follower(attacker: Attacker) -> object:
+    rpc.rpc_sync(attacker.to, tell_follower, args=(gathering(0, JOINED), dict.fromkeys(BOTH)), timeout=5)
+    return "kept"
+
+
+@attack("Parts of all gatherings that a worker may be ahead of, and more", "refused: .*too far ahead", ranks=3)
+def parts_ahead(attacker: Attacker) -> object:
+    for number in range(80):
+        for joined in (JOINED, f"{JOINED} worker2"):
+            sequence_id, names = gathering(number, joined), set(joined.split())
+            rpc.rpc_sync(attacker.to, gather_to_leader, args=(sequence_id, "worker1", b"x", names), timeout=5)
+    return "kept"
+
+
 @attack("A service that there is not", "no service|FrameError")
 def unknown_service(attacker: Attacker) -> object:
     return attacker.call("mpidist.rpc.current:require", array(), kind=Kind.CALL_SERVICE)
@@ -138,6 +193,21 @@ def number_taken(attacker: Attacker) -> None:
     assert box.rpc_sync(timeout=5).get() == 7, "another call has taken the place of a value"
 
 
+@attack("A call whose result would take the place of a value of the worker's own", "which it has not made")
+def value_replaced(attacker: Attacker) -> object:
+    own = attacker.ask(victim.shared)
+    prefix = PAIR.pack(own._reference, attacker.agent.references.store.make_id())
+    try:
+        return attacker.call("tests.rpc.attacks.victim:echo", array(encode("mine")), kind=Kind.REMOTE_PYTHON, prefix=prefix)
+    finally:
+        assert own.to_here(timeout=5) == "a value of its own"
+
+
+@attack("A fork that another has made", "which it has not made")
+def fork_of_another(attacker: Attacker) -> None:
+    attacker.send(Kind.RREF_FORK, words(1, 1))
+
+
 @attack("A method without a name", "may not be called|not in the list")
 def unnamed_method(attacker: Attacker) -> object:
     box = rpc.remote(attacker.to, victim.Box, args=(7,))
@@ -148,5 +218,5 @@ def unnamed_method(attacker: Attacker) -> object:
 
 @attack("A method of another worker's value", "RRefError|can't call localValue", ranks=3)
 def method_of_others(attacker: Attacker) -> object:
-    header = written_references([(1, 2, 2)]) + b"\3\0get" + array(own(REFERENCE, 0))
+    header = written_references([(1, attacker.agent.references.store.make_id(), 2)]) + b"\3\0get" + array(own(REFERENCE, 0))
     return attacker.request(Kind.CALL_METHOD, header, flags=REFERENCES)

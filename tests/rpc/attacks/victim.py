@@ -72,6 +72,11 @@ def bird() -> Any:
     return canary.silent_bird()
 
 
+def shared() -> Any:
+    """Return a reference to a value of this worker's own."""
+    return rpc.RRef("a value of its own")
+
+
 def error_of(number: int) -> Exception:
     """Return an exception as a value."""
     return ValueError(number)
@@ -140,4 +145,4 @@ class Unlisted:
     x: Any = 0
 
 
-LISTED = [look, echo, touched, bird, error_of, asked, fetched, Box, Point, Pair, torch.add]
+LISTED = [look, echo, touched, bird, shared, error_of, asked, fetched, Box, Point, Pair, torch.add]
