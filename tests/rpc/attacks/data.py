@@ -220,7 +220,7 @@ def _unicode(kind: str, obj: Any, start: int, end: int) -> bytes:
 noted("error_far", "A UnicodeDecodeError that reads far away", _unicode("UnicodeDecodeError", b"abc", -(1 << 50), 1 - (1 << 50)))
 noted("error_near", "A UnicodeDecodeError that reads before its object", _unicode("UnicodeDecodeError", b"abc", -32, -31))
 noted("error_behind", "A UnicodeDecodeError that reads behind its object", _unicode("UnicodeDecodeError", b"abc", 3, 4))
-noted("error_text", "A UnicodeDecodeError of a str", _unicode("UnicodeDecodeError", "abc", 0, 1))
+noted("error_of_text", "A UnicodeDecodeError of a str", _unicode("UnicodeDecodeError", "abc", 0, 1))
 noted("error_encode", "A UnicodeEncodeError beyond its object", _unicode("UnicodeEncodeError", "abc", 0, 1 << 40))
 noted(
     "error_dunder",
