@@ -74,8 +74,9 @@ def init_rpc(
             )
     except Exception as error:
         problem = error  # the others must hear of it, too: they wait for this worker
-    workers, device_maps = membership.gather_workers(transport, name, options, made_allowed is not None, problem)
+    # First: whoever has heard of this worker may send.
     transport.receive(made_allowed is not None)
+    workers, device_maps = membership.gather_workers(transport, name, options, made_allowed is not None, problem)
     agent = Agent(transport, workers, device_maps, options, made_allowed, rref.from_wire)
     current.agent = agent  # first: the others may call as soon as it starts
     agent.start()

@@ -175,8 +175,9 @@ def test_errors_and_results_that_cannot_be_sent(to):
         with pytest.raises(NotPlainData, match=r"Server is no plain data, and worker[0-9] reads data only"):
             rpc.rpc_sync(to, unsendable)
         assert rpc.remote(to, unsendable).rpc_sync().add(torch.ones(1)).tolist() == [1]
-        with pytest.raises(NotPlainData):
-            rpc.remote(to, unsendable).to_here()
+        if to != me:  # of a worker's own value nothing is sent
+            with pytest.raises(NotPlainData):
+                rpc.remote(to, unsendable).to_here()
     with pytest.raises(CommTimeout, match="slow"):
         rpc.rpc_sync(to, slow, timeout=0.05)
     if is_restricted(to):
