@@ -11,7 +11,7 @@ import logging
 import pytest
 
 import mpidist.rpc as rpc
-from mpidist.rpc import membership
+from mpidist.rpc import interceptor, membership
 from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import Attack, Attacker, outcome_of
 from tests.support import agree
@@ -30,10 +30,13 @@ def workers(world):
     logger = logging.getLogger("mpidist")
     logger.addHandler(victim.log)
     is_attacked = world.rank == ATTACKED
+    before = interceptor.engine
+    interceptor.load()  # other tests of this job may have taken it away
     rpc.init_rpc(f"worker{world.rank}", group=world, allowed=victim.LISTED if is_attacked else None)
     yield world
     logger.removeHandler(victim.log)
     rpc.shutdown(timeout=10)
+    interceptor.register(before)
     # Payloads of the attacker are received no more by this transport: later tests of this job need another one.
     world.barrier()
     membership._transports.pop(world.world_ranks).close(1)
