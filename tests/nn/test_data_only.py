@@ -137,7 +137,7 @@ def test_groups_are_added_and_modules_are_optimized(group, to):
     optimizer = DistributedOptimizer(torch.optim.Adagrad, [{"params": [module.get_module_rref()], "lr": 0.5}])
     other = RemoteModule(to, Named, (2,))
     optimizer.add_param_group({"params": other.remote_parameters(), "lr": 0.125})
-    before = [rref.to_here() for rref in module.remote_parameters()]
+    before = [rref.to_here().clone() for rref in module.remote_parameters()]  # on one rank they are the parameters themselves
     with autograd.context() as context:
         autograd.backward(context, [other(module(torch.ones(1, 3)))["out"].sum()])
         optimizer.step(context)
