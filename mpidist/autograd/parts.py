@@ -239,4 +239,5 @@ class Parts:
             if send is not None:
                 what = "the result of a call from" if send.is_answer else "arguments of a call to"
                 texts.append(f"the gradients of {what} {infos[send.to].name} (shapes {send.shapes()})")
-        return time.monotonic() - part.since, texts, set(part.sent_to)
+        since = part.since  # read first: of a part that is busy it is the time of the reading
+        return time.monotonic() - since, texts, set(part.sent_to)
