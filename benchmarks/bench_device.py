@@ -22,11 +22,15 @@ import torch
 from collective_goals import Goal
 from timing import Contender
 
-from mpidist.comm import SUM, buffer, capability, on_device, runtime, tuning
-from mpidist.comm.buffer import Order
-from mpidist.comm.communicator import Communicator
-from mpidist.comm.host_copies import HostCopies
-from mpidist.comm.stream import Device, HostDevice, device_of
+from mpidist.comm import SUM
+from mpidist.comm.algorithms import device_collectives, tuning
+from mpidist.comm.algorithms.host_copies import HostCopies
+from mpidist.comm.discovery import capability
+from mpidist.comm.memory import buffer
+from mpidist.comm.memory.buffer import Order
+from mpidist.comm.memory.stream import Device, HostDevice, device_of
+from mpidist.comm.mpi import runtime
+from mpidist.comm.mpi.communicator import Communicator
 
 Tensor = torch.Tensor
 
@@ -75,8 +79,8 @@ def all_reduce(place: Place, numel: int) -> list[Contender]:
     """Return the algorithms that can be had, on one tensor."""
     tensor = torch.zeros(numel, device=place.device)
     kind = (tensor.dtype, tensor.nbytes, SUM, place.device)
-    able = on_device.able_algorithms(place.comm, tensor.dtype, SUM, place.device)
-    calls = {name: partial(_reduced, place, on_device.algorithm(place.comm, *kind, name), tensor) for name in able}
+    able = device_collectives.able_algorithms(place.comm, tensor.dtype, SUM, place.device)
+    calls = {name: partial(_reduced, place, device_collectives.algorithm(place.comm, *kind, name), tensor) for name in able}
     return [Contender(name, (call,), (tensor,)) for name, call in calls.items()]
 
 

@@ -16,7 +16,7 @@ import torch
 from environment import describe
 
 import mpidist.comm
-from mpidist.comm import arithmetic, hierarchical, reductions, timing
+from mpidist.comm.algorithms import hierarchical, reduce_op, reductions, tuning_runs
 
 SIZES = [4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20]
 
@@ -33,7 +33,7 @@ def main() -> None:
     comm = world._comm
     if not comm.shares_nodes:
         raise SystemExit(f"needs several nodes with several ranks each; ranks are on nodes {list(comm.nodes)}")
-    plan = arithmetic.reduction(torch.float32, arithmetic.SUM)
+    plan = reduce_op.reduction(torch.float32, reduce_op.SUM)
     rows = []
     for nbytes in options.sizes:
         flat = torch.empty(nbytes // 4)
@@ -45,7 +45,7 @@ def main() -> None:
         for turn in range(options.rounds + 1):
             for name, call in calls.items():
                 flat.fill_(world.rank + 1.0)
-                taken = timing.once(comm, call)
+                taken = tuning_runs.once(comm, call)
                 expected = world.size * (world.size + 1) / 2
                 if not bool((flat == expected).all()):
                     raise SystemExit(f"{name} of {nbytes} bytes is wrong: {flat[:3]}")

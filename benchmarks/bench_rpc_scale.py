@@ -28,7 +28,7 @@ from rpc_cases import noop
 from tabulate import tabulate
 
 import mpidist.comm
-from mpidist.comm.launch import without_launcher
+from mpidist.comm.mpi.launcher_env import without_launcher
 
 _MI = 1 << 20
 _END_S = 15.0  # for a job that was told to end

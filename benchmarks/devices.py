@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from timing import Contender, RunBurst
 
-from mpidist.comm import runtime
+from mpidist.comm.mpi import runtime
 
 _SHORTEST_NAP, _LONGEST_NAP = 1 << 20, 1 << 28  # cycles: half a millisecond, and an eighth of a second
 

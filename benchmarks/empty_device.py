@@ -15,7 +15,8 @@ from unittest import mock
 
 import torch
 
-from mpidist.comm import execution, stream
+from mpidist.comm import execution
+from mpidist.comm.memory import stream
 from mpidist.ddp import layout, module
 from mpidist.ddp.hooks import powersgd as hooks
 from mpidist.kernels import accumulate, launch, load, pack, powersgd

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpidist.comm.launch import without_launcher
+from mpidist.comm.mpi.launcher_env import without_launcher
 
 _END_S = 15.0  # for a job that was told to end
 _SKIPPED = 77  # slow_link.sh's, where namespaces are not allowed

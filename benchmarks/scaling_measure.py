@@ -24,11 +24,11 @@ import training_cases as cases
 from torch import nn
 
 from mpidist import ddp
-from mpidist.comm.arithmetic import AVG
-from mpidist.comm.native_group import native_group
-from mpidist.comm.node_memory import share
+from mpidist.comm.algorithms.reduce_op import AVG
+from mpidist.comm.algorithms.shared_memory import share
+from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.bucket import GradBucket
-from mpidist.ddp.hooks.order import in_order
+from mpidist.ddp.hooks.stages import in_order
 
 _MI = 1 << 20
 # 8 B … 2 KiB, then 4 KiB … 32 MiB in smaller steps: there protocols and algorithms change.

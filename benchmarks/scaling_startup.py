@@ -66,7 +66,7 @@ def _mpidist(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import mpidist.comm
-    from mpidist.comm import library
+    from mpidist.comm.mpi import library
     from mpidist.ddp import DistributedDataParallel
 
     torch.set_num_threads(1)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mpidist.comm
 from mpidist.checkpoint import REQUEUE_EXIT_CODE, Preemption, ResumableSampler, load, save
-from mpidist.comm import runtime
+from mpidist.comm.mpi import runtime
 from mpidist.ddp import DistributedDataParallel, PowerSGDState, bf16_compress_hook, powerSGD_hook
 from mpidist.errors import CheckpointError, DisagreementError
 from mpidist.optim import OSS

@@ -13,7 +13,7 @@ from datetime import date
 import torch
 
 from mpidist import comm
-from mpidist.comm import library, runtime
+from mpidist.comm.mpi import library, runtime
 
 _SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 

@@ -67,7 +67,7 @@ find_python() {
     fi
     library=$("${PYTHON[@]}" -c '
 from mpidist import shipped
-from mpidist.comm.installed import installed
+from mpidist.comm.discovery.installed import installed
 library = installed()
 print("cray" if "CRAY" in library.text.upper() else library.abi)
 print(shipped.folder("examples"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpidist.comm.launch import from_environment
+from mpidist.comm.mpi.launcher_env import from_environment
 from tests import mpi_marks
 from tests.support import OnDevice, agree
 
@@ -72,7 +72,8 @@ def _seed() -> None:
 @pytest.fixture(scope="session")
 def world():
     """Return the group of all ranks, made once; ``MPIDIST_TEST_NODES=1`` has each rank taken to be a node of its own."""
-    from mpidist.comm import init, runtime
+    from mpidist.comm import init
+    from mpidist.comm.mpi import runtime
 
     if os.environ.get("MPIDIST_TEST_NODES") == "1":
         runtime.World.nodes_of = lambda self, ranks: tuple(range(len(ranks)))

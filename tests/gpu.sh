@@ -222,13 +222,13 @@ if [ "$DEVICE" = cuda ]; then
     one_process=(-m 'gpu and not mpi' tests)
     two_ranks=(-m 'gpu and mpi')
     whole_tree=tests
-    on_nodes=(tests/comm/test_on_device.py tests/ddp/hooks/test_default.py tests/ddp/test_training.py)
+    on_nodes=(tests/comm/algorithms/test_device_collectives.py tests/ddp/hooks/test_default.py tests/ddp/test_training.py)
     with_cuda=cupy
 else
     one_process=(-m 'not gpu and not mpi' tests/kernels/test_pack.py -k twin)
     two_ranks=(-m 'mpi and not gpu' -k 'premul or nan_wins or another_backend or compiled_outside or movements')
-    whole_tree="tests/comm/test_on_device.py $(echo tests/integration/test_{other_backends,torch_compile,torch_on_gpu}.py)"
-    on_nodes=(tests/comm/test_on_device.py)
+    whole_tree="tests/comm/algorithms/test_device_collectives.py $(echo tests/integration/test_{other_backends,torch_compile,torch_on_gpu}.py)"
+    on_nodes=(tests/comm/algorithms/test_device_collectives.py)
     with_cuda=
 fi
 reserve_s=0 beside=0
@@ -303,7 +303,7 @@ else
 fi
 collect
 # MPI starts before CUDA, as in a script that makes its process group first.
-step mpi-first 110 "CUDA_MPI pytest mpi4py" "${aware[@]}" -m mpi4py -m "${ranks[@]}" "${two_ranks[@]}" tests/comm/test_on_device.py tests/rpc/test_cuda.py
+step mpi-first 110 "CUDA_MPI pytest mpi4py" "${aware[@]}" -m mpi4py -m "${ranks[@]}" "${two_ranks[@]}" tests/comm/algorithms/test_device_collectives.py tests/rpc/test_cuda.py
 for file in "${on_nodes[@]}"; do
     step "nodes:$(short "$file")" 110 "OPENMPI pytest mpi4py" "${nodes[@]}" tests/gpu_rank.py "${ranks[@]}" "${two_ranks[@]}" "$file"
 done

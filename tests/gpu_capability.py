@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from mpidist.comm import capability, init, runtime
+from mpidist.comm import init
+from mpidist.comm.discovery import capability
+from mpidist.comm.mpi import runtime
 
 
 def main() -> None:

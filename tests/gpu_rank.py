@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from mpidist.comm import library, runtime
+from mpidist.comm.mpi import library, runtime
 
 if __name__ == "__main__":
     if torch.cuda.is_available():

@@ -79,7 +79,7 @@ class MpiMarks:
     def pytest_runtest_setup(self, item):
         least = least_size(item)
         if least > 1:
-            from mpidist.comm import runtime
+            from mpidist.comm.mpi import runtime
 
             size = runtime.world().size
             if size < least:

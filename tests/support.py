@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from mpidist.comm.launch import without_launcher
+from mpidist.comm.mpi.launcher_env import without_launcher
 
 ROOT = Path(__file__).resolve().parents[1]
 

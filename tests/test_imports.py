@@ -27,9 +27,12 @@ LAYERS = [
 ]
 LEVEL = {part: level for level, row in enumerate(LAYERS) for part in row}
 
+# The storeys of a part, lowest first: its folders, and "" for its own files. A storey imports itself and lower ones.
+STOREYS = {"comm": [["mpi"], ["memory"], ["discovery", "serialization"], ["algorithms"], [""], ["transport"]]}
+
 # A library that only one part may import, or a name that only one module may say.
 OWNED_LIBRARIES = {"mpi4py": "comm", "cupy": "kernels", "cupyx": "kernels"}
-OWNED_NAMES = {"COMM_WORLD": "mpidist.comm.runtime"}
+OWNED_NAMES = {"COMM_WORLD": "mpidist.comm.mpi.runtime"}
 
 # The names that a lower part may look up: what registers there, loaded when a message first asks for it; what stands in for
 # torch's class, loaded when a program first asks for that.
@@ -135,6 +138,26 @@ def check_layer(module: Module, target: str) -> str | None:
     return None
 
 
+def storey_of(module: Module | str) -> tuple[str, str]:
+    """Return part and storey: `comm`, `mpi` for `mpidist.comm.mpi.library`; `comm`, "" for `mpidist.comm.group`."""
+    is_package, name = (module.is_package, module.name) if isinstance(module, Module) else (False, module)
+    parts = name.split(".")[1:] + ([""] if is_package else [])
+    return parts[0], parts[1] if len(parts) > 2 else ""
+
+
+def check_storey(module: Module, target: Module) -> str | None:
+    (part, own), (_, other) = storey_of(module), storey_of(target)
+    if part not in STOREYS or part != target.part or own == other or target.name == f"mpidist.{part}":
+        return None
+    height = {name: level for level, row in enumerate(STOREYS[part]) for name in row}
+    for name in (own, other):
+        if name not in height:
+            return f"{part}/{name} has no storey: give it one in STOREYS"
+    if height[own] <= height[other]:
+        return f"imports {target.name}: {part}/{own} is not above {part}/{other}"
+    return None
+
+
 def check_origin(module: Module, item: Import, modules: dict[str, Module]) -> str | None:
     """Say what is wrong when a name is not imported from the module that defines it."""
     target = target_of(item, modules)
@@ -206,6 +229,8 @@ def find_violations(root: Path) -> list[str]:
             found += [f"{where}:{item.line}: {text}" for text in complaints if text]
             if target in modules:
                 graph[module.name].add(target)
+                if complaint := check_storey(module, modules[target]):
+                    found.append(f"{where}:{item.line}: {complaint}")
     if cycle := find_cycle(graph):
         found.append("cycle: " + " -> ".join(cycle))
     if (root / "cuda" / "__init__.py").exists():
@@ -228,11 +253,14 @@ SOUND = {
     "mpidist/kernels/__init__.py": "",
     "mpidist/kernels/load.py": "import cupy\n",
     "mpidist/comm/__init__.py": "from mpidist.comm.group import ProcessGroup\n",
-    "mpidist/comm/runtime.py": "def world():\n    from mpi4py import MPI\n    return MPI.COMM_WORLD\n",
-    "mpidist/comm/group.py": "from mpidist.comm import runtime\nclass ProcessGroup: ...\n",
+    "mpidist/comm/mpi/__init__.py": "",
+    "mpidist/comm/mpi/runtime.py": "def world():\n    from mpi4py import MPI\n    return MPI.COMM_WORLD\n",
+    "mpidist/comm/algorithms/__init__.py": "",
+    "mpidist/comm/algorithms/ring.py": "from mpidist.comm.mpi import runtime\n",
+    "mpidist/comm/group.py": "from mpidist.comm.mpi import runtime\nclass ProcessGroup: ...\n",
     "mpidist/rpc/__init__.py": "",
     "mpidist/rpc/agent.py": (
-        "import mpidist.comm.runtime\n"
+        "import mpidist.comm.mpi.runtime\n"
         "from ..comm.group import ProcessGroup\n"
         "from mpidist.future import LIMIT\n"
         "try:\n    import yaml\nexcept ImportError:\n    yaml = None\n"
@@ -257,7 +285,10 @@ BROKEN = {
     "undefined": (API, "from mpidist.future import Promise", "which does not define it"),
     "star": (API, "from mpidist.future import *", "name what it needs"),
     "missing module": (API, "import mpidist.comm.nowhere", "which does not exist"),
-    "cycle": ("mpidist/comm/runtime.py", "def f():\n    from . import group", "cycle: mpidist.comm.group"),
+    "cycle": ("mpidist/comm/mpi/runtime.py", "def f():\n    from .. import group", "cycle: mpidist.comm.group"),
+    "up a storey": ("mpidist/comm/mpi/work.py", "import mpidist.comm.algorithms.ring", "comm/mpi is not above comm/algorithms"),
+    "up to a part's files": ("mpidist/comm/mpi/work.py", "import mpidist.comm.group", "comm/mpi is not above comm/"),
+    "no storey": ("mpidist/comm/attic/work.py", "import mpidist.comm.group", "comm/attic has no storey"),
     "mpi4py": (API, "def f():\n    from mpi4py import MPI", "only mpidist.comm may"),
     "cupy": (WORK, "import cupy.cuda", "only mpidist.kernels may"),
     "world": (WORK, "def f(MPI):\n    return MPI.COMM_WORLD", "names COMM_WORLD"),

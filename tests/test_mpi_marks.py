@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpidist.comm import runtime
+from mpidist.comm.mpi import runtime
 from tests.mpi_marks import MpiMarks, asked_for, at_size, may_hold
 
 

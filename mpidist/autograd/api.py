@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpidist.autograd import notices
+from mpidist.autograd import control_messages
 from mpidist.autograd.context import MAX_COUNT, MODES, WORKER_SHIFT, Context, here, unknown
 from mpidist.autograd.engine import Engine
 from mpidist.dynamo import untraced
@@ -123,4 +123,4 @@ def _get_debug_info() -> dict[str, str]:
 
 def _message_counts() -> dict[str, int]:
     """Return how many messages of each sort this process has sent: ``GRADIENTS``, and the names of ``notices.Notice``."""
-    return dict(notices.counts)
+    return dict(control_messages.counts)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mpidist.autograd.context import MODES, SMART, WORKER_SHIFT, Context
-from mpidist.autograd.notices import Notice
+from mpidist.autograd.control_messages import Notice
 from mpidist.autograd.recording import Send
 from mpidist.errors import FrameError
 from mpidist.rpc.rref import RRef

@@ -17,11 +17,11 @@ import itertools
 import threading
 from typing import Any
 
+from mpidist.autograd.control_messages import Notice, notify_all
 from mpidist.autograd.gradients import Gradients
-from mpidist.autograd.notices import Notice, notify_all
 from mpidist.autograd.recording import Node, Receive, Send
-from mpidist.ddp import in_context
-from mpidist.ddp.in_context import Captured, Reduction
+from mpidist.ddp import autograd_context
+from mpidist.ddp.autograd_context import Captured, Reduction
 from mpidist.errors import MpidistError
 
 WORKER_SHIFT = 48
@@ -100,7 +100,7 @@ def _join(reduction: Reduction) -> None:
         here.context.reductions.setdefault(reduction.reducer, reduction)
 
 
-in_context.register(_join)
+autograd_context.register(_join)
 
 
 class Contexts:

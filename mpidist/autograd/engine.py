@@ -9,8 +9,8 @@ from typing import Any
 
 from mpidist.autograd import checks, recording
 from mpidist.autograd.context import WORKER_SHIFT, Context, Contexts, Within, here, unknown
+from mpidist.autograd.control_messages import GRADIENT_KINDS, Notice, notify_all
 from mpidist.autograd.initiator import Initiator, loss_of
-from mpidist.autograd.notices import GRADIENT_KINDS, Notice, notify_all
 from mpidist.autograd.recording import Receive, Send, Tensor
 from mpidist.errors import FrameError, MpidistError
 from mpidist.rpc import current

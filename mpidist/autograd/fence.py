@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from mpidist.comm.stream import Event, device_at, used_here
+from mpidist.comm.memory.stream import Event, device_at, used_here
 
 Tensor = torch.Tensor
 

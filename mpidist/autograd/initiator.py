@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from mpidist.autograd.context import SMART, Context, Contexts, here, unknown
+from mpidist.autograd.control_messages import Notice, notify, notify_all
 from mpidist.autograd.dependencies import Plan
 from mpidist.autograd.local_pass import ROOTS
-from mpidist.autograd.notices import Notice, notify, notify_all
 from mpidist.autograd.parts import Parts, plan_of
 from mpidist.autograd.passes import Pass
 from mpidist.autograd.recording import Edge, Tensor

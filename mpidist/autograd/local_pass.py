@@ -26,7 +26,7 @@ from mpidist.autograd.dependencies import Plan
 from mpidist.autograd.fence import Fence
 from mpidist.autograd.recording import LEAF, Edge, Node, Tensor
 from mpidist.autograd.single_node import Gradient, run_alone
-from mpidist.ddp.in_context import Reduction
+from mpidist.ddp.autograd_context import Reduction
 from mpidist.errors import MpidistError
 
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward

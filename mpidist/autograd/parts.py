@@ -9,9 +9,9 @@ from typing import Any
 from mpidist.autograd import checks
 from mpidist.autograd.checks import initiator_of
 from mpidist.autograd.context import SMART, Context, Contexts, unknown
+from mpidist.autograd.control_messages import Notice, notify, notify_all, send_gradients
 from mpidist.autograd.dependencies import Plan
 from mpidist.autograd.local_pass import ROOTS, LocalPass
-from mpidist.autograd.notices import Notice, notify, notify_all, send_gradients
 from mpidist.autograd.recording import Edge, Node
 from mpidist.autograd.single_node import Gradient
 from mpidist.autograd.smart import summary

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from mpidist.comm.launch import from_environment
+from mpidist.comm.mpi.launcher_env import from_environment
 
 _NAME = "mpidist"
 _SCHEME = "mpi"
@@ -128,13 +128,14 @@ def _require_alike(native: Any, listed: str) -> None:
 def _create(options: Any, backend_options: Any = None) -> Any:
     """Make the process group that torch asks for; called on its members only."""
     from mpidist.c10d.process_group import TorchProcessGroup, native_of_default
-    from mpidist.comm import group, runtime
+    from mpidist.comm import group
+    from mpidist.comm.mpi import runtime
 
     config = _local_of("_new_process_group_helper", "backend_config")
     backends = dict(config.get_device_backend_map()) if config is not None else {}
     is_shared = bool(set(backends.values()) - {_NAME})
     if is_shared:
-        company = importlib.import_module("mpidist.c10d.company")
+        company = importlib.import_module("mpidist.c10d.other_backends")
         company.require_known(backends)
     world = runtime.world()
     ranks = list(options.global_ranks_in_group)

@@ -17,8 +17,8 @@ from mpidist.c10d import functional
 from mpidist.c10d.dispatched import dispatched, modes
 from mpidist.c10d.managed import ManagedGroup
 from mpidist.c10d.work import ENDED, Several, TorchReceive, TorchWork
-from mpidist.comm import arithmetic
-from mpidist.comm.arithmetic import Operation, PremulSum
+from mpidist.comm.algorithms import reduce_op
+from mpidist.comm.algorithms.reduce_op import Operation, PremulSum
 from mpidist.comm.group import ProcessGroup
 from mpidist.dynamo import untraced
 
@@ -27,14 +27,14 @@ TensorList = Sequence[torch.Tensor]
 
 _SUM = ReduceOp.SUM
 _OPERATIONS: tuple[tuple[Any, Operation], ...] = (
-    (ReduceOp.SUM, arithmetic.SUM),
-    (ReduceOp.AVG, arithmetic.AVG),
-    (ReduceOp.MAX, arithmetic.MAX),
-    (ReduceOp.MIN, arithmetic.MIN),
-    (ReduceOp.PRODUCT, arithmetic.PRODUCT),
-    (ReduceOp.BAND, arithmetic.BAND),
-    (ReduceOp.BOR, arithmetic.BOR),
-    (ReduceOp.BXOR, arithmetic.BXOR),
+    (ReduceOp.SUM, reduce_op.SUM),
+    (ReduceOp.AVG, reduce_op.AVG),
+    (ReduceOp.MAX, reduce_op.MAX),
+    (ReduceOp.MIN, reduce_op.MIN),
+    (ReduceOp.PRODUCT, reduce_op.PRODUCT),
+    (ReduceOp.BAND, reduce_op.BAND),
+    (ReduceOp.BOR, reduce_op.BOR),
+    (ReduceOp.BXOR, reduce_op.BXOR),
 )
 
 _FLAGS = 1024  # works of one element that are kept alive
@@ -88,7 +88,7 @@ class TorchProcessGroup(ManagedGroup):
         if opts is None:
             return self._call(self.native.all_reduce_coalesced, tensors, None, _plain(tensors))
         theirs = opts.reduceOp
-        op = arithmetic.SUM if theirs == _SUM else operation_of(theirs)
+        op = reduce_op.SUM if theirs == _SUM else operation_of(theirs)
         if len(tensors) > 1:
             return self._call(self.native.all_reduce_coalesced, tensors, opts, _plain(tensors), op)
         if not opts.asyncOp and self._at_once(tensors[0], op):
@@ -261,7 +261,7 @@ def _never(tensor: Tensor, op: Operation) -> bool:
 
 
 def _operation(opts: Any) -> Operation:
-    return operation_of(opts.reduceOp) if opts is not None else arithmetic.SUM
+    return operation_of(opts.reduceOp) if opts is not None else reduce_op.SUM
 
 
 def _plain(tensors: TensorList) -> list[Tensor]:

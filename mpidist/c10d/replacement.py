@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mpidist.c10d import ddp_name, monitored_barrier, names
-from mpidist.comm.torch_variables import torch_variables
+from mpidist.comm.mpi.torchrun_env import torch_variables
 
 VARIABLE = "MPIDIST_REPLACE"
 BACKENDS = ("gloo", "nccl", "mpi")

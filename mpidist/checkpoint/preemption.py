@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.arithmetic import MAX
-from mpidist.comm.native_group import native_group
+from mpidist.comm.algorithms.reduce_op import MAX
+from mpidist.comm.resolve_group import native_group
 from mpidist.errors import MpidistError
 
 # EX_TEMPFAIL of sysexits.h: the program has saved and is to be started again.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from mpidist.comm.native_group import native_group
+from mpidist.comm.resolve_group import native_group
 
 
 class ResumableSampler(Sampler[int]):

@@ -15,7 +15,7 @@ from mpidist.checkpoint import files, model_state
 from mpidist.checkpoint.manifest import Contents, Entry, Manifest
 from mpidist.checkpoint.training import POWERSGD, Training
 from mpidist.checkpoint.verdict import as_checkpoint_errors, together
-from mpidist.comm.native_group import native_group
+from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import MpidistError
 from mpidist.zero.verdict import require_alike

@@ -18,7 +18,8 @@ from mpidist.cli.deadline import deadline
 from mpidist.cli.facts import Facts
 from mpidist.cli.finding import NOTE, PROBLEM, WARNING, Finding
 from mpidist.cli.findings import findings
-from mpidist.comm import handshake, installed, launch
+from mpidist.comm.discovery import installed, launcher_trial
+from mpidist.comm.mpi import launcher_env
 from mpidist.errors import MpidistError
 
 _HANDSHAKE = "two ranks of mpirun"  # a check of its own, in a job of its own
@@ -64,7 +65,7 @@ def examine(environ: Mapping[str, str], timeout_s: float, tries_launcher: bool, 
         tries_launcher: A process of its own also starts two ranks by mpirun.
         tries_device: Try MPI's operations on device memory, which may take minutes.
     """
-    told = launch.from_environment(environ)
+    told = launcher_env.from_environment(environ)
     is_alone = told.size in (None, 1)
     late = (
         f"[rank {told.rank or 0}] mpidist doctor: MPI did not start within {timeout_s:g} s. Do all ranks run it? Does the "
@@ -77,7 +78,7 @@ def examine(environ: Mapping[str, str], timeout_s: float, tries_launcher: bool, 
         return _without_mpi(process_facts.collect(environ, shutil.which("mpirun") or ""), error, told.rank)
     with ThreadPoolExecutor(1) as pool:
         trial = (
-            pool.submit(handshake.try_launcher, library.text, _SILENCE_S)
+            pool.submit(launcher_trial.try_launcher, library.text, _SILENCE_S)
             if is_alone and tries_launcher and library.mpirun
             else None
         )

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mpidist.comm import launch
-from mpidist.comm.capability import driver_version
+from mpidist.comm.discovery.capability import driver_version
+from mpidist.comm.mpi import launcher_env
 
 SHARED_MEMORY = "/dev/shm"
 _CUPY = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
@@ -100,7 +100,7 @@ def collect(environ: Mapping[str, str], path_mpirun: str = "") -> Facts:
     """
     import torch
 
-    told = launch.from_environment(environ)
+    told = launcher_env.from_environment(environ)
     shm_bytes, shm_free_bytes = _size_of(SHARED_MEMORY)
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Facts(
@@ -152,7 +152,7 @@ def versions() -> dict[str, str]:
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Return those of the user's environment variables that change how ranks communicate or compute, by name."""
-    kept = launch.without_launcher(environ)
+    kept = launcher_env.without_launcher(environ)
     return {
         name: text
         for name, text in sorted(environ.items())

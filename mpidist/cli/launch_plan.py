@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpidist.comm import launch
-from mpidist.comm.launch import OPEN_MPI
+from mpidist.comm.mpi import launcher_env
+from mpidist.comm.mpi.launcher_env import OPEN_MPI
 from mpidist.errors import LaunchError
 
 BINDINGS = ("none", "core", "socket", "numa")
@@ -147,7 +147,7 @@ def parse_mpi_types(text: str) -> tuple[str, ...]:
 
 
 def _require_outside(environ: Mapping[str, str]) -> None:
-    told = launch.from_environment(environ)
+    told = launcher_env.from_environment(environ)
     if told.size is not None and told.size > 1:
         raise LaunchError(
             f"this is already one of {told.size} ranks that {told.launcher} started: 'mpidist run' starts the ranks by itself. "

@@ -8,10 +8,13 @@ from typing import Any
 
 from mpidist.cli import facts as process_facts
 from mpidist.cli.facts import Device, Facts
-from mpidist.comm import byte_strings, capability, frame, node_memory, runtime
+from mpidist.comm.algorithms import shared_memory
+from mpidist.comm.discovery import capability
+from mpidist.comm.discovery.installed import Installed
+from mpidist.comm.discovery.transports import Transports, transports
 from mpidist.comm.group import from_world
-from mpidist.comm.installed import Installed
-from mpidist.comm.transports import Transports, transports
+from mpidist.comm.mpi import byte_strings, runtime
+from mpidist.comm.serialization import frame
 from mpidist.errors import MpidistError
 
 NOT_TRIED = "not tried"
@@ -171,7 +174,7 @@ def _checks(group: Any) -> Sequence[tuple[str, Callable[[], str]]]:
     def averages_in_node_memory() -> str:
         node = group.split_by_node()
         try:
-            memory = node_memory.share(node, 4 * _NUMEL)
+            memory = shared_memory.share(node, 4 * _NUMEL)
             if memory is None:
                 return ""
             tensor = memory.tensor(0, _NUMEL, torch.float32)
@@ -199,7 +202,7 @@ def shares_node_memory(group: Any) -> bool | None:
     """Say whether ranks of this node map each other's memory; None for a rank that is alone there. Collective: over the group."""
     node = group.split_by_node()
     try:
-        return None if node.size == 1 else node_memory.share(node, 4096) is not None
+        return None if node.size == 1 else shared_memory.share(node, 4096) is not None
     finally:
         node.close()
 

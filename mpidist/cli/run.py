@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from mpidist.cli.launch_plan import Plan, Request, Site, in_allocation, parse_mpi_types, plan, program_of
-from mpidist.comm import installed
+from mpidist.comm.discovery import installed
 from mpidist.errors import LaunchError
 
 _LIST_S = 20.0  # srun asks a busy controller

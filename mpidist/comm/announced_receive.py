@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from mpidist.comm.communicator import Communicator
-from mpidist.comm.library import MPI
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.library import MPI
 from mpidist.errors import FrameError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import arithmetic
+from mpidist.comm.algorithms import reduce_op
 
 
 def tensor(where: str, value: Any, name: str) -> None:
@@ -37,7 +37,7 @@ def sparse(where: str, value: torch.Tensor, name: str, op: Any) -> None:
     """
     if not (value.is_cpu or value.is_cuda):
         raise ValueError(f"{where} needs {name} on the CPU or a CUDA device; got {value.device}")
-    if op not in (arithmetic.SUM, arithmetic.AVG):
+    if op not in (reduce_op.SUM, reduce_op.AVG):
         raise ValueError(f"{where} reduces a sparse tensor by sum or avg; got {op} (use .to_dense() for another)")
     operation(where, value.dtype, op)
 
@@ -104,7 +104,7 @@ def operation(where: str, dtype: torch.dtype, value: Any) -> None:
         ValueError: A name of none.
     """
     try:
-        arithmetic.reduction(dtype, value)
+        reduce_op.reduction(dtype, value)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}: {error}") from None
 

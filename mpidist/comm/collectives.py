@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import arguments, movement, reductions, sparse
-from mpidist.comm.arithmetic import SUM, Operation
-from mpidist.comm.communicator import Communicator
+from mpidist.comm import arguments
+from mpidist.comm.algorithms import movement, reductions, sparse
+from mpidist.comm.algorithms.reduce_op import SUM, Operation
 from mpidist.comm.execution import Execution
-from mpidist.comm.shortcut import Shortcut
+from mpidist.comm.fast_path import Shortcut
+from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.work import Work
 
 Tensor = torch.Tensor

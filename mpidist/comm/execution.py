@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm import agreement, autograd_mode, buffer, on_device, patience, profiling
-from mpidist.comm.buffer import Order
-from mpidist.comm.communicator import Communicator
-from mpidist.comm.failing import ABORT, RAISE, Failing
-from mpidist.comm.host_copies import on_host
-from mpidist.comm.journal import Journal
+from mpidist.comm import profiling
+from mpidist.comm.algorithms import device_collectives, fingerprint
+from mpidist.comm.algorithms.host_copies import on_host
+from mpidist.comm.group_failure import ABORT, RAISE, Failing
+from mpidist.comm.memory import buffer
+from mpidist.comm.memory.buffer import Order
+from mpidist.comm.memory.stream import Device, device_at, device_of
+from mpidist.comm.mpi import autograd_mode, nonblocking
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.op_status import Journal
 from mpidist.comm.progress import Progress, at_once, is_at_once
-from mpidist.comm.stream import Device, device_at, device_of
 from mpidist.comm.work import Work
 from mpidist.errors import MpidistError
 
@@ -75,8 +78,8 @@ class Execution(Failing):
         if on_timeout == RAISE:
             check = _check_of(weakref.ref(self))
             self._comm_of_thread = comm.patient()
-            self._comm_of_thread.mpi = patience.LeavableComm(comm.plain, check, is_patient=not comm.is_single_node)
-            comm.mpi = patience.LeavableComm(comm.plain, check, is_patient=False)
+            self._comm_of_thread.mpi = nonblocking.LeavableComm(comm.plain, check, is_patient=not comm.is_single_node)
+            comm.mpi = nonblocking.LeavableComm(comm.plain, check, is_patient=False)
         self._progress = Progress(name)
         self._door = self._progress.door
         self._debug = os.environ.get(_ENV_DEBUG) == "1" if debug is None else debug
@@ -175,7 +178,7 @@ class Execution(Failing):
             if device is None:
                 execute = on_host(execute)
             else:
-                execute = on_device.placed(execute, device, inputs, outputs, args, events, self.size, async_op)
+                execute = device_collectives.placed(execute, device, inputs, outputs, args, events, self.size, async_op)
         call = (operation, execute, inputs, outputs, args, facts, results)
         if not async_op and self._progress.try_enter():
             try:
@@ -220,8 +223,8 @@ class Execution(Failing):
         self.journal.enter(operation, outputs[0] if outputs else inputs[0] if inputs else None)
         try:
             if self._debug:
-                line = agreement.describe(operation, self.journal.sequence, facts)
-                agreement.check(self._comm, self.where(operation), line)
+                line = fingerprint.describe(operation, self.journal.sequence, facts)
+                fingerprint.check(self._comm, self.where(operation), line)
             comm = self._comm_of_thread if self._progress.is_own_thread() else self._comm
             if torch_profiler._is_profiler_enabled:
                 execute = profiling.executing(execute, self, operation, results)
@@ -245,7 +248,7 @@ class Execution(Failing):
             except (TypeError, ValueError) as error:
                 if self._entered:  # raised by the operation itself, which the other ranks are in, too
                     raise
-                refusal = ((agreement.REFUSAL, str(error).removeprefix(self.where("")).replace(";", ",")),)
+                refusal = ((fingerprint.REFUSAL, str(error).removeprefix(self.where("")).replace(";", ",")),)
                 # As the other ranks call it: two calls are told by the name of their plain form.
                 name = operation.removesuffix("_coalesced") if "_tensor_" in operation else operation
                 self._launch(name, _nothing, (), (), facts=refusal)

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import arguments, faults, meeting, patience, runtime, timing, tuning, watchdog
+from mpidist.comm import arguments, watchdog
+from mpidist.comm.algorithms import tuning, tuning_runs
 from mpidist.comm.collectives import Collectives
-from mpidist.comm.communicator import Communicator
-from mpidist.comm.failing import ABORT, RAISE
-from mpidist.comm.library import MPI
-from mpidist.comm.monitored import MonitoredBarrier
+from mpidist.comm.group_failure import ABORT, RAISE
+from mpidist.comm.monitored_barrier import MonitoredBarrier
+from mpidist.comm.mpi import creation_barrier, mpi_errors, nonblocking, runtime
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.library import MPI
 from mpidist.comm.objects import Objects
 from mpidist.comm.p2p import PointToPoint
 from mpidist.comm.work import seconds
@@ -49,7 +51,7 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._made: Counter[str] = Counter()
-        self._meeting = meeting.Meeting(self._mpi, self._comm.own_tag(_MEETING_TAG), self.world_ranks)
+        self._meeting = creation_barrier.Meeting(self._mpi, self._comm.own_tag(_MEETING_TAG), self.world_ranks)
 
     def new_group(
         self,
@@ -221,7 +223,7 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
                 mpi.Free()
 
     def _drop_messages(self) -> None:
-        with faults.death_tolerated():
+        with mpi_errors.death_tolerated():
             for source, tag, length in self._receives.drain():
                 if tag <= self._comm.max_tag:  # the library's own are of calls that were refused or given up
                     warnings.warn(
@@ -294,7 +296,7 @@ def from_world(
     """
     limit = seconds(timeout)
     on_timeout = on_timeout or os.environ.get(_ENV_ON_TIMEOUT) or ABORT
-    meeting.of_world("init", meeting.start_limit(limit))
+    creation_barrier.of_world("init", creation_barrier.start_limit(limit))
     world = runtime.world()
     mpi = world.comm.Split(0, world.rank if key is None else key)
     places = MPI.Group.Translate_ranks(mpi.Get_group(), list(range(mpi.Get_size())), world.comm.Get_group())
@@ -362,10 +364,10 @@ def _tune(
 ) -> None:
     if device is not None:
         comm = comm.blocking()  # as collectives of device memory have it
-    tables.append(timing.measured_table(comm, device, timing.seconds(comm, device, sizes, rounds, told), source, told))
+    tables.append(tuning_runs.measured_table(comm, device, tuning_runs.seconds(comm, device, sizes, rounds, told), source, told))
 
 
 def _split(comm: Communicator, inputs: Any, outputs: Any, color: int, key: int, made: list[Any]) -> None:
-    if isinstance(comm.mpi, patience.LeavableComm):
+    if isinstance(comm.mpi, nonblocking.LeavableComm):
         comm.mpi.Barrier()  # it can be left while a rank is missing; the call below cannot
     made.append(comm.mpi.Split(color, key))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidist.comm import frame
+from mpidist.comm.serialization import frame
 from mpidist.errors import FrameError
 
 REPLY_TAGS = range(16, 16 + (1 << 14))  # one for each request under way, so that threads do not take each other's answers

@@ -19,13 +19,16 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm import arguments, buffer, departures, frame, profiling, trust
+from mpidist.comm import arguments, profiling
 from mpidist.comm.announced_receive import AnnouncedReceive
-from mpidist.comm.communicator import Communicator
 from mpidist.comm.execution import Execution
-from mpidist.comm.frame import Message
-from mpidist.comm.library import MPI
-from mpidist.comm.receive_memory import zeroed
+from mpidist.comm.memory import buffer
+from mpidist.comm.memory.buffer_pool import zeroed
+from mpidist.comm.mpi import exited_ranks, trust
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.serialization import frame
+from mpidist.comm.serialization.frame import Message
 from mpidist.comm.work import RequestWork
 from mpidist.errors import CommTimeout, FrameError, MpidistError
 
@@ -345,8 +348,8 @@ def _matched(comm: Communicator, source: int, tag: int, limit: Limit, lock: thre
         if timeout_s is not None and waited > timeout_s:
             raise CommTimeout(f"{where}: no object came within {timeout_s:g} s")
         if waited > _SPIN_S:
-            if departures.have_left(peers):
-                raise departures.failure(where, peers)
+            if exited_ranks.have_left(peers):
+                raise exited_ranks.failure(where, peers)
             time.sleep(_SLEEP_S)
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm import arguments, buffer, device_messages, profiling
+from mpidist.comm import arguments, device_p2p, profiling
 from mpidist.comm.execution import Execution
-from mpidist.comm.library import MPI
+from mpidist.comm.memory import buffer
+from mpidist.comm.memory.stream import start_request
+from mpidist.comm.mpi.library import MPI
 from mpidist.comm.posted_receives import ReceiveQueue
-from mpidist.comm.stream import start_request
 from mpidist.comm.work import RequestWork, release_orphans
 from mpidist.errors import MpidistError
 
@@ -122,7 +123,7 @@ class PointToPoint(Execution):
         arguments.rank(where, dst, "dst", self.size)
         arguments.tag(where, tag, self._comm.max_tag)
         release_orphans()
-        memory, device = device_messages.to_send(tensor)
+        memory, device = device_p2p.to_send(tensor)
         requests = [
             start_request(device, self._mpi.Isend, buffer.byte_range(memory, start, length), dst, tag)
             for start, length in buffer.pieces(memory.nbytes)
@@ -138,7 +139,7 @@ class PointToPoint(Execution):
             arguments.rank(where, src, "src", self.size)
         arguments.tag(where, tag, self._comm.max_tag)
         release_orphans()
-        memory, device, arrive = device_messages.to_receive(tensor)
+        memory, device, arrive = device_p2p.to_receive(tensor)
         events: list[Any] = []
         spans = list(buffer.pieces(memory.nbytes))
         if src is None and len(spans) > 1:

@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from mpidist.comm import runtime
-from mpidist.comm.library import MPI
-from mpidist.comm.stream import Device, start_request
+from mpidist.comm.memory.stream import Device, start_request
+from mpidist.comm.mpi import runtime
+from mpidist.comm.mpi.library import MPI
 from mpidist.errors import GroupError
 
 _SHORTEST_S, _LONGEST_S = 5e-4, 2e-3  # pauses of the thread between two looks; they grow while nothing is matched

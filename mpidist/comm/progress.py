@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mpidist.comm import runtime
+from mpidist.comm.mpi import runtime
 from mpidist.comm.work import Work
 from mpidist.errors import GroupError
 

@@ -19,9 +19,10 @@ from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
-from mpidist.comm import departures, faults, key_value_table, meeting, runtime, torch_variables, watchdog
+from mpidist.comm import key_value_table, watchdog
 from mpidist.comm.key_value_table import BYE, REPLY_TAGS, WAIT, KeyValueTable
-from mpidist.comm.library import MPI
+from mpidist.comm.mpi import creation_barrier, exited_ranks, mpi_errors, runtime, torchrun_env
+from mpidist.comm.mpi.library import MPI
 from mpidist.errors import CommTimeout, FrameError
 
 _REQUEST_TAG = 1
@@ -50,7 +51,7 @@ def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]
     """
     timeout: timedelta | None = kwargs.get("timeout")
     environ: Mapping[str, str] = kwargs.get("environ", {})
-    limit = meeting.start_limit(None if timeout is None else timeout.total_seconds() or None)
+    limit = creation_barrier.start_limit(None if timeout is None else timeout.total_seconds() or None)
     world = runtime.world(limit)
     query = parse_qs(urlparse(url).query)
     for name, truth in (("rank", world.rank), ("world_size", world.size)):
@@ -60,7 +61,7 @@ def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]
                 f"rank {world.rank} of {world.size}: init_process_group was given {name}={given}, but MPI started this job with "
                 f"{name}={truth}; leave it out, MPI knows it"
             )
-    problem = torch_variables.disagreement(environ, world.rank, world.size)
+    problem = torchrun_env.disagreement(environ, world.rank, world.size)
     if problem is not None:
         raise ValueError(f"rank {world.rank} of {world.size}: {problem}")
     yield dist.PrefixStore(f"use{next(_uses)}", shared_store(limit)), world.rank, world.size
@@ -75,7 +76,7 @@ def shared_store(timeout_s: float | None = None) -> MPIStore:
     world = runtime.world(timeout_s)
     with _lock:
         if _store is None or _store.generation != world.generation:
-            meeting.of_world("the rendezvous mpi://", timeout_s)
+            creation_barrier.of_world("the rendezvous mpi://", timeout_s)
             watchdog.start(world)
             _store = MPIStore(world)
         return _store
@@ -98,7 +99,7 @@ class MPIStore(dist.Store):
     def close(self, timeout_s: float) -> None:
         """Tell the server that this rank asks nothing any more."""
         word = key_value_table.request(0, BYE, ())
-        with faults.death_tolerated():
+        with mpi_errors.death_tolerated():
             self._mpi.Send((word, len(word), MPI.BYTE), 0, _REQUEST_TAG)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -156,10 +157,10 @@ class MPIStore(dist.Store):
         deadline = time.monotonic() + limit
         # The table is asked again and again: whose key it is nobody knows, but this rank's watchdog knows who has ended.
         while not self._call(WAIT, list(keys), min(max(deadline - time.monotonic(), 0.0), _ASK_AGAIN_S)):
-            if departures.have_left(self._others):
-                raise departures.failure(f"a wait for the store's keys {list(keys)}", self._others)
+            if exited_ranks.have_left(self._others):
+                raise exited_ranks.failure(f"a wait for the store's keys {list(keys)}", self._others)
             if time.monotonic() > deadline:
-                ended = departures.among(self._others)
+                ended = exited_ranks.among(self._others)
                 told = f"; world ranks {', '.join(map(str, ended))} came to the end of the program" if ended else ""
                 raise CommTimeout(f"the store's keys {list(keys)} did not come within {limit:g} s{told}")
 
@@ -226,7 +227,7 @@ class _Server:
         status, last = MPI.Status(), time.monotonic()
         nap = _LONGEST_NAP_S
         while self._clients:
-            message = faults.matched_probe(self._mpi, _REQUEST_TAG, status)
+            message = mpi_errors.matched_probe(self._mpi, _REQUEST_TAG, status)
             if message is not None:
                 self._serve(message, status)
                 last, nap = time.monotonic(), 50e-6
@@ -236,11 +237,11 @@ class _Server:
                 time.sleep(nap)
                 nap = min(nap * 2, _LONGEST_NAP_S)
                 if self._is_closing:
-                    self._clients.difference_update(faults.known_dead(self._mpi, range(self._mpi.Get_size())) or ())
+                    self._clients.difference_update(mpi_errors.known_dead(self._mpi, range(self._mpi.Get_size())) or ())
             if self._parked:
                 self._unpark()
             if self._sends:
-                self._sends = [(request, data) for request, data in self._sends if not faults.is_over(request)]
+                self._sends = [(request, data) for request, data in self._sends if not mpi_errors.is_over(request)]
 
     def _serve(self, message: Any, status: Any) -> None:
         request = bytearray(status.Get_count(MPI.BYTE))
@@ -277,7 +278,7 @@ class _Server:
 
     def _reply(self, rank: int, tag: int, answer: Any, problem: str | None = None) -> None:
         data = key_value_table.reply(answer, problem)
-        with faults.death_tolerated():
+        with mpi_errors.death_tolerated():
             self._sends.append((self._mpi.Isend((data, len(data), MPI.BYTE), rank, tag), data))
 
 

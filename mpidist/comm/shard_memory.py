@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import autograd_mode, movement
-from mpidist.comm.communicator import Communicator
-from mpidist.comm.node_memory import shared_maps
+from mpidist.comm.algorithms import movement
+from mpidist.comm.algorithms.shared_memory import shared_maps
+from mpidist.comm.mpi import autograd_mode
+from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.work import Work
 
 Tensor = torch.Tensor

@@ -23,11 +23,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidist.comm import departures, faults, runtime, watchdog_messages
+from mpidist.comm import watchdog_messages
 from mpidist.comm.execution import Execution
-from mpidist.comm.failing import RAISE
-from mpidist.comm.journal import Entry
-from mpidist.comm.library import MPI
+from mpidist.comm.group_failure import RAISE
+from mpidist.comm.mpi import exited_ranks, mpi_errors, runtime
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.op_status import Entry
 from mpidist.comm.watchdog_messages import ANSWER, ASK, FAILED, LEFT, PRINTED, Subject
 from mpidist.errors import CommTimeout, FrameError, RankFailureError
 
@@ -122,7 +123,7 @@ class Watchdog:
         return set(range(self.world.size)) - {self.world.rank} - set(self._dead()) - set(self._left)
 
     def _dead(self) -> tuple[int, ...]:
-        return faults.known_dead(self._mpi, range(self.world.size)) or ()
+        return mpi_errors.known_dead(self._mpi, range(self.world.size)) or ()
 
     def _run(self) -> None:
         while not self._stop.wait(_POLL_S):
@@ -139,7 +140,7 @@ class Watchdog:
             return
         missing = self._missing(group)
         if missing:
-            limit = departures.GRACE_S if limit is None else min(limit, departures.GRACE_S)
+            limit = exited_ranks.GRACE_S if limit is None else min(limit, exited_ranks.GRACE_S)
         if limit is None or group.journal.observe() <= limit:
             self._reported.pop(group, None)
             return
@@ -210,7 +211,7 @@ class Watchdog:
 
     def _serve(self) -> None:
         status = MPI.Status()
-        while (message := faults.matched_probe(self._mpi, _TAG, status)) is not None:
+        while (message := mpi_errors.matched_probe(self._mpi, _TAG, status)) is not None:
             data = bytearray(status.Get_count(MPI.BYTE))
             source = status.Get_source()
             message.Recv((data, len(data), MPI.BYTE))
@@ -218,7 +219,7 @@ class Watchdog:
                 self._hear(source, *watchdog_messages.decoded(data))
             except FrameError as error:
                 _log.warning("the watchdog drops a message of %d bytes of rank %d: %s", len(data), source, error)
-        self._sends = [(request, data) for request, data in self._sends if not faults.is_over(request)]
+        self._sends = [(request, data) for request, data in self._sends if not mpi_errors.is_over(request)]
 
     def _hear(self, source: int, kind: str, number: int, content: Any) -> None:
         if kind == ASK:
@@ -234,7 +235,7 @@ class Watchdog:
                     self._fail(group, text, missing)
         elif kind == LEFT:
             self._left[source] = content
-            departures.note(source)
+            exited_ranks.note(source)
         elif number == self._round:
             self._answers[source] = content
 
@@ -248,7 +249,7 @@ class Watchdog:
 
     def _send(self, rank: int, content: tuple[str, int, Any]) -> None:
         data = watchdog_messages.encoded(*content)
-        with faults.death_tolerated():
+        with mpi_errors.death_tolerated():
             self._sends.append((self._mpi.Isend((data, len(data), MPI.BYTE), rank, _TAG), data))
 
 
@@ -261,7 +262,7 @@ def _describe(group: Execution, what: str, problem: str, answers: dict[int, list
         entries = answers.get(rank)
         if rank in missing:
             lines.append(f"{label}: has come to the end of its program, and never called this")
-        elif entries is None and departures.among((rank,)):
+        elif entries is None and exited_ranks.among((rank,)):
             lines.append(f"{label}: has come to the end of its program")
         elif entries is None:
             lines.append(f"{label}: no answer within {_COLLECT_S:g} s; the process is stopped, dead, or holds the interpreter")

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import astuple, fields
 from typing import Any
 
-from mpidist.comm import frame
-from mpidist.comm.journal import Entry
+from mpidist.comm.op_status import Entry
+from mpidist.comm.serialization import frame
 from mpidist.errors import FrameError
 
 ASK, ANSWER, PRINTED, FAILED, LEFT = "ask", "answer", "printed", "failed", "left"

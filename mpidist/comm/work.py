@@ -13,9 +13,10 @@ from typing import Any
 
 from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm import departures, profiling
-from mpidist.comm.faults import is_mpi_error, is_over, translate
-from mpidist.comm.journal import Journal
+from mpidist.comm import profiling
+from mpidist.comm.mpi import exited_ranks
+from mpidist.comm.mpi.mpi_errors import is_mpi_error, is_over, translate
+from mpidist.comm.op_status import Journal
 from mpidist.comm.posted_receives import match_all
 from mpidist.dynamo import untraced
 from mpidist.errors import CommTimeout
@@ -256,8 +257,8 @@ class RequestWork:
                 if limit_s is not None and waited > limit_s:
                     raise CommTimeout(f"{self.where} did not end within {limit_s:g} s")
                 if waited > _YIELD_S:
-                    if departures.have_left(self._peers) and not self._test():
-                        raise departures.failure(self.where, self._peers)
+                    if exited_ranks.have_left(self._peers) and not self._test():
+                        raise exited_ranks.failure(self.where, self._peers)
                     time.sleep(_SLEEP_S)
                 elif waited > _SPIN_S:
                     os.sched_yield()

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.arithmetic import AVG
-from mpidist.ddp import complaints
-from mpidist.ddp.arrivals import Arrivals
+from mpidist.comm.algorithms.reduce_op import AVG
+from mpidist.ddp import gradient_errors
 from mpidist.ddp.bucket import Bucket, GradBucket, take
-from mpidist.ddp.hooks import order
+from mpidist.ddp.buffer_rotation import Turns
+from mpidist.ddp.hooks import stages
 from mpidist.ddp.layout import Layout
 from mpidist.ddp.owned_bucket import OwnedBucket
-from mpidist.ddp.turns import Turns
+from mpidist.ddp.readiness import Arrivals
 
 Tensor = torch.Tensor
 Hook = Callable[[Any, GradBucket], Any]
@@ -164,7 +164,7 @@ class BackwardPass:
             if key != _stream_here(key[0]):
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
         for name, layout in self._layout.buckets[index].collect(self._reduction.as_views):
-            self.complaints.append(complaints.of_layout(name, layout))
+            self.complaints.append(gradient_errors.of_layout(name, layout))
         self._reduce(index)
 
     def _wait_for_buffer(self, index: int) -> None:
@@ -176,22 +176,22 @@ class BackwardPass:
         if self._reduction.hook is not None and isinstance(bucket, Bucket):
             hook, state = self._reduction.hook
             is_last = self.arrivals.is_last(index, self._layout.sparse)
-            future = order.call(hook, state, GradBucket(bucket, index, is_last, group), group)
+            future = stages.call(hook, state, GradBucket(bucket, index, is_last, group), group)
         elif bucket.node_tensor is not None:
             bucket.node_tensor.average()
             future = None
         else:
-            work = group.all_reduce(bucket.flat, AVG, async_op=order.runs_beside(group, bucket.flat))
+            work = group.all_reduce(bucket.flat, AVG, async_op=stages.runs_beside(group, bucket.flat))
             future = None if work is None else work.get_future()
         self._futures[index] = future
         # On a device the next bucket may be another stream's: it waits for this one where it begins.
-        if bucket.buffer is not None and not bucket.flat.is_cuda and order.is_done(future):
+        if bucket.buffer is not None and not bucket.flat.is_cuda and stages.is_done(future):
             self._retire(index)
 
     def _retire(self, index: int) -> None:
         """Wait for one bucket; where buckets take turns, copy what this rank owns out of its buffer."""
         bucket, future = self._layout.buckets[index], self._futures.pop(index)
-        result = bucket.flat if future is None else order.value_of(future)
+        result = bucket.flat if future is None else stages.value_of(future)
         if not isinstance(bucket, OwnedBucket):
             # Accepted later: a result that is wrong on this rank alone must not keep it from what all ranks do meanwhile.
             self._reduced.append((index, result))

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.node_memory import NodeTensor
-from mpidist.comm.stream import used_here
+from mpidist.comm.algorithms.shared_memory import NodeTensor
+from mpidist.comm.memory.stream import used_here
 from mpidist.kernels.pack import pack, unpack
 from mpidist.kernels.view import laid_out
 

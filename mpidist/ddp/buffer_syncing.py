@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mpidist.ddp.agreement import broadcast_state
+from mpidist.ddp.verification import broadcast_state
 from mpidist.dynamo import untraced
 
 Tensor = torch.Tensor

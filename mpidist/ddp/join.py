@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
-from mpidist.comm.arithmetic import MAX
+from mpidist.comm.algorithms.reduce_op import MAX
 from mpidist.dynamo import untraced
 from mpidist.errors import DisagreementError
 

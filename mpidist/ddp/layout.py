@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.node_memory import share
+from mpidist.comm.algorithms.shared_memory import share
 from mpidist.ddp import plan
 from mpidist.ddp.bucket import Bucket
+from mpidist.ddp.buffer_rotation import TurnMemory
 from mpidist.ddp.owned_bucket import OwnedBucket, Owners
 from mpidist.ddp.sparse_bucket import SparseBucket
-from mpidist.ddp.turns import TurnMemory
 from mpidist.errors import DisagreementError
 
 Tensor = torch.Tensor

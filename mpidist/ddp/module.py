@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, Joinable
 
-from mpidist.comm.native_group import default_group, native_group
-from mpidist.ddp import in_backward, plan, signature
-from mpidist.ddp.agreement import broadcast_state, require_equal
+from mpidist.comm.resolve_group import default_group, native_group
+from mpidist.ddp import in_backward, plan, torch_arguments
 from mpidist.ddp.backward_pass import Hook
 from mpidist.ddp.join import SOMEONE_EXHAUSTED, Iteration, exchange, joined
 from mpidist.ddp.layout import Settings
-from mpidist.ddp.outputs import moved, tensors_in
 from mpidist.ddp.reducer import Reducer
+from mpidist.ddp.tensor_tree import moved, tensors_in
 from mpidist.ddp.torch_private import TorchNames
+from mpidist.ddp.verification import broadcast_state, require_equal
 from mpidist.errors import DisagreementError, MpidistError
 from mpidist.kernels.launch import has_kernels
 
@@ -98,24 +98,24 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         super().__init__()
         Joinable.__init__(self)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.process_group = signature.group_of(device_mesh, process_group)
+        self.process_group = torch_arguments.group_of(device_mesh, process_group)
         self._group = native_group(self.process_group)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-            signature.localise(module, device_mesh)
-        init_buffers, self.forward_sync_buffers = signature.buffer_syncing(broadcast_buffers, forward_sync_buffers)
+            torch_arguments.localise(module, device_mesh)
+        init_buffers, self.forward_sync_buffers = torch_arguments.buffer_syncing(broadcast_buffers, forward_sync_buffers)
         self.module = module
         try:
-            signature.refuse(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
-            named = signature.require_supported(module, self.parameters_to_ignore)
-            self._input_device = signature.input_device(module, device_ids, output_device, check_reduction)
+            torch_arguments.refuse(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
+            named = torch_arguments.require_supported(module, self.parameters_to_ignore)
+            self._input_device = torch_arguments.input_device(module, device_ids, output_device, check_reduction)
             self.settings = Settings(
                 limits=plan.limits_of(bucket_cap_mb, bucket_cap_mb_list),
                 most_buckets=plan.require_count(most_buckets),
                 gradient_as_bucket_view=gradient_as_bucket_view,
                 find_unused_parameters=find_unused_parameters,
                 static_graph=static_graph,
-                behind_all=(find_unused_parameters or static_graph) and signature.communicates_in_backward(module),
+                behind_all=(find_unused_parameters or static_graph) and torch_arguments.communicates_in_backward(module),
                 skip_unused=skip_all_reduce_unused_params,
             )
         except (TypeError, ValueError, RuntimeError) as error:
@@ -136,7 +136,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         if init_sync:
             state = self._state(init_buffers)
             arithmetic = "kernels" if has_kernels(named[0][1]) else "torch"  # hooks need the same on all ranks
-            sparse = signature.sparse_parameters(module)
+            sparse = torch_arguments.sparse_parameters(module)
             sparse_names = [name for name, parameter in named if id(parameter) in sparse]
             optimized = in_backward.names_of(named)
             require_equal(self._group, state, (self.settings, self.forward_sync_buffers, arithmetic, sparse_names, optimized))
@@ -296,9 +296,9 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         return [(name, tensor) for name, tensor in named if name not in self.parameters_to_ignore]
 
     def _make_reducer(self, local: bool = False) -> None:
-        named = signature.require_supported(self.module, self.parameters_to_ignore)
+        named = torch_arguments.require_supported(self.module, self.parameters_to_ignore)
         names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
-        sparse = signature.sparse_parameters(self.module)
+        sparse = torch_arguments.sparse_parameters(self.module)
         self.reducer = Reducer(parameters, names, [id(p) in sparse for p in parameters], self._group, self.settings, local)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mpidist.comm.node_memory import NodeTensor
+from mpidist.comm.algorithms.shared_memory import NodeTensor
+from mpidist.ddp.accumulated_averages import Standing
 from mpidist.ddp.bucket import Bucket, plain
 from mpidist.ddp.ownership import Bounds, Range
-from mpidist.ddp.standing import Standing
 from mpidist.kernels.view import laid_out
 
 Tensor = torch.Tensor

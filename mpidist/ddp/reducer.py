@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from mpidist.ddp import complaints, in_backward, in_context, mirroring
-from mpidist.ddp.agreement import require_all_gradients, require_equal_owners, used_somewhere
+from mpidist.ddp import autograd_context, gradient_errors, in_backward, shadowing
+from mpidist.ddp.accumulated_averages import Marks, Standing
 from mpidist.ddp.backward_pass import BackwardPass, Hook, Reduction, adds_to_gradients
 from mpidist.ddp.layout import Layout, Settings
 from mpidist.ddp.owned_bucket import Owners
 from mpidist.ddp.ownership import Ownership, of_hook, resolve
-from mpidist.ddp.standing import Marks, Standing
 from mpidist.ddp.torch_reducer import ReducerNames
+from mpidist.ddp.verification import require_all_gradients, require_equal_owners, used_somewhere
 from mpidist.dynamo import untraced
 
 Tensor = torch.Tensor
-Aside = tuple[mirroring.Gradients, Marks | None]
+Aside = tuple[shadowing.Gradients, Marks | None]
 
 
 @untraced
@@ -149,7 +149,7 @@ class Reducer(ReducerNames):
         self._knows_outputs = bool(tracked)
         for output in tracked:
             output.register_hook(self._began)
-        in_context.join(self)
+        autograd_context.join(self)
 
     def stand_by(self) -> None:
         """Leave the gradients of the next backward pass as they are; called after a forward pass under ``no_sync``.
@@ -183,12 +183,12 @@ class Reducer(ReducerNames):
     def put_aside(self) -> Aside:
         """Take the gradients away from the parameters, for passes that shall not add to them."""
         marks = None if self._standing is None else self._standing.put_aside()
-        return mirroring.put_aside(self.parameters, self._layout.views), marks
+        return shadowing.put_aside(self.parameters, self._layout.views), marks
 
     def restore(self, aside: Aside) -> None:
         """Give the parameters back what was ``put_aside``."""
         gradients, marks = aside
-        mirroring.restore(gradients, self.parameters, self._layout.views)
+        shadowing.restore(gradients, self.parameters, self._layout.views)
         if self._standing is not None and marks is not None:
             self._standing.restore(marks)
 
@@ -233,11 +233,11 @@ class Reducer(ReducerNames):
     def _surplus(self, place: int) -> str:
         name = self._names[place]
         if self._unused is not None and place in self._unused:
-            return complaints.of_unused(name)
+            return gradient_errors.of_unused(name)
         if self._settings.static_graph:
             first = self._times[place] if self._times is not None else 0
-            return complaints.of_graph(name, self._pass.arrivals.counts[place], first)
-        return complaints.of_twice(name)
+            return gradient_errors.of_graph(name, self._pass.arrivals.counts[place], first)
+        return gradient_errors.of_twice(name)
 
     def _finish(self) -> None:
         self._is_armed = self._is_begun = False

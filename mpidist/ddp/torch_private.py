@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Joinable
 
-from mpidist.comm.native_group import native_group
+from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.buffer_syncing import BufferSyncing
 from mpidist.ddp.hooks.default import allreduce_hook, fp16_compress_hook
 from mpidist.ddp.hooks.optimizer_overlap import OptimizerHookState, hook_then_optimizer

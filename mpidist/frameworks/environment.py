@@ -6,7 +6,7 @@ import os
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
-from mpidist.comm import runtime
+from mpidist.comm.mpi import runtime
 
 
 class MPIEnvironment(ClusterEnvironment):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mpidist.comm.native_group import native_group
+from mpidist.comm.resolve_group import native_group
 
 
 def make_default_group(timeout: timedelta | None) -> None:

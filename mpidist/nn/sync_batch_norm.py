@@ -19,8 +19,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mpidist.comm.arithmetic import SUM
-from mpidist.comm.native_group import native_group
+from mpidist.comm.algorithms.reduce_op import SUM
+from mpidist.comm.resolve_group import native_group
 from mpidist.dynamo import untraced
 from mpidist.nn import batch_kernels, batch_statistics
 from mpidist.nn.batch_statistics import Statistics

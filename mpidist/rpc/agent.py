@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from mpidist.comm import departures, runtime
-from mpidist.comm.incoming import Incoming
-from mpidist.comm.transport import Transport
+from mpidist.comm.mpi import exited_ranks, runtime
+from mpidist.comm.transport.incoming import Incoming
+from mpidist.comm.transport.transport import Transport
 from mpidist.errors import CommTimeout, FrameError, RankFailureError
 from mpidist.rpc import engine_messages, interceptor, message
-from mpidist.rpc.allowed import Allowed
+from mpidist.rpc.allowlist import Allowed
 from mpidist.rpc.calls import Calls
 from mpidist.rpc.engine_messages import EngineMessages
 from mpidist.rpc.inline_policy import InlinePolicy
@@ -281,7 +281,7 @@ def _check(workers: Workers, deadline: float, reason: Callable[[], str]) -> None
     if time.monotonic() > deadline:
         raise CommTimeout(f"{workers.me}: the other workers were not ready in time: {reason()}")
     mine = workers.world_ranks[workers.me.id]
-    gone = sorted(workers.left) or departures.among([rank for rank in workers.world_ranks if rank != mine])
+    gone = sorted(workers.left) or exited_ranks.among([rank for rank in workers.world_ranks if rank != mine])
     if gone:
         names = ", ".join(workers.infos[rank].name for rank in sorted(workers.left)) or "another rank"
         raise RankFailureError(f"{workers.me} waits for all workers, but {names} has left without a graceful shutdown", gone)

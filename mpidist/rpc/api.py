@@ -10,13 +10,13 @@ from typing import Any
 
 from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm import trust
 from mpidist.comm.group import ProcessGroup
+from mpidist.comm.mpi import trust
 from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError
-from mpidist.rpc import current, gathering, interceptor, membership, profiling, rref
+from mpidist.rpc import current, interceptor, membership, profiling, rref, worker_gather
 from mpidist.rpc.agent import FORKED, Agent
-from mpidist.rpc.allowed import Allowed
+from mpidist.rpc.allowlist import Allowed
 from mpidist.rpc.call import wait_for_all
 from mpidist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from mpidist.rpc.options import BackendType, RpcBackendOptions, seconds
@@ -112,7 +112,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     finally:
         agent.close()
         current.agent = None
-        gathering.forget()
+        worker_gather.forget()
 
 
 @untraced
@@ -223,11 +223,11 @@ def _is_current_rpc_agent_set() -> bool:
 
 
 def _all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
-    return gathering.all_gather(obj, worker_names, timeout)
+    return worker_gather.all_gather(obj, worker_names, timeout)
 
 
 def _barrier(worker_names: Iterable[str]) -> None:
-    gathering.barrier(worker_names)
+    worker_gather.barrier(worker_names)
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:

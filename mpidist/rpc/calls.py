@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidist.comm.incoming import Incoming
+from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import FrameError, MpidistError, RankFailureError
 from mpidist.rpc import callee, interceptor, remote_error
-from mpidist.rpc.allowed import Allowed
+from mpidist.rpc.allowlist import Allowed
 from mpidist.rpc.call import AsyncCall, Call, RpcFuture
 from mpidist.rpc.codec import EMPTY, Content
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import tensor_table
+from mpidist.comm.serialization import tensor_table
 from mpidist.rpc import pickles, remote_error
 from mpidist.rpc.pickles import Reference
 from mpidist.rpc.plain_data import MARK, SCALARS, NotPlain, Walk

@@ -1,6 +1,6 @@
 """Encoding and decoding for workers that read data only: ``codec`` and ``decoder`` for those with a list.
 
-The content has the same table of tensors in front; its skeleton is the data of ``comm/data_format``
+The content has the same table of tensors in front; its skeleton is the data of ``comm/serialization/data_format``
 with the extension types of ``data_values``. There is no pickle: what is no data fails where it is
 written, with the argument's name. What is read is data, whatever the bytes are.
 """
@@ -11,12 +11,12 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidist.comm import data_reader, data_writer, tensor_rebuild, tensor_table
-from mpidist.comm.data_format import NATIVE, NUMBER, OBJECT
-from mpidist.comm.data_writer import Ext, encode
+from mpidist.comm.serialization import data_reader, data_writer, tensor_rebuild, tensor_table
+from mpidist.comm.serialization.data_format import NATIVE, NUMBER, OBJECT
+from mpidist.comm.serialization.data_writer import Ext, encode
 from mpidist.errors import FrameError, NotPlainData
 from mpidist.rpc import callee, decoder, remote_error
-from mpidist.rpc.allowed import Allowed, Refused
+from mpidist.rpc.allowlist import Allowed, Refused
 from mpidist.rpc.codec import EMPTY, KEYWORDS, PICKLED, SLOTS, TABLE, Content, Tensor
 from mpidist.rpc.data_values import REFERENCE, Reading, Writing
 from mpidist.rpc.pickles import Reference

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from mpidist.comm import data_writer
+from mpidist.comm.serialization import data_writer
 from mpidist.errors import FrameError, NotPlainData
 from mpidist.rpc import callee, records
-from mpidist.rpc.allowed import Allowed, Refused, shown_name
+from mpidist.rpc.allowlist import Allowed, Refused, shown_name
 from mpidist.rpc.message import COUNT
 from mpidist.rpc.pickles import Carried, Reference
 from mpidist.rpc.worker import WorkerInfo

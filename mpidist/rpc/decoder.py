@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidist.comm import tensor_rebuild
+from mpidist.comm.serialization import tensor_rebuild
 from mpidist.errors import FrameError
 from mpidist.rpc import pickles
 from mpidist.rpc.codec import COUNT, KEYWORDS, LONE_ARGUMENT, LONE_MARK, PICKLED, SLOTS, TABLE, Tensor

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mpidist.comm.incoming import Incoming
+from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import RankFailureError
 from mpidist.rpc import interceptor, message
 from mpidist.rpc.message import Kind

@@ -7,9 +7,9 @@ import threading
 from typing import Any
 
 from mpidist.comm import group as groups
-from mpidist.comm import launch, runtime
 from mpidist.comm.group import ProcessGroup
-from mpidist.comm.transport import Transport
+from mpidist.comm.mpi import launcher_env, runtime
+from mpidist.comm.transport.transport import Transport
 from mpidist.errors import MpidistError
 from mpidist.rpc.options import RpcBackendOptions
 from mpidist.rpc.worker import WorkerInfo, Workers, doubled
@@ -46,7 +46,7 @@ def transport_of(rank: int, world_size: int | None, group: ProcessGroup | None) 
 
 def _group(world_size: int | None) -> ProcessGroup:
     if not runtime.is_initialized() and world_size is not None:
-        told = launch.from_environment(os.environ).size
+        told = launcher_env.from_environment(os.environ).size
         if told is not None and told != world_size:
             raise MpidistError(
                 f"init_rpc was given world_size {world_size}, but the job has {told} ranks; for fewer, call mpidist.comm.init() "

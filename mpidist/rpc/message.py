@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mpidist.comm import transport
+from mpidist.comm.transport import transport
 from mpidist.errors import FrameError
 
 FAR = 16  # the content is the first part

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import tensor_pickle
+from mpidist.comm.serialization import tensor_pickle
 from mpidist.errors import MpidistError
 
 

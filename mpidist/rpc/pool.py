@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from mpidist.comm import runtime
+from mpidist.comm.mpi import runtime
 
 
 class Action(Protocol):

@@ -7,7 +7,7 @@ import traceback
 from typing import Any
 
 from mpidist.errors import FrameError, RemoteError
-from mpidist.rpc.allowed import Allowed
+from mpidist.rpc.allowlist import Allowed
 from mpidist.rpc.data_values import error_values, made_error
 from mpidist.rpc.worker import WorkerInfo
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
-from mpidist.comm.incoming import Incoming
+from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import MpidistError
 from mpidist.rpc import callee, functions, interceptor, message, methods, remote_error
-from mpidist.rpc.allowed import Allowed, Refused
+from mpidist.rpc.allowlist import Allowed, Refused
 from mpidist.rpc.codec import EMPTY, Content
 from mpidist.rpc.inline_policy import InlinePolicy
 from mpidist.rpc.message import PAIR, Kind

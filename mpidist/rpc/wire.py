@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from mpidist.comm.incoming import Incoming
-from mpidist.comm.transport import HEADER_BYTES, Transport
+from mpidist.comm.transport.incoming import Incoming
+from mpidist.comm.transport.transport import HEADER_BYTES, Transport
 from mpidist.errors import FrameError
 from mpidist.rpc import codec, data_codec, decoder, interceptor, message
-from mpidist.rpc.allowed import Allowed
+from mpidist.rpc.allowlist import Allowed
 from mpidist.rpc.codec import EMPTY, TABLE, Content
 from mpidist.rpc.message import (
     ANNOUNCED,

@@ -15,7 +15,7 @@ import torch
 from mpidist.comm.work import Work
 from mpidist.errors import MpidistError
 from mpidist.zero.consolidation import StateByNumber, gathered
-from mpidist.zero.fresh_memory import KeptMemory
+from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.shard_image import ShardImage
 
 _NICE = 19  # the lowest priority

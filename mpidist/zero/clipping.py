@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.arithmetic import MAX, SUM
+from mpidist.comm.algorithms.reduce_op import MAX, SUM
 
 Tensor = torch.Tensor
 _TINY = 1e-6  # torch's: no division by zero

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from mpidist.kernels.view import laid_out
-from mpidist.zero.fresh_memory import KeptMemory
 from mpidist.zero.local_state import FLAT, LOOSE, described
+from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.shard_image import KindKey, ShardImage
 from mpidist.zero.verdict import raise_together
 

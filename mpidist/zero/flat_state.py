@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpidist.zero.fresh_memory import zeros
 from mpidist.zero.pieces import Piece
+from mpidist.zero.result_memory import zeros
 
 Tensor = torch.Tensor
 State = Mapping[Tensor, dict[str, Any]]

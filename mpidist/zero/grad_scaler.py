@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.arithmetic import MAX
-from mpidist.comm.native_group import native_group
+from mpidist.comm.algorithms.reduce_op import MAX
+from mpidist.comm.resolve_group import native_group
 from mpidist.zero.verdict import require_alike
 
 Tensor = torch.Tensor

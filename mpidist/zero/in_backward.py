@@ -15,7 +15,7 @@ import torch
 from torch.distributed import GradBucket
 from torch.profiler import record_function
 
-from mpidist.comm.stream import used_here
+from mpidist.comm.memory.stream import used_here
 from mpidist.kernels.view import laid_out
 from mpidist.zero import groups
 from mpidist.zero.join import is_mirrored

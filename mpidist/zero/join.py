@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 Tensor = torch.Tensor
 
-# Set on parameters by ``mpidist.ddp.mirroring`` while their gradients are the other ranks' average.
+# Set on parameters by ``mpidist.ddp.shadowing`` while their gradients are the other ranks' average.
 _IS_MIRRORED = "_mpidist_is_mirrored"
 # Set by ``mpidist.ddp.join`` within ``DistributedDataParallel.join``.
 _IS_JOINING = "_mpidist_is_joining"

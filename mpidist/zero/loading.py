@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import autograd_mode
+from mpidist.comm.mpi import autograd_mode
 from mpidist.dynamo import untraced
 from mpidist.zero import groups, local_state, state_dict
 from mpidist.zero.flat_state import FlatState
-from mpidist.zero.parked import Parked, parked
 from mpidist.zero.shard_image import ShardImage, image_of
 from mpidist.zero.shards import Shards
+from mpidist.zero.unowned_state import Parked, parked
 from mpidist.zero.verdict import Row, raise_together, require_alike
 
 

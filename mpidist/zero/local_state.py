@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from mpidist.zero.parked import Parked
 from mpidist.zero.pieces import Piece
 from mpidist.zero.shard_image import InFlat, Loose, ShardImage
 from mpidist.zero.state_dict import for_base
+from mpidist.zero.unowned_state import Parked
 
 Tensor = torch.Tensor
 Groups = Sequence[dict[str, Any]]

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, Joinable
 
-from mpidist.comm.native_group import default_group
+from mpidist.comm.resolve_group import default_group
 from mpidist.dynamo import untraced
 from mpidist.zero import groups
-from mpidist.zero.changes import Changing
 from mpidist.zero.in_backward import BackwardSteps, Hook, SteppingHook
 from mpidist.zero.join import BorrowedGradients, StepHook, require_named
 from mpidist.zero.overlap import Gather, PendingGathers
+from mpidist.zero.parameter_changes import Changing
 
 Tensor = torch.Tensor
 

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from mpidist.comm import autograd_mode
-from mpidist.comm.native_group import native_group
+from mpidist.comm.mpi import autograd_mode
+from mpidist.comm.resolve_group import native_group
 from mpidist.dynamo import untraced
 from mpidist.zero import clipping, groups
 from mpidist.zero import partition as partitions
 from mpidist.zero.background import Background
 from mpidist.zero.consolidation import Consolidation
 from mpidist.zero.flat_state import FlatState
-from mpidist.zero.fresh_memory import KeptMemory
 from mpidist.zero.modes import Modes
-from mpidist.zero.parked import Parked
 from mpidist.zero.partition import GREEDY, Cost
 from mpidist.zero.pieces import Gradients, Piece
+from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.shards import Shards
+from mpidist.zero.unowned_state import Parked
 from mpidist.zero.verdict import highest, raise_together, require_alike
 from mpidist.zero.wire import wire_of
 

@@ -18,7 +18,7 @@ import torch
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from mpidist.comm.tensor_spans import span
+from mpidist.comm.serialization.tensor_spans import span
 
 Tensor = torch.Tensor
 

@@ -13,9 +13,9 @@ from mpidist.zero import groups, local_state, state_dict
 from mpidist.zero.background import Background, Consolidating
 from mpidist.zero.consolidation import CHUNK_BYTES, Consolidation
 from mpidist.zero.first_state import first_state
-from mpidist.zero.fresh_memory import KeptMemory
 from mpidist.zero.loading import Loading
 from mpidist.zero.pieces import Piece
+from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.verdict import require_alike
 
 

@@ -15,7 +15,7 @@ import torch
 
 from mpidist.zero.buffer_plan import BufferPlan
 from mpidist.zero.flat_state import FlatState, Kind, State
-from mpidist.zero.fresh_memory import KeptMemory
+from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.shards import Shards
 
 Tensor = torch.Tensor

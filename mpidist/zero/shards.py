@@ -17,7 +17,7 @@ from mpidist.kernels.view import laid_out
 from mpidist.zero import partition as partitions
 from mpidist.zero.buffer_plan import BufferPlan, Slot, Span, cut, owned_parts, split, whole
 from mpidist.zero.flat_buffers import FlatBuffers
-from mpidist.zero.masters import Masters, exact_masters
+from mpidist.zero.master_weights import Masters, exact_masters
 from mpidist.zero.overlap import Gather
 from mpidist.zero.partition import BALANCED, FLAT, Cost
 from mpidist.zero.pieces import Piece

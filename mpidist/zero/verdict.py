@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.arithmetic import MAX
+from mpidist.comm.algorithms.reduce_op import MAX
 from mpidist.errors import DisagreementError
 
 Row = tuple[str, Any]  # what it is, and what this rank holds

@@ -9,7 +9,7 @@ import torch
 
 from mpidist.autograd import checks
 from mpidist.autograd.context import SMART, Context
-from mpidist.autograd.notices import Notice
+from mpidist.autograd.control_messages import Notice
 from mpidist.autograd.passes import Pass
 from mpidist.autograd.recording import Send
 from mpidist.autograd.smart import Survey

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist.autograd.context import SMART, Context
-from mpidist.autograd.notices import Notice
+from mpidist.autograd.control_messages import Notice
 from mpidist.errors import FrameError
 from mpidist.rpc import current
 from mpidist.rpc.message import Kind

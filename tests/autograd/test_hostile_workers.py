@@ -9,7 +9,7 @@ import mpidist.autograd as autograd
 import mpidist.rpc as rpc
 from mpidist.autograd import parts
 from mpidist.autograd.api import _engine
-from mpidist.autograd.notices import Notice, send_gradients
+from mpidist.autograd.control_messages import Notice, send_gradients
 from mpidist.rpc import current
 from mpidist.rpc.message import Kind
 from tests.support import agree

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from mpidist.comm import frame, key_value_table, tensor_pickle, watchdog_messages
-from mpidist.comm.journal import Entry
+from mpidist.comm import key_value_table, watchdog_messages
+from mpidist.comm.op_status import Entry
+from mpidist.comm.serialization import frame, tensor_pickle
 from mpidist.errors import FrameError
 
 _FIXED = struct.Struct("<4sHHQQ")

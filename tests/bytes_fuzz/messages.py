@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
-from mpidist.autograd import notices
-from mpidist.comm import buffer, eager_receives, faults, payload_receives, transport
-from mpidist.comm.transport import Transport
+from mpidist.autograd import control_messages
+from mpidist.comm.memory import buffer
+from mpidist.comm.mpi import mpi_errors
+from mpidist.comm.transport import eager_receives, payload_receives, transport
+from mpidist.comm.transport.transport import Transport
 from mpidist.errors import CommTimeout
 from mpidist.rpc import callee, current, proxy, rref
 from mpidist.rpc.agent import Agent
-from mpidist.rpc.allowed import Allowed
+from mpidist.rpc.allowlist import Allowed
 from mpidist.rpc.call import Call
 from mpidist.rpc.message import GRADIENTS, PAIR, WORD, Kind
 from mpidist.rpc.options import RpcBackendOptions
@@ -35,7 +37,7 @@ _AGENT_CASES = 400  # cases that one agent reads: what it keeps of them is bound
 _ASKED_EVERY = 50  # cases, and a listed function must be answered
 _EAGER_TAG = 7
 
-transport.MPI = eager_receives.MPI = faults.MPI = buffer.MPI = payload_receives.MPI = Mpi  # MPI is not started
+transport.MPI = eager_receives.MPI = mpi_errors.MPI = buffer.MPI = payload_receives.MPI = Mpi  # MPI is not started
 _LISTED = [
     victim.look,
     victim.echo,
@@ -155,10 +157,10 @@ def samples() -> list[bytes]:
         (Kind.LEAVE, b""),
     ):
         noted(lambda kind=kind, words=words: agent.wire.post(READER, kind, 0, 0, words))
-    noted(lambda: notices.send_gradients(READER, False, 1 << 48, 1 << 48, 1, False, [tensor]))
-    noted(lambda: notices.send_gradients(READER, True, 1 << 48, 1 << 48, 1, False, [tensor, None]))
-    for what in notices.Notice:
-        noted(lambda what=what: notices.notify(READER, what, 1 << 48, 1 << 48, (1, 2)))
+    noted(lambda: control_messages.send_gradients(READER, False, 1 << 48, 1 << 48, 1, False, [tensor]))
+    noted(lambda: control_messages.send_gradients(READER, True, 1 << 48, 1 << 48, 1, False, [tensor, None]))
+    for what in control_messages.Notice:
+        noted(lambda what=what: control_messages.notify(READER, what, 1 << 48, 1 << 48, (1, 2)))
     noted(lambda: agent.wire.post(READER, Kind.CALL_PYTHON, 9, 1 << 48, *_call(codec, tensor)))
     assert len(GRADIENTS.pack(0, 0, 0, 0)) == GRADIENTS.size
     return written

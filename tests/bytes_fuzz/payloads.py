@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from mpidist.comm import data_reader, data_writer
+from mpidist.comm.serialization import data_reader, data_writer
 from mpidist.errors import MpidistError
-from mpidist.rpc.allowed import Allowed
+from mpidist.rpc.allowlist import Allowed
 from mpidist.rpc.data_values import Reading, Writing
 from mpidist.rpc.worker import WorkerInfo
 from tests.bytes_fuzz.mutations import MOST_BYTES
@@ -143,7 +143,7 @@ def _require_data(obj: Any, budget: list[int]) -> None:
         assert len(obj) == 2
         _require_data(tuple(obj), budget)
     elif isinstance(obj, Exception):
-        assert kind.__module__ in ("builtins", "mpidist.errors", "mpidist.rpc.allowed"), kind
+        assert kind.__module__ in ("builtins", "mpidist.errors", "mpidist.rpc.allowlist"), kind
         _require_data(obj.args, budget)
     else:
         is_listed = any(obj is item for item in _LISTED)

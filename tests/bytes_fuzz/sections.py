@@ -9,9 +9,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mpidist.comm import incoming, transport
-from mpidist.comm.incoming import Incoming
-from mpidist.comm.transport import Transport
+from mpidist.comm.transport import incoming, transport
+from mpidist.comm.transport.incoming import Incoming
+from mpidist.comm.transport.transport import Transport
 from mpidist.errors import FrameError
 from mpidist.rpc import message
 

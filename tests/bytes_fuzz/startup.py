@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mpidist.comm import frame
+from mpidist.comm.serialization import frame
 from mpidist.errors import MpidistError
 from mpidist.rpc.membership import gather_workers
 from mpidist.rpc.options import RpcBackendOptions

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from mpidist.comm import tensor_rebuild, tensor_table
-from mpidist.comm.tensor_format import COUNTS, FIRST, OFFSET, ROW, SCALE
+from mpidist.comm.serialization import tensor_rebuild, tensor_table
+from mpidist.comm.serialization.tensor_format import COUNTS, FIRST, OFFSET, ROW, SCALE
 from mpidist.errors import FrameError
 
 _READ = 1 << 20  # elements up to which a result is read as a whole

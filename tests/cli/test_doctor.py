@@ -8,7 +8,7 @@ import torch
 
 from mpidist.cli import doctor, facts, questions
 from mpidist.cli.finding import PROBLEM
-from mpidist.comm import installed
+from mpidist.comm.discovery import installed
 from mpidist.errors import LaunchError
 from tests.support import agree
 

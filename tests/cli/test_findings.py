@@ -8,7 +8,7 @@ from mpidist.cli.facts import Device, Facts
 from mpidist.cli.finding import NOTE, PROBLEM, WARNING, by_node, ranks_of, values
 from mpidist.cli.findings import findings, size
 from mpidist.cli.questions import MpiFacts
-from mpidist.comm.transports import Transports
+from mpidist.comm.discovery.transports import Transports
 
 VERSIONS = {
     "python": "3.11.7",

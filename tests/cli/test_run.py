@@ -10,8 +10,8 @@ import pytest
 
 from mpidist.cli import run
 from mpidist.cli.launch_plan import Plan
-from mpidist.comm import installed
-from mpidist.comm.launch import without_launcher
+from mpidist.comm.discovery import installed
+from mpidist.comm.mpi.launcher_env import without_launcher
 from mpidist.errors import LaunchError
 from tests.support import ROOT, missing, started
 
@@ -57,7 +57,7 @@ def test_the_exit_status_is_the_jobs_and_a_signal_ends_it(tmp_path):
     if not installed.installed().mpirun:
         missing("no mpirun belongs to the MPI library")
     (tmp_path / "train.py").write_text(
-        "from mpidist.comm import runtime\nworld = runtime.world()\nprint('rank', world.rank, world.size)"
+        "from mpidist.comm.mpi import runtime\nworld = runtime.world()\nprint('rank', world.rank, world.size)"
     )
     command = [sys.executable, "-m", "mpidist", "run", "-n", "2"]
     met = started([*command, str(tmp_path / "train.py")], 60, {"MPIDIST_CUDA_AWARE": "0"})

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpidist.comm import frame, objects, work
-from mpidist.comm.receive_memory import zeroed
+from mpidist.comm import objects, work
+from mpidist.comm.memory.buffer_pool import zeroed
+from mpidist.comm.serialization import frame
 from mpidist.errors import CommTimeout, FrameError
 from tests.support import agree
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpidist.comm import buffer, movement
+from mpidist.comm.algorithms import movement
+from mpidist.comm.memory import buffer
 from tests.support import agree
 
 pytestmark = pytest.mark.mpi

@@ -9,7 +9,7 @@ import torch
 
 from mpidist.comm import execution
 from mpidist.comm.execution import Execution
-from mpidist.comm.journal import IDLE
+from mpidist.comm.op_status import IDLE
 from mpidist.comm.progress import is_at_once
 from mpidist.errors import CommTimeout, GroupError
 

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mpidist.comm import buffer, frame, objects, work
+from mpidist.comm import objects, work
+from mpidist.comm.memory import buffer
+from mpidist.comm.serialization import frame
 from mpidist.errors import CommTimeout, FrameError, MpidistError, NotPlainData
 from tests.support import agree, raises_on_all
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from mpidist.comm import buffer
+from mpidist.comm.memory import buffer
 from mpidist.comm.p2p import P2POp
 from mpidist.errors import CommTimeout, MpidistError
 from tests.support import agree

@@ -9,7 +9,8 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from mpidist.comm import node_memory, profiling, shard_memory
+from mpidist.comm import profiling, shard_memory
+from mpidist.comm.algorithms import shared_memory
 from mpidist.comm.p2p import P2POp
 from tests.support import agree
 
@@ -42,7 +43,7 @@ def counts(done):
 def test_every_operation_is_one_event(group, all_threads):
     size, rank = group.size, group.rank
     t, many, whole = torch.ones(3), [torch.ones(3) for _ in range(size)], torch.ones(3 * size)
-    memory = node_memory.share(group, 64)
+    memory = shared_memory.share(group, 64)
     shards = shard_memory.allocate(group, 8 * size)
     parts = [[(8 * place, 8 * place + 8)] for place in range(size)]
     group.all_reduce(t)  # of known memory from now on: the shortest path must not go past the profiler

@@ -9,9 +9,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from mpidist.comm import frame, key_value_table, rendezvous
+from mpidist.comm import key_value_table, rendezvous
 from mpidist.comm.key_value_table import REPLY_TAGS, KeyValueTable
-from mpidist.comm.library import MPI
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.serialization import frame
 from mpidist.errors import FrameError
 from tests.support import agree, raises_on_all
 

@@ -9,7 +9,8 @@ import os
 import pytest
 import torch
 
-from mpidist.comm import runtime, shard_memory
+from mpidist.comm import shard_memory
+from mpidist.comm.mpi import runtime
 from mpidist.errors import GroupError
 from tests.support import agree, raises_on_all
 

@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from mpidist.comm.patience import LeavableComm
+from mpidist.comm.mpi.nonblocking import LeavableComm
 from mpidist.errors import CommTimeout, DisagreementError
-from tests.comm.test_patience import calls
+from tests.comm.mpi.test_nonblocking import calls
 from tests.support import agree, raises_on_all
 
 pytestmark = pytest.mark.mpi

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpidist.comm import departures, frame, watchdog, watchdog_messages
-from mpidist.comm import journal as journals
-from mpidist.comm.journal import Journal
-from mpidist.comm.library import MPI
+from mpidist.comm import op_status as journals
+from mpidist.comm import watchdog, watchdog_messages
+from mpidist.comm.mpi import exited_ranks
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.op_status import Journal
+from mpidist.comm.serialization import frame
 from mpidist.errors import CommTimeout, FrameError, RankFailureError
 from tests.support import agree, printed, short_job
 
@@ -226,7 +228,7 @@ def test_a_report_says_what_each_rank_is_in(clock, monkeypatch):
     assert text.index("rank 0 (world rank 4): in number 1") < text.index("rank 1 (world rank 0): no answer")
     text = watchdog._describe(group, "barrier", "is late", {2: late, 4: late, 0: []}, [], 4)
     assert "rank 1 (world rank 0): does not know this group" in text
-    monkeypatch.setattr(departures, "_left", {0: clock[0]})
+    monkeypatch.setattr(exited_ranks, "_left", {0: clock[0]})
     text = watchdog._describe(group, "barrier", "is late", {2: late, 4: late}, [], 4)
     assert "rank 1 (world rank 0): has come to the end of its program" in text
 

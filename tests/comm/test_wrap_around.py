@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from mpidist.comm import AVG, PRODUCT, SUM, PremulSum, buffer, runtime, shards
+from mpidist.comm import AVG, PRODUCT, SUM, PremulSum
+from mpidist.comm.algorithms import pairwise
+from mpidist.comm.memory import buffer
+from mpidist.comm.mpi import runtime
 from tests.support import agree
 
 pytestmark = pytest.mark.mpi
@@ -97,9 +100,9 @@ def test_reduce_scatter_of_pieces_of_different_sizes(group, dtype):
 @each_dtype
 def test_by_shards_and_in_pieces(group, dtype, monkeypatch):
     parts = [part(r, 1001, dtype) for r in range(group.size)]
-    monkeypatch.setattr(shards, "CHUNK_BYTES", 400)
+    monkeypatch.setattr(pairwise, "CHUNK_BYTES", 400)
     for from_bytes, limit in ((64, 1 << 30), (1 << 30, 100)):
-        monkeypatch.setattr(shards, "FROM_BYTES", from_bytes)
+        monkeypatch.setattr(pairwise, "FROM_BYTES", from_bytes)
         monkeypatch.setattr(buffer, "MAX_COUNT", limit)
         group._shortcut.forget()  # calls by the other limits, which a rank may hold for an address and another not
         for op in (SUM, AVG, PRODUCT):

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from mpidist.comm.launch import from_environment
+from mpidist.comm.mpi.launcher_env import from_environment
 
 _COUNTS: dict[str, Counter[str]] = {}
 

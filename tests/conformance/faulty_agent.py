@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from unittest import mock
 
-from mpidist.comm.transport import Transport
+from mpidist.comm.transport.transport import Transport
 from mpidist.errors import CommTimeout
 from mpidist.rpc import RpcBackendOptions, current
 from mpidist.rpc.message import Kind

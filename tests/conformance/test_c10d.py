@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from mpidist.comm.launch import from_environment
+from mpidist.comm.mpi.launcher_env import from_environment
 from tests.conformance.c10d_lists import KNOWN_FAILURES, LONG, NOT_APPLICABLE
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.every_case, pytest.mark.filterwarnings("ignore")]

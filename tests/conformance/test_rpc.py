@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mpidist.comm.launch import from_environment
+from mpidist.comm.mpi.launcher_env import from_environment
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.filterwarnings("ignore")]
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from mpidist.comm.library import library_name
+from mpidist.comm.mpi.library import library_name
 from mpidist.ddp.hooks.default import allreduce_hook, bf16_compress_wrapper
 from mpidist.ddp.hooks.powersgd import powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpidist.comm.arithmetic import PremulSum
+from mpidist.comm.algorithms.reduce_op import PremulSum
 from tests.fuzz.operands import exchanged, obj
 from tests.fuzz.programs import Call
 

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from unittest import mock
 
-from mpidist.comm.transport import Transport
+from mpidist.comm.transport.transport import Transport
 
 _send = Transport.send
 

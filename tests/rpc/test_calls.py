@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import mpidist.rpc as rpc
-from mpidist.comm import incoming, transport
-from mpidist.comm.library import library_name
+from mpidist.comm.mpi.library import library_name
+from mpidist.comm.transport import incoming, transport
 from mpidist.errors import CommTimeout, MpidistError, RankFailureError, RemoteError
 from mpidist.rpc import api, codec
 from mpidist.rpc.message import Kind

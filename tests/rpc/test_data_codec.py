@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from mpidist.comm.data_writer import Ext, encode
+from mpidist.comm.serialization.data_writer import Ext, encode
 from mpidist.errors import CommTimeout, FrameError, MpidistError, NotPlainData, RankFailureError, RemoteError
 from mpidist.rpc import callee, codec, data_codec, data_values, decoder, remote_error
-from mpidist.rpc.allowed import Allowed, Refused
+from mpidist.rpc.allowlist import Allowed, Refused
 from mpidist.rpc.worker import WorkerInfo
-from tests.comm.test_data_format import DATA, told
+from tests.comm.serialization.test_data_format import DATA, told
 from tests.rpc.carried import Marked, decoded, described
 
 

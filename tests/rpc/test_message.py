@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist.comm.incoming import Incoming
-from mpidist.comm.transport import HEADER_BYTES, Transport
+from mpidist.comm.transport.incoming import Incoming
+from mpidist.comm.transport.transport import HEADER_BYTES, Transport
 from mpidist.errors import FrameError
 from mpidist.rpc import agent, codec, interceptor, message
 from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FIRST_ONE_WAY, FIRST_RESPONSE, MAX_REFERENCES, REFERENCES, Kind

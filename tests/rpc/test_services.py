@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpidist.errors import MpidistError
-from mpidist.rpc import callee, gathering, methods, services
+from mpidist.rpc import callee, methods, services, worker_gather
 from mpidist.rpc.message import COUNT, Kind
 
 
@@ -31,14 +31,14 @@ def test_other_names_are_refused(name):
         (methods.type_of, (3,)),
         (methods.has_method, ("text", "__class__")),
         (methods.call_method, ("get", {})),
-        (gathering.gather_to_leader, (1, "worker0", None, {"worker0"})),
-        (gathering.gather_to_leader, ("0:x", "worker0", None, ["worker0"])),
-        (gathering.gather_to_leader, ("0:x", "worker0", None, {"worker0", 3})),
-        (gathering.tell_follower, ("0:x", [])),
-        (gathering.tell_follower, ((), {})),
+        (worker_gather.gather_to_leader, (1, "worker0", None, {"worker0"})),
+        (worker_gather.gather_to_leader, ("0:x", "worker0", None, ["worker0"])),
+        (worker_gather.gather_to_leader, ("0:x", "worker0", None, {"worker0", 3})),
+        (worker_gather.tell_follower, ("0:x", [])),
+        (worker_gather.tell_follower, ((), {})),
     ],
 )
 def test_arguments_of_other_kinds_are_refused(function, arguments):
     with pytest.raises(TypeError):
         function(*(() if function is methods.call_method else (0,)), *arguments)
-    assert not gathering._states
+    assert not worker_gather._states

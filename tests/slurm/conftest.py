@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.comm.launch import without_launcher
+from mpidist.comm.mpi.launcher_env import without_launcher
 from tests.slurm import cluster as virtual
 from tests.support import ROOT, missing
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpidist.errors import DisagreementError, MpidistError
-from mpidist.zero import fresh_memory
+from mpidist.zero import result_memory
 from tests.support import agree, raises_on_all
 from tests.zero.stateful import ADAM, RPROP, SGD, same, sharded, train, whole
 
@@ -74,8 +74,8 @@ def test_a_rank_that_does_not_receive_allocates_less_than_a_chunk(group, monkeyp
     optimizer.add_param_group({"params": [big]})
     train(optimizer, range(1))
     made = []
-    real = fresh_memory._huge_pages
-    monkeypatch.setattr(fresh_memory, "_huge_pages", lambda nbytes: made.append(nbytes) or real(nbytes))
+    real = result_memory._huge_pages
+    monkeypatch.setattr(result_memory, "_huge_pages", lambda nbytes: made.append(nbytes) or real(nbytes))
     optimizer.consolidate_state_dict(0)  # what MPI and Python make once
     made.clear()
     tracemalloc.start()
@@ -111,6 +111,6 @@ def test_what_is_refused_is_refused_by_all_ranks(group, monkeypatch):
         def no_memory(self, wanted):
             raise MemoryError("no memory for the state")
 
-        monkeypatch.setattr(fresh_memory.KeptMemory, "tensors", no_memory)
+        monkeypatch.setattr(result_memory.KeptMemory, "tensors", no_memory)
     error = MemoryError if group.rank == 0 else MpidistError
     raises_on_all(group, error, lambda: optimizer.consolidate_state_dict(0), "no memory for the state")

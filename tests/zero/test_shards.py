@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpidist.comm import runtime, shard_memory
+from mpidist.comm import shard_memory
+from mpidist.comm.mpi import runtime
 from mpidist.kernels.view import laid_out
 from mpidist.zero.flat_buffers import in_memory_order
 from mpidist.zero.optimizer import OSS

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mpidist import saved_file
-from mpidist.comm.native_group import native_group
+from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState, merged
 from mpidist.errors import MpidistError
 

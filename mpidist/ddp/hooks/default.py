@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.arithmetic import AVG
-from mpidist.comm.native_group import native_group
-from mpidist.comm.node_memory import NodeTensor
-from mpidist.comm.stream import used_here
+from mpidist.comm.algorithms.reduce_op import AVG
+from mpidist.comm.algorithms.shared_memory import NodeTensor
+from mpidist.comm.memory.stream import used_here
+from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.bucket import GradBucket
-from mpidist.ddp.hooks.order import in_order, is_in_order, runs_beside, stages_of
+from mpidist.ddp.hooks.stages import in_order, is_in_order, runs_beside, stages_of
 from mpidist.ddp.ownership import Ownership, of_hook
 from mpidist.future import Future, completed
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.stream import used_here
+from mpidist.comm.memory.stream import used_here
 from mpidist.ddp.bucket import GradBucket
-from mpidist.ddp.hooks.order import is_in_order
+from mpidist.ddp.hooks.stages import is_in_order
 
 Tensor = torch.Tensor
 Hook = Callable[[Any, Any], Any]

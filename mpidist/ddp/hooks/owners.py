@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.arithmetic import AVG
-from mpidist.comm.native_group import native_group
-from mpidist.comm.node_memory import NodeTensor
+from mpidist.comm.algorithms.reduce_op import AVG
+from mpidist.comm.algorithms.shared_memory import NodeTensor
+from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.bucket import GradBucket
-from mpidist.ddp.hooks.order import is_in_order, stages_of
+from mpidist.ddp.hooks.stages import is_in_order, stages_of
 from mpidist.ddp.ownership import DEFAULT_BUFFERS, Bounds, Ownership, Range, Split, require_buffers, require_cover, split
 from mpidist.errors import DisagreementError
 from mpidist.future import Future, completed

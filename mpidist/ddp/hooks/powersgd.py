@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.arithmetic import AVG
-from mpidist.comm.native_group import native_group
+from mpidist.comm.algorithms.reduce_op import AVG
+from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks import lowrank
 from mpidist.ddp.hooks.default import average
 from mpidist.ddp.hooks.lowrank import Factors
-from mpidist.ddp.hooks.order import in_order, stages_of
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
+from mpidist.ddp.hooks.stages import in_order, stages_of
 from mpidist.future import Future
 from mpidist.kernels import powersgd
 from mpidist.kernels.pack import pack, unpack

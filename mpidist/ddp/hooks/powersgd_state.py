@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from mpidist.comm.arithmetic import AVG
-from mpidist.comm.native_group import default_group, native_group
+from mpidist.comm.algorithms.reduce_op import AVG
+from mpidist.comm.resolve_group import default_group, native_group
 from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks.lowrank import random_like
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from mpidist.comm.native_group import native_group
+from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.hooks.default import allreduce_hook, bf16_compress_hook, fp16_compress_hook, noop_hook
 from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState

@@ -9,7 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from typing import Any
 
-from mpidist.comm.native_group import default_group, native_group
+from mpidist.comm.resolve_group import default_group, native_group
 from mpidist.ddp.hooks.powersgd_state import require_int
 from mpidist.ddp.model_averaging.parameters import average_parameters_or_parameter_groups
 

@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpidist.comm.native_group import native_group
-from mpidist.comm.runtime import world
+from mpidist.comm.mpi.runtime import world
+from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.hooks.powersgd_state import require_int
 from mpidist.ddp.model_averaging.averagers import ModelAverager, warn_of_period_1
 from mpidist.ddp.model_averaging.parameters import average_parameters_or_parameter_groups

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.arithmetic import AVG, MAX
-from mpidist.comm.native_group import native_group
+from mpidist.comm.algorithms.reduce_op import AVG, MAX
+from mpidist.comm.resolve_group import native_group
 from mpidist.errors import DisagreementError
 
 Tensor = torch.Tensor

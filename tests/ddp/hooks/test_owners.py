@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from mpidist.ddp import hooks, in_context
+from mpidist.ddp import autograd_context, hooks
 from mpidist.ddp.hooks.default import allreduce_hook, bf16_compress_wrapper
 from mpidist.ddp.hooks.owners import to_owners
 from mpidist.ddp.hooks.powersgd import powerSGD_hook
@@ -254,7 +254,7 @@ def test_captured_passes(group, monkeypatch, view):
     """Distributed autograd's: each rank's context gets what it owns; ``.grad`` stays as it was, an average of one rank's, too."""
     one, plain, bounds = pair(group, {"gradient_as_bucket_view": view})
     joined = []
-    monkeypatch.setattr(in_context, "_join", joined.append)
+    monkeypatch.setattr(autograd_context, "_join", joined.append)
     for step in range(3):
         found = []
         for ddp in (one, plain):
@@ -273,13 +273,13 @@ def test_captured_passes(group, monkeypatch, view):
             own = [(a, b) for rank, a, b in bounds.get(p, ((group.rank, 0, p.numel()),)) if rank == group.rank and a < b]
             right = (share is None) == (not own) and all(close(flat(share)[a:b], flat(average)[a:b]) for a, b in own)
             agree(group, right, f"step {step}, shape {tuple(p.shape)}")
-        monkeypatch.setattr(in_context, "_join", None)
+        monkeypatch.setattr(autograd_context, "_join", None)
         for ddp in (one, plain):
             with ddp.no_sync() if step else contextlib.nullcontext():
                 backward(ddp, group.rank, step)
-        monkeypatch.setattr(in_context, "_join", joined.append)
+        monkeypatch.setattr(autograd_context, "_join", joined.append)
         agree(group, step or not (text := wrong(group, one, plain, bounds, close)), f"step {step}: {text}")
-    monkeypatch.setattr(in_context, "_join", None)
+    monkeypatch.setattr(autograd_context, "_join", None)
     for ddp in (one, plain):
         backward(ddp, group.rank, 5)
     agree(group, not (text := wrong(group, one, plain, bounds, close)), text)

@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as th
 from torch.distributed.algorithms.model_averaging import averagers as torchs_averagers
 from torch.distributed.optim import PostLocalSGDOptimizer as TorchsOptimizer
 
-from mpidist.comm import runtime
+from mpidist.comm.mpi import runtime
 from mpidist.ddp.hooks.post_localsgd import PostLocalSGDState, post_localSGD_hook
 from mpidist.ddp.model_averaging.averagers import PeriodicModelAverager
 from mpidist.ddp.module import DistributedDataParallel

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging import hierarchical_model_averager as theirs
 
-from mpidist.comm import runtime
+from mpidist.comm.mpi import runtime
 from mpidist.ddp.model_averaging.hierarchical import HierarchicalModelAverager, parts_of
 from mpidist.errors import DisagreementError
 from tests.support import agree, raises_on_all

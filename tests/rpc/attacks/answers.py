@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mpidist.rpc as rpc
-from mpidist.comm.data_format import TUPLE
-from mpidist.comm.tensor_format import COUNTS
+from mpidist.comm.serialization.data_format import TUPLE
+from mpidist.comm.serialization.tensor_format import COUNTS
 from mpidist.rpc import current
 from mpidist.rpc.codec import PICKLED, TABLE
 from mpidist.rpc.data_values import ERROR, NAMED, RECORD, REFERENCE

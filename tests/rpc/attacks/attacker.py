@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mpidist.rpc as rpc
-from mpidist.comm.library import MPI
+from mpidist.comm.mpi.library import MPI
 from mpidist.rpc import codec, current, engine_messages
 from mpidist.rpc.call import Call
 from mpidist.rpc.message import COUNT, Kind

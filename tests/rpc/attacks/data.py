@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from mpidist.comm.data_format import (
+from mpidist.comm.serialization.data_format import (
     COMPLEX,
     DEVICE,
     DTYPE,

@@ -104,7 +104,7 @@ noted("of_class", "BUILD with the state of slots sets attributes of a listed cla
 noted(
     "of_library",
     "… of a function of this library that every pickle needs",
-    lambda: _set(named("mpidist.comm.tensor_pickle", "_with_attributes"), "__defaults__"),
+    lambda: _set(named("mpidist.comm.serialization.tensor_pickle", "_with_attributes"), "__defaults__"),
 )
 noted("set_state", "BUILD calls __setstate__ of an exception", lambda: called(named("builtins", "ValueError"), plain(1)) + b"}b")
 
@@ -128,7 +128,7 @@ def unnamed_function(attacker: Attacker) -> object:
 @attack("… an own function of the library, which any list admitted", PICKLE)
 def unnamed_own_function(attacker: Attacker) -> object:
     return attacker.pickled(
-        whole(items(named("mpidist.rpc.gathering", "_broadcast_to_followers"), items(text("0"), b"}"), b"}")), ""
+        whole(items(named("mpidist.rpc.worker_gather", "_broadcast_to_followers"), items(text("0"), b"}"), b"}")), ""
     )
 
 
@@ -180,7 +180,7 @@ def gradient(attacker: Attacker) -> None:
 )
 def own_list(attacker: Attacker) -> object:
     box = _remote_box(attacker)
-    with_attributes = named("mpidist.comm.tensor_pickle", "_with_attributes")
+    with_attributes = named("mpidist.comm.serialization.tensor_pickle", "_with_attributes")
     fake = _filled(called(named("builtins", "ValueError")), local_value=with_attributes)
 
     def value_of(obj: bytes) -> bytes:

@@ -9,8 +9,8 @@ import mpidist.autograd  # noqa: F401  # registers the engine that these message
 import mpidist.rpc as rpc
 from mpidist.rpc import current
 from mpidist.rpc.data_values import REFERENCE
-from mpidist.rpc.gathering import gather_to_leader, tell_follower
 from mpidist.rpc.message import GRADIENTS, PAIR, REFERENCES, Kind, written_references
+from mpidist.rpc.worker_gather import gather_to_leader, tell_follower
 from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import Attacker, Attacks
 from tests.rpc.attacks.data import array, encode, own

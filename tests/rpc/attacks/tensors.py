@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.tensor_format import (
+from mpidist.comm.serialization.tensor_format import (
     ARRAY,
     ARRAY_NUMBERS,
     BYTEARRAY,

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 import mpidist.rpc as rpc
-from mpidist.comm import frame
 from mpidist.comm.group import ProcessGroup
+from mpidist.comm.serialization import frame
 from mpidist.errors import MpidistError
 from mpidist.rpc import current, membership
 from tests.rpc.attacks import canary, victim

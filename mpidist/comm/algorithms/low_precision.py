@@ -1,0 +1,115 @@
+"""All-reduce of narrow types (fp16, bf16, fp8, complex32), over contiguous host tensors; they accumulate in fp32.
+
+Two ranks exchange half types, as a whole or by halves: a + b is b + a to the bit. More ranks widen short tensors and let MPI
+reduce them; longer ones travel narrow, by shards. All ranks hold the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mpidist.comm.algorithms import minmax, mpi_ops, pairwise, reduce_op
+from mpidist.comm.algorithms.reduce_op import COMBINE, Reduction
+from mpidist.comm.memory import buffer
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.matched_probe import LengthError, Receives
+
+# Measured crossovers, docs/decisions/0002.
+WHOLE_BYTES = 128 << 10  # two ranks exchange a half type as a whole up to this size
+WIDEN_NUMEL = 1 << 16  # more ranks widen a tensor up to this many elements
+PREPARED_NUMEL = 1 << 12  # … for up to this many, the memory is kept ready
+
+
+def all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
+    """Reduce a flat tensor of N elements over all ranks (two or more), in place."""
+    assert plan.wide is not None
+    if comm.size == 2 and flat.nbytes <= WHOLE_BYTES and flat.dtype in reduce_op.HALVES:
+        _exchange_whole(comm, flat, plan)
+    elif comm.size == 2 and flat.nbytes <= pairwise.CHUNK_BYTES * 2 and reduce_op.rounds_once(flat.dtype, plan):
+        _exchange_halves(comm, flat, plan)
+    elif flat.numel() <= WIDEN_NUMEL or plan.combine not in COMBINE:
+        wide = comm.scratch(flat.numel(), plan.wide).copy_(flat)
+        datatype, op = mpi_ops.types_of(plan.wide, plan)
+        comm.mpi.Allreduce(MPI.IN_PLACE, buffer.elements(wide, 0, flat.numel(), datatype), op)
+        reduce_op.divide(wide, plan, comm.size)
+        flat.copy_(wide)
+    else:
+        pairwise.all_reduce(comm, flat, plan)
+
+
+def prepared(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> Callable[[torch.Tensor], None] | None:
+    """Return ``all_reduce`` for tensors at this one's memory, of its size and dtype, with all that can be prepared.
+
+    None where Python's part of the time does not count, or nothing can be prepared.
+    """
+    numel = tensor.numel()
+    if not numel or not reduce_op.rounds_once(tensor.dtype, plan) or minmax.applies(tensor.dtype, plan):
+        return None
+    if comm.size == 2 and tensor.nbytes <= WHOLE_BYTES:
+        peer, tag, combine = 1 - comm.rank, comm.own_tag(pairwise.TAG), COMBINE[plan.combine]
+        space, status, nbytes = _space(comm, tensor.dtype, slot=6), MPI.Status(), tensor.nbytes
+        mine, theirs, other = buffer.as_bytes(tensor), buffer.as_bytes(space), space[:numel]
+
+        def exchange(tensor: torch.Tensor) -> None:
+            comm.mpi.Sendrecv(mine, peer, tag, theirs, peer, tag, status)
+            if status.Get_count(MPI.BYTE) != nbytes:
+                raise LengthError.of(peer, status.Get_count(MPI.BYTE), nbytes)
+            combine(tensor if tensor.dim() == 1 else tensor.view(-1), other)
+
+        return exchange
+    if comm.size > 2 and numel <= PREPARED_NUMEL:
+        wide = comm.scratch(numel, torch.float32, slot=5)
+        datatype, op = mpi_ops.types_of(torch.float32, plan)
+        message = buffer.elements(wide, 0, numel, datatype)
+
+        def widen(tensor: torch.Tensor) -> None:
+            flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+            wide.copy_(flat)
+            comm.mpi.Allreduce(MPI.IN_PLACE, message, op)
+            flat.copy_(wide)
+
+        return widen
+    return None
+
+
+def _exchange_whole(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
+    # Two ranks: a + b is b + a to the bit, so both compute the whole.
+    peer, tag = 1 - comm.rank, comm.own_tag(pairwise.TAG)
+    space, status = _space(comm, flat.dtype), MPI.Status()
+    comm.mpi.Sendrecv(buffer.as_bytes(flat), peer, tag, buffer.as_bytes(space), peer, tag, status)
+    if status.Get_count(MPI.BYTE) != flat.nbytes:
+        raise LengthError.of(peer, status.Get_count(MPI.BYTE), flat.nbytes)
+    other = space[: flat.numel()]
+    if reduce_op.rounds_once(flat.dtype, plan):
+        COMBINE[plan.combine](flat, other)
+    else:
+        wide = comm.scratch(flat.numel(), torch.float32).copy_(flat)
+        flat.copy_(wide.add_(other).div_(comm.size))
+
+
+def _exchange_halves(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
+    # Shards of two ranks in one chunk, without the general case's bookkeeping, which takes as long as the transfer.
+    peer, tag, middle = 1 - comm.rank, comm.own_tag(pairwise.TAG), flat.numel() // 2
+    mine, theirs = (flat[:middle], flat[middle:]) if comm.rank == 0 else (flat[middle:], flat[:middle])
+    other = comm.scratch(mine.numel(), flat.dtype)
+    own_half, their_half = buffer.as_bytes(mine), buffer.as_bytes(theirs)
+    received = Receives(comm)
+    _swap(comm, received, their_half, buffer.as_bytes(other), peer, tag)
+    COMBINE[plan.combine](mine, other)
+    _swap(comm, received, own_half, their_half, peer, tag)
+    received.end()
+
+
+def _swap(comm: Communicator, received: Receives, out: Any, into: Any, peer: int, tag: int) -> None:
+    request = comm.mpi.Isend(out, peer, tag)
+    received.receive(into, peer, tag)
+    comm.wait_all([request])
+
+
+def _space(comm: Communicator, dtype: torch.dtype, slot: int = 0) -> torch.Tensor:
+    # As long as any message of this tag, whatever the peer's tensor is: no probe is needed to receive it.
+    return comm.scratch(max(pairwise.CHUNK_BYTES, WHOLE_BYTES) // dtype.itemsize, dtype, slot)

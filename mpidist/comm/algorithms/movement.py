@@ -1,0 +1,300 @@
+"""Collectives that move data without arithmetic, over contiguous host tensors.
+
+Every function takes ``(comm, inputs, outputs, …)`` and must be called by all W ranks of the group in one order. Contributions
+move as bytes, so every dtype works. Past ``MAX_COUNT`` bytes a collective becomes a series of smaller transfers (MPI-4.1 §2.5.8:
+the classic interface counts in a C int).
+
+Letters: W ranks of the group; N bytes of one contribution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from ctypes import c_uint64, memmove
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from mpidist.comm.algorithms import fingerprint
+from mpidist.comm.memory import buffer
+from mpidist.comm.memory.overlap import Places, separated
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.matched_probe import LengthError, Receives
+from mpidist.kernels.view import byte_view
+
+Tensors = Sequence[torch.Tensor]
+
+# Lists of tensors up to this many bytes each go through one flat buffer and one MPI collective; larger ones go from and to their
+# own memory by point-to-point, because the copy would cost more than W - 1 messages.
+FLAT_BYTES = 32 << 10
+# A broadcast begins with a message of this size, whatever is broadcast: its length, and the data if they fit.
+HEAD_BYTES = 1 << 10
+_LENGTH_BYTES = 8
+_INLINE = 1 << 63  # in the length: the data follow in the same message
+_TAG = 0
+
+
+def barrier(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
+    """Wait for all ranks (MPI-4.1 §6.3)."""
+    comm.mpi.Barrier()
+
+
+def broadcast(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
+    """Give the root's tensors to all: one of ``inputs`` (root) and ``outputs`` (others) is empty.
+
+    Raises:
+        LengthError: On the ranks whose tensors have another length than the root's.
+    """
+    error: LengthError | None = None
+    for tensor in inputs or outputs:
+        nbytes = tensor.nbytes
+        sent = _broadcast_one(comm, tensor, nbytes, root)
+        if sent != nbytes and error is None:
+            error = LengthError.of(root, sent, nbytes)
+    if error is not None:
+        raise error
+
+
+def _broadcast_one(comm: Communicator, tensor: torch.Tensor, nbytes: int, root: int) -> int:
+    """Broadcast a tensor if it has the root's length; return that."""
+    # MPI would write a longer message of the root's past the end of a shorter tensor, before it says so.
+    word, data, head = _head(comm)
+    if comm.rank == root:
+        # Memory of a device is MPI's to read, not the host's.
+        is_inline = nbytes <= HEAD_BYTES - _LENGTH_BYTES and tensor.is_cpu
+        if is_inline:
+            memmove(data, tensor.data_ptr(), nbytes)
+        word.value = nbytes | _INLINE if is_inline else nbytes
+    comm.mpi.Bcast(head, root)
+    is_inline, sent = word.value >= _INLINE, word.value & ~_INLINE
+    if sent != nbytes:
+        tensor = torch.empty(sent, dtype=torch.uint8, device="cpu")
+    if not is_inline:
+        for start, length in buffer.pieces(sent):
+            comm.mpi.Bcast(buffer.byte_range(tensor, start, length), root)
+    elif comm.rank != root and sent == nbytes:
+        if tensor.is_cpu:
+            memmove(tensor.data_ptr(), data, nbytes)
+        else:
+            memory = comm.scratch(HEAD_BYTES, torch.uint8, slot=7)
+            byte_view(tensor).copy_(memory[_LENGTH_BYTES : _LENGTH_BYTES + nbytes])
+    return sent
+
+
+def _head(comm: Communicator) -> tuple[c_uint64, int, Any]:
+    """Return the first message of a broadcast: its length word, the address of its data, and the message."""
+    held: tuple[c_uint64, int, Any] | None = comm.kept.get("head")
+    if held is None:
+        address = comm.scratch(HEAD_BYTES, torch.uint8, slot=7).data_ptr()
+        message = (buffer.memory(address, HEAD_BYTES), HEAD_BYTES, MPI.BYTE)
+        held = comm.kept["head"] = (c_uint64.from_address(address), address + _LENGTH_BYTES, message)
+    return held
+
+
+def all_gather_into(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
+    """Gather each rank's tensor into a flat one: pairs of (N bytes) and (W·N bytes)."""
+    inputs = separated(inputs, outputs, in_place(all_gather_into, comm.rank, inputs, outputs))
+    for source, target in zip(inputs, outputs, strict=True):
+        nbytes = source.nbytes
+        if nbytes * comm.size <= buffer.MAX_COUNT:
+            mine = target.data_ptr() + comm.rank * nbytes
+            send = MPI.IN_PLACE if source.data_ptr() == mine and nbytes else buffer.as_bytes(source)
+            comm.mpi.Allgather(send, (buffer.memory(target.data_ptr(), target.nbytes), nbytes, MPI.BYTE))
+        else:
+            exchange(comm, [source] * comm.size, list(target.view(comm.size, *_flat_shape(target, comm.size))))
+
+
+def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
+    """Gather each rank's tensor into a list of W tensors, which may have different sizes."""
+    (source,) = separated(inputs, outputs, in_place(all_gather, comm.rank, inputs, outputs))
+    counts = [t.nbytes for t in outputs]
+    # Which way is a matter of sizes alone, which all ranks know alike; where the memory lies is each rank's own affair.
+    if max(counts) > FLAT_BYTES:
+        exchange(comm, [source] * comm.size, outputs)
+        return
+    flat = _as_one(outputs, counts[0])
+    held = flat if flat is not None else comm.scratch(sum(counts), torch.uint8)
+    is_in_place = source.nbytes and source.data_ptr() == held.data_ptr() + sum(counts[: comm.rank])
+    send = MPI.IN_PLACE if is_in_place else buffer.as_bytes(source)  # MPI forbids overlap otherwise
+    if min(counts) == max(counts):
+        comm.mpi.Allgather(send, (buffer.memory(held.data_ptr(), sum(counts)), counts[0], MPI.BYTE))
+    else:
+        comm.mpi.Allgatherv(send, _ragged(held, counts))
+    if flat is None:
+        _unpack(held, outputs, counts)
+
+
+def gather(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
+    """Gather each rank's tensor at the root; ``outputs`` is empty elsewhere."""
+    (source,) = separated(inputs, outputs, in_place(gather, comm.rank, inputs, outputs))
+    if source.nbytes <= FLAT_BYTES:
+        if comm.rank != root:
+            comm.mpi.Gather(buffer.as_bytes(source), None, root)
+            return
+        held = comm.scratch(source.nbytes * comm.size, torch.uint8)
+        comm.mpi.Gather(buffer.as_bytes(source), (buffer.memory(held.data_ptr(), held.nbytes), source.nbytes, MPI.BYTE), root)
+        _unpack(held, outputs, [source.nbytes] * comm.size)
+    elif comm.rank == root:
+        _copy_own(outputs[root], source)
+        transfer(comm, [], [(peer, outputs[peer]) for peer in range(comm.size) if peer != root])
+    else:
+        transfer(comm, [(root, source)], [])
+
+
+def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
+    """Give the root's i-th tensor to rank i; ``inputs`` is empty elsewhere."""
+    (target,) = outputs
+    inputs = separated(inputs, outputs, in_place(scatter, comm.rank, inputs, outputs))
+    if target.nbytes <= FLAT_BYTES:
+        if comm.rank != root:
+            comm.mpi.Scatter(None, buffer.as_bytes(target), root)
+            return
+        held = comm.scratch(target.nbytes * comm.size, torch.uint8)
+        _pack(held, inputs, [target.nbytes] * comm.size)
+        comm.mpi.Scatter((buffer.memory(held.data_ptr(), held.nbytes), target.nbytes, MPI.BYTE), buffer.as_bytes(target), root)
+    elif comm.rank == root:
+        _copy_own(target, inputs[root])
+        transfer(comm, [(peer, inputs[peer]) for peer in range(comm.size) if peer != root], [])
+    else:
+        transfer(comm, [], [(root, target)])
+
+
+def all_to_all(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
+    """Send the i-th of W tensors to rank i and receive the i-th of W from rank i; sizes may differ."""
+    exchange(comm, separated(inputs, outputs, in_place(all_to_all, comm.rank, inputs, outputs)), outputs)
+
+
+def all_to_all_single(
+    comm: Communicator, inputs: Tensors, outputs: Tensors, send_bytes: Sequence[int], recv_bytes: Sequence[int]
+) -> None:
+    """Exchange slices of one tensor: ``send_bytes[i]`` to rank i, ``recv_bytes[i]`` from it.
+
+    Raises:
+        ValueError: More bytes than MPI can count, in slices that have no unit in common.
+    """
+    (source,), (target,) = separated(inputs, outputs), outputs
+    if max(source.nbytes, target.nbytes) <= buffer.MAX_COUNT:
+        comm.mpi.Alltoallv(_ragged(source, send_bytes), _ragged(target, recv_bytes))
+        return
+    # A rank with more than it can count in bytes counts in larger units. The others need not know: only bytes must match.
+    unit = math.gcd(*send_bytes, *recv_bytes)
+    if max(source.nbytes, target.nbytes) // unit > buffer.MAX_COUNT:
+        raise ValueError(f"all_to_all_single cannot count {max(source.nbytes, target.nbytes)} bytes in units of {unit}")
+    datatype = MPI.BYTE.Create_contiguous(unit).Commit()
+    try:
+        comm.mpi.Alltoallv(_ragged(source, send_bytes, unit, datatype), _ragged(target, recv_bytes, unit, datatype))
+    finally:
+        datatype.Free()
+
+
+def in_place(execute: Callable[..., None], rank: int, inputs: Tensors, outputs: Tensors) -> Places:
+    """Return where an input may lie in an output, because ``execute`` leaves there what the input holds."""
+    if execute is all_gather_into:
+        pairs = enumerate(zip(inputs, outputs, strict=True))
+        return {(place, place): target.data_ptr() + rank * source.nbytes for place, (source, target) in pairs}
+    if execute in (all_gather, gather) and outputs:
+        return {(0, rank): outputs[rank].data_ptr()}
+    if execute is scatter:
+        return {(rank, 0): outputs[0].data_ptr()}
+    return {(rank, rank): outputs[rank].data_ptr()} if execute is all_to_all else {}
+
+
+def exchange(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
+    """Send the i-th tensor to rank i and receive the i-th from it: W - 1 rounds from and to the tensors' own memory.
+
+    In each round every rank sends to one and receives from one.
+
+    Raises:
+        LengthError: A rank sent another number of bytes than this one expected; after the last round.
+    """
+    rank, size = comm.rank, comm.size
+    _copy_own(outputs[rank], inputs[rank])
+    tag, received = comm.own_tag(_TAG), Receives(comm)
+    for distance in range(1, size):
+        to, source = (rank + distance) % size, (rank - distance) % size
+        requests = _sends(comm, inputs[to], to, tag)
+        _receive(received, outputs[source], source, tag)
+        comm.wait_all(requests)
+    received.end()
+
+
+def transfer(comm: Communicator, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]) -> None:
+    """Send and receive tensors, pairs of (peer, tensor), all at once.
+
+    Raises:
+        LengthError: A peer sent another number of bytes than this rank expected; after the last message.
+    """
+    tag, received = comm.own_tag(_TAG), Receives(comm)
+    requests = [request for peer, tensor in sends for request in _sends(comm, tensor, peer, tag)]
+    for peer, tensor in receives:
+        _receive(received, tensor, peer, tag)
+    comm.wait_all(requests)
+    received.end()
+
+
+def _receive(received: Receives, tensor: torch.Tensor, peer: int, tag: int) -> None:
+    for start, length in buffer.pieces(tensor.nbytes):
+        received.receive(buffer.byte_range(tensor, start, length), peer, tag)
+
+
+def _sends(comm: Communicator, tensor: torch.Tensor, peer: int, tag: int) -> list[Any]:
+    spans = buffer.pieces(tensor.nbytes)
+    return [comm.mpi.Isend(buffer.byte_range(tensor, start, length), peer, tag) for start, length in spans]
+
+
+def _copy_own(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():
+        byte_view(target).copy_(byte_view(source))
+
+
+def _as_one(tensors: Tensors, nbytes: int) -> torch.Tensor | None:
+    # Tensors of one size that lie one behind the other (chunks of one tensor) can be received into as one.
+    start = tensors[0].data_ptr()
+    for place, tensor in enumerate(tensors):
+        if tensor.nbytes != nbytes or tensor.data_ptr() != start + place * nbytes:
+            return None
+    first = tensors[0].detach()
+    try:
+        return first.as_strided((first.numel() * len(tensors),), (1,), first.storage_offset())
+    except RuntimeError:  # neighbours in memory, but of different storages
+        return None
+
+
+def _ragged(
+    tensor: torch.Tensor, nbytes: Sequence[int], unit: int = 1, datatype: Any = None
+) -> tuple[Any, tuple[list[int], list[int]], Any]:
+    counts = [n // unit for n in nbytes] if unit > 1 else list(nbytes)
+    starts = [0, *accumulate(counts)][:-1]
+    return (buffer.memory(tensor.data_ptr(), tensor.nbytes), (counts, starts), datatype or MPI.BYTE)
+
+
+def _flat_shape(tensor: torch.Tensor, parts: int) -> tuple[int, ...]:
+    return (tensor.numel() // parts,)
+
+
+def _pack(held: torch.Tensor, tensors: Tensors, counts: Sequence[int]) -> None:
+    # By address: for short tensors, making views for torch's copy_ costs several times the copy.
+    address = held.data_ptr()
+    for tensor, nbytes in zip(tensors, counts, strict=True):
+        memmove(address, tensor.data_ptr(), nbytes)
+        address += nbytes
+
+
+def _unpack(held: torch.Tensor, tensors: Tensors, counts: Sequence[int]) -> None:
+    address = held.data_ptr()
+    for tensor, nbytes in zip(tensors, counts, strict=True):
+        memmove(tensor.data_ptr(), address, nbytes)
+        address += nbytes
+
+
+def compared(execute: Callable[..., None], where: str, sends: Sequence[int], receives: Sequence[int]) -> Callable[..., None]:
+    """Wrap an all-to-all so that all ranks first compare what each sends with what its receiver expects (debug mode)."""
+
+    def run(comm: Communicator, *args: Any) -> None:
+        fingerprint.check_matrix(comm, where, sends, receives, "elements" if execute is all_to_all else "rows")
+        execute(comm, *args)
+
+    return run

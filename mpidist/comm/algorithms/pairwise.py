@@ -1,0 +1,124 @@
+"""All-reduce and reduce-scatter by shards, over contiguous host tensors: each rank adds up one piece for all.
+
+Each rank gets every other rank's piece of its shard, adds them up in rank order, and gives the result to all (Rabenseifner,
+"Optimization of Collective Reduction Operations", ICCS 2004, with a direct exchange in place of the halving). Each element is
+computed on one rank, so all ranks hold the same bits.
+
+Letters: W ranks of the group; N elements of a tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mpidist.comm.algorithms import movement, reduce_op
+from mpidist.comm.algorithms.reduce_op import COMBINE, Reduction
+from mpidist.comm.memory import buffer
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.matched_probe import Receives
+
+TAG = 1
+# Measured crossovers, docs/decisions/0002.
+FROM_BYTES = 16 << 20  # full-width tensors from this size on go by shards, on one node of at most RANKS ranks
+RANKS = 8
+CHUNK_BYTES = 1 << 20  # a shard travels and is added in chunks that stay in the cache
+
+
+def shard_bounds(numel: int, size: int) -> list[int]:
+    """Cut N elements into W shards whose lengths differ by one at most; returns W + 1 bounds."""
+    return [numel * place // size for place in range(size + 1)]
+
+
+def are_faster(comm: Communicator, nbytes: int, dtype: torch.dtype, plan: Reduction) -> bool:
+    """Say whether a tensor at full width is better reduced by shards than by MPI."""
+    return (
+        nbytes >= FROM_BYTES
+        and comm.is_single_node
+        and comm.size <= RANKS
+        and plan.combine in COMBINE
+        and dtype not in reduce_op.WITHOUT_ARITHMETIC
+    )
+
+
+def all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
+    """Reduce a flat tensor of N elements over all ranks, in place."""
+    bounds = shard_bounds(flat.numel(), comm.size)
+    reduce_shard(comm, flat, bounds, plan)
+    parts = [flat[bounds[place] : bounds[place + 1]] for place in range(comm.size)]
+    movement.exchange(comm, [parts[comm.rank]] * comm.size, parts)
+
+
+def reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction, root: int) -> None:
+    """Reduce a flat tensor of N elements into the root's; the others' stay as they were."""
+    bounds = shard_bounds(flat.numel(), comm.size)
+    parts = [flat[bounds[place] : bounds[place + 1]] for place in range(comm.size)]
+    own = parts[comm.rank]
+    mine = own if comm.rank == root else comm.scratch(own.numel(), own.dtype, slot=1).copy_(own)
+    reduce_shard(comm, flat, bounds, plan, mine)
+    if comm.rank == root:
+        movement.transfer(comm, [], [(peer, parts[peer]) for peer in range(comm.size) if peer != root])
+    else:
+        movement.transfer(comm, [(root, mine)], [])
+
+
+def reduce_shard(
+    comm: Communicator, flat: torch.Tensor, bounds: list[int], plan: Reduction, mine: torch.Tensor | None = None
+) -> None:
+    """Reduce this rank's shard of ``flat`` over all ranks, in rank order, into ``mine`` (its own place by default).
+
+    Args:
+        bounds: W + 1 places; rank i's shard is ``flat[bounds[i]:bounds[i + 1]]``.
+
+    Raises:
+        LengthError: A rank's shards have other lengths.
+    """
+    rank, size = comm.rank, comm.size
+    if mine is None:
+        mine = flat[bounds[rank] : bounds[rank + 1]]
+    itemsize, tag = flat.element_size(), comm.own_tag(TAG)
+    chunk = max(CHUNK_BYTES // itemsize, 1)
+    longest = max(bounds[i + 1] - bounds[i] for i in range(size))
+    slots = comm.scratch(min(chunk, longest) * size, flat.dtype).view(size, -1)
+    peers = [(rank + distance) % size for distance in range(1, size)]
+    base, slots_at, slot_bytes = flat.data_ptr(), slots.data_ptr(), slots.stride(0) * itemsize
+    received = Receives(comm)
+    for start in range(0, longest, chunk):
+        requests = []
+        length = max(min(chunk, mine.numel() - start), 0)
+        for peer in peers:
+            count = max(min(chunk, bounds[peer + 1] - bounds[peer] - start), 0)
+            address = base + (bounds[peer] + start) * itemsize
+            requests.append(comm.mpi.Isend((buffer.memory(address, count * itemsize), count * itemsize, MPI.BYTE), peer, tag))
+        for peer in reversed(peers):
+            space = buffer.memory(slots_at + peer * slot_bytes, length * itemsize)
+            received.receive((space, length * itemsize, MPI.BYTE), peer, tag)
+        comm.wait_all(requests)
+        if length:
+            _combine_in_rank_order(comm, mine[start : start + length], slots[:, :length], plan)
+    received.end()
+
+
+def _combine_in_rank_order(comm: Communicator, mine: torch.Tensor, slots: torch.Tensor, plan: Reduction) -> None:
+    # ((r0 + r1) + r2) + … with this rank's own contribution at its place, whoever computes it.
+    combine = COMBINE[plan.combine]
+    if plan.wide is not None and not (comm.size == 2 and reduce_op.rounds_once(mine.dtype, plan)):
+        total = comm.scratch(mine.numel(), plan.wide, slot=2)
+        term = comm.scratch(mine.numel(), plan.wide, slot=3)
+        for place in range(comm.size):
+            source = mine if place == comm.rank else slots[place]
+            if place == 0:
+                total.copy_(source)
+            else:
+                combine(total, term.copy_(source))
+        reduce_op.divide(total, plan, comm.size)
+        mine.copy_(total)
+        return
+    before = slots[0]
+    for place in range(1, comm.rank):
+        combine(before, slots[place])
+    if comm.rank > 0:
+        combine(mine, before)  # commutative: the same bits as before + mine
+    for place in range(comm.rank + 1, comm.size):
+        combine(mine, slots[place])
+    reduce_op.divide(mine, plan, comm.size)

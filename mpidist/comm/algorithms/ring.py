@@ -1,0 +1,245 @@
+"""All-reduce and reduce-scatter of device memory around a ring, with our own arithmetic; MPI only moves bytes.
+
+Rank i starts the sum of shard i - 1 and sends it to rank i + 1, which adds its own part and sends it on; after W - 1 steps rank i
+holds the whole sum of shard i, and all-gather takes it around again (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations", JPDC 2009). A shard travels in chunks: one is added while the next is under way. Sums of
+narrow types travel in fp32 wherever they would be rounded more than once. Each element is computed once, so all ranks hold the
+same bits.
+
+Letters: W ranks of the group; N elements of a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from mpidist.comm.algorithms import minmax, reduce_op
+from mpidist.comm.algorithms.pairwise import shard_bounds
+from mpidist.comm.algorithms.reduce_op import COMBINE, SUM, Operation, Reduction
+from mpidist.comm.memory import buffer
+from mpidist.comm.memory.buffer import Order
+from mpidist.comm.memory.stream import Event
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.kernels.accumulate import accumulate
+from mpidist.kernels.launch import NAMES
+
+Tensor = torch.Tensor
+
+# Where the tuning table has none. Ranks of one GPU take longer ones yet; a network hides an addition behind these.
+CHUNK_BYTES = 16 << 20
+_TAG = 6  # of the library's own; those below are others'
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One chunk's way in one step: which part of which shard goes out, and which comes in."""
+
+    step: int
+    sent: int
+    received: int
+    start: int  # within the shard
+    numel: int  # at most; a shorter shard ends earlier
+
+
+def legs(size: int, longest: int, chunk: int, first_sent: int) -> list[Leg]:
+    """Plan W - 1 steps around the ring, each shard in chunks.
+
+    Args:
+        size: W.
+        longest: Elements of the longest shard.
+        first_sent: The shard that this rank sends first; it receives the one before it, and sends that in the next step.
+    """
+    starts = range(0, longest, chunk)
+    return [
+        Leg(step, (first_sent - step) % size, (first_sent - step - 1) % size, start, min(chunk, longest - start))
+        for step in range(size - 1)
+        for start in starts
+    ]
+
+
+def applies(dtype: torch.dtype, plan: Reduction) -> bool:
+    """Say whether torch has the arithmetic on a device."""
+    if plan.combine not in COMBINE or dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.complex32):
+        return False
+    if plan.divides and not (dtype.is_floating_point or dtype.is_complex):
+        return False  # integers are averaged as NCCL does, which is host arithmetic here
+    return plan.wide is None or dtype in reduce_op.HALVES
+
+
+def all_reduce(comm: Communicator, order: Order, flat: Tensor, operation: Operation, chunk_bytes: int | None = None) -> None:
+    """Reduce a flat tensor of N elements over all ranks, in place.
+
+    Collective: over the group. Blocks: until MPI has returned; the last copy may be under way on ``order.device.down``.
+
+    Args:
+        chunk_bytes: Of what travels at once, the same on all ranks; ``CHUNK_BYTES`` if None.
+    """
+    plan = reduce_op.reduction(flat.dtype, operation)
+    if comm.size == 1:
+        order.device.down.do(partial(reduce_op.scale, flat, plan))
+        return
+    if minmax.applies(flat.dtype, plan):
+        ints = _integers(order, flat, plan)
+        all_reduce(comm, order, ints, operation, chunk_bytes)
+        order.device.down.do(partial(minmax.decode, ints, flat))
+        return
+    bounds = shard_bounds(flat.numel(), comm.size)
+    shards = [flat[bounds[i] : bounds[i + 1]] for i in range(comm.size)]
+    chunk_bytes = chunk_bytes or CHUNK_BYTES
+    _reduce_scatter(comm, order, shards, shards[comm.rank], operation, chunk_bytes)
+    _all_gather(comm, shards, chunk_bytes)
+
+
+def reduce_scatter(
+    comm: Communicator, order: Order, source: Tensor, target: Tensor, operation: Operation, chunk_bytes: int | None = None
+) -> None:
+    """Reduce a flat tensor of W·N elements and keep the rank's own N in ``target``; the source stays as it is.
+
+    Collective: over the group.
+
+    Args:
+        chunk_bytes: As for ``all_reduce``.
+    """
+    plan = reduce_op.reduction(target.dtype, operation)
+    if comm.size == 1:
+        order.device.down.do(partial(_scaled_copy, target, source, plan))
+        return
+    if minmax.applies(target.dtype, plan):
+        ints = _integers(order, source, plan)
+        own = order.device.empty(target.numel(), ints.dtype)
+        reduce_scatter(comm, order, ints, own, operation, chunk_bytes)
+        order.device.down.do(partial(minmax.decode, own, target))
+        return
+    _reduce_scatter(comm, order, list(source.view(comm.size, -1)), target, operation, chunk_bytes or CHUNK_BYTES)
+
+
+def _reduce_scatter(
+    comm: Communicator, order: Order, shards: list[Tensor], target: Tensor, operation: Operation, chunk_bytes: int
+) -> None:
+    plan = reduce_op.reduction(target.dtype, operation)
+    device, rank, size = order.device, comm.rank, comm.size
+    travels_as = _travels_as(target.dtype, plan, size)
+    longest = max(shard.numel() for shard in shards)
+    chunk = max(chunk_bytes // travels_as.itemsize, 1)
+    route = legs(size, longest, chunk, first_sent=(rank - 1) % size)
+    in_step = -(-longest // chunk)
+    first = shards[(rank - 1) % size]
+    # What needs no other form goes out from where it lies; of an all-reduce the last sum is made where it belongs.
+    is_plain = travels_as is target.dtype and plan.factor is None
+    ends_in_place = is_plain and target.data_ptr() == shards[rank].data_ptr()
+    # What a step receives, the next one sends: two buffers take turns.
+    held = [device.empty(longest if step < size - 1 or not is_plain else 0, travels_as) for step in range(2)]
+    if not is_plain:
+        device.down.do(partial(_scaled_copy, held[1][: first.numel()], first, plan))
+    order.begin()
+    messages = _Messages(comm)
+    added: list[Event] = []
+    for place, leg in enumerate(route):
+        if leg.step:
+            added[place - in_step].synchronize()
+        going = first if is_plain and not leg.step else held[(leg.step + 1) % 2]
+        messages.send(_part(going, shards[leg.sent], leg))
+        # One receive ahead; its memory was sent from in the step before.
+        for ahead in route[len(messages.receives) : place + 2]:
+            messages.sent(len(messages.receives) - in_step)
+            messages.receive(_part(held[ahead.step % 2], shards[ahead.received], ahead))
+        messages.received(place)
+        theirs = _part(held[leg.step % 2], shards[leg.received], leg)
+        mine = _part(shards[leg.received], shards[leg.received], leg)
+        if ends_in_place and leg.step == size - 2:
+            theirs, mine = mine, theirs
+        device.down.do(partial(_combine, theirs, mine, plan))
+        added.append(device.down.record())
+    if not ends_in_place:
+        device.down.do(partial(_finish, target, held[(size - 2) % 2][: target.numel()], plan, size))
+    elif plan.divides:
+        device.down.do(partial(reduce_op.divide, target, plan, size))
+    messages.end()
+    order.begin()  # the buffers are not used by MPI or the device any more
+
+
+def _all_gather(comm: Communicator, shards: list[Tensor], chunk_bytes: int) -> None:
+    rank, size = comm.rank, comm.size
+    longest = max(shard.numel() for shard in shards)
+    chunk = max(chunk_bytes // shards[0].element_size(), 1)
+    route = legs(size, longest, chunk, first_sent=rank)
+    in_step = -(-longest // chunk)
+    messages = _Messages(comm)
+    for place, leg in enumerate(route):
+        for ahead in route[len(messages.receives) : place + 2]:
+            messages.receive(_part(shards[ahead.received], shards[ahead.received], ahead))
+        if leg.step:
+            messages.received(place - in_step)
+        messages.send(_part(shards[leg.sent], shards[leg.sent], leg))
+    messages.end()
+
+
+class _Messages:
+    """Messages with the neighbours, in order."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._tag = comm.own_tag(_TAG)
+        self._left, self._right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        self.sends: list[Any] = []
+        self.receives: list[Any] = []
+
+    def send(self, part: Tensor) -> None:
+        self.sends.append(self._comm.mpi.Isend(buffer.as_bytes(part), self._right, self._tag))
+
+    def receive(self, part: Tensor) -> None:
+        self.receives.append(self._comm.mpi.Irecv(buffer.as_bytes(part), self._left, self._tag))
+
+    def sent(self, place: int) -> None:
+        self._wait(self.sends, place)
+
+    def received(self, place: int) -> None:
+        self._wait(self.receives, place)
+
+    def end(self) -> None:
+        self._comm.wait_all([request for request in (*self.sends, *self.receives) if request is not None])
+
+    def _wait(self, requests: list[Any], place: int) -> None:
+        if place >= 0 and requests[place] is not None:
+            requests[place].Wait()
+            requests[place] = None
+
+
+def _integers(order: Order, flat: Tensor, plan: Reduction) -> Tensor:
+    ints = order.device.empty(flat.numel(), minmax.INTEGERS[flat.element_size()])
+    order.device.down.do(lambda: ints.copy_(minmax.encode(flat, plan)))
+    return ints
+
+
+def _part(memory: Tensor, shard: Tensor, leg: Leg) -> Tensor:
+    return memory[leg.start : min(leg.start + leg.numel, shard.numel())]
+
+
+def _travels_as(dtype: torch.dtype, plan: Reduction, size: int) -> torch.dtype:
+    if plan.wide is None or (size == 2 and reduce_op.rounds_once(dtype, plan) and plan.factor is None):
+        return dtype
+    return plan.wide
+
+
+def _scaled_copy(target: Tensor, source: Tensor, plan: Reduction) -> None:
+    target.copy_(source)
+    reduce_op.scale(target, plan)
+
+
+def _combine(theirs: Tensor, mine: Tensor, plan: Reduction) -> None:
+    # Into ``theirs``; a rank's own part is widened on the way.
+    if plan.factor is not None:
+        mine = mine.to(theirs.dtype) * plan.factor
+    if plan.combine == SUM and theirs.dtype in NAMES and mine.dtype in NAMES:
+        accumulate(theirs, mine)
+    else:
+        COMBINE[plan.combine](theirs, mine.to(theirs.dtype))
+
+
+def _finish(target: Tensor, total: Tensor, plan: Reduction, size: int) -> None:
+    reduce_op.divide(total, plan, size)
+    target.copy_(total)

@@ -1,0 +1,177 @@
+"""Tuning tables: the fastest all-reduce at each size and the ring's fastest chunk, measured and kept in the user's cache folder.
+
+One table is for device memory, one for host memory between nodes that have several ranks each.
+
+``python -m mpidist.tune`` under the job's launcher measures it; until then rules hold that nobody has measured on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpidist import cache
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.library import MPI, library_name
+
+LIBRARY, RING, STAGED, LEVELS = "library", "ring", "staged", "levels"
+ALGORITHMS = (LIBRARY, RING, STAGED)  # of device memory
+HOST_ALGORITHMS = (LIBRARY, LEVELS)
+HOST = "host"  # the name of host memory in the place of a device's
+
+# The chunks that are measured, by what a measurement calls a ring of them. Short ones overlap addition and transfer; each costs
+# some 45 us of the host, and on GPUs that ranks share, a turn.
+RINGS = {f"{RING} ({mib} MiB)": mib << 20 for mib in (1, 4, 16, 64)}
+
+_KIND = "all-reduce"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Sizes and what was the fastest there.
+
+    Attributes:
+        rows: (bytes, algorithms from the fastest on), by ascending bytes.
+        source: Who says so.
+        chunks: For each row the bytes of the ring's chunks, None where they were not measured; empty if nowhere.
+    """
+
+    rows: tuple[tuple[int, tuple[str, ...]], ...]
+    source: str
+    chunks: tuple[int | None, ...] = ()
+
+    def choose(self, nbytes: int, able: Sequence[str]) -> str:
+        """Return the first algorithm of those ``able`` in the row whose size is nearest, as a ratio.
+
+        Raises:
+            ValueError: None is.
+        """
+        _, ranking = self.rows[self._nearest(nbytes)]
+        for name in ranking:
+            if name in able:
+                return name
+        raise ValueError(f"the tuning table ranks {ranking}; able are {list(able)}")
+
+    def chunk_bytes(self, nbytes: int) -> int | None:
+        """Return the bytes of the ring's chunks for a tensor of this size; None for the ring's own choice."""
+        return self.chunks[self._nearest(nbytes)] if self.chunks else None
+
+    def lines(self) -> list[str]:
+        """Return a line of text for each row."""
+        chunks = self.chunks or (None,) * len(self.rows)
+        names: dict[int | None, str] = {chunk: name for name, chunk in RINGS.items()}
+        return [
+            f"{nbytes:>11} B: {', '.join(names.get(chunk, name) if name == RING else name for name in ranking)}"
+            for (nbytes, ranking), chunk in zip(self.rows, chunks, strict=True)
+        ]
+
+    def _nearest(self, nbytes: int) -> int:
+        ratios = [max(size, nbytes, 1) / max(min(size, nbytes), 1) for size, _ in self.rows]
+        return ratios.index(min(ratios))
+
+
+# As two ranks on one H100 had it (docs/decisions/0006): Open MPI's own takes the fewest steps, and copies long tensors through
+# pageable memory.
+UNMEASURED = Table(((16 << 10, (LIBRARY, STAGED, RING)), (16 << 20, (RING, STAGED, LIBRARY))), "unmeasured")
+
+
+# MPI libraries know networks and nodes that we do not; bits must not change from run to run with a guess.
+UNMEASURED_HOST = Table(((64 << 10, HOST_ALGORITHMS),), "unmeasured")
+
+
+def table_of(seconds: Mapping[int, Mapping[str, float]], source: str, algorithms: Sequence[str] = ALGORITHMS) -> Table:
+    """Return the table for measured times.
+
+    Args:
+        seconds: For each size in bytes, what each algorithm took, the ring with each of its chunks (``RINGS``); those that cannot
+            are missing, and come last.
+        algorithms: All there are.
+    """
+    rows, chunks = [], []
+    for nbytes, measured in sorted(seconds.items()):
+        times = {name: measured[name] for name in algorithms if name in measured}
+        ring = min(RINGS.keys() & measured, key=lambda name: (measured[name], RINGS[name]), default=None)
+        if ring is not None:
+            times[RING] = measured[ring]
+        missing = [name for name in algorithms if name not in times]
+        rows.append((nbytes, (*sorted(times, key=times.__getitem__), *missing)))
+        chunks.append(None if ring is None else RINGS[ring])
+    return Table(tuple(rows), source, tuple(chunks) if any(chunks) else ())
+
+
+def rings_for(nbytes: int, size: int) -> dict[str, int]:
+    """Return those of ``RINGS`` that differ for a tensor of this size: past a whole shard all chunks are one.
+
+    Args:
+        size: W.
+    """
+    shard_bytes = -(-nbytes // size)
+    shorter = {name: chunk for name, chunk in RINGS.items() if chunk < shard_bytes}
+    return dict(list(RINGS.items())[: len(shorter) + 1])  # and the first that is not shorter
+
+
+def key(comm: Communicator, device: torch.device | None) -> dict[str, Any]:
+    """Return what a measured table depends on; None stands for host memory."""
+    kind = _kind(device)
+    return {
+        "library": library_name(),
+        "device": torch.cuda.get_device_name(device) if kind == "cuda" else kind,
+        "ranks": comm.size,
+        "nodes": len(set(comm.nodes)),
+    }
+
+
+def store(comm: Communicator, device: torch.device | None, table: Table) -> bool:
+    """Keep a table for later jobs; say whether that could be done."""
+    return cache.store(_KIND, key(comm, device), _as_plain(table))
+
+
+def agreed_table(comm: Communicator, device: torch.device | None) -> Table:
+    """Return the table that all ranks of a group use: rank 0's.
+
+    Collective: over ``comm``, the first time for a device type; later calls are local.
+    """
+    kind = _kind(device)
+    held = comm.tuning_tables.get(kind)
+    if held is None:
+        text = b""
+        if comm.rank == 0:
+            text = json.dumps(_as_plain(_from_plain(cache.load(_KIND, key(comm, device)), kind))).encode()
+        length = bytearray(len(text).to_bytes(8, "little"))
+        comm.mpi.Bcast((length, 8, MPI.BYTE), 0)
+        space = bytearray(text) if comm.rank == 0 else bytearray(int.from_bytes(length, "little"))
+        comm.mpi.Bcast((space, len(space), MPI.BYTE), 0)
+        held = comm.tuning_tables[kind] = _from_plain(json.loads(bytes(space)), kind)
+    return held
+
+
+def _kind(device: torch.device | None) -> str:
+    return HOST if device is None else device.type
+
+
+def _as_plain(table: Table) -> dict[str, Any]:
+    rows = [[nbytes, list(ranking)] for nbytes, ranking in table.rows]
+    return {"rows": rows, "source": table.source, "chunks": list(table.chunks)}
+
+
+def _from_plain(held: Any, kind: str) -> Table:
+    algorithms, unmeasured = (HOST_ALGORITHMS, UNMEASURED_HOST) if kind == HOST else (ALGORITHMS, UNMEASURED)
+    # What is in the cache may be another version's.
+    try:
+        rows = tuple((int(nbytes), tuple(ranking)) for nbytes, ranking in held["rows"])
+        if rows and all(sorted(ranking) == sorted(algorithms) for _, ranking in rows):
+            return Table(rows, str(held["source"]), _chunks(held.get("chunks", ()), len(rows)))
+    except (TypeError, ValueError, LookupError, OverflowError):
+        pass
+    return unmeasured
+
+
+def _chunks(held: Any, count: int) -> tuple[int | None, ...]:
+    """Return the chunks of a kept table; none if it is of a version that measured none."""
+    chunks = tuple(None if chunk is None else int(chunk) for chunk in held)
+    are_possible = len(chunks) == count and all(chunk is None or chunk > 0 for chunk in chunks)
+    return chunks if are_possible else ()

@@ -1,0 +1,114 @@
+"""Times the all-reduces of device memory, and of host memory between nodes, for the tuning tables.
+
+Letters: N elements of a tensor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpidist.comm.algorithms import device_collectives, hierarchical, reduce_op, reductions, ring, tuning
+from mpidist.comm.algorithms.reduce_op import SUM
+from mpidist.comm.memory.buffer import Order
+from mpidist.comm.memory.stream import Device, HostDevice, device_at
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.library import MPI
+
+_DTYPE = torch.float32
+
+
+def seconds(
+    comm: Communicator,
+    where: torch.device | None,
+    sizes: Sequence[int],
+    rounds: int,
+    told: Callable[[str], Any] = lambda line: None,
+) -> dict[int, dict[str, float]]:
+    """Time each algorithm that can, at each size, the ring with several chunks; return the medians of the slowest rank.
+
+    Collective: over ``comm``, with the same arguments on all ranks.
+
+    Args:
+        where: The device; the CPU for a dry run; None for host memory.
+        sizes: Bytes of a tensor.
+        rounds: Calls of each algorithm, in turn, after one that is not counted.
+        told: Gets a line for each size.
+    """
+    device: Device = device_at(where) or HostDevice()
+    measured: dict[int, dict[str, float]] = {}
+    for nbytes in sizes:
+        flat = torch.zeros(nbytes // _DTYPE.itemsize, dtype=_DTYPE, device=where or "cpu")
+        calls = _on_host(comm, flat) if where is None else _on_device(comm, device, where, flat)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for turn in range(rounds + 1):
+            for name, call in calls.items():
+                elapsed_s = once(comm, call)
+                if turn:
+                    times[name].append(elapsed_s)
+        measured[nbytes] = {name: median(taken) for name, taken in times.items()}
+        told(f"{nbytes:>11} B  " + "  ".join(f"{name} {1e6 * s:.0f} us" for name, s in measured[nbytes].items()))
+    return measured
+
+
+def _on_device(comm: Communicator, device: Device, where: torch.device, flat: torch.Tensor) -> dict[str, Callable[[], None]]:
+    def run(all_reduce: Callable[..., None]) -> None:
+        with device.as_current():
+            order = Order(device, (flat,))
+            order.enter()
+            order.begin()
+            all_reduce(comm, order, flat, SUM)
+            for event in order.leave():
+                event.synchronize()
+
+    calls: dict[str, Callable[[], None]] = {}
+    for name in device_collectives.able_algorithms(comm, _DTYPE, SUM, where):
+        if name == tuning.RING:
+            rings = tuning.rings_for(flat.nbytes, comm.size)
+            calls |= {label: partial(run, partial(ring.all_reduce, chunk_bytes=chunk)) for label, chunk in rings.items()}
+        else:
+            calls[name] = partial(run, device_collectives.ALGORITHMS[name])
+    return calls
+
+
+def _on_host(comm: Communicator, flat: torch.Tensor) -> dict[str, Callable[[], None]]:
+    plan = reduce_op.reduction(_DTYPE, SUM)
+    return {
+        tuning.LIBRARY: partial(reductions.by_library, comm, flat, plan),
+        tuning.LEVELS: partial(hierarchical.all_reduce, comm, flat, plan),
+    }
+
+
+def once(comm: Communicator, call: Callable[[], None]) -> float:
+    """Return the seconds that a collective call took on the slowest rank. Collective: over ``comm``."""
+    comm.mpi.Barrier()
+    start = time.perf_counter()
+    call()
+    slowest_s = np.array([time.perf_counter() - start])
+    comm.mpi.Allreduce(MPI.IN_PLACE, slowest_s, MPI.MAX)
+    return float(slowest_s[0])
+
+
+def measured_table(
+    comm: Communicator,
+    where: torch.device | None,
+    measured: dict[int, dict[str, float]],
+    source: str,
+    told: Callable[[str], Any] = lambda line: None,
+) -> tuning.Table:
+    """Make the table of measured times the one that is used, in this job and in later ones.
+
+    Collective: over ``comm``.
+    """
+    table = tuning.table_of(measured, source, tuning.HOST_ALGORITHMS if where is None else tuning.ALGORITHMS)
+    if comm.rank == 0:
+        is_kept = tuning.store(comm, where, table)
+        told("kept for later jobs" if is_kept else "not kept: MPIDIST_CACHE, or the user's cache folder, cannot be written")
+    comm.tuning_tables[tuning.HOST if where is None else where.type] = table
+    return table

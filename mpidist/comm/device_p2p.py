@@ -1,0 +1,95 @@
+"""Messages of CUDA tensors: by device pointer where this MPI can, else by a host copy.
+
+Each side decides for itself, because MPI matches bytes. What lies in host memory in another order goes by a copy as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mpidist.comm.algorithms.host_copies import HostCopies
+from mpidist.comm.discovery import capability
+from mpidist.comm.memory import buffer
+from mpidist.comm.memory.buffer import Order
+from mpidist.comm.memory.stream import Device, as_current, device_at, device_of
+
+Tensor = torch.Tensor
+
+
+def to_send(tensor: Tensor) -> tuple[Tensor, Device | None]:
+    """Return memory that MPI may read: the tensor's own, or a copy that holds what it holds; and its device, None for the host.
+
+    Blocks: until the work that produces a tensor on a device has ended.
+    """
+    if buffer.is_direct(tensor):
+        return tensor, None
+    device = device_of((tensor,))
+    with as_current(device):
+        order = _entered(device, tensor)
+        if order is not None and _takes_messages(tensor):
+            order.begin()
+            return tensor, device
+        (host,), _ = HostCopies((tensor,), (), order).load()
+    return host, None
+
+
+def to_receive(tensor: Tensor) -> tuple[Tensor, Device | None, Callable[[], list[Any]]]:
+    """Return memory that MPI may write, its device (None for the host), and what to call when MPI has written it.
+
+    That brings the message into the tensor, and returns the events behind which it is there.
+
+    Blocks: until earlier work on a tensor on a device has ended.
+    """
+    if buffer.is_direct(tensor):
+        return tensor, None, list
+    device = device_of((tensor,))
+    with as_current(device):
+        return _to_receive(tensor, _entered(device, tensor))
+
+
+def space(nbytes: int, where: torch.device) -> tuple[Tensor, tuple[Tensor, Device | None, Callable[[], list[Any]]]]:
+    """Return new memory on a device for a message, and what ``to_receive`` returns for it.
+
+    It is made on a stream of our own, for which alone the host waits: the calling thread's current stream is the users' default
+    stream as a rule. So whoever uses the memory on another stream says so (``used_here``).
+    """
+    device = device_at(where)
+    assert device is not None
+    with device.as_current():
+        tensor = device.empty(nbytes, torch.uint8)
+        order = Order(device, (tensor,), device.down.record())
+        order.enter()
+        return tensor, _to_receive(tensor, order)
+
+
+def _to_receive(tensor: Tensor, order: Order | None) -> tuple[Tensor, Device | None, Callable[[], list[Any]]]:
+    if order is not None and _takes_messages(tensor):
+        order.begin()
+        return tensor, order.device, list
+    copies = HostCopies((), (tensor,), order)
+    _, (host,) = copies.load()
+
+    def arrive() -> list[Any]:
+        with as_current(None if order is None else order.device):
+            if order is not None:
+                order.enter()  # whoever waits for a message need not be who started it
+            copies.store()
+            return order.leave() if order is not None else []
+
+    return host, None, arrive
+
+
+def _entered(device: Device | None, tensor: Tensor) -> Order | None:
+    if device is None:
+        return None
+    order = Order(device, (tensor,))
+    order.enter()
+    return order
+
+
+def _takes_messages(tensor: Tensor) -> bool:
+    known = capability.known_operations(tensor.device)
+    return known is not None and "point_to_point" in known and buffer.is_plain(tensor)

@@ -1,0 +1,1 @@
+"""installed → transports, capability: the MPI library of this machine, what it offers and what it can do with device memory."""

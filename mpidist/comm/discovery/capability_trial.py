@@ -1,0 +1,292 @@
+"""Trials of MPI's operations on device memory, in a job of their own, because a trial may crash.
+
+``python -m mpidist.comm.discovery.capability_trial --device cuda:0 Bcast …`` is the program of that job's ranks;
+``try_operations`` starts it, reads the result of each operation, and starts it again without those that are settled when
+one has ended it.
+
+Two ranks on one node are tried: memory that moves between processes and between devices, not what a network between nodes does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpidist.comm.discovery import child_job
+from mpidist.comm.memory import buffer
+from mpidist.comm.mpi import byte_strings, launcher_env, runtime
+from mpidist.comm.mpi.library import MPI, load
+from mpidist.comm.mpi.serialized import SerialComm
+from mpidist.errors import LaunchError
+
+WORKS = "works"
+NOT_TRIED = "not tried: "  # begins the reason of an operation of which nothing was learned
+SILENCE_S = 60.0  # importing torch from a cold network file system and starting CUDA take their time
+PROGRAM = (sys.executable, "-m", "mpidist.comm.discovery.capability_trial")
+
+_NUMELS = (61, 1 << 18)  # of each rank's share: what travels at once, and 1 MiB that the receiver must ask for
+_SIGN = "mpidist-probe"
+MPI_FIRST = "--mpi-first"
+
+
+# --- the operations ---
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One operation on one size, as its rank sees it; what rank r gives is ``arange(numel) % 1000 + r``, so sums are exact."""
+
+    mpi: Any
+    operation: str
+    device: torch.device
+    numel: int
+
+    def given(self, rank: int) -> torch.Tensor:
+        """Return what ``rank`` gives."""
+        return (torch.arange(self.numel, device=self.device) % 1000 + rank).float()
+
+    def space(self, numel: int) -> torch.Tensor:
+        """Return memory for a result; what MPI does not write is seen."""
+        return torch.full((numel,), torch.nan, device=self.device)
+
+    def call(self, *args: Any) -> None:
+        """Call MPI's operation and wait for its end."""
+        self.synchronize()
+        request = getattr(self.mpi, self.operation)(*args)
+        if request is not None:
+            request.Wait()
+
+    def synchronize(self) -> None:
+        """Wait for what torch does to the operands: MPI does not know torch's stream."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+Result = tuple[torch.Tensor, torch.Tensor]  # what came, what should have come
+
+
+def _point_to_point(trial: Trial) -> Result:
+    rank, size = trial.mpi.Get_rank(), trial.mpi.Get_size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    out, mine = trial.space(2 * trial.numel), trial.given(rank)
+    first, second = out.chunk(2)
+    trial.synchronize()
+    incoming = trial.mpi.Irecv(_floats(first), left, 1)
+    trial.mpi.Isend(_floats(mine), right, 1).Wait()
+    incoming.Wait()
+    trial.mpi.Sendrecv(_floats(mine), right, 2, _floats(second), left, 2)
+    return out, trial.given(left).repeat(2)
+
+
+def _bcast(trial: Trial) -> Result:
+    data = trial.given(trial.mpi.Get_rank())
+    trial.call(_floats(data), 0)
+    return data, trial.given(0)
+
+
+def _allgather(trial: Trial) -> Result:
+    # From memory elsewhere, then from where it belongs in the result; mpi4py counts one block.
+    rank, size = trial.mpi.Get_rank(), trial.mpi.Get_size()
+    mine, out, held = trial.given(rank), trial.space(size * trial.numel), trial.space(size * trial.numel)
+    held.chunk(size)[rank].copy_(mine)
+    trial.call(_floats(mine), _floats(out, trial.numel))
+    trial.call(MPI.IN_PLACE, _floats(held, trial.numel))
+    return torch.cat([out, held]), torch.cat([trial.given(peer) for peer in range(size)]).repeat(2)
+
+
+def _alltoallv(trial: Trial) -> Result:
+    # To rank p goes the beginning of what this rank gives, p elements less than all.
+    rank, size = trial.mpi.Get_rank(), trial.mpi.Get_size()
+    mine, length = trial.given(rank), trial.numel - rank
+    out = trial.space(size * length)
+    shares = [trial.numel - peer for peer in range(size)]
+    starts = [length * peer for peer in range(size)]
+    trial.call(_floats(mine, (shares, [0] * size)), _floats(out, ([length] * size, starts)))
+    return out, torch.cat([trial.given(peer)[:length] for peer in range(size)])
+
+
+def _allreduce(trial: Trial) -> Result:
+    mine, out = trial.given(trial.mpi.Get_rank()), trial.space(trial.numel)
+    trial.call(_floats(mine), _floats(out), MPI.SUM)
+    trial.call(MPI.IN_PLACE, _floats(mine), MPI.SUM)
+    return torch.cat([out, mine]), _sum(trial).repeat(2)
+
+
+def _reduce_scatter_block(trial: Trial) -> Result:
+    mine, out = trial.given(trial.mpi.Get_rank()).repeat(trial.mpi.Get_size()), trial.space(trial.numel)
+    trial.call(_floats(mine, trial.numel), _floats(out), MPI.SUM)
+    return out, _sum(trial)
+
+
+# A collective's non-blocking twin is one more operation: a thread that waits with pauses, or a library that admits one thread at
+# a time, uses it. Reductions have none here: under Open MPI a non-blocking one on device memory crashes.
+_TRIALS: dict[str, Callable[[Trial], Result]] = {
+    "point_to_point": _point_to_point,
+    "Bcast": _bcast,
+    "Ibcast": _bcast,
+    "Allgather": _allgather,
+    "Iallgather": _allgather,
+    "Alltoallv": _alltoallv,
+    "Ialltoallv": _alltoallv,
+    "Allreduce": _allreduce,
+    "Reduce_scatter_block": _reduce_scatter_block,
+}
+OPERATIONS = tuple(_TRIALS)
+REDUCTIONS = frozenset({"Allreduce", "Reduce_scatter_block"})
+
+
+def attempt(mpi: Any, operation: str, device: torch.device) -> str:
+    """Do one operation on memory of a device, small and large, and check the results.
+
+    Collective: over ``mpi``. May end the process.
+
+    Args:
+        operation: One of ``OPERATIONS``.
+
+    Returns:
+        ``WORKS``, or what is wrong on which rank; the same on all ranks.
+    """
+    if operation in REDUCTIONS and isinstance(mpi, SerialComm):
+        return "MPI admits one thread at a time, so it would become a non-blocking reduction"
+    wrong = ""
+    for numel in _NUMELS:
+        came, expected = _TRIALS[operation](Trial(mpi, operation, device, numel))
+        if not torch.equal(came, expected):
+            wrong = wrong or f"wrong result on rank {mpi.Get_rank()} with {numel} elements"
+    told = [text.decode(errors="replace") for text in byte_strings.gathered(mpi, wrong.encode())]
+    return next(filter(None, told), WORKS)
+
+
+def _floats(tensor: torch.Tensor, counts: Any = None) -> list[Any]:
+    return [buffer.memory(tensor.data_ptr(), tensor.nbytes), tensor.numel() if counts is None else counts, MPI.FLOAT]
+
+
+def _sum(trial: Trial) -> torch.Tensor:
+    return torch.stack([trial.given(rank) for rank in range(trial.mpi.Get_size())]).sum(0)
+
+
+# --- the job that starts them ---
+
+
+def try_operations(
+    device: str,
+    library: str,
+    operations: Sequence[str] = OPERATIONS,
+    program: Sequence[str] = PROGRAM,
+    silence_s: float = SILENCE_S,
+    cuda_first: bool = True,
+) -> dict[str, str]:
+    """Try operations on device memory in jobs of their own, on two ranks of this node.
+
+    Not collective: one rank calls it. Blocks: some seconds, and ``silence_s`` more for each operation that hangs.
+
+    Args:
+        device: As torch names it: ``cuda:0``; ``cpu`` for a dry run.
+        library: What the MPI library says of itself.
+        operations: Of ``OPERATIONS``.
+        program: Beginning of the ranks' command line.
+        silence_s: Seconds without a word after which an operation hangs.
+        cuda_first: The ranks have a CUDA context when MPI starts, as those of the job that asks; else they start MPI first.
+
+    Returns:
+        For each operation ``WORKS`` or why it does not; the reason begins with ``NOT_TRIED`` where the job could not be started.
+    """
+    start = child_job.launcher(library)
+    if start is None:
+        return dict.fromkeys(operations, f"{NOT_TRIED}no mpirun or mpiexec was found beside the MPI library or on the PATH")
+    flags = () if cuda_first else (MPI_FIRST,)
+    told: dict[str, str] = {}
+    while left := [operation for operation in operations if operation not in told]:
+        told |= _launch([*start, *program, *flags, "--device", device, *left], left, silence_s)
+    return {operation: told[operation] for operation in operations}
+
+
+def _launch(command: Sequence[str], operations: Sequence[str], silence_s: float) -> dict[str, str]:
+    """Run one job and return what is known of its operations afterwards: of at least one."""
+    told: dict[str, str] = {}
+    under_way: list[str] = []
+
+    def hear(line: str) -> bool:
+        # Anywhere in the line: it may follow what a library wrote to stderr.
+        found = re.search(rf"{_SIGN} (begins|ended) (\w+) ?(.*)", line)
+        if found is None or found[2] not in operations:
+            return False
+        under_way[:] = [found[2]] if found[1] == "begins" else []
+        if found[1] == "ended":
+            told[found[2]] = found[3]
+        return True
+
+    ending = child_job.run(command, hear, silence_s)
+    for operation in under_way:
+        told[operation] = ending or "ended before it returned"
+    if told:
+        return told
+    return dict.fromkeys(operations, f"{NOT_TRIED}{os.path.basename(command[0])}: {ending or 'ended without a word'}")
+
+
+# --- a rank of that job ---
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Try the operations named on the command line, with a line before and after each."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mpidist.comm.discovery.capability_trial", description="try MPI operations on device memory"
+    )
+    parser.add_argument("--device", default="cuda:0", help="cuda:N for rank 0, the next for rank 1; cpu for a dry run")
+    parser.add_argument(MPI_FIRST, action="store_true", help="start MPI before CUDA, as a job did whose answer this is to be")
+    parser.add_argument("--limit", type=int, default=600, help="seconds after which the rank ends itself")
+    parser.add_argument("operations", nargs="*", choices=[*OPERATIONS, []], default=OPERATIONS)
+    options = parser.parse_args(args)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(options.limit)  # ends a rank whose parent is gone, even inside MPI
+    with contextlib.suppress(OSError):  # both ranks inherit the one core that the rank which started them is bound to
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    if options.mpi_first:
+        load(makes_context=False)
+    device = _start_device(torch.device(options.device))
+    world = runtime.world()
+    if world.size < child_job.RANKS:
+        raise LaunchError(
+            f"the launcher started {child_job.RANKS} ranks that do not see each other: it belongs to another MPI library"
+        )
+    for operation in options.operations:
+        _report(world, "begins", operation)
+        try:
+            verdict = attempt(world.comm, operation, device)
+        except Exception as error:
+            # A full or busy device says nothing about MPI.
+            learned = NOT_TRIED if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)) else ""
+            print(f"{_SIGN} ended {operation} {learned}{type(error).__name__}: {' '.join(str(error).split())}", flush=True)
+            raise  # ends the job: the other rank may still be in the operation
+        _report(world, "ended", operation, verdict)
+
+
+def _start_device(device: torch.device) -> torch.device:
+    # Ranks seldom share a device. MPI, if it has not started yet, finds the context that is made here.
+    if device.type == "cuda":
+        torch.cuda.init()
+        rank = launcher_env.from_environment(os.environ).local_rank or 0
+        device = torch.device("cuda", ((device.index or 0) + rank) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+        torch.cuda.synchronize(device)
+    return device
+
+
+def _report(world: runtime.World, *words: str) -> None:
+    if world.rank == 0:
+        print(_SIGN, *words, flush=True)
+
+
+if __name__ == "__main__":
+    main()

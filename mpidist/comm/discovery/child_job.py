@@ -1,0 +1,187 @@
+"""A job inside the job: two ranks on this node that may crash or hang without harm to the job that starts them.
+
+Found by the MPI library that this process uses, started without the outer launcher's variables, heard line by line, and ended
+whole. A launcher may put its ranks into sessions of their own (MPICH's does), so its processes are known by a mark in their
+environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from mpidist.comm.mpi.launcher_env import without_launcher
+
+RANKS = 2
+_MARK = "MPIDIST_NESTED"
+_END_S = 3.0  # how long a launcher may take to end its ranks before we do
+_WORDS = 100  # lines of the end of what was printed that are kept, for the reason
+
+
+def launcher(library: str) -> list[str] | None:
+    """Return the beginning of the command line that starts two ranks of an MPI library, or None without a launcher.
+
+    Looked for above the library that this process has loaded, beside this Python, then on the PATH.
+
+    Args:
+        library: What the library says of itself.
+    """
+    is_open_mpi = "Open MPI" in library
+    found = find_launcher(is_open_mpi)
+    # Two ranks may get one core, and must not be bound to the one that this rank is bound to.
+    options = ("--oversubscribe", "--bind-to", "none") if is_open_mpi else ()
+    return None if found is None else [found, *options, "-n", str(RANKS)]
+
+
+def find_launcher(is_open_mpi: bool) -> str | None:
+    """Return the path of the mpirun or mpiexec of Open MPI, or of an MPICH; looked for in the same places."""
+    # The first is the one that a Debian with several MPIs, or Intel, names unmistakably.
+    names = ("mpirun.openmpi" if is_open_mpi else "mpiexec.hydra", "mpirun", "mpiexec")
+    folders = [*_folders_above_library(), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    for folder in folders:
+        for name in names:
+            if found := shutil.which(name, path=folder):
+                return found
+    return None
+
+
+def environment(environ: Mapping[str, str], is_root: bool) -> dict[str, str]:
+    """Return the environment of a job inside the job: no launcher's variables, our module path, one thread a rank."""
+    variables = without_launcher(environ)
+    variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+    variables["OMP_NUM_THREADS"] = "1"
+    if is_root:  # whoever runs a job as root has told Open MPI so once already
+        variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return variables
+
+
+def run(command: Sequence[str], hear: Callable[[str], bool], silence_s: float) -> str:
+    """Run a command line until it ends, or has been silent for too long; leave none of its processes behind.
+
+    Blocks: until then.
+
+    Args:
+        hear: Called with each line that it prints; True if that says something new, which breaks the silence.
+        silence_s: Seconds.
+
+    Returns:
+        How it ended, if not well; else "".
+    """
+    mark = uuid.uuid4().hex
+    variables = environment(os.environ, os.geteuid() == 0) | {_MARK: mark}
+    try:
+        process = subprocess.Popen(
+            list(command), env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        return str(error)
+    try:
+        words = _listen(process, hear, silence_s)
+        if words is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+    finally:
+        _end(process, mark)
+    if words is None or process.returncode is None:
+        return f"hung: no word within {silence_s:g} s"
+    return _how_it_ended(process.returncode, words)
+
+
+def _folders_above_library() -> Iterator[str]:
+    # A prefix has lib/libmpi.so and bin/mpirun; a distribution may put the library some folders deeper.
+    seen: set[Path] = set()
+    for path in library_files():
+        for parent in path.parents[1:]:
+            if parent not in seen:
+                seen.add(parent)
+                yield str(parent / "bin")
+
+
+def library_files() -> list[Path]:
+    """Return the files of the MPI library that this process has loaded, else the one that MPI4PY_LIBMPI names."""
+    mapped = set()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            path = line.split(maxsplit=5)[-1]
+            if re.match(r"libmpi(ch)?(_abi)?\.so", os.path.basename(path)):
+                mapped.add(path)
+    named = os.environ.get("MPI4PY_LIBMPI", "")
+    chosen = [Path(path) for path in sorted(mapped) or ([named] if "/" in named else [])]
+    return [*chosen, *(path.resolve() for path in chosen)]
+
+
+def _listen(process: subprocess.Popen[bytes], hear: Callable[[str], bool], silence_s: float) -> list[str] | None:
+    """Hear what a process prints to its end; return the last lines that said nothing new, or None after too long a silence."""
+    assert process.stdout is not None
+    poll = select.poll()  # a big job's file descriptors are past what select() takes
+    poll.register(process.stdout, select.POLLIN)
+    words: deque[str] = deque(maxlen=_WORDS)
+    rest, last_word = b"", time.monotonic()
+    while True:
+        left_s = last_word + silence_s - time.monotonic()
+        if left_s <= 0 or not poll.poll(left_s * 1e3):
+            return None
+        piece = os.read(process.stdout.fileno(), 1 << 16)
+        *lines, rest = (rest + (piece or b"\n")).split(b"\n")
+        for line in lines:
+            text = line.decode(errors="replace")
+            if hear(text):
+                last_word = time.monotonic()
+            else:
+                words.append(text)
+        if not piece:
+            return list(words)
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    assert process.stdout is not None
+    process.stdout.close()
+    # A launcher that is asked to end clears up behind itself; what is left afterwards is ours to end.
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+    deadline = time.monotonic() + _END_S  # a process that hangs in a driver cannot be ended
+    while (left := list(_marked(mark))) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    process.poll()
+
+
+def _marked(mark: str) -> Iterator[int]:
+    sign = f"{_MARK}={mark}".encode()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                if sign in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
+                    yield int(entry)
+
+
+def _how_it_ended(code: int, words: Sequence[str]) -> str:
+    if code == 0:
+        return ""
+    # Launchers tell a rank's signal in words; their own exit status means it or not.
+    text = "\n".join(words)
+    told = re.findall(r"signal:?\s+(\d+)", text, re.IGNORECASE)
+    number = int(told[0]) if told else -code if code < 0 else code - 128
+    if number in set(signal.Signals):
+        return f"ended by signal {number} ({signal.Signals(number).name})"
+    if errors := [line for line in words if re.match(r"[\w.]*Error: ", line)]:  # a traceback's end says most
+        return f"ended with exit status {code}: {errors[0]}"
+    # The rank's own words stand before the launcher's, which come between rules.
+    sections = [part.split("\n") for part in re.split(r"^[-=]{20,}$", text, flags=re.MULTILINE) if re.search("[a-zA-Z]", part)]
+    last = [line.strip() for line in (sections or [[]])[0] if line.strip()]
+    return f"ended with exit status {code}: {' / '.join(last[-3:])[-300:]}"

@@ -1,0 +1,1 @@
+"""stream → buffer: tensors as memory that MPI may touch, on the host and on devices."""

@@ -1,0 +1,145 @@
+"""From tensors to memory that MPI may touch: address, count and datatype; large counts; streams.
+
+This is the one place that decides how a tensor reaches MPI. A contiguous CPU tensor goes in by address. A strided or expanded one
+is executed on a host copy (``host_copies``), and outputs are written back. For one on a CUDA device
+``on_device`` decides; ``Order`` waits for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mpidist.comm.memory.stream import Device, Event
+from mpidist.comm.mpi import autograd_mode
+from mpidist.comm.mpi.library import MPI
+
+# MPI's classic interface counts in a C int. Half of it keeps every sum of two counts inside, too.
+MAX_COUNT = 1 << 30
+
+
+@functools.cache
+def datatypes() -> dict[torch.dtype, Any]:
+    """Return MPI's datatype of each dtype whose arithmetic MPI knows; others move as bytes or are summed by ourselves."""
+    return {
+        torch.bool: MPI.C_BOOL,
+        torch.uint8: MPI.UINT8_T,
+        torch.uint16: MPI.UINT16_T,
+        torch.uint32: MPI.UINT32_T,
+        torch.uint64: MPI.UINT64_T,
+        torch.int8: MPI.INT8_T,
+        torch.int16: MPI.INT16_T,
+        torch.int32: MPI.INT32_T,
+        torch.int64: MPI.INT64_T,
+        torch.float32: MPI.FLOAT,
+        torch.float64: MPI.DOUBLE,
+        torch.complex64: MPI.C_FLOAT_COMPLEX,
+        torch.complex128: MPI.C_DOUBLE_COMPLEX,
+    }
+
+
+def pieces(count: int, limit: int | None = None) -> Iterator[tuple[int, int]]:
+    """Cut ``count`` items into runs that MPI can count.
+
+    Args:
+        count: Items, ≥ 0; may be past 2³¹.
+        limit: Longest run; ``MAX_COUNT`` if None.
+
+    Yields:
+        (start, length) of each run; one empty run for ``count`` 0, so that every rank enters MPI the same number of times.
+    """
+    limit = MAX_COUNT if limit is None else limit
+    if count <= limit:
+        yield 0, count
+        return
+    for start in range(0, count, limit):
+        yield start, min(limit, count - start)
+
+
+def memory(address: int, nbytes: int) -> Any:
+    """Return ``nbytes`` of memory at ``address`` as MPI's buffer; nobody's lifetime is extended."""
+    return MPI.buffer.fromaddress(address, nbytes)
+
+
+def as_bytes(tensor: torch.Tensor) -> tuple[Any, int, Any]:
+    """Describe a contiguous host tensor of at most ``MAX_COUNT`` bytes."""
+    nbytes = tensor.nbytes
+    return (MPI.buffer.fromaddress(tensor.data_ptr(), nbytes), nbytes, MPI.BYTE)
+
+
+def byte_range(tensor: torch.Tensor, start: int, nbytes: int) -> tuple[Any, int, Any]:
+    """Describe ``nbytes`` of a contiguous host tensor from byte ``start`` on."""
+    return (MPI.buffer.fromaddress(tensor.data_ptr() + start, nbytes), nbytes, MPI.BYTE)
+
+
+def elements(tensor: torch.Tensor, start: int, count: int, datatype: Any) -> tuple[Any, int, Any]:
+    """Describe ``count`` elements of a contiguous host tensor from element ``start`` on."""
+    size = tensor.element_size()
+    return (MPI.buffer.fromaddress(tensor.data_ptr() + start * size, count * size), count, datatype)
+
+
+def is_direct(tensor: torch.Tensor) -> bool:
+    """Say whether MPI can work on the tensor's own memory."""
+    return tensor.is_cpu and is_plain(tensor)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Say whether the elements lie in memory in their order and as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+class Order:
+    """When an operation on a device's tensors may begin, and when its results are there: the one place that waits by event.
+
+    Made by the thread that issues the operation, so that what its current stream has been given so far comes first. MPI knows
+    no streams: whoever executes lets the host wait (``begin``) before MPI touches device memory, and for no more than that.
+
+    Args:
+        ready: Behind it the tensors may be used; behind all that the calling thread's current stream has been given, if None.
+    """
+
+    def __init__(self, device: Device, tensors: Sequence[torch.Tensor], ready: Event | None = None) -> None:
+        self.device = device
+        self._tensors = tensors
+        self._ready = device.here() if ready is None else ready
+        self._issuer = threading.get_ident()
+
+    def is_issuers(self) -> bool:
+        """Say whether the calling thread has issued the operation."""
+        return threading.get_ident() == self._issuer
+
+    def enter(self) -> None:
+        """Let the executing thread's streams wait for what produces the tensors."""
+        self.device.down.wait(self._ready)
+        self.device.up.wait(self._ready)
+
+    def enter_here(self) -> None:
+        """Let the executing thread's current stream wait for what the issuing thread's has been given."""
+        if not self.is_issuers():
+            self.device.leave_default_stream()
+            self._ready.hold()
+
+    def begin(self) -> None:
+        """Block the host until the tensors, and what ``down`` has been given, are there."""
+        self.device.down.record().synchronize()
+
+    def leave(self) -> list[Any]:
+        """Return the events behind which the results are there, and keep the tensors' memory until then."""
+        for stream in {id(s): s for s in (self.device.down, self.device.up)}.values():
+            for tensor in self._tensors:
+                stream.keep(tensor)
+        return [self.device.down.record(), self.device.up.record()]
+
+
+def overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy ``values`` into a tensor, each element in memory once: several elements of an expanded tensor are one."""
+    target, source = tensor.detach(), values
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    with autograd_mode.writing((target,)):
+        target.copy_(source, non_blocking=True)

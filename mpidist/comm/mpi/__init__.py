@@ -1,0 +1,1 @@
+"""library → runtime → communicator: MPI as mpidist calls it, without tensors. Importing it starts nothing."""

@@ -1,0 +1,26 @@
+"""Byte strings of all ranks, of any length each, by collectives that carry buffers: mpi4py's own for objects would unpickle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpidist.comm.mpi.library import MPI
+
+
+def gathered(mpi: Any, data: bytes) -> list[bytes]:
+    """Return all ranks' strings, by rank.
+
+    Collective: over the communicator.
+
+    Args:
+        mpi: An mpi4py communicator, or a wrapper of one.
+        data: This rank's.
+    """
+    size = mpi.Get_size()
+    lengths = bytearray(8 * size)
+    mpi.Allgather((len(data).to_bytes(8, "little"), 8, MPI.BYTE), (lengths, 8, MPI.BYTE))
+    counts = [int.from_bytes(lengths[8 * i : 8 * i + 8], "little") for i in range(size)]
+    starts = [sum(counts[:i]) for i in range(size)]
+    everything = bytearray(sum(counts))
+    mpi.Allgatherv((data, len(data), MPI.BYTE), (everything, (counts, starts), MPI.BYTE))
+    return [bytes(everything[start : start + count]) for start, count in zip(starts, counts, strict=True)]

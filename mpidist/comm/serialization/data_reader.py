@@ -1,0 +1,179 @@
+"""Reader of data-only objects: the way back of ``data_format``. It makes data and nothing else, whatever the bytes are."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from mpidist.comm.serialization.data_format import (
+    COMPLEX,
+    DEPTH,
+    DEVICE,
+    DEVICE_TYPES,
+    DTYPE,
+    DTYPES_BY_NAME,
+    ELLIPSIS,
+    FIRST_OWN,
+    FROZENSET,
+    INTEGER,
+    METADATA,
+    NUMBER,
+    OBJECT,
+    ORDERED,
+    PAIRS,
+    SCALAR,
+    SCALAR_DTYPES,
+    SET,
+    SIZE,
+    TEXT,
+    TUPLE,
+    TWO_FLOATS,
+)
+from mpidist.errors import FrameError, MpidistError
+
+Extend = Callable[[int, "list[Any]"], Any]
+
+_decode = msgspec.msgpack.decode
+_MALFORMED = (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError, LookupError, MemoryError)
+
+
+def loads(data: Any, objects: Sequence[Any] = (), extend: Extend | None = None) -> Any:
+    """Read an object; the memory that it takes is bounded by a multiple of the data's length.
+
+    Args:
+        data: A buffer that holds the object and no more.
+        objects: Of the table, by their numbers.
+        extend: Makes an object of the caller's kinds from (code, values).
+
+    Raises:
+        FrameError: The bytes are no data.
+        MpidistError: What ``extend`` raises.
+    """
+    try:
+        return _decode(data, ext_hook=Reader(objects, extend).extension)
+    except MpidistError:
+        raise
+    except _MALFORMED as error:
+        raise FrameError(f"{len(data)} bytes are no data: {error}") from None
+
+
+class Reader:
+    """One reading.
+
+    Args:
+        objects: See ``loads``.
+        extend: See ``loads``.
+    """
+
+    __slots__ = ("_depth", "_extend", "_objects")
+
+    def __init__(self, objects: Sequence[Any], extend: Extend | None) -> None:
+        self._objects = objects
+        self._extend = extend
+        self._depth = 0
+
+    def extension(self, code: int, data: memoryview) -> Any:
+        """Make the object of an extension type."""
+        if code == OBJECT:
+            (number,) = NUMBER.unpack(data) if len(data) == NUMBER.size else (len(self._objects),)
+            if number >= len(self._objects):
+                raise FrameError(f"a mark of an object beyond the {len(self._objects)} that came with it")
+            return self._objects[number]
+        make = _KINDS.get(code)
+        if make is not None:
+            return make(self, data)
+        if code < FIRST_OWN or self._extend is None:
+            raise FrameError(f"an extension type of unknown code {code}")
+        return self._extend(code, self._items(data))
+
+    def _items(self, data: Any) -> list[Any]:
+        self._depth += 1
+        if self._depth > DEPTH:
+            raise FrameError(f"data nested more than {DEPTH} deep")
+        items = _decode(data, ext_hook=self.extension)
+        self._depth -= 1
+        if type(items) is not list:
+            raise FrameError("an extension type without its array")
+        return items
+
+    def _tuple(self, data: Any) -> Any:
+        return tuple(self._items(data))
+
+    def _set(self, data: Any) -> Any:
+        return set(self._items(data))
+
+    def _frozenset(self, data: Any) -> Any:
+        return frozenset(self._items(data))
+
+    def _pairs(self, data: Any) -> Any:
+        items = self._items(data)
+        return dict(zip(items[::2], items[1::2], strict=True))
+
+    def _ordered(self, data: Any) -> Any:
+        items, metadata = self._items(data)
+        if type(items) is not list:
+            raise FrameError("an ordered dict without its items")
+        made: OrderedDict[Any, Any] = OrderedDict(zip(items[::2], items[1::2], strict=True))
+        if metadata is not None:
+            made.__dict__[METADATA] = metadata
+        return made
+
+    def _integer(self, data: Any) -> Any:
+        return int.from_bytes(data, "little", signed=True)
+
+    def _complex(self, data: Any) -> Any:
+        if len(data) != TWO_FLOATS.size:
+            raise FrameError(f"a complex number of {len(data)} bytes")
+        return complex(*TWO_FLOATS.unpack(data))
+
+    def _text(self, data: Any) -> Any:
+        return bytes(data).decode(errors="surrogatepass")
+
+    def _ellipsis(self, data: Any) -> Any:
+        if len(data):
+            raise FrameError(f"an ellipsis of {len(data)} bytes")
+        return ...
+
+    def _scalar(self, data: Any) -> Any:
+        name, raw = self._items(data)
+        dtype = SCALAR_DTYPES[name]
+        if type(raw) is not bytes or len(raw) != dtype.itemsize or (dtype.kind == "b" and raw not in (b"\0", b"\1")):
+            raise FrameError(f"bytes that are no numpy scalar of type {name}")
+        return np.frombuffer(raw, dtype)[0]
+
+    def _dtype(self, data: Any) -> Any:
+        return DTYPES_BY_NAME[bytes(data).decode()]
+
+    def _device(self, data: Any) -> Any:
+        kind, index = self._items(data)
+        if kind not in DEVICE_TYPES or (index is not None and (type(index) is not int or not 0 <= index < 128)):
+            raise FrameError("no device")
+        return torch.device(kind) if index is None else torch.device(kind, index)
+
+    def _size(self, data: Any) -> Any:
+        sizes = self._items(data)
+        if not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
+            raise FrameError("sizes that are none")
+        return torch.Size(sizes)
+
+
+_KINDS: dict[int, Callable[[Reader, Any], Any]] = {
+    TUPLE: Reader._tuple,
+    SET: Reader._set,
+    FROZENSET: Reader._frozenset,
+    PAIRS: Reader._pairs,
+    ORDERED: Reader._ordered,
+    INTEGER: Reader._integer,
+    COMPLEX: Reader._complex,
+    TEXT: Reader._text,
+    ELLIPSIS: Reader._ellipsis,
+    SCALAR: Reader._scalar,
+    DTYPE: Reader._dtype,
+    DEVICE: Reader._device,
+    SIZE: Reader._size,
+}

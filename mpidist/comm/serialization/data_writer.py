@@ -1,0 +1,240 @@
+"""Writer of data-only objects: the way out of ``data_format``."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from mpidist.comm.serialization import tensor_table
+from mpidist.comm.serialization.data_format import (
+    COMPLEX,
+    DEPTH,
+    DEVICE,
+    DTYPE,
+    DTYPE_NAMES,
+    ELLIPSIS,
+    FROZENSET,
+    INTEGER,
+    METADATA,
+    NATIVE,
+    NUMBER,
+    OBJECT,
+    ORDERED,
+    PAIRS,
+    SCALAR,
+    SCALAR_DTYPES,
+    SET,
+    SIZE,
+    TEXT,
+    TUPLE,
+    TWO_FLOATS,
+)
+from mpidist.errors import NotPlainData
+
+Ext = msgspec.msgpack.Ext
+Extend = Callable[[Any], "tuple[int, list[Any]] | None"]
+
+encode = msgspec.msgpack.Encoder().encode
+_TABLED = frozenset({torch.Tensor, torch.nn.Parameter, np.ndarray, bytearray})
+_MARKS = [Ext(OBJECT, NUMBER.pack(number)) for number in range(64)]
+_UNENCODABLE = (OverflowError, UnicodeEncodeError)
+
+
+def dumps(obj: Any, objects: list[Any], extend: Extend | None = None) -> bytes:
+    """Write an object as data.
+
+    Args:
+        obj: None, bool, int, float, complex, str, bytes, ``...``, exact lists, tuples, dicts, OrderedDicts, sets and frozensets,
+            tensors, parameters, arrays, bytearrays, numpy scalars, ``torch.dtype``, ``torch.device``, ``torch.Size``. A list or
+            dict that occurs twice is written twice.
+        objects: Gets the tensors, parameters, arrays and bytearrays, each once: they stand in the data by number.
+        extend: Returns (code, values) of an object of the caller's own kinds (codes from ``FIRST_OWN`` on), or None.
+
+    Raises:
+        NotPlainData: It holds something else, holds itself, or is nested too deeply; the error has the place.
+    """
+    before = len(objects)
+    try:
+        return _encoded(obj if type(obj) in NATIVE else Writer(objects, extend).written(obj))
+    except _UNENCODABLE:
+        del objects[before:]
+        return _encoded(Writer(objects, extend, is_careful=True).written(obj))
+
+
+def _encoded(written: Any) -> bytes:
+    try:
+        return encode(written)
+    except RecursionError:
+        raise NotPlainData("it is nested too deeply") from None
+
+
+class Writer:
+    """One writing.
+
+    Args:
+        objects: See ``dumps``.
+        extend: See ``dumps``.
+        is_careful: Look for ints and strs that MessagePack does not hold, which are rare: it refuses the whole if there are any.
+    """
+
+    __slots__ = ("_depth", "_extend", "_is_careful", "_numbers", "_objects")
+
+    def __init__(self, objects: list[Any], extend: Extend | None = None, is_careful: bool = False) -> None:
+        self._objects = objects
+        self._numbers = {id(obj): number for number, obj in enumerate(objects)}
+        self._extend = extend
+        self._is_careful = is_careful
+        self._depth = 0
+
+    def written(self, obj: Any) -> Any:
+        """Return what MessagePack encodes in the place of an object."""
+        kind = type(obj)
+        if kind in NATIVE:
+            return _careful(obj, kind) if self._is_careful else obj
+        if kind in _TABLED:
+            return self._marked(obj)
+        if kind is list:
+            return self._items(obj)
+        if kind is dict:
+            return self._dict(obj)
+        write = _KINDS.get(kind)
+        if write is not None:
+            return write(self, obj)
+        if isinstance(obj, np.generic) and kind.__module__ == "numpy" and obj.dtype.name in SCALAR_DTYPES:
+            return Ext(SCALAR, encode([obj.dtype.name, obj.tobytes()]))
+        own = None if self._extend is None else self._extend(obj)
+        if own is None:
+            raise NotPlainData.of(obj)
+        code, values = own
+        return Ext(code, self._nested(values))
+
+    def _marked(self, obj: Any) -> Any:
+        number = self._numbers.get(id(obj))
+        if number is None:
+            described = obj
+            if type(obj) is np.ndarray and not obj.flags.c_contiguous:
+                described = np.ascontiguousarray(obj)
+            if not tensor_table.is_describable(described):
+                raise NotPlainData(_about(obj))
+            number = self._numbers[id(obj)] = len(self._objects)
+            self._objects.append(described)
+        return _MARKS[number] if number < len(_MARKS) else Ext(OBJECT, NUMBER.pack(number))
+
+    def _items(self, items: Any) -> Any:
+        """Return a list with what is encoded in the places of its items; itself, if that is the same."""
+        if not self._is_careful and NATIVE.issuperset(map(type, items)):
+            return items
+        self._enter()
+        made = []
+        place = 0
+        try:
+            for place, item in enumerate(items):  # noqa: B007
+                made.append(self.written(item))
+        except NotPlainData as error:
+            raise error.within(f"[{place}]") from None
+        self._depth -= 1
+        return made
+
+    def _dict(self, obj: dict[Any, Any]) -> Any:
+        if self._is_careful or not NATIVE.issuperset(map(type, obj)):
+            try:
+                return Ext(PAIRS, self._nested([part for pair in obj.items() for part in pair]))
+            except NotPlainData as error:
+                raise _of_pairs(error, list(obj)) from None
+        if NATIVE.issuperset(map(type, obj.values())):
+            return obj
+        self._enter()
+        made = {}
+        key = None
+        try:
+            for key, value in obj.items():
+                made[key] = self.written(value)
+        except NotPlainData as error:
+            raise error.within(f"[{key!r}]") from None
+        self._depth -= 1
+        return made
+
+    def _nested(self, values: list[Any]) -> bytes:
+        return _encoded(self._items(values))
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth > DEPTH:
+            raise NotPlainData(f"it is nested more than {DEPTH} deep, or holds itself")
+
+    def _tuple(self, obj: Any) -> Any:
+        return Ext(TUPLE, self._nested(list(obj)))
+
+    def _ordered(self, obj: Any) -> Any:
+        if not obj.__dict__.keys() <= {METADATA}:
+            raise NotPlainData(f"an OrderedDict with attributes ({', '.join(sorted(obj.__dict__))}) is no plain data")
+        try:
+            pairs = self._items([part for pair in obj.items() for part in pair])
+        except NotPlainData as error:
+            raise _of_pairs(error, list(obj)) from None
+        return Ext(ORDERED, _encoded([pairs, self.written(obj.__dict__.get(METADATA))]))
+
+    def _set(self, obj: Any) -> Any:
+        return Ext(SET if type(obj) is set else FROZENSET, self._nested(list(obj)))
+
+    def _size(self, obj: Any) -> Any:
+        return Ext(SIZE, encode(list(obj)))
+
+    def _complex(self, obj: Any) -> Any:
+        return Ext(COMPLEX, TWO_FLOATS.pack(obj.real, obj.imag))
+
+    def _ellipsis(self, obj: Any) -> Any:
+        return Ext(ELLIPSIS, b"")
+
+    def _dtype(self, obj: Any) -> Any:
+        name = DTYPE_NAMES.get(obj)
+        if name is None:
+            raise NotPlainData.of(obj)
+        return Ext(DTYPE, name.encode())
+
+    def _device(self, obj: Any) -> Any:
+        return Ext(DEVICE, encode([obj.type, obj.index]))
+
+
+_KINDS: dict[type, Callable[[Writer, Any], Any]] = {
+    tuple: Writer._tuple,
+    OrderedDict: Writer._ordered,
+    set: Writer._set,
+    frozenset: Writer._set,
+    torch.Size: Writer._size,
+    complex: Writer._complex,
+    type(...): Writer._ellipsis,
+    torch.dtype: Writer._dtype,
+    torch.device: Writer._device,
+}
+
+
+def _about(obj: Any) -> str:
+    """Return why a tensor or an array is no plain data."""
+    if isinstance(obj, np.ndarray):
+        return f"an array of dtype {obj.dtype} is no plain data"
+    attributes = f" with attributes ({', '.join(sorted(obj.__dict__))})" if obj.__dict__ else ""
+    return f"a tensor of {obj.dtype}, {obj.layout}, on {obj.device}{attributes} is no plain data"
+
+
+def _of_pairs(error: NotPlainData, keys: list[Any]) -> NotPlainData:
+    """Return the error with the key that it concerns in the place of a number among keys and values."""
+    number, _, rest = error.place.partition("]")
+    place = int(number[1:])
+    return NotPlainData(error.reason, f"[{keys[place // 2]!r}]{rest}" if place % 2 else f" key {keys[place // 2]!r}{rest}")
+
+
+def _careful(obj: Any, kind: type) -> Any:
+    if kind is int and not -(1 << 63) <= obj < 1 << 64:
+        return Ext(INTEGER, obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
+    if kind is str:
+        try:
+            obj.encode()
+        except UnicodeEncodeError:
+            return Ext(TEXT, obj.encode(errors="surrogatepass"))
+    return obj

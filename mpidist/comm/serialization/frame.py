@@ -1,0 +1,218 @@
+"""The wire form of a Python object: a fixed header, the sizes, the content, then large memory out of band (PEP 574).
+
+::
+
+    magic "MPIF" | version u16 | format u16 | buffers n u64 | content length u64 | n buffer lengths u64 …    (header)
+    table bytes u32 | table of tensors (``tensor_format``) | content
+    n raw buffers, which travel straight from and into the memory of tensors and arrays
+
+CPU tensors are described by the table; values of large ones are not copied to encode, and views keep sharing memory. The
+content is of one of three formats: a pickle (protocol 5), data (``data_format``), or a refusal, the text of why the sender could
+not send its object. Unpickling runs what the sender put in: pickles are accepted from ranks of the same job only, and not at all
+by who asks for data, which makes data and nothing else, whatever the bytes are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpidist.comm.serialization import data_reader, data_writer, tensor_pickle, tensor_rebuild, tensor_table
+from mpidist.errors import FrameError, NotPlainData
+
+_MAGIC = b"MPIF"
+_VERSION = 3
+_FIXED = struct.Struct("<4sHHQQ")
+_LENGTH = struct.Struct("<Q")
+_TABLE = struct.Struct("<I")
+PICKLE, DATA, REFUSAL = range(3)  # formats of the content
+HEADER_BYTES = _FIXED.size
+_MAX_BUFFERS = 1 << 20  # more than any real object has; a header that says more is not ours
+_MAX_BYTES = 1 << 50  # of all parts, past the memory of any machine
+
+Message = tuple[bytes, list[memoryview]]
+
+
+class RefusedError(FrameError):
+    """In the place of an object came the reason why its sender could not send it, which is the text."""
+
+
+class _HostSink(tensor_pickle.Sink):
+    """Leaves CUDA tensors to torch's own pickling: whoever receives an object has no say in its device."""
+
+    __slots__ = ()
+
+    def reduced(self, obj: Any) -> Any:
+        """See ``tensor_pickle.Sink``."""
+        if isinstance(obj, torch.Tensor) and not obj.is_cpu:
+            return NotImplemented
+        return super().reduced(obj)
+
+
+def encode(obj: Any, data_only: bool = False) -> Message:
+    """Turn an object into a header and the memory that follows it.
+
+    Args:
+        data_only: Write data, not a pickle.
+
+    Returns:
+        The header with all lengths, and [table and content, buffer, …] in the order in which they are sent.
+
+    Raises:
+        NotPlainData: It is to be data, and holds something else; the error has the place.
+        Exception: What pickle raises for an object it cannot handle.
+    """
+    if not data_only:
+        sink = _HostSink()
+        content = tensor_pickle.dumps(obj, sink)
+        return _message(PICKLE, sink.objects, content, sink.buffers)
+    objects: list[Any] = []
+    content = data_writer.dumps(obj, objects)
+    for tensor in objects:
+        if isinstance(tensor, torch.Tensor) and not tensor.is_cpu:
+            raise NotPlainData(
+                f"a tensor of shape {tuple(tensor.shape)} on {tensor.device}: objects that travel as data hold tensors in host "
+                "memory; give tensor.cpu()"
+            )
+    return _message(DATA, objects, content, ())
+
+
+def refusal(reason: str) -> Message:
+    """Return the message that stands for an object which could not be sent; its receiver gets a ``RefusedError``."""
+    return _message(REFUSAL, (), data_writer.dumps(reason, []), ())
+
+
+def _message(kind: int, objects: Sequence[Any], content: bytes, buffers: Sequence[pickle.PickleBuffer]) -> Message:
+    table, parts, _ = tensor_table.described(objects) if objects else (b"", [], [])
+    body = [memoryview(_TABLE.pack(len(table)) + table + content)]
+    body += [_memory(part) if isinstance(part, torch.Tensor) else memoryview(part).cast("B") for part in parts]
+    body += [buffer.raw() for buffer in buffers]
+    header = _FIXED.pack(_MAGIC, _VERSION, kind, len(body) - 1, body[0].nbytes)
+    return header + b"".join(_LENGTH.pack(part.nbytes) for part in body[1:]), body
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """Return a flat tensor's memory, which keeps the tensor; ``numpy()`` would forbid to resize it from then on."""
+    memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    return memoryview(memory).cast("B")
+
+
+def buffer_count(fixed: bytes | bytearray | memoryview) -> int:
+    """Read the number of buffers from the first ``HEADER_BYTES`` bytes; the header is 8 bytes longer for each.
+
+    Raises:
+        FrameError: Not a header of ours.
+    """
+    if len(fixed) < HEADER_BYTES:
+        raise FrameError(f"truncated frame: {len(fixed)} of {HEADER_BYTES} header bytes")
+    magic, version, kind, buffers, _ = _FIXED.unpack_from(fixed)
+    if magic != _MAGIC:
+        raise FrameError(f"not a frame: starts with {bytes(magic)!r}")
+    if version != _VERSION:
+        raise FrameError(f"frame version {version}; this side speaks {_VERSION}: all ranks need the same mpidist")
+    if kind not in (PICKLE, DATA, REFUSAL):
+        raise FrameError(f"frame of an unknown format, {kind}")
+    if buffers > _MAX_BUFFERS:
+        raise FrameError(f"frame announces {buffers} buffers; at most {_MAX_BUFFERS} are accepted")
+    return int(buffers)
+
+
+def body_lengths(header: bytes | bytearray | memoryview) -> list[int]:
+    """Read the length in bytes of the content, with its table, and of each buffer.
+
+    Raises:
+        FrameError: Truncated, or not a header of ours.
+    """
+    buffers = buffer_count(header)
+    if len(header) < HEADER_BYTES + _LENGTH.size * buffers:
+        raise FrameError(f"truncated frame: {buffers} buffers announced, lengths cut off after {len(header)} bytes")
+    first = _FIXED.unpack_from(header)[4]
+    lengths = [first, *(_LENGTH.unpack_from(header, HEADER_BYTES + _LENGTH.size * i)[0] for i in range(buffers))]
+    if sum(lengths) > _MAX_BYTES:
+        raise FrameError(f"frame announces {sum(lengths)} bytes; no machine holds them")
+    return lengths
+
+
+def decode(header: bytes | bytearray | memoryview, body: Sequence[Any], data_only: bool = False) -> Any:
+    """Rebuild the object from its header and [table and content, buffer, …]; tensors keep the buffers' memory as their own.
+
+    Args:
+        header: As far as the format at least; checked by ``body_lengths`` before.
+        data_only: Refuse a pickle, unread.
+
+    Raises:
+        FrameError: The bytes do not rebuild an object, or are a pickle.
+        RefusedError: The sender could not send its object.
+    """
+    kind = _FIXED.unpack_from(header)[2]
+    if data_only and kind == PICKLE:
+        raise FrameError(
+            "a pickle came, which may run code as it is read; this rank reads data alone (MPIDIST_TRUST=data, or "
+            "data_only=True), and all ranks need the same setting"
+        )
+    try:
+        first = memoryview(body[0])
+        (table_bytes,) = _TABLE.unpack_from(first)
+        end = _TABLE.size + table_bytes
+        if end > first.nbytes:
+            raise FrameError(f"frame announces a table of {table_bytes} bytes; {first.nbytes - _TABLE.size} have come")
+        # In-band parts may be read-only bytes; a tensor must own memory it may write.
+        parts = [part if not (view := memoryview(part)).readonly else memoryview(bytearray(view)) for part in body[1:]]
+        parts = [memoryview(part) for part in parts]
+        objects: list[Any] = []
+        used = 0
+        if table_bytes:
+            objects, used, reached = tensor_rebuild.read(first, _TABLE.size, parts, is_strict=kind != PICKLE)
+            if reached != end:
+                raise FrameError(f"frame announces a table of {table_bytes} bytes, which has {reached - _TABLE.size}")
+        content = first[end:]
+        if kind == PICKLE:
+            return tensor_pickle.loads(content, objects, parts[used:])
+        if used != len(parts):
+            raise FrameError(f"{len(parts)} buffers came; its table describes {used}")
+        read = data_reader.loads(content, objects)
+    except (pickle.UnpicklingError, EOFError, struct.error) as error:
+        raise FrameError(f"the content of a frame is damaged: {error}") from error
+    if kind == REFUSAL:
+        raise RefusedError(str(read))
+    return read
+
+
+def to_bytes(obj: Any, data_only: bool = False) -> bytearray:
+    """Turn an object into one run of bytes; see ``encode``."""
+    header, body = encode(obj, data_only)
+    return bytearray().join([header, *body])
+
+
+def from_bytes(data: Any, data_only: bool = False) -> Any:
+    """Rebuild an object from one run of bytes.
+
+    Raises:
+        FrameError: Truncated, with bytes left over, or a pickle where data is asked for.
+        RefusedError: The sender could not send its object.
+    """
+    return decode(*parted(data), data_only)
+
+
+def parted(data: Any) -> tuple[memoryview, list[memoryview]]:
+    """Return header and body of a frame that is one run of bytes.
+
+    Raises:
+        FrameError: Truncated, or with bytes left over.
+    """
+    view = memoryview(data)
+    lengths = body_lengths(view)
+    place = HEADER_BYTES + _LENGTH.size * (len(lengths) - 1)
+    if view.nbytes != place + sum(lengths):
+        raise FrameError(f"frame of {view.nbytes} bytes; its header announces {place + sum(lengths)}")
+    body = []
+    for length in lengths:
+        body.append(view[place : place + length])
+        place += length
+    return view, body

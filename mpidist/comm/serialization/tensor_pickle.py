@@ -1,0 +1,125 @@
+"""Pickle (protocol 5) that names tensors by number; they travel beside it, in a ``tensor_table``.
+
+Memory of other objects that export it out of band (PEP 574) follows the tensors' parts.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections.abc import Sequence
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpidist.comm.serialization import tensor_table
+
+
+class Sink:
+    """Objects that an open pickle names by number.
+
+    Attributes:
+        objects: In the order of their numbers; ``tensor_table.described`` takes them.
+        buffers: Out-of-band memory of other objects.
+    """
+
+    __slots__ = ("buffers", "objects")
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self.buffers: list[pickle.PickleBuffer] = []
+
+    def number(self, obj: Any) -> int:
+        """Return the number of an object that has none yet; pickle itself asks once for each object."""
+        self.objects.append(obj)
+        return len(self.objects) - 1
+
+    def reduced(self, obj: Any) -> Any:
+        """Return how an object is pickled; ``NotImplemented`` for pickle's own way."""
+        kind = type(obj)
+        if kind is np.ndarray or kind is torch.Tensor or kind is torch.nn.Parameter:
+            if tensor_table.is_describable(obj):
+                return _nth, (self.number(obj),)
+            if kind is not np.ndarray and obj.__dict__ and tensor_table.is_describable(plain := _without_attributes(obj)):
+                return _with_attributes, (_Numbered(self.number(plain)), obj.__dict__)
+        return NotImplemented
+
+
+class _Here(threading.local):
+    """What the numbers stand for in the pickle that this thread is reading."""
+
+    objects: Sequence[Any] = ()
+
+
+_here = _Here()
+
+
+def _nth(number: int) -> Any:
+    return _here.objects[number]
+
+
+def _with_attributes(tensor: Any, attributes: dict[str, Any]) -> Any:
+    tensor.__dict__.update(attributes)
+    return tensor
+
+
+class _Numbered:
+    """Stands for an object that has its number already."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> Any:
+        return _nth, (self._number,)
+
+
+def _without_attributes(tensor: Any) -> Any:
+    plain = tensor.detach()
+    if type(tensor) is torch.nn.Parameter:
+        return torch.nn.Parameter(plain, requires_grad=tensor.requires_grad)
+    return plain.requires_grad_() if tensor.requires_grad else plain
+
+
+class TablePickler(pickle.Pickler):
+    """The pickler for importable objects.
+
+    Args:
+        sink: Takes what travels beside the pickle.
+    """
+
+    def __init__(self, stream: io.BytesIO, sink: Sink) -> None:
+        super().__init__(stream, 5, buffer_callback=sink.buffers.append)
+        self._reduced = sink.reduced
+
+    def reducer_override(self, obj: Any) -> Any:
+        """See ``pickle.Pickler.reducer_override``."""
+        kind = type(obj)
+        if kind is FunctionType or kind is type or kind is BuiltinFunctionType:
+            return NotImplemented
+        return self._reduced(obj)
+
+
+def dumps(obj: Any, sink: Sink) -> bytes:
+    """Pickle an object; what travels beside the pickle goes to ``sink``."""
+    stream = io.BytesIO()
+    TablePickler(stream, sink).dump(obj)
+    return stream.getvalue()
+
+
+def loads(pickled: Any, objects: Sequence[Any], buffers: Sequence[Any]) -> Any:
+    """Unpickle an object.
+
+    Args:
+        objects: What the numbers stand for.
+        buffers: Out-of-band memory, in order.
+    """
+    before, _here.objects = _here.objects, objects
+    try:
+        return pickle.loads(pickled, buffers=buffers)
+    finally:
+        _here.objects = before

@@ -1,0 +1,171 @@
+"""Receives of eager messages: posted ahead, or by matched probe (MPI-4.1 §3.8.2) where a message may be longer than its receive.
+
+Open MPI writes a message that is longer than its receive past the receive's memory, and reports the truncation afterwards
+(``matched``). Posted receives are the fastest, and for processes that trust each other. A ``ProbedReceive`` gives MPI memory once
+the length of the message is known; a longer one is received with length zero, which leaves all memory as it was.
+
+Both have the interface of a persistent request: ``Test`` fills a status with source and length, ``Start`` opens the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mpidist.comm.mpi import mpi_errors
+from mpidist.comm.mpi.library import MPI
+from mpidist.errors import FrameError
+
+EAGER_BYTES = 32 << 10  # of a whole eager message
+_PAUSE_S = 1e-4
+
+Kept = tuple[int, Any]  # a message's source and bytes, or the error that it raised
+_unfinished: list[Any] = []  # receives that MPI did not end: it may still write to their memory
+
+
+def posted(mpi: Any, tag: int, count: int) -> list[tuple[Any, bytearray, Any]]:
+    """Post persistent receives; return each with its memory and its ``Test``."""
+    made = []
+    for _ in range(count):
+        space = bytearray(EAGER_BYTES)
+        request = mpi.Recv_init((space, EAGER_BYTES, MPI.BYTE), MPI.ANY_SOURCE, tag)
+        request.Start()
+        made.append((request, space, request.Test))
+    return made
+
+
+def withdraw(receives: Iterable[tuple[Any, bytearray, Any]], idle: Any) -> list[Kept]:
+    """Withdraw posted receives, in the order of posting; return the messages that had come already, in their order.
+
+    Args:
+        idle: The request among them that was read and not started again, or None.
+    """
+    kept: list[Kept] = []
+    status = MPI.Status()
+    for request, space, _ in receives:
+        if request is not idle:
+            request.Cancel()
+            try:
+                request.Wait(status)
+                if not status.Is_cancelled():
+                    kept.append((status.Get_source(), bytes(space[: status.Get_count(MPI.BYTE)])))
+            except Exception as error:
+                kept.append((status.Get_source(), error))
+        request.Free()
+    return kept
+
+
+class ProbedReceive:
+    """Receives of one tag from any source, one after the other: matched, compared with the room, and only then received.
+
+    Nothing blocks: a message that is matched and not there yet is the next one all the same, as messages of a sender keep their
+    order.
+
+    Args:
+        mpi: The communicator.
+        tag: Of the messages.
+        kept: Messages that come before all that MPI has.
+    """
+
+    def __init__(self, mpi: Any, tag: int, kept: Iterable[Kept] = ()) -> None:
+        self._look = mpi.Improbe
+        self._tag = tag
+        self._any, self._byte = MPI.ANY_SOURCE, MPI.BYTE
+        self.space = bytearray(EAGER_BYTES)
+        self._kept = deque(kept)
+        self._request: Any = None
+        self._refused: FrameError | None = None  # of the message under way, which is longer than the room
+        self._then: Callable[[], None] | None = None
+        self._is_idle = not self._kept  # the next message is one that MPI has
+
+    def Test(self, status: Any) -> bool:
+        """Say whether the next message is in ``space``; ``status`` says its source and length.
+
+        Raises:
+            FrameError: It is longer than ``space``. It is dropped, and nothing was written.
+        """
+        if self._is_idle:
+            message = self._look(self._any, self._tag, status)
+            if message is None:
+                return False
+            nbytes = status.Get_count(self._byte)
+            if nbytes > EAGER_BYTES:
+                return self._refuse(message, nbytes, status)
+            request = message.Irecv((self.space, nbytes, self._byte))
+            if request.Test(status):
+                return True
+            self._request, self._is_idle = request, False
+            return False
+        if self._request is None:
+            return self._take_kept(status)
+        return self._is_received(status)
+
+    def Start(self) -> None:
+        """See MPI_Start; the next ``Test`` looks for the next message."""
+
+    def end(self, then: Callable[[], None] | None) -> None:
+        """Call ``then`` in place of the next look for a message; None: go on.
+
+        What is matched or kept comes before what ``then`` receives.
+        """
+        self._then = then
+        self._set_idle()
+
+    def close(self, timeout_s: float) -> None:
+        """Let a receive under way end."""
+        deadline, status = time.monotonic() + timeout_s, MPI.Status()
+        while self._request is not None:
+            with contextlib.suppress(Exception):
+                if self._is_received(status):
+                    break
+            if self._request is not None and time.monotonic() > deadline:
+                _unfinished.append((self._request, self.space))
+                break
+            time.sleep(_PAUSE_S)
+
+    def _refuse(self, message: Any, nbytes: int, status: Any) -> bool:
+        source = status.Get_source()
+        self._refused = FrameError(f"a message of {nbytes} bytes from rank {source}; at most {EAGER_BYTES} are received in one")
+        self._request, self._is_idle = message.Irecv((None, 0, self._byte)), False
+        return self._is_received(status)
+
+    def _is_received(self, status: Any) -> bool:
+        refused = self._refused
+        try:
+            if not self._request.Test(status):
+                return False
+        except Exception as error:
+            self._request = self._refused = None
+            self._set_idle()
+            if refused is None or not mpi_errors.is_mpi_error(error) or mpi_errors.is_failure(error):
+                raise
+        self._request = self._refused = None
+        self._set_idle()
+        if refused is not None:
+            raise refused
+        return True
+
+    def _take_kept(self, status: Any) -> bool:
+        if not self._kept:
+            then, self._then = self._then, _nothing  # a poll may look several times
+            if then is not None:
+                then()
+            return False
+        source, data = self._kept.popleft()
+        self._set_idle()
+        status.Set_source(source)
+        if isinstance(data, Exception):
+            raise data
+        self.space[: len(data)] = data
+        status.Set_elements(self._byte, len(data))
+        return True
+
+    def _set_idle(self) -> None:
+        self._is_idle = self._request is None and not self._kept and self._then is None
+
+
+def _nothing() -> None:
+    """Stand for what was done already."""

@@ -1,0 +1,191 @@
+"""Receives of the payloads that a message announces.
+
+What is announced is checked before memory is lent for it, and what has arrived against what was announced: lent memory has served
+before, and what has not arrived is another message's. Memory that is only announced costs address space alone.
+
+Payloads carry no number: they are received in the order of the messages that announce them. One for which there is no memory is
+received without room, so that those behind it keep their order. Where a message does not say which payloads are its own, the
+order is lost, and all later messages of that rank with payloads are refused.
+
+Where senders are not to be trusted with this process's memory, a payload is matched first (MPI-4.1 §3.8.2), and received with
+length zero if it is longer than announced: Open MPI would write it past its receive (``matched``).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict, deque
+from typing import Any
+
+import torch
+
+from mpidist.comm import device_p2p
+from mpidist.comm.memory import buffer
+from mpidist.comm.memory.buffer_pool import ReceiveMemory
+from mpidist.comm.memory.stream import Device, start_request
+from mpidist.comm.mpi import mpi_errors
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.transport.incoming import Incoming, Part
+from mpidist.errors import FrameError
+
+DEVICE_SHIFT = 56  # of a payload's device in the number that announces it
+_MOST_BYTES = 1 << 44  # announced by one message: each GiB is a receive, whether it arrives or not
+
+
+class PayloadReceives:
+    """The receives of one communicator.
+
+    Args:
+        mpi: The communicator.
+        tag: Of payloads.
+        memory: Lends what they are received into.
+
+    Attributes:
+        is_probing: Payloads of later messages are received once their length is known.
+    """
+
+    def __init__(self, mpi: Any, tag: int, memory: ReceiveMemory) -> None:
+        self._mpi = mpi
+        self._tag = tag
+        self._memory = memory
+        self._byte = MPI.BYTE
+        self._status: Any = MPI.Status()
+        self.is_probing = False
+        self._sources: defaultdict[int, _Source] = defaultdict(_Source)
+        self._lost: dict[int, str] = {}  # by rank: the reason why its payloads cannot be told apart any more
+
+    def lose(self, source: int, reason: str) -> None:
+        """Receive no more payloads of a rank: which message they belong to is not known any more."""
+        self._lost.setdefault(source, reason)
+
+    def begin(self, incoming: Incoming, count: int, start: int) -> None:
+        """Start the receives of a message's payloads; where that fails, note its damage.
+
+        Args:
+            count: Their number.
+            start: The place in ``incoming.data`` where they are announced.
+        """
+        source = incoming.source
+        found = struct.unpack_from(f"<{count}Q", incoming.data, start)
+        announced = [(word & ((1 << DEVICE_SHIFT) - 1), word >> DEVICE_SHIFT) for word in found]
+        if (total := sum([nbytes for nbytes, _ in announced])) > _MOST_BYTES:
+            self.lose(source, f"it has announced {total} bytes in one message")
+        if source in self._lost:
+            incoming.damage = FrameError(f"payloads of rank {source} are received no more: {self._lost[source]}")
+            return
+        incoming.parts, incoming.receives, incoming.arrive = parts, opened, arrive = [], [], []
+        for nbytes, number in announced:
+            device = None
+            part: Part
+            memory: Part
+            try:
+                if number:
+                    part, (memory, device, bring) = device_p2p.space(nbytes, torch.device("cuda", number - 1))
+                    arrive.append(bring)
+                else:
+                    part = memory = self._memory.lend(nbytes)
+            except Exception as error:
+                where = f"on device {number - 1}" if number else "in host memory"
+                incoming.damage = FrameError(f"{nbytes} bytes of rank {source} cannot be received {where}: {error}")
+                pieces: Any = [([None, 0, self._byte], length) for _, length in buffer.pieces(nbytes)]
+            else:
+                parts.append(part)
+                pieces = [(piece, piece[1]) for piece in pieces_of(memory)]
+            for piece, length in pieces:
+                if self.is_probing:
+                    request: Any = _ProbedPiece(self._mpi, self._sources[source], source, self._tag, piece, length, device)
+                else:
+                    request = start_request(device, self._mpi.Irecv, piece, source, self._tag)
+                opened.append((request, length))
+
+    def have_arrived(self, incoming: Incoming) -> bool:
+        """Say whether all of a message's payloads have; where one is not as announced, note the damage.
+
+        Raises:
+            Exception: What MPI raises of a rank that has died.
+        """
+        status, waiting = self._status, []
+        for receive in incoming.receives:
+            request, announced = receive
+            try:
+                if not request.Test(status):
+                    waiting.append(receive)
+                    continue
+                arrived = status.Get_count(self._byte)
+                reason = f"{arrived} bytes have arrived" if arrived != announced else ""
+            except Exception as error:
+                if not mpi_errors.is_mpi_error(error) or mpi_errors.is_failure(error):
+                    raise
+                reason = str(error)
+            if reason and incoming.damage is None:
+                incoming.damage = FrameError(f"a payload of rank {incoming.source}, announced as {announced} bytes: {reason}")
+        incoming.receives = waiting
+        if incoming.damage is not None and not waiting:
+            incoming.parts, incoming.arrive, incoming.section = (), (), None
+        return not waiting
+
+
+class _Source:
+    """What is announced by one rank and not matched yet, in order; and the error that ended it."""
+
+    __slots__ = ("announced", "error")
+
+    def __init__(self) -> None:
+        self.announced: deque[_ProbedPiece] = deque()
+        self.error: Exception | None = None
+
+
+class _ProbedPiece:
+    """The receive of an announced piece, started when its message is matched; with the interface of a request."""
+
+    __slots__ = ("_device", "_mpi", "_nbytes", "_rank", "_request", "_sent", "_source", "_space", "_tag")
+
+    def __init__(self, mpi: Any, source: _Source, rank: int, tag: int, space: Any, nbytes: int, device: Device | None) -> None:
+        self._mpi, self._source, self._rank, self._tag = mpi, source, rank, tag
+        self._space, self._nbytes, self._device = space, nbytes, device
+        self._request: Any = None
+        self._sent = 0
+        source.announced.append(self)
+
+    def Test(self, status: Any) -> bool:
+        """See MPI_Test; ``status`` says how long the message is, received or not."""
+        if self._request is None and not self._match(status):
+            return False
+        try:
+            if not self._request.Test(status):
+                return False
+        except Exception as error:
+            if self._sent <= self._nbytes or not mpi_errors.is_mpi_error(error) or mpi_errors.is_failure(error):
+                raise
+        if self._sent > self._nbytes:
+            status.Set_elements(MPI.BYTE, self._sent)
+        return True
+
+    def _match(self, status: Any) -> bool:
+        source = self._source
+        if source.error is not None:
+            raise source.error
+        if source.announced[0] is not self:
+            return False
+        try:
+            message = self._mpi.Improbe(self._rank, self._tag, status)
+        except Exception as error:
+            source.error = error
+            source.announced.clear()
+            raise
+        if message is None:
+            return False
+        source.announced.popleft()
+        self._sent = status.Get_count(MPI.BYTE)
+        if self._sent > self._nbytes:
+            self._space, self._device = [None, 0, MPI.BYTE], None
+        self._request = start_request(self._device, message.Irecv, self._space)
+        return True
+
+
+def pieces_of(part: Part) -> list[tuple[Any, int, Any]]:
+    """Return a part's memory in pieces that MPI can count: (buffer, bytes, MPI's type)."""
+    if isinstance(part, torch.Tensor):
+        return [buffer.byte_range(part, start, length) for start, length in buffer.pieces(part.nbytes)]
+    view = memoryview(part).cast("B")
+    return [(view[start : start + length], length, MPI.BYTE) for start, length in buffer.pieces(view.nbytes)]

@@ -1,0 +1,337 @@
+"""Unexpected-message transport: an eager message of at most 32 KiB into receives opened ahead, then payloads of any size.
+
+A message is a kind, three numbers, a header, and parts: memory of any number and size. The header
+always travels in the eager message. Parts up to 16 KiB are packed behind it, or, where
+they do not fit, into one payload; larger ones travel as payloads of their own, straight from and
+into place. Eager messages of one pair of ranks arrive in the order in which they were sent
+(MPI-4.1 §3.5). Payloads may arrive after later eager messages, so an ``Incoming`` is returned
+twice: when its eager message has arrived, and when all of its parts have.
+
+A message that cannot be what its sender announces is returned with its damage: whom it concerns is known all the same.
+
+No call here blocks. One thread at a time may ``poll``; any number may ``send``. So all ranks may
+send to all at once, whatever the size: a rank that polls receives.
+
+::
+
+    kind u8 | flags u8 | payloads n u16 (top bit: these are all parts) | generation u32 | sequence u64 | context u64 |
+    header bytes u32 | packed bytes u32                                            (32 bytes)
+    n payloads: bytes u64, in the top byte the device index + 1, 0 for host memory (``payload_receives``)
+    header
+    packed parts (``incoming``)
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from mpidist.comm import device_p2p
+from mpidist.comm.group import ProcessGroup
+from mpidist.comm.memory import buffer
+from mpidist.comm.memory.buffer_pool import ReceiveMemory
+from mpidist.comm.memory.stream import device_at, start_request
+from mpidist.comm.mpi import mpi_errors, runtime
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.transport.eager_receives import EAGER_BYTES, ProbedReceive, posted, withdraw
+from mpidist.comm.transport.incoming import MAX_PAYLOADS, Incoming, Part, arranged, nbytes_of, unpack
+from mpidist.comm.transport.payload_receives import DEVICE_SHIFT, PayloadReceives, pieces_of
+from mpidist.errors import FrameError, RankFailureError
+
+HEADER_BYTES = 16 << 10  # what a header may always have
+_FIXED = struct.Struct("<BBHIQQII")
+_START = _FIXED.size
+_EAGER_TAG, _PAYLOAD_TAG = 7, 8
+_ALL_PAYLOADS = 1 << 15  # no part is packed
+_RECEIVES = 4  # posted at a time
+_SENDING = 64  # sends under way, past which a rank that never stops receiving tests them as well
+
+
+class Transport:
+    """The messages of a group's ranks, or of a lone process (``group`` None), which sends to itself alone.
+
+    Nothing is received before ``receive``.
+
+    Args:
+        group: Its communicator is used, with reserved tags.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = group.rank if group is not None else 0
+        self.size = group.size if group is not None else 1
+        self.world_ranks = group.world_ranks if group is not None else (0,)
+        self.generation = 0  # of the user; messages of another are dropped
+        self._memory = ReceiveMemory()
+        self._own: deque[Incoming] = deque()  # sent to itself
+        self._sending: deque[tuple[Any, Any]] = deque()
+        self._arriving: list[Incoming] = []
+        self._passed = 0  # eager messages that were returned while payloads were arriving
+        self._payload_order = threading.Lock()
+        self._posted: list[tuple[Any, bytearray, Any]] = []
+        self._next = 0  # the receive that the next eager message completes: in the order of posting
+        self._read: Any = None  # the receive that was read last, to be posted again
+        self._probed: ProbedReceive | None = None  # in the place of posted receives
+        self._dead: set[int] = set()
+        if group is not None:
+            self._mpi = group._comm.plain
+            self._isend, self._byte = self._mpi.Isend, MPI.BYTE
+            self._eager_tag, self._payload_tag = group._comm.own_tag(_EAGER_TAG), group._comm.own_tag(_PAYLOAD_TAG)
+            self._status: Any = MPI.Status()
+            self._payloads = PayloadReceives(self._mpi, self._payload_tag, self._memory)
+            runtime.close_at_exit(self, stage=1)  # after those who poll
+
+    def receive(self, is_probing: bool) -> None:
+        """Open the receives, or change them; messages that have come already keep their order.
+
+        What has been posted before the first change to probing was posted for ranks that might run anything here.
+
+        Args:
+            is_probing: No message is received before its length is known to fit: for ranks that are not to be trusted with this
+                process's memory, which Open MPI lets a message longer than its receive overwrite. Else receives are posted
+                ahead, which is faster.
+
+        Who must call: this rank alone, while no thread polls. Does not block.
+        """
+        if self.group is None:
+            return
+        self._payloads.is_probing = is_probing
+        if self._probed is not None:
+            # Its message under way, of an agent that has ended, may announce payloads: it comes first.
+            self._probed.end(None if is_probing else self._post)
+        elif not is_probing:
+            if not self._posted:
+                self._post()
+        else:
+            in_order = self._posted[self._next :] + self._posted[: self._next]
+            self._probed = ProbedReceive(self._mpi, self._eager_tag, withdraw(in_order, self._read))
+            self._posted = [(self._probed, self._probed.space, self._probed.Test)] * _RECEIVES
+            self._next, self._read = 0, None
+
+    def _post(self) -> None:
+        self._posted = posted(self._mpi, self._eager_tag, _RECEIVES)
+        self._next, self._read, self._probed = 0, None, None
+
+    def send(
+        self,
+        to: int,
+        kind: int,
+        sequence: int = 0,
+        context: int = 0,
+        flags: int = 0,
+        header: bytes | bytearray = b"",
+        parts: Sequence[Part] = (),
+        devices: Sequence[int | None] = (),
+    ) -> None:
+        """Send a message; memory of ``parts`` must stay unchanged until the receiver has answered.
+
+        Args:
+            to: The receiver's rank; may be the caller's own.
+            kind: The user's, below 256, as are ``flags``.
+            sequence: The user's, below 2⁶⁴, as is ``context``.
+            header: At most ``HEADER_BYTES``; without parts, whatever fits an eager message.
+            parts: Memory of any number and size.
+            devices: For each part, the index of the receiver's device for it; None for host memory.
+
+        Blocks: no; for parts on a device, until the work that produces them has ended.
+
+        Raises:
+            ValueError: The header is too large; nothing is sent.
+        """
+        if parts:
+            self._send_with_parts((to, kind, sequence, context, flags), header, parts, devices)
+            return
+        message = _FIXED.pack(kind, flags, 0, self.generation, sequence, context, len(header), 0) + header
+        if len(message) > EAGER_BYTES:
+            raise ValueError(f"a header of {len(header)} bytes; at most {EAGER_BYTES - _START} travel in one message")
+        if to == self.rank:
+            data = bytearray(message)
+            self._own.append(Incoming(to, kind, flags, sequence, context, data, _START, len(data)))
+        else:
+            self._sending.append((self._isend([message, self._byte], to, self._eager_tag), message))
+
+    def _send_with_parts(self, numbers: Any, header: Any, parts: Sequence[Part], devices: Sequence[int | None]) -> None:
+        if len(header) > HEADER_BYTES:
+            raise ValueError(f"a header of {len(header)} bytes; at most {HEADER_BYTES} travel before parts")
+        to, kind, sequence, context, flags = numbers
+        if to == self.rank:
+            incoming = Incoming(to, kind, flags, sequence, context, bytearray(header), 0, len(header))
+            arrive: list[Any] = []
+            where = devices or (None,) * len(parts)
+            incoming.parts = [self._copied(part, device, arrive) for part, device in zip(parts, where, strict=True)]
+            incoming.arrive = arrive
+            self._own.append(incoming)
+            return
+        section, payloads, places = arranged(parts, devices)
+        packed, marks = len(section), 0 if section else _ALL_PAYLOADS
+        if packed > EAGER_BYTES - _START - 8 * len(payloads) - len(header):
+            payloads, places, packed = [section, *payloads], [None, *places], 0
+        fixed = _FIXED.pack(kind, flags, len(payloads) | marks, self.generation, sequence, context, len(header), packed)
+        tops = [0 if device is None else device + 1 for device in places]
+        sizes = [nbytes_of(memory) | top << DEVICE_SHIFT for memory, top in zip(payloads, tops, strict=True)]
+        message = b"".join((fixed, struct.pack(f"<{len(sizes)}Q", *sizes), header, section if packed else b""))
+        # The receiver posts receives in the order of eager messages: no other message's payloads may come between.
+        ready = [device_p2p.to_send(memory) if isinstance(memory, torch.Tensor) else (memory, None) for memory in payloads]
+        with self._payload_order:
+            self._sending.append((self._isend([message, self._byte], to, self._eager_tag), message))
+            for memory, device in ready:
+                for piece in pieces_of(memory):
+                    self._sending.append((start_request(device, self._isend, piece, to, self._payload_tag), memory))
+
+    def _copied(self, part: Part, device: int | None, arrive: list[Any]) -> Part:
+        # Caller and callee must not share what they would not share on two ranks.
+        if device is not None:
+            copy = part.to(torch.device("cuda", device), copy=True)
+            if (there := device_at(copy.device)) is not None:
+                arrive.append(partial(list, (there.here(),)))  # another thread reads it, on a stream of its own
+            return copy
+        memory = buffer.memory(part.data_ptr(), part.nbytes) if isinstance(part, torch.Tensor) else part
+        source = memoryview(memory).cast("B")
+        space = self._memory.lend(source.nbytes)
+        space[:] = source
+        return space
+
+    def poll(self, looks: int = 1) -> Incoming | None:
+        """Look up to ``looks`` times for a message, or for the last part of one; None if nothing has arrived.
+
+        Raises:
+            FrameError: A message that is none of ours. It is dropped, and the next call goes on.
+            RankFailureError: MPI reports ranks as dead (ULFM); ``ranks`` are theirs in the group. Each is reported once.
+        """
+        if self._own or not self._posted:
+            return self._own.popleft() if self._own else None
+        # Only now: every call of MPI releases the GIL, and while the main thread computes it takes half a millisecond to come
+        # back. The other posted receives bridge the gap.
+        if self._read is not None:
+            self._read.Start()
+            self._read = None
+        if self._arriving and self._passed:
+            # One after each message: a sender that always has the next one ready must not hold up another's payloads.
+            complete = self._complete(self._passed % len(self._arriving))
+            if complete is not None:
+                return complete
+        request, space, test = self._posted[self._next]
+        status = self._status
+        try:
+            while not test(status):
+                looks -= 1
+                if looks <= 0:
+                    return self._look_after() if self._sending or self._arriving else None
+        except FrameError:
+            raise  # a message that is too long
+        except Exception as error:
+            raise self._refusal(error, request) from error
+        # In the order in which they were posted: that is the order of each sender's messages.
+        self._next = (self._next + 1) % _RECEIVES
+        self._read = request
+        if self._arriving:
+            self._passed += 1
+        data = space[: status.Get_count(self._byte)]
+        if len(self._sending) > _SENDING:
+            self._test_sends()
+        if len(data) < _START:
+            raise FrameError(f"truncated message of {len(data)} bytes from rank {status.Get_source()}")
+        fields = kind, flags, payloads, generation, sequence, context, header_bytes, packed = _FIXED.unpack_from(data)
+        if payloads or packed or generation != self.generation or len(data) != _START + header_bytes:
+            return self._received(status.Get_source(), data, fields)
+        return Incoming(status.Get_source(), kind, flags, sequence, context, data, _START, len(data))
+
+    def close(self, timeout_s: float) -> None:
+        """Withdraw the receives, so that MPI can end."""
+        receives, self._posted = self._posted, []
+        if self._probed is not None:
+            self._probed.close(timeout_s)
+        else:
+            withdraw(receives, self._read)
+
+    def _received(self, source: int, data: bytearray, fields: tuple[int, ...]) -> Incoming | None:
+        kind, flags, marked, generation, sequence, context, header_bytes, packed = fields
+        n_payloads = marked & ~_ALL_PAYLOADS
+        start = _START + 8 * n_payloads
+        end = start + header_bytes
+        if len(data) != end + packed or n_payloads > MAX_PAYLOADS + 1:
+            # Its header cannot be found; whom it concerns is known all the same.
+            incoming = Incoming(source, kind, 0, sequence, context, data, _START, _START)
+            incoming.damage = FrameError(
+                f"message of {len(data)} bytes from rank {source} announces {n_payloads} payloads, a header of "
+                f"{header_bytes} bytes and {packed} packed ones"
+            )
+            if generation != self.generation:
+                raise incoming.damage  # of nobody's call here, if it is a message at all
+            if n_payloads:
+                self._payloads.lose(source, str(incoming.damage))
+        else:
+            incoming = Incoming(source, kind, flags, sequence, context, data, start, end)
+            if n_payloads:
+                self._payloads.begin(incoming, n_payloads, _START)
+        if generation != self.generation:
+            # Its payloads are received all the same: those of the next message come behind them.
+            incoming.is_new = False
+            incoming.kind = 0
+        if incoming.damage is not None and not incoming.receives:
+            return incoming if incoming.kind else None
+        if packed:
+            incoming.section = memoryview(data)[end:]
+        elif 0 < marked < _ALL_PAYLOADS:
+            incoming.section = 0
+        if incoming.receives:
+            self._arriving.append(incoming)
+        elif incoming.section is not None:
+            unpack(incoming)
+        return incoming if incoming.kind else None
+
+    def _look_after(self) -> Incoming | None:
+        self._passed = 0
+        if self._sending:
+            self._test_sends()
+        for place in range(len(self._arriving)):
+            incoming = self._complete(place)
+            if incoming is not None or place >= len(self._arriving):
+                return incoming
+        return None
+
+    def _complete(self, place: int) -> Incoming | None:
+        """Return the message at a place of those that are arriving if its last payload has, else None."""
+        incoming = self._arriving[place]
+        try:
+            if not self._payloads.have_arrived(incoming):
+                return None
+        except Exception as error:
+            del self._arriving[place]
+            raise self._refusal(error, None) from error
+        del self._arriving[place]
+        if not incoming.kind:
+            return None
+        if incoming.section is not None:
+            unpack(incoming)
+        return incoming
+
+    def _test_sends(self) -> None:
+        sending = self._sending
+        try:
+            while sending and sending[0][0].Test():
+                sending.popleft()
+        except Exception as error:
+            if not mpi_errors.is_mpi_error(error) or not mpi_errors.is_failure(error):
+                raise
+            sending.popleft()  # its receiver has died
+
+    def _refusal(self, error: Exception, request: Any) -> Exception:
+        """Return what an error of MPI means, and keep the receives posted."""
+        if not mpi_errors.is_mpi_error(error):
+            return error
+        if request is not None and not mpi_errors.is_pending(error):
+            request.Start()
+            self._next = (self._next + 1) % _RECEIVES
+        if not mpi_errors.is_failure(error):
+            return FrameError(f"a message of rank {self._status.Get_source()} was refused: {error}")
+        dead = mpi_errors.acknowledged_deaths(self._mpi)
+        news = sorted(dead - self._dead)
+        self._dead |= dead
+        return RankFailureError("MPI reports a rank as dead", news)

@@ -1,0 +1,151 @@
+"""torch's arguments of ``DistributedDataParallel`` that need a decision: what is meant, what cannot be honoured, and why."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.torch_version import TorchVersion
+
+from mpidist.comm.resolve_group import default_group
+
+
+def refuse(mixed_precision: Any, delayed: Any, hook_of_delayed: Any) -> None:
+    """Refuse what would be ignored otherwise.
+
+    Raises:
+        ValueError: An argument of torch's that mpidist cannot honour is set.
+    """
+    if mixed_precision is not None:
+        raise ValueError(
+            "mixed_precision is not supported: use torch.autocast around the forward pass, bf16_compress_hook for the gradients"
+        )
+    if delayed is not None or hook_of_delayed is not None:
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported: bucket_cap_mb_list and most_buckets "
+            "say which gradients travel together"
+        )
+
+
+def group_of(device_mesh: Any, process_group: Any) -> Any:
+    """Return the group that the arguments name, or the default one.
+
+    Raises:
+        RuntimeError: Both are given, or a mesh of several dimensions; the class and the first words are torch's.
+        TypeError: The mesh is none.
+    """
+    if device_mesh is None:
+        return default_group() if process_group is None else process_group
+    if process_group is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments. Pass one of them")
+    if not hasattr(device_mesh, "get_group"):
+        raise TypeError(f"device_mesh must be a torch.distributed.device_mesh.DeviceMesh; got {type(device_mesh).__name__}")
+    if device_mesh.ndim != 1:
+        raise RuntimeError(
+            f"Only 1D device mesh is supported, but got {device_mesh.ndim} dimensions: slice it first (mesh['dp'])"
+        )
+    return device_mesh.get_group(mesh_dim=0)
+
+
+def localise(module: torch.nn.Module, device_mesh: Any) -> None:
+    """Replace DTensors by their shards outside of forward passes, if the mesh was cut out of another one.
+
+    Source:
+        torch's DDP, which does the same for tensor parallelism within data parallelism.
+    """
+    if hasattr(device_mesh, "_get_root_mesh"):
+        root = device_mesh._get_root_mesh()
+    else:  # before torch 2.10
+        root = torch.distributed.device_mesh._mesh_resources.get_root_mesh(device_mesh)
+    if root != device_mesh:
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+
+
+def buffer_syncing(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """Return whether buffers are synchronised (at the start, before each forward pass).
+
+    Source:
+        torch 2.13: ``broadcast_buffers=False`` turns both off, ``forward_sync_buffers=False`` the second; the latter, if given,
+        holds.
+    """
+    if broadcast_buffers is not None and TorchVersion(torch.__version__) >= "2.13":
+        text = "broadcast_buffers is deprecated since torch 2.13; forward_sync_buffers says the same of forward passes"
+        warnings.warn(text, FutureWarning, stacklevel=3)
+    if forward_sync_buffers is not None:
+        return True, forward_sync_buffers
+    both = True if broadcast_buffers is None else broadcast_buffers
+    return both, both
+
+
+def input_device(
+    module: torch.nn.Module, device_ids: Sequence[Any] | None, output_device: Any, check_reduction: bool
+) -> torch.device | None:
+    """Return the device to which inputs are moved; None to leave them where they are.
+
+    Raises:
+        ValueError: More than one device, or devices named for a module that is not on one GPU.
+    """
+    if check_reduction:
+        warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=3)
+    if not device_ids and output_device is None:
+        return None
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(f"device_ids must be None or hold one device: one rank, one device; got {list(device_ids)}")
+    devices = {parameter.device for parameter in module.parameters()}
+    if len(devices) != 1 or any(device.type == "cpu" for device in devices):
+        raise ValueError(
+            f"device_ids={device_ids} and output_device={output_device} are for a module on one GPU; this one is on "
+            f"{', '.join(sorted(map(str, devices)))}: leave them out"
+        )
+    (own,) = devices
+    wanted = [_as_device(own.type, name) for name in [*(device_ids or ()), output_device] if name is not None]
+    if any(device != own for device in wanted):
+        raise ValueError(f"device_ids={device_ids} and output_device={output_device} must name the module's device, {own}")
+    return own if device_ids else None
+
+
+def require_supported(module: torch.nn.Module, ignored: Sequence[str] | set[str]) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters whose gradients are to be averaged, with their names.
+
+    Raises:
+        RuntimeError: None requires a gradient.
+        ValueError: One is not initialised yet; devices are of several types.
+    """
+    parameters = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
+    lazy = [name for name, parameter in parameters if is_lazy(parameter)]
+    if lazy:
+        raise ValueError(f"parameters {', '.join(lazy)} have no shape yet: run one forward pass of the module first")
+    named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    if not named:
+        raise RuntimeError("DistributedDataParallel needs a module with a parameter that requires a gradient")
+    if len({parameter.device.type for _, parameter in named}) != 1:
+        raise ValueError(
+            f"parameters lie on {', '.join(sorted({str(p.device) for _, p in named}))}; one type of device is needed"
+        )
+    return named
+
+
+def communicates_in_backward(module: torch.nn.Module) -> bool:
+    """Say whether a part of the module issues collectives in the backward pass: a batch norm over all ranks, torch's or ours."""
+    return any(
+        isinstance(part, torch.nn.SyncBatchNorm) or getattr(part, "communicates_in_backward", False) for part in module.modules()
+    )
+
+
+def sparse_parameters(module: torch.nn.Module) -> set[int]:
+    """Return the identities of the parameters whose gradients are sparse, as their modules announce it.
+
+    Source:
+        torch's ``_build_params_for_reducer``.
+    """
+    embeddings = (part for part in module.modules() if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
+    return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
+
+
+def _as_device(kind: str, name: Any) -> torch.device:
+    return torch.device(kind, name) if isinstance(name, int) else torch.device(name)

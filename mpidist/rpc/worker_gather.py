@@ -1,0 +1,234 @@
+"""One object from each of some workers to all of them, by calls: a leader collects and tells the others."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpidist.comm.mpi import exited_ranks
+from mpidist.errors import MpidistError
+from mpidist.rpc import current, services
+from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
+
+if TYPE_CHECKING:
+    from mpidist.rpc.agent import Agent
+
+_LOOK_S = 0.1  # between two looks at who has ended
+_AHEAD = 64  # gatherings of which a worker may send its part before the leader takes part in them
+# The agent's generation, the number, and the names in order.
+_SEQUENCE_ID = re.compile(r"([0-9]{1,18}):([0-9]{1,18}):([A-Za-z0-9\-_: ]+)")
+logger = logging.getLogger("mpidist.rpc")
+
+
+class _State:
+    """One gathering.
+
+    Attributes:
+        gathered: By worker name.
+        proceed: Set when all are there.
+        is_called: This worker takes part by now; else others do, ahead of it.
+    """
+
+    def __init__(self) -> None:
+        self.gathered: dict[str, Any] = {}
+        self.proceed = threading.Event()
+        self.is_called = False
+
+
+class _Identity(NamedTuple):
+    """What a sequence id says.
+
+    Attributes:
+        number: Of the gathering among these workers.
+        joined: Their names, in order.
+        names: The same.
+    """
+
+    number: int
+    joined: str
+    names: frozenset[str]
+
+
+_lock = threading.RLock()
+# By agent, and the names of those who gather: they count alike. States: by sequence id, of the same agent.
+_counts: dict[tuple[int, str], int] = {}
+_states: dict[str, _State] = {}
+
+
+def forget() -> None:
+    """Drop what an agent that ends has counted, and what others have sent ahead."""
+    with _lock:
+        _counts.clear()
+        _states.clear()
+
+
+@services.service
+def gather_to_leader(source: int, /, sequence_id: str, worker_name: str, obj: Any, worker_names: set[str]) -> None:
+    """Take a worker's part; run by the leader.
+
+    Raises:
+        MpidistError: It is not the sender's part, this worker is not the leader, the sender is too far ahead, or it has given its
+            part already.
+    """
+    _require_types(type(sequence_id) is str and type(worker_name) is str and type(worker_names) is set)
+    _require_types(all(type(name) is str for name in worker_names))
+    with _lock:
+        agent = current.require()  # under the lock: none is left behind by ``forget``
+        number, joined, names = identity = _identity(agent, sequence_id)
+        sender = _sender(agent, source, identity)
+        _require(worker_name == sender, f"a part of {worker_name!r} comes from {sender}")
+        _require(worker_names == names, "its names are others")
+        _require(agent.workers.me.name == min(names), f"{agent.workers.me.name} does not lead it")
+        state = _states.get(sequence_id)
+        if state is None:
+            count = _counts.get((agent.generation, joined), 0)
+            if number < count:
+                return  # this worker has ceased to wait for it
+            ahead = sum([not other.is_called and sender in other.gathered for other in _states.values()])
+            _require(number < count + _AHEAD and ahead < _AHEAD, f"{sender} is too far ahead of {agent.workers.me.name}")
+            state = _states[sequence_id] = _State()
+        _require(worker_name not in state.gathered, f"{worker_name} has given its part already")
+        state.gathered[worker_name] = obj
+        if state.gathered.keys() == names:
+            state.proceed.set()
+
+
+@services.service
+def tell_follower(source: int, /, sequence_id: str, gathered: dict[str, Any]) -> None:
+    """Take all parts; run by each worker but the leader. It has given its own part by then.
+
+    Raises:
+        MpidistError: The sender is not the leader, this worker has not given its part, or the parts are others.
+    """
+    _require_types(type(sequence_id) is str and type(gathered) is dict)
+    with _lock:
+        agent = current.require()  # under the lock: none is left behind by ``forget``
+        number, joined, names = identity = _identity(agent, sequence_id)
+        sender, leader = _sender(agent, source, identity), min(names)
+        _require(sender == leader != agent.workers.me.name, f"{sender} does not lead it, but {leader} does")
+        _require(gathered.keys() == names, "its parts are of others")
+        _require(number < _counts.get((agent.generation, joined), 0), f"{agent.workers.me.name} has not given its part")
+        state = _states.get(sequence_id)
+        if state is None:
+            return  # this worker has ceased to wait for it
+        _require(not state.proceed.is_set(), "all parts are here already")
+        state.gathered = gathered
+        state.proceed.set()
+
+
+def _require_types(is_right: bool) -> None:
+    if not is_right:
+        raise TypeError("a part of a gathering is none")
+
+
+def _require(is_right: bool, reason: str) -> None:
+    if not is_right:
+        raise MpidistError(f"a message of a gathering is refused: {reason}")
+
+
+def _identity(agent: Agent, sequence_id: str) -> _Identity:
+    """Return what a sequence id says, if this worker takes part."""
+    match = _SEQUENCE_ID.fullmatch(sequence_id)
+    if match is None:
+        raise MpidistError(f"a message of a gathering is refused: {sequence_id[:80]!r} is no sequence id")
+    generation, number, joined = match.groups()
+    _require(generation == str(agent.generation), f"it is of init_rpc {generation}; this is {agent.generation}")
+    names = joined.split(" ")
+    _require(names == sorted(set(names)), "its names are not in order")
+    _require(agent.workers.me.name in names, f"{agent.workers.me.name} takes no part")
+    for name in names:
+        agent.workers.rank_of(name)
+    return _Identity(int(number), joined, frozenset(names))
+
+
+def _sender(agent: Agent, source: int, identity: _Identity) -> str:
+    name = agent.workers.infos[source].name
+    _require(name in identity.names, f"its sender {name} takes no part")
+    return name
+
+
+def all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
+    """Return each worker's object by its name.
+
+    Collective: over the named workers; None for all.
+
+    Raises:
+        MpidistError: A worker was late.
+        RankFailureError: A worker came to the end of its program, or has left RPC.
+    """
+    agent = current.require()
+    names = set(worker_names) if worker_names else {worker.name for worker in agent.get_worker_infos()}
+    joined = " ".join(sorted(names))
+    with _lock:
+        # Each agent counts anew: one that a worker has missed, and ended with RPC, must not part them for ever.
+        if any(generation != agent.generation for generation, _ in _counts):
+            _counts.clear()
+        number = _counts.get((agent.generation, joined), 0)
+        _counts[agent.generation, joined] = number + 1
+        sequence_id = f"{agent.generation}:{number}:{joined}"
+        state = _states.setdefault(sequence_id, _State())
+        state.is_called = True
+    try:
+        return _gathered(agent, state, sequence_id, obj, names, timeout)
+    finally:
+        with _lock:
+            _states.pop(sequence_id, None)
+
+
+def _gathered(agent: Agent, state: _State, sequence_id: str, obj: Any, names: set[str], timeout: float) -> dict[str, Any]:
+    leader, me = min(names), agent.workers.me.name
+    limit = agent.calls.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
+    if me == leader:
+        gather_to_leader(agent.workers.me.id, sequence_id, me, obj, names)
+    else:
+        agent.calls.invoke(agent.workers.rank_of(leader), gather_to_leader, (sequence_id, me, obj, names), {}, timeout)
+    deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
+    while not state.proceed.wait(_LOOK_S):
+        missing = names - {me} - set(state.gathered)
+        if time.monotonic() > deadline:
+            raise MpidistError(f"{me} timed out in _all_gather after {limit:.2f} seconds: {sorted(missing)} missing")
+        _require_present(agent, me, missing, leader)
+    if me == leader:
+        _tell_followers(names - {leader}, sequence_id, state.gathered, timeout, limit)
+    return state.gathered
+
+
+def _require_present(agent: Agent, me: str, missing: set[str], leader: str) -> None:
+    ranks = {agent.workers.rank_of(name) for name in missing}
+    # Who leaves RPC may have had the answer that is still on its way here; only the leader leaves after all have it.
+    gone = agent.workers.left & (ranks if me == leader else {agent.workers.rank_of(leader)})
+    ended = exited_ranks.ended([agent.workers.world_ranks[rank] for rank in sorted(ranks)])
+    if gone or ended:
+        lost = sorted({agent.workers.world_ranks[rank] for rank in gone} | set(ended))
+        raise exited_ranks.failure(f"{agent.workers.me}: _all_gather", lost)
+
+
+def _tell_followers(followers: set[str], sequence_id: str, gathered: Any, timeout: float, limit: float) -> None:
+    agent = current.require()
+    told = {
+        name: agent.calls.invoke_async(agent.workers.rank_of(name), tell_follower, (sequence_id, gathered), {}, timeout)
+        for name in sorted(followers)
+    }
+    errors = []
+    for name, future in told.items():
+        try:
+            future.wait()
+        except RuntimeError as error:
+            errors.append((name, error))
+    if errors:
+        raise MpidistError(
+            f"Followers {[name for name, _ in errors]} timed out in _all_gather after {limit:.2f} seconds. "
+            f"The first exception is {errors[0][1]}"
+        )
+
+
+def barrier(worker_names: Iterable[str]) -> None:
+    """Wait until all of the named workers have called this; a failure is logged, as torch does."""
+    try:
+        all_gather(None, set(worker_names))
+    except RuntimeError:
+        logger.exception("Failed to complete barrier")

@@ -1,0 +1,78 @@
+"""Host memory for large results: in huge pages, and the same memory again when nobody holds the last result.
+
+The first touch of 4 KiB pages costs three times as long as the transfer that fills them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Hashable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from mpidist.comm.mpi import autograd_mode
+
+K = TypeVar("K", bound=Hashable)
+
+_HUGE_PAGE = 2 << 20
+
+
+class _Held(np.ndarray):  # plain arrays take no weak reference on all of their views' owners
+    """Memory as tensors see it; it lives as long as any of them."""
+
+
+class KeptMemory:
+    """Memory of one set of tensors at a time."""
+
+    def __init__(self) -> None:
+        self._block: mmap.mmap | None = None
+        self._user: Any = None
+
+    def tensors(self, wanted: Mapping[K, tuple[int, torch.dtype]]) -> dict[K, torch.Tensor]:
+        """Return tensors whose values are undefined, in the memory of the last call if none of its tensors is alive.
+
+        Args:
+            wanted: Number of elements and dtype of each.
+        """
+        starts, nbytes = {}, 0
+        for key, (numel, dtype) in wanted.items():
+            starts[key] = nbytes
+            nbytes += -(-numel * dtype.itemsize // 64) * 64
+        if not nbytes:
+            return {key: torch.empty(numel, dtype=dtype, device="cpu") for key, (numel, dtype) in wanted.items()}
+        is_free = self._user is None or self._user() is None
+        if self._block is None or not is_free or len(self._block) < nbytes:
+            self._block = _huge_pages(nbytes)
+        held = np.frombuffer(self._block, np.uint8, nbytes).view(_Held)
+        self._user = weakref.ref(held)
+        # Of a memoryview, because numpy would let the tensors refer to the block itself, and not to the array.
+        memory = memoryview(held)  # type: ignore[arg-type]
+        with autograd_mode.allocating():
+            return {
+                key: torch.frombuffer(memory, dtype=dtype, count=numel, offset=starts[key])
+                if numel
+                else torch.empty(0, dtype=dtype, device="cpu")
+                for key, (numel, dtype) in wanted.items()
+            }
+
+
+def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros in host memory, in huge pages if they are many: a step reads and writes all of them."""
+    if numel * dtype.itemsize < 2 * _HUGE_PAGE:
+        return torch.zeros(numel, dtype=dtype, device="cpu")
+    with autograd_mode.allocating():
+        return torch.frombuffer(_huge_pages(numel * dtype.itemsize), dtype=dtype, count=numel)
+
+
+def _huge_pages(nbytes: int) -> mmap.mmap:
+    # No longer than asked for: what is left over at the end is in small pages, and no memory is taken for nothing.
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a system without them
+            pass
+    return memory

@@ -1,0 +1,95 @@
+"""Debug mode: ranks that are about to do different things all hear of it."""
+
+import pytest
+import torch
+
+from mpidist.comm.algorithms import fingerprint
+from mpidist.errors import DisagreementError
+from tests.support import agree, raises_on_all
+
+
+def test_differences_name_ranks_and_values():
+    lines = [
+        fingerprint.describe("all_reduce", 3, [("shape", (2, 4)), ("dtype", torch.float32), ("op", "sum")]),
+        fingerprint.describe("all_reduce", 3, [("shape", (2, 5)), ("dtype", torch.float32), ("op", "sum")]),
+        fingerprint.describe("all_reduce", 3, [("shape", (2, 4)), ("dtype", torch.float32), ("op", "max")]),
+    ]
+    told = fingerprint.differences(lines)
+    assert told == "shape: (2, 4) on ranks 0, 2, (2, 5) on rank 1; op: sum on ranks 0, 1, max on rank 2"
+    assert fingerprint.differences(lines[:1] * 4) == ""
+
+
+def test_a_refusal_hides_what_that_rank_could_not_tell():
+    lines = [
+        fingerprint.describe("all_reduce", 3, [("shape", (2, 4))]),
+        fingerprint.describe("all_reduce", 3, [(fingerprint.REFUSAL, "needs a tensor")]),
+    ]
+    assert fingerprint.differences(lines) == "arguments refused: nothing on rank 0, needs a tensor on rank 1"
+
+
+def test_many_ranks_are_counted_not_listed():
+    lines = [fingerprint.describe("a" if rank else "b", 1, ()) for rank in range(20)]
+    assert "and 11 more" in fingerprint.differences(lines)
+
+
+@pytest.fixture
+def strict(world):
+    from mpidist.comm.group import from_world
+
+    group = from_world("strict", 600, debug=True)
+    yield group
+    group.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_disagreements_raise_on_all_ranks_and_the_group_lives_on(world, strict):
+    odd = strict.rank == strict.size - 1
+    last = strict.size - 1
+
+    def check(call, *words):
+        message = raises_on_all(world, DisagreementError, call)
+        agree(world, all(word in message for word in words), message)
+        tensor = torch.ones(3)
+        strict.all_reduce(tensor)
+        agree(world, bool((tensor == strict.size).all()), "after the error")
+
+    check(lambda: strict.all_reduce(torch.ones(3 if odd else 2)), "shape: (2,)", f"(3,) on rank {last}")
+    check(
+        lambda: strict.all_reduce(torch.ones(2, dtype=torch.float64 if odd else torch.float32)),
+        "dtype: torch.float32",
+        "torch.float64",
+    )
+    check(lambda: strict.all_reduce(torch.ones(2), "max" if odd else "sum"), "op: sum", "max")
+    check(lambda: strict.broadcast(torch.ones(2), last if odd else 0), "src: 0", f"{last} on rank {last}")
+    check(
+        lambda: strict.barrier() if odd else strict.all_reduce(torch.ones(2)), "operation: all_reduce", f"barrier on rank {last}"
+    )
+    check(lambda: strict.all_reduce([1] if odd else torch.ones(2)), "arguments refused", "got list", f"on rank {last}")
+    check(lambda: strict.broadcast(torch.ones(2), 99 if odd else 0), "got 99")
+    check(lambda: strict.gather_object(1, last if odd else 0), "dst: 0")
+    sends = [2 if odd else 1] * strict.size
+    check(
+        lambda: strict.all_to_all_single(torch.ones(sum(sends)), torch.ones(sum(sends)), sends, sends),
+        f"rank 0 sends 1 rows to rank {last}, which expects 2",
+    )
+    works = strict.all_reduce(torch.ones(3 if odd else 2), async_op=True)
+    raises_on_all(world, DisagreementError, works.wait, "shape")
+
+
+@pytest.mark.mpi
+def test_what_all_ranks_get_wrong_alike_is_their_own_error(world, strict):
+    raises_on_all(world, ValueError, lambda: strict.broadcast(torch.ones(2), 99), "got 99")
+
+
+@pytest.mark.mpi
+def test_every_collective_passes_in_debug_mode(world, strict):
+    W, rank = strict.size, strict.rank
+    strict.all_gather([torch.zeros(r) for r in range(W)], torch.zeros(rank))
+    strict.all_gather_into_tensor(torch.zeros(2 * W), torch.zeros(2))
+    strict.reduce_scatter_tensor(torch.zeros(2), torch.zeros(2 * W))
+    strict.all_to_all_single(torch.zeros(W), torch.zeros(W))
+    strict.all_to_all([torch.zeros(2)] * W, [torch.zeros(2)] * W)
+    strict.gather(torch.zeros(1), [torch.zeros(1)] * W if rank == 0 else None)
+    strict.scatter(torch.zeros(1), [torch.zeros(1)] * W if rank == 0 else None)
+    strict.all_reduce_coalesced([torch.zeros(1), torch.zeros(2)])
+    agree(strict, strict.broadcast_object(5) == 5 and strict.all_gather_object(rank) == list(range(W)))

@@ -1,0 +1,130 @@
+"""All-reduce by levels, on ranks that are taken to be on several nodes, against the flat one."""
+
+import pytest
+import torch
+
+from mpidist import cache, tune
+from mpidist.comm import AVG, MAX, PRODUCT, SUM
+from mpidist.comm.algorithms import hierarchical, tuning
+from mpidist.comm.algorithms.tuning import HOST_ALGORITHMS, LEVELS, LIBRARY, Table
+from mpidist.comm.mpi import runtime
+from tests.support import agree, reduced
+
+pytestmark = pytest.mark.mpi(min_size=3)
+
+LAYOUTS = {
+    "blocks": lambda rank, size: rank * 2 // size,
+    "cyclic": lambda rank, size: rank % 2,
+    "uneven": lambda rank, size: int(rank > 0),
+}
+
+
+@pytest.fixture
+def on_nodes(world, monkeypatch):
+    """Make groups whose ranks are on nodes of our own invention, and whose table chooses levels."""
+    monkeypatch.setattr(hierarchical, "FROM_BYTES", 1)
+    monkeypatch.setattr(hierarchical, "PIECE_BYTES", 1024)
+    monkeypatch.setattr(cache, "load", lambda kind, key: {"rows": [[64, [LEVELS, LIBRARY]]], "source": "a test"})
+    made = []
+
+    def make(layout, shares=True):
+        nodes = [LAYOUTS[layout](rank, world.size) for rank in range(world.size)]
+        monkeypatch.setattr(runtime.World, "nodes_of", lambda self, ranks: runtime._numbered(nodes[r] for r in ranks))
+        if not shares:
+            monkeypatch.setattr(hierarchical, "shared_maps", lambda comm, nbytes: None)
+        made.append(world.clone(layout))
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shares", [True, False], ids=["memory", "messages"])
+def test_values_are_those_of_a_flat_all_reduce(world, on_nodes, layout, shares):
+    group = on_nodes(layout, shares)
+    wrong = []
+    for dtype in (torch.float32, torch.float64, torch.int32, torch.uint16, torch.bfloat16, torch.complex64, torch.bool):
+        for op in (SUM, AVG, PRODUCT, MAX, "bor"):
+            if (dtype is torch.bool and op == AVG) or (dtype.is_complex and op == MAX):
+                continue
+            if op == "bor" and (dtype.is_floating_point or dtype.is_complex):
+                continue
+            for numel in (1, 257, 1500):
+                parts = [(torch.arange(numel) % 5 + rank % 2).to(dtype) for rank in range(group.size)]
+                for asynchronous in (False, True):
+                    tensor = parts[group.rank].clone()
+                    work = group.all_reduce(tensor, op, async_op=asynchronous)
+                    if work is not None:
+                        work.wait()
+                    expected = reduced(parts, op)
+                    is_right = torch.allclose(tensor, expected) if dtype.is_complex else torch.equal(tensor, expected)
+                    if not is_right:
+                        wrong.append((dtype, op, numel, asynchronous))
+    agree(world, not wrong, str(wrong[:4]))
+    agree(world, bool(group._comm.children()), "it was not done by levels")
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["memory", "messages"])
+def test_integers_wrap_around(world, on_nodes, shares):
+    group = on_nodes("blocks", shares)
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16):
+        limits = torch.iinfo(dtype)
+        for value in (limits.min, limits.max):
+            tensor = torch.full((1500,), value, dtype=dtype)
+            group.all_reduce(tensor)
+            expected = torch.tensor(value * group.size).to(dtype)
+            agree(world, bool((tensor == expected).all()), f"{dtype} {value} {tensor[:3]}")
+
+
+def test_same_bits_on_all_ranks_in_either_thread(world, on_nodes):
+    group = on_nodes("cyclic")
+    told = []
+    for asynchronous in (False, True):
+        tensor = torch.randn(5000, generator=torch.Generator().manual_seed(group.rank)) / 3
+        # A synchronous call on one rank meets an asynchronous one on another.
+        work = group.all_reduce(tensor, AVG, async_op=asynchronous != (group.rank == 1))
+        if work is not None:
+            work.wait()
+        told += world.all_gather_object(tensor.numpy().tobytes())
+    agree(world, len(set(told)) == 1)
+
+
+def test_a_group_knows_its_own_nodes(world, monkeypatch):
+    nodes = [LAYOUTS["uneven"](rank, world.size) for rank in range(world.size)]
+    monkeypatch.setattr(runtime.World, "nodes_of", lambda self, ranks: runtime._numbered(nodes[r] for r in ranks))
+    far = world.clone("far")
+    near = far.new_group(range(1, world.size))
+    alone = far.split_by_node()
+    agree(world, not far.is_single_node and (near is None or near.is_single_node))
+    agree(world, alone.is_single_node and alone.size == (1 if world.rank == 0 else world.size - 1))
+    for group in (near, alone, far):
+        if group is not None:
+            group.close()
+
+
+def test_without_a_table_the_library_decides(world, monkeypatch, tmp_path, capsys):
+    """Measured by the command, kept, and used by the groups of later jobs."""
+    folder = world.all_gather_object(str(tmp_path))[0]
+    monkeypatch.setenv("MPIDIST_CACHE", folder)
+    nodes = [LAYOUTS["blocks"](rank, world.size) for rank in range(world.size)]
+    monkeypatch.setattr(runtime.World, "nodes_of", lambda self, ranks: runtime._numbered(nodes[r] for r in ranks))
+    before = world.clone("before")
+    agree(world, not hierarchical.is_chosen(before._comm, 1 << 20))
+    monkeypatch.setattr(tune.comm, "init", lambda: before)
+    assert tune.main(["--device", "host", "--sizes", "70000", "--rounds", "1"]) == 0
+    world.barrier()
+    after = world.clone("after")
+    held = after._comm.tuning_tables[tuning.HOST]
+    agree(world, sorted(held.rows[0][1]) == sorted(HOST_ALGORITHMS) and held.source.startswith("measured"), str(held))
+    agree(world, hierarchical.is_chosen(after._comm, 70_000) == (held.rows[0][1][0] == LEVELS))
+    agree(world, not hierarchical.is_chosen(after._comm, 100))
+    for group in (before, after):
+        group.close()
+
+
+def test_one_node_has_no_choice(world):
+    with pytest.raises(SystemExit, match="several nodes"):
+        tune.main(["--device", "host"])
+    assert isinstance(tuning.UNMEASURED_HOST, Table)

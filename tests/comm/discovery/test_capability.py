@@ -1,0 +1,294 @@
+"""What MPI does with device memory: what is forced, what is remembered, and that all ranks come to one answer.
+
+The CPU stands for a device here; the GPU test at the end does the same with a real one.
+"""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mpidist.comm.discovery import capability, capability_trial
+from mpidist.comm.discovery.capability import agreed_operations, capabilities, known_operations, takes_blocking_calls
+from mpidist.comm.mpi import cuda_context
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.serialized import SerialComm
+from mpidist.errors import MpidistError
+from tests.support import agree, raises_on_all
+
+CPU = torch.device("cpu")
+EVERYTHING = frozenset(capability_trial.OPERATIONS)
+# A rank that has MPI, but not torch, which takes seconds to import.
+_RANK = """
+import sys
+from mpi4py import MPI
+for operation in sys.argv[sys.argv.index("--device") + 2 :]:
+    if MPI.COMM_WORLD.Get_rank() == 0:
+        print("mpidist-probe begins", operation, flush=True)
+    MPI.COMM_WORLD.Barrier()
+    if MPI.COMM_WORLD.Get_rank() == 0:
+        print("mpidist-probe ended", operation, "works" if MPI.COMM_WORLD.Get_size() == 2 else "alone", flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Give each test a cache of its own, and a process that remembers nothing."""
+    monkeypatch.setenv("MPIDIST_CACHE", str(tmp_path))
+    monkeypatch.delenv("MPIDIST_CUDA_AWARE", raising=False)
+    monkeypatch.setattr(capability, "_tables", {})
+    monkeypatch.setattr(capability, "_node_sees_all", None)
+    return tmp_path
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Count the jobs that this rank starts; each finds that all but one operation work."""
+    started = []
+
+    def found(device, library, cuda_first):
+        started.append(device)
+        return {**dict.fromkeys(capability_trial.OPERATIONS, "works"), "Alltoallv": "ended by signal 11 (SIGSEGV)"}
+
+    monkeypatch.setattr(capability_trial, "try_operations", found)
+    return started
+
+
+def forget(comm, monkeypatch):
+    """Begin a new job, as far as this module can tell."""
+    comm.device_operations.clear()
+    monkeypatch.setattr(capability, "_tables", {})
+
+
+# --- one rank ---
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("value", "expected"), [("0", frozenset()), ("1", EVERYTHING), ("", None), (None, None)])
+def test_what_the_environment_forces(world, monkeypatch, value, expected):
+    if value is not None:
+        monkeypatch.setenv("MPIDIST_CUDA_AWARE", value)
+    assert known_operations(CPU) == expected
+
+
+@pytest.mark.mpi
+def test_another_value_is_named(world, monkeypatch):
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "yes")
+    with pytest.raises(ValueError, match="MPIDIST_CUDA_AWARE must be 0 or 1, or unset; got 'yes'"):
+        known_operations(CPU)
+
+
+@pytest.mark.mpi
+def test_a_library_that_says_no_is_not_tried(world, monkeypatch):
+    monkeypatch.setattr(capability, "_cuda_support", lambda: (False, "it says so"))
+    assert known_operations(torch.device("cuda")) == frozenset()
+
+
+@pytest.mark.mpi
+def test_capabilities_launch_nothing(world, monkeypatch, launches):
+    monkeypatch.setattr(capability.runtime, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(capability, "_cuda_support", lambda: (True, "it says so"))
+    monkeypatch.setattr(capability, "_key", lambda device, is_cuda_first: {"device": "pretended"})
+    assert set(capabilities().operations.values()) == {"unknown"}
+    capability._tried_table(torch.device("cuda", 0), False)
+    assert capabilities().operations["Alltoallv"] == "ended by signal 11 (SIGSEGV)"
+    assert len(launches) == 1
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
+    assert set(capabilities().operations.values()) == {"works, says MPIDIST_CUDA_AWARE=1"}
+
+
+@pytest.mark.mpi
+def test_capabilities_without_a_device(world, monkeypatch):
+    monkeypatch.setattr(capability.runtime, "device", lambda: CPU)
+    assert set(capabilities().operations.values()) == {"this rank has no CUDA device"}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("text", ["", '{"format": 1, "key": {}, "value": {}}', None])
+def test_a_cache_that_is_broken_is_written_again(world, launches, folder, monkeypatch, text):
+    table = capability._tried_table(CPU, False)
+    (path,) = folder.iterdir()
+    whole = path.read_text()
+    path.write_text(whole.replace('"works"', "1") if text is None else text)
+    monkeypatch.setattr(capability, "_tables", {})
+    assert known_operations(CPU) is None
+    assert capability._tried_table(CPU, False) == table
+    assert path.read_text() == whole
+
+
+@pytest.mark.mpi
+def test_a_job_that_did_not_start_is_not_kept(world, folder, monkeypatch):
+    monkeypatch.setattr(
+        capability_trial, "try_operations", lambda *_, **__: dict.fromkeys(capability_trial.OPERATIONS, "not tried: no mpirun")
+    )
+    capability._tried_table(CPU, False)
+    assert list(folder.iterdir()) == []
+    assert known_operations(CPU) == frozenset()  # but this job does not try again
+
+
+@pytest.mark.mpi
+def test_what_was_found_with_cuda_first_is_not_for_a_job_that_started_mpi_first(world, launches, monkeypatch):
+    monkeypatch.setattr(cuda_context, "_is_first", True)
+    capability._tried_table(CPU, True)
+    assert known_operations(CPU) == EVERYTHING - {"Alltoallv"}
+    for is_first in (False, None):
+        monkeypatch.setattr(cuda_context, "_is_first", is_first)
+        monkeypatch.setattr(capability, "_tables", {})
+        assert capabilities().cuda_before_mpi is is_first
+        assert known_operations(CPU) is None
+
+
+# --- all ranks ---
+
+
+@pytest.mark.mpi
+def test_rank_0_tries_for_all_and_only_once(group, launches, monkeypatch, folder):
+    comm = group._comm
+    expected = EVERYTHING - {"Alltoallv"}
+    first, again = agreed_operations(comm, CPU), agreed_operations(comm, CPU)
+    forget(comm, monkeypatch)
+    later = agreed_operations(comm, CPU)  # from the cache
+    agree(group, first == again == later == expected, f"{first}, {later}")
+    agree(group, len(launches) == (group.rank == 0), f"{len(launches)} launches")
+
+
+@pytest.mark.mpi
+def test_the_trial_starts_mpi_first_where_one_rank_has_done_so(group, monkeypatch):
+    states = []
+
+    def found(device, library, cuda_first):
+        states.append(cuda_first)
+        return dict.fromkeys(capability_trial.OPERATIONS, "works")
+
+    monkeypatch.setattr(capability_trial, "try_operations", found)
+    for last in (True, False):
+        monkeypatch.setattr(cuda_context, "_is_first", last if group.rank == group.size - 1 else True)
+        group._comm.device_operations.clear()
+        agreed_operations(group._comm, CPU)
+    agree(group, states == ([True, False] if group.rank == 0 else []), f"{states}")
+
+
+def pretend_devices(monkeypatch, visible):
+    """Pretend that this process sees these devices, by their names on the node."""
+    properties = [SimpleNamespace(uuid=name) for name in visible]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
+    monkeypatch.setattr(capability, "_key", lambda device, is_cuda_first: {"device": "pretended"})
+    monkeypatch.setattr(capability, "_cuda_support", lambda: (True, "it says so"))
+    monkeypatch.setattr(capability.runtime, "device", lambda: torch.device("cuda", 0))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_devices_that_ranks_of_a_node_do_not_see_are_not_given_to_mpi(group, launches, monkeypatch):
+    """``srun --gpus-per-task=1``: each rank's device is its device 0, and the trial's ranks would share one of them."""
+    where = torch.device("cuda", 0)
+    pretend_devices(monkeypatch, [f"GPU-{group.rank}"])
+    agree(group, agreed_operations(group._comm, where) == frozenset() and not launches, "tried, or used")
+    agree(group, not known_operations(where) and "--gpu-bind=none" in capabilities().operations["Bcast"], "messages")
+    forget(group._comm, monkeypatch)
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
+    agree(group, agreed_operations(group._comm, where) == known_operations(where) == EVERYTHING, "forced")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_device_of_all_ranks_is_tried(group, launches, monkeypatch):
+    where = torch.device("cuda", 0)
+    pretend_devices(monkeypatch, ["GPU-0"])
+    capability._tried_table(where, False)
+    agree(group, known_operations(where) is None, "a message goes by pointer before the ranks have compared their devices")
+    working = agreed_operations(group._comm, where)
+    agree(group, working == known_operations(where) == EVERYTHING - {"Alltoallv"}, f"{working}")
+
+
+@pytest.mark.mpi
+def test_without_a_cache_folder_it_is_tried_in_each_job(group, launches, monkeypatch, folder):
+    (folder / "file").write_text("")
+    monkeypatch.setenv("MPIDIST_CACHE", str(folder / "file"))
+    for _ in range(2):
+        forget(group._comm, monkeypatch)
+        assert agreed_operations(group._comm, CPU)
+    agree(group, len(launches) == 2 * (group.rank == 0), f"{len(launches)} launches")
+
+
+@pytest.mark.mpi
+def test_a_job_inside_this_job_while_the_others_wait(group, monkeypatch):
+    """The others wait in a broadcast: the nested job must neither join this one nor abort it."""
+    real = capability_trial.try_operations
+    program = [sys.executable, "-c", _RANK]
+    monkeypatch.setattr(capability_trial, "try_operations", lambda *args, **_: real(*args, program=program, silence_s=40))
+    operations = agreed_operations(group._comm, CPU)
+    agree(group, operations == EVERYTHING, f"{capability._tables}")
+
+
+@pytest.mark.mpi
+def test_a_wrapper_that_never_blocks_gets_no_reductions(group, launches):
+    comm = group._comm
+    patient, serial = comm.patient(), Communicator(SerialComm(comm.mpi), [0] * comm.size, 32767)
+    kept = {"point_to_point", "Bcast", "Ibcast", "Allgather", "Iallgather", "Ialltoallv"}
+    sets = [agreed_operations(each, CPU) for each in (patient, serial)]
+    agree(group, all(each == kept for each in sets), f"{sets}")
+    assert not takes_blocking_calls(patient)
+    if takes_blocking_calls(comm):  # the library admits several threads
+        assert agreed_operations(comm, CPU) >= capability_trial.REDUCTIONS
+
+
+@pytest.mark.mpi
+def test_a_collective_whose_twin_fails_is_not_for_a_wrapper(group, monkeypatch):
+    told = {**dict.fromkeys(capability_trial.OPERATIONS, "works"), "Ibcast": "hung"}
+    monkeypatch.setattr(capability_trial, "try_operations", lambda *_, **__: told)
+    operations = agreed_operations(group._comm.patient(), CPU)
+    agree(group, "Bcast" not in operations and "Allgather" in operations, f"{operations}")
+
+
+@pytest.mark.mpi
+def test_a_failure_of_rank_0_is_told_to_all(group, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("no processes left")
+
+    monkeypatch.setattr(capability_trial, "try_operations", fail)
+    raises_on_all(group, MpidistError, lambda: agreed_operations(group._comm, CPU), "rank 0 could not find out")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_environment_that_differs_raises_on_all(group, launches, monkeypatch):
+    if group.rank == group.size - 1:
+        monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
+    message = raises_on_all(group, MpidistError, lambda: agreed_operations(group._comm, CPU), "must be the same on all ranks")
+    assert f"it is unset on rank 0, 1 on rank {group.size - 1}" in message
+    assert launches == []
+
+
+@pytest.mark.mpi
+def test_an_environment_that_says_nothing_raises_on_all(group, monkeypatch):
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "2")
+    raises_on_all(group, ValueError, lambda: agreed_operations(group._comm, CPU), "got '2'")
+
+
+@pytest.mark.mpi
+def test_forcing_needs_no_launch(group, launches, monkeypatch):
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "0")
+    off = agreed_operations(group._comm, CPU)
+    forget(group._comm, monkeypatch)
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
+    forced = agreed_operations(group._comm, CPU)
+    agree(group, (off, forced, launches) == (frozenset(), EVERYTHING, []), f"{off}, {forced}, {launches}")
+
+
+# --- a real device ---
+
+
+@pytest.mark.gpu
+@pytest.mark.mpi(min_size=2)
+def test_what_works_in_the_nested_job_works_here(group):
+    device = capability.runtime.device()
+    operations = agreed_operations(group._comm, device)
+    if group.rank == 0:
+        print(json.dumps(capabilities().operations, indent=1), file=sys.stderr)
+    if not operations:
+        pytest.skip("no operation of this MPI works on device memory")
+    for operation in capability_trial.OPERATIONS:  # the same order on all ranks
+        if operation in operations:
+            verdict = capability_trial.attempt(group._mpi, operation, device)
+            agree(group, verdict == capability_trial.WORKS, f"{operation}: {verdict}")

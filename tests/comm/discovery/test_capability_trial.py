@@ -1,0 +1,200 @@
+"""The nested job that tries operations: real ranks where they must be, and ranks that crash, hang or lie."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+from mpidist.comm.discovery import capability_trial, child_job
+from tests.support import missing
+
+# A rank that needs neither torch nor MPI, and what it does at Bcast.
+_RANK = """
+import os, signal, sys, time
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "0":
+    operations = sys.argv[sys.argv.index("--device") + 2 :]
+    for operation in operations:
+        print("mpidist-probe begins", operation, flush=True)
+        if operation == "Bcast":
+            {at_bcast}
+        print("noise without an end", end="", file=sys.stderr, flush=True)
+        print("mpidist-probe ended", operation, "works", flush=True)
+else:
+    {other}
+"""
+_TRIED = ("point_to_point", "Bcast", "Allreduce")
+
+
+def library():
+    """Name the MPI whose launcher stands beside this Python."""
+    if child_job.launcher("Open MPI") is None:
+        missing("no mpirun is installed")
+    return "Open MPI"
+
+
+def tried(at_bcast="pass", other="pass", silence_s=20.0):
+    program = [sys.executable, "-S", "-c", _RANK.format(at_bcast=at_bcast, other=other)]
+    return capability_trial.try_operations("cpu", library(), _TRIED, program, silence_s)
+
+
+def expected(at_bcast):
+    return {"point_to_point": "works", "Bcast": at_bcast, "Allreduce": "works"}
+
+
+def test_every_operation_works_on_the_host():
+    told = capability_trial.try_operations("cpu", library())
+    assert told == dict.fromkeys(capability_trial.OPERATIONS, "works")
+
+
+@pytest.mark.parametrize("cuda_first", [True, False])
+def test_the_ranks_start_cuda_and_mpi_in_the_order_of_the_job_that_asks(monkeypatch, cuda_first):
+    order = []
+
+    def run(command, hear, silence_s):
+        arguments = command[command.index("mpidist.comm.discovery.capability_trial") + 1 :]
+        with pytest.raises(InterruptedError):
+            capability_trial.main(arguments)
+        return ""
+
+    def world():
+        order.append("mpi")
+        raise InterruptedError
+
+    monkeypatch.setattr(child_job, "run", run)
+    for name in ("setrlimit", "alarm", "sched_setaffinity"):
+        monkeypatch.setattr(
+            {"setrlimit": capability_trial.resource, "alarm": capability_trial.signal}.get(name, os), name, lambda *_: None
+        )
+    monkeypatch.setattr(capability_trial, "load", lambda makes_context: order.append(f"mpi, makes a context: {makes_context}"))
+    monkeypatch.setattr(capability_trial, "_start_device", lambda device: order.append("cuda"))
+    monkeypatch.setattr(capability_trial.runtime, "world", world)
+    capability_trial.try_operations("cuda:0", library(), _TRIED, cuda_first=cuda_first)
+    assert order == (["cuda", "mpi"] if cuda_first else ["mpi, makes a context: False", "cuda", "mpi"])
+
+
+def test_a_crash_marks_its_operation_alone():
+    assert tried("os.kill(os.getpid(), signal.SIGSEGV)") == expected("ended by signal 11 (SIGSEGV)")
+
+
+def test_an_exit_marks_its_operation_and_says_its_last_words():
+    told = tried("sys.exit('Error: no such memory')")
+    assert "Error: no such memory" in told["Bcast"]
+    assert {**told, "Bcast": ""} == expected("")
+
+
+def test_a_rank_that_ends_in_peace_in_an_operation_has_not_done_it():
+    assert tried("sys.exit(0)") == expected("ended before it returned")
+
+
+def test_a_verdict_is_kept_word_for_word():
+    assert tried("print('mpidist-probe ended Bcast wrong result on rank 1', flush=True); continue") == expected(
+        "wrong result on rank 1"
+    )
+
+
+def test_a_hang_marks_its_operation_alone_and_leaves_no_process(monkeypatch):
+    mark = "d1d2d3d4"
+    monkeypatch.setattr(child_job.uuid, "uuid4", lambda: type("", (), {"hex": mark}))
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    assert tried(deaf, other=deaf, silence_s=2.0) == expected("hung: no word within 2 s")
+    assert list(child_job._marked(mark)) == []
+
+
+def test_what_a_launcher_detaches_is_ended_too(tmp_path):
+    # As MPICH's does: the rank is in a session of its own, and whoever started it is gone.
+    code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.close(1)\n    os.close(2)\n    time.sleep(60)\n"
+    marks = []
+    original = child_job._marked
+
+    def watched(mark):
+        found = list(original(mark))
+        marks.append(len(found))
+        return iter(found)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child_job, "_marked", watched)
+        assert child_job.run([sys.executable, "-S", "-c", code], lambda line: True, 20.0) == ""
+    assert marks[0] == 1 and marks[-1] == 0
+
+
+def test_a_job_that_does_not_start_is_told_apart():
+    program = [sys.executable, "-S", "-c", "raise SystemExit('ImportError: no mpi4py')"]
+    told = capability_trial.try_operations("cpu", library(), _TRIED, program)
+    assert set(told) == set(_TRIED)
+    for text in told.values():
+        assert text.startswith(capability_trial.NOT_TRIED)
+        assert "ImportError: no mpi4py" in text
+
+
+def test_without_a_launcher_nothing_is_tried(monkeypatch):
+    monkeypatch.setattr(child_job, "launcher", lambda library: None)
+    told = capability_trial.try_operations("cpu", "MPI", _TRIED)
+    assert all(text.startswith(capability_trial.NOT_TRIED) and "mpirun" in text for text in told.values())
+
+
+def test_a_command_that_cannot_be_executed_is_no_exception(tmp_path):
+    assert "No such file" in child_job.run([str(tmp_path / "mpirun")], bool, 1.0)
+
+
+def test_the_launcher_above_the_library_comes_first(tmp_path, monkeypatch):
+    for folder in ("mpi/bin", "mpi/lib", "path"):
+        (tmp_path / folder).mkdir(parents=True)
+    for program in ("mpi/bin/mpiexec", "path/mpirun"):
+        (tmp_path / program).write_text("#!/bin/sh\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setattr(child_job.sys, "executable", str(tmp_path / "nowhere" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setattr(child_job, "library_files", lambda: [tmp_path / "mpi" / "lib" / "libmpi.so.12"])
+    assert child_job.launcher("MPICH Version: 5") == [str(tmp_path / "mpi/bin/mpiexec"), "-n", "2"]
+    monkeypatch.setattr(child_job, "library_files", list)
+    assert child_job.launcher("Open MPI v5")[:2] == [str(tmp_path / "path/mpirun"), "--oversubscribe"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert child_job.launcher("Open MPI v5") is None
+
+
+def test_the_ranks_find_the_modules_that_this_process_finds(monkeypatch):
+    monkeypatch.syspath_prepend("relative")
+    variables = child_job.environment({"PYTHONPATH": "lost", "PMI_RANK": "0"}, is_root=True)
+    assert variables["PYTHONPATH"].split(os.pathsep)[0] == os.path.abspath("relative")
+    assert variables["OMPI_ALLOW_RUN_AS_ROOT"] == "1"
+    assert "PMI_RANK" not in variables
+    assert "OMPI_ALLOW_RUN_AS_ROOT" not in child_job.environment({}, is_root=False)
+
+
+def test_an_unknown_operation_is_refused_by_the_program(capsys):
+    with pytest.raises(SystemExit):
+        capability_trial.main(["--device", "cpu", "Everything"])
+    assert "Everything" in capsys.readouterr().err
+
+
+# --- the operations, in the job at hand ---
+
+
+@pytest.mark.mpi
+def test_the_trials_are_right_on_any_number_of_ranks(group):
+    verdicts = {
+        operation: capability_trial.attempt(group._mpi, operation, torch.device("cpu"))
+        for operation in capability_trial.OPERATIONS
+    }
+    assert verdicts == dict.fromkeys(capability_trial.OPERATIONS, capability_trial.WORKS)
+
+
+class Silent:
+    """A library whose collectives do nothing: this is how a wrong one looks."""
+
+    def __init__(self, comm):
+        self._comm = comm
+
+    def __getattr__(self, name):
+        is_needed = name in ("Get_rank", "Get_size", "allgather")
+        return getattr(self._comm, name) if is_needed else lambda *args: None
+
+
+@pytest.mark.mpi
+def test_a_result_that_nobody_wrote_is_seen_by_all(group, monkeypatch):
+    gathered = capability_trial.byte_strings.gathered
+    monkeypatch.setattr(capability_trial.byte_strings, "gathered", lambda mpi, data: gathered(group._mpi, data))
+    collectives = ("Allgather", "Iallgather", "Alltoallv", "Ialltoallv", "Allreduce", "Reduce_scatter_block")
+    verdicts = {attempt: capability_trial.attempt(Silent(group._mpi), attempt, torch.device("cpu")) for attempt in collectives}
+    assert verdicts == dict.fromkeys(collectives, "wrong result on rank 0 with 61 elements")

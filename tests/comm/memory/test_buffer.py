@@ -1,0 +1,31 @@
+"""Counts past MPI's limit."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpidist.comm.memory import buffer
+
+
+@given(count=st.integers(0, 5000), limit=st.integers(1, 700))
+def test_pieces_cover_everything_once(count, limit):
+    spans = list(buffer.pieces(count, limit))
+    assert [place for start, length in spans for place in range(start, start + length)] == list(range(count))
+    assert all(length <= limit for _, length in spans)
+
+
+def test_nothing_is_one_empty_piece():
+    assert list(buffer.pieces(0)) == [(0, 0)]
+
+
+@pytest.mark.parametrize("count", [2**31 - 1, 2**31, 2**31 + 1, 5 * 2**31 + 7])
+def test_pieces_past_a_c_int(count):
+    spans = list(buffer.pieces(count))
+    assert sum(length for _, length in spans) == count
+    assert all(start + length <= count and length < 2**31 for start, length in spans)
+    assert [start for start, _ in spans[1:]] == [start + length for start, length in spans[:-1]]
+
+
+def test_every_dtype_that_mpi_adds_has_mpis_size():
+    for dtype, datatype in buffer.datatypes().items():
+        assert datatype.Get_size() == dtype.itemsize, dtype

@@ -1,0 +1,101 @@
+"""Meetings before MPI's collective makers of communicators, and what ends the wait for a rank that does not come."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+
+from mpidist.comm.mpi import creation_barrier, exited_ranks
+from mpidist.errors import CommTimeout, RankFailureError
+from tests.support import agree
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def gone(world, monkeypatch):
+    """The last rank, which the others take to have ended long ago."""
+    last = world.size - 1
+    if world.rank != last:
+        monkeypatch.setattr(exited_ranks, "_left", {last: time.monotonic() - 60})
+    return last
+
+
+def test_two_threads_make_two_groups_in_either_order(group):
+    names = ["left", "right"][:: 1 if group.rank % 2 else -1]
+    made = {}
+
+    def make(name):
+        made[name] = group.new_group(range(group.size), name)
+
+    for _ in range(3):
+        threads = [threading.Thread(target=make, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        keys = group.all_gather_object([made[name].key for name in ("left", "right")])
+        agree(group, all(key == keys[0] for key in keys), str(keys))
+        for name in ("left", "right"):
+            made[name].barrier()
+            made[name].close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_every_wait_for_a_rank_that_has_ended_names_it(group, gone):
+    waits = {
+        "new_group": lambda: group.new_group(range(group.size)),
+        "monitored_barrier": group.monitored_barrier,
+        "init": lambda: creation_barrier.of_world("a test of those that end", 600),
+        "recv_object": lambda: group.recv_object(gone),
+    }
+    told = {}
+    if group.rank != gone:
+        for name, wait in waits.items():
+            try:
+                wait()
+                told[name] = "went through"
+            except RankFailureError as error:
+                told[name] = error.ranks
+    group.barrier()
+    agree(group, group.rank == gone or told == dict.fromkeys(waits, (gone,)), str(told))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_waits_end_at_their_timeouts(group):
+    last = group.size - 1
+    told = ""
+    if group.rank != last:
+        with pytest.raises(CommTimeout) as raised:
+            creation_barrier.of_world("a test of timeouts", 0.2)
+        told = str(raised.value)
+    group.barrier()
+    expected = f"rank {last} did not come" if group.rank == 0 else "rank 0 did not let it begin"
+    agree(group, group.rank == last or expected in told, told)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_monitored_barrier_without_time_does_not_wait(group):
+    if group.rank == 0:
+        for timeout in (0, timedelta(0)):
+            with pytest.raises(CommTimeout, match="did not come within 0 s"):
+                group.monitored_barrier(timeout)
+    else:
+        group._barriers += 2
+    group.barrier()
+    group.monitored_barrier(20)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_stores_wait_ends_when_all_others_have(group, monkeypatch):
+    from mpidist.comm.rendezvous import shared_store
+
+    store = shared_store()
+    others = {rank: time.monotonic() - 60 for rank in group.world_ranks if rank != group.rank}
+    group.barrier()
+    monkeypatch.setattr(exited_ranks, "_left", others)
+    with pytest.raises(RankFailureError, match="the store's keys") as raised:
+        store.wait(["never"], timedelta(seconds=600))
+    monkeypatch.undo()
+    agree(group, raised.value.ranks == tuple(others))

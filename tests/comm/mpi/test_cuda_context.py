@@ -1,0 +1,211 @@
+"""CUDA context of a rank: which one, made when, and bound to which threads. The devices are pretended."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+from mpidist.comm.memory.stream import CudaDevice
+from mpidist.comm.mpi import cuda_context, launcher_env, runtime
+from mpidist.comm.mpi.cuda_context import current_at_start, device_index
+from mpidist.comm.mpi.launcher_env import Launch
+from tests.comm.fake_cuda import FakeCuda
+from tests.support import started
+
+SECOND = Launch("srun", 8, 1)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    made = FakeCuda()
+    made.install(partial(monkeypatch.setattr, raising=False))
+    monkeypatch.setattr(launcher_env, "from_environment", lambda environ: SECOND)
+    monkeypatch.setattr(cuda_context, "_is_first", None)
+    monkeypatch.setattr(cuda_context, "_index", None)
+    monkeypatch.setattr(cuda_context, "_visible_at_start", None)
+    monkeypatch.delenv("MPIDIST_CUDA_AWARE", raising=False)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("count", "held", "current", "told", "expected"),
+    [
+        (4, [], 0, SECOND, 1),
+        (4, [], 0, Launch("srun", 8, 5), 1),
+        (4, [3], 0, SECOND, 3),  # what the user has begun with
+        (4, [0, 2], 2, SECOND, 2),
+        (1, [], 0, Launch("mpiexec (PMI)", 8, None), 0),
+        (4, [], 0, Launch("mpiexec (PMI)", 8, None), None),  # all ranks would crowd on device 0
+        (1, [], 0, Launch("python", None, None), None),
+        (4, [1], 0, Launch("python", None, None), 1),
+    ],
+)
+def test_the_device_whose_context_mpi_finds(count, held, current, told, expected):
+    assert device_index(count, held, current, told) == expected
+
+
+def test_it_is_made_and_current_while_mpi_starts_and_the_users_device_stays(cuda):
+    with current_at_start(False):
+        assert (cuda.current, cuda.contexts) == (1, [1])
+    assert cuda.current == 0 and cuda_context.is_first() is True
+
+
+def test_devices_that_are_hidden_too_late_are_told(cuda, monkeypatch, recwarn):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with current_at_start(False):
+        pass
+    cuda_context.warn_of_late_visibility()
+    assert not recwarn.list
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.warns(RuntimeWarning, match="was None when MPI and CUDA started: it has no effect"):
+        cuda_context.warn_of_late_visibility()
+
+
+def test_mpi_without_device_memory_leaves_cuda_alone(cuda, monkeypatch):
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "0")
+    with current_at_start(False):
+        pass
+    assert cuda.log == [] and cuda_context.is_first() is None
+
+
+def test_mpi_that_runs_already_cannot_be_mended(cuda):
+    with current_at_start(True):
+        assert cuda.contexts == []
+    assert cuda_context.is_first() is False
+    cuda.use(0)
+    with current_at_start(True):
+        assert cuda.current == 0
+    assert cuda_context.is_first() is None  # nobody knows which of the two was first
+
+
+def test_a_device_that_refuses_does_not_keep_mpi_from_starting(cuda):
+    cuda.refuses = True
+    with current_at_start(False):
+        assert cuda.current == 0
+    assert cuda_context.is_first() is False
+
+
+def test_a_forked_process_that_cannot_ask_for_contexts_starts_mpi_without_one(cuda, monkeypatch):
+    """torch counts devices by NVML where ``PYTORCH_NVML_BASED_CUDA_CHECK`` is set, and so sees those that CUDA refuses."""
+
+    def refuse(index):
+        raise RuntimeError("CUDA driver error: initialization error")
+
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", refuse)
+    cuda.refuses = True
+    for is_running in (False, True):
+        with current_at_start(is_running):
+            assert cuda.current == 0
+        assert cuda_context.is_first() is False
+
+
+def test_none_is_made_for_those_who_want_none(cuda):
+    with current_at_start(False, makes=False):
+        assert cuda.contexts == []
+    assert cuda_context.is_first() is False
+    cuda.use(2)
+    with current_at_start(False, makes=False):
+        assert cuda.current == 2
+    assert cuda_context.is_first() is True
+
+
+def in_thread(body):
+    thread = threading.Thread(target=runtime.guard_thread(body), name="ours")
+    thread.start()
+    thread.join()
+
+
+def test_a_thread_of_ours_begins_on_the_device_of_the_thread_that_starts_it(cuda):
+    seen = []
+    in_thread(lambda: seen.append(cuda.current))
+    assert seen == [0] and cuda.contexts == []  # without CUDA nothing is done
+    cuda.set_device(3)
+    in_thread(lambda: seen.append(cuda.current))
+    assert seen == [0, 3] and "used 3 in ours" in cuda.log
+
+
+def test_a_thread_of_ours_makes_no_context_on_a_device_that_the_rank_does_not_use(cuda):
+    with current_at_start(False):
+        pass
+    seen = []
+    in_thread(lambda: seen.append(cuda.current))  # this thread's current device is still 0
+    assert seen == [1] and cuda.contexts == [1]
+
+
+def test_a_device_in_an_error_state_does_not_end_the_thread(cuda):
+    cuda.set_device(3)
+    cuda.refuses = True
+    seen = []
+    in_thread(lambda: seen.append(True))
+    assert seen == [True]
+
+
+def test_mpi_is_called_with_the_tensors_device_current_and_bound(cuda):
+    device = CudaDevice(torch.device("cuda", 2))
+    in_fresh = []
+
+    def body():
+        with device.as_current():
+            in_fresh.append(cuda.current)
+        in_fresh.append(cuda.current)
+
+    thread = threading.Thread(target=body, name="a user's")
+    thread.start()
+    thread.join()
+    assert in_fresh == [2, 0] and cuda.contexts == [2]
+    assert "used 2 in a user's" in cuda.log  # CUDA was called: the driver has a context there
+
+
+def test_a_question_about_capture_makes_no_context_on_the_current_device(cuda, monkeypatch):
+    # torch asks about the current device's current stream.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.use(cuda.current))
+    monkeypatch.setattr(torch.cuda, "current_stream", torch.cuda.Stream)
+    CudaDevice(torch.device("cuda", 2)).here()
+    assert cuda.contexts == [2]
+
+
+_LOADS = """
+import os, sys
+from tests.comm.fake_cuda import FakeCuda
+cuda = FakeCuda()
+cuda.install()
+import mpidist.comm.group
+from mpidist.comm.mpi import cuda_context, launcher_env, library
+assert cuda.log == [], cuda.log
+cuda_context.launcher_env = type(sys)("launcher_env")
+cuda_context.launcher_env.from_environment = lambda environ: launcher_env.Launch("srun", 8, 1)
+
+def start(real=library._start):
+    cuda.log.append(f"mpi starts on {cuda.current}")
+    real()
+
+library._start = start
+library.MPI.COMM_WORLD, library.MPI.SUM
+print(*cuda.log, cuda_context.is_first(), sep="; ")
+cuda.log.clear()
+if os.fork() == 0:
+    try:
+        library.load()
+    except Exception as error:
+        print(type(error).__name__, *cuda.log, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_mpi_is_started_behind_cuda_and_a_forked_worker_touches_neither():
+    done = started([sys.executable, "-c", _LOADS], 60)
+    first, worker = done.stdout.splitlines()[:2]
+    assert first == "is_available; context 1; used 1 in MainThread; mpi starts on 1; True", done.stdout + done.stderr
+    assert worker == "MpidistError", done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_an_mpi_that_other_code_has_started_is_told():
+    code = _LOADS.replace("import mpidist.comm.group", "from mpi4py import MPI\nimport mpidist.comm.group")
+    done = started([sys.executable, "-c", code], 60)
+    assert done.stdout.splitlines()[0] == "is_available; mpi starts on 0; False", done.stdout + done.stderr

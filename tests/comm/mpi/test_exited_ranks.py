@@ -1,0 +1,56 @@
+"""Ranks that have come to the end of their program."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from mpidist.comm.mpi import exited_ranks
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Return a list whose one number is what the clock says, in seconds; nobody has left yet."""
+    now = [1000.0]
+    monkeypatch.setattr(exited_ranks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(exited_ranks, "_left", {})
+    return now
+
+
+def test_who_has_left_is_believed_after_a_while(clock):
+    exited_ranks.note(3)
+    assert exited_ranks.among((0, 3, 5)) == (3,) and not exited_ranks.have_left((3,))
+    clock[0] += exited_ranks.GRACE_S + 0.1
+    assert exited_ranks.have_left((3,)) and not exited_ranks.have_left((0, 3))
+    exited_ranks.note(3)  # a second word does not start the time again
+    assert exited_ranks.have_left((3,))
+
+
+def test_all_who_are_asked_about_must_have_left(clock):
+    exited_ranks.note(1)
+    clock[0] += exited_ranks.GRACE_S + 0.1
+    exited_ranks.note(2)
+    assert not exited_ranks.have_left((1, 2))
+    clock[0] += exited_ranks.GRACE_S + 0.1
+    assert exited_ranks.have_left((1, 2)) and exited_ranks.among((2, 1)) == (2, 1)
+
+
+def test_of_nobody_nothing_is_said(clock):
+    exited_ranks.note(1)
+    clock[0] += 100
+    assert not exited_ranks.have_left(()) and exited_ranks.among(()) == ()
+
+
+def test_a_rank_has_ended_only_after_what_it_sent_has_had_time_to_arrive(monkeypatch):
+    monkeypatch.setattr(exited_ranks, "_left", {})
+    assert exited_ranks.ended((0, 1)) == () and not exited_ranks.have_left((0, 1)) and not exited_ranks.have_left(())
+    exited_ranks.note(1)
+    assert exited_ranks.among((0, 1)) == (1,) and exited_ranks.ended((0, 1)) == ()
+    exited_ranks._left[1] -= exited_ranks.GRACE_S + 1
+    exited_ranks.note(1)  # said twice, it has ended when it said so first
+    assert exited_ranks.ended((0, 1)) == (1,) and exited_ranks.have_left((1,)) and not exited_ranks.have_left((0, 1))
+
+
+def test_the_error_names_the_ranks():
+    error = exited_ranks.failure("rank 0 of 3: recv", (1, 2))
+    assert error.ranks == (1, 2)
+    assert str(error) == "rank 0 of 3: recv waits for world ranks 1, 2, which came to the end of the program"

@@ -1,0 +1,99 @@
+"""What the launchers' variables say; pure."""
+
+import pytest
+
+from mpidist.comm.mpi.launcher_env import (
+    MPICH,
+    OPEN_MPI,
+    Launch,
+    device_settings,
+    from_environment,
+    library_problem,
+    singleton_problem,
+    without_launcher,
+)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, Launch("python", None, None)),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, Launch("mpirun (Open MPI)", 4, 1)),
+        ({"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}, Launch("mpiexec (Hydra)", 2, 1)),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "3"}, Launch("srun", 8, 3)),
+        ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, Launch("torchrun", 2, 0)),
+        ({"PMI_SIZE": "2"}, Launch("mpiexec (PMI)", 2, None)),
+    ],
+)
+def test_launchers(environ, expected):
+    assert from_environment(environ) == expected
+
+
+def test_the_rank_is_told_by_most():
+    environ = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_RANK": "3"}
+    assert from_environment(environ) == Launch("mpirun (Open MPI)", 4, 1, 3)
+    assert from_environment({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}).rank == 5
+    assert from_environment({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "4", "PMI_RANK": "3"}).rank == 3
+
+
+def test_mpirun_inside_a_slurm_allocation_is_mpiruns():
+    environ = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
+    assert from_environment(environ) == Launch("mpirun (Open MPI)", 4, 2)
+
+
+def test_a_batch_shell_is_no_launcher():
+    # sbatch sets these for the script itself, in which a plain python is a world of one.
+    assert from_environment({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).launcher == "python"
+
+
+def test_a_world_that_fits_is_no_problem():
+    assert singleton_problem(Launch("srun", 4, 0), 4) is None
+    assert singleton_problem(Launch("srun", 1, 0), 1) is None
+    assert singleton_problem(Launch("python", None, None), 1) is None
+
+
+def test_torchrun_is_told_to_use_mpirun_or_srun():
+    problem = singleton_problem(Launch("torchrun", 3, 0), 1)
+    assert problem is not None
+    assert "torchrun" in problem and "mpirun -n 3" in problem and "srun -n 3" in problem
+
+
+def test_a_foreign_launcher_is_named():
+    problem = singleton_problem(Launch("srun", 4, 0), 1)
+    assert problem is not None
+    assert "srun started 4 tasks" in problem and "--mpi=pmix" in problem
+
+
+# --- a job inside the job ---
+
+# As a rank finds them: Open MPI's and MPICH's launchers, Slurm.
+_LEFT = (
+    "OMPI_COMM_WORLD_RANK", "OMPI_MCA_num_procs", "OMPI_MCA_PREFIXES", "OMPI_UNIVERSE_SIZE", "PMIX_RANK", "PMIX_SERVER_URI41",
+    "PRTE_LAUNCHED", "PMI_FD", "PMI_RANK", "HYDI_CONTROL_FD", "HYDRA_HOST_FILE", "MPI_LOCALRANKID", "MPIEXEC_TIMEOUT",
+    "MV2_COMM_WORLD_RANK", "SLURM_JOB_ID", "SLURMD_NODENAME", "PBS_NODEFILE", "MPICH_INTERFACE_HOSTNAME",
+)  # fmt: skip
+_OF_THE_USER = (
+    "FI_PROVIDER", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "OMPI_MCA_accelerator",
+    "OMPI_MCA_btl_smcuda_use_cuda_ipc", "OMPI_MCA_coll_cuda_priority", "OMPI_MCA_mtl", "OMPI_MCA_opal_cuda_verbose",
+    "OMPI_MCA_osc", "OMPI_MCA_pml", "OMPI_MCA_smsc", "OPAL_PREFIX", "UCX_TLS",
+)  # fmt: skip
+_WITHOUT_EFFECT = ("CUDA_VISIBLE_DEVICES", "HOME", "OMPI_ALLOW_RUN_AS_ROOT", "PATH", "PMIX_PREFIX", "PRTE_PREFIX")
+
+
+def test_a_job_inside_the_job_hears_the_user_and_not_the_launcher():
+    environ = dict.fromkeys((*_LEFT, *_OF_THE_USER, *_WITHOUT_EFFECT), "x")
+    assert set(without_launcher(environ)) == {*_OF_THE_USER, *_WITHOUT_EFFECT}
+    assert tuple(device_settings(environ)) == _OF_THE_USER
+
+
+def test_a_library_and_another_ones_launcher():
+    open_mpis, mpichs = "mpirun (Open MPI)", "mpiexec (Hydra)"
+    for launcher, library, size in ((open_mpis, MPICH, 2), (open_mpis, MPICH, 1), (mpichs, OPEN_MPI, 2)):
+        problem = library_problem(Launch(launcher, size, 0), library)
+        assert problem is not None and launcher in problem and "MPI4PY_LIBMPI" in problem
+    # Open MPI makes a rank that it cannot connect a world of one. Slurm's launcher starts both, as its --mpi says.
+    for launcher, library, size in (
+        (open_mpis, OPEN_MPI, 2), (mpichs, MPICH, 2), (mpichs, OPEN_MPI, 1), ("srun", MPICH, 4), ("srun", OPEN_MPI, 4),
+        ("python", MPICH, None), ("flux run", OPEN_MPI, 4),
+    ):  # fmt: skip
+        assert library_problem(Launch(launcher, size, 0), library) is None, (launcher, library)

@@ -1,0 +1,112 @@
+"""The group's thread between nodes: every collective with calls that give the core away, against the plain ones."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from mpidist.comm.mpi import nonblocking, runtime
+from tests.support import agree
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def patient(world, monkeypatch):
+    """A group that takes its ranks to be on several nodes."""
+    monkeypatch.setattr(runtime.World, "nodes_of", lambda world, ranks: tuple(range(len(ranks))))
+    group = world.clone("far")
+    yield group
+    group.close()
+
+
+def calls(group, numel):
+    """Yield a name, a call, and where its result is."""
+    rank, size = group.rank, group.size
+
+    def own(factor=1, dtype=torch.float32):
+        return (torch.arange(numel * factor) % 97 + rank).to(dtype)
+
+    for op in ("sum", "avg", "max"):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            tensor = own(dtype=dtype)
+            yield f"all_reduce {op} {dtype}", lambda t=tensor, op=op: group.all_reduce(t, op, async_op=True), [tensor]
+    tensor = own()
+    yield "broadcast", lambda: group.broadcast(tensor, size - 1, async_op=True), [tensor]
+    reduced = own()
+    yield "reduce", lambda: group.reduce(reduced, 0, async_op=True), [reduced] if rank == 0 else []
+    gathered = torch.zeros(numel * size)
+    yield "all_gather_into_tensor", lambda: group.all_gather_into_tensor(gathered, own(), async_op=True), [gathered]
+    ragged = [torch.zeros(numel + place) for place in range(size)]
+    mine = torch.full((numel + rank,), float(rank))
+    yield "all_gather", lambda: group.all_gather(ragged, mine, async_op=True), ragged
+    shard = torch.zeros(numel)
+    yield "reduce_scatter_tensor", lambda: group.reduce_scatter_tensor(shard, own(size), async_op=True), [shard]
+    swapped = torch.zeros(numel * size)
+    yield "all_to_all_single", lambda: group.all_to_all_single(swapped, own(size), async_op=True), [swapped]
+    yield "barrier", lambda: group.barrier(async_op=True), []
+
+
+@pytest.mark.parametrize("numel", [1, 3000, 600_000])
+def test_same_results(world, patient, numel, monkeypatch):
+    monkeypatch.setattr(runtime.World, "nodes_of", lambda world, ranks: (0,) * len(ranks))
+    plain = world.clone("plain")
+    for (name, call, result), (_, expected_call, expected) in zip(calls(patient, numel), calls(plain, numel), strict=True):
+        call().wait()
+        expected_call().wait()
+        agree(world, all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), name)
+    plain.close()
+
+
+def test_synchronous_calls_meet_asynchronous_ones(world, patient):
+    """MPI matches no blocking collective with a non-blocking one; each rank may choose for itself."""
+    size = patient.size
+    for numel in (1, 3000, 300_000):
+        for turn in range(4):
+            is_async = bool((turn + patient.rank) % 2)
+            for dtype in (torch.float32, torch.bfloat16):
+                tensor = torch.full((numel,), patient.rank + 1.0, dtype=dtype)
+                finished(patient.all_reduce(tensor, async_op=is_async))
+                agree(world, bool((tensor == size * (size + 1) / 2).all()), f"all_reduce {dtype}")
+            finished(patient.broadcast(tensor.fill_(patient.rank), size - 1, async_op=is_async))
+            gathered = torch.empty(numel * size)
+            finished(patient.all_gather_into_tensor(gathered, torch.full((numel,), float(patient.rank)), async_op=is_async))
+            finished(patient.barrier(async_op=is_async))
+            agree(world, bool((tensor == size - 1).all()) and torch.equal(gathered[::numel], torch.arange(float(size))))
+
+
+def finished(work):
+    if work is not None:
+        work.wait()
+
+
+def test_it_leaves_the_core_to_others(patient, monkeypatch):
+    """While one rank is late, the others' threads sleep."""
+    sleep, slept = time.sleep, []
+
+    def noting(seconds):
+        slept.append(threading.current_thread().name)
+        sleep(seconds)
+
+    monkeypatch.setattr(nonblocking.time, "sleep", noting)
+    tensor = torch.ones(1000)
+    if patient.rank == 0:
+        sleep(0.2)
+    patient.all_reduce(tensor, async_op=True).wait()
+    expected = {f"mpidist-{patient.name}"} if patient.rank else set()
+    agree(patient, bool((tensor == patient.size).all()) and (not patient.rank or set(slept) == expected), str(set(slept)))
+
+
+def test_wait_hands_the_status_on():
+    class Request:
+        left = 3
+
+        def Test(self, status):
+            status.append(self.left)
+            self.left -= 1
+            return not self.left
+
+    seen = []
+    nonblocking.patiently(Request(), seen)
+    assert seen == [3, 2, 1]

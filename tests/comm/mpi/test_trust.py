@@ -1,0 +1,43 @@
+"""``MPIDIST_TRUST``: its words, and what ranks that differ are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpidist.comm.mpi import trust
+
+
+@pytest.mark.parametrize(("word", "expected"), [(None, False), ("", False), ("pickle", False), ("data", True)])
+def test_the_variable_says_whether_pickles_are_read(monkeypatch, word, expected):
+    monkeypatch.delenv(trust.ENV_TRUST, raising=False)
+    if word is not None:
+        monkeypatch.setenv(trust.ENV_TRUST, word)
+    assert trust.is_data_only() is expected
+
+
+@pytest.mark.parametrize("word", ["1", "Data", "data ", "none"])
+def test_another_word_is_an_error_that_names_the_variable_and_the_word(monkeypatch, word):
+    monkeypatch.setenv(trust.ENV_TRUST, word)
+    with pytest.raises(ValueError, match=f"MPIDIST_TRUST must be 'pickle' or 'data', or unset; got '{word}'"):
+        trust.is_data_only()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_the_caller_asks_for_comes_before_the_variable(monkeypatch, asked):
+    monkeypatch.setenv(trust.ENV_TRUST, "pickle" if asked else "data")
+    assert trust.is_data_only(asked) is asked
+
+
+def test_ranks_with_one_setting_have_no_problem():
+    assert trust.problem([trust.PICKLE] * 3) is None
+    assert trust.problem([trust.DATA] * 3) is None
+
+
+def test_ranks_that_differ_are_named():
+    told = trust.problem([trust.DATA, trust.PICKLE, trust.DATA])
+    assert told is not None and "'pickle' or unset on rank 1" in told and "'data' on rank 0" in told
+
+
+def test_an_unreadable_word_is_a_problem_on_one_rank_and_on_all():
+    assert "neither 'pickle' nor 'data' on rank 1" in (trust.problem([trust.DATA, trust.UNREADABLE]) or "")
+    assert "neither 'pickle' nor 'data' on rank 0" in (trust.problem([trust.UNREADABLE] * 2) or "")

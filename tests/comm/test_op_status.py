@@ -1,0 +1,78 @@
+"""What the watchdog reads."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mpidist.comm import op_status as journals
+from mpidist.comm.op_status import Journal
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Return a list whose one number is what the journal's clock says, in seconds."""
+    now = [1000.0]
+    monkeypatch.setattr(journals, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_an_operation_is_told_with_its_number_shape_dtype_and_time(clock):
+    journal = Journal("world", "key")
+    assert str(journal.snapshot()[0]) == 'outside any collective of group "world"; there was none yet'
+    journal.enter("all_reduce", torch.zeros(2, 3))
+    assert journal.observe() == 0.0
+    clock[0] += 2.5
+    assert journal.observe() == 2.5
+    entry = journal.snapshot()[0]
+    assert (entry.operation, entry.sequence, entry.shape, entry.dtype) == ("all_reduce", 1, (2, 3), "torch.float32")
+    assert 'in number 1 all_reduce(shape=(2, 3), dtype=torch.float32) of group "world" for 2.5 s' in str(entry)
+    journal.leave()
+    assert journal.observe() == 0.0
+    assert str(journal.snapshot()[0]) == 'outside any collective of group "world"; the last was number 1, all_reduce'
+
+
+def test_the_clock_starts_anew_with_each_operation(clock):
+    journal = Journal("world", "key")
+    journal.enter("barrier", None)
+    journal.observe()
+    clock[0] += 5
+    journal.leave()
+    journal.enter("barrier", None)
+    assert journal.observe() == 0.0
+    assert str(journal.snapshot()[0]).startswith("in number 2 barrier()")
+
+
+def test_waits_for_messages_stand_beside_it():
+    journal = Journal("world", "key")
+    journal.enter_wait(1, "recv", torch.zeros(4))
+    journal.queued = 3
+    collective, wait = journal.snapshot()
+    assert collective.seconds is None and wait.operation == "recv" and wait.sequence == 0
+    assert "recv(shape=(4,)" in str(wait) and "3 queued behind it" in str(wait)
+    journal.leave_wait(1)
+    assert len(journal.snapshot()) == 1
+
+
+def test_an_ended_operations_tensor_is_free():
+    import weakref
+
+    journal = Journal("world", "key")
+    tensor = torch.zeros(3)
+    alive = weakref.ref(tensor)
+    journal.enter("all_reduce", tensor)
+    journal.leave()
+    del tensor
+    assert alive() is None
+
+
+def test_the_group_that_is_longest_in_the_making_is_known():
+    journal = Journal("world", "key")
+    assert journal.creation() == (0, 0.0)
+    first, second = journal.enter_creation("new_group"), journal.enter_creation("new_group")
+    journal.enter_wait(7, "recv", torch.zeros(4))
+    assert first != second and journal.creation()[0] == first
+    journal.leave_creation(first)
+    assert journal.creation()[0] == second and "in new_group()" in str(journal.snapshot()[1])
+    journal.leave_creation(second)
+    assert journal.creation() == (0, 0.0) and len(journal.snapshot()) == 2

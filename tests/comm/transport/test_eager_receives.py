@@ -1,0 +1,144 @@
+"""Receives of eager messages change between posted and probed: none is lost or overtakes another, and no long one lands."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.transport import transport as module
+from mpidist.comm.transport.eager_receives import EAGER_BYTES, ProbedReceive
+from mpidist.comm.transport.transport import Transport
+from mpidist.errors import FrameError
+from tests.comm.transport.test_transport import header_of, receive
+from tests.support import agree
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+COUNT = 12  # messages: more than there are posted receives
+
+
+@pytest.fixture
+def made(group):
+    transport = Transport(group)
+    yield transport
+    group.barrier()
+    transport.close(1)
+
+
+def isend(transport, to, data):
+    return transport._mpi.Isend([data, MPI.BYTE], to, transport._eager_tag)
+
+
+def numbered(transport, group, first, count=COUNT):
+    """Send numbered messages to all others, every third with a payload."""
+    for to in range(group.size):
+        for number in range(first, first + count):
+            if to != group.rank:
+                transport.send(to, 1, number, parts=[bytes([number]) * 100_000] if number % 3 == 0 else ())
+
+
+def disorder(seen, count):
+    """Return what is wrong with numbered messages that have arrived."""
+    wrong = []
+    for source in {one.source for one in seen}:
+        ours = [one for one in seen if one.source == source]
+        if [one.sequence for one in ours] != list(range(count)):
+            wrong.append(f"of rank {source}: {[one.sequence for one in ours]}")
+        wrong += [f"parts of {one.sequence}" for one in ours if one.parts and set(bytes(one.parts[0])) != {one.sequence}]
+    return wrong
+
+
+def test_nothing_is_received_before_it_is_asked_for(group, made):
+    numbered(made, group, 0)
+    group.barrier()
+    assert made.poll() is None
+    made.receive(is_probing=False)
+    agree(group, not (wrong := disorder(receive(made, COUNT * (group.size - 1)), COUNT)), f"{wrong}")
+
+
+@pytest.mark.parametrize("ways", [(False, True), (True, False), (False, True, False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("polled", [0, 1, 3, 5])
+def test_messages_keep_their_order_over_changes(group, made, ways, polled):
+    seen = []
+    for turn, is_probing in enumerate(ways):
+        made.receive(is_probing)
+        numbered(made, group, turn * COUNT)
+        group.barrier()
+        for _ in range(polled):
+            if (one := made.poll(1)) is not None and one.is_new:
+                one.is_new = False
+                seen.append(one)
+    total = COUNT * len(ways)
+    seen += receive(made, total * (group.size - 1) - len(seen))
+    agree(group, not (wrong := disorder(seen, total)), f"{wrong}")
+
+
+def test_a_message_under_way_comes_before_those_of_posted_receives(group, made):
+    """Its receive was matched in the time of a probed one; the change takes place behind it."""
+    made.receive(is_probing=True)
+    request = _Held()
+    request.space = made._probed.space
+    made._probed._request, made._probed._is_idle = request, False
+    made.receive(is_probing=False)
+    assert made.poll(8) is None and made._probed is not None
+    numbered(made, group, 0)
+    group.barrier()
+    assert made.poll(8) is None
+    request.is_over = True
+    one = made.poll(8)
+    assert one is not None and header_of(one) == b"held" and one.source == 0
+    assert made.poll(8) is None and made._probed is None and len(made._posted) == module._RECEIVES
+    agree(group, not (wrong := disorder(receive(made, COUNT * (group.size - 1)), COUNT)), f"{wrong}")
+
+
+class _Held:
+    """A receive of MPI that ends when it is told to."""
+
+    is_over = False
+
+    def Test(self, status):
+        if self.is_over:
+            data = module._FIXED.pack(1, 0, 0, 0, 0, 0, 4, 0) + b"held"
+            self.space[: len(data)] = data
+            status.Set_source(0)
+            status.Set_elements(MPI.BYTE, len(data))
+        return self.is_over
+
+
+@pytest.mark.parametrize("nbytes", [EAGER_BYTES + 1, 300_000])
+def test_what_is_too_long_is_refused_and_the_next_ones_arrive(group, made, nbytes):
+    made.receive(is_probing=True)
+    to = (group.rank + 1) % group.size
+    space = made._probed.space
+    space[:] = b"\x55" * EAGER_BYTES
+    requests = [isend(made, to, b"\xff" * nbytes) for _ in range(3)]
+    made.send(to, 1, header=b"behind")
+    errors, one = [], None
+    while one is None:
+        try:
+            one = made.poll()
+        except FrameError as error:
+            errors.append(str(error))
+            assert space == b"\x55" * EAGER_BYTES
+    for request in requests:
+        request.Wait()
+    source = (group.rank - 1) % group.size
+    expected = [f"a message of {nbytes} bytes from rank {source}; at most {EAGER_BYTES} are received in one"] * 3
+    agree(group, (errors, header_of(one)) == (expected, b"behind"), f"{errors}")
+
+
+def test_a_message_as_long_as_its_receive_arrives(group, made):
+    made.receive(is_probing=True)
+    header = bytes(EAGER_BYTES - module._START)
+    made.send((group.rank + 1) % group.size, 1, header=header)
+    (one,) = receive(made, 1)
+    agree(group, header_of(one) == header)
+
+
+def test_errors_of_withdrawn_receives_are_raised_in_their_place():
+    receive = ProbedReceive(MPI.COMM_SELF, 1, [(0, b"first"), (0, FrameError("too long")), (0, b"second")])
+    status = MPI.Status()
+    assert receive.Test(status) and receive.space[:5] == b"first" and status.Get_count(MPI.BYTE) == 5
+    with pytest.raises(FrameError, match="too long"):
+        receive.Test(status)
+    assert receive.Test(status) and receive.space[:6] == b"second" and not receive.Test(status)

@@ -1,0 +1,255 @@
+"""Messages keep the order of each pair, and bring parts of any number and size; all may send to all at once."""
+
+from __future__ import annotations
+
+import struct
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from mpidist.comm import device_p2p
+from mpidist.comm.memory import buffer
+from mpidist.comm.transport import incoming
+from mpidist.comm.transport import transport as module
+from mpidist.comm.transport.transport import EAGER_BYTES, HEADER_BYTES, Transport
+from mpidist.errors import FrameError
+from tests.comm.lazy_device import LazyDevice
+from tests.support import agree
+
+pytestmark = pytest.mark.mpi(min_size=1)
+
+
+def receive(transport, count, limit_s=30):
+    """Return the first sight of ``count`` messages, in their order, all complete."""
+    seen, deadline = [], time.monotonic() + limit_s
+    while (len(seen) < count or not all(one.is_complete for one in seen)) and time.monotonic() < deadline:
+        one = transport.poll()
+        if one is not None and one.is_new:
+            one.is_new = False
+            seen.append(one)
+    assert len(seen) == count and all(one.is_complete for one in seen)
+    return seen
+
+
+def header_of(one):
+    return bytes(one.data[one.start : one.end])
+
+
+def headers(seen, source):
+    return [header_of(one) for one in seen if one.source == source]
+
+
+@pytest.fixture(params=[False, True], ids=["posted", "probed"])
+def transport(request, group):
+    made = Transport(group)
+    made.receive(is_probing=request.param)
+    yield made
+    group.barrier()
+    made.close(1)
+
+
+def test_messages_and_parts_all_to_all_at_once(group, transport):
+    sizes = [0, 1, 4095, 16 << 10, (16 << 10) + 1, 70_000, 3_000_000]
+    for turn in range(4):
+        for to in range(group.size):
+            transport.send(to, 1, header=b"small %d" % turn)
+            parts = [torch.full((size,), (turn + group.rank) % 256, dtype=torch.uint8) for size in sizes]
+            transport.send(to, 1, header=b"large %d" % turn, parts=parts)
+            transport.send(to, 1, header=b"%d" % turn, parts=[bytes([group.rank]) * 10])
+    seen = receive(transport, 12 * group.size)
+    for source in range(group.size):
+        expected = [words for turn in range(4) for words in (b"small %d" % turn, b"large %d" % turn, b"%d" % turn)]
+        assert headers(seen, source) == expected
+    for one in seen:
+        if len(one.parts) == len(sizes):
+            turn = int(header_of(one).split()[-1])
+            assert [len(part) for part in one.parts] == sizes
+            assert all((np.frombuffer(part, np.uint8) == (turn + one.source) % 256).all() for part in one.parts)
+        elif one.parts:
+            assert bytes(one.parts[0]) == bytes([one.source]) * 10
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_sender_that_never_pauses_holds_up_no_payload(group, transport):
+    """Polls that always find the next small message complete the large ones of all ranks as well."""
+    if group.rank == 0:
+        places = []
+        while len(places) < group.size - 1:
+            # So many looks that none of these polls ends without a message.
+            one = transport.poll(looks=1 << 40)
+            if one.is_new:
+                one.is_new = False
+            elif one.is_complete and one.parts:
+                assert all(len(part) == 1_000_000 for part in one.parts)
+                places.append(one.source)
+        assert sorted(places) == list(range(1, group.size))
+        for to in range(1, group.size):
+            transport.send(to, 2)
+    else:
+        transport.send(0, 1, header=b"large", parts=[bytes(1_000_000)] * 2)
+        # Small ones, until the large one is told to be there; with a pause, so that the receiver's queue stays short.
+        deadline = time.monotonic() + 20
+        while (one := transport.poll()) is None:
+            transport.send(0, 3, header=b"small")
+            time.sleep(1e-3)
+            assert time.monotonic() < deadline, "the payloads were not received beside the small messages"
+        assert one.kind == 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_payloads_that_wait_are_looked_at_in_turn(group, transport, monkeypatch):
+    """Whatever their number, none is left out while messages follow each other."""
+    if group.rank == 0:
+        for waiting in (2, 3, 4):
+            looked = []
+            transport._arriving = [None] * waiting
+            monkeypatch.setattr(transport, "_complete", looked.append)
+            for _ in range(3 * waiting):
+                transport.poll(looks=1 << 40)
+            assert set(looked) == set(range(waiting))
+        transport._arriving = []
+    elif group.rank == 1:
+        for _ in range(3 * (2 + 3 + 4)):
+            transport.send(0, 1)
+
+
+def test_numbers_travel_as_they_are(group, transport):
+    to = (group.rank + 1) % group.size
+    transport.send(to, 255, 2**64 - 1, 2**63 + 1, 254, b"x")
+    transport.send(to, 7, 3, 2**64 - 1, 1, b"y", [b"part"])
+    for one, numbers in zip(receive(transport, 2), ((255, 2**64 - 1, 2**63 + 1, 254), (7, 3, 2**64 - 1, 1)), strict=True):
+        assert (one.kind, one.sequence, one.context, one.flags) == numbers
+    group.barrier()
+
+
+@pytest.mark.parametrize(("count", "nbytes"), [(5000, 8), (40_000, 1), (600, 17_000)])
+def test_any_number_of_parts(group, transport, count, nbytes):
+    """More than an eager message can describe, and more large ones than travel by themselves."""
+    data = bytes(range(250)) * (nbytes // 250 + 1)
+    parts = [data[: nbytes - place % 2] for place in range(count)]
+    transport.send((group.rank + 1) % group.size, 1, header=b"many", parts=parts)
+    (one,) = receive(transport, 1)
+    assert len(one.parts) == count and all(bytes(part) == sent for part, sent in zip(one.parts, parts, strict=True))
+    group.barrier()
+
+
+def test_parts_beyond_what_mpi_counts_travel_in_pieces(group, transport, monkeypatch):
+    monkeypatch.setattr(buffer, "MAX_COUNT", 1000)
+    data = torch.arange(10_000, dtype=torch.int16).view(torch.uint8)
+    transport.send((group.rank + 1) % group.size, 1, parts=[data])
+    (one,) = receive(transport, 1)
+    assert bytes(one.parts[0]) == data.numpy().tobytes()
+    group.barrier()
+
+
+def test_the_longest_header_travels_and_a_longer_one_is_refused(group, transport):
+    for limit, parts in ((EAGER_BYTES - 32, ()), (HEADER_BYTES, (b"part", bytes(30_000)))):
+        text = (bytes(range(256)) * 128)[:limit]
+        transport.send((group.rank + 1) % group.size, 1, header=text, parts=parts)
+        (one,) = receive(transport, 1)
+        assert header_of(one) == text and [bytes(part) for part in one.parts] == list(parts)
+        with pytest.raises(ValueError, match="at most"):
+            transport.send(0, 1, header=bytes(limit + 1), parts=parts)
+    group.barrier()
+
+
+def test_messages_of_another_generation_are_dropped_with_their_parts(group, transport):
+    to = (group.rank + 1) % group.size
+    transport.send(to, 1, header=b"early", parts=[bytes(100_000), b"small"])
+    transport.send(to, 1, header=b"early")
+    transport.generation += 1
+    transport.send(to, 1, header=b"now", parts=[bytes(200_000)])
+    (one,) = receive(transport, 1) if group.size > 1 else receive(transport, 3)[2:]
+    assert header_of(one) == b"now" and len(one.parts[0]) == 200_000
+    group.barrier()
+
+
+def test_a_sent_tensor_can_still_be_resized(group, transport):
+    for numel in (10, 100_000):
+        data = torch.ones(numel, dtype=torch.uint8)
+        transport.send(group.rank, 1, parts=[data])
+        transport.send((group.rank + 1) % group.size, 1, parts=[data])
+        receive(transport, 2)
+        group.barrier()
+        data.resize_(2 * numel)
+
+
+def test_sections_that_do_not_hold_what_they_announce_are_refused():
+    def made(section, payloads=()):
+        one = incoming.Incoming(0, 1, 0, 0, 0, bytearray(), 0, 0)
+        one.section, one.parts = section, [memoryview(payload) for payload in payloads]
+        return one
+
+    def damage_of(section, payloads=()):
+        incoming.unpack(one := made(section, payloads))
+        assert not (one.damage and one.parts)
+        return one.damage
+
+    section, payloads, _ = incoming.arranged([b"abc", bytes(20_000), b""], ())
+    incoming.unpack(whole := made(section, payloads))
+    assert [len(part) for part in whole.parts] == [3, 20_000, 0] and whole.damage is None
+    for length in range(len(section)):
+        assert isinstance(damage_of(section[:length], payloads), FrameError)
+    for wrong in ([], [bytes(19_999)], [bytes(20_000)] * 2):
+        assert isinstance(damage_of(section, wrong), FrameError)
+    for count in (1 << 31, (1 << 32) - 1):
+        assert isinstance(damage_of(struct.pack("<I", count)), FrameError)
+    assert isinstance(damage_of(struct.pack("<I2Q", 2, 1 << 62, 1 << 62) + bytes(20)), FrameError)
+    on_device = made(0)
+    on_device.parts = [torch.zeros(20, dtype=torch.uint8)]
+    incoming.unpack(on_device)
+    assert isinstance(on_device.damage, FrameError)
+
+
+@pytest.mark.parametrize("aware", ["0", "1"])
+def test_a_part_for_a_device_waits_for_no_work_of_users(monkeypatch, group, transport, aware):
+    """Whoever polls has users' current stream: what was queued there must not delay the messages of all other calls."""
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", aware)
+    device = LazyDevice(None)
+    monkeypatch.setattr(device_p2p, "device_at", lambda where: device)
+    monkeypatch.setattr(buffer, "is_direct", lambda tensor: False)
+    used = []
+    monkeypatch.setattr(incoming, "used_here", used.append)
+    if group.size > 1:
+        data = torch.arange(3000, dtype=torch.int16).view(torch.uint8)
+        monkeypatch.setattr(device_p2p, "device_of", lambda tensors: None)
+        transport.send((group.rank + 1) % group.size, 1, parts=[data.numpy()], devices=[0])
+        slow = []
+        device.current().do(lambda: slow.append("users' kernel"))
+        (arrival,) = receive(transport, 1)
+        agree(group, not slow, "the receiving thread waited for the user's stream")
+        arrival.bring()
+        device.current().record().synchronize()
+        agree(group, arrival.parts[0].tolist() == data.tolist(), "the part")
+        agree(group, not device.strays, "work is queued while another device is current")
+        agree(group, [id(part) for part in used] == [id(part) for part in arrival.parts], "its memory is let go too early")
+    group.barrier()
+
+
+def test_a_part_to_oneself_comes_behind_the_stream_that_copies_it(monkeypatch, group, transport):
+    device = LazyDevice(None)
+    monkeypatch.setattr(module, "device_at", lambda where: device)
+    copied = []
+
+    def to(tensor, where, copy):
+        device.current().do(lambda: copied.append(True))
+        return tensor.clone()
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(torch.Tensor, "to", to)
+        transport.send(group.rank, 1, parts=[torch.ones(4, dtype=torch.uint8)], devices=[0])
+    arrival = transport.poll()
+    device.leave_default_stream()  # another thread's stream
+    arrival.bring()
+    assert not copied
+    device.current().record().synchronize()
+    assert copied
+
+
+def test_alone_needs_no_mpi():
+    transport = Transport(None)
+    transport.send(0, 1, header=b"to myself", parts=[b"part"])
+    one = transport.poll()
+    assert one.source == 0 and header_of(one) == b"to myself" and bytes(one.parts[0]) == b"part" and transport.poll() is None

@@ -1,0 +1,106 @@
+"""What a later pass adds to an average that one rank alone holds: W times the average, once, unless it was cleared."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from mpidist.ddp.accumulated_averages import Standing
+
+SIZE = 3
+
+
+class Case:
+    """One parameter, whose average is 5, and passes that add 1."""
+
+    def __init__(self):
+        self.parameter = torch.nn.Parameter(torch.zeros(4))
+        self.averages = True
+        self.standing = Standing([self.parameter], [0], SIZE, lambda: self.averages)
+        self.parameter.grad = torch.full((4,), 5.0)
+        self.standing.hold(0, self.parameter.grad)
+
+    def add(self, averages, create_graph=False):
+        self.averages = averages
+        self.parameter.sum().backward(create_graph=create_graph)
+        if not averages:
+            self.standing.added(0, self.parameter.grad)
+
+    def contribution(self):
+        view = self.parameter.grad.detach().clone()
+        self.standing.weigh(0, self.parameter.grad, view)
+        return float(view[0])
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_what_stands_is_weighed_once(create_graph):
+    case = Case()
+    assert case.contribution() == 5 * SIZE, "nothing was added"
+    assert case.contribution() == 5, "taken once"
+    case = Case()
+    for _ in range(2):  # a parameter that is used twice
+        case.add(True, create_graph)
+    assert case.contribution() == 5 * SIZE + 2
+    case = Case()
+    for passes in range(1, 3):
+        case.add(False, create_graph)
+        assert float(case.parameter.grad[0]) == 5 + passes, "a pass of its own finds the average as it is"
+    case.add(True, create_graph)
+    assert case.contribution() == 5 * SIZE + 3
+    case = Case()
+    case.add(False, create_graph)
+    assert case.contribution() == 5 * SIZE + 1, "no averaging pass has added to it"
+
+
+def test_what_was_cleared_or_replaced_is_this_ranks_own():
+    for passes in (0, 1):
+        case = Case()
+        for _ in range(passes):
+            case.add(False)
+        case.parameter.grad = None
+        case.add(True)
+        assert case.contribution() == 1
+        case = Case()
+        for _ in range(passes):
+            case.add(False)
+        case.parameter.grad.zero_()
+        case.add(True)
+        assert case.contribution() == 1
+        case = Case()
+        for _ in range(passes):
+            case.add(False)
+        case.parameter.grad = torch.full((4,), 7.0)
+        case.add(False)
+        case.add(True)
+        assert case.contribution() == 9
+
+
+def test_what_adds_nothing_changes_nothing():
+    case = Case()
+    torch.autograd.grad(case.parameter.sum(), case.parameter)
+    assert case.contribution() == 5 * SIZE
+    case = Case()
+    marks = case.standing.put_aside()
+    case.add(True)
+    assert case.contribution() == 6
+    case.standing.restore(marks)
+    case.parameter.grad = None
+    case.add(True)
+    assert case.contribution() == 1
+    # Under other owners what stands is still weighed; what was cleared is not taken for another gradient at its address.
+    case.standing.hold(0, case.parameter.grad)
+    case.standing = Standing([case.parameter], [], SIZE, lambda: True, case.standing)
+    case.add(True)
+    assert case.contribution() == SIZE + 1
+    case.standing.hold(0, case.parameter.grad)
+    address, case.parameter.grad = case.parameter.grad, None
+    case.standing = Standing([case.parameter], [], SIZE, lambda: True, case.standing)
+    case.parameter.grad = address
+    assert case.contribution() == SIZE + 1, "not weighed again"
+    case.standing.close()
+    gone = weakref.ref(case.standing)
+    del case
+    gc.collect()
+    assert gone() is None

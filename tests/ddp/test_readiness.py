@@ -1,0 +1,73 @@
+"""Buckets leave in the order of the plan, whatever the order of arrival; against a brute-force twin."""
+
+import itertools
+import random
+
+import pytest
+
+from mpidist.ddp.readiness import Arrivals
+
+
+def leave(buckets, expected, skipped, order):
+    """Return after each arrival which buckets have left so far: the longest complete beginning of the plan."""
+    counts, told = [0] * len(expected), []
+    for place in order:
+        counts[place] += 1
+        gone = []
+        for index, places in enumerate(buckets):
+            if index in skipped:
+                continue
+            if any(counts[p] < expected[p] for p in places):
+                break
+            gone.append(index)
+        told.append(gone)
+    return told
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_plan_order(order):
+    buckets = [(3, 2), (0,), (1,)]
+    arrivals = Arrivals(buckets, [1] * 4)
+    gone = []
+    for place, expected in zip(order, leave(buckets, [1] * 4, (), order), strict=True):
+        assert arrivals.note(place) == 0
+        gone += arrivals.take_ready()
+        assert gone == expected
+    assert gone == [0, 1, 2] and arrivals.take_rest() == []
+    assert arrivals.order == list(order)
+
+
+def test_random_plans_against_the_twin():
+    random.seed(0)
+    for _ in range(300):
+        count = random.randint(1, 12)
+        places = random.sample(range(count), count)
+        cuts = sorted(random.sample(range(1, count), random.randint(0, count - 1)))
+        buckets = [tuple(places[a:b]) for a, b in itertools.pairwise([0, *cuts, count])]
+        expected = [random.randint(0, 3) for _ in range(count)]
+        unused = [index for index, bucket in enumerate(buckets) if not any(expected[p] for p in bucket)]
+        skipped = frozenset(random.sample(unused, random.randint(0, len(unused))))
+        order = [place for place, times in enumerate(expected) for _ in range(times)]
+        random.shuffle(order)
+        arrivals, gone = Arrivals(buckets, expected, skipped), []
+        for place, wanted in zip(order, leave(buckets, expected, skipped, order), strict=True):
+            arrivals.note(place)
+            if arrivals.counts[place] == expected[place]:
+                gone += arrivals.take_ready()
+                assert gone == wanted
+        gone += arrivals.take_rest()
+        assert gone == [index for index in range(len(buckets)) if index not in skipped]
+        assert [arrivals.is_last(index) for index in gone] == [False] * (len(gone) - 1) + [True] * bool(gone)
+
+
+def test_a_surplus_is_told():
+    arrivals = Arrivals([(0,), (1,)], [2, 0])
+    assert [arrivals.note(0) for _ in range(3)] == [1, 0, -1]
+    assert arrivals.note(1) == -1
+
+
+def test_unknown_times_hold_everything_back():
+    arrivals = Arrivals([(0, 1)], None)
+    assert arrivals.note(1) > 0 and arrivals.note(0) > 0 and arrivals.note(1) > 0
+    assert arrivals.take_ready() == [] and arrivals.take_rest() == [0]
+    assert arrivals.counts == [1, 2] and arrivals.order == [1, 0]
