@@ -57,7 +57,9 @@ def stack_of(name: str) -> Stack:
         import torch.distributed.rpc
         from torch.distributed.optim import DistributedOptimizer
 
-        return Stack(name, torch.distributed.rpc, torch.distributed.autograd, DistributedOptimizer, None)
+        return Stack(
+            name, torch.distributed.rpc, torch.distributed.autograd, DistributedOptimizer, None
+        )
     import mpidist.autograd
     import mpidist.optim
     import mpidist.rpc
@@ -119,7 +121,9 @@ def train(name: str, layer: Any, number: int, passes: int) -> list[list[Tensor]]
             found = stack.autograd.get_gradients(context)
             if not left:
                 made.append([found[parameter] for parameter in own.linear.parameters()])
-                made.append(stack.rpc.rpc_sync(layer.owner(), gradients, args=(name, layer, context)))
+                made.append(
+                    stack.rpc.rpc_sync(layer.owner(), gradients, args=(name, layer, context))
+                )
     return made
 
 
@@ -138,7 +142,8 @@ class Case:
     Attributes:
         operation: For tables.
         passes: Forward and backward passes in one call.
-        make: (stack, workers) checks the results of one call against one process, and returns the call.
+        make: (stack, workers) checks the results of one call against one process, and returns the
+            call.
     """
 
     operation: str
@@ -179,13 +184,23 @@ class Alone:
 def measure(
     stacks: Sequence[Stack], cases: Sequence[Case], workers: int, rounds: int, burst_s: float
 ) -> dict[str, list[timing.Series]]:
-    """Check and time all cases of some contenders that take turns; by operation. On worker 0 alone."""
+    """Check and time all cases of some contenders that take turns; by operation.
+
+    On worker 0 alone.
+    """
     found = {}
     for case in cases:
-        contenders = [timing.Contender(stack.name, (case.make(stack, workers),), ()) for stack in stacks]
+        contenders = [
+            timing.Contender(stack.name, (case.make(stack, workers),), ()) for stack in stacks
+        ]
         timed = timing.time_rounds(Alone(), contenders, rounds, burst_s)
         found[case.operation] = [
-            replace(one, calls_per_pass=case.passes, rounds_us=tuple(us / case.passes for us in one.rounds_us)) for one in timed
+            replace(
+                one,
+                calls_per_pass=case.passes,
+                rounds_us=tuple(us / case.passes for us in one.rounds_us),
+            )
+            for one in timed
         ]
     return found
 
@@ -199,14 +214,22 @@ class Chain:
 
     def __init__(self, stack: Stack, depth: int, with_step: bool) -> None:
         self._stack = stack
-        self._layers = [stack.rpc.remote("worker1", Layer, args=(number,)) for number in range(depth)]
+        self._layers = [
+            stack.rpc.remote("worker1", Layer, args=(number,)) for number in range(depth)
+        ]
         self._x = _input()
         self._optimizer: Any = None
         if with_step:
-            references = [one for layer in self._layers for one in self._of_layer(layer, parameter_references, stack.name)]
+            references = [
+                one
+                for layer in self._layers
+                for one in self._of_layer(layer, parameter_references, stack.name)
+            ]
             self._optimizer = stack.optimizer(torch.optim.SGD, references, lr=_RATE)
 
-    def _of_layer(self, layer: Any, function: Callable[..., Any], name: str | None = None, *args: Any) -> Any:
+    def _of_layer(
+        self, layer: Any, function: Callable[..., Any], name: str | None = None, *args: Any
+    ) -> Any:
         given = (layer, *args) if name is None else (name, layer, *args)
         return self._stack.rpc.rpc_sync("worker1", function, args=given)
 
@@ -214,7 +237,9 @@ class Chain:
         """Run the forward pass; return a scalar."""
         x = self._x
         for place, layer in enumerate(self._layers):
-            x = self._stack.rpc.rpc_sync("worker1", run_layer, args=(layer, torch.relu(x) if place else x))
+            x = self._stack.rpc.rpc_sync(
+                "worker1", run_layer, args=(layer, torch.relu(x) if place else x)
+            )
         return _loss(x)
 
     def __call__(self) -> None:
@@ -237,7 +262,10 @@ class Chain:
         _loss(x).backward()
         with self._stack.autograd.context() as context:
             self._stack.backward(context, self.loss())
-            found = [self._of_layer(layer, gradients, self._stack.name, context) for layer in self._layers]
+            found = [
+                self._of_layer(layer, gradients, self._stack.name, context)
+                for layer in self._layers
+            ]
             if self._optimizer is not None:
                 self._optimizer.step(context)
         _compare(self._stack, found, [[one.grad for one in twin.parameters()] for twin in twins])
@@ -279,11 +307,16 @@ def _loss(result: Tensor) -> Tensor:
     return result.square().mean()
 
 
-def _compare(stack: Stack, found: Sequence[Sequence[Tensor]], right: Sequence[Sequence[Any]]) -> None:
+def _compare(
+    stack: Stack, found: Sequence[Sequence[Tensor]], right: Sequence[Sequence[Any]]
+) -> None:
     for ours, theirs in zip(found, right, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             if not torch.allclose(one, other, rtol=1e-4, atol=1e-7):
-                raise RuntimeError(f"wrong result of {stack.name}: off by {float((one - other).abs().max()):g} from one process")
+                raise RuntimeError(
+                    f"wrong result of {stack.name}: off by {float((one - other).abs().max()):g} "
+                    "from one process"
+                )
 
 
 def repeated(one_pass: Pass, passes: int) -> None:

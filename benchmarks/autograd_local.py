@@ -79,9 +79,13 @@ def planning(nodes: int, sources: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def _check(layers: Sequence[torch.nn.Linear], ends: list[Tensor], gradients: list[Tensor], context: Context) -> None:
+def _check(
+    layers: Sequence[torch.nn.Linear], ends: list[Tensor], gradients: list[Tensor], context: Context
+) -> None:
     leaves = [parameter for layer in layers for parameter in layer.parameters()]
     found = context.gradients.all()
-    for leaf, right in zip(leaves, torch.autograd.grad(ends, leaves, gradients, retain_graph=True), strict=True):
+    for leaf, right in zip(
+        leaves, torch.autograd.grad(ends, leaves, gradients, retain_graph=True), strict=True
+    ):
         if not torch.allclose(found[leaf], right, rtol=1e-4, atol=1e-6):
             raise RuntimeError("a part's gradients differ from torch.autograd.grad()")

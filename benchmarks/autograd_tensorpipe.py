@@ -26,13 +26,17 @@ def measure(
     """Start the workers, have the first measure, and return what it has found, by operation.
 
     Raises:
-        RuntimeError: A worker has failed, or they take longer than two minutes; its output stands in it.
+        RuntimeError: A worker has failed, or they take longer than two minutes; its output stands
+            in it.
     """
     with tempfile.TemporaryDirectory() as folder:
         said = json.dumps([workers, depths, only, rounds, burst_s, str(Path(folder, "store"))])
         started = [
             subprocess.Popen(
-                [sys.executable, __file__, str(rank), said], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                [sys.executable, __file__, str(rank), said],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for rank in range(workers)
         ]
@@ -49,7 +53,10 @@ def measure(
         if one.returncode:
             raise RuntimeError(f"a worker of TensorPipe has failed:\n{errors[-3000:]}")
     found = json.loads(printed[0][0].splitlines()[-1])
-    return {operation: timing.Series(**{**one, "rounds_us": tuple(one["rounds_us"])}) for operation, one in found.items()}
+    return {
+        operation: timing.Series(**{**one, "rounds_us": tuple(one["rounds_us"])})
+        for operation, one in found.items()
+    }
 
 
 def main() -> None:
@@ -63,7 +70,9 @@ def main() -> None:
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=workers, rpc_backend_options=options)
     if rank == 0:
         chosen = [case for case in autograd_cases.cases(depths, workers) if case.operation in only]
-        found = autograd_cases.measure([autograd_cases.stack_of("tensorpipe")], chosen, workers, rounds, burst_s)
+        found = autograd_cases.measure(
+            [autograd_cases.stack_of("tensorpipe")], chosen, workers, rounds, burst_s
+        )
         print(json.dumps({operation: asdict(one) for operation, (one,) in found.items()}))
     rpc.shutdown()
 

@@ -1,6 +1,7 @@
 """Compare mpidist.autograd over mpidist.rpc with torch's distributed autograd over TensorPipe, in turns.
 
-mpirun --bind-to none -n 2 python benchmarks/bench_autograd.py            (-n 3: trainers and a server)
+mpirun --bind-to none -n 2 python benchmarks/bench_autograd.py            (-n 3: trainers and a
+server)
 """
 
 from __future__ import annotations
@@ -37,12 +38,20 @@ _PATIENCE_S = 30.0
 
 def _goal(operation: str, left: str, right: str, factor: float, at_least: bool) -> Goal:
     named = {"tensorpipe": "TensorPipe's", "smart": "SMART's", "mpidist": "FAST's"}
-    text = f"{operation}: {named[left]} time over {named[right]} {'≥' if at_least else '≤'} {factor:g}"
-    return Goal(text, operation, left, right, "ratio_of_medians", factor, at_least, lambda size: True)
+    text = (
+        f"{operation}: {named[left]} time over {named[right]} {'≥' if at_least else '≤'} {factor:g}"
+    )
+    return Goal(
+        text, operation, left, right, "ratio_of_medians", factor, at_least, lambda size: True
+    )
 
 
 GOALS = (
-    *(_goal(operation, "tensorpipe", "mpidist", factor, True) for operation in (FEW, STEP) for factor in (3, 4)),
+    *(
+        _goal(operation, "tensorpipe", "mpidist", factor, True)
+        for operation in (FEW, STEP)
+        for factor in (3, 4)
+    ),
     *(_goal(operation, "smart", "mpidist", 1.25, False) for operation in (FEW, STEP)),
 )
 
@@ -72,7 +81,9 @@ def main() -> None:
     torch.set_num_threads(1)
     group = mpidist.comm.init()
     if group.size < 2:
-        raise SystemExit("start at least 2 ranks: mpirun --bind-to none -n 2 python benchmarks/bench_autograd.py")
+        raise SystemExit(
+            "start at least 2 ranks: mpirun --bind-to none -n 2 python benchmarks/bench_autograd.py"
+        )
     from mpi4py import MPI
 
     about = environment.describe(MPI.COMM_WORLD)
@@ -94,7 +105,9 @@ def main() -> None:
     rpc_cases.end("mpidist", group)
 
 
-def _measure(plan: Plan, cases: list[Case], workers: int, about: dict[str, Any], options: argparse.Namespace) -> None:
+def _measure(
+    plan: Plan, cases: list[Case], workers: int, about: dict[str, Any], options: argparse.Namespace
+) -> None:
     """Measure everything, on worker 0."""
     parts: dict[str, dict[str, list[timing.Series]]] = {case.operation: {} for case in cases}
 
@@ -103,24 +116,32 @@ def _measure(plan: Plan, cases: list[Case], workers: int, about: dict[str, Any],
 
     def ours() -> None:
         stacks = [stack_of("mpidist"), stack_of("smart")]
-        for operation, found in autograd_cases.measure(stacks, cases, workers, plan.rounds, plan.burst_s).items():
+        for operation, found in autograd_cases.measure(
+            stacks, cases, workers, plan.rounds, plan.burst_s
+        ).items():
             for series in found:
                 note(operation, series)
 
     def theirs() -> None:
         only = tuple(case.operation for case in cases)
-        for operation, series in autograd_tensorpipe.measure(workers, plan.depths, only, plan.rounds, plan.burst_s).items():
+        for operation, series in autograd_tensorpipe.measure(
+            workers, plan.depths, only, plan.rounds, plan.burst_s
+        ).items():
             note(operation, series)
 
     blocks = [ours, theirs] if options.tensorpipe else [ours]
     for number in range(plan.blocks):
         for block in blocks if number % 2 == 0 else reversed(blocks):
             block()
-    planning = [autograd_local.planning(plan.nodes, sources, plan.planning_rounds) for sources in (1, _SEVERAL)]
+    planning = [
+        autograd_local.planning(plan.nodes, sources, plan.planning_rounds)
+        for sources in (1, _SEVERAL)
+    ]
     messages = {name: _messages(name, workers) for name in ("mpidist", "smart")}
     contexts = _contexts(plan.contexts, workers) if plan.contexts else {}
     results = [
-        report.result_of(operation, 0, 0, [_joined(each) for each in found.values()]) for operation, found in parts.items()
+        report.result_of(operation, 0, 0, [_joined(each) for each in found.values()])
+        for operation, found in parts.items()
     ]
     verdicts = [*collective_goals.judge(results, GOALS), *_other_verdicts(planning, contexts)]
     _print(results, planning, messages, contexts, verdicts)
@@ -140,7 +161,10 @@ def _measure(plan: Plan, cases: list[Case], workers: int, about: dict[str, Any],
         "goals": verdicts,
     }
     is_part = bool(options.only) or not options.tensorpipe
-    path = options.output / f"autograd-{environment.library_name(about)}-{workers}{'-part' * is_part}.json"
+    path = (
+        options.output
+        / f"autograd-{environment.library_name(about)}-{workers}{'-part' * is_part}.json"
+    )
     report.write_json(record, path)
     print(f"\nwritten to {options.output.name}: {path.name}", flush=True)
 
@@ -178,12 +202,18 @@ def _contexts(count: int, workers: int) -> dict[str, float]:
     """
     made = Chain(stack_of("mpidist"), 4, with_step=False)
     autograd_cases.repeated(made, max(count // 5, 1))  # the first fill pools of memory
-    before = [mpidist.rpc.rpc_sync(f"worker{rank}", autograd_cases.resident_bytes) for rank in range(workers)]
+    before = [
+        mpidist.rpc.rpc_sync(f"worker{rank}", autograd_cases.resident_bytes)
+        for rank in range(workers)
+    ]
     start = time.perf_counter()
     autograd_cases.repeated(made, count)
     seconds = time.perf_counter() - start
     _wait_for_clean_up(workers)
-    after = [mpidist.rpc.rpc_sync(f"worker{rank}", autograd_cases.resident_bytes) for rank in range(workers)]
+    after = [
+        mpidist.rpc.rpc_sync(f"worker{rank}", autograd_cases.resident_bytes)
+        for rank in range(workers)
+    ]
     grown = max(late - early for late, early in zip(after, before, strict=True))
     return {"contexts": count, "seconds": seconds, "growth_mib": grown / (1 << 20)}
 
@@ -192,19 +222,30 @@ def _wait_for_clean_up(workers: int) -> None:
     # Clean-ups are one-way: they arrive a little later than the pass's end.
     end = time.monotonic() + _PATIENCE_S
     for rank in range(workers):
-        while any(map(int, (left := mpidist.rpc.rpc_sync(f"worker{rank}", _get_debug_info)).values())):
+        while any(
+            map(int, (left := mpidist.rpc.rpc_sync(f"worker{rank}", _get_debug_info)).values())
+        ):
             if time.monotonic() > end:
-                raise RuntimeError(f"worker{rank} has something left of contexts that have ended: {left}")
+                raise RuntimeError(
+                    f"worker{rank} has something left of contexts that have ended: {left}"
+                )
             time.sleep(1e-3)
 
 
-def _other_verdicts(planning: list[dict[str, Any]], contexts: dict[str, float]) -> list[dict[str, Any]]:
+def _other_verdicts(
+    planning: list[dict[str, Any]], contexts: dict[str, float]
+) -> list[dict[str, Any]]:
     one, several = planning
     grown = contexts.get("growth_mib")
     return [
-        judge_below(f"planning, one source: share of a backward of 12,000 nodes < {_PLAN_SHARE:g}", one["share"], _PLAN_SHARE),
         judge_below(
-            f"planning, {_SEVERAL} sources: share of a backward of 12,000 nodes < {_PLAN_SHARE_SEVERAL:g}",
+            f"planning, one source: share of a backward of 12,000 nodes < {_PLAN_SHARE:g}",
+            one["share"],
+            _PLAN_SHARE,
+        ),
+        judge_below(
+            f"planning, {_SEVERAL} sources: share of a backward of 12,000 nodes < "
+            f"{_PLAN_SHARE_SEVERAL:g}",
             several["share"],
             _PLAN_SHARE_SEVERAL,
         ),
@@ -222,29 +263,74 @@ def _print(
     rows = []
     for result in results:
         times = {name: one["median_us"] for name, one in result["contenders"].items()}
-        ratios = {(one["left"], one["right"]): one["ratio_of_medians"] for one in result["comparisons"]}
+        ratios = {
+            (one["left"], one["right"]): one["ratio_of_medians"] for one in result["comparisons"]
+        }
         pairs = (("tensorpipe", "mpidist"), ("tensorpipe", "smart"), ("smart", "mpidist"))
         rows.append(
-            [result["operation"], *(times.get(name) for name in ("tensorpipe", "mpidist", "smart")), *map(ratios.get, pairs)]
+            [
+                result["operation"],
+                *(times.get(name) for name in ("tensorpipe", "mpidist", "smart")),
+                *map(ratios.get, pairs),
+            ]
         )
-    headers = ("µs a pass", "TensorPipe", "FAST", "SMART", "TensorPipe /\nFAST", "TensorPipe /\nSMART", "SMART /\nFAST")
+    headers = (
+        "µs a pass",
+        "TensorPipe",
+        "FAST",
+        "SMART",
+        "TensorPipe /\nFAST",
+        "TensorPipe /\nSMART",
+        "SMART /\nFAST",
+    )
     print(f"\n{tabulate(rows, headers, floatfmt=('', '.0f', '.0f', '.0f', '.2f', '.2f', '.2f'))}")
     print(f"\n{tabulate(planning, 'keys', floatfmt='.3f')}")
     print("\nmessages of the engine in one pass over 4 layers:")
-    print(tabulate([[name, *(f"{kind} {count:g}" for kind, count in sent.items())] for name, sent in messages.items()]))
+    print(
+        tabulate(
+            [
+                [name, *(f"{kind} {count:g}" for kind, count in sent.items())]
+                for name, sent in messages.items()
+            ]
+        )
+    )
     if contexts:
-        print("\n{contexts} contexts in {seconds:.1f} s; memory grows by {growth_mib:.2f} MiB".format(**contexts))
+        print(
+            "\n{contexts} contexts in {seconds:.1f} s; memory grows by {growth_mib:.2f} MiB".format(
+                **contexts
+            )
+        )
     print(f"\n{report.goals_table(verdicts)}")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
-    parser.add_argument("--quick", action="store_true", help="see that it runs: few cases, few rounds, figures of no worth")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=f"cases of these names: {FEW!r}, {TRAINERS!r}, …")
-    parser.add_argument("--blocks", type=int, help="how often the two take turns; more for a machine that is not quiet")
-    parser.add_argument("--contexts", type=int, metavar="COUNT", help="one after the other; 0 for none")
-    parser.add_argument("--no-tensorpipe", dest="tensorpipe", action="store_false", help="leave TensorPipe out")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="see that it runs: few cases, few rounds, figures of no worth",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help=f"cases of these names: {FEW!r}, {TRAINERS!r}, …",
+    )
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        help="how often the two take turns; more for a machine that is not quiet",
+    )
+    parser.add_argument(
+        "--contexts", type=int, metavar="COUNT", help="one after the other; 0 for none"
+    )
+    parser.add_argument(
+        "--no-tensorpipe", dest="tensorpipe", action="store_false", help="leave TensorPipe out"
+    )
     return parser.parse_args()
 
 

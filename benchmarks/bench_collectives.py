@@ -29,7 +29,17 @@ class Plan:
     """What to measure, and how long."""
 
     operations: tuple[str, ...] = tuple(OPERATIONS)
-    sizes_bytes: tuple[int, ...] = (8, 64, 512, 4 * _KI, 64 * _KI, 256 * _KI, 2 * _MI, 16 * _MI, 64 * _MI)
+    sizes_bytes: tuple[int, ...] = (
+        8,
+        64,
+        512,
+        4 * _KI,
+        64 * _KI,
+        256 * _KI,
+        2 * _MI,
+        16 * _MI,
+        64 * _MI,
+    )
     rounds: int = 15
     burst_s: float = 0.02
 
@@ -43,16 +53,23 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("mpidist")
     if dist.get_world_size() < 2:
-        raise SystemExit("start at least 2 ranks: mpirun --bind-to none -n 2 python benchmarks/bench_collectives.py")
+        raise SystemExit(
+            "start at least 2 ranks: mpirun --bind-to none -n 2 python "
+            "benchmarks/bench_collectives.py"
+        )
     gloo = dist.new_group(backend="gloo")
-    # Only now: mpidist prepares the MPI library before it starts, and importing this module would start it.
+    # Only now: mpidist prepares the MPI library before it starts, and importing this module would
+    # start it.
     from mpi4py import MPI
 
     raw = MPI.COMM_WORLD.Dup()
     about = environment.describe(raw)
     is_first = raw.Get_rank() == 0
     if is_first:
-        print(f"{about['mpi_library']}, torch {about['torch']}, {about['ranks']} ranks, {about['cpu']}")
+        print(
+            f"{about['mpi_library']}, torch {about['torch']}, {about['ranks']} ranks, "
+            f"{about['cpu']}"
+        )
         print(f"{environment.binding(about)}; load average {about['load_average'][0]}", flush=True)
 
     timing.touch_memory()
@@ -75,10 +92,15 @@ def main() -> None:
             "results": results,
             "goals": verdicts,
         }
-        path = options.output / f"collectives-{environment.library_name(about)}-{about['ranks']}.json"
+        path = (
+            options.output / f"collectives-{environment.library_name(about)}-{about['ranks']}.json"
+        )
         report.write_json(record, path)
         report.draw(record, path.with_suffix(".png"))
-        print(f"\nwritten to {options.output.name}: {path.name} and {path.with_suffix('.png').name}", flush=True)
+        print(
+            f"\nwritten to {options.output.name}: {path.name} and {path.with_suffix('.png').name}",
+            flush=True,
+        )
     raw.Barrier()
     raw.Free()
     mpidist.comm.default().close()
@@ -95,7 +117,9 @@ def measure(operation: str, ways: Ways, plan: Plan) -> Iterator[dict[str, Any]]:
         case = make()
         wrong = case.wrong(ways)
         if wrong:
-            raise RuntimeError(f"{operation} of {case.numel} elements: wrong result of {', '.join(wrong)}")
+            raise RuntimeError(
+                f"{operation} of {case.numel} elements: wrong result of {', '.join(wrong)}"
+            )
         case.zero()
         series = timing.time_rounds(ways.raw, case.contenders, plan.rounds, plan.burst_s)
         yield report.result_of(operation, case.numel, case.size_bytes, series)
@@ -113,11 +137,28 @@ def parse_size(text: str) -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--operations", nargs="+", choices=tuple(OPERATIONS), metavar="NAME", help=", ".join(OPERATIONS))
-    parser.add_argument("--sizes", nargs="+", type=parse_size, metavar="BYTES", help="multiples of 4: 8 64K 16M")
+    parser.add_argument(
+        "--operations",
+        nargs="+",
+        choices=tuple(OPERATIONS),
+        metavar="NAME",
+        help=", ".join(OPERATIONS),
+    )
+    parser.add_argument(
+        "--sizes", nargs="+", type=parse_size, metavar="BYTES", help="multiples of 4: 8 64K 16M"
+    )
     parser.add_argument("--rounds", type=int, help=f"for each case; {Plan.rounds} if not given")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON and the plot")
-    parser.add_argument("--quick", action="store_true", help="see that it runs: few sizes, few rounds, figures of no worth")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(__file__).parent / "results",
+        help="folder of the JSON and the plot",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="see that it runs: few sizes, few rounds, figures of no worth",
+    )
     return parser.parse_args()
 
 

@@ -24,7 +24,11 @@ _WRONG = 1e-4  # of the largest gradient: sums in another order differ by less
 
 def main() -> None:
     models = ["mlp:64", "mlp:256", "many:256", "resnet18:8", "transformer:8"]
-    training_run.run("ddp", measure, training_run.arguments(__doc__.splitlines()[0], models, rounds=25, bucket_cap_mb=None))
+    training_run.run(
+        "ddp",
+        measure,
+        training_run.arguments(__doc__.splitlines()[0], models, rounds=25, bucket_cap_mb=None),
+    )
 
 
 def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> training_run.Measured:
@@ -48,12 +52,21 @@ def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> traini
     }
     if gloo is None:
         del ways["torch on Gloo"]
-    contenders = [cases.contender(name, build(), batch, not name.endswith("zeroed")) for name, build in ways.items()]
+    contenders = [
+        cases.contender(name, build(), batch, not name.endswith("zeroed"))
+        for name, build in ways.items()
+    ]
     by_name = {one.name: one for one in contenders}
-    for name in ("mpidist, zeroed", "torch on mpidist", *(["torch on Gloo"] if gloo is not None else [])):
+    for name in (
+        "mpidist, zeroed",
+        "torch on mpidist",
+        *(["torch on Gloo"] if gloo is not None else []),
+    ):
         distance = cases.farthest(by_name[name], by_name["mpidist"])
         if distance > _WRONG:
-            raise RuntimeError(f"{model.name}: the gradients of {name} differ from mpidist's by {distance:.1e}")
+            raise RuntimeError(
+                f"{model.name}: the gradients of {name} differ from mpidist's by {distance:.1e}"
+            )
     contenders.append(_communication_alone(by_name["mpidist"]))
     return timing.time_rounds(raw, contenders, options.rounds, 0.02), {}
 

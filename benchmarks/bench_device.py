@@ -40,17 +40,32 @@ _TAG = 1
 
 def _ahead(operation: str, name: str) -> Goal:
     text = f"{operation} from 1 MiB: time of staged over {name} ≥ 1"
-    return Goal(text, operation, "staged", name, "ratio_of_rounds", 1.0, True, lambda size: size >= _MI)
+    return Goal(
+        text, operation, "staged", name, "ratio_of_rounds", 1.0, True, lambda size: size >= _MI
+    )
 
 
-GOALS = (_ahead("ping_pong", "library"), _ahead("all_reduce", "library"), _ahead("all_reduce", "ring"))
+GOALS = (
+    _ahead("ping_pong", "library"),
+    _ahead("all_reduce", "library"),
+    _ahead("all_reduce", "ring"),
+)
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to measure, and how long."""
 
-    sizes_bytes: tuple[int, ...] = (4 * _KI, 16 * _KI, 64 * _KI, 256 * _KI, 1 * _MI, 4 * _MI, 16 * _MI, 64 * _MI)
+    sizes_bytes: tuple[int, ...] = (
+        4 * _KI,
+        16 * _KI,
+        64 * _KI,
+        256 * _KI,
+        1 * _MI,
+        4 * _MI,
+        16 * _MI,
+        64 * _MI,
+    )
     rounds: int = 11
     burst_s: float = 0.01
 
@@ -80,7 +95,12 @@ def all_reduce(place: Place, numel: int) -> list[Contender]:
     tensor = torch.zeros(numel, device=place.device)
     kind = (tensor.dtype, tensor.nbytes, SUM, place.device)
     able = device_collectives.able_algorithms(place.comm, tensor.dtype, SUM, place.device)
-    calls = {name: partial(_reduced, place, device_collectives.algorithm(place.comm, *kind, name), tensor) for name in able}
+    calls = {
+        name: partial(
+            _reduced, place, device_collectives.algorithm(place.comm, *kind, name), tensor
+        )
+        for name in able
+    }
     return [Contender(name, (call,), (tensor,)) for name, call in calls.items()]
 
 
@@ -96,7 +116,9 @@ def is_sum(place: Place, contender: Contender) -> bool:
     (tensor,) = contender.outputs
     tensor.copy_(place.given(tensor.numel(), place.comm.rank))
     contender.calls[0]()
-    truth = torch.stack([place.given(tensor.numel(), rank) for rank in range(place.comm.size)]).sum(0)
+    truth = torch.stack([place.given(tensor.numel(), rank) for rank in range(place.comm.size)]).sum(
+        0
+    )
     return torch.equal(tensor, truth)
 
 
@@ -168,7 +190,9 @@ def is_back(place: Place, contender: Contender) -> bool:
 # --- the run ---
 
 
-_OPERATIONS: dict[str, tuple[Callable[[Place, int], list[Contender]], Callable[[Place, Contender], bool]]] = {
+_OPERATIONS: dict[
+    str, tuple[Callable[[Place, int], list[Contender]], Callable[[Place, Contender], bool]]
+] = {
     "all_reduce": (all_reduce, is_sum),
     "ping_pong": (ping_pong, is_back),
 }
@@ -183,14 +207,19 @@ def main() -> None:
         os.environ["MPIDIST_CUDA_AWARE"] = "1"  # any MPI can do all of it on the host's memory
     world = runtime.world()
     if world.size < 2:
-        raise SystemExit("start at least 2 ranks: mpirun --bind-to none -n 2 python benchmarks/bench_device.py")
+        raise SystemExit(
+            "start at least 2 ranks: mpirun --bind-to none -n 2 python benchmarks/bench_device.py"
+        )
     raw = world.comm.Dup()
     about = environment.describe(raw, device)
     place = _place(Communicator(raw, world.nodes, world.highest_tag).blocking(), device)
     told = capability.capabilities()
     is_first = world.rank == 0
     if is_first:
-        print(f"{environment.processor(about)}, {about['mpi_library']}, CUDA-aware: {told.cuda_aware} ({told.cuda_source})")
+        print(
+            f"{environment.processor(about)}, {about['mpi_library']}, CUDA-aware: "
+            f"{told.cuda_aware} ({told.cuda_source})"
+        )
     results = []
     for operation in _OPERATIONS:
         rows = list(measure(operation, place, plan))
@@ -218,9 +247,16 @@ def measure(operation: str, place: Place, plan: Plan) -> Iterator[dict[str, Any]
     for size_bytes in plan.sizes_bytes:
         contenders = make(place, size_bytes // 4)
         for contender in contenders:
-            wrong = [rank for rank, right in enumerate(raw.allgather(is_right(place, contender))) if not right]
+            wrong = [
+                rank
+                for rank, right in enumerate(raw.allgather(is_right(place, contender)))
+                if not right
+            ]
             if wrong:
-                raise RuntimeError(f"{operation} of {size_bytes} bytes by {contender.name}: wrong result on ranks {wrong}")
+                raise RuntimeError(
+                    f"{operation} of {size_bytes} bytes by {contender.name}: wrong result on ranks "
+                    f"{wrong}"
+                )
         for contender in contenders:
             contender.outputs[0].zero_()  # sums of sums would overflow
         series = timing.time_rounds(raw, contenders, plan.rounds, plan.burst_s)
@@ -228,7 +264,12 @@ def measure(operation: str, place: Place, plan: Plan) -> Iterator[dict[str, Any]
 
 
 def _write(
-    folder: Path, about: dict[str, Any], plan: Plan, place: Place, told: capability.Capabilities, results: list[dict[str, Any]]
+    folder: Path,
+    about: dict[str, Any],
+    plan: Plan,
+    place: Place,
+    told: capability.Capabilities,
+    results: list[dict[str, Any]],
 ) -> None:
     verdicts = collective_goals.judge(results, GOALS)
     print(f"\n{report.goals_table(verdicts)}\n\noperations on this device's memory:")
@@ -245,20 +286,39 @@ def _write(
         "results": results,
         "goals": verdicts,
     }
-    parts = ["device", environment.library_name(about), str(about["ranks"]), devices.name_of(place.device)]
+    parts = [
+        "device",
+        environment.library_name(about),
+        str(about["ranks"]),
+        devices.name_of(place.device),
+    ]
     path = folder / f"{'-'.join(parts)}{'' if place.able else '-staged'}.json"
     report.write_json(record, path)
     report.draw(record, path.with_suffix(".png"))
-    print(f"\nwritten to {folder.name}: {path.name} and {path.with_suffix('.png').name}", flush=True)
+    print(
+        f"\nwritten to {folder.name}: {path.name} and {path.with_suffix('.png').name}", flush=True
+    )
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda", help="cpu: see that it runs, with the host as the device"
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda",
+        help="cpu: see that it runs, with the host as the device",
     )
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON and the plot")
-    parser.add_argument("--quick", action="store_true", help="see that it runs: few sizes, few rounds, figures of no worth")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(__file__).parent / "results",
+        help="folder of the JSON and the plot",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="see that it runs: few sizes, few rounds, figures of no worth",
+    )
     return parser.parse_args()
 
 

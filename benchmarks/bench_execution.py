@@ -1,9 +1,11 @@
 """Compare the ways to execute an all-reduce: in the caller, on the group's thread, by MPI's non-blocking call.
 
-mpirun --bind-to none -n 2 python benchmarks/bench_execution.py     (once more with --bind-to core: one core a rank)
+mpirun --bind-to none -n 2 python benchmarks/bench_execution.py     (once more with --bind-to core:
+one core a rank)
 
-The figures behind docs/decisions/0001. The case "looks" (``--only looks``) is what an operation pays for torch's tools while they
-are off: a look whether a profiler is on, and, in a torch group, one at the number of dispatch modes.
+The figures behind docs/decisions/0001. The case "looks" (``--only looks``) is what an operation
+pays for torch's tools while they are off: a look whether a profiler is on, and, in a torch group,
+one at the number of dispatch modes.
 """
 
 from __future__ import annotations
@@ -104,7 +106,10 @@ def two_threads(ways: Ways, pool: ThreadPoolExecutor) -> list[Contender]:
         loop(ways.group, first)
         other.result()
 
-    calls = {"one thread, one group": lambda: loop(ways.group, first), "two threads, two groups": both}
+    calls = {
+        "one thread, one group": lambda: loop(ways.group, first),
+        "two threads, two groups": both,
+    }
     return [Contender(name, (call,), (first,)) for name, call in calls.items()]
 
 
@@ -134,7 +139,12 @@ def looks() -> list[Contender]:
             if torch_profiler._is_profiler_enabled:
                 found.fill_(1)
 
-    calls = {"empty loop": empty, "a profiler": profiler, "a mode": mode, "a mode and a profiler": both}
+    calls = {
+        "empty loop": empty,
+        "a profiler": profiler,
+        "a mode": mode,
+        "a mode and a profiler": both,
+    }
     return [Contender(name, (call,), (found,)) for name, call in calls.items()]
 
 
@@ -163,7 +173,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     mpidist.comm.init()
-    # Only now: mpidist prepares the MPI library before it starts, and importing this module would start it.
+    # Only now: mpidist prepares the MPI library before it starts, and importing this module would
+    # start it.
     from mpi4py import MPI
 
     ways = Ways(MPI.COMM_WORLD.Dup(), MPI)
@@ -179,13 +190,29 @@ def main() -> None:
             series = timing.time_rounds(ways.raw, contenders, options.rounds, _BURST_S)
             results.append(report.result_of(name, size_bytes // 4, size_bytes, series))
             if is_first:
-                rows = [(s.name, round(s.median_us, 2), round(s.percentile_us(90), 2)) for s in series]
-                print(f"\n{name}, {size_bytes} B\n{tabulate(rows, ('way', 'us, median', 'p90'))}", flush=True)
+                rows = [
+                    (s.name, round(s.median_us, 2), round(s.percentile_us(90), 2)) for s in series
+                ]
+                print(
+                    f"\n{name}, {size_bytes} B\n{tabulate(rows, ('way', 'us, median', 'p90'))}",
+                    flush=True,
+                )
     if is_first:
         bound = "bound" if any(len(own) < 2 for own in about["cores_of_ranks"]) else "unbound"
         case = "" if options.only is None else options.only.replace(" ", "-") + "-"
-        path = options.output / f"execution-{case}{environment.library_name(about)}-{about['ranks']}-{bound}.json"
-        report.write_json({"benchmark": "execution", "environment": about, "rounds": options.rounds, "results": results}, path)
+        path = (
+            options.output
+            / f"execution-{case}{environment.library_name(about)}-{about['ranks']}-{bound}.json"
+        )
+        report.write_json(
+            {
+                "benchmark": "execution",
+                "environment": about,
+                "rounds": options.rounds,
+                "results": results,
+            },
+            path,
+        )
         print(f"\n{environment.binding(about)}; written: {path.name}")
     ways.second.close()
     ways.group.close()

@@ -1,9 +1,11 @@
 """The host's part of DDP on CUDA tensors, a bucket at a time: Python beside the backward pass, without a GPU.
 
-python benchmarks/bench_host_time.py                                (mpirun --bind-to none -n 2: two all-reduces of two ranks)
+python benchmarks/bench_host_time.py                                (mpirun --bind-to none -n 2: two
+all-reduces of two ranks)
 
-A GPU's work is not done, and nothing is learned of it: see ``empty_device``. Networks are shrunk, each dimension by the same
-factor and buckets by its square, so that buckets hold the same tensors and torch's own work is next to nothing.
+A GPU's work is not done, and nothing is learned of it: see ``empty_device``. Networks are shrunk,
+each dimension by the same factor and buckets by its square, so that buckets hold the same tensors
+and torch's own work is next to nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *ignored: Tensor) -> Any:
-        # Autograd takes these over as they are: the same memory in each step, as torch's allocator of device memory has it.
+        # Autograd takes these over as they are: the same memory in each step, as torch's allocator
+        # of device memory has it.
         return (None, *(gradient.detach() for gradient in ctx.gradients))
 
 
@@ -69,10 +72,14 @@ def shrunk(shape: Shape) -> Shape:
 def wrapped(shapes: Sequence[Shape], hook: str, as_views: bool) -> ddp.DistributedDataParallel:
     """Return the network in DDP, with the buckets that it has in its real size."""
     cap = _BUCKET_MIB / _SHRUNK_BY**2
-    module = ddp.DistributedDataParallel(Model(shapes), bucket_cap_mb=cap, gradient_as_bucket_view=as_views)
+    module = ddp.DistributedDataParallel(
+        Model(shapes), bucket_cap_mb=cap, gradient_as_bucket_view=as_views
+    )
     if hook == "powerSGD":
         # Both sides of a matrix are shrunk, so the same matrices are worth it.
-        state = ddp.PowerSGDState(None, 4, start_powerSGD_iter=0, min_compression_rate=_LEAST_RATE / _SHRUNK_BY)
+        state = ddp.PowerSGDState(
+            None, 4, start_powerSGD_iter=0, min_compression_rate=_LEAST_RATE / _SHRUNK_BY
+        )
         module.register_comm_hook(state, ddp.powerSGD_hook)
     return module
 
@@ -99,7 +106,10 @@ def best(steps: Sequence[Callable[[], None]], rounds: int) -> list[tuple[float, 
         for place, step in enumerate(steps):
             start, start_cpu = time.perf_counter(), time.process_time()
             step()
-            wall_us, cpu_us = (time.perf_counter() - start) * 1e6, (time.process_time() - start_cpu) * 1e6
+            wall_us, cpu_us = (
+                (time.perf_counter() - start) * 1e6,
+                (time.process_time() - start_cpu) * 1e6,
+            )
             found[place] = (min(found[place][0], wall_us), min(found[place][1], cpu_us))
     return found
 
@@ -148,18 +158,36 @@ def main() -> None:
     about = environment.describe(MPI.COMM_WORLD)
     if group.rank == 0:
         path = options.output / f"host-time-{environment.library_name(about)}-{about['ranks']}.json"
-        report.write_json({"benchmark": "host-time", "environment": about, "rounds": options.rounds, "results": rows}, path)
+        report.write_json(
+            {
+                "benchmark": "host-time",
+                "environment": about,
+                "rounds": options.rounds,
+                "results": rows,
+            },
+            path,
+        )
     group.close()
 
 
 def _line(row: dict[str, Any]) -> str:
     counts = ", ".join(f"{count:.3g} {what}" for what, count in row["counts"].items())
-    head = f"{row['network']:<10} {row['hook']:<8} {row['gradients']:<11} {row['buckets']:>3} buckets of {row['tensors']} tensors"
-    return f"{head}  {row['us']:7.1f} us a bucket  {row['cpu_us']:7.1f} us of the processors  ({counts})"
+    head = (
+        f"{row['network']:<10} {row['hook']:<8} {row['gradients']:<11} {row['buckets']:>3} "
+        f"buckets of {row['tensors']} tensors"
+    )
+    return (
+        f"{head}  {row['us']:7.1f} us a bucket  {row['cpu_us']:7.1f} us of the processors  "
+        f"({counts})"
+    )
 
 
 def _profile(options: argparse.Namespace, group: Any) -> None:
-    module = wrapped(LISTS[options.networks[0]](), options.hooks[0], as_views=options.gradients[0] != "copied back")
+    module = wrapped(
+        LISTS[options.networks[0]](),
+        options.hooks[0],
+        as_views=options.gradients[0] != "copied back",
+    )
     step = step_of(module, options.gradients[0] == "views kept")
     for _ in range(5):
         step()
@@ -177,13 +205,21 @@ def _profile(options: argparse.Namespace, group: Any) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--networks", nargs="+", default=["ResNet-50", "GPT-2"], choices=list(LISTS))
+    parser.add_argument(
+        "--networks", nargs="+", default=["ResNet-50", "GPT-2"], choices=list(LISTS)
+    )
     parser.add_argument("--hooks", nargs="+", default=list(HOOKS), choices=HOOKS)
     kinds = ["views kept", "views", "copied back"]
     parser.add_argument("--gradients", nargs="+", default=kinds, choices=kinds)
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
-    parser.add_argument("--profile", action="store_true", help="show where both threads' time goes, for the first choices")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON"
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="show where both threads' time goes, for the first choices",
+    )
     return parser.parse_args()
 
 

@@ -1,6 +1,7 @@
 """Compare our kernels with torch and with the device's own copy: pack, unpack, accumulate, and PowerSGD without a network.
 
-python benchmarks/bench_kernels.py --device cuda        (one process; an MPI library must be there, a launcher need not)
+python benchmarks/bench_kernels.py --device cuda        (one process; an MPI library must be there,
+a launcher need not)
 """
 
 from __future__ import annotations
@@ -63,9 +64,13 @@ class Run:
         self.left_out.append(what)
         return False
 
-    def times(self, contenders: list[timing.Contender], run_burst: timing.RunBurst | None) -> dict[str, timing.Series]:
+    def times(
+        self, contenders: list[timing.Contender], run_burst: timing.RunBurst | None
+    ) -> dict[str, timing.Series]:
         """Time contenders against each other; return their series by name."""
-        series = timing.time_rounds(self.alone, contenders, self.plan.rounds, self.plan.burst_s, run_burst)
+        series = timing.time_rounds(
+            self.alone, contenders, self.plan.rounds, self.plan.burst_s, run_burst
+        )
         return {one.name: one for one in series}
 
 
@@ -75,7 +80,8 @@ def main() -> None:
     torch.set_num_threads(1)
     device = devices.chosen(options.device)
     dist.init_process_group("mpidist")
-    # Only now: mpidist prepares the MPI library before it starts, and importing this module would start it.
+    # Only now: mpidist prepares the MPI library before it starts, and importing this module would
+    # start it.
     from mpi4py import MPI
 
     if dist.get_world_size() > 1:
@@ -84,7 +90,9 @@ def main() -> None:
     print(f"{environment.processor(about)}, torch {about['torch']}", flush=True)
     run = Run(plan, device, time.monotonic() + options.limit_s, MPI.COMM_SELF, [])
     copied = list(_printed(copies(run), kernel_report.copy_row))
-    compressed = list(_printed(compressions(run, kernel_report.memory_rate(copied)), kernel_report.powersgd_row))
+    compressed = list(
+        _printed(compressions(run, kernel_report.memory_rate(copied)), kernel_report.powersgd_row)
+    )
     verdicts = kernel_report.judge(copied, compressed)
     print(f"\n{kernel_report.goals_table(verdicts)}", flush=True)
     record = {
@@ -102,7 +110,10 @@ def main() -> None:
     path = options.output / f"kernels-{devices.name_of(device)}.json"
     report.write_json(record, path)
     kernel_report.draw(record, path.with_suffix(".png"))
-    print(f"\nwritten to {options.output.name}: {path.name} and {path.with_suffix('.png').name}", flush=True)
+    print(
+        f"\nwritten to {options.output.name}: {path.name} and {path.with_suffix('.png').name}",
+        flush=True,
+    )
     dist.destroy_process_group()
 
 
@@ -119,7 +130,10 @@ def copies(run: Run) -> Iterator[dict[str, Any]]:
         wrong = case.wrong()
         if wrong:
             raise RuntimeError(f"{what}: wrong result of {', '.join(wrong)}")
-        issued, clock = run.times(case.contenders, devices.as_issued(run.device)), devices.HeadStart(run.device)
+        issued, clock = (
+            run.times(case.contenders, devices.as_issued(run.device)),
+            devices.HeadStart(run.device),
+        )
         alone = run.times(case.contenders, clock) if run.device.type == "cuda" else issued
         yield kernel_report.copy_result(case, issued, alone, clock.behind)
 
@@ -139,12 +153,17 @@ def compressions(run: Run, copy_rate: float | None) -> Iterator[dict[str, Any]]:
         case = powersgd_cases.case(name, shapes, run.plan.bucket_bytes, rank, run.device)
         issued = run.times(case.contenders, devices.as_issued(run.device))
         alone = None
-        if run.device.type == "cuda":  # the hooks wait for the device, so a head start would tell nothing of them
-            alone = run.times(case.contenders[:1], devices.HeadStart(run.device))[powersgd_cases.KERNELS]
+        # the hooks wait for the device, so a head start would tell nothing of them
+        if run.device.type == "cuda":
+            alone = run.times(case.contenders[:1], devices.HeadStart(run.device))[
+                powersgd_cases.KERNELS
+            ]
         yield kernel_report.powersgd_result(case, issued, alone, copy_rate)
 
 
-def _printed(results: Iterator[dict[str, Any]], row: Callable[[dict[str, Any]], str]) -> Iterator[dict[str, Any]]:
+def _printed(
+    results: Iterator[dict[str, Any]], row: Callable[[dict[str, Any]], str]
+) -> Iterator[dict[str, Any]]:
     # Row by row: whoever ends a run early keeps what it had found.
     for result in results:
         print(row(result), flush=True)
@@ -153,11 +172,27 @@ def _printed(results: Iterator[dict[str, Any]], row: Callable[[dict[str, Any]], 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="on the CPU the kernels' torch twins work")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="on the CPU the kernels' torch twins work",
+    )
     parser.add_argument("--rounds", type=int, help=f"for each case; {Plan.rounds} if not given")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no case after so many seconds")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON and the plot")
-    parser.add_argument("--quick", action="store_true", help="see that it runs: few sizes, few rounds, figures of no worth")
+    parser.add_argument(
+        "--limit-s", type=float, default=float("inf"), help="begin no case after so many seconds"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(__file__).parent / "results",
+        help="folder of the JSON and the plot",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="see that it runs: few sizes, few rounds, figures of no worth",
+    )
     return parser.parse_args()
 
 

@@ -32,7 +32,9 @@ def main() -> None:
 
     comm = world._comm
     if not comm.shares_nodes:
-        raise SystemExit(f"needs several nodes with several ranks each; ranks are on nodes {list(comm.nodes)}")
+        raise SystemExit(
+            f"needs several nodes with several ranks each; ranks are on nodes {list(comm.nodes)}"
+        )
     plan = reduce_op.reduction(torch.float32, reduce_op.SUM)
     rows = []
     for nbytes in options.sizes:
@@ -51,12 +53,19 @@ def main() -> None:
                     raise SystemExit(f"{name} of {nbytes} bytes is wrong: {flat[:3]}")
                 if turn:
                     times[name].append(taken)
-        row = {"bytes": nbytes, **{f"{name}_us": 1e6 * median(taken) for name, taken in times.items()}}
+        row = {
+            "bytes": nbytes,
+            **{f"{name}_us": 1e6 * median(taken) for name, taken in times.items()},
+        }
         row["ratio_of_medians"] = row["library_us"] / row["levels_us"]
         rows.append(row)
         if world.rank == 0:
             library, levels, ratio = row["library_us"], row["levels_us"], row["ratio_of_medians"]
-            print(f"{nbytes:>10} B  library {library:>9.0f} us  levels {levels:>9.0f} us  ratio {ratio:.2f}", flush=True)
+            print(
+                f"{nbytes:>10} B  library {library:>9.0f} us  levels {levels:>9.0f} us  ratio "
+                f"{ratio:.2f}",
+                flush=True,
+            )
     record = {
         "environment": describe(MPI.COMM_WORLD),
         "nodes": list(comm.nodes),

@@ -1,9 +1,10 @@
 """Pauses of other Python threads during steps of functional optimizers, over 8.4 M parameters.
 
-python benchmarks/bench_optim_pause.py            (--threads 1: torch's threads; the tick competes with them for cores)
+python benchmarks/bench_optim_pause.py            (--threads 1: torch's threads; the tick competes
+with them for cores)
 
-A second thread sleeps 0.5 ms again and again, and notes how much later than that it runs on. It needs
-Python's lock for that, and a core: "nothing" has the same while the main thread sleeps.
+A second thread sleeps 0.5 ms again and again, and notes how much later than that it runs on. It
+needs Python's lock for that, and a core: "nothing" has the same while the main thread sleeps.
 """
 
 from __future__ import annotations
@@ -64,18 +65,35 @@ class Ticks:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--tensors", type=int, nargs="+", default=[1, 256], help="over how many tensors the parameters are spread"
+        "--tensors",
+        type=int,
+        nargs="+",
+        default=[1, 256],
+        help="over how many tensors the parameters are spread",
     )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's")
-    parser.add_argument("--quick", action="store_true", help="few parameters and steps: only shows that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="few parameters and steps: only shows that it runs"
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     numel, steps = (1 << 14, 3) if options.quick else (_NUMEL, options.steps)
-    rows = [{"optimizer": "nothing", "kernel": "", "tensors": 0, **measured(lambda: time.sleep(0.02), steps)}]
+    rows = [
+        {
+            "optimizer": "nothing",
+            "kernel": "",
+            "tensors": 0,
+            **measured(lambda: time.sleep(0.02), steps),
+        }
+    ]
     for count in options.tensors:
-        rows += [one(name, fused, numel, count, steps) for name in functional.__all__ for fused in kernels_of(name)]
+        rows += [
+            one(name, fused, numel, count, steps)
+            for name in functional.__all__
+            for fused in kernels_of(name)
+        ]
     comm.init()
     from mpi4py import MPI
 
@@ -90,8 +108,13 @@ def main() -> None:
         "results": rows,
     }
     report.write_json(record, options.output / f"optim-pause-{options.threads}.json")
-    worst = max((row for row in rows if row["kernel"] == "fused"), key=lambda row: row["longest pause, ms"])
-    print(f"longest pause in a fused step: {worst['longest pause, ms']:.1f} ms ({worst['optimizer']}), limit {_LIMIT_MS} ms")
+    worst = max(
+        (row for row in rows if row["kernel"] == "fused"), key=lambda row: row["longest pause, ms"]
+    )
+    print(
+        f"longest pause in a fused step: {worst['longest pause, ms']:.1f} ms "
+        f"({worst['optimizer']}), limit {_LIMIT_MS} ms"
+    )
 
 
 def kernels_of(name: str) -> tuple[bool, ...]:
@@ -108,8 +131,13 @@ def one(name: str, fused: bool, numel: int, count: int, steps: int) -> dict[str,
         RuntimeError: A step of one tensor differs from torch's own loop.
     """
     parameters = [torch.nn.Parameter(torch.ones(numel // count)) for _ in range(count)]
-    gradients: list[torch.Tensor | None] = [torch.linspace(-1, 1, numel // count) for _ in range(count)]
-    settings = {**_OPTIONS.get(name, {}), **({} if fused or name not in _FUSED else {"fused": False})}
+    gradients: list[torch.Tensor | None] = [
+        torch.linspace(-1, 1, numel // count) for _ in range(count)
+    ]
+    settings = {
+        **_OPTIONS.get(name, {}),
+        **({} if fused or name not in _FUSED else {"fused": False}),
+    }
     optimizer = getattr(functional, name)(parameters, **settings)
     found = measured(lambda: optimizer.step(gradients), steps)
     twin = torch.nn.Parameter(torch.ones(numel // count))
@@ -119,7 +147,8 @@ def one(name: str, fused: bool, numel: int, count: int, steps: int) -> dict[str,
         loop.step()
     if not torch.allclose(twin, parameters[-1], rtol=1e-4, atol=1e-5):
         raise RuntimeError(
-            f"{name} over {count} tensors: parameters differ from torch's by {(twin - parameters[-1]).abs().max()}"
+            f"{name} over {count} tensors: parameters differ from torch's by "
+            f"{(twin - parameters[-1]).abs().max()}"
         )
     return {"optimizer": name, "kernel": "fused" if fused else "loop", "tensors": count, **found}
 

@@ -1,6 +1,7 @@
 """Compare sharded optimizers: a step and its parts, consolidation, state bytes.
 
-mpirun --bind-to none -n 2 python benchmarks/bench_oss.py        (pip install fairscale for FairScale's OSS)
+mpirun --bind-to none -n 2 python benchmarks/bench_oss.py        (pip install fairscale for
+FairScale's OSS)
 
 A model of 8.4 M parameters whose gradients stay the same; fp32.
 """
@@ -64,7 +65,11 @@ class Peers:
 
 def mlp(depth: int, width: int, bias: bool = True) -> torch.nn.Module:
     torch.manual_seed(0)
-    layers = [layer for _ in range(depth) for layer in (torch.nn.Linear(width, width, bias), torch.nn.GELU())]
+    layers = [
+        layer
+        for _ in range(depth)
+        for layer in (torch.nn.Linear(width, width, bias), torch.nn.GELU())
+    ]
     return torch.nn.Sequential(*layers, torch.nn.Linear(width, 10, bias))
 
 
@@ -75,18 +80,28 @@ def with_gradients(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def optimizers(peers: Peers, make: Callable[[], torch.nn.Module], **settings: Any) -> dict[str, Any]:
+def optimizers(
+    peers: Peers, make: Callable[[], torch.nn.Module], **settings: Any
+) -> dict[str, Any]:
     """Build every contender over a model of its own."""
     adam = torch.optim.Adam
     built: dict[str, Any] = {"unsharded": adam(with_gradients(make()).parameters(), **settings)}
     if FairScaleOSS is not None:
-        built["FairScale on Gloo"] = FairScaleOSS(with_gradients(make()).parameters(), adam, peers.gloo, **settings)
+        built["FairScale on Gloo"] = FairScaleOSS(
+            with_gradients(make()).parameters(), adam, peers.gloo, **settings
+        )
     for name, group in (("torch on Gloo", peers.gloo), ("torch on mpidist", peers.ours)):
         built[name] = ZeroRedundancyOptimizer(
-            with_gradients(make()).parameters(), adam, process_group=group, parameters_as_bucket_view=True, **settings
+            with_gradients(make()).parameters(),
+            adam,
+            process_group=group,
+            parameters_as_bucket_view=True,
+            **settings,
         )
     for name, way in _WAYS.items():
-        built[name] = OSS(with_gradients(make()).parameters(), adam, peers.native, **way, **settings)
+        built[name] = OSS(
+            with_gradients(make()).parameters(), adam, peers.native, **way, **settings
+        )
     return built
 
 
@@ -128,7 +143,12 @@ def muons(peers: Peers, depth: int, width: int) -> dict[str, Any]:
     built: dict[str, Any] = {}
     for name, make in (
         ("unsharded", lambda parameters: torch.optim.Muon(parameters, lr=1e-3)),
-        ("mpidist balanced", lambda parameters: OSS(parameters, torch.optim.Muon, peers.native, partition="balanced", lr=1e-3)),
+        (
+            "mpidist balanced",
+            lambda parameters: OSS(
+                parameters, torch.optim.Muon, peers.native, partition="balanced", lr=1e-3
+            ),
+        ),
     ):
         built[name] = make(with_gradients(mlp(depth, width, bias=False)).parameters())
     return built
@@ -150,7 +170,9 @@ def consolidations(built: dict[str, Any]) -> Iterator[Contender]:
     yield _contender("mpidist, memory used again", again)
     yield _contender("mpidist, fresh memory", fresh)
     if "FairScale on Gloo" in built:
-        yield _contender("FairScale on Gloo", lambda: built["FairScale on Gloo"].consolidate_state_dict(0))
+        yield _contender(
+            "FairScale on Gloo", lambda: built["FairScale on Gloo"].consolidate_state_dict(0)
+        )
     for name in ("torch on Gloo", "torch on mpidist"):
         yield _contender(name, lambda name=name: built[name].consolidate_state_dict(0))
 
@@ -164,7 +186,12 @@ def measured_bytes(peers: Peers, built: dict[str, Any]) -> dict[str, list[int]]:
     found = {}
     for name, optimizer in built.items():
         held = getattr(optimizer, "optim", optimizer).state.values()
-        own = sum(value.nbytes for state in held for value in state.values() if isinstance(value, torch.Tensor))
+        own = sum(
+            value.nbytes
+            for state in held
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
         found[name] = peers.native.all_gather_object(own)
     return found
 
@@ -184,7 +211,10 @@ def overheads(results: list[dict[str, Any]]) -> dict[str, float]:
     """Return what a step costs beside the base optimizer, over the copy of the others' shards."""
     found = {}
     cases = {
-        result["operation"]: {name: values["median_us"] for name, values in result["contenders"].items()} for result in results
+        result["operation"]: {
+            name: values["median_us"] for name, values in result["contenders"].items()
+        }
+        for result in results
     }
     for kernel in _KERNELS:
         whole, parts = cases[f"Adam, {kernel}"], cases[f"parts of Adam, {kernel}"]
@@ -197,7 +227,9 @@ def overheads(results: list[dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=_ROUNDS)
-    parser.add_argument("--quick", action="store_true", help="a small model and few rounds: only shows that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model and few rounds: only shows that it runs"
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     rounds, burst_s = (2, 0.001) if options.quick else (options.rounds, _BURST_S)
@@ -218,8 +250,14 @@ def main() -> None:
         series: list[Series] = timing.time_rounds(raw, contenders, rounds, burst_s)
         results.append(report.result_of(case, 0, 0, series))
         if is_first:
-            rows = [(s.name, s.median_us / 1e3, s.percentile_us(10) / 1e3, s.percentile_us(90) / 1e3) for s in series]
-            print(f"\n{case}\n{tabulate(rows, ('contender', 'ms, median', 'p10', 'p90'), floatfmt='.2f')}", flush=True)
+            rows = [
+                (s.name, s.median_us / 1e3, s.percentile_us(10) / 1e3, s.percentile_us(90) / 1e3)
+                for s in series
+            ]
+            print(
+                f"\n{case}\n{tabulate(rows, ('contender', 'ms, median', 'p10', 'p90'), floatfmt='.2f')}",
+                flush=True,
+            )
 
     for kernel, settings in _KERNELS.items():
         built = optimizers(peers, lambda: mlp(depth, width), lr=1e-3, **settings)
@@ -235,24 +273,38 @@ def main() -> None:
     run("Muon", [_contender(name, optimizer.step) for name, optimizer in matrices.items()])
     if is_first:
         reached, by_arithmetic = ratios(results), state_bytes.rows()
-        print(f"\n{tabulate(reached, ('case', 'ours', 'peer', 'to reach', 'times faster'), floatfmt='.2f')}")
+        print(
+            f"\n{tabulate(reached, ('case', 'ours', 'peer', 'to reach', 'times faster'), floatfmt='.2f')}"
+        )
         print("\nStep less the base optimizer's, over a copy of the others' shards (1.5 to reach):")
         print(tabulate(sorted(overheads(results).items()), floatfmt=".2f"))
         print("\nState of each rank, MiB: ")
-        print(tabulate([(name, *(f"{n / 2**20:.2f}" for n in held)) for name, held in held_bytes.items()]))
-        print(f"\nAdam's state on the fullest rank, and its ratio to an even share\n{state_bytes.table(by_arithmetic)}")
+        print(
+            tabulate(
+                [(name, *(f"{n / 2**20:.2f}" for n in held)) for name, held in held_bytes.items()]
+            )
+        )
+        print(
+            "\nAdam's state on the fullest rank, and its ratio to an even "
+            f"share\n{state_bytes.table(by_arithmetic)}"
+        )
         record = {
             "benchmark": "oss",
             "environment": about,
             "rounds": rounds,
             "results": results,
-            "goals": [dict(zip(("case", "ours", "peer", "goal", "ratio"), row, strict=True)) for row in reached],
+            "goals": [
+                dict(zip(("case", "ours", "peer", "goal", "ratio"), row, strict=True))
+                for row in reached
+            ],
             "overheads": overheads(results),
             "state_bytes": held_bytes,
             "state_bytes_by_arithmetic": by_arithmetic,
             "median_goal_ratio": statistics.median(row[4] for row in reached) if reached else None,
         }
-        report.write_json(record, options.output / f"oss-{environment.library_name(about)}-{about['ranks']}.json")
+        report.write_json(
+            record, options.output / f"oss-{environment.library_name(about)}-{about['ranks']}.json"
+        )
     dist.destroy_process_group()
     peers.native.close()
 

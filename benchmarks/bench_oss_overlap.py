@@ -1,9 +1,10 @@
 """Training steps with a sharded optimizer: shards brought within step(), or while the next forward pass runs (overlap=True).
 
-mpirun -n 2 python benchmarks/bench_oss_overlap.py     (--layers, --width: the model; --bucket-cap-mb: what travels together)
+mpirun -n 2 python benchmarks/bench_oss_overlap.py     (--layers, --width: the model;
+--bucket-cap-mb: what travels together)
 
-Each round runs a few steps of each, in turns; the parameters must be equal bit by bit in the end. Within a node there is nothing
-to gain: benchmarks/slow_link.sh RATE runs it on two nodes.
+Each round runs a few steps of each, in turns; the parameters must be equal bit by bit in the end.
+Within a node there is nothing to gain: benchmarks/slow_link.sh RATE runs it on two nodes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--bucket-cap-mb", type=float, default=4.0)
-    parser.add_argument("--link", default=os.environ.get("MPIDIST_LINK", "node"), help="named in the record")
+    parser.add_argument(
+        "--link", default=os.environ.get("MPIDIST_LINK", "node"), help="named in the record"
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     group = comm.init()
@@ -57,7 +60,11 @@ def main() -> None:
     if group.rank:
         return
     rows: list[dict[str, Any]] = [
-        {"shards are brought": way, "step, ms (median)": statistics.median(each), "shortest": min(each)}
+        {
+            "shards are brought": way,
+            "step, ms (median)": statistics.median(each),
+            "shortest": min(each),
+        }
         for way, each in times.items()
     ]
     print(tabulate([list(row.values()) for row in rows], list(rows[0]), floatfmt=".1f"))
@@ -73,15 +80,29 @@ def main() -> None:
     report.write_json(record, options.output / f"oss-overlap-{group.size}-{options.link}.json")
 
 
-def trainer(group: Any, overlaps: bool, options: argparse.Namespace) -> tuple[DistributedDataParallel, OSS]:
+def trainer(
+    group: Any, overlaps: bool, options: argparse.Namespace
+) -> tuple[DistributedDataParallel, OSS]:
     """Make a model of equal layers and its optimizer. Collective: over the group."""
     torch.manual_seed(0)
-    layers = [torch.nn.Sequential(torch.nn.Linear(options.width, options.width), torch.nn.Tanh()) for _ in range(options.layers)]
+    layers = [
+        torch.nn.Sequential(torch.nn.Linear(options.width, options.width), torch.nn.Tanh())
+        for _ in range(options.layers)
+    ]
     ddp = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
-    return ddp, OSS(ddp.parameters(), torch.optim.SGD, group, overlap=overlaps, bucket_cap_mb=options.bucket_cap_mb, lr=0.01)
+    return ddp, OSS(
+        ddp.parameters(),
+        torch.optim.SGD,
+        group,
+        overlap=overlaps,
+        bucket_cap_mb=options.bucket_cap_mb,
+        lr=0.01,
+    )
 
 
-def step(ddp: DistributedDataParallel, optimizer: OSS, rank: int, options: argparse.Namespace) -> None:
+def step(
+    ddp: DistributedDataParallel, optimizer: OSS, rank: int, options: argparse.Namespace
+) -> None:
     """Train once: what the last step has left under way, the forward pass waits for."""
     torch.manual_seed(rank)
     ddp(torch.randn(options.batch, options.width)).square().mean().backward()
@@ -96,7 +117,9 @@ def require_equal(modules: list[DistributedDataParallel]) -> None:
         RuntimeError: A parameter differs.
     """
     for module in modules[1:]:
-        for (name, one), other in zip(module.named_parameters(), modules[0].parameters(), strict=True):
+        for (name, one), other in zip(
+            module.named_parameters(), modules[0].parameters(), strict=True
+        ):
             if not torch.equal(one, other):
                 raise RuntimeError(f"parameter {name} differs with overlap=True")
 

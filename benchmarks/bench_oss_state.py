@@ -1,9 +1,11 @@
 """State of the sharded optimizer: consolidation, beside FairScale's on Gloo, saves beside the training, memory of both.
 
-mpirun --bind-to none -n 2 python benchmarks/bench_oss_state.py     (with 1 rank: a save whose writer has a core of its own)
+mpirun --bind-to none -n 2 python benchmarks/bench_oss_state.py     (with 1 rank: a save whose
+writer has a core of its own)
 
-Adam over a perceptron of 8.4 M parameters, one thread of torch a rank. Contenders take turns. Without fairscale its rows are left
-out. Exposed is what a step takes longer while a save is under way.
+Adam over a perceptron of 8.4 M parameters, one thread of torch a rank. Contenders take turns.
+Without fairscale its rows are left out. Exposed is what a step takes longer while a save is under
+way.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Model:
 
     def __init__(self, make: Callable[[Any], Any], width: int, batch: int) -> None:
         torch.manual_seed(0)
-        layers = [part for _ in range(8) for part in (torch.nn.Linear(width, width), torch.nn.GELU())]
+        layers = [
+            part for _ in range(8) for part in (torch.nn.Linear(width, width), torch.nn.GELU())
+        ]
         self.module = torch.nn.Sequential(*layers, torch.nn.Linear(width, 10))
         self.optimizer = make(self.module.parameters())
         self._inputs = torch.randn(batch, width)
@@ -55,7 +59,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="few parameters and rounds: only shows that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="few parameters and rounds: only shows that it runs"
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if options.quick:
@@ -65,7 +71,9 @@ def main() -> None:
     from mpi4py import MPI
 
     about = environment.describe(MPI.COMM_WORLD)
-    model = Model(lambda params: OSS(params, torch.optim.Adam, group, lr=1e-3), options.width, options.batch)
+    model = Model(
+        lambda params: OSS(params, torch.optim.Adam, group, lr=1e-3), options.width, options.batch
+    )
     fairscale = _fairscale(group, options)
     for one in (model, fairscale):
         if one is not None:
@@ -87,7 +95,10 @@ def main() -> None:
     model.optimizer.close()
     if group.rank == 0:
         show(record)
-        report.write_json(record, options.output / f"oss-state-{environment.library_name(about)}-{about['ranks']}.json")
+        report.write_json(
+            record,
+            options.output / f"oss-state-{environment.library_name(about)}-{about['ranks']}.json",
+        )
 
 
 def _fairscale(group: Any, options: argparse.Namespace) -> Model | None:
@@ -100,16 +111,23 @@ def _fairscale(group: Any, options: argparse.Namespace) -> Model | None:
     if not dist.is_initialized():
         dist.init_process_group("mpidist")
     gloo = dist.new_group(backend="gloo")
-    return Model(lambda params: Other(params, optim=torch.optim.Adam, group=gloo, lr=1e-3), options.width, options.batch)
+    return Model(
+        lambda params: Other(params, optim=torch.optim.Adam, group=gloo, lr=1e-3),
+        options.width,
+        options.batch,
+    )
 
 
-def consolidation(group: Any, model: Model, fairscale: Model | None, rounds: int) -> dict[str, list[float]]:
+def consolidation(
+    group: Any, model: Model, fairscale: Model | None, rounds: int
+) -> dict[str, list[float]]:
     """Return the times of each way, in milliseconds: of the slowest rank, for each round."""
     optimizer = model.optimizer
     held: list[Any] = []
 
     def fresh() -> None:
-        held.append(optimizer.state_dict() if group.rank == 0 else None)  # its memory cannot be used again
+        # its memory cannot be used again
+        held.append(optimizer.state_dict() if group.rank == 0 else None)
 
     ways: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "used again": (lambda: None, lambda: optimizer.consolidate_state_dict(0)),
@@ -117,7 +135,10 @@ def consolidation(group: Any, model: Model, fairscale: Model | None, rounds: int
         "all ranks": (lambda: None, lambda: optimizer.consolidate_state_dict(-1)),
     }
     if fairscale is not None:
-        ways["FairScale on Gloo"] = (lambda: None, lambda: fairscale.optimizer.consolidate_state_dict(0))
+        ways["FairScale on Gloo"] = (
+            lambda: None,
+            lambda: fairscale.optimizer.consolidate_state_dict(0),
+        )
     optimizer.consolidate_state_dict(0)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
@@ -133,7 +154,14 @@ def beside(group: Any, model: Model, rounds: int, has_file: bool) -> dict[str, A
     optimizer = model.optimizer
     with tempfile.TemporaryDirectory() as folder:
         path = group.broadcast_object(f"{folder}/state.pt") if has_file else None
-        found: dict[str, list[float]] = {"alone": [], "beside": [], "snapshot": [], "copy": [], "save": [], "steps": []}
+        found: dict[str, list[float]] = {
+            "alone": [],
+            "beside": [],
+            "snapshot": [],
+            "copy": [],
+            "save": [],
+            "steps": [],
+        }
         flats = list(optimizer._state.kinds.values())
         copies = [torch.empty_like(flat) for flat in flats]
         pending: list[Any] = []
@@ -146,7 +174,9 @@ def beside(group: Any, model: Model, rounds: int, has_file: bool) -> dict[str, A
             found["alone"] += [timed(group, model.step) for _ in range(4)]
             found["copy"].append(timed(group, copy))
             start = time.perf_counter()
-            found["snapshot"].append(timed(group, lambda: pending.append(optimizer.consolidate_async(0, path))))
+            found["snapshot"].append(
+                timed(group, lambda: pending.append(optimizer.consolidate_async(0, path)))
+            )
             steps = []
             while True:
                 done = torch.tensor([int(pending[0].done())])
@@ -159,7 +189,9 @@ def beside(group: Any, model: Model, rounds: int, has_file: bool) -> dict[str, A
             found["steps"].append(len(steps))
             found["beside"] += steps
         group.barrier()
-    medians = {name: statistics.median(values[1:] or values) for name, values in found.items() if values}
+    medians = {
+        name: statistics.median(values[1:] or values) for name, values in found.items() if values
+    }
     alone = statistics.mean(found["alone"][4:])
     exposed = statistics.mean(found["beside"] or [alone]) - alone
     return {
@@ -188,7 +220,10 @@ def memory(group: Any, model: Model) -> dict[str, Any]:
         del held
         added[name] = group.all_gather_object(None if before is None else round(peak - before, 1))
         optimizer.consolidate_state_dict(0)
-    return {"state of each rank": [round(one / 2**20, 1) for one in group.all_gather_object(own)], **added}
+    return {
+        "state of each rank": [round(one / 2**20, 1) for one in group.all_gather_object(own)],
+        **added,
+    }
 
 
 def check(group: Any, model: Model, fairscale: Model | None) -> None:
@@ -198,14 +233,22 @@ def check(group: Any, model: Model, fairscale: Model | None) -> None:
     for piece in model.optimizer._shards.pieces:
         for name, value in model.optimizer.optim.state[piece.tensor].items():
             if not torch.equal(now["state"][piece.number][name], value):
-                raise RuntimeError(f"{name} of parameter {piece.number} is wrong on rank {group.rank}")
+                raise RuntimeError(
+                    f"{name} of parameter {piece.number} is wrong on rank {group.rank}"
+                )
     if told is not None:
         for number, held in now["state"].items():
-            if not all(torch.equal(told["state"][number][name], value) for name, value in held.items()):
-                raise RuntimeError(f"the state that was saved beside the steps is wrong for parameter {number}")
+            if not all(
+                torch.equal(told["state"][number][name], value) for name, value in held.items()
+            ):
+                raise RuntimeError(
+                    f"the state that was saved beside the steps is wrong for parameter {number}"
+                )
     if fairscale is not None and group.rank == 0:
         theirs = fairscale.optimizer.state_dict()
-        if {key: list(value) for key, value in theirs["state"].items()} != {key: list(v) for key, v in now["state"].items()}:
+        if {key: list(value) for key, value in theirs["state"].items()} != {
+            key: list(v) for key, v in now["state"].items()
+        }:
             raise RuntimeError("FairScale's state dict has other names")
 
 
@@ -230,19 +273,35 @@ def goals(record: dict[str, Any]) -> list[dict[str, Any]]:
         found.append({"goal": goal, "value": ratio, "reached": _at_least(ratio, least)})
     for one in record["save"]:
         exposed = one["exposed, of each step"]
-        goal = f"at most {_EXPOSED_GOAL:.0%} of a step exposed while state is {'written' if one['to a file'] else 'consolidated'}"
+        goal = (
+            f"at most {_EXPOSED_GOAL:.0%} of a step exposed while state is "
+            f"{'written' if one['to a file'] else 'consolidated'}"
+        )
         found.append({"goal": goal, "value": exposed, "reached": exposed <= _EXPOSED_GOAL})
     return found
 
 
 def show(record: dict[str, Any]) -> None:
     """Print the tables."""
-    rows = [(name, statistics.median(values), min(values), max(values)) for name, values in record["consolidation_ms"].items()]
+    rows = [
+        (name, statistics.median(values), min(values), max(values))
+        for name, values in record["consolidation_ms"].items()
+    ]
     print(f"{record['parameters']} parameters, {record['environment']['ranks']} ranks")
     print(tabulate(rows, ("consolidation", "ms, median", "least", "most"), floatfmt=".1f"))
     print(tabulate(record["memory_mib"].items(), ("MiB of each rank", "")))
-    print(tabulate([list(one.values()) for one in record["save"]], list(record["save"][0]), floatfmt=".2f"))
-    print(tabulate([list(one.values()) for one in record["goals"]], ("goal", "value", "reached"), floatfmt=".2f"))
+    print(
+        tabulate(
+            [list(one.values()) for one in record["save"]], list(record["save"][0]), floatfmt=".2f"
+        )
+    )
+    print(
+        tabulate(
+            [list(one.values()) for one in record["goals"]],
+            ("goal", "value", "reached"),
+            floatfmt=".2f",
+        )
+    )
 
 
 def _at_least(value: float | None, least: float) -> bool | None:

@@ -23,7 +23,9 @@ _WRONG = 1e-4  # of the largest gradient: devices and networks add up in another
 
 
 def main() -> None:
-    options = training_run.arguments(__doc__.splitlines()[0], ["mlp:64", "resnet18:8"], rounds=25, bucket_cap_mb=4.0)
+    options = training_run.arguments(
+        __doc__.splitlines()[0], ["mlp:64", "resnet18:8"], rounds=25, bucket_cap_mb=4.0
+    )
     training_run.run("owners", measure, options, counted="gradient_bytes")
 
 
@@ -31,7 +33,8 @@ def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> traini
     """Check and time the ways on one model, all with the same buckets; return the bytes of each as well. Collective.
 
     Raises:
-        RuntimeError: A rank's share differs from the average, or is not all that it has; on this rank.
+        RuntimeError: A rank's share differs from the average, or is not all that it has; on this
+            rank.
     """
     batch = cases.own_batch(model)
     ways: dict[str, Callable[[], torch.nn.Module]] = {
@@ -72,9 +75,18 @@ def _require_share(name: str, net: torch.nn.Module, plain: torch.nn.Module) -> N
     for own, other in zip(net.parameters(), plain.parameters(), strict=True):
         is_owned = bounds[own][0][0] == rank
         if is_owned != (own.grad is not None):
-            raise RuntimeError(f"{name}: rank {rank} has {'no' if is_owned else 'a'} gradient of shape {tuple(own.shape)}")
-        if own.grad is not None and other.grad is not None and float((own.grad - other.grad).abs().max()) > _WRONG * largest:
-            raise RuntimeError(f"{name}: the gradient of shape {tuple(own.shape)} differs from the average")
+            raise RuntimeError(
+                f"{name}: rank {rank} has {'no' if is_owned else 'a'} gradient of shape "
+                f"{tuple(own.shape)}"
+            )
+        if (
+            own.grad is not None
+            and other.grad is not None
+            and float((own.grad - other.grad).abs().max()) > _WRONG * largest
+        ):
+            raise RuntimeError(
+                f"{name}: the gradient of shape {tuple(own.shape)} differs from the average"
+            )
 
 
 def _most_held(net: torch.nn.Module, contender: timing.Contender) -> int:

@@ -21,20 +21,26 @@ from mpidist import ddp
 
 _BYTES = ("quantization_pertensor_hook", "quantization_perchannel_hook")
 _TORCH_BYTES = "torch's quantization_pertensor_hook"  # the one per channel needs NCCL
-_WRONG = {"fp16_compress_hook": 2e-3, "bf16_compress_hook": 2e-2, "torch on mpidist": 1e-4}  # of the largest gradient
+# of the largest gradient
+_WRONG = {"fp16_compress_hook": 2e-3, "bf16_compress_hook": 2e-2, "torch on mpidist": 1e-4}
 _WRONG |= dict.fromkeys((*_BYTES, _TORCH_BYTES), 1e-2)
 
 
 def main() -> None:
     models = ["mlp:64", "resnet18:8", "transformer:8"]
-    training_run.run("powersgd", measure, training_run.arguments(__doc__.splitlines()[0], models, rounds=15, bucket_cap_mb=4.0))
+    training_run.run(
+        "powersgd",
+        measure,
+        training_run.arguments(__doc__.splitlines()[0], models, rounds=15, bucket_cap_mb=4.0),
+    )
 
 
 def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> training_run.Measured:
     """Check and time the hooks on one model, all with the same buckets; return the bytes of each as well. Collective.
 
     Raises:
-        RuntimeError: A hook's gradients are wrong, or what it left out does not add up; on this rank.
+        RuntimeError: A hook's gradients are wrong, or what it left out does not add up; on this
+            rank.
     """
     cap = options.bucket_cap_mb
     batch = cases.own_batch(model)
@@ -47,17 +53,28 @@ def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> traini
 
     def theirs(name: str, rank: int) -> torch.nn.Module:
         states[name] = torch_powersgd.PowerSGDState(None, rank, start_powerSGD_iter=2)
-        return cases.theirs(model, None, states[name], torch_powersgd.powerSGD_hook, bucket_cap_mb=cap)
+        return cases.theirs(
+            model, None, states[name], torch_powersgd.powerSGD_hook, bucket_cap_mb=cap
+        )
 
     ways: dict[str, Callable[[], torch.nn.Module]] = {
         "bare": lambda: cases.build(model),
         "allreduce_hook": lambda: cases.ours(model, None, ddp.allreduce_hook, bucket_cap_mb=cap),
         "torch on mpidist": lambda: cases.theirs(model, None, bucket_cap_mb=cap),
-        "fp16_compress_hook": lambda: cases.ours(model, None, ddp.fp16_compress_hook, bucket_cap_mb=cap),
-        "bf16_compress_hook": lambda: cases.ours(model, None, ddp.bf16_compress_hook, bucket_cap_mb=cap),
+        "fp16_compress_hook": lambda: cases.ours(
+            model, None, ddp.fp16_compress_hook, bucket_cap_mb=cap
+        ),
+        "bf16_compress_hook": lambda: cases.ours(
+            model, None, ddp.bf16_compress_hook, bucket_cap_mb=cap
+        ),
         **{f"PowerSGD rank {r}": lambda r=r: powersgd(f"PowerSGD rank {r}", r) for r in (1, 2, 4)},  # type: ignore[misc]
-        **{name: lambda name=name: cases.ours(model, None, getattr(ddp, name), bucket_cap_mb=cap) for name in _BYTES},  # type: ignore[misc]
-        _TORCH_BYTES: lambda: cases.theirs(model, None, None, torch_quantization.quantization_pertensor_hook, bucket_cap_mb=cap),
+        **{
+            name: lambda name=name: cases.ours(model, None, getattr(ddp, name), bucket_cap_mb=cap)
+            for name in _BYTES
+        },  # type: ignore[misc]
+        _TORCH_BYTES: lambda: cases.theirs(
+            model, None, None, torch_quantization.quantization_pertensor_hook, bucket_cap_mb=cap
+        ),
         "torch's PowerSGD rank 4": lambda: theirs("torch's PowerSGD rank 4", 4),
     }
     contenders = [cases.contender(name, build(), batch) for name, build in ways.items()]
@@ -65,7 +82,10 @@ def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> traini
     for name, tolerance in _WRONG.items():
         distance = cases.farthest(by_name[name], by_name["allreduce_hook"])
         if distance > tolerance:
-            raise RuntimeError(f"{model.name}: the gradients of {name} differ from allreduce_hook's by {distance:.1e}")
+            raise RuntimeError(
+                f"{model.name}: the gradients of {name} differ from allreduce_hook's by "
+                f"{distance:.1e}"
+            )
     for name, state in states.items():
         if isinstance(state, ddp.PowerSGDState):
             _require_nothing_lost(model, name, state, by_name)
@@ -77,7 +97,9 @@ def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> traini
     return series, sent
 
 
-def _require_nothing_lost(model: cases.Model, name: str, state: ddp.PowerSGDState, by_name: dict[str, Any]) -> None:
+def _require_nothing_lost(
+    model: cases.Model, name: str, state: ddp.PowerSGDState, by_name: dict[str, Any]
+) -> None:
     """One step more: what it sent and what it left must add up to the average gradient and what was left before."""
     before = state.consolidated().error_dict
     by_name[name].calls[0]()
@@ -90,7 +112,10 @@ def _require_nothing_lost(model: cases.Model, name: str, state: ddp.PowerSGDStat
     for parameter, error in after.items():
         lost = truth[parameter] + before[parameter] - sent[parameter] - error
         if lost.norm() > 1e-3 * truth[parameter].norm():
-            raise RuntimeError(f"{model.name}: {name} loses {lost.norm() / truth[parameter].norm():.1e} of {parameter}")
+            raise RuntimeError(
+                f"{model.name}: {name} loses {lost.norm() / truth[parameter].norm():.1e} of "
+                f"{parameter}"
+            )
 
 
 if __name__ == "__main__":

@@ -34,25 +34,54 @@ def _within(operation: str, size: int, right: str, factor: float) -> Goal:
     """Return the goal that one of our calls costs at most so many times another."""
     over = {FLOOR: "the floor", PING_PONG: "mpi4py's ping-pong", NOOP: "our no-op"}[right]
     text = f"{_named(operation, size)}: our time over {over} ≤ {factor:g}"
-    return Goal(text, operation, "mpidist", right, "ratio_of_medians", factor, False, lambda s: s == size)
+    return Goal(
+        text, operation, "mpidist", right, "ratio_of_medians", factor, False, lambda s: s == size
+    )
 
 
 def _linear(count: int, factor: float) -> Goal:
     size = count * rpc_cases.SMALL_BYTES
     text = f"tensor of {count} in one message: our time over one of {count // 10} ≤ {factor:g}"
-    return Goal(text, "tensor of many", "mpidist", FEWER, "ratio_of_medians", factor, False, lambda s: s == size)
+    return Goal(
+        text,
+        "tensor of many",
+        "mpidist",
+        FEWER,
+        "ratio_of_medians",
+        factor,
+        False,
+        lambda s: s == size,
+    )
 
 
 def _data_only(case: Case) -> Goal:
     """Return the goal that a call between workers that read data only costs at most 1.3 times one between others."""
     operation, size = case.operation, case.size_bytes
     text = f"{_named(operation, size)}: data only over what may be pickles ≤ 1.3"
-    return Goal(text, operation, rpc_cases.DATA_ONLY, "mpidist", "ratio_of_medians", 1.3, False, lambda s: s == size)
+    return Goal(
+        text,
+        operation,
+        rpc_cases.DATA_ONLY,
+        "mpidist",
+        "ratio_of_medians",
+        1.3,
+        False,
+        lambda s: s == size,
+    )
 
 
 def _faster(operation: str, size: int, factor: float) -> Goal:
     text = f"{_named(operation, size)}: TensorPipe's time over ours, expected ≥ {factor:g}"
-    return Goal(text, operation, "tensorpipe", "mpidist", "ratio_of_medians", factor, True, lambda s: s == size)
+    return Goal(
+        text,
+        operation,
+        "tensorpipe",
+        "mpidist",
+        "ratio_of_medians",
+        factor,
+        True,
+        lambda s: s == size,
+    )
 
 
 def _named(operation: str, size: int) -> str:
@@ -105,7 +134,9 @@ def main() -> None:
     torch.set_num_threads(1)
     group = mpidist.comm.init()
     if group.size < 2:
-        raise SystemExit("start at least 2 ranks: mpirun --bind-to none -n 2 python benchmarks/bench_rpc.py")
+        raise SystemExit(
+            "start at least 2 ranks: mpirun --bind-to none -n 2 python benchmarks/bench_rpc.py"
+        )
     from mpi4py import MPI
 
     about = environment.describe(MPI.COMM_WORLD)
@@ -119,12 +150,17 @@ def main() -> None:
         raise SystemExit(f"no case is named like {', '.join(options.only)}")
     names = [name for name in rpc_cases.modules() if options.tensorpipe or name != "tensorpipe"]
     run = Run(MPI.COMM_SELF, plan, made, names, has_threads=not options.only)
-    blocks = [partial(_floor_block, MPI.COMM_WORLD, run), *(partial(_block, name, group, run) for name in names)]
+    blocks = [
+        partial(_floor_block, MPI.COMM_WORLD, run),
+        *(partial(_block, name, group, run) for name in names),
+    ]
     for number in range(plan.blocks):
         for place in range(len(blocks)):
             blocks[(place + number) % len(blocks)]()
     if group.rank == 0:
-        _report(run, about, group.size, options.output, bool(options.only) or not options.tensorpipe)
+        _report(
+            run, about, group.size, options.output, bool(options.only) or not options.tensorpipe
+        )
 
 
 def _floor_block(comm: Any, run: Run) -> None:
@@ -148,7 +184,10 @@ def _floor_block(comm: Any, run: Run) -> None:
         # Both ends use the same memory each time, and have touched it.
         memory, back = np.ones(size, np.uint8), np.zeros(size, np.uint8)
         if comm.Get_rank() == 0:
-            run.time(Reference(PING_PONG, "echo", size), partial(rpc_floor.round_trip, comm, 1, memory, back))
+            run.time(
+                Reference(PING_PONG, "echo", size),
+                partial(rpc_floor.round_trip, comm, 1, memory, back),
+            )
             rpc_floor.end_bounce(comm, 1)
             if not np.array_equal(memory, back):
                 raise RuntimeError("wrong result of the ping-pong")
@@ -187,7 +226,9 @@ class Run:
         has_threads: Measure the callee that computes and the one that idles, too.
     """
 
-    def __init__(self, comm: Any, plan: Plan, cases: list[Case], names: list[str], has_threads: bool) -> None:
+    def __init__(
+        self, comm: Any, plan: Plan, cases: list[Case], names: list[str], has_threads: bool
+    ) -> None:
         self.plan = plan
         self.cases = cases
         self.names = names
@@ -208,7 +249,9 @@ class Run:
                 rounds *= self.plan.blocks
             one_pass = case.make(rpc, "worker1")
             if not case.is_right(one_pass()):
-                raise RuntimeError(f"{case.operation} of {case.size_bytes} bytes: wrong result of {name}")
+                raise RuntimeError(
+                    f"{case.operation} of {case.size_bytes} bytes: wrong result of {name}"
+                )
             self.time(what, one_pass, rounds)
         if self._has_threads:
             self.busy.setdefault(name, []).append(_busy_callee(rpc, self.plan))
@@ -218,7 +261,9 @@ class Run:
     def time(self, what: Reference, one_pass: rpc_cases.Pass, rounds: int | None = None) -> None:
         """Time some rounds of a case of a contender; the plan's number if None."""
         contender = Contender(what.contender, (one_pass,), ())
-        (series,) = timing.time_rounds(self._comm, [contender], rounds or self.plan.rounds, self.plan.burst_s)
+        (series,) = timing.time_rounds(
+            self._comm, [contender], rounds or self.plan.rounds, self.plan.burst_s
+        )
         self._series.setdefault(what, []).append(series)
 
     def results(self) -> list[dict[str, Any]]:
@@ -229,29 +274,49 @@ class Run:
         calls = {(case.operation, case.size_bytes): case.calls for case in self.cases}
         made = []
         for case in self.cases:
-            shown = [(name, Reference(name, case.operation, case.size_bytes)) for name in self.names]
+            shown = [
+                (name, Reference(name, case.operation, case.size_bytes)) for name in self.names
+            ]
             each = []
             for label, what in [*shown, *case.against]:
                 parts = self._series[what]
                 divisor = calls.get((what.operation, what.size_bytes), 1)
                 rounds_us = tuple(us / divisor for part in parts for us in part.rounds_us)
                 each.append(timing.Series(label, parts[0].passes_per_burst, divisor, rounds_us))
-            made.append(report.result_of(case.operation, case.size_bytes // 4, case.size_bytes, each))
+            made.append(
+                report.result_of(case.operation, case.size_bytes // 4, case.size_bytes, each)
+            )
         return made
 
 
 def _report(run: Run, about: dict[str, Any], ranks: int, output: Path, is_part: bool) -> None:
     results = run.results()
     for name in dict.fromkeys(result["operation"] for result in results):
-        print(f"\n{name}\n{report.table([result for result in results if result['operation'] == name])}")
-    busy = {name: {key: float(np.median([one[key] for one in times])) for key in times[0]} for name, times in run.busy.items()}
+        print(
+            f"\n{name}\n{report.table([result for result in results if result['operation'] == name])}"
+        )
+    busy = {
+        name: {key: float(np.median([one[key] for one in times])) for key in times[0]}
+        for name, times in run.busy.items()
+    }
     idle = {name: float(np.median(shares)) for name, shares in run.idle.items()}
     if busy:
-        rows = [(name, values["median_ms"], values["p99_ms"], 100 * idle[name]) for name, values in busy.items()]
-        headers = ("", "callee computes in Python:\nmedian, ms", "p99, ms", "idle worker:\n% of a core")
+        rows = [
+            (name, values["median_ms"], values["p99_ms"], 100 * idle[name])
+            for name, values in busy.items()
+        ]
+        headers = (
+            "",
+            "callee computes in Python:\nmedian, ms",
+            "p99, ms",
+            "idle worker:\n% of a core",
+        )
         print(f"\n{tabulate(rows, headers, floatfmt='.2f')}")
     goals = [*GOALS, *map(_data_only, run.cases)]
-    verdicts = [*collective_goals.judge(results, goals), *_threads_verdicts(busy.get("mpidist"), idle.get("mpidist"))]
+    verdicts = [
+        *collective_goals.judge(results, goals),
+        *_threads_verdicts(busy.get("mpidist"), idle.get("mpidist")),
+    ]
     print(f"\n{report.goals_table(verdicts)}")
     record = {
         "benchmark": "rpc",
@@ -275,8 +340,14 @@ def _report(run: Run, about: dict[str, Any], ranks: int, output: Path, is_part: 
 def _threads_verdicts(busy: dict[str, Any] | None, idle: float | None) -> list[dict[str, Any]]:
     below = collective_goals.judge_below
     return [
-        below(f"callee that computes: median < {BUSY_MEDIAN_MS:g} ms", busy and busy["median_ms"], BUSY_MEDIAN_MS),
-        below(f"callee that computes: p99 < {BUSY_P99_MS:g} ms", busy and busy["p99_ms"], BUSY_P99_MS),
+        below(
+            f"callee that computes: median < {BUSY_MEDIAN_MS:g} ms",
+            busy and busy["median_ms"],
+            BUSY_MEDIAN_MS,
+        ),
+        below(
+            f"callee that computes: p99 < {BUSY_P99_MS:g} ms", busy and busy["p99_ms"], BUSY_P99_MS
+        ),
         below(f"idle worker: < {IDLE_SHARE:g} of a core", idle, IDLE_SHARE),
     ]
 
@@ -305,11 +376,29 @@ def _idle_share(rpc: Any, plan: Plan) -> float:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
-    parser.add_argument("--quick", action="store_true", help="see that it runs: few sizes, few rounds, figures of no worth")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cases whose name contains one of these")
-    parser.add_argument("--blocks", type=int, help="how often the contenders take turns; more for a machine that is not quiet")
-    parser.add_argument("--no-tensorpipe", dest="tensorpipe", action="store_false", help="leave TensorPipe out")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="see that it runs: few sizes, few rounds, figures of no worth",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="cases whose name contains one of these",
+    )
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        help="how often the contenders take turns; more for a machine that is not quiet",
+    )
+    parser.add_argument(
+        "--no-tensorpipe", dest="tensorpipe", action="store_false", help="leave TensorPipe out"
+    )
     return parser.parse_args()
 
 

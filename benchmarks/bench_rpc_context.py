@@ -34,7 +34,9 @@ class Engine:
     def leaving(self, context: int, to: int, tensors: list[torch.Tensor], is_answer: bool) -> int:
         return int(any(tensor.requires_grad for tensor in tensors))
 
-    def arriving(self, context: int, source: int, number: int, tensors: list[Any], is_answer: bool) -> list[Any]:
+    def arriving(
+        self, context: int, source: int, number: int, tensors: list[Any], is_answer: bool
+    ) -> list[Any]:
         return tensors
 
     @contextlib.contextmanager
@@ -54,18 +56,30 @@ def main() -> None:
         leaf = torch.ones(256, requires_grad=True)
         cases: dict[str, Callable[[], Any]] = {
             "no-op": lambda: rpc.rpc_sync("worker1", noop),
-            "echo of 1 KiB that needs a gradient": lambda: rpc.rpc_sync("worker1", echo, args=(leaf,)),
+            "echo of 1 KiB that needs a gradient": lambda: rpc.rpc_sync(
+                "worker1", echo, args=(leaf,)
+            ),
         }
         rows = [(name, *_medians_us(engine, case)) for name, case in cases.items()]
         rows = [(*row, row[2] - row[1], (row[3] - row[1]) / 2) for row in rows]
-        headers = ("us, median", "no engine", "engine, no context", "context", "engine adds", "context adds, a message")
+        headers = (
+            "us, median",
+            "no engine",
+            "engine, no context",
+            "context",
+            "engine adds",
+            "context adds, a message",
+        )
         print(tabulate(rows, headers, floatfmt=".1f"))
     group.barrier()
     rpc.shutdown()
 
 
 def _medians_us(engine: Any, case: Callable[[], Any]) -> tuple[float, float, float]:
-    """Time a case without an engine, with one, and within a context, in turn. The callee has an engine all the time."""
+    """Time a case without an engine, with one, and within a context, in turn.
+
+    The callee has an engine all the time.
+    """
     rpc.rpc_sync("worker1", _register)
     times: list[list[float]] = [[], [], []]
     for block in range(BLOCKS):

@@ -60,7 +60,12 @@ def _run_here(options: argparse.Namespace) -> None:
         return
     _print([{"ranks": group.size, "contenders": measured}])
     path = options.output / f"rpc-scale-{environment.library_name(about)}-{group.size}.json"
-    record = {"benchmark": "rpc-scale", "environment": about, "window_s": window_s, "contenders": measured}
+    record = {
+        "benchmark": "rpc-scale",
+        "environment": about,
+        "window_s": window_s,
+        "contenders": measured,
+    }
     report.write_json(record, path)
     print(f"\nwritten to {options.output.name}: {path.name}", flush=True)
 
@@ -93,7 +98,9 @@ def _measure(name: str, group: Any, window_s: float) -> dict[str, Any]:
     ended_s = time.perf_counter() - start
     group.barrier()
     own = started_s, ended_s, resident, called, rounds_s, calls_s
-    starts, ends, residents, after_calls, rounds, calls = zip(*group.all_gather_object(own), strict=True)
+    starts, ends, residents, after_calls, rounds, calls = zip(
+        *group.all_gather_object(own), strict=True
+    )
     return {
         "start_s": max(starts),
         "shutdown_s": max(ends),
@@ -142,7 +149,14 @@ def _run_jobs(options: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             passed = ["--output", folder, "--window-s", str(options.window_s)]
             passed += ["--tensorpipe"] * options.tensorpipe + ["--quick"] * options.quick
-            command = [*_launcher(options.launcher), "-n", str(ranks), sys.executable, __file__, *passed]
+            command = [
+                *_launcher(options.launcher),
+                "-n",
+                str(ranks),
+                sys.executable,
+                __file__,
+                *passed,
+            ]
             status = run_limited(command, options.limit_s)
             written = list(Path(folder).glob("*.json"))
             if status == 0 and written:
@@ -176,7 +190,12 @@ def _launcher(text: str | None) -> list[str]:
 
 def run_limited(command: Sequence[str], limit_s: float) -> int | None:
     """Run a command without its output; return its status, or None if it outlasted ``limit_s``."""
-    job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=without_launcher(os.environ))
+    job = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=without_launcher(os.environ),
+    )
     try:
         return job.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -214,13 +233,27 @@ def _print(jobs: Sequence[dict[str, Any]]) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, nargs="+", metavar="RANKS", help="start jobs of so many ranks, one after the other")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        nargs="+",
+        metavar="RANKS",
+        help="start jobs of so many ranks, one after the other",
+    )
     parser.add_argument("--limit-s", type=float, default=240.0, help="for each of them")
-    parser.add_argument("--launcher", help="their command up to -n; mpirun --oversubscribe if not given")
-    parser.add_argument("--window-s", type=float, default=1.5, help="how long all call all, in each of the two ways")
+    parser.add_argument(
+        "--launcher", help="their command up to -n; mpirun --oversubscribe if not given"
+    )
+    parser.add_argument(
+        "--window-s", type=float, default=1.5, help="how long all call all, in each of the two ways"
+    )
     parser.add_argument("--tensorpipe", action="store_true", help="measure TensorPipe, too")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
-    parser.add_argument("--quick", action="store_true", help="see that it runs: figures of no worth")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="see that it runs: figures of no worth"
+    )
     return parser.parse_args()
 
 

@@ -80,13 +80,21 @@ class Shared:
             call()
             got = self.flat.cpu()
             if name == "int8":
-                # Half a step of the block with the largest change, which is what all blocks have here within a factor of two.
-                is_right = bool(((got - truth).abs() <= 0.51 / 127 * (truth - before).abs().max()).all())
+                # Half a step of the block with the largest change, which is what all blocks have
+                # here within a factor of two.
+                is_right = bool(
+                    ((got - truth).abs() <= 0.51 / 127 * (truth - before).abs().max()).all()
+                )
             else:
-                is_right = torch.equal(got, truth if name == "fp32" else truth.to(_HALVES[name]).float())
+                is_right = torch.equal(
+                    got, truth if name == "fp32" else truth.to(_HALVES[name]).float()
+                )
             sums = self.group.all_gather_object(got.view(torch.int32).sum(dtype=torch.int64).item())
             if not is_right or len(set(sums)) > 1:
-                raise RuntimeError(f"wrong result of {name}: off by {(got - truth).abs().max()}, sums of bits {sums}")
+                raise RuntimeError(
+                    f"wrong result of {name}: off by {(got - truth).abs().max()}, sums of bits "
+                    f"{sums}"
+                )
 
 
 def main() -> None:
@@ -94,7 +102,8 @@ def main() -> None:
     torch.set_num_threads(1)
     device = devices.chosen(options.device)
     group = mpidist.comm.init()
-    # Only now: mpidist prepares the MPI library before it starts, and importing this module would start it.
+    # Only now: mpidist prepares the MPI library before it starts, and importing this module would
+    # start it.
     from mpi4py import MPI
 
     if group.size == 1:
@@ -110,7 +119,9 @@ def main() -> None:
         calls[name] = shared.whole() if wire is None else shared.by(wire)
         shared.require(name, calls[name])
     calls[_ALONE] = shared.arithmetic()
-    contenders = [timing.Contender(name, (_ended(call, device),), ()) for name, call in calls.items()]
+    contenders = [
+        timing.Contender(name, (_ended(call, device),), ()) for name, call in calls.items()
+    ]
     series = timing.time_rounds(raw, contenders, options.rounds, options.burst_s)
     result = report.result_of("share", options.numel, 4 * options.numel, series)
     for name, values in result["contenders"].items():
@@ -152,12 +163,24 @@ def _ended(call: Callable[[], object], device: torch.device) -> Callable[[], obj
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--numel", type=int, default=_NUMEL, help="fp32 parameters of the flat buffer")
+    parser.add_argument(
+        "--numel", type=int, default=_NUMEL, help="fp32 parameters of the flat buffer"
+    )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--burst-s", type=float, default=0.02, help="seconds of a burst, at least one share")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the parameters are")
-    parser.add_argument("--link", default=os.environ.get("MPIDIST_LINK", ""), help="name of the network, for the record")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
+    parser.add_argument(
+        "--burst-s", type=float, default=0.02, help="seconds of a burst, at least one share"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the parameters are"
+    )
+    parser.add_argument(
+        "--link",
+        default=os.environ.get("MPIDIST_LINK", ""),
+        help="name of the network, for the record",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON"
+    )
     return parser.parse_args()
 
 

@@ -1,7 +1,8 @@
 """The operations under comparison: their buffers, the contenders on them, and what the buffers must hold afterwards.
 
-Letters: W ranks; N elements of one contribution. ``size_bytes`` is always the N elements of fp32: what one rank gives to an
-all-gather, what one rank keeps of a reduce-scatter, what one rank sends to each other in an all-to-all.
+Letters: W ranks; N elements of one contribution. ``size_bytes`` is always the N elements of fp32:
+what one rank gives to an all-gather, what one rank keeps of a reduce-scatter, what one rank sends
+to each other in an all-to-all.
 """
 
 from __future__ import annotations
@@ -49,13 +50,15 @@ class Ways:
 class Case:
     """One operation at one size.
 
-    ``expected(k)`` is what a contender's outputs, one behind the other, must hold after its k-th call; None if nobody promises.
+    ``expected(k)`` is what a contender's outputs, one behind the other, must hold after its k-th
+    call; None if nobody promises.
     """
 
     operation: str
     numel: int
     contenders: list[Contender] = field(default_factory=list)
-    inputs: list[tuple[torch.Tensor, np.ndarray]] = field(default_factory=list)  # and what they hold before a call
+    # and what they hold before a call
+    inputs: list[tuple[torch.Tensor, np.ndarray]] = field(default_factory=list)
     expected: Callable[[int], np.ndarray | None] = lambda k: None
 
     @property
@@ -70,9 +73,16 @@ class Case:
                 self._fill(contender)
                 call()
                 values, expected = self._values(contender), self.expected(k)
-                # Half types round once per addition; fp32 is exact, because the values are small integers.
-                tolerance = 0.02 if contender.outputs and contender.outputs[0].dtype is torch.bfloat16 else 0
-                if expected is not None and not np.allclose(values, expected, rtol=tolerance, atol=0):
+                # Half types round once per addition; fp32 is exact, because the values are small
+                # integers.
+                tolerance = (
+                    0.02
+                    if contender.outputs and contender.outputs[0].dtype is torch.bfloat16
+                    else 0
+                )
+                if expected is not None and not np.allclose(
+                    values, expected, rtol=tolerance, atol=0
+                ):
                     found.append(f"{contender.name} (call {k}) on rank {ways.rank}")
         return list(chain.from_iterable(ways.raw.allgather(found)))
 
@@ -107,7 +117,9 @@ class BarrierCase(Case):
                     time.sleep(_LATE_S)
                 contender.calls[0]()
                 if time.perf_counter() - start < _LATE_S:
-                    found.append(f"{contender.name} left before rank {late} came, on rank {ways.rank}")
+                    found.append(
+                        f"{contender.name} left before rank {late} came, on rank {ways.rank}"
+                    )
         return list(chain.from_iterable(ways.raw.allgather(found)))
 
 
@@ -150,7 +162,13 @@ def broadcast(ways: Ways, numel: int) -> Case:
         "mpidist": [partial(dist.broadcast, tensor, root) for root in roots],
         "native": [partial(ways.native.broadcast, tensor, root) for root in roots],
     }
-    return Case("broadcast", numel, _several(calls, tensor), [(tensor, own)], lambda root: _pattern(root, numel))
+    return Case(
+        "broadcast",
+        numel,
+        _several(calls, tensor),
+        [(tensor, own)],
+        lambda root: _pattern(root, numel),
+    )
 
 
 def reduce(ways: Ways, numel: int) -> Case:
@@ -170,7 +188,13 @@ def reduce(ways: Ways, numel: int) -> Case:
         "native": [partial(ways.native.reduce, tensor, root) for root in roots],
     }
     # What the others' tensors hold afterwards is nobody's promise.
-    return Case("reduce", numel, _several(calls, tensor), [(tensor, own)], lambda root: total if root == ways.rank else None)
+    return Case(
+        "reduce",
+        numel,
+        _several(calls, tensor),
+        [(tensor, own)],
+        lambda root: total if root == ways.rank else None,
+    )
 
 
 def all_gather_into_tensor(ways: Ways, numel: int) -> Case:
@@ -182,7 +206,13 @@ def all_gather_into_tensor(ways: Ways, numel: int) -> Case:
         "native": partial(ways.native.all_gather_into_tensor, target, source),
     }
     inputs = [(source, _pattern(ways.rank, numel))]
-    return Case("all_gather_into_tensor", numel, _single(calls, target), inputs, lambda k: _patterns(ways, numel))
+    return Case(
+        "all_gather_into_tensor",
+        numel,
+        _single(calls, target),
+        inputs,
+        lambda k: _patterns(ways, numel),
+    )
 
 
 def all_gather(ways: Ways, numel: int) -> Case:
@@ -225,26 +255,43 @@ def all_to_all_single(ways: Ways, numel: int) -> Case:
     inputs = [(source, _pattern(ways.rank, ways.size * numel))]
     own = slice(ways.rank * numel, (ways.rank + 1) * numel)
     parts = [_pattern(peer, ways.size * numel)[own] for peer in range(ways.size)]
-    return Case("all_to_all_single", numel, _single(calls, target), inputs, lambda k: np.concatenate(parts))
+    return Case(
+        "all_to_all_single", numel, _single(calls, target), inputs, lambda k: np.concatenate(parts)
+    )
 
 
 def ping_pong(ways: Ways, numel: int) -> Case:
-    """The first and the last rank send a tensor to and fro; a call is one way. The other ranks make no calls."""
+    """The first and the last rank send a tensor to and fro; a call is one way.
+
+    The other ranks make no calls.
+    """
     tensor, own, last = torch.empty(numel), _pattern(ways.rank, numel), ways.size - 1
     spec = _spec(ways, tensor)
     players = {0: last, last: 0}
     peer = players.get(ways.rank, 0)
     pairs = {
-        "gloo": (partial(dist.send, tensor, peer, group=ways.gloo), partial(dist.recv, tensor, peer, group=ways.gloo)),
+        "gloo": (
+            partial(dist.send, tensor, peer, group=ways.gloo),
+            partial(dist.recv, tensor, peer, group=ways.gloo),
+        ),
         "mpi4py": (partial(ways.raw.Send, spec, peer), partial(ways.raw.Recv, spec, peer)),
         "mpidist": (partial(dist.send, tensor, peer), partial(dist.recv, tensor, peer)),
-        "native": (partial(ways.native.send, tensor, peer), partial(ways.native.recv, tensor, peer)),
+        "native": (
+            partial(ways.native.send, tensor, peer),
+            partial(ways.native.recv, tensor, peer),
+        ),
     }
     calls: dict[str, Sequence[Callable[[], object]]] = {name: () for name in pairs}
     if ways.rank in players:
         calls = {name: pair if ways.rank == 0 else pair[::-1] for name, pair in pairs.items()}
     # Rank 0 sends first: both hold its values then, and the last rank's after the answer.
-    return Case("ping_pong", numel, _several(calls, tensor), [(tensor, own)], lambda k: _pattern(last if k else 0, numel))
+    return Case(
+        "ping_pong",
+        numel,
+        _several(calls, tensor),
+        [(tensor, own)],
+        lambda k: _pattern(last if k else 0, numel),
+    )
 
 
 def barrier(ways: Ways, numel: int) -> Case:
@@ -306,5 +353,7 @@ def _single(calls: dict[str, Callable[[], object]], *outputs: torch.Tensor) -> l
     return [Contender(name, (call,), outputs) for name, call in calls.items()]
 
 
-def _several(calls: dict[str, Sequence[Callable[[], object]]], *outputs: torch.Tensor) -> list[Contender]:
+def _several(
+    calls: dict[str, Sequence[Callable[[], object]]], *outputs: torch.Tensor
+) -> list[Contender]:
     return [Contender(name, tuple(several), outputs) for name, several in calls.items()]

@@ -1,4 +1,7 @@
-"""The figures that the collectives are to reach, and whether a run has reached them. Informational: nothing fails on them."""
+"""The figures that the collectives are to reach, and whether a run has reached them.
+
+Informational: nothing fails on them.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,30 @@ class Goal:
 
 def _faster(size: int, factor: float) -> Goal:
     text = f"dist.all_reduce fp32, {format_bytes(size)}: Gloo's time over ours ≥ {factor:g}"
-    return Goal(text, "all_reduce", "gloo", "mpidist", "ratio_of_rounds", factor, True, lambda s: s == size)
+    return Goal(
+        text, "all_reduce", "gloo", "mpidist", "ratio_of_rounds", factor, True, lambda s: s == size
+    )
 
 
 def _near(ours: str, call: str, start: int) -> Goal:
     text = f"{call} fp32 from {format_bytes(start)}: our time over mpi4py's ≤ 1.1"
-    return Goal(text, "all_reduce", ours, "mpi4py", "ratio_of_rounds", 1.1, False, lambda s: s >= start)
+    return Goal(
+        text, "all_reduce", ours, "mpi4py", "ratio_of_rounds", 1.1, False, lambda s: s >= start
+    )
 
 
 def _above(ours: str, call: str, limit_us: float) -> Goal:
     text = f"{call} fp32, 8 B: our time less mpi4py's ≤ {limit_us:g} us"
-    return Goal(text, "all_reduce", ours, "mpi4py", "difference_of_rounds_us", limit_us, False, lambda s: s == 8)
+    return Goal(
+        text,
+        "all_reduce",
+        ours,
+        "mpi4py",
+        "difference_of_rounds_us",
+        limit_us,
+        False,
+        lambda s: s == 8,
+    )
 
 
 def format_bytes(size: int) -> str:
@@ -68,7 +84,16 @@ GOALS = (
         *(*_BF16, "difference_of_rounds_us", 5.0, False, lambda s: s < 256 * _KI),
     ),
     *(
-        Goal(f"{name}: ahead of Gloo at every size", name, "gloo", "mpidist", "ratio_of_rounds", 1.0, True, lambda s: True)
+        Goal(
+            f"{name}: ahead of Gloo at every size",
+            name,
+            "gloo",
+            "mpidist",
+            "ratio_of_rounds",
+            1.0,
+            True,
+            lambda s: True,
+        )
         for name in _AHEAD
     ),
 )
@@ -88,14 +113,32 @@ def _judge(goal: Goal, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if (comparison["left"], comparison["right"]) == (goal.left, goal.right)
     ]
     if not measured:
-        return {"goal": goal.text, "verdict": "not measured", "worst": None, "worst_size_bytes": None, "missed_sizes_bytes": []}
+        return {
+            "goal": goal.text,
+            "verdict": "not measured",
+            "worst": None,
+            "worst_size_bytes": None,
+            "missed_sizes_bytes": [],
+        }
     worst, size = min(measured) if goal.at_least else max(measured)
     missed = [size for value, size in measured if not goal.holds(value)]
     verdict = "not reached" if missed else "reached"
-    return {"goal": goal.text, "verdict": verdict, "worst": worst, "worst_size_bytes": size, "missed_sizes_bytes": missed}
+    return {
+        "goal": goal.text,
+        "verdict": verdict,
+        "worst": worst,
+        "worst_size_bytes": size,
+        "missed_sizes_bytes": missed,
+    }
 
 
 def judge_below(text: str, value: float | None, bound: float) -> dict[str, Any]:
     """Hold one figure against a bound that it must stay below; None if it was not measured."""
     verdict = "not measured" if value is None else "reached" if value < bound else "not reached"
-    return {"goal": text, "verdict": verdict, "worst": value, "worst_size_bytes": None, "missed_sizes_bytes": []}
+    return {
+        "goal": text,
+        "verdict": verdict,
+        "worst": value,
+        "worst_size_bytes": None,
+        "missed_sizes_bytes": [],
+    }

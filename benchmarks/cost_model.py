@@ -1,24 +1,30 @@
 """A latency–bandwidth model of collectives: times by ranks and bytes, fitted to measured points, checked on others. Pure.
 
-The time of an operation of N bytes on n nodes of p ranks each, W = n·p, is a sum of terms that its algorithm has, each times a
-parameter that is not negative:
+The time of an operation of N bytes on n nodes of p ranks each, W = n·p, is a sum of terms that its
+algorithm has, each times a parameter that is not negative:
 
-- the call itself, once, in a node; between nodes what a protocol for long messages adds, once. Short messages between nodes
-  have no such term: all of their time counts with the nodes, and long ones have the same latency;
-- a message's latency, as often as messages follow each other: log2 p times in a node, log2 n times between nodes;
-- bytes that a rank copies and adds up: log2 p · N for short messages (recursive doubling), 2·(p-1)/p · N for long ones
-  (reduce-scatter and all-gather; half of that for one of the two alone);
+- the call itself, once, in a node; between nodes what a protocol for long messages adds, once.
+  Short messages between nodes have no such term: all of their time counts with the nodes, and long
+  ones have the same latency;
+- a message's latency, as often as messages follow each other: log2 p times in a node, log2 n times
+  between nodes;
+- bytes that a rank copies and adds up: log2 p · N for short messages (recursive doubling),
+  2·(p-1)/p · N for long ones (reduce-scatter and all-gather; half of that for one of the two
+  alone);
 - bytes that cross a node's link, which its p ranks share: p · 2·(n-1)/n · N, over the link's rate.
 
-Short and long messages go by different algorithms and protocols, so a fit has up to three ranges of N with parameters of
-their own; where one range ends is chosen on the fitted points. More ranks than cores take turns: terms of computing count
-``share`` times, the ranks of a core, and each of the log2 W messages that follow each other waits for ``share - 1`` others to
-have their turn. That is explicit in a ``Point``; ``share`` is 1, and turns cost nothing, in every prediction for other machines.
+Short and long messages go by different algorithms and protocols, so a fit has up to three ranges of
+N with parameters of their own; where one range ends is chosen on the fitted points. More ranks than
+cores take turns: terms of computing count ``share`` times, the ranks of a core, and each of the
+log2 W messages that follow each other waits for ``share - 1`` others to have their turn. That is
+explicit in a ``Point``; ``share`` is 1, and turns cost nothing, in every prediction for other
+machines.
 
-Sources: Hockney (1994) for latency and bandwidth; Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
-Operations in MPICH" (2005), for the terms of the algorithms.
+Sources: Hockney (1994) for latency and bandwidth; Thakur, Rabenseifner and Gropp, "Optimization of
+Collective Communication Operations in MPICH" (2005), for the terms of the algorithms.
 
-Letters: W ranks, n nodes, p ranks of a node, N bytes (of the whole: ``scaling_measure`` says of what in which operation).
+Letters: W ranks, n nodes, p ranks of a node, N bytes (of the whole: ``scaling_measure`` says of
+what in which operation).
 """
 
 from __future__ import annotations
@@ -38,7 +44,14 @@ _RANGES = 3
 _LEAST_POINTS = 3  # of a range
 _WORTH_A_RANGE = 0.9  # of the mean error without it
 # Bytes that pass a rank or a link, of those that a reduce-scatter and an all-gather together move.
-_PASSES = {"all_reduce": 2.0, "average": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "broadcast": 2.0, "barrier": 0.0}
+_PASSES = {
+    "all_reduce": 2.0,
+    "average": 2.0,
+    "all_gather": 1.0,
+    "reduce_scatter": 1.0,
+    "broadcast": 2.0,
+    "barrier": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,8 @@ class Point:
 def terms(point: Point, is_short: bool) -> tuple[float, ...]:
     """Return how often each of ``TERMS`` counts; all 0 for one rank.
 
-    Units: the bytes in a node in bytes, those of the network in seconds at the link's rate, the rest are counts.
+    Units: the bytes in a node in bytes, those of the network in seconds at the link's rate, the
+    rest are counts.
     """
     n, p, nbytes = point.nodes, point.ranks_per_node, point.nbytes
     if point.ranks == 1:
@@ -75,7 +89,14 @@ def terms(point: Point, is_short: bool) -> tuple[float, ...]:
     over_link = p * passes * (n - 1) / n * nbytes * 8 / (point.rate_gbit_s * 1e9)
     call = point.share if n == 1 else 0.0 if is_short else 1.0
     turns = (point.share - 1) * math.log2(point.ranks)
-    return (call, point.share * steps_node, point.share * in_node * nbytes, steps_net, over_link, turns)
+    return (
+        call,
+        point.share * steps_node,
+        point.share * in_node * nbytes,
+        steps_net,
+        over_link,
+        turns,
+    )
 
 
 @dataclass(frozen=True)
@@ -84,7 +105,8 @@ class Fit:
 
     Attributes:
         ends: For each range the largest N that it holds for; the last is infinite.
-        parameters: For each range one of each of ``TERMS``: seconds; those of bytes a second a byte, and of the link's own time.
+        parameters: For each range one of each of ``TERMS``: seconds; those of bytes a second a
+            byte, and of the link's own time.
     """
 
     operation: str
@@ -110,7 +132,8 @@ def fit(points: Iterable[Point]) -> Fit:
     """Fit one operation's parameters by non-negative least squares on the relative error.
 
     Raises:
-        ValueError: No point of more than one rank, several operations, or a time that is not positive.
+        ValueError: No point of more than one rank, several operations, or a time that is not
+            positive.
     """
     known = [point for point in points if point.ranks > 1]
     if len({point.operation for point in known}) != 1:
@@ -121,7 +144,11 @@ def fit(points: Iterable[Point]) -> Fit:
     best: tuple[float, Fit] | None = None
     for count in range(_RANGES):
         cuts = itertools.combinations(sizes[:-1], count)
-        made = [found for cut in cuts if (found := _fitted(known, (*map(float, cut), math.inf))) is not None]
+        made = [
+            found
+            for cut in cuts
+            if (found := _fitted(known, (*map(float, cut), math.inf))) is not None
+        ]
         least = min(made, key=lambda found: found[0], default=None)
         # One range more follows the noise as well: it must be worth its parameters.
         if least is not None and (best is None or least[0] < _WORTH_A_RANGE * best[0]):
@@ -138,10 +165,13 @@ def _fitted(points: Sequence[Point], ends: tuple[float, ...]) -> tuple[float, Fi
         inside = [point for point in points if first < point.nbytes <= end]
         if len(ends) > 1 and len(inside) < _LEAST_POINTS:
             return None
-        rows = np.array([[term / point.seconds for term in terms(point, place == 0)] for point in inside])
+        rows = np.array(
+            [[term / point.seconds for term in terms(point, place == 0)] for point in inside]
+        )
         wanted = np.ones(len(inside))
         if place:
-            # Few numbers of nodes tell little of what grows with them: the short messages' latency holds for the long ones.
+            # Few numbers of nodes tell little of what grows with them: the short messages' latency
+            # holds for the long ones.
             wanted = np.maximum(wanted - rows[:, latency] * parameters[0][latency], 0.0)
             rows[:, latency] = 0.0
         # Columns of bytes and of seconds differ by ten orders of magnitude.
@@ -189,7 +219,11 @@ def validate(points: Sequence[Point]) -> tuple[dict[str, Fit], list[dict[str, An
             continue
         fits[operation] = fit(trained)
         for point in held_out:
-            entry = {**asdict(point), "ranks": point.ranks, "predicted_seconds": fits[operation].seconds(point)}
+            entry = {
+                **asdict(point),
+                "ranks": point.ranks,
+                "predicted_seconds": fits[operation].seconds(point),
+            }
             errors.append({**entry, "relative_error": relative_error(fits[operation], point)})
     return fits, errors
 
@@ -215,7 +249,9 @@ def rate_of(link: str) -> float:
 
 
 def _sized(point: Point, nbytes: int) -> Point:
-    return Point(point.operation, point.nodes, point.ranks_per_node, nbytes, point.rate_gbit_s, point.share)
+    return Point(
+        point.operation, point.nodes, point.ranks_per_node, nbytes, point.rate_gbit_s, point.share
+    )
 
 
 def _grouped(points: Iterable[Point], key: Callable[[Point], str]) -> dict[str, list[Point]]:

@@ -1,7 +1,8 @@
 """The device that a benchmark measures: chosen, described, named in files, and its clock.
 
-Two clocks tell a GPU's times, both by events. ``as_issued`` runs a burst on an idle device, so what the host takes to start the
-work counts. ``HeadStart`` gives the host time, so that the device never waits for it: the work's own time.
+Two clocks tell a GPU's times, both by events. ``as_issued`` runs a burst on an idle device, so what
+the host takes to start the work counts. ``HeadStart`` gives the host time, so that the device never
+waits for it: the work's own time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from timing import Contender, RunBurst
 
 from mpidist.comm.mpi import runtime
 
-_SHORTEST_NAP, _LONGEST_NAP = 1 << 20, 1 << 28  # cycles: half a millisecond, and an eighth of a second
+# cycles: half a millisecond, and an eighth of a second
+_SHORTEST_NAP, _LONGEST_NAP = 1 << 20, 1 << 28
 
 
 def chosen(name: str) -> torch.device:
@@ -45,7 +47,10 @@ def describe(device: torch.device) -> dict[str, Any]:
         "count": torch.cuda.device_count(),
         "driver": _driver(),
         "cuda_of_torch": torch.version.cuda,
-        "cupy": next((f"{d.name} {d.version}" for d in distributions() if (d.name or "").startswith("cupy")), None),
+        "cupy": next(
+            (f"{d.name} {d.version}" for d in distributions() if (d.name or "").startswith("cupy")),
+            None,
+        ),
     }
 
 
@@ -78,7 +83,8 @@ class HeadStart:
     """The clock that counts a GPU's part alone.
 
     Attributes:
-        behind: Names of contenders whose host's part counts still: they wait for the device, or fill its queue.
+        behind: Names of contenders whose host's part counts still: they wait for the device, or
+            fill its queue.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """A CUDA device without a GPU: fp32 tensors on the CPU count as CUDA tensors, its streams hold nothing, its kernels do nothing.
 
-What remains of the code that serves CUDA tensors is the host's part. torch's own calls into CUDA are replaced by Python objects
-of about the same price, and counted.
+What remains of the code that serves CUDA tensors is the host's part. torch's own calls into CUDA
+are replaced by Python objects of about the same price, and counted.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def _set_current(stream: _Stream) -> None:
 def in_place_of_cuda() -> Iterator[Counter[str]]:
     """Let fp32 tensors count as CUDA tensors; yield the counts of kernels, events and waits.
 
-    Tensors of other dtypes stay the host's, as the tables are in which ranks compare what they have.
+    Tensors of other dtypes stay the host's, as the tables are in which ranks compare what they
+    have.
     """
     counts: Counter[str] = Counter()
     _Event.counts = _Stream.counts = counts
@@ -109,7 +110,10 @@ def in_place_of_cuda() -> Iterator[Counter[str]]:
         (layout, "share", lambda group, nbytes: None),
         (load, "function", lambda *args: kernel),
         (hooks, "_largest", lambda flat: flat.new_zeros(())),
-        *((user, "has_kernels", lambda tensor: True) for user in (accumulate, pack, powersgd, module)),
+        *(
+            (user, "has_kernels", lambda tensor: True)
+            for user in (accumulate, pack, powersgd, module)
+        ),
         *((user, "stream_of", lambda device: _current().cuda_stream) for user in (launch, pack)),
     ]
     patches = [mock.patch.object(*one, create=True) for one in replaced]

@@ -1,4 +1,7 @@
-"""Environment of a measurement: versions, processor, binding, settings. No host name and no path is recorded."""
+"""Environment of a measurement: versions, processor, binding, settings.
+
+No host name and no path is recorded.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ def describe(comm: Any, device: torch.device | None = None) -> dict[str, Any]:
     on_gpu: dict[str, Any] = {}
     if device is not None and device.type == "cuda":
         # Without the multi-process service ranks that share a GPU get it in turns.
-        on_gpu = {"device": devices.describe(device), "mps": "CUDA_MPS_PIPE_DIRECTORY" in os.environ}
+        on_gpu = {
+            "device": devices.describe(device),
+            "mps": "CUDA_MPS_PIPE_DIRECTORY" in os.environ,
+        }
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "ranks": comm.Get_size(),
@@ -74,7 +80,10 @@ def binding(record: dict[str, Any]) -> str:
     """Say in words where the ranks may run."""
     cores = record["cores_of_ranks"]
     if any(len(own) < 2 for own in cores):
-        return "each rank is bound to one core, and Gloo's threads with it: start with mpirun --bind-to none to be fair to Gloo"
+        return (
+            "each rank is bound to one core, and Gloo's threads with it: start with mpirun "
+            "--bind-to none to be fair to Gloo"
+        )
     if all(len(own) == record["logical_cores"] for own in cores):
         return "the ranks are not bound"
     return "each rank is bound to " + " or ".join(sorted({f"{len(own)} cores" for own in cores}))

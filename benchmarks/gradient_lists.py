@@ -1,10 +1,11 @@
 """The shapes of three well-known networks' parameters, in the order in which their modules name them; no weights, no download.
 
-Sources, and what the tests hold each list against: ResNet-50 is torchvision's ``resnet50`` (He et al., arXiv 1512.03385; the
-stride that it moved to the 3 × 3 convolution changes no shape), 161 tensors, 25 557 032 parameters. BERT-large is
-``bert-large-uncased`` without a head (Devlin et al., arXiv 1810.04805), 391 tensors, 335 141 888. GPT-2 is the smallest of its
-four (Radford et al., 2019; the head shares the embedding), 148 tensors, 124 439 808; GPT-2 XL the largest,
-580 tensors, 1 557 611 200.
+Sources, and what the tests hold each list against: ResNet-50 is torchvision's ``resnet50`` (He et
+al., arXiv 1512.03385; the stride that it moved to the 3 × 3 convolution changes no shape), 161
+tensors, 25 557 032 parameters. BERT-large is ``bert-large-uncased`` without a head (Devlin et al.,
+arXiv 1810.04805), 391 tensors, 335 141 888. GPT-2 is the smallest of its four (Radford et al.,
+2019; the head shares the embedding), 148 tensors, 124 439 808; GPT-2 XL the largest, 580 tensors, 1
+557 611 200.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ def _bottlenecks() -> Iterator[Shape]:
     inside = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(blocks):
-            yield from (*_convolution(width, inside, 1), *_convolution(width, width, 3), *_convolution(4 * width, width, 1))
+            yield from (
+                *_convolution(width, inside, 1),
+                *_convolution(width, width, 3),
+                *_convolution(4 * width, width, 1),
+            )
             if block == 0:
                 yield from _convolution(4 * width, inside, 1)  # the shortcut's
             inside = 4 * width

@@ -14,13 +14,20 @@ from timing import Contender
 
 from mpidist.kernels.accumulate import accumulate
 from mpidist.kernels.pack import pack, unpack
-from mpidist.kernels.quantize import BLOCK, blocks_in, dequantize_add, quantize_change, quantize_twin
+from mpidist.kernels.quantize import (
+    BLOCK,
+    blocks_in,
+    dequantize_add,
+    quantize_change,
+    quantize_twin,
+)
 
 Tensor = torch.Tensor
 Call = Callable[[], object]
 
 OURS, THEIRS, COPY = "mpidist", "torch", "device copy"
-# A GPU's cache must not hold what the next pass reads: passes go around buffers of this size together.
+# A GPU's cache must not hold what the next pass reads: passes go around buffers of this size
+# together.
 _COLD_BYTES = 128 << 20
 
 
@@ -56,13 +63,19 @@ def cases(lists: Sequence[str], sizes_bytes: Sequence[int], device: torch.device
             shapes = cut(LISTS[name](), size_bytes // 4)
             for dtype in (torch.float32, torch.bfloat16):
                 yield from _both_ways(name, shapes, size_bytes, dtype, device)
-        for y, x in ((torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)):
+        for y, x in (
+            (torch.float32, torch.float32),
+            (torch.float32, torch.bfloat16),
+            (torch.bfloat16, torch.bfloat16),
+        ):
             yield _accumulation(size_bytes, y, x, device)
         yield _quantization(size_bytes, device)
         yield _dequantization(size_bytes, device)
 
 
-def _both_ways(name: str, shapes: Sequence[Shape], size_bytes: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+def _both_ways(
+    name: str, shapes: Sequence[Shape], size_bytes: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[Case]:
     moved_bytes = sum(math.prod(shape) for shape in shapes) * (4 + dtype.itemsize)
     sets = [Buffers(shapes, dtype, device) for _ in range(_sets(moved_bytes, device))]
     copies = _copies(moved_bytes, len(sets), device)
@@ -73,7 +86,9 @@ def _both_ways(name: str, shapes: Sequence[Shape], size_bytes: int, dtype: torch
         THEIRS: [partial(torch._foreach_copy_, s.views, s.parts) for s in sets],
     }
     results = [(s.flat, s.truth) for s in sets]
-    yield Case("pack", *about, [*_contenders(calls), copies], partial(_wrong, calls, lambda: results))
+    yield Case(
+        "pack", *about, [*_contenders(calls), copies], partial(_wrong, calls, lambda: results)
+    )
 
     calls = {
         OURS: [partial(unpack, s.flat, s.tensors) for s in sets],
@@ -81,8 +96,14 @@ def _both_ways(name: str, shapes: Sequence[Shape], size_bytes: int, dtype: torch
     }
     for s in sets:
         s.flat.copy_(s.truth)
-    pairs = [pair for s in sets for pair in zip(s.parts, s.truth.float().split([p.numel() for p in s.parts]), strict=True)]
-    yield Case("unpack", *about, [*_contenders(calls), copies], partial(_wrong, calls, lambda: pairs))
+    pairs = [
+        pair
+        for s in sets
+        for pair in zip(s.parts, s.truth.float().split([p.numel() for p in s.parts]), strict=True)
+    ]
+    yield Case(
+        "unpack", *about, [*_contenders(calls), copies], partial(_wrong, calls, lambda: pairs)
+    )
 
 
 def _accumulation(size_bytes: int, y: torch.dtype, x: torch.dtype, device: torch.device) -> Case:
@@ -104,7 +125,14 @@ def _accumulation(size_bytes: int, y: torch.dtype, x: torch.dtype, device: torch
     copies = _copies(moved_bytes, len(sets), device)
     wrong = partial(_wrong, calls, results)
     return Case(
-        "accumulate", "one tensor", 1, f"{_name(y)}, {_name(x)}", size_bytes, moved_bytes, [*_contenders(calls), copies], wrong
+        "accumulate",
+        "one tensor",
+        1,
+        f"{_name(y)}, {_name(x)}",
+        size_bytes,
+        moved_bytes,
+        [*_contenders(calls), copies],
+        wrong,
     )
 
 
@@ -128,7 +156,9 @@ def _quantization(size_bytes: int, device: torch.device) -> Case:
     sets = [Change(numel, device) for _ in range(_sets(moved_bytes, device))]
     calls: dict[str, list[Call]] = {
         OURS: [partial(quantize_change, s.master, s.start, s.own_q, s.own_scales) for s in sets],
-        THEIRS: [partial(_quantized_by_torch, s.master, s.start, s.own_q, s.own_scales) for s in sets],
+        THEIRS: [
+            partial(_quantized_by_torch, s.master, s.start, s.own_q, s.own_scales) for s in sets
+        ],
     }
     pairs = [pair for s in sets for pair in ((s.own_q, s.q), (s.own_scales, s.scales))]
     contenders = [*_contenders(calls), _copies(moved_bytes, len(sets), device)]
@@ -177,7 +207,9 @@ def _contenders(calls: dict[str, list[Call]]) -> list[Contender]:
     return [Contender(name, tuple(own), ()) for name, own in calls.items()]
 
 
-def _wrong(calls: dict[str, list[Call]], results: Callable[[], list[tuple[Tensor, Tensor]]]) -> list[str]:
+def _wrong(
+    calls: dict[str, list[Call]], results: Callable[[], list[tuple[Tensor, Tensor]]]
+) -> list[str]:
     """Let each contender fill memory that held NaN; return the names of those that left something else than the truth."""
     names = []
     for name, own in calls.items():

@@ -30,7 +30,10 @@ _COLORS = {
 
 
 def copy_result(
-    case: copies.Case, issued: Mapping[str, Series], alone: Mapping[str, Series], behind: Collection[str]
+    case: copies.Case,
+    issued: Mapping[str, Series],
+    alone: Mapping[str, Series],
+    behind: Collection[str],
 ) -> dict[str, Any]:
     """Return one case's entry.
 
@@ -83,7 +86,10 @@ def powersgd_result(
         "kernels_over_fewest": kernels.median_us / fewest_us if fewest_us else None,
         "launches_per_bucket": case.launches,
         "contenders": {
-            name: {"issued": _times(one), "torchs_over_it": compare(issued[powersgd.THEIRS], one).ratio_of_rounds}
+            name: {
+                "issued": _times(one),
+                "torchs_over_it": compare(issued[powersgd.THEIRS], one).ratio_of_rounds,
+            }
             for name, one in issued.items()
         },
     }
@@ -92,7 +98,9 @@ def powersgd_result(
 def memory_rate(results: Sequence[dict[str, Any]]) -> float | None:
     """Return the bytes per second that the device's own copy read and wrote, of the largest size: no cache helps it there."""
     largest = max((result["size_bytes"] for result in results), default=0)
-    rates = [r["contenders"][copies.COPY]["bytes_per_s"] for r in results if r["size_bytes"] == largest]
+    rates = [
+        r["contenders"][copies.COPY]["bytes_per_s"] for r in results if r["size_bytes"] == largest
+    ]
     return max(rates, default=None)
 
 
@@ -114,35 +122,62 @@ def copy_row(result: dict[str, Any]) -> str:
     for name, values in result["contenders"].items():
         told = f"{values['over_copy']:.2f}, {values['issued']['median_us']:.0f} us issued"
         parts.append(f"{name} {values['bytes_per_s'] / 1e9:.1f} GB/s ({told})")
-    what = f"{result['operation']:10} {result['tensors_of']:10} {result['tensors']:4} tensors {result['dtypes']:18}"
+    what = (
+        f"{result['operation']:10} {result['tensors_of']:10} {result['tensors']:4} tensors "
+        f"{result['dtypes']:18}"
+    )
     return f"{what} {format_bytes(result['size_bytes']):>7}  {'  '.join(parts)}"
 
 
 def powersgd_row(result: dict[str, Any]) -> str:
     """Return one line: milliseconds of all buckets."""
-    parts = [f"{name} {values['issued']['median_us'] / 1e3:.2f}" for name, values in result["contenders"].items()]
-    fewest = "" if result["fewest_us"] is None else f"  fewest bytes {result['fewest_us'] / 1e3:.2f}"
+    parts = [
+        f"{name} {values['issued']['median_us'] / 1e3:.2f}"
+        for name, values in result["contenders"].items()
+    ]
+    fewest = (
+        "" if result["fewest_us"] is None else f"  fewest bytes {result['fewest_us'] / 1e3:.2f}"
+    )
     on_device = f"  kernels on the device {result['kernels_on_device']['median_us'] / 1e3:.2f}"
-    return f"PowerSGD {result['tensors_of']:10} rank {result['rank']} ms:  {'  '.join(parts)}{on_device}{fewest}"
+    return (
+        f"PowerSGD {result['tensors_of']:10} rank {result['rank']} ms:  "
+        f"{'  '.join(parts)}{on_device}{fewest}"
+    )
 
 
 # --- goals ---
 
 
-def judge(copied: Sequence[dict[str, Any]], compressed: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def judge(
+    copied: Sequence[dict[str, Any]], compressed: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Hold a run against the figures to reach; nothing fails on them."""
-    large = [result for result in copied if result["operation"] in ("pack", "unpack") and result["size_bytes"] >= 16 * _MI]
-    shares = {_copy_case(result): result["contenders"][copies.OURS]["over_copy"] for result in large}
-    verdicts = [_verdict("pack, unpack ≥ 0.85 of the device copy's rate, from 16 MiB", shares, 0.85, True)]
+    large = [
+        result
+        for result in copied
+        if result["operation"] in ("pack", "unpack") and result["size_bytes"] >= 16 * _MI
+    ]
+    shares = {
+        _copy_case(result): result["contenders"][copies.OURS]["over_copy"] for result in large
+    }
+    verdicts = [
+        _verdict("pack, unpack ≥ 0.85 of the device copy's rate, from 16 MiB", shares, 0.85, True)
+    ]
     for name in (powersgd.OURS, powersgd.KERNELS):
         factors = {
-            f"{result['tensors_of']}, rank {result['rank']}": result["contenders"][name]["torchs_over_it"]
+            f"{result['tensors_of']}, rank {result['rank']}": result["contenders"][name][
+                "torchs_over_it"
+            ]
             for result in compressed
             if result["rank"] == 4 and result["tensors_of"] in ("ResNet-50", "GPT-2")
         }
-        verdicts.append(_verdict(f"PowerSGD, rank 4: time of torch's hook over {name} ≥ 3", factors, 3, True))
+        verdicts.append(
+            _verdict(f"PowerSGD, rank 4: time of torch's hook over {name} ≥ 3", factors, 3, True)
+        )
     counts = {
-        f"{result['tensors_of']}, rank {result['rank']}": float(max(result["launches_per_bucket"].values()))
+        f"{result['tensors_of']}, rank {result['rank']}": float(
+            max(result["launches_per_bucket"].values())
+        )
         for result in compressed
         if None not in result["launches_per_bucket"].values()
     }
@@ -150,26 +185,51 @@ def judge(copied: Sequence[dict[str, Any]], compressed: Sequence[dict[str, Any]]
     return verdicts
 
 
-def _verdict(goal: str, values: Mapping[str, float], bound: float, at_least: bool) -> dict[str, Any]:
+def _verdict(
+    goal: str, values: Mapping[str, float], bound: float, at_least: bool
+) -> dict[str, Any]:
     if not values:
-        return {"goal": goal, "verdict": "not measured", "worst": None, "worst_case": "", "missed": []}
-    missed = [case for case, value in values.items() if (value < bound if at_least else value > bound)]
+        return {
+            "goal": goal,
+            "verdict": "not measured",
+            "worst": None,
+            "worst_case": "",
+            "missed": [],
+        }
+    missed = [
+        case for case, value in values.items() if (value < bound if at_least else value > bound)
+    ]
     worst = min(values, key=values.__getitem__) if at_least else max(values, key=values.__getitem__)
     verdict = "not reached" if missed else "reached"
-    return {"goal": goal, "verdict": verdict, "worst": values[worst], "worst_case": worst, "missed": missed}
+    return {
+        "goal": goal,
+        "verdict": verdict,
+        "worst": values[worst],
+        "worst_case": worst,
+        "missed": missed,
+    }
 
 
 def _copy_case(result: dict[str, Any]) -> str:
-    return f"{result['operation']}, {result['tensors_of']}, {result['dtypes']}, {format_bytes(result['size_bytes'])}"
+    return (
+        f"{result['operation']}, {result['tensors_of']}, {result['dtypes']}, "
+        f"{format_bytes(result['size_bytes'])}"
+    )
 
 
 def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
     """Return the table of what was to be reached."""
     rows = [
-        (one["goal"], "" if one["worst"] is None else f"{one['worst']:.2f} ({one['worst_case']})", one["verdict"])
+        (
+            one["goal"],
+            "" if one["worst"] is None else f"{one['worst']:.2f} ({one['worst_case']})",
+            one["verdict"],
+        )
         for one in verdicts
     ]
-    return tabulate(rows, ("to reach", "worst", "verdict"), tablefmt="simple", disable_numparse=True)
+    return tabulate(
+        rows, ("to reach", "worst", "verdict"), tablefmt="simple", disable_numparse=True
+    )
 
 
 # --- the plot ---
@@ -177,25 +237,42 @@ def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """Plot rates over sizes above, PowerSGD's times below."""
-    operations = list(dict.fromkeys((r["operation"], r["tensors_of"], r["dtypes"]) for r in record["copies"]))
+    operations = list(
+        dict.fromkeys((r["operation"], r["tensors_of"], r["dtypes"]) for r in record["copies"])
+    )
     lists = list(dict.fromkeys(r["tensors_of"] for r in record["powersgd"]))
     columns = max(-(-len(operations) // 2), len(lists), 1)
     figure = Figure(figsize=(3.4 * columns, 10), layout="constrained")
     about = record["environment"]
     figure.suptitle(
-        f"Kernels on {environment.processor(about)}, torch {about['torch']}; median of {record['rounds']} rounds and p10–p90",
+        f"Kernels on {environment.processor(about)}, torch {about['torch']}; median of "
+        f"{record['rounds']} rounds and p10–p90",
         fontsize="medium",
     )
     panels = figure.subplots(3, columns, squeeze=False)
     for axes, operation in zip(panels[:2].ravel().tolist(), operations, strict=False):
-        chosen = [r for r in record["copies"] if (r["operation"], r["tensors_of"], r["dtypes"]) == operation]
+        chosen = [
+            r
+            for r in record["copies"]
+            if (r["operation"], r["tensors_of"], r["dtypes"]) == operation
+        ]
         _draw_rates(axes, ", ".join(operation), chosen)
     for axes, name in zip(panels[2].tolist(), lists, strict=False):
-        _draw_times(axes, name, sorted((r for r in record["powersgd"] if r["tensors_of"] == name), key=lambda r: r["rank"]))
+        _draw_times(
+            axes,
+            name,
+            sorted(
+                (r for r in record["powersgd"] if r["tensors_of"] == name), key=lambda r: r["rank"]
+            ),
+        )
     for axes in panels.ravel().tolist():
         if not axes.has_data():
             figure.delaxes(axes)
-    handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    handles = {
+        label: handle
+        for axes in figure.axes
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -206,8 +283,16 @@ def _draw_rates(axes: Any, title: str, results: Sequence[dict[str, Any]]) -> Non
     for name in results[0]["contenders"]:
         moved = [result["moved_bytes"] / 1e3 for result in results]  # over microseconds: GB/s
         times = [result["contenders"][name]["device"] for result in results]
-        axes.plot(sizes, [m / t["median_us"] for m, t in zip(moved, times, strict=True)], ".-", color=_COLORS[name], label=name)
-        low, high = ([m / t[key] for m, t in zip(moved, times, strict=True)] for key in ("p90_us", "p10_us"))
+        axes.plot(
+            sizes,
+            [m / t["median_us"] for m, t in zip(moved, times, strict=True)],
+            ".-",
+            color=_COLORS[name],
+            label=name,
+        )
+        low, high = (
+            [m / t[key] for m, t in zip(moved, times, strict=True)] for key in ("p90_us", "p10_us")
+        )
         axes.fill_between(sizes, low, high, color=_COLORS[name], alpha=0.2, linewidth=0)
     axes.set_title(title, fontsize="small")
     axes.set_xscale("log", base=2)
@@ -226,10 +311,25 @@ def _draw_times(axes: Any, title: str, results: Sequence[dict[str, Any]]) -> Non
             [max(m - t["p10_us"] / 1e3, 0) for m, t in zip(medians, times, strict=True)],
             [max(t["p90_us"] / 1e3 - m, 0) for m, t in zip(medians, times, strict=True)],
         ]
-        axes.bar(places, medians, 0.2, align="edge", yerr=spread, color=_COLORS[name], label=name, capsize=2)
+        axes.bar(
+            places,
+            medians,
+            0.2,
+            align="edge",
+            yerr=spread,
+            color=_COLORS[name],
+            label=name,
+            capsize=2,
+        )
     if all(result["fewest_us"] for result in results):
         fewest = [result["fewest_us"] / 1e3 for result in results]
-        axes.plot(range(len(results)), fewest, "_k", markersize=24, label="fewest bytes at the copy's rate")
+        axes.plot(
+            range(len(results)),
+            fewest,
+            "_k",
+            markersize=24,
+            label="fewest bytes at the copy's rate",
+        )
     axes.set_title(f"PowerSGD of {title}", fontsize="small")
     axes.set_xticks(range(len(results)), [f"rank {result['rank']}" for result in results])
     axes.set_yscale("log")

@@ -1,10 +1,12 @@
 """PowerSGD's compression and decompression of a network's gradients, on one rank: our kernels, our hook, torch's hook.
 
-The fewest bytes. Each stage needs the result of the stage before it from all ranks, so each must read the matrix again, and what
-a stage changes must be written. For n × m elements, with error feedback: M and E are read, X = M + E is written (3); X is read
-for Q (1); X is read, the approximation M and what it left out, E, are written (3): 7·n·m. Keeping no X costs more, because then
-M and E are both read in every stage. Each thin factor of rank r is read and written by its orthogonalisation, written by the
-stage that makes it and read by the two that use it: 5·r·(n + m). A tensor that travels whole is copied to its slot and back: 4.
+The fewest bytes. Each stage needs the result of the stage before it from all ranks, so each must
+read the matrix again, and what a stage changes must be written. For n × m elements, with error
+feedback: M and E are read, X = M + E is written (3); X is read for Q (1); X is read, the
+approximation M and what it left out, E, are written (3): 7·n·m. Keeping no X costs more, because
+then M and E are both read in every stage. Each thin factor of rank r is read and written by its
+orthogonalisation, written by the stage that makes it and read by the two that use it: 5·r·(n + m).
+A tensor that travels whole is copied to its slot and back: 4.
 
 Letters: n × m a matrix; r the approximation's rank.
 """
@@ -51,10 +53,13 @@ class Case:
     numel: int
     moved_bytes: int  # the fewest
     contenders: list[Contender]
-    launches: dict[str, Any]  # of the kernels in one bucket, at most; None on the CPU, where their twins work
+    # of the kernels in one bucket, at most; None on the CPU, where their twins work
+    launches: dict[str, Any]
 
 
-def case(name: str, shapes: Sequence[Shape], bucket_bytes: int, rank: int, device: torch.device) -> Case:
+def case(
+    name: str, shapes: Sequence[Shape], bucket_bytes: int, rank: int, device: torch.device
+) -> Case:
     """Build and check all contenders, each with gradients and buckets of its own.
 
     Raises:
@@ -64,7 +69,9 @@ def case(name: str, shapes: Sequence[Shape], bucket_bytes: int, rank: int, devic
     factors = [found for bucket in buckets if (found := _factors(bucket, rank)) is not None]
     _check_kernels(name, factors)
     launches = {KERNELS: _most_launches([_stages_of(one) for one in factors], device)}
-    ours, theirs, batched = (_hook(kind, shapes, bucket_bytes, rank, device) for kind in (OURS, THEIRS, BATCHED))
+    ours, theirs, batched = (
+        _hook(kind, shapes, bucket_bytes, rank, device) for kind in (OURS, THEIRS, BATCHED)
+    )
     _check_hooks(name, [ours, theirs, batched])
     launches[OURS] = _most_launches([_one_bucket(ours, bucket) for bucket in ours.buckets], device)
     matrices = [x for one in factors for x in one.bucket.matrices]
@@ -90,7 +97,9 @@ def fewest_bytes(shapes: Sequence[Shape], rank: int, itemsize: int = 4) -> int:
 # --- gradients in buckets ---
 
 
-def buckets_of(shapes: Sequence[Shape], bucket_bytes: int, device: torch.device) -> list[GradBucket]:
+def buckets_of(
+    shapes: Sequence[Shape], bucket_bytes: int, device: torch.device
+) -> list[GradBucket]:
     """Return the buckets in which DDP would send these gradients, filled: low rank and some noise, the same each time."""
     sizes = [torch.empty(shape, device="meta") for shape in shapes]
     plan = assign(sizes, [bucket_bytes], order=range(len(shapes) - 1, -1, -1))
@@ -172,7 +181,10 @@ def _check_kernels(name: str, factors: Sequence[Factors]) -> None:
         for x, (total, old_q) in zip(matrices, before, strict=True):
             for what, distance in _distances(x, total, old_q).items():
                 if not distance < 1e-4:
-                    raise RuntimeError(f"{name}, {tuple(x.m.shape)} at rank {x.p.shape[1]}: {what} is off by {distance:.1e}")
+                    raise RuntimeError(
+                        f"{name}, {tuple(x.m.shape)} at rank {x.p.shape[1]}: {what} is off by "
+                        f"{distance:.1e}"
+                    )
 
 
 def _distances(x: powersgd.Matrix, total: Tensor, old_q: Tensor) -> dict[str, float]:
@@ -219,13 +231,22 @@ class Hook:
         if self.name != OURS:
             return errors[bucket.index()]
         pairs = zip(bucket.names(), bucket.gradients(), strict=True)
-        return torch.cat([errors.get(name, torch.zeros_like(gradient)).view(-1) for name, gradient in pairs])
+        return torch.cat(
+            [errors.get(name, torch.zeros_like(gradient)).view(-1) for name, gradient in pairs]
+        )
 
 
-def _hook(kind: str, shapes: Sequence[Shape], bucket_bytes: int, rank: int, device: torch.device) -> Hook:
+def _hook(
+    kind: str, shapes: Sequence[Shape], bucket_bytes: int, rank: int, device: torch.device
+) -> Hook:
     buckets = buckets_of(shapes, bucket_bytes, device)
     if kind == OURS:
-        return Hook(kind, powerSGD_hook, PowerSGDState(None, rank, start_powerSGD_iter=_PLAIN_STEPS), buckets)
+        return Hook(
+            kind,
+            powerSGD_hook,
+            PowerSGDState(None, rank, start_powerSGD_iter=_PLAIN_STEPS),
+            buckets,
+        )
     state = torch_powersgd.PowerSGDState(
         None, rank, start_powerSGD_iter=_PLAIN_STEPS, batch_tensors_with_same_shape=kind == BATCHED
     )
@@ -244,12 +265,17 @@ def _check_hooks(name: str, hooks: Sequence[Hook]) -> None:
         for _ in range(_PLAIN_STEPS + _WARM_STEPS):
             hook.step()
         left_out, whole = hook.left_out(), torch.stack([t.norm() for t in truth]).norm()
-        lost = [t - bucket.buffer() - e for t, bucket, e in zip(truth, hook.buckets, left_out, strict=True)]
+        lost = [
+            t - bucket.buffer() - e
+            for t, bucket, e in zip(truth, hook.buckets, left_out, strict=True)
+        ]
         if not float(torch.stack([t.norm() for t in lost]).norm() / whole) < 1e-4:
             raise RuntimeError(f"{name}: {hook.name} loses a part of the gradients")
         shares[hook.name] = float(torch.stack([t.norm() for t in left_out]).norm() / whole)
     if max(shares.values()) - min(shares.values()) > _SAME:
-        raise RuntimeError(f"{name}: the hooks leave out different shares of the gradients: {shares}")
+        raise RuntimeError(
+            f"{name}: the hooks leave out different shares of the gradients: {shares}"
+        )
 
 
 # --- launches ---

@@ -50,10 +50,16 @@ _COLORS = {
 }
 
 
-def result_of(operation: str, numel: int, size_bytes: int, series: Sequence[Series]) -> dict[str, Any]:
+def result_of(
+    operation: str, numel: int, size_bytes: int, series: Sequence[Series]
+) -> dict[str, Any]:
     """Return one case's entry in the JSON."""
     by_name = {one.name: one for one in series}
-    pairs = [(by_name[left], by_name[right]) for left, right in _PAIRS if left in by_name and right in by_name]
+    pairs = [
+        (by_name[left], by_name[right])
+        for left, right in _PAIRS
+        if left in by_name and right in by_name
+    ]
     return {
         "operation": operation,
         "numel": numel,
@@ -71,9 +77,16 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     rows = []
     for result in results:
         compared = {_pair(pair): _ratios(pair) for pair in result["comparisons"]}
-        times = [_time(result["contenders"][label]) if label in result["contenders"] else "" for label in labels]
+        times = [
+            _time(result["contenders"][label]) if label in result["contenders"] else ""
+            for label in labels
+        ]
         rows.append([_size(result), *times, *(compared.get(pair, "") for pair in pairs)])
-    headers = ["size", *(f"{label}\nus (p10–p90)" for label in labels), *(pair.replace(" / ", " /\n") for pair in pairs)]
+    headers = [
+        "size",
+        *(f"{label}\nus (p10–p90)" for label in labels),
+        *(pair.replace(" / ", " /\n") for pair in pairs),
+    ]
     return tabulate(rows, headers, tablefmt="simple", stralign="right", disable_numparse=True)
 
 
@@ -89,11 +102,19 @@ def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
     """Return the table of what was to be reached."""
     rows = []
     for verdict in verdicts:
-        place = f" at {format_bytes(verdict['worst_size_bytes'])}" if verdict["worst_size_bytes"] else ""
+        place = (
+            f" at {format_bytes(verdict['worst_size_bytes'])}"
+            if verdict["worst_size_bytes"]
+            else ""
+        )
         worst = "" if verdict["worst"] is None else f"{verdict['worst']:.2f}{place}"
         missed = ", ".join(format_bytes(size) for size in verdict["missed_sizes_bytes"] if size)
-        rows.append((verdict["goal"], worst, verdict["verdict"] + (f" at {missed}" if missed else "")))
-    return tabulate(rows, ("to reach", "worst", "verdict"), tablefmt="simple", disable_numparse=True)
+        rows.append(
+            (verdict["goal"], worst, verdict["verdict"] + (f" at {missed}" if missed else ""))
+        )
+    return tabulate(
+        rows, ("to reach", "worst", "verdict"), tablefmt="simple", disable_numparse=True
+    )
 
 
 def write_json(record: dict[str, Any], path: Path) -> None:
@@ -109,8 +130,10 @@ def draw(record: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(4.2 * columns, 3.4 * lines + 1), layout="constrained")
     about = record["environment"]
     figure.suptitle(
-        f"Collectives on {about['ranks']} ranks, {about['mpi_library']}, torch {about['torch']}, {environment.processor(about)}\n"
-        f"slowest rank, median of {record['rounds']} rounds and p10–p90; {environment.binding(about).split(':')[0]}",
+        f"Collectives on {about['ranks']} ranks, {about['mpi_library']}, torch {about['torch']}, "
+        f"{environment.processor(about)}\n"
+        f"slowest rank, median of {record['rounds']} rounds and p10–p90; "
+        f"{environment.binding(about).split(':')[0]}",
         fontsize="medium",
     )
     panels = figure.subplots(lines, columns, squeeze=False).ravel().tolist()
@@ -118,10 +141,16 @@ def draw(record: dict[str, Any], path: Path) -> None:
         results = [result for result in record["results"] if result["operation"] == operation]
         axes.set_title(operation)
         axes.grid(alpha=0.3)
-        (_draw_lines if any(result["size_bytes"] for result in results) else _draw_bars)(axes, results)
+        (_draw_lines if any(result["size_bytes"] for result in results) else _draw_bars)(
+            axes, results
+        )
     for axes in panels[len(operations) :]:
         figure.delaxes(axes)
-    handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    handles = {
+        label: handle
+        for axes in figure.axes
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -133,7 +162,14 @@ def _draw_lines(axes: Any, results: Sequence[dict[str, Any]]) -> None:
     places = [result["numel"] for result in results] if in_elements else sizes
     for name in results[0]["contenders"]:
         values = [result["contenders"][name] for result in results]
-        axes.plot(places, [v["median_us"] for v in values], ".-", color=_COLORS[name], label=name, linewidth=1.2)
+        axes.plot(
+            places,
+            [v["median_us"] for v in values],
+            ".-",
+            color=_COLORS[name],
+            label=name,
+            linewidth=1.2,
+        )
         low, high = [v["p10_us"] for v in values], [v["p90_us"] for v in values]
         axes.fill_between(places, low, high, color=_COLORS[name], alpha=0.2, linewidth=0)
     axes.set_xscale("log", base=2)
@@ -170,11 +206,19 @@ def _size(result: dict[str, Any]) -> str:
 
 
 def _time(values: dict[str, Any]) -> str:
-    return " ".join((_digits(values["median_us"]), f"({_digits(values['p10_us'])}–{_digits(values['p90_us'])})"))
+    return " ".join(
+        (_digits(values["median_us"]), f"({_digits(values['p10_us'])}–{_digits(values['p90_us'])})")
+    )
 
 
 def _digits(value_us: float) -> str:
-    return f"{value_us:.0f}" if value_us >= 100 else f"{value_us:.1f}" if value_us >= 10 else f"{value_us:.2f}"
+    return (
+        f"{value_us:.0f}"
+        if value_us >= 100
+        else f"{value_us:.1f}"
+        if value_us >= 10
+        else f"{value_us:.2f}"
+    )
 
 
 def _short(number: int) -> str:

@@ -99,8 +99,9 @@ def idle_share() -> float:
 def follow_phases() -> None:
     """Do what ``begin`` says until it says ``leave``.
 
-    ``compute``: in Python until ``end_of_phase``. ``idle``: sleep for ``settle_s`` after the call that
-    said so, then measure for ``seconds`` what the process uses of a core; no call asks meanwhile.
+    ``compute``: in Python until ``end_of_phase``. ``idle``: sleep for ``settle_s`` after the call
+    that said so, then measure for ``seconds`` what the process uses of a core; no call asks
+    meanwhile.
     """
     while (following := _phases.get())[0] != "leave":
         phase, settle_s, seconds = following
@@ -130,7 +131,9 @@ def start(name: str, group: Any) -> Any:
     rpc, worker = modules()[name], f"worker{group.rank}"
     if name != "tensorpipe":
         # With a list, workers read data only; it has all that is called here.
-        rpc.init_rpc(worker, allowed=[f"{__name__}.*", Layer, torch.add] if name == DATA_ONLY else None)
+        rpc.init_rpc(
+            worker, allowed=[f"{__name__}.*", Layer, torch.add] if name == DATA_ONLY else None
+        )
         return rpc
     # A file that all can see, not a port: a store over TCP survives no second start in a process.
     store = None
@@ -217,9 +220,27 @@ def cases(sizes_bytes: Sequence[int], burst: int, callers: int, many: Sequence[i
         Case("async", 0, burst, partial(_async, burst), right, (FLOOR,)),
         Case("remote + to_here", 0, 1, _remote(one), lambda result: result == 1, (FLOOR,), True),
         Case("remote + to_here", _KI, 1, _remote(kept_tensor), _is(kept), (FLOOR,), True),
-        Case("remote of torch.add + to_here", _KI, 1, _remote(torch.add, small, 1), _is(small + 1), (FLOOR,), True),
-        Case("RRef and tensor", 4 * _KI, 1, partial(_forward, layer), _is(layer), (NOOP, FLOOR), True),
-        Case("RRef and dict", 4 * _KI, 1, partial(_forward_all, layer), _are_halves(layer), (NOOP,), True),
+        Case(
+            "remote of torch.add + to_here",
+            _KI,
+            1,
+            _remote(torch.add, small, 1),
+            _is(small + 1),
+            (FLOOR,),
+            True,
+        ),
+        Case(
+            "RRef and tensor", 4 * _KI, 1, partial(_forward, layer), _is(layer), (NOOP, FLOOR), True
+        ),
+        Case(
+            "RRef and dict",
+            4 * _KI,
+            1,
+            partial(_forward_all, layer),
+            _are_halves(layer),
+            (NOOP,),
+            True,
+        ),
         Case("rref.rpc_sync()", 4 * _KI, 1, partial(_proxy, layer), _is(layer), (NOOP,), True),
     ]
     # The most are held against the second most: both have little but the tensors to pay for.
@@ -228,7 +249,16 @@ def cases(sizes_bytes: Sequence[int], burst: int, callers: int, many: Sequence[i
     for count in many:
         tensors = [torch.full((SMALL_BYTES // 4,), float(number)) for number in range(count)]
         here = fewer if count == max(many) else ()
-        made.append(Case("tensor of many", SMALL_BYTES * count, count, _sync(echo, tensors), _are(tensors), here))
+        made.append(
+            Case(
+                "tensor of many",
+                SMALL_BYTES * count,
+                count,
+                _sync(echo, tensors),
+                _are(tensors),
+                here,
+            )
+        )
     right = partial(_is_flooded, callers)
     made.append(Case("many to one", 0, callers * _FLOODED, partial(_flooded, callers), right))
     return made
@@ -242,7 +272,12 @@ def chosen(made: Sequence[Case], names: Sequence[str]) -> list[Case]:
     if not names:
         return list(made)
     taken = [case for case in made if any(name in case.operation for name in names)]
-    needed = {(other.operation, other.size_bytes) for case in taken for _, other in case.against if other.contender == "mpidist"}
+    needed = {
+        (other.operation, other.size_bytes)
+        for case in taken
+        for _, other in case.against
+        if other.contender == "mpidist"
+    }
     return [case for case in made if case in taken or (case.operation, case.size_bytes) in needed]
 
 
@@ -259,7 +294,10 @@ def _are(tensors: list[Tensor]) -> Callable[[Any], bool]:
 
 
 def _are_halves(tensor: Tensor) -> Callable[[Any], bool]:
-    return lambda result: list(result) == ["first", "second"] and torch.equal(torch.cat(list(result.values())), tensor)
+    return lambda result: (
+        list(result) == ["first", "second"]
+        and torch.equal(torch.cat(list(result.values())), tensor)
+    )
 
 
 def _sync(function: Callable[..., Any], *args: Any) -> Callable[[Any, str], Pass]:
@@ -290,7 +328,9 @@ def _forward(tensor: Tensor, rpc: Any, to: str) -> Pass:
 def _forward_all(tensor: Tensor, rpc: Any, to: str) -> Pass:
     layer = rpc.remote(to, Layer)
     first, second = (half.clone() for half in tensor.chunk(2))
-    return lambda: rpc.rpc_sync(to, forward_all, kwargs={"rref": layer, "tensors": {"first": first, "second": second}})
+    return lambda: rpc.rpc_sync(
+        to, forward_all, kwargs={"rref": layer, "tensors": {"first": first, "second": second}}
+    )
 
 
 def _proxy(tensor: Tensor, rpc: Any, to: str) -> Pass:

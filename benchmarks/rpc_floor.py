@@ -43,7 +43,9 @@ class Floor:
         self._serving = False
         self._handlers = (self._call, self._end_call, self._end_call, self._leave)
 
-    def rpc_sync(self, to: int, function: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+    def rpc_sync(
+        self, to: int, function: Callable[..., Any], args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Call a function on rank ``to`` and return its result."""
         self._number = number = self._number + 1
         deadline = self._pending[number] = time.monotonic() + _TIMEOUT_S
@@ -111,7 +113,9 @@ class Floor:
         self._serving = False
 
 
-def round_trip(comm: MPI.Comm, to: int, memory: np.ndarray[Any, Any], back: np.ndarray[Any, Any]) -> None:
+def round_trip(
+    comm: MPI.Comm, to: int, memory: np.ndarray[Any, Any], back: np.ndarray[Any, Any]
+) -> None:
     """Send memory to a rank in ``bounce``, and receive as much: the same memory each time."""
     comm.Send([memory, MPI.BYTE], to, _TAG)
     comm.Recv([back, MPI.BYTE], to, _TAG)

@@ -1,9 +1,10 @@
 """Communication hook with the shortest step, by bandwidth, size of the network and ranks: PREDICTED from measured costs.
 
-Two kinds of processor. ``cpu`` is the one that was measured: its hooks, its computing, its host's part of a message. ``gpu``
-takes the hooks' costs on an H100 from ``results/kernels-nvidia-h100-80gb-hbm3.json``, assumes its computing
-(``GPU_FLOP_RATE``), and lets the network read and write its memory by itself (no term for bytes in the node). Latencies are
-the measured ones, of TCP.
+Two kinds of processor. ``cpu`` is the one that was measured: its hooks, its computing, its host's
+part of a message. ``gpu`` takes the hooks' costs on an H100 from
+``results/kernels-nvidia-h100-80gb-hbm3.json``, assumes its computing (``GPU_FLOP_RATE``), and lets
+the network read and write its memory by itself (no term for bytes in the node). Latencies are the
+measured ones, of TCP.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from tabulate import tabulate
 BANDWIDTHS = (0.1, 1.0, 10.0, 25.0, 100.0, 200.0)  # Gbit/s
 RANKS = (4, 64, 1024, 4096)
 CPU_SAMPLES = 64  # of a rank, each of which passes every weight once
-GPU_SAMPLES, GPU_FLOP_RATE = 8192, 4e14  # tokens of a rank; of an H100 that trains in bf16, 40 % of its peak
+# tokens of a rank; of an H100 that trains in bf16, 40 % of its peak
+GPU_SAMPLES, GPU_FLOP_RATE = 8192, 4e14
 GPU_FILE = Path(__file__).resolve().parent / "results" / "kernels-nvidia-h100-80gb-hbm3.json"
 _LEAST, _MOST = 0.01, 1000.0  # Gbit/s, between which choices are looked for
 _STEPS = 26
@@ -61,7 +63,8 @@ class Processor:
 def shapes_of(parameters: int) -> list[Shape]:
     """Return gradients of a network of so many parameters: GPT-2's, and from 500 million on GPT-2 XL's, cut or repeated."""
     whole = gradient_lists.gpt2_xl() if parameters >= 500e6 else gradient_lists.gpt2()
-    return gradient_lists.cut(whole if parameters >= 50e6 else whole[2:], parameters)  # a small one without the table of words
+    # a small one without the table of words
+    return gradient_lists.cut(whole if parameters >= 50e6 else whole[2:], parameters)
 
 
 NETWORKS = {
@@ -92,7 +95,9 @@ def processors(model: models.Model) -> list[Processor]:
 def without_host_bytes(fit: cost_model.Fit) -> cost_model.Fit:
     """Return a fit whose bytes cost a node's processor nothing."""
     place = cost_model.TERMS.index("node bytes")
-    return replace(fit, parameters=tuple((*row[:place], 0.0, *row[place + 1 :]) for row in fit.parameters))
+    return replace(
+        fit, parameters=tuple((*row[:place], 0.0, *row[place + 1 :]) for row in fit.parameters)
+    )
 
 
 def gpu_costs(data: Mapping[str, Any]) -> dict[str, steps.HookCost]:
@@ -110,7 +115,12 @@ def gpu_costs(data: Mapping[str, Any]) -> dict[str, steps.HookCost]:
     rate = 2 * largest["size_bytes"] / (copied_us / 1e6)  # bytes read and written
     narrowed = 12 / rate  # fp32 to bf16 and back: 4 + 2 + 2 + 4 bytes
     rank_16 = hooks[8] + 2 * max(hooks[8] - hooks[4], 0.0)
-    each = {"bf16": narrowed, "powersgd-1": hooks[1], "powersgd-4": hooks[4], "powersgd-16": rank_16}
+    each = {
+        "bf16": narrowed,
+        "powersgd-1": hooks[1],
+        "powersgd-4": hooks[4],
+        "powersgd-16": rank_16,
+    }
     return {hook: steps.HookCost(seconds) for hook, seconds in each.items()}
 
 
@@ -119,7 +129,12 @@ def times(case: Case, bandwidth: float, processor: Processor) -> dict[str, float
     nodes = -(-case.ranks // case.ranks_per_node)
     at = steps.Layout(nodes, case.ranks_per_node, bandwidth)
     hooks = ["none", *(hook for hook in steps.HOOKS if hook in processor.costs)]
-    return {hook: steps.step(case.compute_s, case.buckets, hook, at, processor.fits, processor.costs).seconds for hook in hooks}
+    return {
+        hook: steps.step(
+            case.compute_s, case.buckets, hook, at, processor.fits, processor.costs
+        ).seconds
+        for hook in hooks
+    }
 
 
 def fastest(found: Mapping[str, float]) -> str:
@@ -171,7 +186,9 @@ def table_of(model: models.Model) -> list[dict[str, Any]]:
                         "compute_s": case.compute_s,
                         "predicted_seconds": by_rate,
                         "fastest": {rate: fastest(found) for rate, found in by_rate.items()},
-                        "fastest_up_to_gbit_s": [[hook, rate] for hook, rate in crossings(case, processor)]
+                        "fastest_up_to_gbit_s": [
+                            [hook, rate] for hook, rate in crossings(case, processor)
+                        ]
                         if ranks == 64
                         else None,
                     }
@@ -182,21 +199,39 @@ def table_of(model: models.Model) -> list[dict[str, Any]]:
 def text_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the tables of the fastest hooks, and of the bandwidths at which they change."""
     if not rows:
-        return "Which hook pays: no links were measured (sweep --links 10gbit 1gbit 100mbit), so nothing can be said"
-    headers = ("", "network", "ranks", "computing\nms", *(f"{rate:g} Gbit/s" for rate in BANDWIDTHS))
+        return (
+            "Which hook pays: no links were measured (sweep --links 10gbit 1gbit 100mbit), so "
+            "nothing can be said"
+        )
+    headers = (
+        "",
+        "network",
+        "ranks",
+        "computing\nms",
+        *(f"{rate:g} Gbit/s" for rate in BANDWIDTHS),
+    )
     lines = []
     for row in rows:
         cells = []
         for rate, hook in row["fastest"].items():
             found = row["predicted_seconds"][rate]
             cells.append(hook if hook == "none" else f"{hook} ×{found['none'] / found[hook]:.1f}")
-        lines.append((row["processor"], row["network"], row["ranks"], f"{1e3 * row['compute_s']:.0f}", *cells))
+        lines.append(
+            (
+                row["processor"],
+                row["network"],
+                row["ranks"],
+                f"{1e3 * row['compute_s']:.0f}",
+                *cells,
+            )
+        )
     crossed = [
         (
             row["processor"],
             row["network"],
             ", then ".join(
-                hook if rate == float("inf") else f"{hook} up to {rate:.2g}" for hook, rate in row["fastest_up_to_gbit_s"]
+                hook if rate == float("inf") else f"{hook} up to {rate:.2g}"
+                for hook, rate in row["fastest_up_to_gbit_s"]
             ),
         )
         for row in rows
@@ -204,7 +239,8 @@ def text_of(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     return "\n".join(
         [
-            "Which hook pays, PREDICTED, one rank a node: the fastest, and how many times faster than uncompressed",
+            "Which hook pays, PREDICTED, one rank a node: the fastest, and how many times faster "
+            "than uncompressed",
             tabulate(lines, headers, tablefmt="simple", disable_numparse=True),
             f"\nUp to which Gbit/s, PREDICTED, 64 ranks (looked for from {_LEAST:g} to {_MOST:g})",
             tabulate(crossed, ("", "network", "fastest"), tablefmt="simple", disable_numparse=True),
@@ -221,54 +257,88 @@ def answer(options: Any) -> str:
     path = options.model
     if path is None:
         written = sorted((Path(__file__).resolve().parent / "results").glob("scaling-*.json"))
-        path = next((one for one in written if "model" in json.loads(one.read_text(encoding="utf-8"))), None)
+        path = next(
+            (one for one in written if "model" in json.loads(one.read_text(encoding="utf-8"))), None
+        )
     if path is None or not path.is_file():
         raise SystemExit(
-            "no model: make one by `bench_scaling.py sweep --links 10gbit 1gbit`, or `report FILES`; name it by --model"
+            "no model: make one by `bench_scaling.py sweep --links 10gbit 1gbit`, or `report "
+            "FILES`; name it by --model"
         )
     try:
         model = models.from_json(json.loads(path.read_text(encoding="utf-8"))["model"])
     except (KeyError, TypeError, ValueError) as error:
-        raise SystemExit(f"{path.name} holds no model ({error}): write it again with `sweep` or `report`") from None
+        raise SystemExit(
+            f"{path.name} holds no model ({error}): write it again with `sweep` or `report`"
+        ) from None
     source = f"hooks' costs of the model in {path.name}"
     if options.measure:
-        model, source = _measured_here(model, options), "hooks' costs and computing measured here just now"
+        model, source = (
+            _measured_here(model, options),
+            "hooks' costs and computing measured here just now",
+        )
     by_name = {one.name: one for one in processors(model)}
     if options.processor not in by_name:
-        raise SystemExit(f"{path.name} has no measured links or hooks: `sweep --links 10gbit 1gbit` measures them")
+        raise SystemExit(
+            f"{path.name} has no measured links or hooks: `sweep --links 10gbit 1gbit` measures "
+            "them"
+        )
     processor = by_name[options.processor]
     buckets = steps.buckets_of(shapes_of(int(options.parameters)), options.bucket_cap_mb)
-    compute_s = options.compute_ms / 1e3 if options.compute_ms else processor.compute_s(options.parameters)
+    compute_s = (
+        options.compute_ms / 1e3 if options.compute_ms else processor.compute_s(options.parameters)
+    )
     case = Case(compute_s, buckets, options.ranks, options.ranks_per_node)
     found = times(case, options.bandwidth, processor)
     best = fastest(found)
     rows = [
-        (hook, f"{1e3 * s:.1f}", f"{1e3 * (s - compute_s):.1f}", f"{found['none'] / s:.2f}", "<- fastest" if hook == best else "")
+        (
+            hook,
+            f"{1e3 * s:.1f}",
+            f"{1e3 * (s - compute_s):.1f}",
+            f"{found['none'] / s:.2f}",
+            "<- fastest" if hook == best else "",
+        )
         for hook, s in found.items()
     ]
     given = (
-        "given" if options.compute_ms else f"6 · parameters · {processor.samples} samples / {processor.flop_rate:.2g} a second"
+        "given"
+        if options.compute_ms
+        else f"6 · parameters · {processor.samples} samples / {processor.flop_rate:.2g} a second"
     )
     changes = ", then ".join(
-        hook if rate == float("inf") else f"{hook} up to {rate:.2g} Gbit/s" for hook, rate in crossings(case, processor)
+        hook if rate == float("inf") else f"{hook} up to {rate:.2g} Gbit/s"
+        for hook, rate in crossings(case, processor)
     )
-    table = tabulate(rows, ("hook", "step, ms", "exposed, ms", "× uncompressed", ""), tablefmt="simple", disable_numparse=True)
+    table = tabulate(
+        rows,
+        ("hook", "step, ms", "exposed, ms", "× uncompressed", ""),
+        tablefmt="simple",
+        disable_numparse=True,
+    )
     return (
-        f"{options.parameters:g} parameters, {options.ranks} ranks, {options.ranks_per_node} a node, "
+        f"{options.parameters:g} parameters, {options.ranks} ranks, {options.ranks_per_node} a "
+        "node, "
         f"{options.bandwidth:g} Gbit/s: {best} is the fastest (PREDICTED)\n{table}\n"
         f"as the bandwidth rises: {changes}\n"
-        f"assumed: computing {1e3 * compute_s:.1f} ms a step ({given}); gradients shaped as GPT-2's, in {len(buckets)} buckets; "
-        f"{source if options.processor == 'cpu' else 'hooks as on an H100'}; latencies as measured over TCP; a flat all-reduce "
-        "of all ranks; the step's own computing stays the same. A hook that changes the gradients needs a look at the accuracy"
+        f"assumed: computing {1e3 * compute_s:.1f} ms a step ({given}); gradients shaped as "
+        f"GPT-2's, in {len(buckets)} buckets; "
+        f"{source if options.processor == 'cpu' else 'hooks as on an H100'}; latencies as measured "
+        "over TCP; a flat all-reduce "
+        "of all ranks; the step's own computing stays the same. A hook that changes the gradients "
+        "needs a look at the accuracy"
     )
 
 
 def _measured_here(model: models.Model, options: Any) -> models.Model:
     passed = ["measure", "--operations", "barrier", "--networks", "512x4", "1024x4"]
-    records, why = scaling_jobs.run(scaling_jobs.plain(1, passed, options.launcher), options.limit_s)
+    records, why = scaling_jobs.run(
+        scaling_jobs.plain(1, passed, options.launcher), options.limit_s
+    )
     if why is not None:
         raise SystemExit(
-            f"the job of one rank that measures this machine: {why}. Without --measure the model's own costs are taken"
+            f"the job of one rank that measures this machine: {why}. Without --measure the model's "
+            "own costs are taken"
         )
     here, _ = models.fitted(records)
     return models.Model(model.fits, here.costs, here.compute_s, here.flop_rate)

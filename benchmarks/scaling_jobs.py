@@ -34,7 +34,10 @@ class Job:
 
 def plain(ranks: int, passed: Sequence[str], launcher: str | None = None) -> Job:
     """Return the job of ``ranks`` ranks on this machine."""
-    return Job(f"{ranks} ranks", (*start_of(launcher), "-n", str(ranks), sys.executable, str(PROGRAM), *passed))
+    return Job(
+        f"{ranks} ranks",
+        (*start_of(launcher), "-n", str(ranks), sys.executable, str(PROGRAM), *passed),
+    )
 
 
 def start_of(launcher: str | None) -> list[str]:
@@ -51,7 +54,14 @@ def on_link(link: str, ranks_per_node: int, passed: Sequence[str], mpich: Path) 
     Args:
         mpich: Folder of an MPICH, with ``bin/mpirun`` and ``lib/libmpi.so.12``.
     """
-    command = (str(_HERE / "slow_link.sh"), link, str(mpich / "bin" / "mpirun"), sys.executable, str(PROGRAM), *passed)
+    command = (
+        str(_HERE / "slow_link.sh"),
+        link,
+        str(mpich / "bin" / "mpirun"),
+        sys.executable,
+        str(PROGRAM),
+        *passed,
+    )
     variables = {"RANKS": str(ranks_per_node), "MPI4PY_LIBMPI": str(mpich / "lib" / "libmpi.so.12")}
     return Job(f"2 × {ranks_per_node} ranks over {link}", command, variables)
 
@@ -60,7 +70,10 @@ def why_no_link(mpich: Path) -> str | None:
     """Say why jobs between namespaces cannot be started here; None if nothing is known to be in their way."""
     for needed in (mpich / "bin" / "mpirun", mpich / "lib" / "libmpi.so.12"):
         if not needed.exists():
-            return f"{needed.name} of MPICH is not in the folder given: pip install --target FOLDER mpich, and --mpich FOLDER"
+            return (
+                f"{needed.name} of MPICH is not in the folder given: pip install --target "
+                "FOLDER mpich, and --mpich FOLDER"
+            )
     if os.geteuid() != 0:
         return "network namespaces need root"
     return None
@@ -70,7 +83,10 @@ def run(job: Job, limit_s: float) -> tuple[list[dict[str, Any]], str | None]:
     """Run a job; return the records that it wrote, and why there are none."""
     with tempfile.TemporaryDirectory() as folder:
         status, said = run_limited([*job.command, "--output", folder], job.variables, limit_s)
-        written = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
+        written = [
+            json.loads(path.read_text(encoding="utf-8"))
+            for path in sorted(Path(folder).glob("*.json"))
+        ]
     if status is None:
         return [], f"not ended after {limit_s:g} s"
     if status == _SKIPPED:
@@ -82,18 +98,27 @@ def run(job: Job, limit_s: float) -> tuple[list[dict[str, Any]], str | None]:
 
 def _reason(said: str) -> str:
     """Return the line of a job's stderr that most likely says why it ended: the first of an error, not the launcher's summary."""
-    lines = [re.sub(r"^\[rank \d+\] ", "", line).strip() for line in said.splitlines() if line.strip()]
+    lines = [
+        re.sub(r"^\[rank \d+\] ", "", line).strip() for line in said.splitlines() if line.strip()
+    ]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exit|Timeout|Exception)\b", line)]
     return (named or lines or ["it said nothing"])[0]
 
 
-def run_limited(command: Sequence[str], variables: dict[str, str], limit_s: float) -> tuple[int | None, str]:
+def run_limited(
+    command: Sequence[str], variables: dict[str, str], limit_s: float
+) -> tuple[int | None, str]:
     """Run a command; return its status, None if it outlasted ``limit_s``, and what it wrote to stderr."""
     environment = {**without_launcher(os.environ), **variables}
     with tempfile.TemporaryFile() as errors:
         # A session of its own: slow_link.sh waits for its mpirun, so both are told to end.
         job = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
         )
         status: int | None = None
         try:

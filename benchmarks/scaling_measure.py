@@ -1,7 +1,8 @@
 """One job of the scaling benchmark: collectives by size, training steps, memory. Called by all ranks at any W.
 
-Letters: W ranks of the job; N bytes of an operation: what a rank has in the end of an all-reduce and a broadcast, all ranks'
-shares of an all-gather (its output) and of a reduce-scatter (its input), as in Thakur, Rabenseifner and Gropp (2005).
+Letters: W ranks of the job; N bytes of an operation: what a rank has in the end of an all-reduce
+and a broadcast, all ranks' shares of an all-gather (its output) and of a reduce-scatter (its
+input), as in Thakur, Rabenseifner and Gropp (2005).
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def run(options: Any) -> dict[str, Any] | None:
     torch.set_num_threads(1)
     device = devices.chosen(options.device)
     dist.init_process_group("mpidist")
-    # Only now: mpidist prepares the MPI library before it starts, and importing this module would start it.
+    # Only now: mpidist prepares the MPI library before it starts, and importing this module would
+    # start it.
     from mpi4py import MPI
 
     raw = MPI.COMM_WORLD.Dup()
@@ -54,8 +56,11 @@ def run(options: Any) -> dict[str, Any] | None:
     cores = len(set().union(*(set(own) for own in about["cores_of_ranks"])))
     on_one = max(machines.count(machine) for machine in machines)
     if len(set(group._comm.nodes)) > 1 and not options.link:
-        raise SystemExit("the ranks are on several nodes: name the rate of the link between them, --link 100gbit")
-    # At its first touch a page of a virtual machine is dear; little memory, because 8 ranks may share a small machine.
+        raise SystemExit(
+            "the ranks are on several nodes: name the rate of the link between them, --link 100gbit"
+        )
+    # At its first touch a page of a virtual machine is dear; little memory, because 8 ranks may
+    # share a small machine.
     torch.empty(128 * _MI, dtype=torch.uint8).fill_(1)
     record = {
         "benchmark": "scaling",
@@ -64,7 +69,9 @@ def run(options: Any) -> dict[str, Any] | None:
         "bucket_cap_mb": options.bucket_cap_mb,
         "ranks": group.size,
         "nodes": len(set(group._comm.nodes)),
-        "ranks_per_node": max(list(group._comm.nodes).count(node) for node in set(group._comm.nodes)),
+        "ranks_per_node": max(
+            list(group._comm.nodes).count(node) for node in set(group._comm.nodes)
+        ),
         "machines": len(set(machines)),
         "cores": cores,
         "oversubscribed": on_one > cores and device.type == "cpu",
@@ -92,7 +99,9 @@ def run(options: Any) -> dict[str, Any] | None:
 # Collectives.
 
 
-def collectives(raw: Any, group: Any, options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
+def collectives(
+    raw: Any, group: Any, options: Any, device: torch.device
+) -> Iterator[dict[str, Any]]:
     """Yield one entry for each operation and size, the slowest rank's median; an operation ends at the first long call."""
     for operation in options.operations:
         for nbytes in (0,) if operation == "barrier" else options.sizes:
@@ -103,7 +112,12 @@ def collectives(raw: Any, group: Any, options: Any, device: torch.device) -> Ite
             contender = timing.Contender(operation, call, kept)
             run = drained(group, options.link) if nbytes >= _DRAINED_FROM_BYTES else None
             (series,) = timing.time_rounds(raw, [contender], options.rounds, options.burst_s, run)
-            yield {"operation": operation, "nbytes": nbytes, "us": series.median_us, "p90_us": series.percentile_us(90)}
+            yield {
+                "operation": operation,
+                "nbytes": nbytes,
+                "us": series.median_us,
+                "p90_us": series.percentile_us(90),
+            }
             if series.median_us > 1e6 * options.longest_call_s:
                 break
 
@@ -121,7 +135,9 @@ def _call(operation: str, nbytes: int, group: Any, device: torch.device) -> Any:
         tensor = memory.tensor(0, whole, torch.float32)
         tensor.own.zero_()
         return (tensor.average,), (tensor.own,)
-    full = torch.zeros(part * group.size if operation in ("all_gather", "reduce_scatter") else whole, device=device)
+    full = torch.zeros(
+        part * group.size if operation in ("all_gather", "reduce_scatter") else whole, device=device
+    )
     own = torch.zeros(part, device=device)
     calls: dict[str, tuple[Callable[[], Any], ...]] = {
         "all_reduce": (partial(group.all_reduce, full, AVG),),
@@ -136,8 +152,8 @@ def _call(operation: str, nbytes: int, group: Any, device: torch.device) -> Any:
 def drained(group: Any, link: str) -> timing.RunBurst | None:
     """Return a burst that first uses up what a limited link lends; None without such a link.
 
-    tc's token bucket lets 256 KiB pass at once (``slow_link.sh``), which is 20 ms of a link of 100 Mbit/s: messages of middle
-    size would look as fast as those of a link without a limit.
+    tc's token bucket lets 256 KiB pass at once (``slow_link.sh``), which is 20 ms of a link of 100
+    Mbit/s: messages of middle size would look as fast as those of a link without a limit.
     """
     if not link or group.is_single_node:
         return None
@@ -174,17 +190,24 @@ def network(text: str) -> cases.Model:
     width, depth = map(int, text.split("x"))
 
     def build() -> nn.Module:
-        return nn.Sequential(*(part for _ in range(depth) for part in (nn.Linear(width, width), nn.ReLU())))
+        return nn.Sequential(
+            *(part for _ in range(depth) for part in (nn.Linear(width, width), nn.ReLU()))
+        )
 
     return cases.Model(text, build, lambda: torch.randn(1, width))
 
 
-def training(raw: Any, text: str, options: Any, device: torch.device, memory: Any) -> tuple[list[dict[str, Any]], Any]:
+def training(
+    raw: Any, text: str, options: Any, device: torch.device, memory: Any
+) -> tuple[list[dict[str, Any]], Any]:
     """Measure one network, weak and strong: steps with each hook and without communication, and when buckets are ready."""
     size = raw.Get_size()
     width = int(text.split("x")[0])
     made = []
-    for scaling, batch in (("weak", options.batch), ("strong", max(options.total_batch // size, 1))):
+    for scaling, batch in (
+        ("weak", options.batch),
+        ("strong", max(options.total_batch // size, 1)),
+    ):
         plain = network(text)
         model = cases.Model(text, plain.build, partial(torch.randn, batch, width)).on(device)
         own = cases.own_batch(model)
@@ -208,7 +231,8 @@ def training(raw: Any, text: str, options: Any, device: torch.device, memory: An
                 "scaling": scaling,
                 "batch": batch,
                 "us": us,
-                # What communication adds to the same step without it, the compression of the hook included.
+                # What communication adds to the same step without it, the compression of the hook
+                # included.
                 "exposed_us": {hook: us[hook] - us["noop"] for hook in hooks},
                 "buckets": profile,
             }
@@ -234,7 +258,9 @@ def _noted(state: list[list[tuple[int, float]]], bucket: GradBucket) -> Any:
     return ddp.noop_hook(None, bucket)
 
 
-def _profile(step: Callable[[], Any], noted: list[list[tuple[int, float]]]) -> list[dict[str, float]]:
+def _profile(
+    step: Callable[[], Any], noted: list[list[tuple[int, float]]]
+) -> list[dict[str, float]]:
     """Return each bucket's bytes and when it is ready, as a share of the step without communication: the median of a few."""
     shares = []
     noted.clear()
@@ -244,18 +270,27 @@ def _profile(step: Callable[[], Any], noted: list[list[tuple[int, float]]]) -> l
         whole = time.perf_counter() - start
         shares.append([(at - start) / whole for _, at in noted[-1]])
     middle = np.median(np.array(shares), axis=0)
-    return [{"nbytes": nbytes, "ready": float(at)} for (nbytes, _), at in zip(noted[-1], middle, strict=True)]
+    return [
+        {"nbytes": nbytes, "ready": float(at)}
+        for (nbytes, _), at in zip(noted[-1], middle, strict=True)
+    ]
 
 
 # Memory.
 
 
-def memory_of(raw: Any, model: cases.Model, batch: torch.Tensor, options: Any, device: torch.device) -> dict[str, Any]:
+def memory_of(
+    raw: Any, model: cases.Model, batch: torch.Tensor, options: Any, device: torch.device
+) -> dict[str, Any]:
     """Return the memory of the rank that has the most, in MiB: before the model, and with it in DDP after two steps."""
     before = resident_mib()
     net = with_hook(model, "none", options.bucket_cap_mb)
     cases.contender("memory", net, batch)  # makes two steps
-    own = (*before, *resident_mib(), torch.cuda.max_memory_allocated() / _MI if device.type == "cuda" else 0.0)
+    own = (
+        *before,
+        *resident_mib(),
+        torch.cuda.max_memory_allocated() / _MI if device.type == "cuda" else 0.0,
+    )
     names = ("rss_before_mib", "pss_before_mib", "rss_mib", "pss_mib", "device_mib")
     most = dict(zip(names, map(max, zip(*raw.allgather(own), strict=True)), strict=True))
     return {"network": model.name, "batch": len(batch), **most}

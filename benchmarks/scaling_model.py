@@ -23,7 +23,8 @@ class Model:
     Attributes:
         fits: By class of links (``NODE``, ``BETWEEN``), then by operation.
         costs: Of the hooks, on one rank.
-        compute_s: Seconds of a step without communication, by network and batch, from the job of one rank.
+        compute_s: Seconds of a step without communication, by network and batch, from the job of
+            one rank.
         flop_rate: Floating-point operations a second that these are, the most of all networks.
     """
 
@@ -35,7 +36,11 @@ class Model:
 
 def share_of(record: Mapping[str, Any]) -> float:
     """Return how many ranks of a job take turns on a core; 1 where each has its own."""
-    return max(1.0, record["ranks"] / record["machines"] / record["cores"]) if record["oversubscribed"] else 1.0
+    return (
+        max(1.0, record["ranks"] / record["machines"] / record["cores"])
+        if record["oversubscribed"]
+        else 1.0
+    )
 
 
 def layout_of(record: Mapping[str, Any]) -> steps.Layout:
@@ -60,7 +65,10 @@ def fitted(records: Sequence[Mapping[str, Any]]) -> tuple[Model, list[dict[str, 
     fits: dict[str, dict[str, Fit]] = {}
     errors: list[dict[str, Any]] = []
     points = points_of(records)
-    for name, group in ((NODE, [p for p in points if p.nodes == 1]), (BETWEEN, [p for p in points if p.nodes > 1])):
+    for name, group in (
+        (NODE, [p for p in points if p.nodes == 1]),
+        (BETWEEN, [p for p in points if p.nodes > 1]),
+    ):
         found, missed = cost_model.validate(group)
         if found:
             fits[name] = found
@@ -71,7 +79,8 @@ def fitted(records: Sequence[Mapping[str, Any]]) -> tuple[Model, list[dict[str, 
     for one in alone:
         seconds = one["us"]["noop"] / 1e6
         compute.setdefault(one["network"], {})[one["batch"]] = seconds
-        # A multiplication and an addition for each weight and sample, forward once and backward twice.
+        # A multiplication and an addition for each weight and sample, forward once and backward
+        # twice.
         rates.append(6 * one["parameters"] * one["batch"] / seconds)
     weak = [one for one in alone if one["scaling"] == "weak"]
     return Model(fits, steps.hook_costs(weak), compute, max(rates)), errors
@@ -98,30 +107,49 @@ def measured_steps(model: Model, records: Sequence[Mapping[str, Any]]) -> list[d
                     "exposed_seconds": exposed_us / 1e6,
                     "efficiency": efficiency(model, record, one, hook),
                 }
-                if at.ranks > 1 and "all_reduce" in model.fits.get(where, {}) and one["network"] in model.compute_s:
+                if (
+                    at.ranks > 1
+                    and "all_reduce" in model.fits.get(where, {})
+                    and one["network"] in model.compute_s
+                ):
                     compute = steps.compute_of(model.compute_s[one["network"]], one["batch"])
-                    planned = steps.buckets_of([tuple(shape) for shape in one["shapes"]], record["bucket_cap_mb"])
+                    planned = steps.buckets_of(
+                        [tuple(shape) for shape in one["shapes"]], record["bucket_cap_mb"]
+                    )
                     ready = [bucket["ready"] for bucket in one["buckets"]]
                     if len(ready) == len(planned):
-                        planned = [steps.Bucket(b.shapes, at_) for b, at_ in zip(planned, ready, strict=True)]
-                    predicted = steps.step(compute, planned, hook, at, model.fits[where], model.costs)
+                        planned = [
+                            steps.Bucket(b.shapes, at_)
+                            for b, at_ in zip(planned, ready, strict=True)
+                        ]
+                    predicted = steps.step(
+                        compute, planned, hook, at, model.fits[where], model.costs
+                    )
                     entry["predicted_seconds"] = predicted.seconds
                     entry["relative_error"] = predicted.seconds / entry["seconds"] - 1
                 found.append(entry)
     return found
 
 
-def efficiency(model: Model, record: Mapping[str, Any], one: Mapping[str, Any], hook: str) -> float | None:
+def efficiency(
+    model: Model, record: Mapping[str, Any], one: Mapping[str, Any], hook: str
+) -> float | None:
     """Return the time of the same samples on one rank without communication, over the measured time and the ranks.
 
-    Ranks that take turns on a core count as its share of them: 8 ranks on 2 cores would else reach a quarter at best.
+    Ranks that take turns on a core count as its share of them: 8 ranks on 2 cores would else reach
+    a quarter at best.
     """
     known = model.compute_s.get(one["network"])
     if known is None:
         return None
     # In strong scaling one rank would compute all ranks' samples in one step.
     together = record["ranks"] if one["scaling"] == "strong" else 1
-    return steps.compute_of(known, one["batch"] * together) / together * share_of(record) / (one["us"][hook] / 1e6)
+    return (
+        steps.compute_of(known, one["batch"] * together)
+        / together
+        * share_of(record)
+        / (one["us"][hook] / 1e6)
+    )
 
 
 def choices(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -132,7 +160,9 @@ def choices(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for one in measured:
         if one["scaling"] == "weak" and "predicted_seconds" in one:
-            groups.setdefault((one["link"], one["ranks"], one["network"], one["oversubscribed"]), []).append(one)
+            groups.setdefault(
+                (one["link"], one["ranks"], one["network"], one["oversubscribed"]), []
+            ).append(one)
     found = []
     for (link, ranks, network, oversubscribed), group in groups.items():
         fastest = min(group, key=lambda one: one["seconds"])
@@ -151,21 +181,33 @@ def choices(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def predictions(model: Model, records: Sequence[Mapping[str, Any]], most: int = 4096) -> list[dict[str, Any]]:
+def predictions(
+    model: Model, records: Sequence[Mapping[str, Any]], most: int = 4096
+) -> list[dict[str, Any]]:
     """Return predicted weak steps of 1 to ``most`` ranks, one a node, over each measured link, and how many were measured.
 
-    Every rank has a core of its own. Without a measured link there are none: a node has no 4096 ranks.
+    Every rank has a core of its own. Without a measured link there are none: a node has no 4096
+    ranks.
     """
-    links = sorted({record["link"] for record in records if record["nodes"] > 1}, key=cost_model.rate_of)
+    links = sorted(
+        {record["link"] for record in records if record["nodes"] > 1}, key=cost_model.rate_of
+    )
     largest = max((record["ranks"] for record in records), default=1)
-    networks = {one["network"]: (one, record) for record in records for one in record["steps"] if one["scaling"] == "weak"}
+    networks = {
+        one["network"]: (one, record)
+        for record in records
+        for one in record["steps"]
+        if one["scaling"] == "weak"
+    }
     found = []
     for link in links if BETWEEN in model.fits else []:
         for name, (one, record) in networks.items():
             if name not in model.compute_s:
                 continue
             compute = steps.compute_of(model.compute_s[name], one["batch"])
-            buckets = steps.buckets_of([tuple(shape) for shape in one["shapes"]], record["bucket_cap_mb"])
+            buckets = steps.buckets_of(
+                [tuple(shape) for shape in one["shapes"]], record["bucket_cap_mb"]
+            )
             for power in range(1, int(math.log2(most)) + 1):
                 ranks = 1 << power
                 at = steps.Layout(ranks, 1, cost_model.rate_of(link))
@@ -196,9 +238,15 @@ def to_json(model: Model) -> dict[str, Any]:
     """Return a model as plain data; a range without an end has an infinite one, which a file holds as null."""
     return {
         "terms": list(cost_model.TERMS),
-        "fits": {name: {operation: asdict(fit) for operation, fit in group.items()} for name, group in model.fits.items()},
+        "fits": {
+            name: {operation: asdict(fit) for operation, fit in group.items()}
+            for name, group in model.fits.items()
+        },
         "hook_costs": {hook: asdict(cost) for hook, cost in model.costs.items()},
-        "compute_s": {network: {str(batch): s for batch, s in group.items()} for network, group in model.compute_s.items()},
+        "compute_s": {
+            network: {str(batch): s for batch, s in group.items()}
+            for network, group in model.compute_s.items()
+        },
         "flop_rate": model.flop_rate,
     }
 
@@ -210,15 +258,28 @@ def from_json(data: Mapping[str, Any]) -> Model:
         ValueError: Other data, or of a version with other terms.
     """
     if list(data.get("terms", ())) != list(cost_model.TERMS):
-        raise ValueError("the file holds no model with the terms that are known here: write it again with `report` or `sweep`")
+        raise ValueError(
+            "the file holds no model with the terms that are known here: write it again with "
+            "`report` or `sweep`"
+        )
     fits = {
         name: {
             operation: Fit(
-                operation, tuple(map(_number, fit["ends"])), tuple(tuple(map(float, row)) for row in fit["parameters"])
+                operation,
+                tuple(map(_number, fit["ends"])),
+                tuple(tuple(map(float, row)) for row in fit["parameters"]),
             )
             for operation, fit in group.items()
         }
         for name, group in data["fits"].items()
     }
-    compute = {network: {int(batch): s for batch, s in group.items()} for network, group in data["compute_s"].items()}
-    return Model(fits, {hook: steps.HookCost(**cost) for hook, cost in data["hook_costs"].items()}, compute, data["flop_rate"])
+    compute = {
+        network: {int(batch): s for batch, s in group.items()}
+        for network, group in data["compute_s"].items()
+    }
+    return Model(
+        fits,
+        {hook: steps.HookCost(**cost) for hook, cost in data["hook_costs"].items()},
+        compute,
+        data["flop_rate"],
+    )

@@ -22,7 +22,8 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     figure.suptitle(
         f"Scaling of a data-parallel step: {environment.processor(about)}, torch {about['torch']}, "
         f"{', '.join(sorted({job['environment']['mpi_library'] for job in record['jobs']}))}\n"
-        "filled: a core for each rank; hollow: more ranks than cores; shaded: PREDICTED by the model, not measured",
+        "filled: a core for each rank; hollow: more ranks than cores; shaded: PREDICTED by the "
+        "model, not measured",
         fontsize="medium",
     )
     panels = figure.subplots(2, 3)
@@ -37,18 +38,43 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
 
 
 def _weak(axes: Any, record: Mapping[str, Any]) -> None:
-    axes.set(title="measured: weak scaling, uncompressed, largest network", xlabel="ranks", ylabel="step, s", yscale="log")
-    _markers(axes, _largest([one for one in record["steps"] if one["scaling"] == "weak" and one["hook"] == "none"]), "seconds")
+    axes.set(
+        title="measured: weak scaling, uncompressed, largest network",
+        xlabel="ranks",
+        ylabel="step, s",
+        yscale="log",
+    )
+    _markers(
+        axes,
+        _largest(
+            [one for one in record["steps"] if one["scaling"] == "weak" and one["hook"] == "none"]
+        ),
+        "seconds",
+    )
 
 
 def _strong(axes: Any, record: Mapping[str, Any]) -> None:
-    axes.set(title="measured: strong scaling, largest network", xlabel="ranks", ylabel="efficiency (of the cores)")
-    known = [one for one in record["steps"] if one["scaling"] == "strong" and one["efficiency"] is not None]
+    axes.set(
+        title="measured: strong scaling, largest network",
+        xlabel="ranks",
+        ylabel="efficiency (of the cores)",
+    )
+    known = [
+        one
+        for one in record["steps"]
+        if one["scaling"] == "strong" and one["efficiency"] is not None
+    ]
     _markers(axes, _largest(known), "efficiency")
 
 
 def _all_reduce(axes: Any, record: Mapping[str, Any]) -> None:
-    axes.set(title="all-reduce: measured markers, model's dashed lines", xlabel="bytes", ylabel="s", xscale="log", yscale="log")
+    axes.set(
+        title="all-reduce: measured markers, model's dashed lines",
+        xlabel="bytes",
+        ylabel="s",
+        xscale="log",
+        yscale="log",
+    )
     model = models.from_json(record["model"])
     wanted = [job for job in record["jobs"] if job["ranks"] > 1][: len(_COLORS)]
     for color, job in zip(_COLORS, wanted, strict=False):
@@ -59,15 +85,26 @@ def _all_reduce(axes: Any, record: Mapping[str, Any]) -> None:
         axes.plot(sizes, [one["us"] / 1e6 for one in found], **_marker(job, color), label=label)
         fit = model.fits.get(models.NODE if at.nodes == 1 else models.BETWEEN, {}).get("all_reduce")
         if fit is not None:
-            points = [Point("all_reduce", at.nodes, at.ranks_per_node, size, at.rate_gbit_s, at.share) for size in sizes]
-            axes.plot(sizes, [fit.seconds(point) for point in points], "--", color=color, linewidth=1)
+            points = [
+                Point("all_reduce", at.nodes, at.ranks_per_node, size, at.rate_gbit_s, at.share)
+                for size in sizes
+            ]
+            axes.plot(
+                sizes, [fit.seconds(point) for point in points], "--", color=color, linewidth=1
+            )
     _finish(axes)
 
 
 def _held_out(axes: Any, record: Mapping[str, Any]) -> None:
     middle = record["validation"]["median_error"]
     said = "" if middle is None else f": median error {middle:.0%}"
-    axes.set(title=f"held-out points{said}", xlabel="measured, s", ylabel="predicted, s", xscale="log", yscale="log")
+    axes.set(
+        title=f"held-out points{said}",
+        xlabel="measured, s",
+        ylabel="predicted, s",
+        xscale="log",
+        yscale="log",
+    )
     for color, name in zip(_COLORS, (models.NODE, models.BETWEEN), strict=False):
         found = [one for one in record["held_out"] if one["class"] == name]
         axes.plot(
@@ -88,18 +125,34 @@ def _held_out(axes: Any, record: Mapping[str, Any]) -> None:
 def _predicted(axes: Any, record: Mapping[str, Any], key: str, label: str) -> None:
     axes.set_facecolor(_SHADE)
     axes.set(
-        title=f"PREDICTION: {label.removeprefix('predicted ')}, weak", xlabel="ranks, one a node", ylabel=label, xscale="log"
+        title=f"PREDICTION: {label.removeprefix('predicted ')}, weak",
+        xlabel="ranks, one a node",
+        ylabel=label,
+        xscale="log",
     )
-    found = _largest([one for one in record["predictions"] if one["hook"] in ("none", "powersgd-4")])
+    found = _largest(
+        [one for one in record["predictions"] if one["hook"] in ("none", "powersgd-4")]
+    )
     if key != "efficiency":
         axes.set_yscale("log")
     for color, link in zip(_COLORS, dict.fromkeys(one["link"] for one in found), strict=False):
         for hook, style in (("none", "--"), ("powersgd-4", ":")):
             line = [one for one in found if one["link"] == link and one["hook"] == hook]
-            axes.plot([one["ranks"] for one in line], [one[key] for one in line], style, color=color, label=f"{link}, {hook}")
+            axes.plot(
+                [one["ranks"] for one in line],
+                [one[key] for one in line],
+                style,
+                color=color,
+                label=f"{link}, {hook}",
+            )
     most = max(job["ranks"] for job in record["jobs"])
     axes.axvline(most, color="black", linewidth=0.8)
-    axes.annotate(f"nothing measured\nbeyond {most} ranks", (most, 0.03), xycoords=("data", "axes fraction"), fontsize="small")
+    axes.annotate(
+        f"nothing measured\nbeyond {most} ranks",
+        (most, 0.03),
+        xycoords=("data", "axes fraction"),
+        fontsize="small",
+    )
     _finish(axes)
 
 
@@ -115,7 +168,13 @@ def _markers(axes: Any, found: Sequence[Mapping[str, Any]], key: str) -> None:
 
 def _marker(one: Mapping[str, Any], color: str) -> dict[str, Any]:
     filling = "none" if one["oversubscribed"] else color
-    return {"marker": "o", "linestyle": "none", "color": color, "markerfacecolor": filling, "markersize": 5}
+    return {
+        "marker": "o",
+        "linestyle": "none",
+        "color": color,
+        "markerfacecolor": filling,
+        "markersize": 5,
+    }
 
 
 def _largest(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

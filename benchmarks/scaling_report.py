@@ -46,7 +46,9 @@ def write(records: Sequence[dict[str, Any]], missed: Mapping[str, str], output: 
     report.write_json(finite(record), path)
     scaling_plot.draw(record, path.with_suffix(".png"))
     texts = [text_of(record), scaling_advice.text_of(pays)]
-    return "\n\n".join([*texts, f"written to {output.name}: {path.name} and {path.with_suffix('.png').name}"])
+    return "\n\n".join(
+        [*texts, f"written to {output.name}: {path.name} and {path.with_suffix('.png').name}"]
+    )
 
 
 def finite(data: Any) -> Any:
@@ -58,7 +60,9 @@ def finite(data: Any) -> Any:
     return None if isinstance(data, float) and math.isinf(data) else data
 
 
-def validation(errors: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def validation(
+    errors: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return the medians of the errors on points that nothing was fitted to: of collectives, and of steps."""
     steps = [one for one in measured if "relative_error" in one]
     middle = median_error(errors)
@@ -67,32 +71,48 @@ def validation(errors: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[s
         "target": models.TARGET,
         "points": len(errors),
         "median_error": middle,
-        "verdict": "not measured" if middle is None else "reached" if middle <= models.TARGET else "not reached",
+        "verdict": "not measured"
+        if middle is None
+        else "reached"
+        if middle <= models.TARGET
+        else "not reached",
         "by_operation": _medians(errors, lambda one: (one["class"], one["operation"])),
         "by_ranks": _medians(errors, lambda one: (one["class"], f"{one['ranks']} ranks")),
         "by_rate": _medians(errors, lambda one: (f"{one['rate_gbit_s']:g} Gbit/s",)),
         "without_oversubscribed": median_error([one for one in errors if one["share"] == 1]),
         "steps": median_error(steps),
-        "steps_without_oversubscribed": median_error([one for one in steps if not one["oversubscribed"]]),
+        "steps_without_oversubscribed": median_error(
+            [one for one in steps if not one["oversubscribed"]]
+        ),
         "steps_by_link": _medians(steps, lambda one: (one["link"] or models.NODE,)),
     }
 
 
 def _medians(entries: Sequence[Mapping[str, Any]], key: Any) -> dict[str, float]:
     names = list(dict.fromkeys(", ".join(key(one)) for one in entries))
-    found = {name: median_error([one for one in entries if ", ".join(key(one)) == name]) for name in names}
+    found = {
+        name: median_error([one for one in entries if ", ".join(key(one)) == name])
+        for name in names
+    }
     return {name: error for name, error in found.items() if error is not None}
 
 
 def text_of(record: Mapping[str, Any]) -> str:
     """Return the tables of a report, each below its title."""
     titles = {
-        "Steps, measured. *: more ranks than cores; their efficiency counts the cores": _steps(record["steps"]),
+        "Steps, measured. *: more ranks than cores; their efficiency counts the cores": _steps(
+            record["steps"]
+        ),
         "Collectives, measured, us a call: bytes of the whole by job": _collectives(record["jobs"]),
         "Memory of the rank that has most, MiB": _memory(record["jobs"]),
-        "Model: median error on measured points that it was not fitted to": _validation(record["validation"]),
-        "The hook that the model chooses, and the fastest measured": _choices(record["hook_choices"]),
-        f"PREDICTED, one rank a node, a core each; beyond {_most(record)} ranks nothing was measured": _predicted(record),
+        "Model: median error on measured points that it was not fitted to": _validation(
+            record["validation"]
+        ),
+        "The hook that the model chooses, and the fastest measured": _choices(
+            record["hook_choices"]
+        ),
+        f"PREDICTED, one rank a node, a core each; beyond {_most(record)} ranks nothing was "
+        "measured": _predicted(record),
     }
     return "\n\n".join(
         f"{title}\n{tabulate(rows, headers, tablefmt='simple', disable_numparse=True, stralign='right')}"
@@ -133,13 +153,18 @@ def _steps(steps: Sequence[Mapping[str, Any]]) -> Table:
 
 def _collectives(jobs: Sequence[Mapping[str, Any]]) -> Table:
     wanted = [job for job in jobs if job["ranks"] > 1]
-    times = [{(one["operation"], one["nbytes"]): one["us"] for one in job["collectives"]} for job in wanted]
+    times = [
+        {(one["operation"], one["nbytes"]): one["us"] for one in job["collectives"]}
+        for job in wanted
+    ]
     rows = []
     for operation in dict.fromkeys(operation for own in times for operation, _ in own):
         sizes = sorted({nbytes for own in times for name, nbytes in own if name == operation})
         for nbytes in sizes[:: max(len(sizes) // _SHOWN_SIZES, 1)]:
             found = [own.get((operation, nbytes)) for own in times]
-            cells = ["" if us is None else f"{us:.0f}" if us >= 100 else f"{us:.1f}" for us in found]
+            cells = [
+                "" if us is None else f"{us:.0f}" if us >= 100 else f"{us:.1f}" for us in found
+            ]
             rows.append([operation, format_bytes(nbytes) if nbytes else "", *cells])
     return ("", "bytes", *(f"{job['link'] or 'node'}\n{_ranks(job)}" for job in wanted)), rows
 
@@ -161,14 +186,22 @@ def _memory(jobs: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _validation(found: Mapping[str, Any]) -> Table:
-    rows = [[f"all {found['points']} held-out points: {found['verdict']}, to reach {found['target']:.0%}", found["median_error"]]]
+    rows = [
+        [
+            f"all {found['points']} held-out points: {found['verdict']}, to reach "
+            f"{found['target']:.0%}",
+            found["median_error"],
+        ]
+    ]
     rows.append(["… of ranks with a core each", found["without_oversubscribed"]])
     for group in ("by_operation", "by_ranks", "by_rate"):
         rows += [[name, value] for name, value in found[group].items()]
     rows += [["steps (none was fitted to)", found["steps"]]]
     rows += [["… of ranks with a core each", found["steps_without_oversubscribed"]]]
     rows += [[f"steps, {name}", value] for name, value in found["steps_by_link"].items()]
-    return ("", "median error"), [[name, f"{value:.0%}"] for name, value in rows if value is not None]
+    return ("", "median error"), [
+        [name, f"{value:.0%}"] for name, value in rows if value is not None
+    ]
 
 
 def _choices(found: Sequence[Mapping[str, Any]]) -> Table:
@@ -191,11 +224,24 @@ def _predicted(record: Mapping[str, Any]) -> Table:
     shown = [one for one in record["predictions"] if one["ranks"] in SHOWN_RANKS]
     keys = list(dict.fromkeys((one["link"], one["network"], one["hook"]) for one in shown))
     times = {(one["link"], one["network"], one["hook"], one["ranks"]): one for one in shown}
-    headers = ("link", "network", "hook", *(f"{ranks} ranks\nms (efficiency)" for ranks in SHOWN_RANKS))
+    headers = (
+        "link",
+        "network",
+        "hook",
+        *(f"{ranks} ranks\nms (efficiency)" for ranks in SHOWN_RANKS),
+    )
     rows = []
     for key in keys:
         cells = [times[(*key, ranks)] for ranks in SHOWN_RANKS]
-        rows.append([*key, *(f"{1e3 * one['predicted_seconds']:.1f} ({one['efficiency']:.2f})" for one in cells)])
+        rows.append(
+            [
+                *key,
+                *(
+                    f"{1e3 * one['predicted_seconds']:.1f} ({one['efficiency']:.2f})"
+                    for one in cells
+                ),
+            ]
+        )
     return headers, rows
 
 

@@ -1,12 +1,14 @@
 """Costs of a rank before its first step: time, memory, open files, threads, and what it sends, by the number of ranks.
 
-Two jobs start at each size: mpi4py alone, and mpidist (its group, then DDP on a small network and one step). The processes of
-the second then leave mpidist's group and start torch's own on Gloo, over a TCPStore. A figure is that of the slowest rank, or of
-the one that has most. ``ready`` counts from the start of the interpreter, imports included; Gloo's is its own start behind the
-same imports.
+Two jobs start at each size: mpi4py alone, and mpidist (its group, then DDP on a small network and
+one step). The processes of the second then leave mpidist's group and start torch's own on Gloo,
+over a TCPStore. A figure is that of the slowest rank, or of the one that has most. ``ready`` counts
+from the start of the interpreter, imports included; Gloo's is its own start behind the same
+imports.
 
-What our code sends is counted by a communicator that stands for MPI_COMM_WORLD and counts its calls: collectives, makers of
-communicators, and messages. Rank 0 holds torch's store and answers all others, so the median rank's messages stand beside.
+What our code sends is counted by a communicator that stands for MPI_COMM_WORLD and counts its
+calls: collectives, makers of communicators, and messages. Rank 0 holds torch's store and answers
+all others, so the median rank's messages stand beside.
 """
 
 from __future__ import annotations
@@ -70,17 +72,26 @@ def _mpidist(options: argparse.Namespace) -> None:
     from mpidist.ddp import DistributedDataParallel
 
     torch.set_num_threads(1)
-    own: dict[str, float] = {f"imported_{name}": value for name, value in {"s": _age_s(), **_held()}.items()}
+    own: dict[str, float] = {
+        f"imported_{name}": value for name, value in {"s": _age_s(), **_held()}.items()
+    }
     counts: collections.Counter[str] = collections.Counter()
     library.MPI.COMM_WORLD = counted(library.MPI.COMM_WORLD, counts)
     own["mpi_s"] = _age_s()
     group = mpidist.comm.init()
     dist.init_process_group("mpidist")
     group.barrier()
-    own |= {"ready_s": _age_s(), "cpu_s": time.process_time(), **_held(), **_counted(counts, "group")}
+    own |= {
+        "ready_s": _age_s(),
+        "cpu_s": time.process_time(),
+        **_held(),
+        **_counted(counts, "group"),
+    }
     net = DistributedDataParallel(torch.nn.Linear(256, 256))
     net(torch.zeros(1, 256)).sum().backward()
-    own |= {f"ddp_{name}": value for name, value in {"s": _age_s(), **_held()}.items()} | _counted(counts, "ddp")
+    own |= {f"ddp_{name}": value for name, value in {"s": _age_s(), **_held()}.items()} | _counted(
+        counts, "ddp"
+    )
     about = {"nodes": len(set(group._comm.nodes)), "cores": len(os.sched_getaffinity(0))}
     host, port = group.all_gather_object(_free_address(about["nodes"]))[0]
     rank, size = group.rank, group.size
@@ -88,7 +99,11 @@ def _mpidist(options: argparse.Namespace) -> None:
     group.barrier()
     before, start = _held(), time.perf_counter()
     dist.init_process_group(
-        "gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=options.limit_s)
+        "gloo",
+        init_method=f"tcp://{host}:{port}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=options.limit_s),
     )
     dist.barrier()
     after = _held()
@@ -149,7 +164,9 @@ def counted(comm: Any, counts: collections.Counter[str]) -> Any:
         return kind_of(made), request
 
     methods = {name: counting("collective", name) for name in _COLLECTIVES if hasattr(base, name)}
-    methods |= {name: counting("message", name) for name in _MESSAGES} | {name: counting("maker", name) for name in _MAKERS}
+    methods |= {name: counting("message", name) for name in _MESSAGES} | {
+        name: counting("maker", name) for name in _MAKERS
+    }
     kind_of: Any = type("Counted", (base,), {**methods, "Idup": idup})
     return kind_of(comm)
 
@@ -162,7 +179,12 @@ def _counted(counts: collections.Counter[str], when: str) -> dict[str, float]:
     return {f"{when}_{kind}s": float(kinds[kind]) for kind in ("collective", "maker", "message")}
 
 
-def _write(options: argparse.Namespace, all_own: Sequence[Mapping[str, float]], rank: int, about: Mapping[str, Any]) -> None:
+def _write(
+    options: argparse.Namespace,
+    all_own: Sequence[Mapping[str, float]],
+    rank: int,
+    about: Mapping[str, Any],
+) -> None:
     if rank:
         return
     most = {name: max(own[name] for own in all_own) for name in all_own[0]}
@@ -195,7 +217,9 @@ def _jobs(options: argparse.Namespace) -> None:
         found = {}
         for what in ("mpi4py", "mpidist"):
             passed = ["startup", "--what", what, "--limit-s", str(options.limit_s)]
-            written, why = scaling_jobs.run(scaling_jobs.plain(ranks, passed, options.launcher), options.limit_s)
+            written, why = scaling_jobs.run(
+                scaling_jobs.plain(ranks, passed, options.launcher), options.limit_s
+            )
             if why is None:
                 found[what] = written[0]
             else:
@@ -206,10 +230,18 @@ def _jobs(options: argparse.Namespace) -> None:
     if not rows:
         raise SystemExit("no size had both jobs end well: nothing to report")
     judged = {
-        name: growth([(row["ranks"], row[name]) for row in rows]) for name in rows[0] if name not in ("ranks", "oversubscribed")
+        name: growth([(row["ranks"], row[name]) for row in rows])
+        for name in rows[0]
+        if name not in ("ranks", "oversubscribed")
     }
     about = _about(environment)
-    record = {"benchmark": "scaling-startup", "environment": about, "jobs": rows, "growth": judged, "jobs_without_result": missed}
+    record = {
+        "benchmark": "scaling-startup",
+        "environment": about,
+        "jobs": rows,
+        "growth": judged,
+        "jobs_without_result": missed,
+    }
     path = options.output / "scaling-startup.json"
     report.write_json(record, path)
     print(text_of(rows, judged), f"\nwritten to {options.output.name}: {path.name}", flush=True)
@@ -251,8 +283,10 @@ def row_of(alone: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
         "group_messages_of_rank_0": most["group_messages"],
         "ddp_collectives": most["ddp_collectives"] - most["group_collectives"],
         "ddp_messages": most["ddp_messages"] - most["group_messages"],
-        # By arithmetic: a collective, or a maker of a communicator, costs a rank log2 W messages; up to DDP's first step.
-        "sent_by_formula": (most["ddp_collectives"] + most["ddp_makers"]) * math.ceil(math.log2(ours["ranks"]))
+        # By arithmetic: a collective, or a maker of a communicator, costs a rank log2 W messages;
+        # up to DDP's first step.
+        "sent_by_formula": (most["ddp_collectives"] + most["ddp_makers"])
+        * math.ceil(math.log2(ours["ranks"]))
         + ours["median"]["ddp_messages"],
     }
 
@@ -260,12 +294,17 @@ def row_of(alone: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
 def growth(values: Sequence[tuple[int, float]]) -> str:
     """Say how a figure grows with the ranks, from the first job to the last: ``flat``, ``logarithmic`` or ``faster``.
 
-    Flat is within a quarter (or within 1 unit of a count); logarithmic no faster than log2 of the ranks, with the same margin.
+    Flat is within a quarter (or within 1 unit of a count); logarithmic no faster than log2 of the
+    ranks, with the same margin.
     """
     (few, first), (many, last) = min(values), max(values)
     if few == many or last <= 1.25 * first or last - first <= 1:
         return "flat"
-    return "logarithmic" if last <= 1.25 * first * math.log2(many) / math.log2(max(few, 2)) else "faster"
+    return (
+        "logarithmic"
+        if last <= 1.25 * first * math.log2(many) / math.log2(max(few, 2))
+        else "faster"
+    )
 
 
 def text_of(rows: Sequence[Mapping[str, Any]], judged: Mapping[str, str]) -> str:
@@ -278,4 +317,7 @@ def text_of(rows: Sequence[Mapping[str, Any]], judged: Mapping[str, str]) -> str
         "grows",
     )
     lines = [[name, *(f"{row[name]:.3g}" for row in rows), judged[name]] for name in judged]
-    return tabulate(lines, headers, tablefmt="simple", disable_numparse=True) + "\n*: more ranks than cores, which take turns"
+    return (
+        tabulate(lines, headers, tablefmt="simple", disable_numparse=True)
+        + "\n*: more ranks than cores, which take turns"
+    )

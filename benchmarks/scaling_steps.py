@@ -1,8 +1,9 @@
 """Time of a data-parallel step: computing, buckets that are sent while the backward pass goes on, hooks that compress them. Pure.
 
-A bucket is ready at a share of the step's computing. Its hook computes first (that delays the backward pass: it needs the
-same core, or the same GPU), then its bytes travel, one bucket after the other over one channel: beside the backward pass
-between nodes, within it on one node of CPU ranks, where a transfer is processor time (``mpidist/ddp/hooks/default.py``).
+A bucket is ready at a share of the step's computing. Its hook computes first (that delays the
+backward pass: it needs the same core, or the same GPU), then its bytes travel, one bucket after the
+other over one channel: beside the backward pass between nodes, within it on one node of CPU ranks,
+where a transfer is processor time (``mpidist/ddp/hooks/default.py``).
 
 Letters: n × m a gradient as a matrix; r the rank of its approximation.
 """
@@ -23,7 +24,8 @@ from mpidist.ddp import plan
 from mpidist.ddp.hooks import lowrank
 
 HOOKS = ("none", "bf16", "powersgd-1", "powersgd-4", "powersgd-16")
-FORWARD_SHARE = 1 / 3  # of a step's computing: a backward pass multiplies twice where the forward pass does once
+# of a step's computing: a backward pass multiplies twice where the forward pass does once
+FORWARD_SHARE = 1 / 3
 _LEAST_RATE = 2  # of PowerSGD's hook: what shrinks less travels whole
 
 
@@ -78,7 +80,11 @@ class Step:
 
 
 def overlapped(
-    compute_s: float, ready_s: Sequence[float], host_s: Sequence[float], wire_s: Sequence[float], beside: bool
+    compute_s: float,
+    ready_s: Sequence[float],
+    host_s: Sequence[float],
+    wire_s: Sequence[float],
+    beside: bool,
 ) -> float:
     """Return the length of a step whose buckets travel in order over one channel.
 
@@ -101,7 +107,9 @@ def overlapped(
 def buckets_of(shapes: Sequence[Shape], bucket_cap_mb: float | None = None) -> list[Bucket]:
     """Return the buckets of a network's gradients; each layer's backward pass takes as long as it has elements."""
     sizes = [torch.empty(shape, device="meta") for shape in shapes]
-    assigned = plan.assign(sizes, plan.limits_of(bucket_cap_mb), order=range(len(shapes) - 1, -1, -1))
+    assigned = plan.assign(
+        sizes, plan.limits_of(bucket_cap_mb), order=range(len(shapes) - 1, -1, -1)
+    )
     whole = sum(map(math.prod, shapes))
     made, passed = [], 0
     for one in assigned:
@@ -138,29 +146,48 @@ def messages(bucket: Bucket, hook: str) -> tuple[int, ...]:
 
 
 def step(
-    compute_s: float, buckets: Sequence[Bucket], hook: str, layout: Layout, fits: Mapping[str, Fit], costs: Mapping[str, HookCost]
+    compute_s: float,
+    buckets: Sequence[Bucket],
+    hook: str,
+    layout: Layout,
+    fits: Mapping[str, Fit],
+    costs: Mapping[str, HookCost],
 ) -> Step:
     """Predict a step.
 
     Args:
         compute_s: Forward and backward pass of one rank that has a core (or a GPU) of its own.
-        fits: ``all_reduce`` of the layout's class of links; on one node also ``average``, which DDP uses there without a hook.
+        fits: ``all_reduce`` of the layout's class of links; on one node also ``average``, which DDP
+            uses there without a hook.
     """
     sent = [messages(bucket, hook) for bucket in buckets]
     compute_s *= layout.share
     cost = costs.get(hook, HookCost())
     host = [layout.share * (cost.element_s * bucket.numel + cost.bucket_s) for bucket in buckets]
-    operation = "average" if layout.nodes == 1 and hook == "none" and "average" in fits else "all_reduce"
+    operation = (
+        "average" if layout.nodes == 1 and hook == "none" and "average" in fits else "all_reduce"
+    )
     time_of = _timer(fits[operation], operation, layout)
     wire = [sum(map(time_of, each)) for each in sent]
-    seconds = overlapped(compute_s, [bucket.ready * compute_s for bucket in buckets], host, wire, layout.nodes > 1)
+    seconds = overlapped(
+        compute_s, [bucket.ready * compute_s for bucket in buckets], host, wire, layout.nodes > 1
+    )
     return Step(seconds, seconds - compute_s, sum(map(sum, sent)))
 
 
 def _timer(fit: Fit, operation: str, layout: Layout) -> Callable[[int], float]:
     @functools.cache  # many buckets are of one size
     def seconds(nbytes: int) -> float:
-        return fit.seconds(Point(operation, layout.nodes, layout.ranks_per_node, nbytes, layout.rate_gbit_s, layout.share))
+        return fit.seconds(
+            Point(
+                operation,
+                layout.nodes,
+                layout.ranks_per_node,
+                nbytes,
+                layout.rate_gbit_s,
+                layout.share,
+            )
+        )
 
     return seconds
 

@@ -40,15 +40,23 @@ def main() -> None:
     group = mpidist.comm.init()
     rpc.init_rpc(f"worker{group.rank}", group=group)
     rng = random.Random(group.rank)
-    memory = [_soak(options.calls // _PARTS, options.references // _PARTS, group, rng) for _ in range(_PARTS)]
+    memory = [
+        _soak(options.calls // _PARTS, options.references // _PARTS, group, rng)
+        for _ in range(_PARTS)
+    ]
     agent = api._get_current_rpc_agent()
     rpc.shutdown()
     problem = _problem(memory, agent)
     told = group.all_gather_object((memory, problem))
     if group.rank == 0:
-        print(f"{options.calls} calls, {options.references} references on each of {group.size} workers")
+        print(
+            f"{options.calls} calls, {options.references} references on each of {group.size} "
+            "workers"
+        )
         for rank, (values, _) in enumerate(told):
-            print(f"rank {rank}: resident MiB " + " ".join(f"{value / 2**20:.0f}" for value in values))
+            print(
+                f"rank {rank}: resident MiB " + " ".join(f"{value / 2**20:.0f}" for value in values)
+            )
         print("; ".join(text for _, text in told if text) or "nothing left, memory flat")
     if any(text for _, text in told):
         raise SystemExit(1)
@@ -89,9 +97,13 @@ def _problem(memory: list[int], agent: Any) -> str:
     if memory[-1] > half * (1 + _GROWTH) + _SLACK_BYTES:
         return f"resident memory grew from {half >> 20} to {memory[-1] >> 20} MiB"
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and any(thread.name.startswith("mpidist-rpc") for thread in threading.enumerate()):
+    while time.monotonic() < deadline and any(
+        thread.name.startswith("mpidist-rpc") for thread in threading.enumerate()
+    ):
         time.sleep(0.01)
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("mpidist-rpc")]
+    threads = [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("mpidist-rpc")
+    ]
     entries, forks = agent.references.store.counts()
     left = {
         "calls": len(agent.calls),

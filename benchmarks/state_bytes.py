@@ -26,8 +26,15 @@ def most_elements(sizes: Sequence[int], ranks: int, name: str) -> int:
         total = sum(map(buffer_plan.padded, sizes))
         bounds = partition.cuts(total, ranks, buffer_plan.UNIT)
         return max(end - first for first, end in itertools.pairwise(bounds))
-    owners, _ = partition.greedy(sizes, [0] * ranks) if name == partition.GREEDY else partition.balanced(sizes, [0.0] * ranks)
-    return max(sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(ranks))
+    owners, _ = (
+        partition.greedy(sizes, [0] * ranks)
+        if name == partition.GREEDY
+        else partition.balanced(sizes, [0.0] * ranks)
+    )
+    return max(
+        sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank)
+        for rank in range(ranks)
+    )
 
 
 def rows() -> list[dict[str, Any]]:
@@ -57,8 +64,21 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     """Return the table of what the fullest rank holds, and of its ratio to an even share."""
     lines = []
     for network, ranks in dict.fromkeys((row["network"], row["ranks"]) for row in found):
-        by_name = {row["partition"]: row for row in found if (row["network"], row["ranks"]) == (network, ranks)}
-        cells = [f"{row['bytes'] / 2**20:,.1f} ({row['over_even']:.3f})" for row in by_name.values()]
-        lines.append((network, ranks, *cells, f"{by_name['flat']['biggest_parameter'] / 2**20:,.1f}"))
-    headers = ("network", "ranks", *(f"{name}, MiB" for name in partition.PARTITIONS), "biggest parameter, MiB")
+        by_name = {
+            row["partition"]: row
+            for row in found
+            if (row["network"], row["ranks"]) == (network, ranks)
+        }
+        cells = [
+            f"{row['bytes'] / 2**20:,.1f} ({row['over_even']:.3f})" for row in by_name.values()
+        ]
+        lines.append(
+            (network, ranks, *cells, f"{by_name['flat']['biggest_parameter'] / 2**20:,.1f}")
+        )
+    headers = (
+        "network",
+        "ranks",
+        *(f"{name}, MiB" for name in partition.PARTITIONS),
+        "biggest parameter, MiB",
+    )
     return tabulate(lines, headers, stralign="right", disable_numparse=True)

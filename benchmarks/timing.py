@@ -1,7 +1,8 @@
 """Bursts of calls, contenders in turn, and what is reported of them.
 
-A contender is measured in bursts: calls back to back, long enough for the clock, all ranks starting together. In each round every
-contender runs one burst, and the order changes from round to round, so that what disturbs the machine disturbs all alike.
+A contender is measured in bursts: calls back to back, long enough for the clock, all ranks starting
+together. In each round every contender runs one burst, and the order changes from round to round,
+so that what disturbs the machine disturbs all alike.
 """
 
 from __future__ import annotations
@@ -80,7 +81,11 @@ def touch_memory() -> None:
 
 
 def time_rounds(
-    comm: Any, contenders: Sequence[Contender], rounds: int, burst_s: float, run_burst: RunBurst | None = None
+    comm: Any,
+    contenders: Sequence[Contender],
+    rounds: int,
+    burst_s: float,
+    run_burst: RunBurst | None = None,
 ) -> list[Series]:
     """Warm up, size the bursts, and time ``rounds`` rounds. Collective over ``comm``, an mpi4py communicator.
 
@@ -98,9 +103,12 @@ def time_rounds(
                 elapsed_s[place, round_number] = run(comm, contenders[place], passes[place])
     finally:
         gc.enable()
-    # The slowest rank counts. A rank without a part in a pass (ping-pong has two players) makes no calls.
+    # The slowest rank counts. A rank without a part in a pass (ping-pong has two players) makes no
+    # calls.
     slowest_s = np.max(comm.allgather(elapsed_s), axis=0)
-    calls = np.max(comm.allgather([len(contender.calls) for contender in contenders]), axis=0).tolist()
+    calls = np.max(
+        comm.allgather([len(contender.calls) for contender in contenders]), axis=0
+    ).tolist()
     return [
         Series(contender.name, n, k, tuple((1e6 * times_s / (n * k)).tolist()))
         for contender, n, k, times_s in zip(contenders, passes, calls, slowest_s, strict=True)

@@ -32,7 +32,9 @@ class Model:
 
     def on(self, device: torch.device) -> Model:
         """Return the same network and batch on a device; the random numbers are the host's on all of them."""
-        return replace(self, build=lambda: self.build().to(device), batch=lambda: self.batch().to(device))
+        return replace(
+            self, build=lambda: self.build().to(device), batch=lambda: self.batch().to(device)
+        )
 
 
 def mlp(batch: int) -> Model:
@@ -63,7 +65,11 @@ class _Block(nn.Module):
             nn.Conv2d(outside, outside, 3, 1, 1, bias=False), nn.BatchNorm2d(outside),
         )  # fmt: skip
         is_same = inside == outside and stride == 1
-        self.short = nn.Identity() if is_same else nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False))
+        self.short = (
+            nn.Identity()
+            if is_same
+            else nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.body(x) + self.short(x))
@@ -73,9 +79,22 @@ def resnet18(batch: int) -> Model:
     """ResNet-18's shapes for images of 32 × 32: 11 million parameters."""
 
     def build() -> nn.Module:
-        layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+        layers: list[nn.Module] = [
+            nn.Conv2d(3, 64, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+        ]
         inside = 64
-        for outside, stride in ((64, 1), (64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), (512, 1)):
+        for outside, stride in (
+            (64, 1),
+            (64, 1),
+            (128, 2),
+            (128, 1),
+            (256, 2),
+            (256, 1),
+            (512, 2),
+            (512, 1),
+        ):
             layers.append(_Block(inside, outside, stride))
             inside = outside
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
@@ -129,7 +148,9 @@ def ours(model: Model, state: Any = None, hook: Any = None, **options: Any) -> n
     return net
 
 
-def theirs(model: Model, group: Any, state: Any = None, hook: Any = None, **options: Any) -> nn.Module:
+def theirs(
+    model: Model, group: Any, state: Any = None, hook: Any = None, **options: Any
+) -> nn.Module:
     """Return the model in torch's DDP, with gradients as views, which is its faster way."""
     net = TorchDDP(build(model), process_group=group, gradient_as_bucket_view=True, **options)
     if hook is not None:

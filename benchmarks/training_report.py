@@ -18,7 +18,8 @@ def result_of(model: Any, series: Sequence[Series], base: str) -> dict[str, Any]
     """Return one model's entry in the JSON.
 
     Args:
-        base: The step without communication; the faster of it and its namesakes counts. Exposed is what a step takes more.
+        base: The step without communication; the faster of it and its namesakes counts. Exposed is
+            what a step takes more.
     """
     bare_us = min(one.median_us for one in series if one.name.startswith(base))
     return {
@@ -52,7 +53,9 @@ def table(result: dict[str, Any]) -> str:
         for name, values in result["contenders"].items()
     ]
     headers = (f"{result['model']}", "step ms", "p10–p90", "more than bare, ms", "over bare")
-    return tabulate(rows, headers, tablefmt="simple", stralign="right", disable_numparse=True) + "\n"
+    return (
+        tabulate(rows, headers, tablefmt="simple", stralign="right", disable_numparse=True) + "\n"
+    )
 
 
 def write(record: dict[str, Any], path: Path) -> None:
@@ -60,7 +63,10 @@ def write(record: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     _draw(record, path.with_suffix(".png"))
-    print(f"written to {path.parent.name}: {path.name} and {path.with_suffix('.png').name}", flush=True)
+    print(
+        f"written to {path.parent.name}: {path.name} and {path.with_suffix('.png').name}",
+        flush=True,
+    )
 
 
 def _draw(record: dict[str, Any], path: Path) -> None:
@@ -70,18 +76,35 @@ def _draw(record: dict[str, Any], path: Path) -> None:
     about = record["environment"]
     link = f", {record['link']}" if record["link"] else ""
     figure.suptitle(
-        f"Steps on {about['ranks']} ranks, {about['mpi_library']}{link}, torch {about['torch']}, {environment.processor(about)}\n"
-        f"slowest rank, median of {record['rounds']} rounds and p10–p90; {environment.binding(about).split(':')[0]}",
+        f"Steps on {about['ranks']} ranks, {about['mpi_library']}{link}, torch {about['torch']}, "
+        f"{environment.processor(about)}\n"
+        f"slowest rank, median of {record['rounds']} rounds and p10–p90; "
+        f"{environment.binding(about).split(':')[0]}",
         fontsize="medium",
     )
-    for axes, result in zip(np.atleast_1d(figure.subplots(1, len(results))).tolist(), results, strict=True):
+    for axes, result in zip(
+        np.atleast_1d(figure.subplots(1, len(results))).tolist(), results, strict=True
+    ):
         names = list(result["contenders"])
         values = list(result["contenders"].values())
         median = np.array([v["median_us"] for v in values]) / 1e3
         low = median - np.array([v["p10_us"] for v in values]) / 1e3
         high = np.array([v["p90_us"] for v in values]) / 1e3 - median
-        colors = ["tab:blue" if "mpidist" in n and "torch" not in n else "tab:red" if "torch" in n else "tab:grey" for n in names]
-        axes.barh(names[::-1], median[::-1], xerr=(low[::-1].clip(0), high[::-1].clip(0)), color=colors[::-1], capsize=2)
+        colors = [
+            "tab:blue"
+            if "mpidist" in n and "torch" not in n
+            else "tab:red"
+            if "torch" in n
+            else "tab:grey"
+            for n in names
+        ]
+        axes.barh(
+            names[::-1],
+            median[::-1],
+            xerr=(low[::-1].clip(0), high[::-1].clip(0)),
+            color=colors[::-1],
+            capsize=2,
+        )
         axes.axvline(result["bare_us"] / 1e3, color="black", linewidth=0.8, linestyle="--")
         axes.set(title=result["model"], xlabel="ms a step")
         axes.grid(axis="x", alpha=0.3)

@@ -28,14 +28,15 @@ def run(
     """Measure each model, and write the record. Called by all ranks.
 
     Args:
-        measure: Gets an mpi4py communicator, a model and the options; returns the contenders' times, and the bytes each sends
-            where that is known, or another figure.
+        measure: Gets an mpi4py communicator, a model and the options; returns the contenders'
+            times, and the bytes each sends where that is known, or another figure.
         counted: The figure's name in the record.
     """
     torch.set_num_threads(1)
     device = devices.chosen(options.device)
     dist.init_process_group("mpidist")
-    # Only now: mpidist prepares the MPI library before it starts, and importing this module would start it.
+    # Only now: mpidist prepares the MPI library before it starts, and importing this module would
+    # start it.
     from mpi4py import MPI
 
     raw = MPI.COMM_WORLD.Dup()
@@ -63,24 +64,54 @@ def run(
             "results": results,
         }
         on = "" if device.type == "cpu" else devices.name_of(device)
-        parts = [benchmark, environment.library_name(about), str(about["ranks"]), on, options.link, options.suffix]
+        parts = [
+            benchmark,
+            environment.library_name(about),
+            str(about["ranks"]),
+            on,
+            options.link,
+            options.suffix,
+        ]
         training_report.write(record, options.output / f"{'-'.join(filter(None, parts))}.json")
     raw.Barrier()
     raw.Free()
     dist.destroy_process_group()  # Gloo's threads must be gone before the interpreter goes
 
 
-def arguments(description: str, models: Sequence[str], rounds: int, bucket_cap_mb: float | None) -> argparse.Namespace:
+def arguments(
+    description: str, models: Sequence[str], rounds: int, bucket_cap_mb: float | None
+) -> argparse.Namespace:
     """Read the command line; a cap other than the default is named in the file's name."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--models", nargs="+", default=models, metavar="NAME:BATCH", help=", ".join(cases.MODELS))
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--bucket-cap-mb", type=float, default=bucket_cap_mb, help="of all contenders; 25 if there is no default")
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where the models are; a GPU is named in the file's name"
+        "--models", nargs="+", default=models, metavar="NAME:BATCH", help=", ".join(cases.MODELS)
     )
-    parser.add_argument("--link", default=os.environ.get("MPIDIST_LINK", ""), help="name of the network, for the record")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON and the plot")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument(
+        "--bucket-cap-mb",
+        type=float,
+        default=bucket_cap_mb,
+        help="of all contenders; 25 if there is no default",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the models are; a GPU is named in the file's name",
+    )
+    parser.add_argument(
+        "--link",
+        default=os.environ.get("MPIDIST_LINK", ""),
+        help="name of the network, for the record",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(__file__).parent / "results",
+        help="folder of the JSON and the plot",
+    )
     options = parser.parse_args()
-    options.suffix = "" if options.bucket_cap_mb == bucket_cap_mb else f"cap{options.bucket_cap_mb:g}"
+    options.suffix = (
+        "" if options.bucket_cap_mb == bucket_cap_mb else f"cap{options.bucket_cap_mb:g}"
+    )
     return options

@@ -68,9 +68,14 @@ def main() -> None:
         learner = rpc.RRef(Learner(lr=0.1))
         places = range(1, size) if size > 1 else range(1)
         actors = [rpc.remote(place, Actor, args=(learner, place)) for place in places]
-        won = [call.wait() for call in [actor.rpc_async(timeout=0).play(options.rounds, 64) for actor in actors]]
+        won = [
+            call.wait()
+            for call in [actor.rpc_async(timeout=0).play(options.rounds, 64) for actor in actors]
+        ]
         policy = [round(chance, 2) for chance in learner.local_value().policy().tolist()]
-        print(f"{len(actors)} actor(s) won {sum(won) / len(won):.2f} of their plays; policy {policy}")
+        print(
+            f"{len(actors)} actor(s) won {sum(won) / len(won):.2f} of their plays; policy {policy}"
+        )
     rpc.shutdown()
 
 

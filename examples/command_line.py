@@ -20,7 +20,9 @@ def positive(text: str) -> int:
 
 
 def parse(
-    parser: argparse.ArgumentParser, rank: int, problem_of: Callable[[argparse.Namespace], str | None] | None = None
+    parser: argparse.ArgumentParser,
+    rank: int,
+    problem_of: Callable[[argparse.Namespace], str | None] | None = None,
 ) -> argparse.Namespace:
     """Parse this process's command line; a wrong one ends all ranks alike, so that none waits for another.
 

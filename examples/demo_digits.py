@@ -57,7 +57,12 @@ class Method:
         """Return what the hook gets beside the bucket: for PowerSGD its state, else the group."""
         if self.rank is None:
             return group
-        return PowerSGDState(group, self.rank, start_powerSGD_iter=int(UNCOMPRESSED_SHARE * steps), min_compression_rate=1)
+        return PowerSGDState(
+            group,
+            self.rank,
+            start_powerSGD_iter=int(UNCOMPRESSED_SHARE * steps),
+            min_compression_rate=1,
+        )
 
 
 METHODS = {
@@ -106,7 +111,9 @@ def build_net() -> nn.Module:
     )  # fmt: skip
 
 
-def train(group: Any, name: str, optimizer_name: str, seed: int, epochs: int, batch_size: int) -> Result:
+def train(
+    group: Any, name: str, optimizer_name: str, seed: int, epochs: int, batch_size: int
+) -> Result:
     """Train once. Collective over the group."""
     torch.manual_seed(seed)
     train_images, test_images, train_labels, test_labels = load_data(seed)
@@ -169,8 +176,13 @@ def train(group: Any, name: str, optimizer_name: str, seed: int, epochs: int, ba
 
 
 def progress(epochs: range, title: str, rank: int) -> Any:
-    # mpirun hands the bar on through a pipe: there a few whole lines read better than one that is rewritten.
-    style = {} if sys.stderr.isatty() else {"bar_format": "{l_bar}{bar:20}{r_bar}\n", "mininterval": 5.0}
+    # mpirun hands the bar on through a pipe: there a few whole lines read better than one that is
+    # rewritten.
+    style = (
+        {}
+        if sys.stderr.isatty()
+        else {"bar_format": "{l_bar}{bar:20}{r_bar}\n", "mininterval": 5.0}
+    )
     return tqdm(epochs, desc=title, unit="epoch", disable=rank != 0, **style)
 
 
@@ -193,8 +205,9 @@ def accuracy(group: Any, net: nn.Module, images: torch.Tensor, labels: torch.Ten
 def exposed_ms(group: Any, model: Any, images: torch.Tensor, labels: torch.Tensor) -> float:
     """Return what would be gone of a step's forward and backward without communication.
 
-    That is the step minus the same step under ``no_sync``, the two in turn. It counts what a step waits for (a slower rank, too)
-    and the compression, not what runs hidden behind the computation. No optimizer steps: the weights stay as they are.
+    That is the step minus the same step under ``no_sync``, the two in turn. It counts what a step
+    waits for (a slower rank, too) and the compression, not what runs hidden behind the computation.
+    No optimizer steps: the weights stay as they are.
     """
 
     def step_s(sync: bool) -> float:
@@ -212,7 +225,12 @@ def exposed_ms(group: Any, model: Any, images: torch.Tensor, labels: torch.Tenso
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of optimizer state that this rank holds."""
-    return sum(value.nbytes for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
 
 
 def hash_of_weights(net: nn.Module) -> str:
@@ -227,9 +245,18 @@ def problems_of(results: list[Result], told: list[list[str]], epochs: int) -> li
         if len({weights[place] for weights in told}) > 1:
             problems.append(f"{result.method}: the ranks ended with different weights")
         if epochs >= 20 and result.accuracies[-1] < WANTED_ACCURACY:
-            problems.append(f"{result.method}: accuracy {result.accuracies[-1]:.2%} is below {WANTED_ACCURACY:.0%}")
-        if METHODS[result.method.removesuffix(", OSS")].rank is not None and result.compressed_steps < 0.8 * result.steps:
-            problems.append(f"{result.method}: only {result.compressed_steps} of {result.steps} steps were compressed")
+            problems.append(
+                f"{result.method}: accuracy {result.accuracies[-1]:.2%} is below "
+                f"{WANTED_ACCURACY:.0%}"
+            )
+        if (
+            METHODS[result.method.removesuffix(", OSS")].rank is not None
+            and result.compressed_steps < 0.8 * result.steps
+        ):
+            problems.append(
+                f"{result.method}: only {result.compressed_steps} of {result.steps} steps were "
+                "compressed"
+            )
     by_run = {(result.method, result.seed): result for result in results}
     for (method, seed), result in by_run.items():
         other = by_run.get((method.removesuffix(", OSS"), seed))
@@ -240,21 +267,38 @@ def problems_of(results: list[Result], told: list[list[str]], epochs: int) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hook", nargs="+", choices=list(METHODS), default=COMPARED, metavar="HOOK", help=", ".join(METHODS))
+    parser.add_argument(
+        "--hook",
+        nargs="+",
+        choices=list(METHODS),
+        default=COMPARED,
+        metavar="HOOK",
+        help=", ".join(METHODS),
+    )
     parser.add_argument(
         "--optimizer", nargs="+", choices=["adam", "oss"], default=["adam", "oss"],
-        help="all hooks train with the first, the first hook with the others; oss is Adam with sharded state",
+        help="all hooks train with the first, the first hook with the others; oss is Adam with "
+             "sharded state",
     )  # fmt: skip
     parser.add_argument("--epochs", type=positive, default=30)
     parser.add_argument("--batch-size", type=positive, default=64, help="of all ranks together")
-    parser.add_argument("--seeds", type=positive, default=1, help="train so many times with each hook")
-    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder of digits.png and digits.json")
+    parser.add_argument(
+        "--seeds", type=positive, default=1, help="train so many times with each hook"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("demo-output"),
+        help="folder of digits.png and digits.json",
+    )
     group = mpidist.comm.init()
     options = parse(parser, group.rank)
 
     torch.set_num_threads(1)  # the ranks share the node's cores
     first, *others = options.optimizer
-    pairs = [(name, first) for name in options.hook] + [(options.hook[0], other) for other in others]
+    pairs = [(name, first) for name in options.hook] + [
+        (options.hook[0], other) for other in others
+    ]
     runs = [(*pair, seed) for pair in pairs for seed in range(options.seeds)]
     results = [train(group, *run, options.epochs, options.batch_size) for run in runs]
     told = group.all_gather_object([result.weights for result in results])
@@ -266,7 +310,10 @@ def main() -> None:
         (options.output / "digits.json").write_text(json.dumps(rows, indent=1) + "\n")
         demo_report.draw(rows, group.size, WANTED_ACCURACY, options.output / "digits.png")
         print(demo_report.table(rows), flush=True)
-        print(f"Weights: {'NOT ' * any('weights' in p for p in problems)}equal on all ranks after each run.")
+        print(
+            f"Weights: {'NOT ' * any('weights' in p for p in problems)}equal on all ranks after "
+            "each run."
+        )
         print(f"Peak memory of each rank: {', '.join(f'{mib:.0f} MiB' for mib in peaks_mib)}.")
         print(f"Curves: {options.output / 'digits.png'}", flush=True)
     group.close()

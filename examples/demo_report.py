@@ -32,30 +32,47 @@ def table(results: Sequence[Row]) -> str:
             )
         )
     headers = (
-        "hook", "test accuracy", "bytes sent\na step", "compression", "of the\nsteps", "exposed ms\na step", "samples/s",
+        "hook", "test accuracy", "bytes sent\na step", "compression", "of "
+                                                                      "the\nsteps", "exposed ms\na step", "samples/s",
         "optimizer state,\nbytes a rank",
     )  # fmt: skip
-    return tabulate(lines, headers, tablefmt="rounded_outline", stralign="right", disable_numparse=True)
+    return tabulate(
+        lines, headers, tablefmt="rounded_outline", stralign="right", disable_numparse=True
+    )
 
 
 def draw(results: Sequence[Row], ranks: int, wanted_accuracy: float, path: Path) -> None:
     """Plot the first run of each method."""
-    figure = Figure(figsize=(13, 4), layout="constrained")  # without pyplot matplotlib draws with Agg and needs no display
+    # without pyplot matplotlib draws with Agg and needs no display
+    figure = Figure(figsize=(13, 4), layout="constrained")
     figure.suptitle(f"Digits on {ranks} ranks, one line for each communication hook")
     losses, accuracies, sent = figure.subplots(1, 3)
     methods = _by_method(results)
     for name, runs in methods.items():
         epochs = range(1, len(runs[0]["losses"]) + 1)
         losses.plot(epochs, runs[0]["losses"], ".-", label=name, linewidth=1.2)
-        accuracies.plot(epochs, [100 * value for value in runs[0]["accuracies"]], ".-", label=name, linewidth=1.2)
+        accuracies.plot(
+            epochs,
+            [100 * value for value in runs[0]["accuracies"]],
+            ".-",
+            label=name,
+            linewidth=1.2,
+        )
     losses.set(xlabel="epoch", ylabel="training loss (cross-entropy)", yscale="log")
-    accuracies.axhline(100 * wanted_accuracy, color="grey", linestyle="--", label=f"wanted: {wanted_accuracy:.0%}")
+    accuracies.axhline(
+        100 * wanted_accuracy, color="grey", linestyle="--", label=f"wanted: {wanted_accuracy:.0%}"
+    )
     accuracies.set(xlabel="epoch", ylabel="accuracy (%)", ylim=(80, 100.5))
     accuracies.legend(loc="lower right", fontsize="small")
     bars = sent.bar(
-        list(methods), [runs[0]["bytes_per_step"] for runs in methods.values()], color=[f"C{i}" for i in range(len(methods))]
+        list(methods),
+        [runs[0]["bytes_per_step"] for runs in methods.values()],
+        color=[f"C{i}" for i in range(len(methods))],
     )
-    rates = [f"{runs[0]['uncompressed_bytes'] / runs[0]['bytes_per_step']:.1f}x" for runs in methods.values()]
+    rates = [
+        f"{runs[0]['uncompressed_bytes'] / runs[0]['bytes_per_step']:.1f}x"
+        for runs in methods.values()
+    ]
     sent.bar_label(bars, rates)
     sent.set(ylabel="bytes sent a step", yscale="log")
     sent.tick_params(axis="x", rotation=30)

@@ -33,7 +33,10 @@ def read(path: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            raise Unusable("the digits come with scikit-learn: pip install 'mpidist[demo]', or give --data FILE.npz") from error
+            raise Unusable(
+                "the digits come with scikit-learn: pip install 'mpidist[demo]', or give --data "
+                "FILE.npz"
+            ) from error
         digits = load_digits()
         images, labels = digits.images, digits.target
     else:
@@ -41,7 +44,9 @@ def read(path: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
             with np.load(path) as held:
                 images, labels = held["images"], held["labels"]
         except KeyError as error:
-            raise Unusable(f"--data {path}: it must hold the arrays images and labels ({error.args[0]})") from error
+            raise Unusable(
+                f"--data {path}: it must hold the arrays images and labels ({error.args[0]})"
+            ) from error
         except Exception as error:  # whatever a damaged archive makes of NumPy
             raise Unusable(f"--data {path} cannot be read as an .npz file: {error}") from error
     if (
@@ -51,13 +56,19 @@ def read(path: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
         or (labels.size and labels.min() < 0)
     ):
         raise Unusable(
-            f"--data {path}: images must be of shape (N, H, W) and labels N whole numbers from 0 on; got images {images.shape}, "
+            f"--data {path}: images must be of shape (N, H, W) and labels N whole numbers from 0 "
+            f"on; got images {images.shape}, "
             f"labels {labels.shape} of {labels.dtype}"
         )
     if images.dtype.kind not in "iuf" or min(images.shape[1:], default=0) < 4:
-        raise Unusable(f"--data {path}: images must be numbers, at least 4 x 4 of them; got {images.shape} of {images.dtype}")
+        raise Unusable(
+            f"--data {path}: images must be numbers, at least 4 x 4 of them; got {images.shape} of "
+            f"{images.dtype}"
+        )
     pixels = torch.from_numpy(np.asarray(images, dtype=np.float32)).unsqueeze(1)
-    return pixels / pixels.max().clamp(min=1e-6) if pixels.numel() else pixels, torch.from_numpy(labels.astype(np.int64))
+    return pixels / pixels.max().clamp(min=1e-6) if pixels.numel() else pixels, torch.from_numpy(
+        labels.astype(np.int64)
+    )
 
 
 def divided(images: torch.Tensor, labels: torch.Tensor, ranks: int) -> list[torch.Tensor]:
@@ -70,7 +81,8 @@ def divided(images: torch.Tensor, labels: torch.Tensor, ranks: int) -> list[torc
     samples = int((~is_test).sum())
     if samples < ranks or not is_test.any():
         raise Unusable(
-            f"{len(labels)} samples, {samples} of them to train with, are too few for {ranks} rank(s): start fewer ranks or give "
+            f"{len(labels)} samples, {samples} of them to train with, are too few for {ranks} "
+            "rank(s): start fewer ranks or give "
             "more data (at least 5 samples, and one for each rank)"
         )
     return [images[~is_test], labels[~is_test], images[is_test], labels[is_test]]
@@ -96,12 +108,20 @@ def own_device(group: Any) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # Under srun each rank may see one GPU, all of them as number 0: the GPU's own id tells.
-    own = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None)
-    shared = [(node, count) for (node, gpu), count in Counter(group.all_gather_object(own)).items() if gpu and count > 1]
+    own = (
+        socket.gethostname(),
+        str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
+    )
+    shared = [
+        (node, count)
+        for (node, gpu), count in Counter(group.all_gather_object(own)).items()
+        if gpu and count > 1
+    ]
     if shared:
         node, count = shared[0]
         raise Unusable(
-            f"{count} ranks share one GPU on {node}: start one rank a GPU (srun: as many --ntasks-per-node as --gpus-per-node; "
+            f"{count} ranks share one GPU on {node}: start one rank a GPU (srun: as many "
+            "--ntasks-per-node as --gpus-per-node; "
             "mpirun: -n), or set CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
     return device

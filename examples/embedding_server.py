@@ -28,7 +28,13 @@ from mpidist.optim import DistributedOptimizer
 
 BEFORE = 4  # words from which the next one is guessed
 WANTED = 0.75  # of the first loss, at most, after 200 steps or more
-PROMPTS = ("for i in range", "if not isinstance(", "def __init__(self", "raise ValueError('", "with self._lock:\n")
+PROMPTS = (
+    "for i in range",
+    "if not isinstance(",
+    "def __init__(self",
+    "raise ValueError('",
+    "with self._lock:\n",
+)
 
 trainers: mpidist.comm.ProcessGroup
 
@@ -42,7 +48,9 @@ def train(tables: list[RemoteModule], options: argparse.Namespace) -> Result:
     """
     torch.manual_seed(1 + trainers.rank)
     words = Words(library_text(options.characters), options.vocabulary)
-    dense = nn.Sequential(nn.Linear(BEFORE * options.dim, 128), nn.ReLU(), nn.Linear(128, options.vocabulary))
+    dense = nn.Sequential(
+        nn.Linear(BEFORE * options.dim, 128), nn.ReLU(), nn.Linear(128, options.vocabulary)
+    )
     model = DistributedDataParallel(dense, process_group=trainers)
     groups = [
         {"params": [table.get_module_rref() for table in tables]},
@@ -50,14 +58,19 @@ def train(tables: list[RemoteModule], options: argparse.Namespace) -> Result:
     ]
     optimizer = DistributedOptimizer(torch.optim.Adagrad, groups, lr=0.1)
     losses, start = [], time.perf_counter()
-    steps = progress(options.steps, f"{trainers.size} trainer(s), {len(tables)} server(s)") if trainers.rank == 0 else None
+    steps = (
+        progress(options.steps, f"{trainers.size} trainer(s), {len(tables)} server(s)")
+        if trainers.rank == 0
+        else None
+    )
     for _ in steps or range(options.steps):
         starts = torch.randint(len(words.numbers) - BEFORE, (options.batch_size, 1))
         chosen = words.numbers[starts + torch.arange(BEFORE + 1)]
         with dist_autograd.context() as context_id:
             rows = look_up(tables, chosen[:, :-1])
             loss = F.cross_entropy(model(rows.flatten(1)), chosen[:, -1])
-            # Through the dense part, whose gradients are averaged over the trainers, and on to the servers.
+            # Through the dense part, whose gradients are averaged over the trainers, and on to the
+            # servers.
             dist_autograd.backward(context_id, [loss])
             optimizer.step(context_id)
         mean = loss.detach() / trainers.size
@@ -69,7 +82,11 @@ def train(tables: list[RemoteModule], options: argparse.Namespace) -> Result:
     weights = b"".join(weight.detach().numpy().tobytes() for weight in dense.parameters())
     return Result(
         losses=losses,
-        samples=[(prompt, continued(prompt, tables, dense, words)) for prompt in PROMPTS if trainers.rank == 0],
+        samples=[
+            (prompt, continued(prompt, tables, dense, words))
+            for prompt in PROMPTS
+            if trainers.rank == 0
+        ],
         weights=hashlib.sha256(weights).hexdigest(),
         by_frequency=words.entropy(),
         steps_per_s=len(losses) / seconds,
@@ -81,11 +98,15 @@ def train(tables: list[RemoteModule], options: argparse.Namespace) -> Result:
 
 def look_up(tables: list[RemoteModule], numbers: torch.Tensor) -> torch.Tensor:
     """Ask all servers at the same time; return the rows of words, (…, dim)."""
-    return torch.cat([columns.wait() for columns in [table.forward_async(numbers) for table in tables]], dim=-1)
+    return torch.cat(
+        [columns.wait() for columns in [table.forward_async(numbers) for table in tables]], dim=-1
+    )
 
 
 @torch.no_grad()
-def continued(prompt: str, tables: list[RemoteModule], dense: nn.Module, words: Words, more: int = 8) -> str:
+def continued(
+    prompt: str, tables: list[RemoteModule], dense: nn.Module, words: Words, more: int = 8
+) -> str:
     """Return the words that the model takes for the likeliest to follow."""
     found = [RARE] * BEFORE + words.encode(prompt)
     for _ in range(more):
@@ -98,16 +119,26 @@ def main() -> None:
     group = mpidist.comm.init()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=positive, default=300)
-    parser.add_argument("--servers", type=positive, help="ranks that hold tables (default: half of them)")
+    parser.add_argument(
+        "--servers", type=positive, help="ranks that hold tables (default: half of them)"
+    )
     parser.add_argument("--batch-size", type=positive, default=128, help="of each trainer")
     parser.add_argument("--vocabulary", type=positive, default=2000)
     parser.add_argument("--dim", type=positive, default=64, help="columns of all tables together")
-    parser.add_argument("--characters", type=positive, default=1_000_000, help="so much of the sources of Python's library")
-    parser.add_argument("--output", type=Path, help="folder of hybrid.png and hybrid.json (written if given)")
+    parser.add_argument(
+        "--characters",
+        type=positive,
+        default=1_000_000,
+        help="so much of the sources of Python's library",
+    )
+    parser.add_argument(
+        "--output", type=Path, help="folder of hybrid.png and hybrid.json (written if given)"
+    )
     options = parse(parser, group.rank, lambda options: problem_of(options, group.size))
     servers = options.servers or max(group.size // 2, 1)
 
-    warnings.filterwarnings("ignore", "Sparse invariant checks")  # torch's Adagrad makes sparse tensors
+    # torch's Adagrad makes sparse tensors
+    warnings.filterwarnings("ignore", "Sparse invariant checks")
     torch.set_num_threads(1)  # the ranks share the node's cores
     torch.manual_seed(0)
     training = range(max(group.size - servers, 1))
@@ -118,10 +149,17 @@ def main() -> None:
     if group.rank == 0:
         widths = [len(columns) for columns in torch.arange(options.dim).chunk(servers)]
         tables = [
-            RemoteModule(f"worker{group.size - servers + k}", nn.Embedding, (options.vocabulary, width), {"sparse": True})
+            RemoteModule(
+                f"worker{group.size - servers + k}",
+                nn.Embedding,
+                (options.vocabulary, width),
+                {"sparse": True},
+            )
             for k, width in enumerate(widths)
         ]
-        calls = [rpc.rpc_async(trainer, train, args=(tables, options), timeout=0) for trainer in training]
+        calls = [
+            rpc.rpc_async(trainer, train, args=(tables, options), timeout=0) for trainer in training
+        ]
         results = [call.wait() for call in calls]
         print(text(results[0], len(training), servers), flush=True)
         if options.output:
@@ -141,7 +179,14 @@ def problem_of(options: argparse.Namespace, ranks: int) -> str | None:
     if options.servers and options.servers > options.dim:
         return f"--servers {options.servers}: more than there are columns (--dim {options.dim})"
     least = {"characters": 1000, "vocabulary": 2}
-    return next((f"--{name}: at least {value}" for name, value in least.items() if getattr(options, name) < value), None)
+    return next(
+        (
+            f"--{name}: at least {value}"
+            for name, value in least.items()
+            if getattr(options, name) < value
+        ),
+        None,
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ class Result:
     """What one trainer has to report."""
 
     losses: list[float]  # of each step, mean over the trainers
-    samples: list[tuple[str, str]]  # beginnings of lines, and the words that the model adds; of the first trainer alone
+    # beginnings of lines, and the words that the model adds; of the first trainer alone
+    samples: list[tuple[str, str]]
     weights: str  # hash of the dense part's
     by_frequency: float  # loss of one who knows the words' frequencies alone
     steps_per_s: float
@@ -37,11 +38,14 @@ def text(result: Result, trainers: int, servers: int) -> str:
         (
             "The likeliest words to follow:",
             *(f"  {prompt!r:{width}} ->  {more}" for prompt, more in result.samples),
-            f"A step of each trainer: {_size(result.numbers_bytes)} of words' numbers to each server, {_size(result.rows_bytes)} "
+            f"A step of each trainer: {_size(result.numbers_bytes)} of words' numbers to each "
+            f"server, {_size(result.rows_bytes)} "
             f"of rows back, {_size(result.rows_bytes)} of their gradients to the server(s); "
-            f"{_size(result.dense_bytes)} of dense gradients averaged over the trainers. {result.steps_per_s:.0f} steps/s.",
+            f"{_size(result.dense_bytes)} of dense gradients averaged over the trainers. "
+            f"{result.steps_per_s:.0f} steps/s.",
             f"{trainers} trainer(s), {servers} server(s), {len(result.losses)} steps: "
-            f"loss {result.first:.2f} -> {result.last:.2f} ({result.by_frequency:.2f} by words' frequencies alone)",
+            f"loss {result.first:.2f} -> {result.last:.2f} ({result.by_frequency:.2f} by words' "
+            "frequencies alone)",
         )
     )
 
@@ -56,7 +60,9 @@ def write(result: Result, trainers: int, servers: int, folder: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(range(1, len(result.losses) + 1), result.losses, linewidth=1.2)
-    axes.axhline(result.by_frequency, color="grey", linestyle="--", label="words' frequencies alone")
+    axes.axhline(
+        result.by_frequency, color="grey", linestyle="--", label="words' frequencies alone"
+    )
     axes.set(xlabel="step", ylabel="training loss (cross-entropy)")
     axes.set_title(f"The next word: {trainers} trainer(s), embedding on {servers} server(s)")
     axes.legend()

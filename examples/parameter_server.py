@@ -35,7 +35,10 @@ class ParameterServer:
 
     @rpc.functions.async_execution
     def step(self, gradients: list[torch.Tensor]) -> torch.futures.Future:
-        """Take a trainer's gradients; the answer goes out once all have sent theirs. No thread waits."""
+        """Take a trainer's gradients; the answer goes out once all have sent theirs.
+
+        No thread waits.
+        """
         with self._lock:
             answer = self._next
             for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
@@ -76,10 +79,16 @@ def main() -> None:
     if rank == 0:
         server = rpc.RRef(ParameterServer(max(size - 1, 1), lr=0.1))
         trainers = range(1, size) if size > 1 else range(1)
-        calls = [rpc.rpc_async(trainer, train, args=(server, options.steps, trainer)) for trainer in trainers]
+        calls = [
+            rpc.rpc_async(trainer, train, args=(server, options.steps, trainer))
+            for trainer in trainers
+        ]
         losses = [call.wait() for call in calls]
         weights = server.local_value().weights()[0]
-        print(f"{len(losses)} trainer(s), {options.steps} steps: loss {max(losses):.2e}, weights {weights}")
+        print(
+            f"{len(losses)} trainer(s), {options.steps} steps: loss {max(losses):.2e}, weights "
+            f"{weights}"
+        )
     rpc.shutdown()
 
 

@@ -35,7 +35,10 @@ class Stage(nn.Module):
         self.bytes = nn.Embedding(BYTES, dim) if is_first else None
         self.places = nn.Parameter(0.02 * torch.randn(context, dim)) if is_first else None
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(dim, HEADS, 4 * dim, dropout=0.0, batch_first=True, norm_first=True) for _ in range(layers)
+            nn.TransformerEncoderLayer(
+                dim, HEADS, 4 * dim, dropout=0.0, batch_first=True, norm_first=True
+            )
+            for _ in range(layers)
         )
         self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, BYTES)) if is_last else None
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context))
@@ -45,7 +48,8 @@ class Stage(nn.Module):
         """Fetch what the stage before has made, and go on with it.
 
         Args:
-            source: A micro-batch: bytes (samples, context), later activations (samples, context, dim).
+            source: A micro-batch: bytes (samples, context), later activations (samples, context,
+                dim).
             targets: Each place's next byte, for the last stage.
         """
         x = source.to_here()
@@ -54,7 +58,11 @@ class Stage(nn.Module):
                 x = self.bytes(x) + self.places
             for layer in self.layers:
                 x = layer(x, src_mask=self.mask, is_causal=True)
-            return x if self.head is None else F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+            return (
+                x
+                if self.head is None
+                else F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+            )
 
 
 class Pipeline:
@@ -63,14 +71,16 @@ class Pipeline:
     def __init__(self, workers: int, layers: int, dim: int, context: int) -> None:
         shares = [layers // workers + (k < layers % workers) for k in range(workers)]
         self.stages = [
-            RemoteModule(f"worker{k}", Stage, (share, k == 0, k == workers - 1, dim, context)) for k, share in enumerate(shares)
+            RemoteModule(f"worker{k}", Stage, (share, k == 0, k == workers - 1, dim, context))
+            for k, share in enumerate(shares)
         ]
 
     def loss(self, samples: torch.Tensor, micro_batches: int) -> torch.Tensor:
         """Return the mean loss of a batch of (samples, context + 1) bytes; all stages work at the same time."""
         losses = []
         for part in samples.chunk(micro_batches):
-            # References go from worker to worker; the activations go straight from one stage to the next.
+            # References go from worker to worker; the activations go straight from one stage to the
+            # next.
             flow = rpc.RRef(part[:, :-1])
             for stage in self.stages[:-1]:
                 flow = stage.get_module_rref().remote().forward(flow)
@@ -97,7 +107,10 @@ def train(pipeline: Pipeline, options: argparse.Namespace) -> list[float]:
         losses.append(loss.item())
         bar.set_postfix(loss=f"{losses[-1]:.2f}", refresh=False)
     with torch.no_grad():
-        held_out = [pipeline.loss(batch(text[end:], options), options.micro_batches).item() for _ in range(4)]
+        held_out = [
+            pipeline.loss(batch(text[end:], options), options.micro_batches).item()
+            for _ in range(4)
+        ]
     return [*losses, sum(held_out) / len(held_out)]
 
 
@@ -115,7 +128,12 @@ def main() -> None:
     parser.add_argument("--dim", type=positive, default=64)
     parser.add_argument("--context", type=positive, default=64, help="bytes that a sample has")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--characters", type=positive, default=1_000_000, help="so much of the sources of Python's library")
+    parser.add_argument(
+        "--characters",
+        type=positive,
+        default=1_000_000,
+        help="so much of the sources of Python's library",
+    )
     group = mpidist.comm.init()
     options = parse(parser, group.rank, problem_of)
 
@@ -127,7 +145,10 @@ def main() -> None:
         pipeline = Pipeline(group.size, options.layers, options.dim, options.context)
         *losses, held_out = train(pipeline, options)
         first, last = losses[0], sum(losses[-10:]) / len(losses[-10:])
-        print(f"{group.size} stage(s), {options.steps} steps: loss {first:.2f} -> {last:.2f}, on other text {held_out:.2f}")
+        print(
+            f"{group.size} stage(s), {options.steps} steps: loss {first:.2f} -> {last:.2f}, on "
+            f"other text {held_out:.2f}"
+        )
     rpc.shutdown()
     if options.steps >= 100 and last > WANTED * first:
         sys.exit(f"the loss fell from {first:.2f} to {last:.2f} only")
@@ -137,7 +158,10 @@ def problem_of(options: argparse.Namespace) -> str | None:
     if options.dim % HEADS:
         return f"--dim {options.dim}: no multiple of {HEADS}, the number of attention heads"
     if options.characters * HELD_OUT < options.context + 2:
-        return f"--characters {options.characters}: their last tenth has no room for a sample of {options.context} bytes"
+        return (
+            f"--characters {options.characters}: their last tenth has no room for a sample of "
+            f"{options.context} bytes"
+        )
     return None
 
 

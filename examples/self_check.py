@@ -23,11 +23,18 @@ STEPS = 20
 
 def wrong_world(size: int) -> list[str]:
     """Compare MPI's world with what Slurm started."""
-    told = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or str(size)
+    told = (
+        os.environ.get("OMPI_COMM_WORLD_SIZE")
+        or os.environ.get("SLURM_STEP_NUM_TASKS")
+        or str(size)
+    )
     # A step of a heterogeneous job has tasks of several components; each knows its own.
     if "SLURM_HET_SIZE" in os.environ or int(told) == size:
         return []
-    return [f"MPI connects {size} ranks, and {told} were started: edit MPIDIST_MPI, it does not fit the MPI library"]
+    return [
+        f"MPI connects {size} ranks, and {told} were started: edit MPIDIST_MPI, it does not fit "
+        "the MPI library"
+    ]
 
 
 def wrong_gpus(wanted: int, local_size: int) -> list[str]:
@@ -38,11 +45,16 @@ def wrong_gpus(wanted: int, local_size: int) -> list[str]:
     host = socket.gethostname()
     if seen == 0:
         build = (
-            "torch is a build for CPUs" if torch.version.cuda is None else f"torch has CUDA {torch.version.cuda}: see nvidia-smi"
+            "torch is a build for CPUs"
+            if torch.version.cuda is None
+            else f"torch has CUDA {torch.version.cuda}: see nvidia-smi"
         )
         return [f"torch sees no GPU on {host}, MPIDIST_GPUS_PER_NODE is {wanted}; {build}"]
     if seen < local_size:
-        return [f"{host} has {local_size} ranks and {seen} visible GPUs: ask for as many GPUs as ranks, without --gpu-bind"]
+        return [
+            f"{host} has {local_size} ranks and {seen} visible GPUs: ask for as many GPUs as "
+            "ranks, without --gpu-bind"
+        ]
     return []
 
 
@@ -52,10 +64,13 @@ def wrong_sums(group: mpidist.comm.ProcessGroup, device: torch.device) -> list[s
     expected = sum(range(1, group.size + 1))
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for numel in (3, 300_001):
-            # Sums of up to 22 ranks are whole numbers that bfloat16 holds; those of more are compared in its precision.
+            # Sums of up to 22 ranks are whole numbers that bfloat16 holds; those of more are
+            # compared in its precision.
             tensor = torch.full((numel,), group.rank + 1, dtype=dtype, device=device)
             group.all_reduce(tensor)
-            if not torch.allclose(tensor.double(), torch.full_like(tensor, expected).double(), rtol=1e-2):
+            if not torch.allclose(
+                tensor.double(), torch.full_like(tensor, expected).double(), rtol=1e-2
+            ):
                 problems.append(f"the sum of {numel} {dtype} is {tensor[0].item()}, not {expected}")
     return problems
 
@@ -75,7 +90,11 @@ def wrong_training(group: mpidist.comm.ProcessGroup, device: torch.device) -> li
         optimizer.step()
         losses.append(loss.item())
     weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).cpu()
-    problems = [] if losses[-1] < 0.5 * losses[0] else [f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}"]
+    problems = (
+        []
+        if losses[-1] < 0.5 * losses[0]
+        else [f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}"]
+    )
     if any(not torch.equal(weights, other) for other in group.all_gather_object(weights)):
         problems.append("ranks have trained to different weights")
     return problems
@@ -93,7 +112,8 @@ def wrong_folder(group: mpidist.comm.ProcessGroup, folder: Path) -> list[str]:
     group.barrier()
     if problem is None and not file.is_file():
         problem = (
-            f"{socket.gethostname()} does not see what rank 0 wrote into {folder}: MPIDIST_CHECKPOINTS is not shared by all nodes"
+            f"{socket.gethostname()} does not see what rank 0 wrote into {folder}: "
+            "MPIDIST_CHECKPOINTS is not shared by all nodes"
         )
     group.barrier()
     if group.rank == 0:
@@ -106,7 +126,12 @@ def wrong_folder(group: mpidist.comm.ProcessGroup, folder: Path) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus-per-node", type=int, default=0, help="0: no rank needs one")
-    parser.add_argument("--folder", type=Path, default=os.environ.get("MPIDIST_CHECKPOINT", "."), help="where checkpoints go")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=os.environ.get("MPIDIST_CHECKPOINT", "."),
+        help="where checkpoints go",
+    )
     group, world = mpidist.comm.init(), mpidist.comm.world()
     options = parse(parser, group.rank)
     device = mpidist.comm.device()
@@ -121,10 +146,15 @@ def main() -> int:
     told = group.all_gather_object((place, world.local_rank, str(device), problems))
     if group.rank == 0:
         for rank, (place, local_rank, device_name, found) in enumerate(told):
-            print(f"rank {rank}: {place}, local rank {local_rank}, {device_name}: {'; '.join(found) or 'fine'}")
+            print(
+                f"rank {rank}: {place}, local rank {local_rank}, {device_name}: "
+                f"{'; '.join(found) or 'fine'}"
+            )
         bad = sum(bool(found) for *_, found in told)
         print(
-            f"self-check: {f'{bad} of {group.size} ranks have problems' if bad else f'{group.size} ranks, all fine'}", flush=True
+            "self-check: "
+            f"{f'{bad} of {group.size} ranks have problems' if bad else f'{group.size} ranks, all fine'}",
+            flush=True,
         )
     return 1 if any(found for *_, found in told) else 0
 

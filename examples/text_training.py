@@ -56,6 +56,11 @@ class Words:
 
 def progress(steps: int, title: str) -> Any:
     """Return the numbers of the steps, shown as a bar; ``set_postfix`` adds to it."""
-    # mpirun hands the bar on through a pipe: there a few whole lines read better than one that is rewritten.
-    style = {} if sys.stderr.isatty() else {"bar_format": "{l_bar}{bar:20}{r_bar}\n", "mininterval": 5.0}
+    # mpirun hands the bar on through a pipe: there a few whole lines read better than one that is
+    # rewritten.
+    style = (
+        {}
+        if sys.stderr.isatty()
+        else {"bar_format": "{l_bar}{bar:20}{r_bar}\n", "mininterval": 5.0}
+    )
     return tqdm(range(steps), desc=title, unit="step", **style)

@@ -38,7 +38,11 @@ class Metrics:
         if path is None:
             return
         lines = path.read_text(errors="replace").splitlines() if step and path.exists() else []
-        kept = [line for line in lines if line.startswith('{"step"') and line.endswith("}") and '"loss"' in line]
+        kept = [
+            line
+            for line in lines
+            if line.startswith('{"step"') and line.endswith("}") and '"loss"' in line
+        ]
         kept = [line for line in kept if json.loads(line)["step"] <= step]
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.part")
@@ -61,17 +65,30 @@ def train(group: Any, options: argparse.Namespace, preemption: Preemption) -> in
 
     device = own_device(group)
     # The same data on every rank; the sampler gives each its share.
-    images, labels, test_images, test_labels = with_all(group, lambda: divided(*read(options.data), group.size))
+    images, labels, test_images, test_labels = with_all(
+        group, lambda: divided(*read(options.data), group.size)
+    )
     sampler = ResumableSampler(len(labels), seed=options.seed, group=group)
-    # A generator of its own: DataLoader would draw from torch's at each start, and a resumed run starts once more.
-    loader = DataLoader(TensorDataset(images, labels), options.batch, sampler=sampler, generator=torch.Generator())
+    # A generator of its own: DataLoader would draw from torch's at each start, and a resumed run
+    # starts once more.
+    loader = DataLoader(
+        TensorDataset(images, labels), options.batch, sampler=sampler, generator=torch.Generator()
+    )
 
     torch.manual_seed(options.seed)
-    model = DistributedDataParallel(build_net(images, int(labels.max()) + 1).to(device), process_group=group)
+    model = DistributedDataParallel(
+        build_net(images, int(labels.max()) + 1).to(device), process_group=group
+    )
     torch.manual_seed(options.seed + 1 + group.rank)  # dropout: other units on each rank
-    hook_state = PowerSGDState(group, 2, start_powerSGD_iter=10, min_compression_rate=1) if options.hook == "powersgd" else None
+    hook_state = (
+        PowerSGDState(group, 2, start_powerSGD_iter=10, min_compression_rate=1)
+        if options.hook == "powersgd"
+        else None
+    )
     if options.hook != "none":
-        model.register_comm_hook(hook_state or group, powerSGD_hook if hook_state else bf16_compress_hook)
+        model.register_comm_hook(
+            hook_state or group, powerSGD_hook if hook_state else bf16_compress_hook
+        )
     optimizer: Any = (
         OSS(model.parameters(), torch.optim.AdamW, group, lr=2e-3)
         if options.optimizer == "oss"
@@ -80,12 +97,21 @@ def train(group: Any, options: argparse.Namespace, preemption: Preemption) -> in
     scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=20)
 
     # All that a run needs to go on; save and load take the same.
-    state = {"model": model, "optimizer": optimizer, "hook_state": hook_state, "sampler": sampler, "scheduler": scheduler}
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "hook_state": hook_state,
+        "sampler": sampler,
+        "scheduler": scheduler,
+    }
     resumed = load(options.checkpoint, **state) if options.checkpoint else None
     step, losses = (resumed.step, resumed.extra["losses"]) if resumed else (0, [])
     saved = step if resumed else None
     if resumed:
-        say(f"resumed from {resumed.path}: step {step}, epoch {sampler.epoch + 1}, saved by {resumed.saved_by} rank(s)")
+        say(
+            f"resumed from {resumed.path}: step {step}, epoch {sampler.epoch + 1}, saved by "
+            f"{resumed.saved_by} rank(s)"
+        )
     first = step
     metrics = with_all(group, lambda: Metrics(options.metrics if group.rank == 0 else None, step))
 
@@ -102,30 +128,46 @@ def train(group: Any, options: argparse.Namespace, preemption: Preemption) -> in
             losses.append(mean_over_ranks(group, loss.item(), 1))
             metrics.add(step=step, epoch=epoch + 1, loss=losses[-1])
 
-            # The same answer on all ranks: a signal, or a limit of ours, may come to one of them first.
-            over = step - first == options.max_steps or time.monotonic() - start_s > options.max_seconds
+            # The same answer on all ranks: a signal, or a limit of ours, may come to one of them
+            # first.
+            over = (
+                step - first == options.max_steps
+                or time.monotonic() - start_s > options.max_seconds
+            )
             stop = preemption.requested(over)
             if options.checkpoint and (stop or step % options.save_every == 0):
                 save(options.checkpoint, step, **state, extra={"losses": losses})
                 saved = step
             if stop:
                 why = ", ".join(preemption.received) or "a limit, or a signal to another rank"
-                say(f"stopped after step {step} ({why}); {f'saved in {options.checkpoint}' if saved else 'nothing was saved'}")
+                say(
+                    f"stopped after step {step} ({why}); "
+                    f"{f'saved in {options.checkpoint}' if saved else 'nothing was saved'}"
+                )
                 return REQUEUE_EXIT_CODE if saved else 1
         if losses:
-            say(f"epoch {epoch + 1} of {options.epochs}: {step} steps, loss {sum(losses) / len(losses):.4f}")
+            say(
+                f"epoch {epoch + 1} of {options.epochs}: {step} steps, loss "
+                f"{sum(losses) / len(losses):.4f}"
+            )
         losses = []
     if options.checkpoint and saved != step:
         save(options.checkpoint, step, **state, extra={"losses": losses})
 
     share = accuracy(group, model.module, test_images.to(device), test_labels.to(device))
     metrics.add(step=step, accuracy=share)
-    say(f"accuracy {share:.2%} on {len(test_labels)} images, after {step} steps on {group.size} rank(s)")
+    say(
+        f"accuracy {share:.2%} on {len(test_labels)} images, after {step} steps on {group.size} "
+        "rank(s)"
+    )
     return 0
 
 
 def with_all(group: Any, call: Any) -> Any:
-    """Return ``call()``; if it fails on any rank, all raise what the first such rank said. Collective over the group."""
+    """Return ``call()``; if it fails on any rank, all raise what the first such rank said.
+
+    Collective over the group.
+    """
     result, problem = None, None
     try:
         result = call()
@@ -155,22 +197,50 @@ def accuracy(group: Any, net: torch.nn.Module, images: torch.Tensor, labels: tor
 
 def options_of(rank: int) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog="Exit codes: 0 done, 75 saved and to be started again."
+        description=__doc__.splitlines()[0],
+        epilog="Exit codes: 0 done, 75 saved and to be started again.",
     )
-    parser.add_argument("--optimizer", choices=["adamw", "oss"], default="adamw", help="oss: AdamW with sharded state")
-    parser.add_argument("--hook", choices=["none", "bf16", "powersgd"], default="none", help="compression of the gradients")
+    parser.add_argument(
+        "--optimizer",
+        choices=["adamw", "oss"],
+        default="adamw",
+        help="oss: AdamW with sharded state",
+    )
+    parser.add_argument(
+        "--hook",
+        choices=["none", "bf16", "powersgd"],
+        default="none",
+        help="compression of the gradients",
+    )
     parser.add_argument("--epochs", type=positive, default=10)
     parser.add_argument("--batch", type=positive, default=32, help="samples of a rank in a step")
-    parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="save there, and go on from what is there")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="FOLDER", help="save there, and go on from what is there"
+    )
     parser.add_argument("--save-every", type=positive, default=50, metavar="STEPS")
     parser.add_argument(
-        "--data", type=Path, metavar="FILE", help=".npz with images (N, H, W) and labels (N,); default: the digits"
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help=".npz with images (N, H, W) and labels (N,); default: the digits",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--metrics", type=Path, metavar="FILE", help="JSON lines: step and loss, at the end the accuracy")
-    parser.add_argument("--max-seconds", type=float, default=float("inf"), help="stop then, as if the scheduler had asked")
     parser.add_argument(
-        "--max-steps", type=positive, help="stop after so many steps of this start, as if the scheduler had asked"
+        "--metrics",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines: step and loss, at the end the accuracy",
+    )
+    parser.add_argument(
+        "--max-seconds",
+        type=float,
+        default=float("inf"),
+        help="stop then, as if the scheduler had asked",
+    )
+    parser.add_argument(
+        "--max-steps",
+        type=positive,
+        help="stop after so many steps of this start, as if the scheduler had asked",
     )
     return parse(parser, rank)
 
@@ -189,7 +259,8 @@ def main() -> int:
             print(f"train_digits.py: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         if group.size > 1:
-            runtime.abort("interrupted; the next start goes on from the last checkpoint", 130)  # ranks may wait for this one
+            # ranks may wait for this one
+            runtime.abort("interrupted; the next start goes on from the last checkpoint", 130)
         code = 130
     group.barrier()  # mpirun ends all ranks when one has ended with an error
     return code

@@ -1,7 +1,8 @@
 """What was found out once and holds for later jobs: small JSON files, one for each key, in the user's cache folder.
 
-What another user could have written is not read. Folder and file must belong to this user or to root, who may keep measurements
-for all, and nobody else may write them; that is asked of what has been opened, so that nothing can take its place in between.
+What another user could have written is not read. Folder and file must belong to this user or to
+root, who may keep measurements for all, and nobody else may write them; that is asked of what has
+been opened, so that nothing can take its place in between.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def folder() -> Path:
 def load(kind: str, key: Mapping[str, Any]) -> Any:
     """Return what was stored of this kind under this key, or None: there is nothing, or nothing that can be trusted.
 
-    It is data, in the types of JSON; its caller checks what it says. A file or folder that another user may write is left alone,
-    with one warning.
+    It is data, in the types of JSON; its caller checks what it says. A file or folder that another
+    user may write is left alone, with one warning.
 
     Args:
         kind: Begins the file's name.
@@ -67,8 +68,8 @@ def load(kind: str, key: Mapping[str, Any]) -> Any:
 def store(kind: str, key: Mapping[str, Any], value: Any) -> bool:
     """Write a value that ``load`` returns in later jobs; say whether that could be done.
 
-    A reader meets the old file or the new one, whole: it takes its name when it is complete. Folders that are missing are made
-    for this user alone, and so is the file.
+    A reader meets the old file or the new one, whole: it takes its name when it is complete.
+    Folders that are missing are made for this user alone, and so is the file.
     """
     text = json.dumps({"format": _FORMAT, "key": dict(key), "value": value}, indent=1)
     try:
@@ -76,7 +77,12 @@ def store(kind: str, key: Mapping[str, Any], value: Any) -> bool:
         with _opened(folder()) as place:
             name = _name(kind, key)
             part = f"{name}.{uuid.uuid4().hex}.part"
-            handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | _OPEN, 0o600, dir_fd=place)
+            handle = os.open(
+                part,
+                os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | _OPEN,
+                0o600,
+                dir_fd=place,
+            )
             try:
                 with open(handle, "w", encoding="utf-8") as file:
                     file.write(text)
@@ -112,13 +118,16 @@ def _require_own(handle: int, path: Path, is_kind: Any) -> None:
         raise OSError(f"{path} is something else")
     if told.st_uid not in (os.geteuid(), 0):
         raise _UnsafeError(
-            f"{path} belongs to user {told.st_uid} and is ignored, as what is found there could be forged: remove it, or set "
+            f"{path} belongs to user {told.st_uid} and is ignored, as what is found there could be "
+            "forged: remove it, or set "
             "MPIDIST_CACHE to a folder of your own"
         )
     if told.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise _UnsafeError(
-            f"{path} may be written by other users (mode {stat.S_IMODE(told.st_mode):03o}) and is ignored, as what is found "
-            f"there could be forged: chmod go-w {path}, or set MPIDIST_CACHE to a folder of your own"
+            f"{path} may be written by other users (mode {stat.S_IMODE(told.st_mode):03o}) and is "
+            "ignored, as what is found "
+            f"there could be forged: chmod go-w {path}, or set MPIDIST_CACHE to a folder of your "
+            "own"
         )
 
 
@@ -131,7 +140,8 @@ def _make(path: Path) -> None:
 
 
 def _warn(text: str) -> None:
-    # No ``warnings.warn``: where that is an error, it would be one on this rank alone, and the others wait.
+    # No ``warnings.warn``: where that is an error, it would be one on this rank alone, and the
+    # others wait.
     if text not in _told:
         _told.add(text)
         _log.warning("%s", text)

@@ -1,10 +1,11 @@
 """Marks that keep torch.compile out of our Python code.
 
-Dynamo would trace what a compiled function calls of us as if it were the user's own code, and cannot: groups and reducers hold
-objects of MPI and threads. ``torch.compiler.disable`` imports Dynamo (seconds) and puts a wrapper around every call. The marks
-below are what it leaves on a function, without the wrapper: attributes, which Dynamo reads where it would inline a call, and an
-entry beside the code object, which its frame evaluation reads where it would compile a frame. Both lie idle while nothing is
-being compiled.
+Dynamo would trace what a compiled function calls of us as if it were the user's own code, and
+cannot: groups and reducers hold objects of MPI and threads. ``torch.compiler.disable`` imports
+Dynamo (seconds) and puts a wrapper around every call. The marks below are what it leaves on a
+function, without the wrapper: attributes, which Dynamo reads where it would inline a call, and an
+entry beside the code object, which its frame evaluation reads where it would compile a frame. Both
+lie idle while nothing is being compiled.
 
 Source: torch/_dynamo/eval_frame.py (DisableContext), torch/csrc/dynamo/eval_frame.c.
 """

@@ -61,8 +61,16 @@ class NotPlainData(MpidistError, TypeError):
     def of(cls, obj: object) -> NotPlainData:
         """Return the error of an object."""
         kind = type(obj)
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        text = repr(obj) if isinstance(obj, type) or (callable(obj) and hasattr(obj, "__qualname__")) else f"a {name}"
+        name = (
+            kind.__qualname__
+            if kind.__module__ == "builtins"
+            else f"{kind.__module__}.{kind.__qualname__}"
+        )
+        text = (
+            repr(obj)
+            if isinstance(obj, type) or (callable(obj) and hasattr(obj, "__qualname__"))
+            else f"a {name}"
+        )
         return cls(f"{text} is no plain data")
 
     def within(self, step: str) -> NotPlainData:

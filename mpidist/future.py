@@ -1,10 +1,12 @@
 """A value that arrives later, with the names of ``torch.futures.Future`` and no dependency on torch.
 
-It differs from torch's in two ways: ``wait`` takes a timeout, and a callback that raises does not vanish:
-the exception is the result of the future that ``then`` returned, or is printed with its traceback.
+It differs from torch's in two ways: ``wait`` takes a timeout, and a callback that raises does not
+vanish: the exception is the result of the future that ``then`` returned, or is printed with its
+traceback.
 
-A value on a device may be complete before the device has computed it. Such a future carries the places in the device's streams
-(events) behind which the value is there; whoever asks for the value lets its own stream wait for them.
+A value on a device may be complete before the device has computed it. Such a future carries the
+places in the device's streams (events) behind which the value is there; whoever asks for the value
+lets its own stream wait for them.
 """
 
 from __future__ import annotations
@@ -30,13 +32,27 @@ class Future(Generic[T]):
     """A result that one thread sets once and any number of threads wait for.
 
     Args:
-        events: Objects with ``hold()``, which lets the calling thread's stream wait; filled before the future is completed.
-        fence: Returns such an object for all that the calling thread has queued; called behind each callback of ``then``.
+        events: Objects with ``hold()``, which lets the calling thread's stream wait; filled before
+            the future is completed.
+        fence: Returns such an object for all that the calling thread has queued; called behind each
+            callback of ``then``.
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_done", "_events", "_exception", "_fence", "_latch", "_seen", "_value")
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_done",
+        "_events",
+        "_exception",
+        "_fence",
+        "_latch",
+        "_seen",
+        "_value",
+    )
 
-    def __init__(self, events: Sequence[Any] | None = None, fence: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self, events: Sequence[Any] | None = None, fence: Callable[[], Any] | None = None
+    ) -> None:
         self._events = events
         self._fence = fence
         self._done = False
@@ -117,7 +133,8 @@ class Future(Generic[T]):
         result = made[0]
 
         def run(parent: Future[T]) -> None:
-            # Popped, so that the frames in an exception's traceback do not keep the future alive that must tell of it.
+            # Popped, so that the frames in an exception's traceback do not keep the future alive
+            # that must tell of it.
             try:
                 value = callback(parent)
             except BaseException as error:
@@ -143,10 +160,16 @@ class Future(Generic[T]):
 
     def __del__(self) -> None:
         # A background failure that nobody asked about must not vanish.
-        if getattr(self, "_exception", None) is not None and not self._seen and not sys.is_finalizing():
+        if (
+            getattr(self, "_exception", None) is not None
+            and not self._seen
+            and not sys.is_finalizing()
+        ):
             # The first line alone: what a watchdog reports has one for each rank, and was printed.
             first, *more = repr(self._exception).split("\\n")
-            sys.stderr.write(f"mpidist: an exception was never retrieved: {first}{' ...' if more else ''}\n")
+            sys.stderr.write(
+                f"mpidist: an exception was never retrieved: {first}{' ...' if more else ''}\n"
+            )
 
 
 def completed(value: T) -> Future[T]:
@@ -160,6 +183,7 @@ def _call(callback: Callable[[Future[T]], Any], future: Future[T]) -> None:
     try:
         callback(future)
     except BaseException as error:
-        # The completing thread has other waiters to serve; the callback's own trouble is told and goes no further.
+        # The completing thread has other waiters to serve; the callback's own trouble is told and
+        # goes no further.
         sys.stderr.write(f"mpidist: a future's callback {callback!r} raised\n")
         traceback.print_exception(type(error), error, error.__traceback__)

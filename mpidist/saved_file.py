@@ -1,8 +1,9 @@
 """Reader of files that ``torch.save`` wrote and that anybody may have changed since: plain data and tensors, or an error.
 
-``weights_only=True`` keeps code out. What it lets through is looked at here: an archive whose members are compressed or reach
-beyond the file (a storage longer than its member would be read past its end), objects that are no plain data, sparse tensors
-whose indices lie outside. A digest beside the file tells damage, and is no defence: whoever writes the one writes the other.
+``weights_only=True`` keeps code out. What it lets through is looked at here: an archive whose
+members are compressed or reach beyond the file (a storage longer than its member would be read past
+its end), objects that are no plain data, sparse tensors whose indices lie outside. A digest beside
+the file tells damage, and is no defence: whoever writes the one writes the other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from typing import Any
 import torch
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_LAYOUTS = (
+    torch.strided,
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
 
 
 def read(path: str | os.PathLike[str], map_location: Any = None, mmap: bool = False) -> Any:
@@ -26,7 +34,8 @@ def read(path: str | os.PathLike[str], map_location: Any = None, mmap: bool = Fa
     Args:
         path: A regular file; a link is refused.
         map_location: As ``torch.load`` has it.
-        mmap: Tensors on the CPU stay in the file, which must then stay as it is; else they are copied.
+        mmap: Tensors on the CPU stay in the file, which must then stay as it is; else they are
+            copied.
 
     Raises:
         ValueError: What is wrong with it.
@@ -37,14 +46,17 @@ def read(path: str | os.PathLike[str], map_location: Any = None, mmap: bool = Fa
         raise ValueError(f"{path.name} is missing, or a link or a folder, and no regular file")
     _require_archive(path)
     try:
-        # Mapped always: a storage is then a part of the mapping, however long a forged file says that it is.
+        # Mapped always: a storage is then a part of the mapping, however long a forged file says
+        # that it is.
         with torch.sparse.check_sparse_tensor_invariants():
             found = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
         return _Walk(copies=not mmap).plain(found)
     except OSError:
         raise
     except Exception as error:  # whatever a damaged file makes of the unpickler
-        raise ValueError(f"{path.name} is damaged, or holds more than plain data: {_first_line(error)}") from error
+        raise ValueError(
+            f"{path.name} is damaged, or holds more than plain data: {_first_line(error)}"
+        ) from error
 
 
 def is_regular(path: Path) -> bool:
@@ -73,17 +85,31 @@ def _require_archive(path: Path) -> None:
                     for member in members
                 )
             )
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, LookupError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{path.name} is damaged: it is no archive of torch.save ({error})") from error
+    except (
+        zipfile.BadZipFile,
+        NotImplementedError,
+        ValueError,
+        EOFError,
+        LookupError,
+        RuntimeError,
+        OverflowError,
+    ) as error:
+        raise ValueError(
+            f"{path.name} is damaged: it is no archive of torch.save ({error})"
+        ) from error
     if not is_plain:
-        raise ValueError(f"{path.name} is damaged: its archive is compressed, or its members reach beyond the file")
+        raise ValueError(
+            f"{path.name} is damaged: its archive is compressed, or its members reach beyond the "
+            "file"
+        )
 
 
 class _Walk:
     """One look at all that a file holds.
 
     Args:
-        copies: Tensors on the CPU get memory of their own; those that share memory share it there, too.
+        copies: Tensors on the CPU get memory of their own; those that share memory share it there,
+            too.
     """
 
     def __init__(self, copies: bool) -> None:
@@ -105,18 +131,30 @@ class _Walk:
             raise ValueError("a container that holds itself")
         inner = (*above, id(value))
         if kind is dict or kind is OrderedDict:
-            return kind((self.plain(key, inner), self.plain(held, inner)) for key, held in value.items())
+            return kind(
+                (self.plain(key, inner), self.plain(held, inner)) for key, held in value.items()
+            )
         if kind is list or kind is tuple or kind is set:
             return kind([self.plain(held, inner) for held in value])
         raise ValueError(f"an object of class {kind.__module__}.{kind.__qualname__}")
 
     def _tensor(self, value: Any) -> Any:
-        if value.layout not in _LAYOUTS or not (value.is_cpu or value.is_cuda) or value.is_quantized:
-            raise ValueError(f"a tensor of layout {value.layout} and type {value.dtype} on {value.device}")
+        if (
+            value.layout not in _LAYOUTS
+            or not (value.is_cpu or value.is_cuda)
+            or value.is_quantized
+        ):
+            raise ValueError(
+                f"a tensor of layout {value.layout} and type {value.dtype} on {value.device}"
+            )
         if not self._copies or not value.is_cpu:
             return value
         with torch.no_grad():
-            own = value.detach().clone() if value.layout is not torch.strided else self._moved(value.detach())
+            own = (
+                value.detach().clone()
+                if value.layout is not torch.strided
+                else self._moved(value.detach())
+            )
         if type(value) is torch.nn.Parameter:
             return torch.nn.Parameter(own, value.requires_grad)
         return own.requires_grad_(value.requires_grad)

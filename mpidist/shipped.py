@@ -1,6 +1,7 @@
 """Folders that travel with the package and are no modules of it: job scripts, examples, benchmarks.
 
-In a wheel they lie below ``mpidist/shipped_files``, in a checkout and an editable install beside ``mpidist``.
+In a wheel they lie below ``mpidist/shipped_files``, in a checkout and an editable install beside
+``mpidist``.
 """
 
 from __future__ import annotations

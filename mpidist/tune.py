@@ -1,7 +1,8 @@
 """``python -m mpidist.tune``: measure which all-reduce is the fastest at which size, and keep the table.
 
-Start it as the job is started, one rank a GPU: ``srun python -m mpidist.tune`` or ``mpirun -n 4 python -m mpidist.tune``.
-``--device host`` measures host memory, for jobs of several nodes with several ranks on each.
+Start it as the job is started, one rank a GPU: ``srun python -m mpidist.tune`` or ``mpirun -n 4
+python -m mpidist.tune``. ``--device host`` measures host memory, for jobs of several nodes with
+several ranks on each.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ _SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, and keep it. Collective: over all ranks of the job."""
     options = _parser().parse_args(arguments)
-    # The jobs that use the table have a CUDA context when MPI starts; without one MPI takes another way.
+    # The jobs that use the table have a CUDA context when MPI starts; without one MPI takes another
+    # way.
     library.load(makes_context=options.device == "cuda")
     group = comm.init()
     where = {"host": None, "cpu": torch.device("cpu")}.get(options.device, runtime.device())
     if options.device == "cuda" and (where is None or where.type != "cuda"):
         raise SystemExit(
-            "mpidist.tune needs a CUDA device on each rank; --device host measures host memory between nodes, --device cpu shows "
+            "mpidist.tune needs a CUDA device on each rank; --device host measures host memory "
+            "between nodes, --device cpu shows "
             "only that it runs"
         )
 
@@ -35,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if group.rank == 0:
             print(line, flush=True)
 
-    told(f"all-reduce of fp32 on {group.size} ranks, {where or 'host'}; medians of {options.rounds} rounds")
+    told(
+        f"all-reduce of fp32 on {group.size} ranks, {where or 'host'}; medians of {options.rounds} "
+        "rounds"
+    )
     try:
         table = group.tune(where, options.sizes, options.rounds, f"measured {date.today()}", told)
     except ValueError as error:
@@ -48,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mpidist.tune", description=main.__doc__)
     parser.add_argument("--device", choices=["cuda", "host", "cpu"], default="cuda")
-    parser.add_argument("--sizes", type=_positive, nargs="+", default=_SIZES, metavar="BYTES", help="of a tensor")
+    parser.add_argument(
+        "--sizes", type=_positive, nargs="+", default=_SIZES, metavar="BYTES", help="of a tensor"
+    )
     parser.add_argument("--rounds", type=_positive, default=20)
     return parser
 

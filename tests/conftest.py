@@ -16,7 +16,10 @@ from tests.support import OnDevice, agree
 
 
 def pytest_addoption(parser, pluginmanager):
-    text = "run each case of a parametrized MPI test at every other number of ranks: 1 and 3, or 2 and 4; `other`: vice versa"
+    text = (
+        "run each case of a parametrized MPI test at every other number of ranks: 1 and 3, or 2 "
+        "and 4; `other`: vice versa"
+    )
     parser.addoption("--alternate", nargs="?", const="one", choices=("one", "other"), help=text)
     if not pluginmanager.hasplugin("pytest_mpi"):
         mpi_marks.add_options(parser)
@@ -33,7 +36,9 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     """Leave out files that hold no test with a mark that ``-m`` asks for: importing them takes each rank seconds."""
-    if collection_path.suffix == ".py" and not mpi_marks.may_hold(collection_path, config.getoption("markexpr")):
+    if collection_path.suffix == ".py" and not mpi_marks.may_hold(
+        collection_path, config.getoption("markexpr")
+    ):
         return True
     return None
 
@@ -49,7 +54,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    # Modules stay; without them the collection after each test takes microseconds instead of a third of a second on busy cores.
+    # Modules stay; without them the collection after each test takes microseconds instead of a
+    # third of a second on busy cores.
     gc.collect()
     gc.freeze()
 
@@ -99,8 +105,9 @@ def device(request):
     if request.param == "cpu":
         yield torch.device("cpu")
         return
-    # Convolutions round to TF32 by default (10 bits), and differently from one algorithm to the next; tests compare to 1e-5. By
-    # this context and no assignment: torch's own test modules, once collected, have frozen the flags.
+    # Convolutions round to TF32 by default (10 bits), and differently from one algorithm to the
+    # next; tests compare to 1e-5. By this context and no assignment: torch's own test modules, once
+    # collected, have frozen the flags.
     exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
     with exact, OnDevice(torch.device("cuda", 0)) as mode:
         yield mode.device

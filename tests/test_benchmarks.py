@@ -71,11 +71,28 @@ def of_two_ranks(_libraries, tmp_path_factory):
         ["bench_powersgd.py", *_TRAINING, *to],
         ["bench_device.py", "--quick", "--device", "cpu", *to],
         ["bench_oss.py", "--quick", *to],
-        ["bench_wire.py", "--numel", "20000", "--rounds", "1", "--burst-s", "0", "--link", "test", *to],
+        [
+            "bench_wire.py",
+            "--numel",
+            "20000",
+            "--rounds",
+            "1",
+            "--burst-s",
+            "0",
+            "--link",
+            "test",
+            *to,
+        ],
         ["bench_oss_state.py", "--quick", *to],
         ["bench_oss_overlap.py", "--layers", "2", "--width", "16", "--rounds", "1", *to],
     ]
-    done = job(2, _IN_TURN.format(folder=str(BENCHMARKS), programs=programs), "--bind-to", "none", timeout_s=200)
+    done = job(
+        2,
+        _IN_TURN.format(folder=str(BENCHMARKS), programs=programs),
+        "--bind-to",
+        "none",
+        timeout_s=200,
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return folder, done.stdout
 
@@ -111,25 +128,48 @@ def test_quick_run_records_all_contenders_and_the_environment(of_two_ranks):
 @pytest.mark.slow
 def test_ways_to_execute_are_compared_and_recorded(of_two_ranks):
     record = record_of(of_two_ranks[0], "execution-*-2-unbound.json", has_picture=False)
-    assert [result["operation"] for result in record["results"]] == ["looks"] + ["latency"] * 4 + ["overlap", "two threads"]
-    assert set(record["results"][1]["contenders"]) == {"mpi4py", "caller", "group's thread", "non-blocking"}
+    assert [result["operation"] for result in record["results"]] == ["looks"] + ["latency"] * 4 + [
+        "overlap",
+        "two threads",
+    ]
+    assert set(record["results"][1]["contenders"]) == {
+        "mpi4py",
+        "caller",
+        "group's thread",
+        "non-blocking",
+    }
 
 
 @pytest.mark.slow
 def test_sharded_steps_are_compared_and_state_bytes_recorded(of_two_ranks):
     record = record_of(of_two_ranks[0], "oss-[mo]*-2.json", has_picture=False)
     cases = {result["operation"]: result["contenders"] for result in record["results"]}
-    assert set(cases) == {"Adam, loop", "Adam, fused", "parts of Adam, loop", "parts of Adam, fused", "consolidation", "Muon"}
+    assert set(cases) == {
+        "Adam, loop",
+        "Adam, fused",
+        "parts of Adam, loop",
+        "parts of Adam, fused",
+        "consolidation",
+        "Muon",
+    }
     ways = ["mpidist", "mpidist balanced", "mpidist flat", "mpidist flat, one copy"]
     assert [name for name in cases["Adam, fused"] if name != "FairScale on Gloo"] == [
         "unsharded", "torch on Gloo", "torch on mpidist", *ways,
     ]  # fmt: skip
-    assert set(record["overheads"]) == {f"Adam, {kernel}: {way}" for kernel in ("loop", "fused") for way in ways}
+    assert set(record["overheads"]) == {
+        f"Adam, {kernel}: {way}" for kernel in ("loop", "fused") for way in ways
+    }
     # A half and 64 elements; the whole has two moments and a step count for each parameter.
     held = record["state_bytes"]
     assert all(own <= held["unsharded"][0] / 2 + 8 * 64 + 4 * 6 for own in held["mpidist flat"])
-    shares = {(row["network"], row["ranks"], row["partition"]): row["over_even"] for row in record["state_bytes_by_arithmetic"]}
-    assert shares["GPT-2 XL", 64, "flat"] < 1.001 < shares["GPT-2 XL", 8, "greedy"] and shares["ResNet-50", 8, "balanced"] < 1.02
+    shares = {
+        (row["network"], row["ranks"], row["partition"]): row["over_even"]
+        for row in record["state_bytes_by_arithmetic"]
+    }
+    assert (
+        shares["GPT-2 XL", 64, "flat"] < 1.001 < shares["GPT-2 XL", 8, "greedy"]
+        and shares["ResNet-50", 8, "balanced"] < 1.02
+    )
 
 
 @pytest.mark.slow
@@ -141,7 +181,9 @@ def test_state_of_the_sharded_optimizer_is_measured_and_recorded(of_two_ranks):
         ways.add("FairScale on Gloo")
     assert set(record["consolidation_ms"]) == ways
     assert all(len(values) == record["rounds"] for values in record["consolidation_ms"].values())
-    assert [one["to a file"] for one in record["save"]] == [False, True] and len(record["goals"]) == 4
+    assert [one["to a file"] for one in record["save"]] == [False, True] and len(
+        record["goals"]
+    ) == 4
     assert len(record["memory_mib"]["to rank 0"]) == 2
 
 
@@ -155,7 +197,13 @@ def test_steps_of_training_are_compared_and_recorded(of_two_ranks, name):
     bare = [values["median_us"] for label, values in contenders.items() if label.startswith("bare")]
     assert result["bare_us"] == min(bare)
     if name == "ddp":
-        assert {"mpidist", "noop_hook", "torch on mpidist", "torch on Gloo", "communication alone"} <= set(contenders)
+        assert {
+            "mpidist",
+            "noop_hook",
+            "torch on mpidist",
+            "torch on Gloo",
+            "communication alone",
+        } <= set(contenders)
     elif name == "owners":
         held = {label: values["gradient_bytes"] for label, values in contenders.items()}
         assert held["to_owners, 1 buffer"] < held["to_owners"] < held["mpidist"]
@@ -168,13 +216,23 @@ def test_steps_of_training_are_compared_and_recorded(of_two_ranks, name):
 
 @pytest.mark.slow
 def test_kernels_are_compared_and_recorded(tmp_path):
-    command = [sys.executable, str(BENCHMARKS / "bench_kernels.py"), "--output", str(tmp_path), "--quick"]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "bench_kernels.py"),
+        "--output",
+        str(tmp_path),
+        "--quick",
+    ]
     done = started(command, timeout_s=100)
     assert done.returncode == 0, done.stdout + done.stderr
     path = tmp_path / "kernels-cpu.json"
     assert path.with_suffix(".png").stat().st_size > 0
     record = json.loads(path.read_text())
-    assert record["results_checked"] is True and record["left_out_for_time"] == [] and len(record["goals"]) == 4
+    assert (
+        record["results_checked"] is True
+        and record["left_out_for_time"] == []
+        and len(record["goals"]) == 4
+    )
     assert {result["operation"] for result in record["copies"]} == {
         "pack", "unpack", "accumulate", "quantize_change", "dequantize_add",
     }  # fmt: skip
@@ -183,8 +241,17 @@ def test_kernels_are_compared_and_recorded(tmp_path):
         assert result["contenders"]["device copy"]["over_copy"] == 1
         assert len(result["contenders"]["mpidist"]["device"]["rounds_us"]) == record["rounds"]
     for result in record["powersgd"]:
-        assert set(result["contenders"]) == {"kernels", "powerSGD_hook", "torch's hook", "torch's hook, batched"}
-        assert result["buckets"] > 1 and result["matrices"] > 1 and result["launches_per_bucket"]["kernels"] is None
+        assert set(result["contenders"]) == {
+            "kernels",
+            "powerSGD_hook",
+            "torch's hook",
+            "torch's hook, batched",
+        }
+        assert (
+            result["buckets"] > 1
+            and result["matrices"] > 1
+            and result["launches_per_bucket"]["kernels"] is None
+        )
         assert result["fewest_us"] > 0
 
 
@@ -192,13 +259,19 @@ def test_kernels_are_compared_and_recorded(tmp_path):
 def test_the_hosts_part_of_a_rank_by_itself(tmp_path):
     """Without a network: no event where nothing is sent, one launch of ours more for gradients that are no views yet."""
     program, networks = str(BENCHMARKS / "bench_host_time.py"), ["--networks", "ResNet-50"]
-    done = started([sys.executable, program, *networks, "--rounds", "1", "--output", str(tmp_path)], timeout_s=100)
+    done = started(
+        [sys.executable, program, *networks, "--rounds", "1", "--output", str(tmp_path)],
+        timeout_s=100,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     results = record_of(tmp_path, "host-time-*-1.json", has_picture=False)["results"]
     counts = {(result["hook"], result["gradients"]): result["counts"] for result in results}
     assert counts["average", "views kept"] == {}
-    assert counts["average", "views"] == {"kernels": 1} and counts["average", "copied back"] == {"kernels": 2}
-    # Its stages run on the group's thread: behind what the backward pass has queued, and before what reads the gradients.
+    assert counts["average", "views"] == {"kernels": 1} and counts["average", "copied back"] == {
+        "kernels": 2
+    }
+    # Its stages run on the group's thread: behind what the backward pass has queued, and before
+    # what reads the gradients.
     thread = {"events": 3, "waits of a stream": 3}
     assert counts["powerSGD", "views kept"] == {"kernels": 5, **thread}
     assert counts["powerSGD", "views"] == {"kernels": 6, **thread}
@@ -208,12 +281,20 @@ def test_the_hosts_part_of_a_rank_by_itself(tmp_path):
 @pytest.mark.slow
 def test_pauses_during_steps_of_optimizers(tmp_path):
     program = str(BENCHMARKS / "bench_optim_pause.py")
-    done = started([sys.executable, program, "--quick", "--threads", "1", "--output", str(tmp_path)], timeout_s=100)
+    done = started(
+        [sys.executable, program, "--quick", "--threads", "1", "--output", str(tmp_path)],
+        timeout_s=100,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     results = record_of(tmp_path, "optim-pause-1.json", has_picture=False)["results"]
     fused = {result["optimizer"] for result in results if result["kernel"] == "fused"}
-    assert fused == {"SGD", "Adam", "AdamW", "Adagrad"} and len({result["optimizer"] for result in results}) == 9
-    assert all(result["longest pause, ms"] >= result["99 % of pauses below, ms"] for result in results)
+    assert (
+        fused == {"SGD", "Adam", "AdamW", "Adagrad"}
+        and len({result["optimizer"] for result in results}) == 9
+    )
+    assert all(
+        result["longest pause, ms"] >= result["99 % of pauses below, ms"] for result in results
+    )
 
 
 @pytest.mark.slow
@@ -221,40 +302,67 @@ def test_wires_are_compared_and_recorded(of_two_ranks):
     record = record_of(of_two_ranks[0], "wire-*-2-test.json", has_picture=False)
     (result,) = record["results"]
     sent = {name: values["bytes_of_a_rank"] for name, values in result["contenders"].items()}
-    # 157 times 64 elements and the rest; 40 and 39 blocks of int8 with a scale each, which are filled up to 16 bytes.
+    # 157 times 64 elements and the rest; 40 and 39 blocks of int8 with a scale each, which are
+    # filled up to 16 bytes.
     int8 = 10048 + 160 + 9952 + 160
-    assert sent == {"fp32": 80_000, "bf16": 40_000, "fp16": 40_000, "int8": int8, "int8, no network": 0}
-    assert [pair["right"] for pair in result["comparisons"]] == ["bf16", "fp16", "int8"] and record["results_checked"] is True
+    assert sent == {
+        "fp32": 80_000,
+        "bf16": 40_000,
+        "fp16": 40_000,
+        "int8": int8,
+        "int8, no network": 0,
+    }
+    assert [pair["right"] for pair in result["comparisons"]] == ["bf16", "fp16", "int8"] and record[
+        "results_checked"
+    ] is True
 
 
 @pytest.mark.slow
 def test_ways_from_device_memory_are_compared_and_recorded(of_two_ranks):
     record = record_of(of_two_ranks[0], "device-*-2-cpu.json")
     contenders = {result["operation"]: list(result["contenders"]) for result in record["results"]}
-    assert contenders == {"all_reduce": ["library", "ring", "staged"], "ping_pong": ["library", "staged"]}
+    assert contenders == {
+        "all_reduce": ["library", "ring", "staged"],
+        "ping_pong": ["library", "staged"],
+    }
     assert record["results_checked"] is True and record["operations"] and len(record["goals"]) == 3
 
 
 @pytest.mark.slow
 def test_shards_within_and_behind_a_step_are_compared_and_recorded(of_two_ranks):
     record = record_of(of_two_ranks[0], "oss-overlap-2-node.json", has_picture=False)
-    assert [row["shards are brought"] for row in record["results"]] == ["in step()", "in the next forward pass"]
+    assert [row["shards are brought"] for row in record["results"]] == [
+        "in step()",
+        "in the next forward pass",
+    ]
     assert all(0 < row["shortest"] <= row["step, ms (median)"] for row in record["results"])
 
 
 @pytest.mark.slow
 def test_calls_are_compared_and_recorded(of_two_ranks):
     record = record_of(of_two_ranks[0], "rpc-[mo]*-2.json", has_picture=False)
-    shown = {(result["operation"], result["size_bytes"]): set(result["contenders"]) for result in record["results"]}
+    shown = {
+        (result["operation"], result["size_bytes"]): set(result["contenders"])
+        for result in record["results"]
+    }
     assert all(names >= {"tensorpipe", "mpidist", "data only"} for names in shown.values())
     assert {operation for operation, _ in shown} == {
-        "no-op", "echo", "async", "remote + to_here", "remote of torch.add + to_here", "RRef and tensor", "RRef and dict",
+        "no-op", "echo", "async", "remote + to_here", "remote of torch.add + "
+                                                      "to_here", "RRef and tensor", "RRef and dict",
         "rref.rpc_sync()", "tensor of many", "many to one",
     }  # fmt: skip
     assert "floor" in shown["no-op", 0] and "ping-pong" in shown["echo", 1024]
     assert "mpidist no-op" in shown["RRef and tensor", 4096]
-    judged = [goal["verdict"] for goal in record["goals"] if "4 MiB" not in goal["goal"] and "1000" not in goal["goal"]]
-    assert record["results_checked"] is True and len(judged) == 14 + len(shown) and "not measured" not in judged
+    judged = [
+        goal["verdict"]
+        for goal in record["goals"]
+        if "4 MiB" not in goal["goal"] and "1000" not in goal["goal"]
+    ]
+    assert (
+        record["results_checked"] is True
+        and len(judged) == 14 + len(shown)
+        and "not measured" not in judged
+    )
     assert set(record["idle_share_of_a_core"]) == {"tensorpipe", "mpidist", "data only"}
 
 
@@ -269,31 +377,62 @@ def test_backward_passes_are_compared_and_recorded(of_two_ranks):
         assert rounds == [record["blocks"] * record["rounds"]] * 3
     # Four results and three arguments need gradients: the first layer's input does not.
     fast = {"GRADIENTS": 7, "DONE": 1, "CLEANUP": 1}
-    assert record["messages_per_pass"] == {"mpidist": fast, "smart": {**fast, "ASK": 1, "SUMMARY": 1, "AWAIT": 1}}
+    assert record["messages_per_pass"] == {
+        "mpidist": fast,
+        "smart": {**fast, "ASK": 1, "SUMMARY": 1, "AWAIT": 1},
+    }
     assert [one["sources"] for one in record["planning"]] == [1, 3]
     assert all(0 < one["share"] < 1 and one["nodes"] == 401 for one in record["planning"])
     judged = {goal["verdict"] for goal in record["goals"]}
-    assert record["results_checked"] is True and record["contexts"]["contexts"] == 60 and "not measured" not in judged
+    assert (
+        record["results_checked"] is True
+        and record["contexts"]["contexts"] == 60
+        and "not measured" not in judged
+    )
 
 
 @pytest.mark.slow
 def test_start_memory_and_calls_of_all_are_recorded(of_two_ranks):
-    measured = record_of(of_two_ranks[0], "rpc-scale-*-2.json", has_picture=False)["contenders"]["mpidist"]
-    assert min(measured[key] for key in ("start_s", "shutdown_s", "async_calls_per_s", "sync_calls_per_s", "sync_median_ms")) > 0
+    measured = record_of(of_two_ranks[0], "rpc-scale-*-2.json", has_picture=False)["contenders"][
+        "mpidist"
+    ]
+    assert (
+        min(
+            measured[key]
+            for key in (
+                "start_s",
+                "shutdown_s",
+                "async_calls_per_s",
+                "sync_calls_per_s",
+                "sync_median_ms",
+            )
+        )
+        > 0
+    )
     assert measured["async_rounds_least"] >= 1
 
 
 @pytest.mark.slow
 def test_a_job_of_the_scaling_benchmark_is_recorded(of_two_ranks):
     record = record_of(of_two_ranks[0], "scaling-*-2.json", has_picture=False)
-    assert (record["ranks"], record["nodes"], record["ranks_per_node"], record["machines"]) == (2, 1, 2, 1)
+    assert (record["ranks"], record["nodes"], record["ranks_per_node"], record["machines"]) == (
+        2,
+        1,
+        2,
+        1,
+    )
     sizes = {(one["operation"], one["nbytes"]) for one in record["collectives"]}
     operations = ("all_reduce", "average", "all_gather", "reduce_scatter", "broadcast")
     assert sizes == {("barrier", 0), *((name, size) for name in operations for size in (8, 2048))}
     assert all(one["us"] > 0 for one in record["collectives"])
     weak, strong = record["steps"]
     assert set(weak["exposed_us"]) == {"none", "bf16", "powersgd-1", "powersgd-4", "powersgd-16"}
-    assert (weak["scaling"], weak["batch"], strong["scaling"], strong["batch"]) == ("weak", 2, "strong", 6)
+    assert (weak["scaling"], weak["batch"], strong["scaling"], strong["batch"]) == (
+        "weak",
+        2,
+        "strong",
+        6,
+    )
     (bucket,) = weak["buckets"]
     assert bucket["nbytes"] == 4 * weak["parameters"] and 0 < bucket["ready"] < 1
     assert 0 < record["memory"]["pss_mib"] <= record["memory"]["rss_mib"]
@@ -306,7 +445,11 @@ def test_the_start_of_two_ranks_is_recorded(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "scaling-startup.json").read_text())
     (row,) = record["jobs"]
-    assert 0 < row["imported_s"] < row["ready_s"] and row["mpi4py_ready_s"] > 0 and row["gloo_start_s"] > 0
+    assert (
+        0 < row["imported_s"] < row["ready_s"]
+        and row["mpi4py_ready_s"] > 0
+        and row["gloo_start_s"] > 0
+    )
     assert row["files"] > 0 and row["threads"] > 0 and row["rss_mib"] > 0
     assert row["group_makers"] > 0 and row["ddp_collectives"] > 0
     assert set(record["growth"].values()) == {"flat"} and record["jobs_without_result"] == {}
@@ -331,15 +474,23 @@ def test_many_workers_begin_and_end_on_few_cores(ranks):
     """
     done = job(ranks, script, timeout_s=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert sorted(int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("ended")) == list(range(ranks))
+    assert sorted(
+        int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("ended")
+    ) == list(range(ranks))
 
 
 @pytest.mark.slow
 def test_a_slow_link_is_made_and_removed(tmp_path):
     """Or refused with status 77 and the reason."""
     command = [str(BENCHMARKS / "slow_link.sh"), "1gbit", "echo"]
-    before = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False) if shutil.which("ip") else None
-    done = subprocess.run([*command, "a", "job"], capture_output=True, text=True, timeout=60, check=False)
+    before = (
+        subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
+        if shutil.which("ip")
+        else None
+    )
+    done = subprocess.run(
+        [*command, "a", "job"], capture_output=True, text=True, timeout=60, check=False
+    )
     if done.returncode == 77:
         assert "slow_link.sh: skipped, " in done.stderr
         return
@@ -352,7 +503,8 @@ def test_a_slow_link_is_made_and_removed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "tensors", "numel"), [("ResNet-50", 161, 25_557_032), ("BERT-large", 391, 335_141_888), ("GPT-2", 148, 124_439_808)]
+    ("name", "tensors", "numel"),
+    [("ResNet-50", 161, 25_557_032), ("BERT-large", 391, 335_141_888), ("GPT-2", 148, 124_439_808)],
 )
 def test_lists_of_gradients_are_the_networks(name, tensors, numel):
     lists = importlib.import_module("gradient_lists")
@@ -384,7 +536,11 @@ def test_a_loss_and_a_wrong_factor_are_found():
     powersgd_cases._stages_of(factors)()
     assert max(powersgd_cases._distances(x, total, old_q).values()) < 1e-4
     x.q.mul_(1.01)
-    wrong = {what for what, distance in powersgd_cases._distances(x, total, old_q).items() if distance > 1e-3}
+    wrong = {
+        what
+        for what, distance in powersgd_cases._distances(x, total, old_q).items()
+        if distance > 1e-3
+    }
     assert wrong == {"Q = Xᵀ·P", "M = P·Qᵀ"}
 
 
@@ -403,7 +559,11 @@ def test_a_head_start_grows_until_the_host_is_ahead(monkeypatch):
     naps, enough = [], 1 << 22
 
     def event(enable_timing):
-        times = {"record": lambda: None, "synchronize": lambda: None, "elapsed_time": lambda last: 3.0}
+        times = {
+            "record": lambda: None,
+            "synchronize": lambda: None,
+            "elapsed_time": lambda last: 3.0,
+        }
         return SimpleNamespace(query=lambda: naps[-1] < enough, **times)
 
     monkeypatch.setattr(torch.cuda, "Event", event)
@@ -424,7 +584,11 @@ def test_kernel_goals_are_reached_missed_or_not_measured():
     values = {"a": 1.0, "b": 0.5}
     assert report._verdict("it", values, 0.5, True)["verdict"] == "reached"
     missed = report._verdict("it", values, 0.8, True)
-    assert (missed["verdict"], missed["worst_case"], missed["missed"]) == ("not reached", "b", ["b"])
+    assert (missed["verdict"], missed["worst_case"], missed["missed"]) == (
+        "not reached",
+        "b",
+        ["b"],
+    )
     assert report._verdict("it", values, 1, False)["worst"] == 1.0
     assert [one["verdict"] for one in report.judge([], [])] == ["not measured"] * 4
 
@@ -440,7 +604,9 @@ def test_a_wrong_result_is_found():
         tensor = torch.empty(2)
         contender = timing.Contender("it", (lambda: tensor.add_(torch.tensor(added)),), (tensor,))
         inputs = [(tensor, np.array([1.0, 2.0], dtype=np.float32))]
-        return cases.Case("add", 2, [contender], inputs, lambda k: np.array([2.0, 3.0], dtype=np.float32))
+        return cases.Case(
+            "add", 2, [contender], inputs, lambda k: np.array([2.0, 3.0], dtype=np.float32)
+        )
 
     assert case([1.0, 1.0]).wrong(OneRank) == []
     assert case([1.0, 2.0]).wrong(OneRank) == ["it (call 0) on rank 0"]
@@ -461,7 +627,9 @@ class _Here:
     def remote(self, to, function, args=()):
         value = function(*args)
         proxy = SimpleNamespace(forward=lambda tensor: self.damage(value.forward(tensor)))
-        return SimpleNamespace(to_here=lambda: self.damage(value), local_value=lambda: value, rpc_sync=lambda: proxy)
+        return SimpleNamespace(
+            to_here=lambda: self.damage(value), local_value=lambda: value, rpc_sync=lambda: proxy
+        )
 
 
 def _damaged(result):

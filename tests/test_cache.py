@@ -102,7 +102,10 @@ def test_what_others_may_write_is_ignored_with_one_warning(folder, path, caplog,
         assert cache.load("table", KEY) is None
         assert cache.load("table", KEY) is None
     (record,) = caplog.records
-    assert f"{held} may be written by other users" in record.message and f"chmod go-w {held}" in record.message
+    assert (
+        f"{held} may be written by other users" in record.message
+        and f"chmod go-w {held}" in record.message
+    )
     held.chmod(0o700)
     assert cache.load("table", KEY) == TABLE
 
@@ -129,7 +132,9 @@ def test_what_belongs_to_another_user_is_ignored_with_one_warning(path, caplog, 
 
 def test_roots_measurements_are_read(path, monkeypatch):
     fstat = os.fstat
-    monkeypatch.setattr(os, "fstat", lambda handle: os.stat_result([*fstat(handle)[:4], 0, *fstat(handle)[5:]]))
+    monkeypatch.setattr(
+        os, "fstat", lambda handle: os.stat_result([*fstat(handle)[:4], 0, *fstat(handle)[5:]])
+    )
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     assert cache.load("table", KEY) == TABLE
 
@@ -160,7 +165,9 @@ def test_a_huge_file_is_not_read(path):
     assert cache.load("table", KEY) is None
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"format": 1, "key": ' + "9" * 10_000 + "}", "null", '"value"'])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"format": 1, "key": ' + "9" * 10_000 + "}", "null", '"value"']
+)
 def test_json_that_is_hostile_is_nothing(path, text):
     path.write_text(text)
     assert cache.load("table", KEY) is None

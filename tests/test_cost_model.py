@@ -57,7 +57,11 @@ def synthetic(cost_model, operation="all_reduce", noise=0.0, rates=(math.inf,)):
                 continue
             for size in SIZES:
                 point = cost_model.Point(operation, n, p, size, rate, max(1.0, ranks / 2))
-                points.append(replace(point, seconds=made.seconds(point) * (1 + noise * generator.uniform(-1, 1))))
+                points.append(
+                    replace(
+                        point, seconds=made.seconds(point) * (1 + noise * generator.uniform(-1, 1))
+                    )
+                )
     return points, made
 
 
@@ -71,7 +75,9 @@ def test_known_parameters_are_found_again_through_noise(cost_model):
             assert found.seconds(point) == pytest.approx(truth.seconds(point), rel=0.15)
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "average", "all_gather", "reduce_scatter", "broadcast", "barrier"])
+@pytest.mark.parametrize(
+    "operation", ["all_reduce", "average", "all_gather", "reduce_scatter", "broadcast", "barrier"]
+)
 def test_noise_is_the_error_on_points_that_are_held_out(cost_model, operation):
     points, _ = synthetic(cost_model, operation, noise=0.1, rates=(math.inf,))
     if operation == "barrier":
@@ -85,12 +91,21 @@ def test_held_out_points_are_fitted_to_by_nothing(cost_model):
     points, _ = synthetic(cost_model)
     trained, held_out = cost_model.split(points)
     assert not set(trained) & set(held_out) and set(trained) | set(held_out) == set(points)
-    assert {point.ranks for point in trained} == {2, 4} and {point.ranks for point in held_out} == {2, 3, 4, 6, 8}
+    assert {point.ranks for point in trained} == {2, 4} and {point.ranks for point in held_out} == {
+        2,
+        3,
+        4,
+        6,
+        8,
+    }
     assert {point.nbytes for point in trained} == set(SIZES[1::2])
     # What is held out may be anything: the fit stays the same.
     fits, _ = cost_model.validate(points)
     chosen = set(trained)
-    spoilt = [point if point in chosen else replace(point, seconds=1e3 * point.seconds) for point in points]
+    spoilt = [
+        point if point in chosen else replace(point, seconds=1e3 * point.seconds)
+        for point in points
+    ]
     assert cost_model.validate(spoilt)[0] == fits
 
 
@@ -101,11 +116,19 @@ def test_limits_and_order(cost_model):
         assert made.seconds(cost_model.Point("all_reduce", 1, 1, 1 << 20)) == 0
         for n, p in ((1, 4), (2, 2), (4096, 1)):
             at = cost_model.Point("all_reduce", n, p, 0, math.inf if n == 1 else 1.0)
-            seconds = [made.seconds(replace(at, nbytes=size)) for size in range(0, 1 << 25, 9 << 17)]
+            seconds = [
+                made.seconds(replace(at, nbytes=size)) for size in range(0, 1 << 25, 9 << 17)
+            ]
             assert seconds == sorted(seconds) and seconds[0] > 0
-        more = [made.seconds(cost_model.Point("all_reduce", 1 << power, 1, 1 << 22, 1.0)) for power in range(1, 13)]
+        more = [
+            made.seconds(cost_model.Point("all_reduce", 1 << power, 1, 1 << 22, 1.0))
+            for power in range(1, 13)
+        ]
         assert more == sorted(more)
-        faster = [made.seconds(cost_model.Point("all_reduce", 4, 1, 1 << 22, rate)) for rate in (0.1, 1.0, 10.0)]
+        faster = [
+            made.seconds(cost_model.Point("all_reduce", 4, 1, 1 << 22, rate))
+            for rate in (0.1, 1.0, 10.0)
+        ]
         assert faster == sorted(faster, reverse=True)
     assert min(min(row) for row in found.parameters) >= 0
 
@@ -117,12 +140,18 @@ def test_ranks_that_share_a_core_take_turns(cost_model):
     assert made.seconds(replace(at, share=2.0)) == pytest.approx(2 * made.seconds(at) + 2 * turns)
     between = cost_model.Point("all_reduce", 2, 1, 1 << 20, 1.0)
     host = TRUTH[2] * (1 << 20)  # what comes is copied once
-    assert made.seconds(replace(between, share=2.0)) == pytest.approx(made.seconds(between) + host + turns)
+    assert made.seconds(replace(between, share=2.0)) == pytest.approx(
+        made.seconds(between) + host + turns
+    )
 
 
 def test_points_that_nothing_can_be_fitted_to_are_refused(cost_model):
     point = cost_model.Point("all_reduce", 1, 2, 8, seconds=1.0)
-    for points in ([], [replace(point, ranks_per_node=1)], [point, replace(point, operation="barrier")]):
+    for points in (
+        [],
+        [replace(point, ranks_per_node=1)],
+        [point, replace(point, operation="barrier")],
+    ):
         with pytest.raises(ValueError, match="one operation"):
             cost_model.fit(points)
     with pytest.raises(ValueError, match="above 0"):
@@ -136,9 +165,11 @@ def test_points_that_nothing_can_be_fitted_to_are_refused(cost_model):
 def simulated(compute, ready, host, wire, beside, tick):
     """Return a step's length by going on a tick at a time: one processor, and one channel that takes buckets in order."""
     computed = step = 0
-    queue: collections.deque[int] = collections.deque()  # what is left of each bucket on the channel
+    # what is left of each bucket on the channel
+    queue: collections.deque[int] = collections.deque()
     waiting = list(zip(ready, host, wire, strict=True))
-    own: collections.deque[tuple[str, int, int]] = collections.deque()  # of the processor: kind, what is left, wire after it
+    # of the processor: kind, what is left, wire after it
+    own: collections.deque[tuple[str, int, int]] = collections.deque()
     while True:
         while waiting and waiting[0][0] <= computed and not own:
             _, hook, sent = waiting.pop(0)
@@ -178,7 +209,9 @@ def test_overlap_is_that_of_a_simulation_in_ticks(steps, beside):
 
 def test_bytes_of_hooks(steps):
     bucket = steps.Bucket(((100, 50), (7,)), 1.0)
-    assert steps.messages(bucket, "none") == (4 * 5007,) and steps.messages(bucket, "bf16") == (2 * 5007,)
+    assert steps.messages(bucket, "none") == (4 * 5007,) and steps.messages(bucket, "bf16") == (
+        2 * 5007,
+    )
     assert steps.messages(bucket, "powersgd-2") == (4 * (2 * 100 + 7), 4 * 2 * 50)
     assert steps.messages(bucket, "powersgd-40") == (4 * 5007,)  # it would not shrink
     with pytest.raises(ValueError, match="powersgd-16"):
@@ -195,26 +228,57 @@ def test_a_step_alone_computes_and_one_among_many_waits(cost_model, steps):
     buckets = steps.buckets_of([(1000, 1000)] * 4, 4.0)
     alone = steps.step(0.1, buckets, "none", steps.Layout(1, 1), fits, costs)
     assert (alone.seconds, alone.exposed_s, alone.sent_bytes) == (0.1, 0.0, 16_000_000)
-    slow, fast = (steps.step(0.1, buckets, "none", steps.Layout(64, 1, rate), fits, costs) for rate in (1.0, 1000.0))
+    slow, fast = (
+        steps.step(0.1, buckets, "none", steps.Layout(64, 1, rate), fits, costs)
+        for rate in (1.0, 1000.0)
+    )
     assert slow.seconds > fast.seconds >= 0.1
     halved = steps.step(0.1, buckets, "bf16", steps.Layout(64, 1, 1.0), fits, costs)
     assert halved.sent_bytes == 8_000_000 and 0.1 < halved.seconds < slow.seconds
-    assert steps.step(0.1, buckets, "none", steps.Layout(1, 2, share=3.0), fits, costs).seconds > 0.3
-    assert steps.compute_of({4: 0.1, 8: 0.3}, 6) == pytest.approx(0.2) and steps.compute_of({4: 0.1}, 8) == pytest.approx(0.2)
+    assert (
+        steps.step(0.1, buckets, "none", steps.Layout(1, 2, share=3.0), fits, costs).seconds > 0.3
+    )
+    assert steps.compute_of({4: 0.1, 8: 0.3}, 6) == pytest.approx(0.2) and steps.compute_of(
+        {4: 0.1}, 8
+    ) == pytest.approx(0.2)
 
 
 def of_job(ranks, nodes=1, link="", oversubscribed=False):
     """Return a record as ``measure`` writes it."""
     slow = {"10gbit": 8e-10, "1gbit": 8e-9, "100mbit": 8e-8}.get(link, 0.0)
     points = [
-        {"operation": name, "nbytes": size, "us": 1e6 * (1e-5 + size * slow + size * 1e-11), "p90_us": 0.0}
+        {
+            "operation": name,
+            "nbytes": size,
+            "us": 1e6 * (1e-5 + size * slow + size * 1e-11),
+            "p90_us": 0.0,
+        }
         for name in ("all_reduce", "average")
         for size in SIZES
     ]
-    us = {"bare": 9e4, "noop": 1e5, "none": 1e5 * (1 + nodes), "bf16": 1.3e5, "powersgd-1": 1.1e5, "powersgd-4": 1.2e5}
-    one = {"network": "512x4", "parameters": 1_050_624, "shapes": [[512, 512], [512]] * 4, "buckets": []}
-    one |= {"scaling": "weak", "batch": 64, "us": us, "exposed_us": {name: us[name] - 1e5 for name in list(us)[2:]}}
-    memory = dict.fromkeys(("rss_before_mib", "pss_before_mib", "rss_mib", "pss_mib", "device_mib"), 1.0)
+    us = {
+        "bare": 9e4,
+        "noop": 1e5,
+        "none": 1e5 * (1 + nodes),
+        "bf16": 1.3e5,
+        "powersgd-1": 1.1e5,
+        "powersgd-4": 1.2e5,
+    }
+    one = {
+        "network": "512x4",
+        "parameters": 1_050_624,
+        "shapes": [[512, 512], [512]] * 4,
+        "buckets": [],
+    }
+    one |= {
+        "scaling": "weak",
+        "batch": 64,
+        "us": us,
+        "exposed_us": {name: us[name] - 1e5 for name in list(us)[2:]},
+    }
+    memory = dict.fromkeys(
+        ("rss_before_mib", "pss_before_mib", "rss_mib", "pss_mib", "device_mib"), 1.0
+    )
     about = {"mpi_library": "Open MPI 5.0.11", "cpu": "a", "torch": "2", "ranks": ranks}
     return {
         "benchmark": "scaling", "environment": about, "link": link, "bucket_cap_mb": 1.0, "ranks": ranks, "nodes": nodes,
@@ -224,27 +288,45 @@ def of_job(ranks, nodes=1, link="", oversubscribed=False):
 
 
 def test_a_report_keeps_measured_and_predicted_apart(models, tmp_path):
-    jobs = [of_job(1), of_job(2), of_job(4, oversubscribed=True), *(of_job(2, 2, link) for link in ("1gbit", "100mbit"))]
-    scaling_report, bench = importlib.import_module("scaling_report"), importlib.import_module("bench_scaling")
+    jobs = [
+        of_job(1),
+        of_job(2),
+        of_job(4, oversubscribed=True),
+        *(of_job(2, 2, link) for link in ("1gbit", "100mbit")),
+    ]
+    scaling_report, bench = (
+        importlib.import_module("scaling_report"),
+        importlib.import_module("bench_scaling"),
+    )
     said = scaling_report.write(jobs, {"8 ranks": "not ended after 1 s"}, tmp_path)
     record = json.loads((tmp_path / "scaling-openmpi.json").read_text())
     assert (tmp_path / "scaling-openmpi.png").stat().st_size > 0
     assert record["jobs_without_result"] == {"8 ranks": "not ended after 1 s"}
-    assert {entry["ranks"] for entry in record["predictions"] if entry["beyond_measured"]} == {1 << p for p in range(3, 13)}
+    assert {entry["ranks"] for entry in record["predictions"] if entry["beyond_measured"]} == {
+        1 << p for p in range(3, 13)
+    }
     assert "PREDICTED" in said and "beyond 4 ranks nothing was measured" in said and " 4*" in said
     assert not any("predicted_seconds" in one for one in record["steps"] if one["ranks"] == 1)
     shared = [one for one in record["steps"] if one["oversubscribed"]]
-    assert shared and all(one["efficiency"] == pytest.approx(2 * 1e5 / (1e6 * one["seconds"])) for one in shared)
+    assert shared and all(
+        one["efficiency"] == pytest.approx(2 * 1e5 / (1e6 * one["seconds"])) for one in shared
+    )
     assert {one["fastest"] for one in record["hook_choices"]} == {"powersgd-1"}
     assert record["validation"]["points"] == len(record["held_out"]) > 0
     model = models.from_json(record["model"])
-    assert scaling_report.finite(models.to_json(model)) == record["model"] and "Infinity" not in json.dumps(record)
+    assert scaling_report.finite(models.to_json(model)) == record[
+        "model"
+    ] and "Infinity" not in json.dumps(record)
     with pytest.raises(ValueError, match="write it again"):
         models.from_json({"terms": ["other"]})
     # The records of single jobs and of a sweep are merged alike.
     single = tmp_path / "one.json"
     single.write_text(json.dumps(of_job(8, oversubscribed=True)))
-    bench._report(SimpleNamespace(files=[tmp_path / "scaling-openmpi.json", single], output=tmp_path / "again"))
+    bench._report(
+        SimpleNamespace(
+            files=[tmp_path / "scaling-openmpi.json", single], output=tmp_path / "again"
+        )
+    )
     again = json.loads((tmp_path / "again" / "scaling-openmpi.json").read_text())
     assert sorted(job["ranks"] for job in again["jobs"]) == [1, 2, 2, 2, 4, 8]
 
@@ -261,11 +343,27 @@ def test_advice_follows_the_bandwidth_and_says_what_it_assumes(monkeypatch, caps
     model, _ = models.fitted(jobs)
     path = tmp_path / "model.json"
     path.write_text(json.dumps({"model": models.to_json(model)}))
-    case = ["advise", "--parameters", "2e6", "--ranks", 64, "--compute-ms", 100, "--model", path, "--bandwidth"]
+    case = [
+        "advise",
+        "--parameters",
+        "2e6",
+        "--ranks",
+        64,
+        "--compute-ms",
+        100,
+        "--model",
+        path,
+        "--bandwidth",
+    ]
     slow, fast = asked(monkeypatch, capsys, *case, 0.1), asked(monkeypatch, capsys, *case, 1000)
-    assert "powersgd-1 is the fastest (PREDICTED)" in slow and "none is the fastest (PREDICTED)" in fast
+    assert (
+        "powersgd-1 is the fastest (PREDICTED)" in slow
+        and "none is the fastest (PREDICTED)" in fast
+    )
     assert "computing 100.0 ms a step (given)" in slow and "latencies as measured" in slow
-    assert "is the fastest (PREDICTED)" in asked(monkeypatch, capsys, *case, 25, "--processor", "gpu")
+    assert "is the fastest (PREDICTED)" in asked(
+        monkeypatch, capsys, *case, 25, "--processor", "gpu"
+    )
     for words, reason in (
         ([*case, -1], "bandwidth above 0"),
         ([*case, 1, "--ranks-per-node", 3], "multiple of"),
@@ -317,7 +415,11 @@ def test_calls_are_counted_on_communicators_and_those_made_of_them():
     made, _ = comm.Idup()
     assert made.Split(0).allgather(3) == [3]
     made.Send(b"")
-    assert startup._counted(counts, "x") == {"x_collectives": 1.0, "x_makers": 2.0, "x_messages": 1.0}
+    assert startup._counted(counts, "x") == {
+        "x_collectives": 1.0,
+        "x_makers": 2.0,
+        "x_messages": 1.0,
+    }
 
 
 def test_a_job_that_fails_says_why_and_one_that_lasts_is_ended(tmp_path):
@@ -325,8 +427,17 @@ def test_a_job_that_fails_says_why_and_one_that_lasts_is_ended(tmp_path):
     here = (sys.executable, "-c")
     found, why = jobs.run(jobs.Job("it", (*here, "raise ValueError('no such thing')")), 60)
     assert not found and why == "ended with status 1: ValueError: no such thing"
-    assert jobs.run(jobs.Job("it", (*here, "import time; time.sleep(600)")), 0.2) == ([], "not ended after 0.2 s")
+    assert jobs.run(jobs.Job("it", (*here, "import time; time.sleep(600)")), 0.2) == (
+        [],
+        "not ended after 0.2 s",
+    )
     assert (
-        jobs.run(jobs.Job("it", (*here, "import sys; sys.exit('skipped, no root') if 0 else sys.exit(77)")), 60)[1] == "skipped"
+        jobs.run(
+            jobs.Job(
+                "it", (*here, "import sys; sys.exit('skipped, no root') if 0 else sys.exit(77)")
+            ),
+            60,
+        )[1]
+        == "skipped"
     )
     assert "mpirun" in jobs.why_no_link(tmp_path)

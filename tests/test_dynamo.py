@@ -75,11 +75,22 @@ def test_the_calls_that_users_make_are_marked():
     from mpidist.rpc.rref import RRef
     from mpidist.zero.optimizer import OSS
 
-    groups = TorchProcessGroup.broadcast, TorchProcessGroup.split_group, ProcessGroup.all_reduce, ProcessGroup.isend
+    groups = (
+        TorchProcessGroup.broadcast,
+        TorchProcessGroup.split_group,
+        ProcessGroup.all_reduce,
+        ProcessGroup.isend,
+    )
     waits = Work.wait, Future.wait, RRef.to_here
     steps = Reducer.arm, DistributedOptimizer.step, OSS.step, backward
-    found = {call.__qualname__: getattr(call, "_torchdynamo_disable", False) for call in (*groups, *waits, *steps)}
-    found |= {call.__name__: getattr(call, "_torchdynamo_disable", False) for call in (remote, rpc_async, rpc_sync)}
+    found = {
+        call.__qualname__: getattr(call, "_torchdynamo_disable", False)
+        for call in (*groups, *waits, *steps)
+    }
+    found |= {
+        call.__name__: getattr(call, "_torchdynamo_disable", False)
+        for call in (remote, rpc_async, rpc_sync)
+    }
     assert all(found.values()), found
 
 
@@ -89,5 +100,8 @@ def test_a_mark_is_no_wrapper_and_brings_no_dynamo():
 
     assert untraced(plain) is plain
     assert plain() == 1
-    script = "import sys, mpidist.comm.group, mpidist.c10d.process_group, mpidist.ddp; sys.exit('torch._dynamo' in sys.modules)"
+    script = (
+        "import sys, mpidist.comm.group, mpidist.c10d.process_group, mpidist.ddp; "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

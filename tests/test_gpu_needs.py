@@ -15,8 +15,15 @@ GPU = [str(ROOT / "tests" / "gpu.sh")]
 
 def test_what_is_missing_is_named_with_the_way_to_get_it(monkeypatch):
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("hypothesis", "tabulate") else real(name))
-    assert dict(gpu_needs.missing("cpu")) == {"hypothesis": "pip install hypothesis", "tabulate": "pip install tabulate"}
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name in ("hypothesis", "tabulate") else real(name),
+    )
+    assert dict(gpu_needs.missing("cpu")) == {
+        "hypothesis": "pip install hypothesis",
+        "tabulate": "pip install tabulate",
+    }
 
 
 def test_wheels_are_unpacked_but_for_what_is_installed(tmp_path):
@@ -43,17 +50,32 @@ def test_without_torch_nothing_is_started(tmp_path):
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
     python.chmod(0o755)
     done = started(
-        GPU, timeout_s=60, env={"PY": str(python), "DEVICE": "cpu", "OUT": str(tmp_path / "out"), "WHEELS": str(tmp_path)}
+        GPU,
+        timeout_s=60,
+        env={
+            "PY": str(python),
+            "DEVICE": "cpu",
+            "OUT": str(tmp_path / "out"),
+            "WHEELS": str(tmp_path),
+        },
     )
     told = (tmp_path / "out" / "summary.txt").read_text()
     assert done.returncode == 2 and told in done.stdout
-    assert "missing: torch (pip install torch)" in told and "missing: pytest (pip install pytest)" in told
+    assert (
+        "missing: torch (pip install torch)" in told
+        and "missing: pytest (pip install pytest)" in told
+    )
     assert "start:" not in told
 
 
 @pytest.mark.slow
 def test_steps_that_cannot_be_run_are_told(tmp_path):
-    settings = {"PY": sys.executable, "DEVICE": "cpu", "STEPS": "start:* memcheck", "OUT": str(tmp_path / "out")}
+    settings = {
+        "PY": sys.executable,
+        "DEVICE": "cpu",
+        "STEPS": "start:* memcheck",
+        "OUT": str(tmp_path / "out"),
+    }
     done = started(GPU, timeout_s=60, env={**settings, "WHEELS": str(tmp_path)})
     assert done.returncode == 0, done.stdout + done.stderr
     head, *lines, end = (tmp_path / "out" / "summary.txt").read_text().splitlines()

@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The parts of mpidist, lowest first. A part imports lower ones only, and never another of its own row.
+# The parts of mpidist, lowest first. A part imports lower ones only, and never another of its own
+# row.
 LAYERS = [
     ["errors", "cache", "dynamo"],
     ["future", "saved_file", "shipped"],
@@ -27,16 +28,29 @@ LAYERS = [
 ]
 LEVEL = {part: level for level, row in enumerate(LAYERS) for part in row}
 
-# The storeys of a part, lowest first: its folders, and "" for its own files. A storey imports itself and lower ones.
-STOREYS = {"comm": [["mpi"], ["memory"], ["discovery", "serialization"], ["algorithms"], [""], ["transport"]]}
+# The storeys of a part, lowest first: its folders, and "" for its own files. A storey imports
+# itself and lower ones.
+STOREYS = {
+    "comm": [
+        ["mpi"],
+        ["memory"],
+        ["discovery", "serialization"],
+        ["algorithms"],
+        [""],
+        ["transport"],
+    ]
+}
 
 # A library that only one part may import, or a name that only one module may say.
 OWNED_LIBRARIES = {"mpi4py": "comm", "cupy": "kernels", "cupyx": "kernels"}
 OWNED_NAMES = {"COMM_WORLD": "mpidist.comm.mpi.runtime"}
 
-# The names that a lower part may look up: what registers there, loaded when a message first asks for it; what stands in for
-# torch's class, loaded when a program first asks for that.
-LOADED_LATE = {("mpidist.rpc.interceptor", "mpidist.autograd.api"), ("mpidist.c10d.ddp_name", "mpidist.ddp.module")}
+# The names that a lower part may look up: what registers there, loaded when a message first asks
+# for it; what stands in for torch's class, loaded when a program first asks for that.
+LOADED_LATE = {
+    ("mpidist.rpc.interceptor", "mpidist.autograd.api"),
+    ("mpidist.c10d.ddp_name", "mpidist.ddp.module"),
+}
 
 # A function without a home shows that a noun is missing.
 HOMELESS = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
@@ -92,7 +106,8 @@ def imports_of(module: Module) -> Iterator[Import]:
                 source = ".".join([*above, *([node.module] if node.module else [])])
                 yield from (Import(source, alias.name, node.lineno) for alias in node.names)
             case ast.Call(
-                func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
+                func=ast.Name(id="import_module" | "__import__")
+                | ast.Attribute(attr="import_module"),
                 args=[ast.Constant(value=str(source)), *_],
             ):
                 yield Import(source, "", node.lineno)
@@ -140,14 +155,21 @@ def check_layer(module: Module, target: str) -> str | None:
 
 def storey_of(module: Module | str) -> tuple[str, str]:
     """Return part and storey: `comm`, `mpi` for `mpidist.comm.mpi.library`; `comm`, "" for `mpidist.comm.group`."""
-    is_package, name = (module.is_package, module.name) if isinstance(module, Module) else (False, module)
+    is_package, name = (
+        (module.is_package, module.name) if isinstance(module, Module) else (False, module)
+    )
     parts = name.split(".")[1:] + ([""] if is_package else [])
     return parts[0], parts[1] if len(parts) > 2 else ""
 
 
 def check_storey(module: Module, target: Module) -> str | None:
     (part, own), (_, other) = storey_of(module), storey_of(target)
-    if part not in STOREYS or part != target.part or own == other or target.name == f"mpidist.{part}":
+    if (
+        part not in STOREYS
+        or part != target.part
+        or own == other
+        or target.name == f"mpidist.{part}"
+    ):
         return None
     height = {name: level for level, row in enumerate(STOREYS[part]) for name in row}
     for name in (own, other):
@@ -166,7 +188,9 @@ def check_origin(module: Module, item: Import, modules: dict[str, Module]) -> st
     if target != item.module:
         return None  # a submodule itself
     if modules[target].is_package:
-        return f"imports {item.name or 'the package'} from {target}: name the module that defines it"
+        return (
+            f"imports {item.name or 'the package'} from {target}: name the module that defines it"
+        )
     if item.name == "*":
         return f"imports * from {target}: name what it needs"
     body = modules[target].tree.body
@@ -184,7 +208,12 @@ def check_owned(module: Module) -> Iterator[tuple[int, str]]:
             yield item.line, f"imports {item.module}: only mpidist.{owner} may"
     for node in ast.walk(module.tree):
         match node:
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) | ast.Constant(value=str(name)):
+            case (
+                ast.Name(id=name)
+                | ast.Attribute(attr=name)
+                | ast.alias(name=name)
+                | ast.Constant(value=str(name))
+            ):
                 owner = OWNED_NAMES.get(name)
                 if owner not in (None, module.name):
                     yield node.lineno, f"names {name}: only {owner} may"
@@ -254,7 +283,8 @@ SOUND = {
     "mpidist/kernels/load.py": "import cupy\n",
     "mpidist/comm/__init__.py": "from mpidist.comm.group import ProcessGroup\n",
     "mpidist/comm/mpi/__init__.py": "",
-    "mpidist/comm/mpi/runtime.py": "def world():\n    from mpi4py import MPI\n    return MPI.COMM_WORLD\n",
+    "mpidist/comm/mpi/runtime.py": "def world():\n    from mpi4py import MPI\n    return "
+    "MPI.COMM_WORLD\n",
     "mpidist/comm/algorithms/__init__.py": "",
     "mpidist/comm/algorithms/ring.py": "from mpidist.comm.mpi import runtime\n",
     "mpidist/comm/group.py": "from mpidist.comm.mpi import runtime\nclass ProcessGroup: ...\n",
@@ -275,20 +305,52 @@ BROKEN = {
     "up": (WORK, "from mpidist.rpc.agent import yaml", "comm is not above rpc"),
     "up, relative": (WORK, "from ..rpc import agent", "comm is not above rpc"),
     "up, in a function": (WORK, "def f():\n    import mpidist.ddp.module", "comm is not above ddp"),
-    "up, by name": (WORK, "f = importlib.import_module('mpidist.ddp.module')", "comm is not above ddp"),
+    "up, by name": (
+        WORK,
+        "f = importlib.import_module('mpidist.ddp.module')",
+        "comm is not above ddp",
+    ),
     "sideways": ("mpidist/ddp/module.py", "from mpidist.rpc import agent", "ddp is not above rpc"),
-    "in the lowest rows": ("mpidist/errors.py", "from mpidist.future import LIMIT", "not above future"),
-    "from the top": (API, "from mpidist import MpidistError", "imports MpidistError from mpidist: name"),
+    "in the lowest rows": (
+        "mpidist/errors.py",
+        "from mpidist.future import LIMIT",
+        "not above future",
+    ),
+    "from the top": (
+        API,
+        "from mpidist import MpidistError",
+        "imports MpidistError from mpidist: name",
+    ),
     "the top": (API, "import mpidist", "imports the package from mpidist: name"),
-    "from a package": (API, "from mpidist.comm import ProcessGroup", "name the module that defines it"),
+    "from a package": (
+        API,
+        "from mpidist.comm import ProcessGroup",
+        "name the module that defines it",
+    ),
     "second hand": (API, "from mpidist.future import MpidistError", "which only imports it itself"),
     "undefined": (API, "from mpidist.future import Promise", "which does not define it"),
     "star": (API, "from mpidist.future import *", "name what it needs"),
     "missing module": (API, "import mpidist.comm.nowhere", "which does not exist"),
-    "cycle": ("mpidist/comm/mpi/runtime.py", "def f():\n    from .. import group", "cycle: mpidist.comm.group"),
-    "up a storey": ("mpidist/comm/mpi/work.py", "import mpidist.comm.algorithms.ring", "comm/mpi is not above comm/algorithms"),
-    "up to a part's files": ("mpidist/comm/mpi/work.py", "import mpidist.comm.group", "comm/mpi is not above comm/"),
-    "no storey": ("mpidist/comm/attic/work.py", "import mpidist.comm.group", "comm/attic has no storey"),
+    "cycle": (
+        "mpidist/comm/mpi/runtime.py",
+        "def f():\n    from .. import group",
+        "cycle: mpidist.comm.group",
+    ),
+    "up a storey": (
+        "mpidist/comm/mpi/work.py",
+        "import mpidist.comm.algorithms.ring",
+        "comm/mpi is not above comm/algorithms",
+    ),
+    "up to a part's files": (
+        "mpidist/comm/mpi/work.py",
+        "import mpidist.comm.group",
+        "comm/mpi is not above comm/",
+    ),
+    "no storey": (
+        "mpidist/comm/attic/work.py",
+        "import mpidist.comm.group",
+        "comm/attic has no storey",
+    ),
     "mpi4py": (API, "def f():\n    from mpi4py import MPI", "only mpidist.comm may"),
     "cupy": (WORK, "import cupy.cuda", "only mpidist.kernels may"),
     "world": (WORK, "def f(MPI):\n    return MPI.COMM_WORLD", "names COMM_WORLD"),
@@ -332,7 +394,9 @@ for name in ("mpidist", "torch", "mpidist.c10d.backend", "mpidist.ddp", "mpidist
     assert "torch" not in sys.modules or not sys.modules["torch"].cuda.is_initialized(), f"{name} has started CUDA"
 print("quiet")
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
     assert (done.returncode, done.stdout) == (0, "quiet\n"), done.stderr
 
 
@@ -340,4 +404,6 @@ def test_no_module_hides_a_public_name():
     """Importing ``mpidist.comm.device`` would put that module in the place of the function ``mpidist.comm.device``."""
     import mpidist.comm
 
-    assert not set(mpidist.comm.__all__) & {path.stem for path in (ROOT / "mpidist" / "comm").glob("*.py")}
+    assert not set(mpidist.comm.__all__) & {
+        path.stem for path in (ROOT / "mpidist" / "comm").glob("*.py")
+    }

@@ -112,7 +112,11 @@ COVERED_BY = {
 def modules(root: Path) -> list[str]:
     """Return the modules that hold code, as paths without the ending; a package's own file only imports."""
     files = sorted((root / "mpidist").rglob("*.py"))
-    return [file.relative_to(root / "mpidist").with_suffix("").as_posix() for file in files if file.stem != "__init__"]
+    return [
+        file.relative_to(root / "mpidist").with_suffix("").as_posix()
+        for file in files
+        if file.stem != "__init__"
+    ]
 
 
 def complaints(root: Path, covered_by: dict[str, str]) -> list[str]:
@@ -125,10 +129,16 @@ def complaints(root: Path, covered_by: dict[str, str]) -> list[str]:
         if own.exists() and other is not None:
             found.append(f"{name} has {own.name}: take its line out of COVERED_BY")
         elif not own.exists() and other is None:
-            found.append(f"{name} has no tests/{own.relative_to(root / 'tests')}: write it, or say in COVERED_BY what tests it")
+            found.append(
+                f"{name} has no tests/{own.relative_to(root / 'tests')}: write it, or say in "
+                "COVERED_BY what tests it"
+            )
         elif other is not None and not (root / "tests" / other).exists():
             found.append(f"{name} is said to be covered by tests/{other}, which does not exist")
-    return found + [f"{name} is in COVERED_BY, and is no module" for name in sorted(set(covered_by) - set(names))]
+    return found + [
+        f"{name} is in COVERED_BY, and is no module"
+        for name in sorted(set(covered_by) - set(names))
+    ]
 
 
 def test_every_module_has_its_tests():
@@ -139,8 +149,16 @@ def test_every_module_has_its_tests():
     ("files", "covered_by", "words"),
     [
         (["mpidist/comm/ring.py"], {}, "no tests/comm/test_ring.py"),
-        (["mpidist/comm/ring.py", "tests/comm/test_ring.py"], {"comm/ring": "comm/test_ring.py"}, "take its line out"),
-        (["mpidist/comm/ring.py"], {"comm/ring": "comm/test_gone.py"}, "test_gone.py, which does not exist"),
+        (
+            ["mpidist/comm/ring.py", "tests/comm/test_ring.py"],
+            {"comm/ring": "comm/test_ring.py"},
+            "take its line out",
+        ),
+        (
+            ["mpidist/comm/ring.py"],
+            {"comm/ring": "comm/test_gone.py"},
+            "test_gone.py, which does not exist",
+        ),
         (["mpidist/__init__.py"], {"comm/gone": "comm/test_gone.py"}, "is no module"),
     ],
 )

@@ -13,12 +13,17 @@ def _literals(tree):
         if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
             docstrings.add(id(body[0].value))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docstrings
+        ):
             yield node
 
 
 def test_messages_can_be_printed_where_stdout_is_ascii():
-    # A user's print(error) raises UnicodeEncodeError under LANG=C or PYTHONIOENCODING=ascii otherwise.
+    # A user's print(error) raises UnicodeEncodeError under LANG=C or PYTHONIOENCODING=ascii
+    # otherwise.
     files = [*(ROOT / "mpidist").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
     assert len(files) > 50
     wrong = [

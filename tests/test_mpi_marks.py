@@ -10,12 +10,15 @@ from tests.mpi_marks import MpiMarks, asked_for, at_size, may_hold
 
 
 @pytest.mark.parametrize(
-    ("with_mpi", "only_mpi", "skipped"), [(False, False, ["mpi"]), (True, False, []), (False, True, ["plain"]), (True, True, [])]
+    ("with_mpi", "only_mpi", "skipped"),
+    [(False, False, ["mpi"]), (True, False, []), (False, True, ["plain"]), (True, True, [])],
 )
 def test_options_choose(with_mpi, only_mpi, skipped):
     marked = []
     items = [
-        SimpleNamespace(keywords={name: True}, add_marker=lambda mark, name=name: marked.append(name))
+        SimpleNamespace(
+            keywords={name: True}, add_marker=lambda mark, name=name: marked.append(name)
+        )
         for name in ("plain", "mpi")
     ]
     options = {"--with-mpi": with_mpi, "--only-mpi": only_mpi}
@@ -54,20 +57,32 @@ def test_files_without_a_mark_are_left_out(tmp_path):
     file = tmp_path / "test_it.py"
     file.write_text("pytestmark = pytest.mark.mpi(min_size=2)")
     (tmp_path / "conftest.py").touch()
-    assert may_hold(file, "mpi and not gpu") and may_hold(file, "not slow") and may_hold(file, "mpi or slow")
+    assert (
+        may_hold(file, "mpi and not gpu")
+        and may_hold(file, "not slow")
+        and may_hold(file, "mpi or slow")
+    )
     assert not may_hold(file, "slow and not mpi") and may_hold(tmp_path / "conftest.py", "slow")
 
 
 def test_a_file_of_tests_applies_its_marks_itself():
     """``may_hold`` reads one file: a mark that came from elsewhere would leave its tests out unseen."""
-    elsewhere = [path for path in Path(__file__).parent.rglob("*.py") if not path.name.startswith("test_")]
-    texts = {path: path.read_text(encoding="utf-8") for path in elsewhere if path.name != "mpi_marks.py"}
-    assert len(texts) > 20 and not [path for path, text in texts.items() if "mark.mpi" in text or "mark.slow" in text]
+    elsewhere = [
+        path for path in Path(__file__).parent.rglob("*.py") if not path.name.startswith("test_")
+    ]
+    texts = {
+        path: path.read_text(encoding="utf-8") for path in elsewhere if path.name != "mpi_marks.py"
+    }
+    assert len(texts) > 20 and not [
+        path for path, text in texts.items() if "mark.mpi" in text or "mark.slow" in text
+    ]
 
 
 def item(name, least=1, **more):
     marks = [pytest.mark.mpi(min_size=least).mark]
-    return SimpleNamespace(nodeid=name, keywords={"mpi": True}, iter_markers=lambda name: marks, **more)
+    return SimpleNamespace(
+        nodeid=name, keywords={"mpi": True}, iter_markers=lambda name: marks, **more
+    )
 
 
 def test_every_case_runs_at_every_other_number_of_ranks():
@@ -81,7 +96,16 @@ def test_every_case_runs_at_every_other_number_of_ranks():
     whole = {one.nodeid for one in always}
     runs = {size: at_size([*product, *always], size) for size in (1, 2, 3, 4)}
     names = {one.nodeid for one in product}
-    assert runs[1] == runs[3] and runs[2] == runs[4] and runs[1] | runs[2] == names | whole and runs[1] & runs[2] == whole
+    assert (
+        runs[1] == runs[3]
+        and runs[2] == runs[4]
+        and runs[1] | runs[2] == names | whole
+        and runs[1] & runs[2] == whole
+    )
     assert len(runs[1] & names) == len(runs[2] & names) == 5
     # Neither value of the last parameter is at one number of ranks alone.
-    assert all(any(f"{b}]" in name for name in runs[size] & names) for size in (1, 2) for b in (True, False))
+    assert all(
+        any(f"{b}]" in name for name in runs[size] & names)
+        for size in (1, 2)
+        for b in (True, False)
+    )

@@ -16,16 +16,23 @@ from tests.support import missing
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a checkout may hold beside its files.
-NOT_OF_THE_TREE = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "demo-output", "gpu-results", "site")
+NOT_OF_THE_TREE = shutil.ignore_patterns(
+    ".*", "__pycache__", "build", "dist", "*.egg-info", "demo-output", "gpu-results", "site"
+)
 
 # The benchmarks' records that travel along; all others are read in the repository.
-RECORDS = ("benchmarks/results/scaling-openmpi.json", "benchmarks/results/kernels-nvidia-h100-80gb-hbm3.json")
+RECORDS = (
+    "benchmarks/results/scaling-openmpi.json",
+    "benchmarks/results/kernels-nvidia-h100-80gb-hbm3.json",
+)
 
 pytestmark = pytest.mark.slow
 
 
 def run(*args: str | Path, cwd: Path) -> str:
-    done = subprocess.run([sys.executable, *args], cwd=cwd, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        [sys.executable, *args], cwd=cwd, capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, f"{args}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -74,8 +81,21 @@ def test_sdist_holds_what_builds_and_tests(built):
     with tarfile.open(built[0]) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     folders = ("mpidist", "tests", "packaging", "docs")
-    sources = {path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")}
-    needed = {"setup.py", "setup.cfg", "pyproject.toml", "constraints.txt", "Makefile", "LICENSE", "cuda/pack.cu", "slurm/env.sh"}
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    needed = {
+        "setup.py",
+        "setup.cfg",
+        "pyproject.toml",
+        "constraints.txt",
+        "Makefile",
+        "LICENSE",
+        "cuda/pack.cu",
+        "slurm/env.sh",
+    }
     assert packed >= sources | needed, (sources | needed) - packed
     assert not [name for name in packed if name.endswith(".pyc")]
     assert {name for name in packed if name.startswith("benchmarks/results/")} == set(RECORDS)
@@ -84,7 +104,12 @@ def test_sdist_holds_what_builds_and_tests(built):
 def test_an_index_would_take_both(built):
     if importlib.util.find_spec("twine") is None:
         missing("twine is not installed")
-    assert run("-m", "twine", "--no-color", "check", "--strict", *built, cwd=built[0].parent).count("PASSED") == 2
+    assert (
+        run("-m", "twine", "--no-color", "check", "--strict", *built, cwd=built[0].parent).count(
+            "PASSED"
+        )
+        == 2
+    )
 
 
 def test_wheel_registers_with_torch(wheel):
@@ -116,6 +141,8 @@ print(json.dumps({{
     package = installed / "mpidist"
     assert found == {
         "modules": [str(package / "__init__.py"), str(package / "c10d/backend.py")],
-        "folders": [str(package / "shipped_files" / name) for name in ("benchmarks", "examples", "slurm")],
+        "folders": [
+            str(package / "shipped_files" / name) for name in ("benchmarks", "examples", "slurm")
+        ],
         "known to torch": True,
     }

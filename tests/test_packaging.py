@@ -26,7 +26,9 @@ def declared():
 
 def spec_names(text: str) -> dict[str, str]:
     """Split requirements (`torch>=2.9`) into names and least versions."""
-    found = (re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?", line.strip()) for line in text.strip().splitlines())
+    found = (
+        re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?", line.strip()) for line in text.strip().splitlines()
+    )
     return {match[1]: match[2] or "" for match in found if match}
 
 
@@ -36,7 +38,9 @@ def run_spack_recipe(monkeypatch):
     within: list[str] = []
 
     def directive(name):
-        return lambda *args, **settings: noted[name].append((args, {"when": "".join(within), **settings}))
+        return lambda *args, **settings: noted[name].append(
+            (args, {"when": "".join(within), **settings})
+        )
 
     @contextlib.contextmanager
     def when(condition):
@@ -64,15 +68,28 @@ def test_spack_recipe_asks_for_what_setup_asks_for(declared, monkeypatch):
     recipe, noted = run_spack_recipe(monkeypatch)
     options = declared["options"]
     version = declared["metadata"]["version"]
-    assert recipe.pypi == f"mpidist/mpidist-{version}.tar.gz" and noted["version"][0][0] == (version,)
+    assert recipe.pypi == f"mpidist/mpidist-{version}.tar.gz" and noted["version"][0][0] == (
+        version,
+    )
     assert noted["license"][0][0] == (declared["metadata"]["license_expression"],)
     needs = {args[0]: settings["when"] for args, settings in noted["depends_on"]}
-    assert needs["python@3.10:3.13"] == "" and options["python_requires"] == ">=3.10" and "mpi" in needs
-    for condition, wanted in (("", options["install_requires"]), ("+cli", declared["options.extras_require"]["cli"])):
+    assert (
+        needs["python@3.10:3.13"] == ""
+        and options["python_requires"] == ">=3.10"
+        and "mpi" in needs
+    )
+    for condition, wanted in (
+        ("", options["install_requires"]),
+        ("+cli", declared["options.extras_require"]["cli"]),
+    ):
         for name, least in spec_names(wanted).items():
             spec = f"py-{name}@{least}:" if least else f"py-{name}"
-            assert any(need.split()[0] == spec and when == condition for need, when in needs.items()), (spec, needs)
-    assert {name for (name,), _ in noted["variant"]} == {"cuda", "cli"} and needs["py-cupy"] == "+cuda"
+            assert any(
+                need.split()[0] == spec and when == condition for need, when in needs.items()
+            ), (spec, needs)
+    assert {name for (name,), _ in noted["variant"]} == {"cuda", "cli"} and needs[
+        "py-cupy"
+    ] == "+cuda"
     packages = {f"mpidist.{path.parent.name}" for path in (ROOT / "mpidist").glob("*/__init__.py")}
     assert {name for name in recipe.import_modules if "c10d" not in name} <= packages | {"mpidist"}
 
@@ -80,27 +97,47 @@ def test_spack_recipe_asks_for_what_setup_asks_for(declared, monkeypatch):
 def test_easybuild_file_asks_for_what_setup_asks_for(declared):
     (path,) = (PACKAGING / "easybuild").glob("*.eb")
     text = path.read_text()
-    # EasyBuild's own names for parts of a configuration; any other name is an error here, as it is there.
-    used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    # EasyBuild's own names for parts of a configuration; any other name is an error here, as it is
+    # there.
+    used = {
+        node.id
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
     constants = {"PYPI_SOURCE", "SOURCE_TAR_GZ", "SOURCE_WHL", "SOURCE_PY3_WHL"}
     assert used <= constants | {"name", "version"}
     config = {name: name for name in constants}
     exec(compile(text, path.name, "exec"), config)
     toolchain = config["toolchain"]
-    assert path.name == f"{config['name']}-{config['version']}-{toolchain['name']}-{toolchain['version']}.eb"
-    assert config["version"] == declared["metadata"]["version"] and config["easyblock"] == "PythonBundle"
+    assert (
+        path.name
+        == f"{config['name']}-{config['version']}-{toolchain['name']}-{toolchain['version']}.eb"
+    )
+    assert (
+        config["version"] == declared["metadata"]["version"]
+        and config["easyblock"] == "PythonBundle"
+    )
     assert {"homepage", "description", "sanity_check_paths", "moduleclass"} <= config.keys()
-    given = {name.lower().replace("pytorch", "torch"): version for name, version, *_ in config["dependencies"]}
+    given = {
+        name.lower().replace("pytorch", "torch"): version
+        for name, version, *_ in config["dependencies"]
+    }
     given |= {name: version for name, version, _ in config["exts_list"]}
     given["numpy"] = given["scipy-bundle"]
-    wanted = spec_names(declared["options"]["install_requires"]) | spec_names(declared["options.extras_require"]["cli"])
+    wanted = spec_names(declared["options"]["install_requires"]) | spec_names(
+        declared["options.extras_require"]["cli"]
+    )
     for name, least in wanted.items():
-        assert [int(part) for part in given[name].split(".")] >= [int(part) for part in least.split(".") if part], name
+        assert [int(part) for part in given[name].split(".")] >= [
+            int(part) for part in least.split(".") if part
+        ], name
     for name, _, about in config["exts_list"]:
         (digest,) = about["checksums"]
         assert re.fullmatch("[0-9a-f]{64}", digest or "") or (name == "mpidist" and digest is None)
 
 
 def test_every_python_that_is_promised_is_tried(declared):
-    tried = re.search(r"^PYTHONS=\$\{PYTHONS:-([^}]*)\}", (PACKAGING / "pythons.sh").read_text(), re.M)
+    tried = re.search(
+        r"^PYTHONS=\$\{PYTHONS:-([^}]*)\}", (PACKAGING / "pythons.sh").read_text(), re.M
+    )
     assert tried and tried[1].split() == ["3.10", "3.11", "3.12", "3.13"]

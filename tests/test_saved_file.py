@@ -25,7 +25,16 @@ def path(tmp_path):
 def test_tensors_come_back_as_they_share_memory(path, mmap):
     base = torch.arange(12.0)
     leaf = torch.nn.Parameter(torch.ones(2))
-    torch.save({"base": base, "view": base.view(3, 4).t(), "leaf": leaf, "sparse": torch.eye(3).to_sparse(), "n": (1, {2})}, path)
+    torch.save(
+        {
+            "base": base,
+            "view": base.view(3, 4).t(),
+            "leaf": leaf,
+            "sparse": torch.eye(3).to_sparse(),
+            "n": (1, {2}),
+        },
+        path,
+    )
     found = saved_file.read(path, "cpu", mmap)
     assert (
         found["n"] == (1, {2})
@@ -85,7 +94,10 @@ def linked(path):
 
 HOSTILE = {
     "code": (lambda path: write(path, [Runs()]), "Unsupported|Weights only|weights_only"),
-    "one of our classes": (lambda path: write(path, [PowerSGDState.__new__(PowerSGDState)]), "Weights only"),
+    "one of our classes": (
+        lambda path: write(path, [PowerSGDState.__new__(PowerSGDState)]),
+        "Weights only",
+    ),
     "one of our functions": (lambda path: write(path, [SAFE_GLOBALS[3]]), "Weights only"),
     "a bytearray": (lambda path: write(path, bytearray(3)), "bytearray"),
     "a counter": (lambda path: write(path, __import__("collections").Counter("aa")), "Counter"),
@@ -94,7 +106,10 @@ HOSTILE = {
     "a folder": (lambda path: path.mkdir(), "no regular file"),
     "nothing": (lambda path: None, "is missing"),
     "a pickle alone": (lambda path: path.write_bytes(pickle.dumps(Runs())), "no archive"),
-    "torch's old format": (lambda path: torch.save([1], path, _use_new_zipfile_serialization=False), "no archive"),
+    "torch's old format": (
+        lambda path: torch.save([1], path, _use_new_zipfile_serialization=False),
+        "no archive",
+    ),
     "a compressed archive": (
         lambda path: (write(path, torch.zeros(9999)), changed(path, dict, zipfile.ZIP_DEFLATED)),
         "compressed",

@@ -8,7 +8,8 @@ import pytest
 from tests import told_at_once
 from tests.support import launcher, started
 
-# Rank 0 fails in each phase of a test and then waits, as the fixtures of a job do; rank 1 waits in its test.
+# Rank 0 fails in each phase of a test and then waits, as the fixtures of a job do; rank 1 waits in
+# its test.
 MODULE = """
 import os, threading, pytest
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
@@ -39,16 +40,25 @@ assert os.environ["OMPI_COMM_WORLD_RANK"] == "1", "rank 0 has failed"
 def test_a_failure_of_one_rank_is_written_before_the_job_is_ended(tmp_path):
     (tmp_path / "test_one_rank.py").write_text(MODULE)
     (tmp_path / "test_unreadable.py").write_text(UNREADABLE)
-    (tmp_path / "conftest.py").write_text("import threading\ndef pytest_sessionfinish(): threading.Event().wait()\n")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nfaulthandler_timeout = 1\nfaulthandler_exit_on_timeout = True\n")
+    (tmp_path / "conftest.py").write_text(
+        "import threading\ndef pytest_sessionfinish(): threading.Event().wait()\n"
+    )
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nfaulthandler_timeout = 1\nfaulthandler_exit_on_timeout = True\n"
+    )
     command = [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors"]
     command += ["-p", "no:cacheprovider", "-p", "tests.told_at_once", str(tmp_path)]
-    done = started([*launcher(2), *command], timeout_s=60, env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+    done = started(
+        [*launcher(2), *command], timeout_s=60, env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    )
     assert done.returncode != 0 and "short test summary" not in done.stdout
     assert "collect failed in test_unreadable.py on rank 0\n" in done.stderr
     for phase in ("call", "setup", "teardown"):
         assert f"{phase} failed in test_one_rank.py::test_{phase} on rank 0\n" in done.stderr
-    assert done.stderr.count("AssertionError: rank 0 has failed") == 4 and done.stderr.count("printed by the test") >= 3
+    assert (
+        done.stderr.count("AssertionError: rank 0 has failed") == 4
+        and done.stderr.count("printed by the test") >= 3
+    )
     assert " on rank 1\n" not in done.stderr
 
 
@@ -61,6 +71,10 @@ def test_tests_that_have_begun_are_noted_and_left_out_the_next_time(tmp_path, mo
         told_at_once.pytest_runtest_logstart(nodeid)
     items = [SimpleNamespace(nodeid=name) for name in ("a.py::test[x y]", "a.py::other")]
     left_out = []
-    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)))
+    config = SimpleNamespace(
+        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    )
     told_at_once.pytest_collection_modifyitems(config, items)
-    assert [item.nodeid for item in items] == ["a.py::other"] and [item.nodeid for item in left_out] == ["a.py::test[x y]"]
+    assert [item.nodeid for item in items] == ["a.py::other"] and [
+        item.nodeid for item in left_out
+    ] == ["a.py::test[x y]"]

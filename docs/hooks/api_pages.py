@@ -27,7 +27,11 @@ def public_names(module: ModuleType) -> list[str]:
     """Return ``__all__``, or the public classes and functions that the module itself defines."""
     if hasattr(module, "__all__"):
         return list(module.__all__)
-    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    own = [
+        name
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__
+    ]
     return [name for name in own if not name.startswith("_")]
 
 

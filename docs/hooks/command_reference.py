@@ -14,12 +14,18 @@ def reference(name: str | None = None) -> str:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     if name is not None and name not in commands:
         raise ValueError(f"mpidist has no command {name}; it has {', '.join(commands)}")
-    return "\n\n".join(_section(one, commands[one]) for one in ([name] if name else commands) if not commands[one].hidden)
+    return "\n\n".join(
+        _section(one, commands[one])
+        for one in ([name] if name else commands)
+        if not commands[one].hidden
+    )
 
 
 def _section(name: str, command: Any) -> str:
     parts = [f"### mpidist {name}", _plain(command.help)]
-    if examples := [line for line in (command.epilog or "").split("\n\n") if line.startswith(("mpi", "srun"))]:
+    if examples := [
+        line for line in (command.epilog or "").split("\n\n") if line.startswith(("mpi", "srun"))
+    ]:
         parts.append("\n".join(["```console", *(f"$ {line.strip()}" for line in examples), "```"]))
     rows = [row for parameter in command.params if (row := _row(parameter))]
     if rows:
@@ -37,7 +43,12 @@ def _row(parameter: Any) -> str:
         names = [parameter.metavar or parameter.name.upper()]
     text = _plain(getattr(parameter, "help", None) or "").replace("|", "\\|").replace("\n", " ")
     default = parameter.default
-    if is_option and isinstance(default, int | float | str) and not isinstance(default, bool) and default != "":
+    if (
+        is_option
+        and isinstance(default, int | float | str)
+        and not isinstance(default, bool)
+        and default != ""
+    ):
         text += f" (default: {default})"
     return f"| {', '.join(f'`{one}`' for one in names)} | {text} |"
 

@@ -26,13 +26,20 @@ def texts(root: Path) -> dict[str, str]:
 
 def programs(root: Path) -> dict[str, str]:
     """Return the example programs: path in the repository → page that shows the text."""
-    return {f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted((root / "examples").glob("*.py"))}
+    return {
+        f"examples/{path.name}": f"examples/{path.stem}.md"
+        for path in sorted((root / "examples").glob("*.py"))
+    }
 
 
 def results(root: Path) -> dict[str, str]:
     """Return the records and plots of benchmarks: path in the repository → path in the site."""
     folder = root / "benchmarks" / "results"
-    return {f"benchmarks/results/{path.name}": f"figures/{path.name}" for path in sorted(folder.iterdir()) if path.is_file()}
+    return {
+        f"benchmarks/results/{path.name}": f"figures/{path.name}"
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+    }
 
 
 def named(path: Path, programs: Mapping[str, str]) -> str:
@@ -42,9 +49,20 @@ def named(path: Path, programs: Mapping[str, str]) -> str:
         return text
     names = [Path(source).name for source in programs]
     text = re.sub(
-        r"^\| `(\w+\.py)` \|", lambda row: f"| [`{row[1]}`]({row[1]}) |" if row[1] in names else row[0], text, flags=re.M
+        r"^\| `(\w+\.py)` \|",
+        lambda row: f"| [`{row[1]}`]({row[1]}) |" if row[1] in names else row[0],
+        text,
+        flags=re.M,
     )
-    return "\n".join([text, "## All programs, and what they share", "", *(f"- [{name}]({name})" for name in names), ""])
+    return "\n".join(
+        [
+            text,
+            "## All programs, and what they share",
+            "",
+            *(f"- [{name}]({name})" for name in names),
+            "",
+        ]
+    )
 
 
 def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
@@ -73,8 +91,8 @@ def rebased(markdown: str, source: str, target: str) -> str:
 def rewrite(markdown: str, source: str, page: str, site: Mapping[str, str], root: Path) -> str:
     """Point the relative links of a text at the site.
 
-    A link to a file that has a page leads there. A link to any other file of the repository becomes its
-    text. What leads nowhere is left alone, and fails the build.
+    A link to a file that has a page leads there. A link to any other file of the repository becomes
+    its text. What leads nowhere is left alone, and fails the build.
 
     Args:
         markdown: The text.

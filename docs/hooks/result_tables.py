@@ -1,4 +1,7 @@
-"""Records of benchmarks as Markdown: the machine, the tables, the plot. Numbers come from the JSON alone."""
+"""Records of benchmarks as Markdown: the machine, the tables, the plot.
+
+Numbers come from the JSON alone.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +39,25 @@ def bytes_text(size: float) -> str:
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table; the first column to the left, the others to the right."""
     lines = [headers, ["---", *["---:"] * (len(headers) - 1)], *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
 
 
 def machine(record: Record) -> str:
     """Return where a record was measured, in one line."""
     about = record.get("environment") or record["jobs"][0]["environment"]
     cores = f"{about['logical_cores']} cores"
-    ranks = "" if "jobs" in record else f"{about['ranks']} rank{'s' if about['ranks'] > 1 else ''}, "
+    ranks = (
+        "" if "jobs" in record else f"{about['ranks']} rank{'s' if about['ranks'] > 1 else ''}, "
+    )
     link = record.get("link")
     places = f"over a simulated link of {link_text(link)}, " if link else ""
     device = f"{about['device']['name']}, " if about.get("device") else ""
-    return f"{ranks}{places}{device}{about['mpi_library']}, torch {about['torch']}, {about['cpu']}, {cores}, {about['date'][:10]}"
+    return (
+        f"{ranks}{places}{device}{about['mpi_library']}, torch {about['torch']}, "
+        f"{about['cpu']}, {cores}, {about['date'][:10]}"
+    )
 
 
 def tables(record: Record, choice: Mapping[str, Sequence[str]] | None = None) -> str:
@@ -71,18 +81,33 @@ def tables(record: Record, choice: Mapping[str, Sequence[str]] | None = None) ->
         return _saving(record)
     results = record.get("results") or []
     if results and "model" in results[0]:
-        return _steps([_contending(one, choice) for one in results if _chosen(choice, "models", one["model"])])
+        return _steps(
+            [_contending(one, choice) for one in results if _chosen(choice, "models", one["model"])]
+        )
     if results and "operation" in results[0]:
         chosen = [one for one in results if _chosen(choice, "operations", one["operation"])]
-        return _operations([_contending(one, choice) for one in chosen if _chosen(choice, "sizes", str(one["size_bytes"]))])
+        return _operations(
+            [
+                _contending(one, choice)
+                for one in chosen
+                if _chosen(choice, "sizes", str(one["size_bytes"]))
+            ]
+        )
     if results and all(isinstance(value, (str, int, float)) for value in results[0].values()):
-        return table(list(results[0]), [[_plain(value) for value in one.values()] for one in results])
+        return table(
+            list(results[0]), [[_plain(value) for value in one.values()] for one in results]
+        )
     raise ValueError(f"no table is known for a record with {', '.join(record)}")
 
 
-def section(name: str, record: Record, has_plot: bool, choice: Mapping[str, Sequence[str]] | None = None) -> str:
+def section(
+    name: str, record: Record, has_plot: bool, choice: Mapping[str, Sequence[str]] | None = None
+) -> str:
     """Return what a page shows of one record: machine, tables, link to the JSON, plot (unless ``plot=no`` is chosen)."""
-    parts = [f"*{machine(record)}.* [{name}.json](../benchmarks/results/{name}.json)", tables(record, choice)]
+    parts = [
+        f"*{machine(record)}.* [{name}.json](../benchmarks/results/{name}.json)",
+        tables(record, choice),
+    ]
     if has_plot and "plot" not in (choice or {}):
         parts.append(f"![Plot of {name}](../benchmarks/results/{name}.png)")
     return "\n\n".join(parts)
@@ -93,7 +118,10 @@ def parse(marker: str) -> tuple[str, dict[str, list[str]]]:
     name, _, rest = marker.strip().partition(" ")
     found = re.findall(r'(\w+)=("[^"]*"|\S+)', rest)
     # Within quotes values may have commas and blanks.
-    return name, {key: value[1:-1].split(";") if value.startswith('"') else value.split(",") for key, value in found}
+    return name, {
+        key: value[1:-1].split(";") if value.startswith('"') else value.split(",")
+        for key, value in found
+    }
 
 
 def _chosen(choice: Mapping[str, Sequence[str]], key: str, value: str) -> bool:
@@ -103,7 +131,11 @@ def _chosen(choice: Mapping[str, Sequence[str]], key: str, value: str) -> bool:
 def _contending(result: Record, choice: Mapping[str, Sequence[str]]) -> Record:
     return {
         **result,
-        "contenders": {name: one for name, one in result["contenders"].items() if _chosen(choice, "contenders", name)},
+        "contenders": {
+            name: one
+            for name, one in result["contenders"].items()
+            if _chosen(choice, "contenders", name)
+        },
     }
 
 
@@ -119,7 +151,12 @@ def _operations(results: Sequence[Record]) -> str:
     for one in results:
         times = [one["contenders"].get(name) for name in names]
         size = f", {bytes_text(one['size_bytes'])}" if one["size_bytes"] else ""
-        rows.append([one["operation"] + size, *("" if each is None else time_text(each["median_us"]) for each in times)])
+        rows.append(
+            [
+                one["operation"] + size,
+                *("" if each is None else time_text(each["median_us"]) for each in times),
+            ]
+        )
     return table(["median time", *names], rows)
 
 
@@ -137,12 +174,24 @@ def _steps(results: Sequence[Record]) -> str:
         if sends:
             row.append(bytes_text(results[0]["contenders"].get(name, {}).get("bytes_sent", 0)))
         rows.append(row)
-    return table(["step, median", *(one["model"] for one in results), *(["sent by a rank"] if sends else [])], rows)
+    return table(
+        [
+            "step, median",
+            *(one["model"] for one in results),
+            *(["sent by a rank"] if sends else []),
+        ],
+        rows,
+    )
 
 
 def _levels(record: Record) -> str:
     rows = [
-        [bytes_text(row["bytes"]), time_text(row["library_us"]), time_text(row["levels_us"]), f"{row['ratio_of_medians']:.2f}"]
+        [
+            bytes_text(row["bytes"]),
+            time_text(row["library_us"]),
+            time_text(row["levels_us"]),
+            f"{row['ratio_of_medians']:.2f}",
+        ]
         for row in record["rows"]
     ]
     return table(["all-reduce", "MPI's own", "by levels", "MPI's own / by levels"], rows)
@@ -161,7 +210,16 @@ def _scale(record: Record) -> str:
                 f"{one['sync_calls_per_s']:.0f}",
             ]
         )
-    return table(["ranks", "`init_rpc`", "memory of RPC, a rank", "asynchronous calls/s, all ranks", "synchronous calls/s"], rows)
+    return table(
+        [
+            "ranks",
+            "`init_rpc`",
+            "memory of RPC, a rank",
+            "asynchronous calls/s, all ranks",
+            "synchronous calls/s",
+        ],
+        rows,
+    )
 
 
 def _kernels(record: Record) -> str:
@@ -181,7 +239,12 @@ def _kernels(record: Record) -> str:
     hooks = [
         [
             f"{one['tensors_of']}, rank {one['rank']}",
-            *(time_text(one["contenders"][name]["issued"]["median_us"]) if name in one["contenders"] else "" for name in names),
+            *(
+                time_text(one["contenders"][name]["issued"]["median_us"])
+                if name in one["contenders"]
+                else ""
+                for name in names
+            ),
         ]
         for one in record["powersgd"]
     ]
@@ -199,5 +262,7 @@ def _saving(record: Record) -> str:
     ]
     for save in record["save"]:
         name = "to a file" if save["to a file"] else "in memory"
-        rows.append([f"a step beside a save {name} takes more", f"{save['exposed, of each step']:.1%}"])
+        rows.append(
+            [f"a step beside a save {name} takes more", f"{save['exposed, of each step']:.1%}"]
+        )
     return table(["state of the optimizer", "median"], rows)

@@ -21,17 +21,29 @@ def tables(record: Record) -> str:
     """Return the tables of a report, each below its title; those without rows are left out."""
     largest = max(job["ranks"] for job in record["jobs"])
     parts = [
-        ("Measured steps", "\\* more ranks than cores: their efficiency counts the cores.", _steps(record["steps"])),
+        (
+            "Measured steps",
+            "\\* more ranks than cores: their efficiency counts the cores.",
+            _steps(record["steps"]),
+        ),
         ("How good the model is", _verdict(record["validation"]), _errors(record["validation"])),
         ("Which hook the model chooses", "", _choices(record["hook_choices"])),
-        ("Predicted", f"One rank a node. Beyond {largest} ranks nothing was measured.", _predictions(record["predictions"])),
+        (
+            "Predicted",
+            f"One rank a node. Beyond {largest} ranks nothing was measured.",
+            _predictions(record["predictions"]),
+        ),
         (
             "Which hook pays",
             "Predicted, 64 ranks, one a node: the fastest hook at each bandwidth.",
             _pays(record["hooks_that_pay"]),
         ),
     ]
-    return "\n\n".join("\n\n".join(one for one in (f"#### {title}", text, rows) if one) for title, text, rows in parts if rows)
+    return "\n\n".join(
+        "\n\n".join(one for one in (f"#### {title}", text, rows) if one)
+        for title, text, rows in parts
+        if rows
+    )
 
 
 def is_startup(record: Record) -> bool:
@@ -53,7 +65,15 @@ def startup(record: Record) -> str:
         ]
         for job in record["jobs"]
     ]
-    headers = ["ranks", "start of the group", "Gloo's", "memory", "open files", "threads", "messages of the group"]
+    headers = [
+        "ranks",
+        "start of the group",
+        "Gloo's",
+        "memory",
+        "open files",
+        "threads",
+        "messages of the group",
+    ]
     growth = [record["growth"].get(name, "") for name in _STARTUP]
     return _table(headers, [*rows, ["growth", *growth]])
 
@@ -63,7 +83,9 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _where(one: Record) -> str:
-    return f"{result_tables.link_text(one['link']) if one['link'] else 'one node'}, {one['network']}"
+    return (
+        f"{result_tables.link_text(one['link']) if one['link'] else 'one node'}, {one['network']}"
+    )
 
 
 def _ranks(one: Record) -> str:
@@ -79,33 +101,49 @@ def _steps(steps: Sequence[Record]) -> str:
             result_tables.time_text(1e6 * one["seconds"]),
             result_tables.time_text(1e6 * max(one["exposed_seconds"], 0.0)),
             "" if one["efficiency"] is None else f"{one['efficiency']:.2f}",
-            result_tables.time_text(1e6 * one["predicted_seconds"]) if "predicted_seconds" in one else "",
+            result_tables.time_text(1e6 * one["predicted_seconds"])
+            if "predicted_seconds" in one
+            else "",
         ]
         for one in steps
     ]
     shown = _table(["step", "ranks", "measured", "exposed", "efficiency", "model"], rows)
     # Hundreds of rows, for a search within the page.
-    return shown and f"<details markdown>\n<summary>{len(rows)} steps</summary>\n\n{shown}\n\n</details>"
+    return (
+        shown
+        and f"<details markdown>\n<summary>{len(rows)} steps</summary>\n\n{shown}\n\n</details>"
+    )
 
 
 def _verdict(found: Record) -> str:
     if found["median_error"] is None:
         return "No points were held out."
     return (
-        f"Median error on {found['points']} measured points that it was not fitted to: **{found['median_error']:.0%}** "
+        f"Median error on {found['points']} measured points that it was not fitted to: "
+        f"**{found['median_error']:.0%}** "
         f"(to reach: {found['target']:.0%}; {found['verdict']})."
     )
 
 
 def _errors(found: Record) -> str:
-    rows = [(name, value) for group in ("by_operation", "by_ranks", "by_rate") for name, value in found[group].items()]
+    rows = [
+        (name, value)
+        for group in ("by_operation", "by_ranks", "by_rate")
+        for name, value in found[group].items()
+    ]
     rows += [("steps, none of which it was fitted to", found["steps"])]
     rows += [(f"steps, {name}", value) for name, value in found["steps_by_link"].items()]
-    return _table(["points", "median error"], [[name, f"{value:.0%}"] for name, value in rows if value is not None])
+    return _table(
+        ["points", "median error"],
+        [[name, f"{value:.0%}"] for name, value in rows if value is not None],
+    )
 
 
 def _choices(found: Sequence[Record]) -> str:
-    rows = [[_where(one), _ranks(one), one["fastest"], one["chosen"], f"{one['lost']:.0%}"] for one in found]
+    rows = [
+        [_where(one), _ranks(one), one["fastest"], one["chosen"], f"{one['lost']:.0%}"]
+        for one in found
+    ]
     return _table(["link, network", "ranks", "fastest measured", "chosen", "step longer by"], rows)
 
 
@@ -115,7 +153,10 @@ def _predictions(found: Sequence[Record]) -> str:
     for where, hook in dict.fromkeys((where, hook) for where, hook, _ in times):
         cells = [times.get((where, hook, ranks)) for ranks in _RANKS]
         shown = [
-            "" if one is None else f"{result_tables.time_text(1e6 * one['predicted_seconds'])} ({one['efficiency']:.2f})"
+            ""
+            if one is None
+            else f"{result_tables.time_text(1e6 * one['predicted_seconds'])} "
+            f"({one['efficiency']:.2f})"
             for one in cells
         ]
         rows.append([f"{where}, {hook}", *shown])

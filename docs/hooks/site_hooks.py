@@ -1,8 +1,9 @@
 """Events of MkDocs: files of the repository become pages, markers become tables and API reference.
 
-``<!-- results: NAME [key=value …] -->`` shows a record of ``benchmarks/results``, ``<!-- scaling -->`` all records of
-scaling, ``<!-- api: MODULE [NAME …] -->`` public names, ``<!-- command -->`` the subcommands, ``<!-- decisions -->`` and
-``<!-- job scripts -->`` what they say, ``<!-- text: FILE -->`` a text of the repository without its title.
+``<!-- results: NAME [key=value …] -->`` shows a record of ``benchmarks/results``, ``<!-- scaling
+-->`` all records of scaling, ``<!-- api: MODULE [NAME …] -->`` public names, ``<!-- command -->``
+the subcommands, ``<!-- decisions -->`` and ``<!-- job scripts -->`` what they say, ``<!-- text:
+FILE -->`` a text of the repository without its title.
 """
 
 from __future__ import annotations
@@ -20,10 +21,19 @@ import scaling_tables
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-_MARKER = re.compile(r"<!-- (?P<kind>results|scaling|api|command|decisions|job scripts|text)(?:: (?P<text>.*?))? -->")
+_MARKER = re.compile(
+    r"<!-- (?P<kind>results|scaling|api|command|decisions|job scripts|text)(?:: (?P<text>.*?))? -->"
+)
 _SOURCES: dict[str, str] = {}
 # Pages about how mpidist came to be: behind those for its users in a search.
-_BEHIND = ("decisions/", "changelog.md", "contributing.md", "architecture.md", "benchmarks.md", "examples/")
+_BEHIND = (
+    "decisions/",
+    "changelog.md",
+    "contributing.md",
+    "architecture.md",
+    "benchmarks.md",
+    "examples/",
+)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -37,7 +47,13 @@ def on_files(files: Any, config: Any) -> Any:
         _SOURCES[page] = source
     for source, page in programs.items():
         text = (root / source).read_text(encoding="utf-8")
-        files.append(File.generated(config, page, content=f'# {Path(source).name}\n\n```python title="{source}"\n{text}```\n'))
+        files.append(
+            File.generated(
+                config,
+                page,
+                content=f'# {Path(source).name}\n\n```python title="{source}"\n{text}```\n',
+            )
+        )
         _SOURCES[page] = source
     for source, place in repository_links.results(root).items():
         files.append(File.generated(config, place, abs_src_path=str(root / source)))
@@ -59,7 +75,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         )
     except (ValueError, OSError, KeyError, ImportError) as error:
         raise PluginError(f"{uri}: {type(error).__name__}: {error}") from error
-    site = {f"docs/{file.src_uri}": file.src_uri for file in files} | {source: place for place, source in _SOURCES.items()}
+    site = {f"docs/{file.src_uri}": file.src_uri for file in files} | {
+        source: place for place, source in _SOURCES.items()
+    }
     site |= {"README.md": "index.md", "slurm": "slurm.md", "slurm/README.md": "slurm.md"}
     return repository_links.rewrite(markdown, _SOURCES.get(uri, f"docs/{uri}"), uri, site, root)
 
@@ -98,12 +116,23 @@ def _scaling(root: Path) -> str:
     parts = []
     for path in sorted(folder.glob("scaling-*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
-        about = f"*{result_tables.machine(record)}.* [{path.name}](../benchmarks/results/{path.name})"
+        about = (
+            f"*{result_tables.machine(record)}.* [{path.name}](../benchmarks/results/{path.name})"
+        )
         if scaling_tables.is_startup(record):
             parts += ["### Start-up", about, scaling_tables.startup(record)]
         elif scaling_tables.is_scaling(record):
-            plot = f"![Plot of {path.stem}](../benchmarks/results/{path.stem}.png)" if path.with_suffix(".png").is_file() else ""
-            parts += [f"### {record['jobs'][0]['environment']['mpi_library']}", about, plot, scaling_tables.tables(record)]
+            plot = (
+                f"![Plot of {path.stem}](../benchmarks/results/{path.stem}.png)"
+                if path.with_suffix(".png").is_file()
+                else ""
+            )
+            parts += [
+                f"### {record['jobs'][0]['environment']['mpi_library']}",
+                about,
+                plot,
+                scaling_tables.tables(record),
+            ]
     return "\n\n".join(["## What was measured", *parts]) if parts else ""
 
 
@@ -119,5 +148,8 @@ def _job_scripts(root: Path) -> str:
     parts = []
     for path in sorted((root / "slurm").iterdir()):
         if path.suffix in (".sh", ".sbatch"):
-            parts.append(f'### {path.name}\n\n```bash title="slurm/{path.name}"\n{path.read_text(encoding="utf-8")}```')
+            parts.append(
+                f"### {path.name}\n\n```bash "
+                f'title="slurm/{path.name}"\n{path.read_text(encoding="utf-8")}```'
+            )
     return "\n\n".join(parts)

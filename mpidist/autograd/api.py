@@ -22,8 +22,8 @@ interceptor.register(_engine)
 class context:
     """A distributed autograd context, for the calling thread; ``with context() as context_id:``.
 
-    All calls of RPC within it are recorded, here and in the functions that they call. At its end all gradients are gone, on all
-    workers.
+    All calls of RPC within it are recorded, here and in the functions that they call. At its end
+    all gradients are gone, on all workers.
 
     Raises:
         RuntimeError: The thread is within a context, or RPC is not initialised.
@@ -41,7 +41,9 @@ class context:
 
 
 @untraced
-def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False, mode: str = "fast") -> None:
+def backward(
+    context_id: int, roots: Sequence[Tensor], retain_graph: bool = False, mode: str = "fast"
+) -> None:
     """Run the distributed backward pass from some roots; gradients of leaves are added up in the context, on each leaf's worker.
 
     Blocks: until all workers have done their parts.
@@ -50,21 +52,29 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
         context_id: A context known on this worker.
         roots: Scalar tensors.
         retain_graph: Keep the graph for another pass.
-        mode: ``"fast"`` awaits gradients for all that was sent in the context, as torch does: everything must be used.
-            ``"smart"`` awaits those that the roots depend on, for three small messages more per worker.
+        mode: ``"fast"`` awaits gradients for all that was sent in the context, as torch does:
+            everything must be used. ``"smart"`` awaits those that the roots depend on, for three
+            small messages more per worker.
 
     Raises:
         TypeError: Arguments of a wrong kind.
-        RuntimeError: Unknown context; wrong roots; "Error on Node r: …" for an error on any worker, with the original as cause.
+        RuntimeError: Unknown context; wrong roots; "Error on Node r: …" for an error on any worker,
+            with the original as cause.
         RankFailureError: A worker has left.
         CommTimeout: For as long as a call may take no gradient has come.
 
     Source: "Distributed Autograd Design", pytorch.org/docs/stable/rpc/distributed_autograd.html
     """
-    if type(context_id) is not int or not isinstance(roots, (list, tuple)) or not all(isinstance(r, Tensor) for r in roots):
+    if (
+        type(context_id) is not int
+        or not isinstance(roots, (list, tuple))
+        or not all(isinstance(r, Tensor) for r in roots)
+    ):
         raise TypeError(
-            "backward(): incompatible function arguments: expected (context_id: int, roots: list of tensors, "
-            f"retain_graph: bool, mode: str); got ({type(context_id).__name__}, {type(roots).__name__})"
+            "backward(): incompatible function arguments: expected (context_id: int, roots: list "
+            "of tensors, "
+            f"retain_graph: bool, mode: str); got ({type(context_id).__name__}, "
+            f"{type(roots).__name__})"
         )
     if mode not in MODES:
         raise ValueError(f"mode is one of {MODES}; got {mode!r}")
@@ -101,7 +111,10 @@ def _release_context(context_id: int) -> None:
 
 def _current_context() -> Context:
     if not _engine.current_context() or here.context is None:
-        raise RuntimeError("Current thread doesn't have a valid autograd context. Please wrap your code using: `with context()`")
+        raise RuntimeError(
+            "Current thread doesn't have a valid autograd context. Please wrap your code using: "
+            "`with context()`"
+        )
     return here.context
 
 

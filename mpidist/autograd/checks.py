@@ -1,7 +1,7 @@
 """Checks of the engine's messages before anything of them is used: fields, types, ranks, who may say what. Pure.
 
-What fails a check is a ``FrameError``. The engine fails the pass that the message belongs to with it, if the sender has a say in
-that pass; else the message is logged and dropped.
+What fails a check is a ``FrameError``. The engine fails the pass that the message belongs to with
+it, if the sender has a say in that pass; else the message is logged and dropped.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ def head(content: Any, workers: int) -> tuple[Notice, int, int, tuple[Any, ...]]
     Raises:
         FrameError: It is none.
     """
-    if type(content) is not tuple or len(content) < 2 or type(content[0]) is not int or content[0] not in _LENGTHS:
+    if (
+        type(content) is not tuple
+        or len(content) < 2
+        or type(content[0]) is not int
+        or content[0] not in _LENGTHS
+    ):
         raise FrameError(f"no notice of distributed autograd: {_shown(content)}")
     what = Notice(content[0])
     if len(content) != _LENGTHS[what]:
@@ -65,7 +70,9 @@ def head(content: Any, workers: int) -> tuple[Notice, int, int, tuple[Any, ...]]
     return what, context, key, content[3:]
 
 
-def sender(what: Notice, source: int, me: int, context: int, key: int, found: Context | None) -> None:
+def sender(
+    what: Notice, source: int, me: int, context: int, key: int, found: Context | None
+) -> None:
     """Refuse a notice that its sender may not send, or that is not for this worker: see ``notices``.
 
     Args:
@@ -85,13 +92,20 @@ def sender(what: Notice, source: int, me: int, context: int, key: int, found: Co
     elif what in _OF_INITIATOR:
         is_right = initiator_of(key) == source
     elif what == Notice.STOP:
-        is_right = initiator_of(key) == source or found is None or source in found.told or source in found.told_by
+        is_right = (
+            initiator_of(key) == source
+            or found is None
+            or source in found.told
+            or source in found.told_by
+        )
     elif what == Notice.CLEANUP:
         is_right = owner != me and (source == owner or found is None or source in found.told_by)
     else:
         is_right = owner == me
     if not is_right:
-        raise FrameError(f"rank {source} has no say in {what.name} of context {context}, pass {key}")
+        raise FrameError(
+            f"rank {source} has no say in {what.name} of context {context}, pass {key}"
+        )
 
 
 def body(what: Notice, rest: Sequence[Any], workers: int) -> None:
@@ -108,7 +122,8 @@ def body(what: Notice, rest: Sequence[Any], workers: int) -> None:
 def gradients(send: Send | None, source: int, message: int, found: list[Any]) -> None:
     """Refuse gradients that are not those of the tensors that were sent; detach those that have a graph of their own.
 
-    Shape, dtype and device are the sent tensor's. torch's engine would sum, cast and move what differs without a word.
+    Shape, dtype and device are the sent tensor's. torch's engine would sum, cast and move what
+    differs without a word.
 
     Args:
         send: What this worker has recorded of the message; None for nothing.
@@ -120,20 +135,35 @@ def gradients(send: Send | None, source: int, message: int, found: list[Any]) ->
         FrameError: As said.
     """
     if send is None or send.to != source:
-        raise FrameError(f"rank {source} sent gradients of message {message}, which this worker has not sent to it")
+        raise FrameError(
+            f"rank {source} sent gradients of message {message}, which this worker has not sent to "
+            "it"
+        )
     metadata = send.metadata()
     if len(found) != len(metadata):
-        raise FrameError(f"rank {source} sent {len(found)} gradients of message {message}, which has {len(metadata)} tensors")
+        raise FrameError(
+            f"rank {source} sent {len(found)} gradients of message {message}, which has "
+            f"{len(metadata)} tensors"
+        )
     for place, (one, expected) in enumerate(zip(found, metadata, strict=True)):
         if one is None:
             continue
         if not isinstance(one, torch.Tensor):
-            raise FrameError(f"rank {source} sent a {type(one).__name__} as gradient {place} of message {message}")
-        shape = tuple(expected.shape)
-        if tuple(one.shape) != shape or one.dtype is not expected.dtype or one.device != expected.device:
             raise FrameError(
-                f"rank {source} sent a gradient of shape {tuple(one.shape)}, {one.dtype} on {one.device} for tensor {place} of "
-                f"message {message}, which is of shape {shape}, {expected.dtype} on {expected.device}"
+                f"rank {source} sent a {type(one).__name__} as gradient {place} of message "
+                f"{message}"
+            )
+        shape = tuple(expected.shape)
+        if (
+            tuple(one.shape) != shape
+            or one.dtype is not expected.dtype
+            or one.device != expected.device
+        ):
+            raise FrameError(
+                f"rank {source} sent a gradient of shape {tuple(one.shape)}, {one.dtype} on "
+                f"{one.device} for tensor {place} of "
+                f"message {message}, which is of shape {shape}, {expected.dtype} on "
+                f"{expected.device}"
             )
         if one.requires_grad:  # a node has returned what is not its own, a parameter say
             found[place] = one.detach()
@@ -149,7 +179,9 @@ def request(content: Any, workers: int) -> tuple[RRef[Any], int, bool, str]:
         raise FrameError(f"backward() of a reference has four arguments; got {_shown(content)}")
     reference, context, retain, mode = content
     if type(reference) is not RRef or not reference.is_owner():
-        raise FrameError(f"backward() of a reference needs one of this worker's; got {_shown(reference)}")
+        raise FrameError(
+            f"backward() of a reference needs one of this worker's; got {_shown(reference)}"
+        )
     number(context, "context", workers)
     if type(retain) is not bool:
         raise FrameError(f"retain_graph is a bool; got {_shown(retain)}")
@@ -176,12 +208,18 @@ def _are_numbers(value: Any, workers: int) -> bool:
 
 def _are_hops(value: Any, workers: int) -> bool:
     return type(value) is list and all(
-        type(hop) is tuple and len(hop) == 2 and _is_number(hop[0], workers) and _is_rank(hop[1], workers) for hop in value
+        type(hop) is tuple
+        and len(hop) == 2
+        and _is_number(hop[0], workers)
+        and _is_rank(hop[1], workers)
+        for hop in value
     )
 
 
 def _is_summary(value: Any, workers: int) -> bool:
-    return type(value) is dict and all(_is_number(name, workers) and _are_hops(hops, workers) for name, hops in value.items())
+    return type(value) is dict and all(
+        _is_number(name, workers) and _are_hops(hops, workers) for name, hops in value.items()
+    )
 
 
 def _is_flag(value: Any, workers: int) -> bool:

@@ -128,7 +128,9 @@ class Contexts:
         found = self._by_number.get(number)
         if found is None:
             if me in (number >> WORKER_SHIFT, source):
-                return  # one of ours, or known when this worker called itself: it has ended since, and nobody would end it again
+                # one of ours, or known when this worker called itself: it has ended since, and
+                # nobody would end it again
+                return
             found = self._by_number[number] = Context(number)
         found.told_by.add(source)
 
@@ -235,5 +237,6 @@ def unknown(number: int) -> MpidistError:
 
 
 def _pass_on(context: Context, me: int) -> None:
-    # The context's own worker has ended it first. All others get it, also those that told us: we may have told them again.
+    # The context's own worker has ended it first. All others get it, also those that told us: we
+    # may have told them again.
     notify_all(context.told - {me, context.number >> WORKER_SHIFT}, Notice.CLEANUP, context.number)

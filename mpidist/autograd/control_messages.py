@@ -10,20 +10,23 @@ They name their context in their content and carry none in the header: gradients
 
 Who may say what (``checks``; all else is logged and dropped):
 
-==================  ============================================================================================
-gradients           the worker that the message went to; as many as its tensors, of their shape, dtype and device
-DONE, FAILED        any worker, of its own part
+==================
+============================================================================================
+gradients           the worker that the message went to; as many as its tensors, of their shape,
+dtype and device DONE, FAILED        any worker, of its own part
 SUMMARY             a worker that was asked, once
 REPORT              a worker that has a part
 ASK, AWAIT, PROBE   the worker that began the pass
 STOP                that one, and those that share the context with the receiver
-CLEANUP             the context's worker, and those whose requests came within it; nobody to the context's worker
-ADOPT               any worker, to the context's
-==================  ============================================================================================
+CLEANUP             the context's worker, and those whose requests came within it; nobody to the
+context's worker ADOPT               any worker, to the context's
+==================
+============================================================================================
 
-A worker of a context may begin passes in it and may fail them. What is of another form, or gradients of another message, ends the
-pass at the worker that began it, if the sender has a say in it. What a worker says of its own part is believed: a pass that waits
-for a part which does not exist ends after the RPC timeout.
+A worker of a context may begin passes in it and may fail them. What is of another form, or
+gradients of another message, ends the pass at the worker that began it, if the sender has a say in
+it. What a worker says of its own part is believed: a pass that waits for a part which does not
+exist ends after the RPC timeout.
 """
 
 from __future__ import annotations
@@ -41,14 +44,17 @@ from mpidist.rpc.message import GRADIENTS, Kind
 class Notice(enum.IntEnum):
     """Notices, and what follows the context in each."""
 
-    DONE = 1  # pass, workers that were sent gradients: the sender's part is complete; to the initiator
+    # pass, workers that were sent gradients: the sender's part is complete; to the initiator
+    DONE = 1
     FAILED = 2  # pass, description of an error (rpc.remote_error); to the initiator
     STOP = 3  # pass: it has failed; passed on to whom gradients were sent
     ASK = 4  # pass: which receives does each of your sends reach?
     SUMMARY = 5  # pass, {message: [(message, worker), …]}, workers of the context; to the initiator
     AWAIT = 6  # pass, whether to retain the graph, messages that get gradients
     PROBE = 7  # pass: is there progress?
-    REPORT = 8  # pass, seconds since the last gradient, messages without one as texts, workers sent to; to the initiator
+    # pass, seconds since the last gradient, messages without one as texts, workers sent to; to the
+    # initiator
+    REPORT = 8
     CLEANUP = 9  # nothing: the context has ended; passed on to whom requests were sent
     ADOPT = 10  # nothing: whom the sender had this context from has died; to the context's worker
 
@@ -57,7 +63,9 @@ GRADIENT_KINDS = (Kind.GRADIENTS, Kind.REQUEST_GRADIENTS)
 counts: Counter[str] = Counter()  # messages that this process has sent, by name
 
 
-def send_gradients(to: int, is_back: bool, context: int, key: int, message: int, retain: bool, gradients: list[Any]) -> None:
+def send_gradients(
+    to: int, is_back: bool, context: int, key: int, message: int, retain: bool, gradients: list[Any]
+) -> None:
     """Send gradients.
 
     Args:
@@ -75,7 +83,9 @@ def send_gradients(to: int, is_back: bool, context: int, key: int, message: int,
     counts["GRADIENTS"] += 1
     kind = Kind.REQUEST_GRADIENTS if is_back else Kind.GRADIENTS
     content = gradients[0] if len(gradients) == 1 else gradients
-    current.require().for_engine.send(to, kind, content, 0, GRADIENTS.pack(context, key, message, retain))
+    current.require().for_engine.send(
+        to, kind, content, 0, GRADIENTS.pack(context, key, message, retain)
+    )
 
 
 def notify(to: int, what: Notice, context: int, *rest: Any) -> None:

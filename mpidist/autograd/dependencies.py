@@ -31,7 +31,8 @@ class Plan:
 
     Attributes:
         masks: By node.
-        order: All nodes, each behind those below it; empty if there is one source, for there is nothing to cut then.
+        order: All nodes, each behind those below it; empty if there is one source, for there is
+            nothing to cut then.
         captures: By mask.
         cuts: By mask: edges from its nodes into nodes of another mask.
     """

@@ -40,7 +40,9 @@ class Engine:
         """
         agent = current.agent
         if agent is not None and context >> WORKER_SHIFT >= len(agent.workers.infos):
-            raise FrameError(f"rank {source} calls within context {context}, which no worker can have made")
+            raise FrameError(
+                f"rank {source} calls within context {context}, which no worker can have made"
+            )
         self.contexts.request_came(_me(), context, source)
 
     def leaving(self, context: int, to: int, tensors: Sequence[Tensor], is_answer: bool) -> int:
@@ -49,7 +51,8 @@ class Engine:
         if is_answer:
             found = self.contexts.find(context)
         else:
-            found = here.context  # it may have ended a moment ago: the clean-up follows when this handler ends
+            # it may have ended a moment ago: the clean-up follows when this handler ends
+            found = here.context
             if found is not None and found.number == context:
                 found.told.add(to)
         if found is None:
@@ -61,7 +64,9 @@ class Engine:
         found.sends[number] = Send(to, is_answer, sent)
         return number
 
-    def arriving(self, context: int, source: int, number: int, tensors: list[Tensor], is_answer: bool) -> list[Tensor]:
+    def arriving(
+        self, context: int, source: int, number: int, tensors: list[Tensor], is_answer: bool
+    ) -> list[Tensor]:
         """See ``Interceptor``."""
         found = self.contexts.find(context)
         came = [tensor for tensor in tensors if tensor.requires_grad]
@@ -82,7 +87,9 @@ class Engine:
 
     def handle(self, source: int, kind: int, context: int, obj: Any) -> Any:
         """See ``Interceptor``; a pass from the value of a reference on its owner, asked for by another worker."""
-        reference, number, retain_graph, mode = checks.request(obj, len(current.require().workers.infos))
+        reference, number, retain_graph, mode = checks.request(
+            obj, len(current.require().workers.infos)
+        )
         reference.backward(number, retain_graph, mode)
 
     def handle_one_way(self, source: int, kind: int, context: int, obj: Any) -> Any:
@@ -101,7 +108,8 @@ class Engine:
         try:
             checks.body(what, rest, count)
         except FrameError as error:
-            # The sender has a say in the pass, which would wait in vain for what this should have been.
+            # The sender has a say in the pass, which would wait in vain for what this should have
+            # been.
             told = FrameError(f"rank {source} sent {error}")
             if checks.initiator_of(key) == me:
                 self.initiator.refuse(number, key, told)
@@ -146,7 +154,9 @@ class Engine:
 
     def stopped(self) -> None:
         """See ``Interceptor``."""
-        self.initiator.fail_all(MpidistError("RPC was shut down on this worker during a backward pass"))
+        self.initiator.fail_all(
+            MpidistError("RPC was shut down on this worker during a backward pass")
+        )
         self.contexts.clear()
 
     # What users call.
@@ -167,7 +177,9 @@ class Engine:
     def debug_info(self) -> dict[str, str]:
         """See ``Interceptor``; torch's names."""
         return {
-            "num_current_backward_passes": str(sum(len(context.parts) for context in self.contexts.values())),
+            "num_current_backward_passes": str(
+                sum(len(context.parts) for context in self.contexts.values())
+            ),
             "num_autograd_contexts": str(len(self.contexts)),
         }
 
@@ -178,5 +190,6 @@ def _me() -> int:
 
 
 def _work(function: Any, *args: Any) -> Task:
-    # The thread that waits for its pass does the work by itself; one that waits for something else leaves it to the pool.
+    # The thread that waits for its pass does the work by itself; one that waits for something else
+    # leaves it to the pool.
     return Task(partial(function, *args), not here.waits)

@@ -4,7 +4,8 @@ A gradient may arrive in one thread, be used by a node in another, and be read b
 third, each with current streams of its own. torch's engine orders a pass with the streams of the
 thread that calls it alone.
 
-Source: "CUDA semantics, stream semantics of backward passes", pytorch.org/docs/stable/notes/cuda.html
+Source: "CUDA semantics, stream semantics of backward passes",
+pytorch.org/docs/stable/notes/cuda.html
 """
 
 from __future__ import annotations
@@ -28,9 +29,16 @@ class Fence:
         self.record(tensors)
 
     def record(self, tensors: Iterable[Tensor | None]) -> None:
-        """Note that the calling thread's current streams make tensors. What was noted before must be held in this thread."""
+        """Note that the calling thread's current streams make tensors.
+
+        What was noted before must be held in this thread.
+        """
         for tensor in tensors:
-            if tensor is not None and not tensor.is_cpu and (device := device_at(tensor.device)) is not None:
+            if (
+                tensor is not None
+                and not tensor.is_cpu
+                and (device := device_at(tensor.device)) is not None
+            ):
                 self._events[tensor.device] = device.here()
 
     def hold(self, tensors: Iterable[Tensor | None] = ()) -> None:

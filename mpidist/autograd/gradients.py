@@ -12,7 +12,8 @@ from mpidist.autograd.fence import Fence
 
 Tensor = torch.Tensor
 
-_HOLDERS = 3  # of a gradient that nobody else holds: its pair, the loop's variable, the argument of getrefcount
+# of a gradient that nobody else holds: its pair, the loop's variable, the argument of getrefcount
+_HOLDERS = 3
 
 
 class Gradients:
@@ -26,26 +27,33 @@ class Gradients:
     def add(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Add gradients of leaves.
 
-        A first gradient is taken over if nobody else holds it and it is laid out as its leaf, else copied. Later ones are added
-        in place; to a sparse sum, and sparse ones to each other, out of place.
+        A first gradient is taken over if nobody else holds it and it is laid out as its leaf, else
+        copied. Later ones are added in place; to a sparse sum, and sparse ones to each other, out
+        of place.
 
-        Source: ``torch/csrc/autograd/functions/accumulate_grad.h``, without a graph of the gradients.
+        Source: ``torch/csrc/autograd/functions/accumulate_grad.h``, without a graph of the
+        gradients.
         """
         sums = self._sums
         with self._lock:
             self._fence.hold()
             for leaf, gradient in found:
                 old = sums.get(leaf)
-                if gradient.requires_grad:  # a node has returned what is not its own, a parameter say
+                # a node has returned what is not its own, a parameter say
+                if gradient.requires_grad:
                     gradient = gradient.detach().clone()
                 if old is None:
                     is_alone = sys.getrefcount(gradient) <= _HOLDERS
-                    sums[leaf] = gradient if is_alone and _fits(gradient, leaf) else _copy(gradient, leaf)
+                    sums[leaf] = (
+                        gradient if is_alone and _fits(gradient, leaf) else _copy(gradient, leaf)
+                    )
                 elif old.layout is torch.strided:
                     old.add_(gradient)
                 else:
                     # torch adds a sparse tensor to a dense one, and not the other way round.
-                    sums[leaf] = gradient + old if gradient.layout is torch.strided else old + gradient
+                    sums[leaf] = (
+                        gradient + old if gradient.layout is torch.strided else old + gradient
+                    )
                 if not leaf.is_cpu:
                     self._fence.record((sums[leaf],))
 
@@ -67,7 +75,9 @@ def _fits(gradient: Tensor, leaf: Tensor) -> bool:
         return True
     if not _is_dense(leaf) or leaf.is_contiguous():
         return gradient.is_contiguous()
-    return gradient.stride() == leaf.stride() or (not _has_own_places(leaf) and gradient.is_contiguous())
+    return gradient.stride() == leaf.stride() or (
+        not _has_own_places(leaf) and gradient.is_contiguous()
+    )
 
 
 def _has_own_places(leaf: Tensor) -> bool:
@@ -85,5 +95,7 @@ def _copy(gradient: Tensor, leaf: Tensor) -> Tensor:
     if not _is_dense(gradient):
         return gradient.clone()
     if _is_dense(leaf) and _has_own_places(leaf):
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+        return torch.empty_strided(
+            leaf.shape, leaf.stride(), dtype=gradient.dtype, device=gradient.device
+        ).copy_(gradient)
     return gradient.clone(memory_format=torch.contiguous_format)

@@ -26,7 +26,8 @@ def edges_of(roots: Sequence[Tensor]) -> list[Edge]:
     """Return where a pass begins.
 
     Raises:
-        RuntimeError: No roots, or one without a gradient, of more than one element, or without a function; in torch's words.
+        RuntimeError: No roots, or one without a gradient, of more than one element, or without a
+            function; in torch's words.
     """
     if not roots:
         raise RuntimeError("No tensors provided for gradient computation.")
@@ -34,7 +35,9 @@ def edges_of(roots: Sequence[Tensor]) -> list[Edge]:
         if not root.requires_grad:
             raise RuntimeError("requires_grad not set on root")
         if root.numel() != 1:
-            raise RuntimeError(f"root of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar")
+            raise RuntimeError(
+                f"root of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar"
+            )
         if root.grad_fn is None:
             raise RuntimeError("root does not have a valid gradient function.")
     return [(root.grad_fn, root.output_nr) for root in roots]
@@ -67,7 +70,12 @@ class Initiator:
                 self._survey(running, context, retain, plan, names, roots)
             else:
                 self._begin(running, context, retain, plan, names, roots, None)
-            running.wait(agent.polling.wait, agent.calls.rpc_timeout, self._probe, [info.name for info in agent.workers.infos])
+            running.wait(
+                agent.polling.wait,
+                agent.calls.rpc_timeout,
+                self._probe,
+                [info.name for info in agent.workers.infos],
+            )
         except BaseException:
             self.parts.stop(context, key)
             if running.survey is not None:
@@ -97,12 +105,20 @@ class Initiator:
     # SMART mode.
 
     def _survey(
-        self, running: Pass, context: Context, retain: bool, plan: Plan, names: list[int], roots: Sequence[Tensor]
+        self,
+        running: Pass,
+        context: Context,
+        retain: bool,
+        plan: Plan,
+        names: list[int],
+        roots: Sequence[Tensor],
     ) -> None:
         me = current.require().workers.me.id
         own = summary(plan, names, context.receives)
         running.survey = Survey(me, own, context.peers() - {me})
-        running.survey.begin = partial(self._begin_awaited, running, context, retain, plan, names, roots, own[ROOTS])
+        running.survey.begin = partial(
+            self._begin_awaited, running, context, retain, plan, names, roots, own[ROOTS]
+        )
         self._ask(running)
 
     def _ask(self, running: Pass) -> None:
@@ -126,10 +142,19 @@ class Initiator:
         reached = closure(running.survey.summaries, first)
         running.expect(worker for worker, sends in reached.items() if sends)
         for worker in running.survey.asked - {me}:
-            notify(worker, Notice.AWAIT, context.number, running.key, retain, tuple(reached.get(worker, ())))
+            notify(
+                worker,
+                Notice.AWAIT,
+                context.number,
+                running.key,
+                retain,
+                tuple(reached.get(worker, ())),
+            )
         self._begin(running, context, retain, plan, names, roots, [ROOTS, *reached.get(me, ())])
 
-    def take_summary(self, worker: int, number: int, key: int, found: Summary, peers: Sequence[int]) -> None:
+    def take_summary(
+        self, worker: int, number: int, key: int, found: Summary, peers: Sequence[int]
+    ) -> None:
         """Take a worker's answer to the survey.
 
         Raises:
@@ -140,12 +165,17 @@ class Initiator:
             return
         survey = running.survey
         if survey is None or worker not in survey.asked or worker in survey.summaries:
-            raise FrameError(f"rank {worker} answers a survey of pass {key} that it was not asked for, or again")
+            raise FrameError(
+                f"rank {worker} answers a survey of pass {key} that it was not asked for, or again"
+            )
         running.progress()
         try:
             strangers = {source for hops in found.values() for _, source in hops} - set(peers)
             if strangers:
-                raise FrameError(f"rank {worker} has tensors of ranks {sorted(strangers)}, which are none of its peers")
+                raise FrameError(
+                    f"rank {worker} has tensors of ranks {sorted(strangers)}, which are none of "
+                    "its peers"
+                )
             if survey.add(worker, found, peers):
                 self._ask(running)
         except Exception as error:
@@ -199,7 +229,9 @@ class Initiator:
         else:
             running.fail(_error_on(running.me, error))
 
-    def take_failure(self, agent: Agent, worker: int, number: int, key: int, description: Any) -> None:
+    def take_failure(
+        self, agent: Agent, worker: int, number: int, key: int, description: Any
+    ) -> None:
         """End a pass for an error on another worker."""
         running = self._running(number, key)
         if running is None:
@@ -210,7 +242,15 @@ class Initiator:
             error = FrameError(f"rank {worker} reports an error that cannot be read: {failure}")
         running.fail(_error_on(worker, error))
 
-    def take_report(self, worker: int, number: int, key: int, idle_s: float, missing: list[str], sent_to: Iterable[int]) -> None:
+    def take_report(
+        self,
+        worker: int,
+        number: int,
+        key: int,
+        idle_s: float,
+        missing: list[str],
+        sent_to: Iterable[int],
+    ) -> None:
         """Take a worker's answer about its progress.
 
         Raises:
@@ -230,17 +270,22 @@ class Initiator:
         is_there = running.key in getattr(self._contexts.find(running.context), "parts", ())
         return (idle_s if is_there else float("inf")), missing
 
-    def fail_all(self, error: BaseException, context: int | None = None, worker: int | None = None) -> None:
+    def fail_all(
+        self, error: BaseException, context: int | None = None, worker: int | None = None
+    ) -> None:
         """End all passes, or those of a context, or those in which a worker has a part, with an error."""
         for running in list(self._passes.values()):
-            if (context is None or running.context == context) and (worker is None or running.involves(worker)):
+            if (context is None or running.context == context) and (
+                worker is None or running.involves(worker)
+            ):
                 running.fail(error)
 
 
 def loss_of(workers: Workers, rank: int) -> RankFailureError:
     """Return the error of a pass that needs a worker which has left."""
     return RankFailureError(
-        f"a backward pass needs {workers.infos[rank].name}, which has left RPC (shutdown without graceful, the end of its "
+        f"a backward pass needs {workers.infos[rank].name}, which has left RPC (shutdown without "
+        "graceful, the end of its "
         "program, or its death)",
         (workers.world_ranks[rank],),
     )

@@ -86,10 +86,14 @@ class LocalPass:
             awaited = set(awaited)
             if not awaited <= self._places.keys():
                 strange = sorted(awaited - self._places.keys())
-                raise MpidistError(f"the pass awaits gradients of messages that this worker has not sent: {strange[:8]}")
+                raise MpidistError(
+                    "the pass awaits gradients of messages that this worker has not sent: "
+                    f"{strange[:8]}"
+                )
             self._needed = sum(1 << self._places[name] for name in awaited)
         self._arrived = self._all & ~self._needed
-        self._left = {mask for mask in (*plan.captures, *plan.cuts) if mask & self._needed}  # masks that have not run
+        # masks that have not run
+        self._left = {mask for mask in (*plan.captures, *plan.cuts) if mask & self._needed}
         self._kept: dict[Edge, Tensor] = {}  # gradients at edges into nodes that have not run
         self._fence = Fence()  # of what is kept
         self._inbox: list[tuple[int, Sequence[Gradient], Fence]] = []
@@ -128,7 +132,8 @@ class LocalPass:
             if self._is_busy:
                 return
             self._is_busy = True
-        before, here.context = here.context, None  # calls of nodes and hooks, of a recomputed forward pass say, are not recorded
+        # calls of nodes and hooks, of a recomputed forward pass say, are not recorded
+        before, here.context = here.context, None
         try:
             while not self.is_stopped:
                 with self._lock:
@@ -157,7 +162,10 @@ class LocalPass:
             fence.hold(gradients)
             place = self._places.get(name)
             if place is None or self._arrived >> place & 1:
-                raise MpidistError(f"gradients of message {name} have come before in this pass, or are not awaited in it")
+                raise MpidistError(
+                    f"gradients of message {name} have come before in this pass, or are not "
+                    "awaited in it"
+                )
             self._arrived |= 1 << place
             for edge, gradient in zip(plan.sources[place], gradients, strict=True):
                 if gradient is not None:
@@ -182,7 +190,11 @@ class LocalPass:
         if careful:
             self._run_one_by_one(plan.above(careful, set(ready)))
             cuts -= careful
-        edges = [edge for edge in self._kept if not masks[edge[0]] & waits_for] if waits_for else list(self._kept)
+        edges = (
+            [edge for edge in self._kept if not masks[edge[0]] & waits_for]
+            if waits_for
+            else list(self._kept)
+        )
         values = [self._kept.pop(edge) for edge in edges]
         found = self._run_together(edges, values, leaves, receives, cuts)
         del values
@@ -190,8 +202,13 @@ class LocalPass:
         if self.is_stopped:
             return
         if self._reductions:
-            # Data-parallel modules have taken theirs as they came, and hand the averages over at the end.
-            found = [pair for pair in found if not any(reduction.owns(pair[0]) for reduction in self._reductions)]
+            # Data-parallel modules have taken theirs as they came, and hand the averages over at
+            # the end.
+            found = [
+                pair
+                for pair in found
+                if not any(reduction.owns(pair[0]) for reduction in self._reductions)
+            ]
             if not waits_for:
                 found += [pair for reduction in self._reductions for pair in reduction.finish()]
         if found:
@@ -200,7 +217,12 @@ class LocalPass:
             self._outlet.complete(self)
 
     def _run_together(
-        self, edges: list[Edge], values: list[Tensor], leaves: list[Node], receives: list[Node], cuts: Iterable[Edge]
+        self,
+        edges: list[Edge],
+        values: list[Tensor],
+        leaves: list[Node],
+        receives: list[Node],
+        cuts: Iterable[Edge],
     ) -> list[tuple[Tensor, Tensor]]:
         """Run all ready nodes in one call of torch's engine; return the leaves' gradients."""
         widths = [self.context.receives[node].width for node in receives]
@@ -217,7 +239,11 @@ class LocalPass:
         for edge, gradient in zip(cuts, found[start:], strict=True):
             if gradient is not None:
                 self._keep(edge, gradient)
-        return [(node.variable, gradient) for node, gradient in zip(leaves, found, strict=False) if gradient is not None]
+        return [
+            (node.variable, gradient)
+            for node, gradient in zip(leaves, found, strict=False)
+            if gradient is not None
+        ]
 
     def _run_one_by_one(self, nodes: Sequence[Node]) -> None:
         """Run nodes, each behind those above it, in calls of their own; keep what they yield."""
@@ -230,14 +256,18 @@ class LocalPass:
             if not edges or self.is_stopped:
                 continue
             gradients = [self._kept.pop(edge) for edge in edges]
-            for edge, gradient in zip(node.next_functions, run_alone(self._call, node, edges, gradients), strict=True):
+            for edge, gradient in zip(
+                node.next_functions, run_alone(self._call, node, edges, gradients), strict=True
+            ):
                 below = edge[0]
                 if below is not None and gradient is not None:
                     if below in into and edge not in self._kept:
                         into[below].append(edge)
                     self._keep(edge, gradient)
 
-    def _call(self, edges: Sequence[Edge], gradients: Sequence[Tensor], targets: Sequence[Edge]) -> Sequence[Gradient]:
+    def _call(
+        self, edges: Sequence[Edge], gradients: Sequence[Tensor], targets: Sequence[Edge]
+    ) -> Sequence[Gradient]:
         found: Sequence[Gradient] = _run_backward(
             tuple([GradientEdge(*edge) for edge in edges]),
             tuple(gradients),

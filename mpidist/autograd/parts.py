@@ -41,7 +41,10 @@ class Parts:
     """
 
     def __init__(
-        self, contexts: Contexts, complete: Callable[[int, Iterable[int]], None], fail: Callable[[int, BaseException], None]
+        self,
+        contexts: Contexts,
+        complete: Callable[[int, Iterable[int]], None],
+        fail: Callable[[int, BaseException], None],
     ) -> None:
         self._contexts = contexts
         self._complete = complete
@@ -51,8 +54,8 @@ class Parts:
         """Take a message of gradients; in FAST mode the first of a pass begins this worker's part.
 
         Raises:
-            FrameError: They are not those of a message that this worker has sent to the source. The pass fails with it, unless
-                the source does not share the context.
+            FrameError: They are not those of a message that this worker has sent to the source. The
+                pass fails with it, unless the source does not share the context.
         """
         number, key, message, flag, gradients = content
         workers = len(current.require().workers.infos)
@@ -65,7 +68,9 @@ class Parts:
             self.report_failure(number, key, unknown(number))
             return
         if source not in context.told and source not in context.told_by:
-            raise FrameError(f"rank {source} sent gradients of context {number}, which it does not share")
+            raise FrameError(
+                f"rank {source} sent gradients of context {number}, which it does not share"
+            )
         try:
             checks.gradients(context.sends.get(message), source, message, gradients)
             part = context.parts.get(key)
@@ -88,7 +93,9 @@ class Parts:
             if part is not None or key in context.stopped or context.is_released:
                 return part
             if key in context.completed:
-                raise FrameError(f"gradients of message {message} for pass {key}, whose part here is over")
+                raise FrameError(
+                    f"gradients of message {message} for pass {key}, whose part here is over"
+                )
             if key & SMART:  # what to await is still under way
                 context.early.setdefault(key, []).append((message, gradients))
                 return None
@@ -97,7 +104,13 @@ class Parts:
             return part
 
     def begin(
-        self, context: Context, key: int, retain: bool, plan: Plan, names: Sequence[int], awaited: Iterable[int] | None = None
+        self,
+        context: Context,
+        key: int,
+        retain: bool,
+        plan: Plan,
+        names: Sequence[int],
+        awaited: Iterable[int] | None = None,
     ) -> LocalPass | None:
         """Begin a part, and give it what has come already; None if the pass has failed meanwhile."""
         with context.lock:
@@ -122,12 +135,16 @@ class Parts:
         """Tell the initiator which receives each send of a context reaches."""
         context = self._contexts.find(number)
         if context is None:
-            # The first request of the context is still under way, from another worker: no root depends on it.
+            # The first request of the context is still under way, from another worker: no root
+            # depends on it.
             notify_all([initiator_of(key)], Notice.SUMMARY, number, key, {}, ())
             return
         try:
             if len(context.plans) >= _MAX_PLANS:
-                raise FrameError(f"{len(context.plans)} passes have asked context {number} for its plan, and not begun")
+                raise FrameError(
+                    f"{len(context.plans)} passes have asked context {number} for its plan, and "
+                    "not begun"
+                )
             plan, names = plan_of(context)
             found = summary(plan, names, context.receives)
         except Exception as error:
@@ -146,7 +163,11 @@ class Parts:
             self.report_failure(number, key, unknown(number))
         elif plan is None:
             if key not in context.stopped:
-                self.abort(context, key, FrameError(f"pass {key} awaits gradients, and has not asked which there are"))
+                self.abort(
+                    context,
+                    key,
+                    FrameError(f"pass {key} awaits gradients, and has not asked which there are"),
+                )
         else:
             try:
                 self.begin(context, key, retain, plan, names, awaited)
@@ -160,7 +181,13 @@ class Parts:
         receive = part.context.receives[node]
         part.sent_to.add(receive.source)
         send_gradients(
-            receive.source, not receive.is_answer, part.context.number, part.key, receive.message, part.retain, gradients
+            receive.source,
+            not receive.is_answer,
+            part.context.number,
+            part.key,
+            receive.message,
+            part.retain,
+            gradients,
         )
 
     def complete(self, part: LocalPass) -> None:
@@ -171,7 +198,13 @@ class Parts:
         if initiator_of(part.key) == current.require().workers.me.id:
             self._complete(part.key, part.sent_to)
         else:
-            notify(initiator_of(part.key), Notice.DONE, part.context.number, part.key, tuple(part.sent_to))
+            notify(
+                initiator_of(part.key),
+                Notice.DONE,
+                part.context.number,
+                part.key,
+                tuple(part.sent_to),
+            )
 
     # Errors.
 
@@ -189,10 +222,19 @@ class Parts:
             self._fail(key, error)
         else:
             initiator = initiator_of(key)
-            notify_all([initiator], Notice.FAILED, number, key, agent.wire.codecs[initiator].described(error))
+            notify_all(
+                [initiator],
+                Notice.FAILED,
+                number,
+                key,
+                agent.wire.codecs[initiator].described(error),
+            )
 
     def stop(self, context: Context, key: int) -> None:
-        """End a part of a failed pass, and those of the workers that it has sent gradients to. Again does nothing."""
+        """End a part of a failed pass, and those of the workers that it has sent gradients to.
+
+        Again does nothing.
+        """
         with context.lock:
             if key in context.stopped:
                 return
@@ -204,7 +246,12 @@ class Parts:
             part.stop()
             agent = current.agent
             if agent is not None:
-                notify_all(part.sent_to - {agent.workers.me.id, initiator_of(key)}, Notice.STOP, context.number, key)
+                notify_all(
+                    part.sent_to - {agent.workers.me.id, initiator_of(key)},
+                    Notice.STOP,
+                    context.number,
+                    key,
+                )
 
     def stop_all(self, context: Context) -> None:
         """End all parts of a context that has ended."""
@@ -226,7 +273,8 @@ class Parts:
     def report(self, number: int, key: int) -> tuple[float, list[str], set[int]]:
         """Return the seconds since a part has had a gradient, what it waits for, and the workers it has sent gradients to.
 
-        A part that is not there makes no progress: it has ended, and its end is told, or what would begin it was lost.
+        A part that is not there makes no progress: it has ended, and its end is told, or what would
+        begin it was lost.
         """
         context = self._contexts.find(number)
         part: LocalPass | None = context.parts.get(key) if context is not None else None
@@ -238,6 +286,8 @@ class Parts:
             send = context.sends.get(name)
             if send is not None:
                 what = "the result of a call from" if send.is_answer else "arguments of a call to"
-                texts.append(f"the gradients of {what} {infos[send.to].name} (shapes {send.shapes()})")
+                texts.append(
+                    f"the gradients of {what} {infos[send.to].name} (shapes {send.shapes()})"
+                )
         since = part.since  # read first: of a part that is busy it is the time of the reading
         return time.monotonic() - since, texts, set(part.sent_to)

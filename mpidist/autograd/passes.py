@@ -65,7 +65,9 @@ class Pass:
         """Note that something has come."""
         self._progress += 1
 
-    def report(self, worker: int, idle_s: float, missing: list[str], sent_to: Iterable[int]) -> None:
+    def report(
+        self, worker: int, idle_s: float, missing: list[str], sent_to: Iterable[int]
+    ) -> None:
         """Take a worker's answer to ``Notice.PROBE``."""
         with self._lock:
             self.mentioned.update(sent_to)
@@ -91,15 +93,19 @@ class Pass:
             return self.mentioned - self._complete - {self.me}
 
     def wait(
-        self, wait: Callable[[Call], None], timeout_s: float, probe: Callable[[Pass], tuple[float, list[str]]], names: Any
+        self,
+        wait: Callable[[Call], None],
+        timeout_s: float,
+        probe: Callable[[Pass], tuple[float, list[str]]],
+        names: Any,
     ) -> None:
         """Wait for the end.
 
         Args:
             wait: Waits for a call, at most until its deadline; as ``rpc.Polling.wait``.
             timeout_s: For which there may be no progress; 0 for any time.
-            probe: Asks the members for reports, and returns this worker's own: seconds since the last gradient, and what it
-                waits for.
+            probe: Asks the members for reports, and returns this worker's own: seconds since the
+                last gradient, and what it waits for.
             names: Of the workers, by rank.
 
         Raises:
@@ -120,7 +126,9 @@ class Pass:
             try:
                 raise self.error
             finally:
-                self.error = None  # its traceback refers to the pass: a cycle would keep the graph until Python's collector runs
+                # its traceback refers to the pass: a cycle would keep the graph until Python's
+                # collector runs
+                self.error = None
 
     def _examine(self, wait: Any, timeout_s: float, probe: Any, names: Any) -> None:
         """Ask all members what they wait for; raise if none has had a gradient for the whole time."""
@@ -140,9 +148,15 @@ class Pass:
             return
         lines = [f"{names[self.me]} waits for {text}" for text in missing]
         for worker in sorted(members):
-            lines += [f"{names[worker]} waits for {text}" for text in reports.get(worker, (0, ["an answer of its own"]))[1]]
+            lines += [
+                f"{names[worker]} waits for {text}"
+                for text in reports.get(worker, (0, ["an answer of its own"]))[1]
+            ]
         raise CommTimeout(
-            f"backward in context {self.context}: no gradient has come for {timeout_s:g} s (the RPC timeout). "
-            f"FAST mode waits for the gradients of everything that was sent; results that are not used get none. "
-            f'Pass mode="smart" to await only what the roots depend on. {"; ".join(lines) or "No part is complete"}'
+            f"backward in context {self.context}: no gradient has come for {timeout_s:g} s (the "
+            "RPC timeout). "
+            "FAST mode waits for the gradients of everything that was sent; results that are not "
+            "used get none. "
+            'Pass mode="smart" to await only what the roots depend on. '
+            f"{'; '.join(lines) or 'No part is complete'}"
         )

@@ -18,9 +18,12 @@ Tensor = torch.Tensor
 Node = Any  # of torch's autograd graph
 Edge = tuple[Any, int]  # a node and the number of one of its inputs
 
-_UNSENDABLE = b"a gradient is sent to another worker by mpidist.autograd.backward(), not by a node of its own"
+_UNSENDABLE = (
+    b"a gradient is sent to another worker by mpidist.autograd.backward(), not by a node of its own"
+)
 _UNRECEIVED = (
-    "a received tensor's gradient goes to the worker that sent it: use mpidist.autograd.backward(context_id, roots), "
+    "a received tensor's gradient goes to the worker that sent it: use "
+    "mpidist.autograd.backward(context_id, roots), "
     "not backward() or torch.autograd.grad()"
 )
 
@@ -39,7 +42,11 @@ _make_class: Any = type(torch.autograd.Function)
 _Receive: Any = _make_class(
     "torch::distributed::autograd::RecvRpc",
     (torch.autograd.Function,),
-    {"__module__": __name__, "forward": staticmethod(_forward), "backward": staticmethod(_backward)},
+    {
+        "__module__": __name__,
+        "forward": staticmethod(_forward),
+        "backward": staticmethod(_backward),
+    },
 )
 _apply = super(torch.autograd.Function, _Receive).apply
 
@@ -50,7 +57,8 @@ def _types() -> tuple[Any, Any]:
         return type(leaf.view_as(leaf).grad_fn.next_functions[0][0]), type(_apply(leaf)[0].grad_fn)  # type: ignore[union-attr]
 
 
-LEAF, RECEIVE = _types()  # types of nodes: where gradients of leaves and of received tensors are taken
+# types of nodes: where gradients of leaves and of received tensors are taken
+LEAF, RECEIVE = _types()
 
 
 class Send:

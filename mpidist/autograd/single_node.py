@@ -18,7 +18,10 @@ class _Stop(Exception):
 
 
 def run_alone(
-    call: Callable[[Sequence[Edge], Sequence[Tensor], Sequence[Edge]], Any], node: Node, into: list[Edge], gradients: list[Tensor]
+    call: Callable[[Sequence[Edge], Sequence[Tensor], Sequence[Edge]], Any],
+    node: Node,
+    into: list[Edge],
+    gradients: list[Tensor],
 ) -> Sequence[Gradient]:
     """Run one node; return what it yields.
 
@@ -55,7 +58,9 @@ def run_alone(
     if is_examined:
         for number, gradient in enumerate(made):
             if gradient is not None and bool(gradient.isnan().any()):
-                raise RuntimeError(f"Function '{node.name()}' returned nan values in its {number}th output.")
+                raise RuntimeError(
+                    f"Function '{node.name()}' returned nan values in its {number}th output."
+                )
     return made
 
 

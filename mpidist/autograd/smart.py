@@ -18,10 +18,13 @@ from mpidist.autograd.dependencies import Plan
 from mpidist.autograd.recording import Node, Receive
 
 Hop = tuple[int, int]  # a message, and the worker that sent it
-Summary = Mapping[int, Sequence[Hop]]  # by message that this worker sent: the receives that it reaches
+# by message that this worker sent: the receives that it reaches
+Summary = Mapping[int, Sequence[Hop]]
 
 
-def summary(plan: Plan, names: Sequence[int], receives: Mapping[Node, Receive]) -> dict[int, list[Hop]]:
+def summary(
+    plan: Plan, names: Sequence[int], receives: Mapping[Node, Receive]
+) -> dict[int, list[Hop]]:
     """Return which receives each of a plan's sources reaches.
 
     Args:
@@ -86,7 +89,10 @@ class Survey:
             return new
 
     def add(self, worker: int, summary: Summary, peers: Iterable[int]) -> bool:
-        """Take a worker's answer; say whether it is time to ask others, or to begin. True once for each of the two."""
+        """Take a worker's answer; say whether it is time to ask others, or to begin.
+
+        True once for each of the two.
+        """
         with self._lock:
             self.summaries[worker] = summary
             self._found.update(peers)

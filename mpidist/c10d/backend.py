@@ -1,10 +1,12 @@
 """The adapter between ``torch.distributed`` and our process group: ``init_process_group("mpidist")`` on the stock wheel.
 
-``autoload`` is called by ``import torch`` (entry point group ``torch.backends``). It registers the backend and the ``mpi://``
-rendezvous, starts neither MPI nor CUDA, and never raises: a raising entry point would break ``import torch`` itself.
+``autoload`` is called by ``import torch`` (entry point group ``torch.backends``). It registers the
+backend and the ``mpi://`` rendezvous, starts neither MPI nor CUDA, and never raises: a raising
+entry point would break ``import torch`` itself.
 
-torch calls the methods below by its own names (see ``torch/csrc/distributed/c10d/PyProcessGroup.hpp``), from Python and from C++.
-Several have two names, because torch renamed them between 2.9 and 2.13.
+torch calls the methods below by its own names (see
+``torch/csrc/distributed/c10d/PyProcessGroup.hpp``), from Python and from C++. Several have two
+names, because torch renamed them between 2.9 and 2.13.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ _SCHEME = "mpi"
 
 
 def autoload() -> None:
-    """Register with torch; called by ``import torch``. Says why on stderr if it cannot, and never raises."""
+    """Register with torch; called by ``import torch``.
+
+    Says why on stderr if it cannot, and never raises.
+    """
     try:
         _register()
     except Exception as error:
@@ -32,30 +37,39 @@ def autoload() -> None:
 
 
 def _register() -> None:
-    import torch  # not above: whoever imports this module first would have torch look for autoload before it is there
+    # not above: whoever imports this module first would have torch look for autoload before it is
+    # there
+    import torch
 
     if not torch.distributed.is_available():
         return
     import torch.distributed as dist
 
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of this name
+    # the package has a function of this name
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
     if _NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     if _SCHEME not in rendezvous._rendezvous_handlers:
         rendezvous.register_rendezvous_handler(_SCHEME, _rendezvous)
-        # init_process_group("mpidist") alone means env://, which wants RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        # init_process_group("mpidist") alone means env://, which wants RANK, WORLD_SIZE,
+        # MASTER_ADDR and MASTER_PORT.
         for scheme in ("env", "tcp"):
-            rendezvous._rendezvous_handlers[scheme] = _or_mpi(rendezvous._rendezvous_handlers[scheme], scheme)
+            rendezvous._rendezvous_handlers[scheme] = _or_mpi(
+                rendezvous._rendezvous_handlers[scheme], scheme
+            )
     replaces = os.environ.get("MPIDIST_REPLACE")
-    stand_in = importlib.import_module("mpidist.c10d.replacement").install() if replaces else _as_given
+    stand_in = (
+        importlib.import_module("mpidist.c10d.replacement").install() if replaces else _as_given
+    )
     importlib.import_module("mpidist.c10d.names").install(stand_in)
 
 
 def _as_given(named: str) -> str:
     if os.environ.get("MPIDIST_REPLACE"):
         raise ValueError(
-            "MPIDIST_REPLACE was set after `import torch`, which reads it; set it in the environment of all ranks, or above that "
+            "MPIDIST_REPLACE was set after `import torch`, which reads it; set it in the "
+            "environment of all ranks, or above that "
             "import"
         )
     return named
@@ -67,7 +81,9 @@ def _rendezvous(url: str, **kwargs: Any) -> Iterator[Any]:
     yield from rendezvous(url, **kwargs)
 
 
-def _or_mpi(torch_handler: Callable[..., Iterator[Any]], scheme: str) -> Callable[..., Iterator[Any]]:
+def _or_mpi(
+    torch_handler: Callable[..., Iterator[Any]], scheme: str
+) -> Callable[..., Iterator[Any]]:
     """Let ``env://`` without its variables mean ``mpi://``, for our backend alone: any other still gets torch's error.
 
     With MPIDIST_REPLACE ``env://`` and ``tcp://`` mean it always.
@@ -92,11 +108,17 @@ def _explained(found: Iterator[Any]) -> Iterator[Any]:
         yield from found
     except ValueError as error:
         told = from_environment(os.environ)
-        if "expected, but not set" not in str(error) or told.launcher == "torchrun" or (told.size or 1) == 1:
+        if (
+            "expected, but not set" not in str(error)
+            or told.launcher == "torchrun"
+            or (told.size or 1) == 1
+        ):
             raise
         raise ValueError(
-            f"{error}. {told.launcher} started {told.size} ranks: set MPIDIST_REPLACE=gloo,nccl,mpi in their environment, and "
-            'the group is mpidist\'s, which needs none of these variables; so does backend="mpidist" where the script names it'
+            f"{error}. {told.launcher} started {told.size} ranks: set "
+            "MPIDIST_REPLACE=gloo,nccl,mpi in their environment, and "
+            "the group is mpidist's, which needs none of these variables; so does "
+            'backend="mpidist" where the script names it'
         ) from error
 
 
@@ -117,12 +139,17 @@ def _local_of(function: str, name: str) -> Any:
 
 
 def _require_alike(native: Any, listed: str) -> None:
-    """Compare the backends that ranks ask for, once a job. Collective: over the group, which is closed where they differ."""
+    """Compare the backends that ranks ask for, once a job.
+
+    Collective: over the group, which is closed where they differ.
+    """
     told = native.all_gather_object(listed)
     if len(set(told)) > 1:
         native.close()
         held = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(told))
-        raise ValueError(f"init_process_group got other backends on other ranks; give all the same. {held}")
+        raise ValueError(
+            f"init_process_group got other backends on other ranks; give all the same. {held}"
+        )
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:
@@ -146,11 +173,15 @@ def _create(options: Any, backend_options: Any = None) -> Any:
     else:
         if options.group_size != world.size:
             raise ValueError(
-                f"rank {world.rank} of {world.size}: init_process_group got world_size={options.group_size}, but MPI started "
-                f"{world.size} rank(s); start as many with mpirun or srun, or use init_method='mpi://', which asks MPI"
+                f"rank {world.rank} of {world.size}: init_process_group got "
+                f"world_size={options.group_size}, but MPI started "
+                f"{world.size} rank(s); start as many with mpirun or srun, or use "
+                "init_method='mpi://', which asks MPI"
             )
         native = group.from_world(name if name != "0" else "world", timeout, key=options.group_rank)
-        _require_alike(native, ",".join(f"{device}:{backend}" for device, backend in backends.items()))
+        _require_alike(
+            native, ",".join(f"{device}:{backend}" for device, backend in backends.items())
+        )
     device_id = _local_of("_new_process_group_helper", "device_id")
     if is_shared:
         return company.mixed_group(native, options, backends, device_id, backend_options)

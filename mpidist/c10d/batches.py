@@ -1,7 +1,8 @@
 """``torch.distributed.batch_isend_irecv`` over a mixed group.
 
-Messages of NCCL between two ranks run one after the other on one stream, so those of a batch have to be started as one. torch
-does that for groups of its own class alone, and ``batch_isend_irecv`` with a group of ours would wait for ever.
+Messages of NCCL between two ranks run one after the other on one stream, so those of a batch have
+to be started as one. torch does that for groups of its own class alone, and ``batch_isend_irecv``
+with a group of ours would wait for ever.
 """
 
 from __future__ import annotations
@@ -30,10 +31,16 @@ def _batching(torchs: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         """See torch.distributed.batch_isend_irecv."""
         first = p2p_op_list[0] if p2p_op_list else None
         group = getattr(first, "group", None) or dist.group.WORLD
-        if first is None or not isinstance(group, MixedProcessGroup) or not group.coalesces(first.tensor.device):
+        if (
+            first is None
+            or not isinstance(group, MixedProcessGroup)
+            or not group.coalesces(first.tensor.device)
+        ):
             return torchs(p2p_op_list)
         distributed_c10d._check_p2p_op_list(p2p_op_list)
-        with distributed_c10d._coalescing_manager(group, first.tensor.device, async_ops=True) as manager:
+        with distributed_c10d._coalescing_manager(
+            group, first.tensor.device, async_ops=True
+        ) as manager:
             for one in p2p_op_list:
                 peer = {"group_dst" if one.op is dist.isend else "group_src": one.group_peer}
                 one.op(one.tensor, group=one.group, tag=one.tag, **peer)

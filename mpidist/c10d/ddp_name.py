@@ -1,9 +1,10 @@
 """torch's name ``DistributedDataParallel``, which with ``MPIDIST_REPLACE=ddp`` is ``mpidist.ddp.DistributedDataParallel``.
 
-A framework constructs the class by that name and asks ``isinstance`` by it. torch's own module needs its own class under the same
-name, in its globals. So the two modules that have the name get a property, which a look-up from outside meets before their
-globals: ``from torch.nn.parallel import DistributedDataParallel`` included. It imports ours when it is first asked, because
-``import torch`` itself may have been begun by an import of ``mpidist.ddp``.
+A framework constructs the class by that name and asks ``isinstance`` by it. torch's own module
+needs its own class under the same name, in its globals. So the two modules that have the name get a
+property, which a look-up from outside meets before their globals: ``from torch.nn.parallel import
+DistributedDataParallel`` included. It imports ours when it is first asked, because ``import torch``
+itself may have been begun by an import of ``mpidist.ddp``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 
 NAME = "DistributedDataParallel"
 _MODULES = ("torch.nn.parallel", "torch.nn.parallel.distributed")
-# Parts of torch that reach into torch's own reducer, or into what Dynamo notes on torch's own class.
+# Parts of torch that reach into torch's own reducer, or into what Dynamo notes on torch's own
+# class.
 _OF_TORCHS_CLASS = (
     "torch._dynamo.",
     "torch.nn.parallel",
@@ -43,9 +45,13 @@ class _Replaced(ModuleType):
         # What multiprocessing has started is no rank; its groups are torch's (``replacement``).
         if asking.startswith(_OF_TORCHS_CLASS) or multiprocessing.parent_process() is not None:
             return torchs
-        return self.__dict__.get("_mpidist_put") or importlib.import_module("mpidist.ddp.module").DistributedDataParallel
+        return (
+            self.__dict__.get("_mpidist_put")
+            or importlib.import_module("mpidist.ddp.module").DistributedDataParallel
+        )
 
     @DistributedDataParallel.setter
     def DistributedDataParallel(self, value: Any) -> None:
-        # Who has put a class of its own here puts back what lay in the module's dictionary: torch's.
+        # Who has put a class of its own here puts back what lay in the module's dictionary:
+        # torch's.
         self.__dict__["_mpidist_put"] = None if value is self.__dict__[NAME] else value

@@ -1,7 +1,8 @@
 """The object that torch takes for the backend of one device of a group.
 
-torch keeps a C++ ``Backend`` for each device type and asks it what it can do: Inductor, FSDP2, ``new_group(device_id=…)``. Python
-cannot derive from that class, so our group answers ``_get_backend`` with this object.
+torch keeps a C++ ``Backend`` for each device type and asks it what it can do: Inductor, FSDP2,
+``new_group(device_id=…)``. Python cannot derive from that class, so our group answers
+``_get_backend`` with this object.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ class DeviceBackend:
     """Answers of a group to the questions that torch asks of a ``Backend``.
 
     Attributes:
-        supports_coalescing: Whether ``batch_isend_irecv`` needs one launch for all calls; messages of MPI need none.
-        supports_time_estimate: Whether it tells a collective's duration without running it, to Inductor.
-        supports_shrinking: Whether ``shrink_group`` can leave ranks out; torch would put a C++ ``Backend`` into the new group.
+        supports_coalescing: Whether ``batch_isend_irecv`` needs one launch for all calls; messages
+            of MPI need none.
+        supports_time_estimate: Whether it tells a collective's duration without running it, to
+            Inductor.
+        supports_shrinking: Whether ``shrink_group`` can leave ranks out; torch would put a C++
+            ``Backend`` into the new group.
     """
 
     supports_coalescing = False
@@ -36,8 +40,8 @@ class DeviceBackend:
     def supports_splitting(self) -> bool:
         """Say whether ``dist.split_group`` may divide the group; torch asks for a ``device_id`` of the default group first.
 
-        False where torch looks for a communicator that NCCL could split: with a default group of ours that has a ``device_id``,
-        ``new_group(backend="nccl")`` would hand this object to NCCL.
+        False where torch looks for a communicator that NCCL could split: with a default group of
+        ours that has a ``device_id``, ``new_group(backend="nccl")`` would hand this object to NCCL.
         """
         return sys._getframe(1).f_code.co_name != "_get_split_source"
 

@@ -1,13 +1,16 @@
 """Collectives as the operators that ``TorchDispatchMode`` sees: ``CommDebugMode`` counts them, as it does Gloo's and NCCL's.
 
-torch calls a group written in Python directly. Groups of its own backends go through its dispatcher, as ``torch.ops.c10d`` (for
-example ``c10d.allreduce_``), and modes that are on (``CommDebugMode``, ``FakeTensorMode``, ``MemTracker``, ...) see that. So a
-call to our group while a mode is on is made as that operator: the modes see it one after the other, and a kernel of this module,
-behind them and before torch's, then calls the group's method with the tensors that the modes have let through.
+torch calls a group written in Python directly. Groups of its own backends go through its
+dispatcher, as ``torch.ops.c10d`` (for example ``c10d.allreduce_``), and modes that are on
+(``CommDebugMode``, ``FakeTensorMode``, ``MemTracker``, ...) see that. So a call to our group while
+a mode is on is made as that operator: the modes see it one after the other, and a kernel of this
+module, behind them and before torch's, then calls the group's method with the tensors that the
+modes have let through.
 
-The kernel lies on the dispatch key ``BackendSelect``, the only one between the modes and the devices' kernels; what is not a call
-of ours (another backend's group, a fake tensor) it passes on. It is registered by the first call with a mode on, because it costs
-other backends' calls tens of microseconds from then on; without a mode a call costs one look at the number of modes.
+The kernel lies on the dispatch key ``BackendSelect``, the only one between the modes and the
+devices' kernels; what is not a call of ours (another backend's group, a fake tensor) it passes on.
+It is registered by the first call with a mode on, because it costs other backends' calls tens of
+microseconds from then on; without a mode a call costs one look at the number of modes.
 
 Source: schemas in torch/csrc/distributed/c10d/Ops.cpp.
 """
@@ -24,7 +27,8 @@ from torch.distributed.distributed_c10d import Work
 
 Arguments = Callable[..., tuple[Any, ...]]
 
-# How many are on in this thread; each method asks in its first line, because a function around it would take 0.2 us.
+# How many are on in this thread; each method asks in its first line, because a function around it
+# would take 0.2 us.
 modes = torch._C._len_torch_dispatch_stack
 
 _here = threading.local()  # the call that this thread makes as an operator
@@ -34,7 +38,8 @@ class _Call:
     """A call of a group's method that is under way as an operator.
 
     Attributes:
-        work: What the method returned, once it has run. torch's handle of it alone would not keep its Python half alive.
+        work: What the method returned, once it has run. torch's handle of it alone would not keep
+            its Python half alive.
     """
 
     def __init__(self, group: Any, method: str, rest: tuple[Any, ...]) -> None:
@@ -63,8 +68,10 @@ def dispatched(method: str, group: Any, *args: Any) -> Work:
     _register()
     before = getattr(_here, "call", None)
     call = _here.call = _Call(group, method, args[tensors:])
-    given = args[:tensors] if tensors else (torch.empty(1, dtype=torch.uint8, device="cpu"),)  # a kernel is found by a tensor
-    takes = len(operator._schema.arguments) - len(given) - 1  # older ones end without asyncOp or the timeout
+    # a kernel is found by a tensor
+    given = args[:tensors] if tensors else (torch.empty(1, dtype=torch.uint8, device="cpu"),)
+    # older ones end without asyncOp or the timeout
+    takes = len(operator._schema.arguments) - len(given) - 1
     try:
         result = operator(*given, group.boxed(), *arguments(*args[tensors:])[:takes])
     finally:
@@ -79,14 +86,20 @@ def _register() -> torch.library.Library:
     library = torch.library.Library("c10d", "IMPL")
     for name, tensors, _ in _OPERATORS.values():
         operator = getattr(torch.ops.c10d, name).default
-        library.impl(name, functools.partial(_kernel, operator, tensors), "BackendSelect", with_keyset=True)
+        library.impl(
+            name, functools.partial(_kernel, operator, tensors), "BackendSelect", with_keyset=True
+        )
     return library
 
 
 def _kernel(operator: Any, tensors: int, keys: Any, *args: Any) -> Any:
     call = getattr(_here, "call", None)
     place = max(tensors, 1)
-    if call is None or keys.has(torch._C.DispatchKey.Meta) or torch.distributed.ProcessGroup.unbox(args[place]) is not call.group:
+    if (
+        call is None
+        or keys.has(torch._C.DispatchKey.Meta)
+        or torch.distributed.ProcessGroup.unbox(args[place]) is not call.group
+    ):
         return operator.redispatch(keys.remove(torch._C.DispatchKey.BackendSelect), *args)
     _here.call = None
     work = call.run(args[:tensors]).boxed()
@@ -101,7 +114,8 @@ def _run(opts: Any) -> tuple[bool, int]:
 
 
 def _reduction() -> Any:
-    # The reduction itself is in the method's own argument; Python can neither read nor write torch's box of one.
+    # The reduction itself is in the method's own argument; Python can neither read nor write
+    # torch's box of one.
     return torch.classes.c10d.ReduceOp()
 
 
@@ -149,7 +163,8 @@ def _tagged(tag: int = 0) -> tuple[Any, ...]:
     return (tag,)
 
 
-# Method: its operator, how many of its first arguments are tensors, and what the operator takes behind them and the group.
+# Method: its operator, how many of its first arguments are tensors, and what the operator takes
+# behind them and the group.
 _OPERATORS: dict[str, tuple[str, int, Arguments]] = {
     "allreduce": ("allreduce_", 1, _all_reducing),
     "allreduce_coalesced": ("allreduce_coalesced_", 1, _reducing),

@@ -1,12 +1,14 @@
 """The functional collectives that C++ does not carry to a group in Python.
 
-Compiled code calls ``torch.ops._c10d_functional``, whose C++ kernels call the group. torch's ``PyProcessGroup`` passes most of
-these calls on to Python. Two kernels ask for a C++ ``Backend`` instead, which a group in Python has not:
-``all_gather_into_tensor_out``, because ``all_gather_single`` is not passed on (Inductor's passes that put several all-gathers
-into one emit it, ``bucket_all_gathers_fx``), and ``batch_p2p_ops``, which asks whether the backend coalesces.
+Compiled code calls ``torch.ops._c10d_functional``, whose C++ kernels call the group. torch's
+``PyProcessGroup`` passes most of these calls on to Python. Two kernels ask for a C++ ``Backend``
+instead, which a group in Python has not: ``all_gather_into_tensor_out``, because
+``all_gather_single`` is not passed on (Inductor's passes that put several all-gathers into one emit
+it, ``bucket_all_gathers_fx``), and ``batch_p2p_ops``, which asks whether the backend coalesces.
 
-The operators of ``torch.ops.c10d``, on a boxed group, have the same gap and keep it: a kernel before theirs would be in the way
-of every eager call of the other backends in the process. Functions of ``torch.distributed`` call the group, not these.
+The operators of ``torch.ops.c10d``, on a boxed group, have the same gap and keep it: a kernel
+before theirs would be in the way of every eager call of the other backends in the process.
+Functions of ``torch.distributed`` call the group, not these.
 
 Source: torch/csrc/distributed/c10d/PyProcessGroup.hpp and Functional.cpp.
 """
@@ -33,14 +35,19 @@ def register() -> torch.library.Library:
         What keeps the kernels registered.
     """
     library = torch.library.Library("_c10d_functional", "IMPL")
-    for name, ours in (("all_gather_into_tensor_out", _all_gather_into_tensor_out), ("batch_p2p_ops", _batch_p2p_ops)):
+    for name, ours in (
+        ("all_gather_into_tensor_out", _all_gather_into_tensor_out),
+        ("batch_p2p_ops", _batch_p2p_ops),
+    ):
         if hasattr(torch.ops._c10d_functional, name):  # batch_p2p_ops came with torch 2.12
             for device in _DEVICES:
                 library.impl(name, ours, device)
     return library
 
 
-def _all_gather_into_tensor_out(input: Tensor, group_size: int, group_name: Any, *, out: Tensor) -> Tensor:
+def _all_gather_into_tensor_out(
+    input: Tensor, group_size: int, group_name: Any, *, out: Tensor
+) -> Tensor:
     group = _ours(group_name)
     if group is None:
         return _torchs("all_gather_into_tensor_out")(input, group_size, group_name, out=out)
@@ -48,7 +55,11 @@ def _all_gather_into_tensor_out(input: Tensor, group_size: int, group_name: Any,
 
 
 def _batch_p2p_ops(
-    op_list: Sequence[str], peer_list: Sequence[int], tag_list: Sequence[int], tensors: Sequence[Tensor], group_name: Any
+    op_list: Sequence[str],
+    peer_list: Sequence[int],
+    tag_list: Sequence[int],
+    tensors: Sequence[Tensor],
+    group_name: Any,
 ) -> list[Tensor]:
     group = _ours(group_name)
     if group is None:

@@ -70,7 +70,10 @@ class ManagedGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> DeviceBackend:
         # For a device of ours also where there is none: Inductor asks for CUDA's on any machine.
         if torch.device(device).type not in (held.type for held in self._device_types):
-            raise RuntimeError(f'group "{self._name}": mpidist carries tensors of the CPU and of CUDA; got device {device}')
+            raise RuntimeError(
+                f'group "{self._name}": mpidist carries tensors of the CPU and of CUDA; got device '
+                f"{device}"
+            )
         return DeviceBackend(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -115,7 +118,8 @@ class ManagedGroup(dist.ProcessGroup):
             NotImplementedError: Always.
         """
         raise NotImplementedError(
-            f"{self.native.where('merge_remote_group')} is not supported: start all ranks in one job of MPI"
+            f"{self.native.where('merge_remote_group')} is not supported: start all ranks in one "
+            "job of MPI"
         )
 
     def shutdown(self) -> None:
@@ -129,7 +133,9 @@ class ManagedGroup(dist.ProcessGroup):
         self.native.fail(GroupError(self.native.where("abort") + " was called"))
         self.native.revoke()
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
         """See the native call."""
         self.native.monitored_barrier(timeout, wait_all_ranks)
 

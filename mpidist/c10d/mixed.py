@@ -1,8 +1,9 @@
 """A group whose tensors travel by device: some by MPI, the others by a backend of torch's own.
 
-torch gives a group of the list ``"cpu:mpidist,cuda:nccl"`` to the first plugin that returns a ProcessGroup, whole. So this group
-holds a ProcessGroup of torch's beside ours, with the other backends registered there, and each call goes to the one that has the
-device of its tensors. Calls without tensors are ours, unless they name a device.
+torch gives a group of the list ``"cpu:mpidist,cuda:nccl"`` to the first plugin that returns a
+ProcessGroup, whole. So this group holds a ProcessGroup of torch's beside ours, with the other
+backends registered there, and each call goes to the one that has the device of its tensors. Calls
+without tensors are ours, unless they name a device.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ _OF_THEIRS = (
 class MixedProcessGroup(TorchProcessGroup):
     """A torch group on MPI for some devices, and on other backends for the rest.
 
-    mpidist's own modules (``mpidist.ddp``, ``mpidist.optim``, ``mpidist.rpc``) use ``native``: MPI, whatever the device.
+    mpidist's own modules (``mpidist.ddp``, ``mpidist.optim``, ``mpidist.rpc``) use ``native``: MPI,
+    whatever the device.
 
     Args:
         native: Our group.
@@ -71,7 +73,9 @@ class MixedProcessGroup(TorchProcessGroup):
         others: A ProcessGroup of torch's with a backend for each device that is not ours.
     """
 
-    def __init__(self, native: ProcessGroup, store: Any, name: str, backends: Mapping[str, str], others: Any) -> None:
+    def __init__(
+        self, native: ProcessGroup, store: Any, name: str, backends: Mapping[str, str], others: Any
+    ) -> None:
         super().__init__(native, store, name)
         self._backends = dict(backends)
         self._others = others
@@ -84,7 +88,9 @@ class MixedProcessGroup(TorchProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         # An error of the class that torch's own is of: it asks for CUDA's backend on any machine.
         if torch.device(device).type not in self._backends:
-            raise RuntimeError(f'group "{self._name}" has backends for {self._listed()} alone; got device {device}')
+            raise RuntimeError(
+                f'group "{self._name}" has backends for {self._listed()} alone; got device {device}'
+            )
         if self._is_ours(torch.device(device).type):
             return super()._get_backend(device)
         return self._theirs()._get_backend(device)
@@ -136,21 +142,29 @@ class MixedProcessGroup(TorchProcessGroup):
             NotImplementedError: Always.
         """
         raise NotImplementedError(
-            f"{self.native.where('split_group')} cannot split a group shared by device ({self._listed()}); use "
+            f"{self.native.where('split_group')} cannot split a group shared by device "
+            f"({self._listed()}); use "
             "torch.distributed.new_group"
         )
 
     def coalesces(self, device: torch.device) -> bool:
         """Say whether another backend has the device, and starts several messages as one."""
-        return not self._is_ours(device.type) and bool(self._get_backend(device).supports_coalescing)
+        return not self._is_ours(device.type) and bool(
+            self._get_backend(device).supports_coalescing
+        )
 
     def _is_ours(self, device: str) -> bool:
         backend = self._backends.get(device)
         if backend is None:
             held = " and ".join(f"{kind} ({backend})" for kind, backend in self._backends.items())
             raise TypeError(
-                f"{self.native.where('a call')} got a tensor on {device}, but this group has backends for {held} alone"
-                + ("" if device == "meta" else f'; name one where the group is made: "{self._listed()},{device}:gloo"')
+                f"{self.native.where('a call')} got a tensor on {device}, but this group has "
+                f"backends for {held} alone"
+                + (
+                    ""
+                    if device == "meta"
+                    else f'; name one where the group is made: "{self._listed()},{device}:gloo"'
+                )
             )
         return backend == OURS
 
@@ -163,7 +177,11 @@ class MixedProcessGroup(TorchProcessGroup):
         return self._others
 
     def _other_backends(self) -> list[Any]:
-        return [self._theirs()._get_backend(torch.device(kind)) for kind, name in self._backends.items() if name != OURS]
+        return [
+            self._theirs()._get_backend(torch.device(kind))
+            for kind, name in self._backends.items()
+            if name != OURS
+        ]
 
 
 def _routed(name: str) -> Callable[..., Any]:

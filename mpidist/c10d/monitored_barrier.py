@@ -24,7 +24,9 @@ def install() -> None:
 
 def _choosing(torchs: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(torchs)
-    def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
         import torch.distributed as dist
 
         chosen: Any = group or dist.group.WORLD

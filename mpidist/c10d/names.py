@@ -16,10 +16,12 @@ _MPI_LIBRARIES = ("openmpi", "ompi", "mpich", "mpi4py", "mvapich", "intelmpi", "
 def install(stand_in: Callable[[str], str]) -> None:
     """Have torch make groups by the names that ``stand_in`` returns for those that it is given.
 
-    torch reads every backend name by ``Backend(name)``, wherever its functions were imported by name before this.
+    torch reads every backend name by ``Backend(name)``, wherever its functions were imported by
+    name before this.
 
     Args:
-        stand_in: Gets one name, a list as ``"cpu:gloo,cuda:nccl"``, or ``"undefined"``: none was given.
+        stand_in: Gets one name, a list as ``"cpu:gloo,cuda:nccl"``, or ``"undefined"``: none was
+            given.
     """
     import torch.distributed as dist
 
@@ -42,7 +44,8 @@ def install(stand_in: Callable[[str], str]) -> None:
 def pairs(named: str) -> list[tuple[str, str]]:
     """Split ``"cpu:gloo,cuda:nccl"`` into pairs of device and name; a lone name has the device ``""``."""
     return [
-        (device, name) if colon else ("", device) for device, colon, name in (part.partition(":") for part in named.split(","))
+        (device, name) if colon else ("", device)
+        for device, colon, name in (part.partition(":") for part in named.split(","))
     ]
 
 
@@ -68,16 +71,22 @@ def mistaken(named: str, known: Iterable[str], has_mpi: bool) -> str | None:
     listed = pairs(named)
     has_ours = any(OURS in pair for pair in listed)
     if has_ours and any(device == OURS or (not device and len(listed) > 1) for device, _ in listed):
-        return f'"{named}" is no list of devices and backends: write "cpu:{OURS},cuda:nccl", or "{OURS}" for all devices'
+        return (
+            f'"{named}" is no list of devices and backends: write "cpu:{OURS},cuda:nccl", or '
+            f'"{OURS}" for all devices'
+        )
     for _, name in listed:
         if name == _MPI and not has_mpi:
             return (
-                'backend="mpi" needs a torch that was built from source with MPI, which this one was not. Write '
-                f'backend="{OURS}", or set MPIDIST_REPLACE=mpi in the environment of all ranks, and "mpi" means {OURS}'
+                'backend="mpi" needs a torch that was built from source with MPI, which this one '
+                "was not. Write "
+                f'backend="{OURS}", or set MPIDIST_REPLACE=mpi in the environment of all ranks, '
+                f'and "mpi" means {OURS}'
             )
         if name not in known and (name in _MPI_LIBRARIES or _resembles_ours(name)):
             return (
-                f'torch knows no backend "{name}". Write backend="{OURS}": it uses the MPI library with which mpirun or srun '
+                f'torch knows no backend "{name}". Write backend="{OURS}": it uses the MPI library '
+                "with which mpirun or srun "
                 "started the job"
             )
     return None

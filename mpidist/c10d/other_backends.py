@@ -29,8 +29,10 @@ def require_known(backends: Mapping[str, str]) -> None:
     if unknown:
         listed = ",".join(f"{device}:{backend}" for device, backend in backends.items())
         raise ValueError(
-            f'a group cannot be shared between backends as "{listed}" asks: {_GLOO} and {_NCCL} share one with {OURS}, '
-            f'{", ".join(unknown)} does not. Make a group of its own for it: torch.distributed.new_group(backend="{unknown[0]}")'
+            f'a group cannot be shared between backends as "{listed}" asks: {_GLOO} and {_NCCL} '
+            f"share one with {OURS}, "
+            f"{', '.join(unknown)} does not. Make a group of its own for it: "
+            f'torch.distributed.new_group(backend="{unknown[0]}")'
         )
 
 
@@ -39,14 +41,16 @@ def obstacle(backends: Mapping[str, str]) -> str | None:
     names = set(backends.values())
     if _NCCL in names:
         missing = None
-        # torch's own answer: with MPIDIST_REPLACE the name in torch.distributed says that a stand-in is there.
+        # torch's own answer: with MPIDIST_REPLACE the name in torch.distributed says that a
+        # stand-in is there.
         if not distributed_c10d.is_nccl_available():
             missing = f"this torch ({torch.__version__}) was built without it"
         elif not torch.cuda.is_available():
             missing = "torch finds no CUDA device here"
         if missing:
             return (
-                f'no NCCL there: {missing}. Write backend="{OURS}", which carries tensors of every device by MPI, or start the '
+                f'no NCCL there: {missing}. Write backend="{OURS}", which carries tensors of every '
+                "device by MPI, or start the "
                 "job on nodes with GPUs and a torch that was built for them"
             )
     if _GLOO in names:
@@ -58,7 +62,10 @@ def obstacle(backends: Mapping[str, str]) -> str | None:
                 distributed_c10d.ProcessGroupGloo.create_default_device()
         except RuntimeError as error:
             there = ", ".join(name for _, name in socket.if_nameindex())
-            return f"Gloo finds no address ({error}). Set GLOO_SOCKET_IFNAME to one of this node's interfaces: {there}"
+            return (
+                f"Gloo finds no address ({error}). Set GLOO_SOCKET_IFNAME to one of this node's "
+                f"interfaces: {there}"
+            )
     return None
 
 
@@ -88,7 +95,9 @@ def mixed_group(
     for rank, problem in enumerate(problems):
         if problem is not None:
             native.close()
-            raise ValueError(f"{where} asks for backends by device, which rank {rank} cannot have: {problem}")
+            raise ValueError(
+                f"{where} asks for backends by device, which rank {rank} cannot have: {problem}"
+            )
     others: Any = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     if device_id is not None:
         others.bound_device_id = device_id
@@ -98,9 +107,13 @@ def mixed_group(
             continue
         if name not in made:
             store = dist.PrefixStore(f"beside/{name}/", options.store)
-            made[name] = _gloo(store, options) if name == _GLOO else _nccl(store, options, nccl_options)
+            made[name] = (
+                _gloo(store, options) if name == _GLOO else _nccl(store, options, nccl_options)
+            )
             made[name]._set_sequence_number_for_group()
-        others._register_backend(torch.device(device), kinds.GLOO if name == _GLOO else kinds.NCCL, made[name])
+        others._register_backend(
+            torch.device(device), kinds.GLOO if name == _GLOO else kinds.NCCL, made[name]
+        )
     others._set_default_backend(kinds.NCCL if _NCCL in made else kinds.GLOO)
     if _NCCL in made:
         batches.install()
@@ -110,7 +123,9 @@ def mixed_group(
 
 
 def _gloo(store: Any, options: Any) -> Any:
-    backend = distributed_c10d.ProcessGroupGloo(store, options.group_rank, options.group_size, timeout=options.timeout)
+    backend = distributed_c10d.ProcessGroupGloo(
+        store, options.group_rank, options.group_size, timeout=options.timeout
+    )
     backend.options.global_ranks_in_group = options.global_ranks_in_group
     backend.options.group_name = options.group_id
     return backend

@@ -1,6 +1,7 @@
 """torch's view of our process group: its method names and option objects.
 
-Loaded when torch makes the first group. Every method translates and calls; what it means is documented at the native call.
+Loaded when torch makes the first group. Every method translates and calls; what it means is
+documented at the native call.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ def native_of_default() -> ProcessGroup:
     default = dist.distributed_c10d._get_default_group()
     if not isinstance(default, TorchProcessGroup):
         raise RuntimeError(
-            f'new_group(backend="mpidist") needs a default group on mpidist, whose ranks MPI knows; the default is on '
-            f'{dist.get_backend()}. Make that one with init_process_group("mpidist"), or "cpu:mpidist,cuda:nccl"; with '
+            'new_group(backend="mpidist") needs a default group on mpidist, whose ranks MPI '
+            "knows; the default is on "
+            f'{dist.get_backend()}. Make that one with init_process_group("mpidist"), or '
+            '"cpu:mpidist,cuda:nccl"; with '
             "MPIDIST_REPLACE name its backend there, too"
         )
     return default.native
@@ -75,8 +78,9 @@ class TorchProcessGroup(ManagedGroup):
         super().__init__(native, store, name)
         self._at_once = native.all_reduce_at_once
         self._batch: list[Any] | None = None
-        # torch's reducer keeps the work of Join's one-element all-reduce in C++ until the first gradient, and Python's half of a
-        # work dies with its last Python reference: C++ would then wait in the base class, for ever.
+        # torch's reducer keeps the work of Join's one-element all-reduce in C++ until the first
+        # gradient, and Python's half of a work dies with its last Python reference: C++ would then
+        # wait in the base class, for ever.
         self._flags: deque[Work] = deque(maxlen=_FLAGS)
 
     # --- reductions ---
@@ -102,20 +106,28 @@ class TorchProcessGroup(ManagedGroup):
         """See all_reduce_coalesced."""
         if modes():
             return dispatched("allreduce_coalesced", self, tensors, opts)
-        return self._call(self.native.all_reduce_coalesced, tensors, opts, _plain(tensors), _operation(opts))
+        return self._call(
+            self.native.all_reduce_coalesced, tensors, opts, _plain(tensors), _operation(opts)
+        )
 
     def reduce(self, tensors: TensorList, opts: Any) -> Work:
         """See reduce."""
         if modes():
             return dispatched("reduce", self, tensors, opts)
-        return self._call(self.native.reduce, tensors, opts, _plain(tensors)[0], opts.rootRank, _operation(opts))
+        return self._call(
+            self.native.reduce, tensors, opts, _plain(tensors)[0], opts.rootRank, _operation(opts)
+        )
 
-    def reduce_scatter(self, outputs: TensorList, inputs: Sequence[TensorList], opts: Any = None) -> Work:
+    def reduce_scatter(
+        self, outputs: TensorList, inputs: Sequence[TensorList], opts: Any = None
+    ) -> Work:
         """See reduce_scatter."""
         if modes():
             return dispatched("reduce_scatter", self, outputs, inputs, opts)
         (output,), (parts,) = _plain(outputs), inputs
-        return self._call(self.native.reduce_scatter, outputs, opts, output, _plain(parts), _operation(opts))
+        return self._call(
+            self.native.reduce_scatter, outputs, opts, output, _plain(parts), _operation(opts)
+        )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """See reduce_scatter_tensor."""
@@ -123,7 +135,9 @@ class TorchProcessGroup(ManagedGroup):
             return dispatched("reduce_scatter_single", self, output, input, opts)
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: TensorList, inputs: TensorList, opts: Any = None
+    ) -> Work:
         """See reduce_scatter_tensor_coalesced."""
         if modes():
             return dispatched("reduce_scatter_single_coalesced", self, outputs, inputs, opts)
@@ -137,17 +151,25 @@ class TorchProcessGroup(ManagedGroup):
         if modes():
             return dispatched("broadcast", self, tensors, opts)
         if len(tensors) == 1:
-            return self._call(self.native.broadcast, tensors, opts, _plain(tensors)[0], opts.rootRank)
-        return self._call(self.native.broadcast_coalesced, tensors, opts, _plain(tensors), opts.rootRank)
+            return self._call(
+                self.native.broadcast, tensors, opts, _plain(tensors)[0], opts.rootRank
+            )
+        return self._call(
+            self.native.broadcast_coalesced, tensors, opts, _plain(tensors), opts.rootRank
+        )
 
-    def allgather(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any = None) -> Work:
+    def allgather(
+        self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any = None
+    ) -> Work:
         """See all_gather."""
         if modes():
             return dispatched("allgather", self, outputs, inputs, opts)
         (targets,), (source,) = outputs, _plain(inputs)
         return self._call(self.native.all_gather, outputs, opts, _plain(targets), source)
 
-    def allgather_coalesced(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any = None) -> Work:
+    def allgather_coalesced(
+        self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any = None
+    ) -> Work:
         """See all_gather; one list of outputs for each rank, one tensor of it for each input."""
         if modes():
             return dispatched("allgather_coalesced", self, outputs, inputs, opts)
@@ -163,7 +185,9 @@ class TorchProcessGroup(ManagedGroup):
             return dispatched("all_gather_single", self, output, input, opts)
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def all_gather_single_coalesced(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Work:
+    def all_gather_single_coalesced(
+        self, outputs: TensorList, inputs: TensorList, opts: Any = None
+    ) -> Work:
         """See all_gather_into_tensor_coalesced."""
         if modes():
             return dispatched("all_gather_single_coalesced", self, outputs, inputs, opts)
@@ -175,14 +199,18 @@ class TorchProcessGroup(ManagedGroup):
         if modes():
             return dispatched("gather", self, outputs, inputs, opts)
         targets = _plain(outputs[0]) if self.native.rank == opts.rootRank else None
-        return self._call(self.native.gather, outputs, opts, _plain(inputs)[0], targets, opts.rootRank)
+        return self._call(
+            self.native.gather, outputs, opts, _plain(inputs)[0], targets, opts.rootRank
+        )
 
     def scatter(self, outputs: TensorList, inputs: Sequence[TensorList], opts: Any) -> Work:
         """See scatter."""
         if modes():
             return dispatched("scatter", self, outputs, inputs, opts)
         sources = _plain(inputs[0]) if self.native.rank == opts.rootRank else None
-        return self._call(self.native.scatter, outputs, opts, _plain(outputs)[0], sources, opts.rootRank)
+        return self._call(
+            self.native.scatter, outputs, opts, _plain(outputs)[0], sources, opts.rootRank
+        )
 
     def alltoall(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Work:
         """See all_to_all."""
@@ -191,11 +219,18 @@ class TorchProcessGroup(ManagedGroup):
         return self._call(self.native.all_to_all, outputs, opts, _plain(outputs), _plain(inputs))
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Any = None,
     ) -> Work:
         """See all_to_all_single."""
         if modes():
-            return dispatched("all_to_all_single", self, output, input, output_sizes, input_sizes, opts)
+            return dispatched(
+                "all_to_all_single", self, output, input, output_sizes, input_sizes, opts
+            )
         (target, source), method = _plain([output, input]), self.native.all_to_all_single
         return self._call(method, [output], opts, target, source, output_sizes, input_sizes)
 
@@ -232,7 +267,8 @@ class TorchProcessGroup(ManagedGroup):
             return dispatched("recv_anysource", self, tensors, tag)
         return TorchReceive(self.native.irecv(_plain(tensors)[0], None, tag), tensors)
 
-    # --- torch's coalescing manager: without these two, every later all_reduce would silently do nothing ---
+    # --- torch's coalescing manager: without these two, every later all_reduce would silently do
+    # nothing ---
 
     def _start_coalescing(self, device: Any = None) -> None:
         self._batch, self._at_once = [], _never
@@ -265,9 +301,12 @@ def _operation(opts: Any) -> Operation:
 
 
 def _plain(tensors: TensorList) -> list[Tensor]:
-    # torch's own backends write below autograd, parameters included, and scripts rely on it; the native calls refuse a leaf.
-    # A detached sparse tensor has indices and values of its own.
-    return [tensor.detach() if tensor.requires_grad and not tensor.is_sparse else tensor for tensor in tensors]
+    # torch's own backends write below autograd, parameters included, and scripts rely on it; the
+    # native calls refuse a leaf. A detached sparse tensor has indices and values of its own.
+    return [
+        tensor.detach() if tensor.requires_grad and not tensor.is_sparse else tensor
+        for tensor in tensors
+    ]
 
 
 functional.register()

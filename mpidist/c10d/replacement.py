@@ -1,11 +1,13 @@
 """``MPIDIST_REPLACE=gloo,nccl,mpi,ddp``: groups that a script or framework makes by torch's own names are mpidist's.
 
-``install`` is called by ``import torch`` where the variable is set. ``Replacement.backend`` is what ``names`` has torch make
-groups by. ``is_nccl_available`` and ``is_mpi_available`` of ``torch.distributed``, which frameworks ask first, say yes, and
-``monitored_barrier``, which torch allows Gloo alone, takes our groups. With the word ``ddp`` the name ``DistributedDataParallel``
-is ours, too (``ddp_name``).
+``install`` is called by ``import torch`` where the variable is set. ``Replacement.backend`` is what
+``names`` has torch make groups by. ``is_nccl_available`` and ``is_mpi_available`` of
+``torch.distributed``, which frameworks ask first, say yes, and ``monitored_barrier``, which torch
+allows Gloo alone, takes our groups. With the word ``ddp`` the name ``DistributedDataParallel`` is
+ours, too (``ddp_name``).
 
-It sets the variables of torchrun that frameworks read from those of the launcher. Neither MPI nor CUDA is started.
+It sets the variables of torchrun that frameworks read from those of the launcher. Neither MPI nor
+CUDA is started.
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ class Replacement:
             return named
         if named == _NOT_GIVEN:
             return names.OURS
-        chosen = [(device, names.OURS if name in self.backends else name) for device, name in names.pairs(named)]
+        chosen = [
+            (device, names.OURS if name in self.backends else name)
+            for device, name in names.pairs(named)
+        ]
         return names.OURS if all(name == names.OURS for _, name in chosen) else names.joined(chosen)
 
 
@@ -70,14 +75,17 @@ def parse(environ: Mapping[str, str]) -> Replacement | None:
     problem = None
     if unknown:
         problem = (
-            f"{VARIABLE}={text!r} has {', '.join(map(repr, unknown))}, which it does not know; write a list of "
+            f"{VARIABLE}={text!r} has {', '.join(map(repr, unknown))}, which it does not know; "
+            "write a list of "
             f"{', '.join(BACKENDS)} and {DDP}, as {VARIABLE}=gloo,nccl,mpi, or unset it"
         )
     elif "TORCHELASTIC_RUN_ID" in environ:
         size = environ.get("WORLD_SIZE", "N")
         problem = (
-            f"{VARIABLE}={text} has MPI carry this script's groups, but torchrun, or a launcher built on it, started the "
-            f"script, and MPI does not know its processes. Start it with 'mpirun -n {size} python ...' or 'srun -n {size} "
+            f"{VARIABLE}={text} has MPI carry this script's groups, but torchrun, or a launcher "
+            "built on it, started the "
+            f"script, and MPI does not know its processes. Start it with 'mpirun -n {size} python "
+            f"...' or 'srun -n {size} "
             f"python ...' instead, or unset {VARIABLE}"
         )
     return Replacement(tuple(name for name in BACKENDS if name in words), DDP in words, problem)
@@ -98,7 +106,8 @@ def install() -> Callable[[str], str]:
 
 
 def _in_rank(chosen: Replacement, named: str) -> str:
-    # What multiprocessing has started, such as torch's for asynchronous checkpoints, is no rank; its groups are torch's.
+    # What multiprocessing has started, such as torch's for asynchronous checkpoints, is no rank;
+    # its groups are torch's.
     return named if multiprocessing.parent_process() is not None else chosen.backend(named)
 
 
@@ -108,7 +117,8 @@ def _patch(chosen: Replacement) -> None:
     os.environ.update(torch_variables(os.environ, socket.gethostname()))
     for name in ("mpi", "nccl"):
         if name in chosen.backends:
-            # distributed_c10d keeps its own answer under the same name: it names ProcessGroupNCCL where that is True.
+            # distributed_c10d keeps its own answer under the same name: it names ProcessGroupNCCL
+            # where that is True.
             setattr(dist, f"is_{name}_available", _available(getattr(dist, f"is_{name}_available")))
     if "gloo" in chosen.backends:
         monitored_barrier.install()
@@ -120,7 +130,9 @@ def _available(torchs: Callable[[], bool]) -> Callable[[], bool]:
     @functools.wraps(torchs)
     def available() -> bool:
         # Those parts of torch ask NCCL for its version next.
-        wants_truth = sys._getframe(1).f_globals.get("__name__", "").startswith(_ASKING_FOR_NCCL_ITSELF)
+        wants_truth = (
+            sys._getframe(1).f_globals.get("__name__", "").startswith(_ASKING_FOR_NCCL_ITSELF)
+        )
         return torchs() if wants_truth else True
 
     return available

@@ -83,11 +83,12 @@ class TorchWork(Work):
         if self._future is None:
             devices = sorted({str(t.device) for t in self._native.tensors if t.is_cuda})
             ended: Future[Any] = Future(devices=devices) if devices else Future()  # type: ignore[arg-type]
-            # What raises in a callback is an error for C++ as well. Future.set_exception is one for Python alone: torch's reducer
-            # takes the exception for the tensors.
+            # What raises in a callback is an error for C++ as well. Future.set_exception is one for
+            # Python alone: torch's reducer takes the exception for the tensors.
             self._future = ended.then(self._outcome)
             if isinstance(self._native, RequestWork):
-                self.wait()  # MPI makes no callbacks: a message's future is complete when it is handed out
+                # MPI makes no callbacks: a message's future is complete when it is handed out
+                self.wait()
             self._native.get_future().add_done_callback(lambda native: ended.set_result(None))
         return self._future
 
@@ -95,7 +96,8 @@ class TorchWork(Work):
         error = self._native.exception()
         if error is not None:
             raise error
-        self._native.wait()  # complete; makes this thread's stream wait, which torch's future then hands on
+        # complete; makes this thread's stream wait, which torch's future then hands on
+        self._native.wait()
         return self._result
 
 
@@ -108,7 +110,8 @@ class TorchReceive(TorchWork):
         try:
             return super().wait(timeout)
         except CommTimeout:
-            # torch's recv drops the handle: a receive that stayed posted would take the message of the next one.
+            # torch's recv drops the handle: a receive that stayed posted would take the message of
+            # the next one.
             if seconds(timeout) is None and isinstance(self._native, RequestWork):
                 self._native.cancel()
             raise
@@ -133,7 +136,9 @@ class Several:
 
     def exception(self) -> Any:
         """Return what went wrong with the first that failed."""
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
+        return next(
+            (error for work in self._works if (error := work.exception()) is not None), None
+        )
 
     def source_rank(self) -> int:
         """Return -1: there is no one sender."""

@@ -1,7 +1,7 @@
 """saving, loading → training, files → manifest: written beside, renamed; checked by digest, loaded by any number of ranks.
 
-``sampler`` knows which samples are done, ``rng`` the generators, ``preemption`` the scheduler's signals. Importing it starts
-nothing.
+``sampler`` knows which samples are done, ``rng`` the generators, ``preemption`` the scheduler's
+signals. Importing it starts nothing.
 """
 
 from __future__ import annotations
@@ -25,5 +25,7 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'mpidist.checkpoint' has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(f"mpidist.checkpoint.{_HOMES[name]}"), name)
+    found = globals()[name] = getattr(
+        importlib.import_module(f"mpidist.checkpoint.{_HOMES[name]}"), name
+    )
     return found

@@ -1,6 +1,7 @@
 """Folders of checkpoints: written as ``step-<n>.part``, renamed to ``step-<n>`` once all is on the disk, removed in their turn.
 
-A reader sees a checkpoint whole or not at all: the manifest is written last, then the folder renamed. Nothing here communicates.
+A reader sees a checkpoint whole or not at all: the manifest is written last, then the folder
+renamed. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from mpidist.checkpoint import manifest
 from mpidist.checkpoint.manifest import Entry, Manifest
 from mpidist.errors import CheckpointError
 
-# Between the nodes of a cluster: NFS may show a node a folder as it was up to 30 s or 60 s ago (acdirmin, acdirmax of nfs(5)).
+# Between the nodes of a cluster: NFS may show a node a folder as it was up to 30 s or 60 s ago
+# (acdirmin, acdirmax of nfs(5)).
 PATIENCE_S = 60.0
 
 _NAME = re.compile(r"step-(\d+)(\.old)?")
@@ -47,7 +49,9 @@ def read_manifest(path: Path) -> str:
         ValueError: It is longer than any manifest.
         OSError: It cannot be read.
     """
-    handle = os.open(path / manifest.NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    handle = os.open(
+        path / manifest.NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    )
     with open(handle, "rb") as file:
         text = file.read(manifest.MOST_BYTES + 1)
     if len(text) > manifest.MOST_BYTES:
@@ -78,7 +82,13 @@ def listed(folder: Path) -> list[Found]:
         match = _NAME.fullmatch(path.name)
         if match and path.is_dir():
             # One that was set aside for another of the same step counts if that never came.
-            found.append((int(match[1]), match[2] is None, Found(int(match[1]), path, (path / manifest.NAME).is_file())))
+            found.append(
+                (
+                    int(match[1]),
+                    match[2] is None,
+                    Found(int(match[1]), path, (path / manifest.NAME).is_file()),
+                )
+            )
     return [held for _, _, held in sorted(found, key=lambda row: row[:2], reverse=True)]
 
 
@@ -93,7 +103,8 @@ def begin(folder: Path, step: int) -> Path:
     later = [found.path.name for found in listed(folder) if found.is_complete and found.step > step]
     if later:
         raise CheckpointError(
-            f"{folder} holds {', '.join(later)}, of a later step than {step}, which the next start would take: remove what is "
+            f"{folder} holds {', '.join(later)}, of a later step than {step}, which the next start "
+            "would take: remove what is "
             "not to be used, or give each run a folder of its own"
         )
     for path in folder.iterdir():
@@ -120,7 +131,8 @@ def wait_for(path: Path, within: Path | None = None) -> None:
             raise CheckpointError(f"{within} was removed while it was written; {_OTHER_RUN}")
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{path} is not seen on {socket.gethostname()}, {PATIENCE_S:g} s after rank 0 saw it: checkpoints need a folder "
+                f"{path} is not seen on {socket.gethostname()}, {PATIENCE_S:g} s after rank 0 saw "
+                "it: checkpoints need a folder "
                 "that all nodes share"
             )
         time.sleep(pause_s)
@@ -162,8 +174,13 @@ def digest(path: Path) -> str:
 def problems(path: Path, expected: dict[str, Entry]) -> list[str]:
     """Say which files of a checkpoint are missing or damaged, one text each; a link is taken for missing."""
     # A link would have this process read, and compare, a file elsewhere.
-    sizes = {name: (path / name).stat().st_size if saved_file.is_regular(path / name) else None for name in expected}
-    digests = {name: digest(path / name) for name, entry in expected.items() if sizes[name] == entry.bytes}
+    sizes = {
+        name: (path / name).stat().st_size if saved_file.is_regular(path / name) else None
+        for name in expected
+    }
+    digests = {
+        name: digest(path / name) for name, entry in expected.items() if sizes[name] == entry.bytes
+    }
     return manifest.problems(expected, sizes, digests)
 
 
@@ -178,10 +195,14 @@ def commit(part: Path, told: Manifest) -> Path:
         wait_for(part / name, part)
     sizes = {name: (part / name).stat().st_size for name in told.files}
     wrong = [
-        f"{name} has {sizes[name]} bytes, not {entry.bytes}" for name, entry in told.files.items() if sizes[name] != entry.bytes
+        f"{name} has {sizes[name]} bytes, not {entry.bytes}"
+        for name, entry in told.files.items()
+        if sizes[name] != entry.bytes
     ]
     if wrong:
-        raise CheckpointError(f"files are not as they were written: {', '.join(wrong)}; {_OTHER_RUN}")
+        raise CheckpointError(
+            f"files are not as they were written: {', '.join(wrong)}; {_OTHER_RUN}"
+        )
     with open(part / manifest.NAME, "w", encoding="utf-8") as file:
         file.write(manifest.to_json(told))
         file.flush()

@@ -17,7 +17,16 @@ from mpidist import saved_file
 from mpidist.checkpoint import files, manifest, model_state, rng
 from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING, Manifest
 from mpidist.checkpoint.saving import group_of
-from mpidist.checkpoint.training import OWN_NAMES, POWERSGD, SHARDS, SHARED_NAMES, STATE, WHOLE, Training, require_names
+from mpidist.checkpoint.training import (
+    OWN_NAMES,
+    POWERSGD,
+    SHARDS,
+    SHARED_NAMES,
+    STATE,
+    WHOLE,
+    Training,
+    require_names,
+)
 from mpidist.checkpoint.verdict import as_checkpoint_errors, text_of, together
 from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError
@@ -51,29 +60,33 @@ def load(
 ) -> Resumed | None:
     """Load the newest complete checkpoint of a folder; return what it was, or None if there is none.
 
-    On as many ranks as wrote it training goes on with the same bits. On another number the shards of an ``OSS`` are divided anew,
-    the sampler goes on in the same order, PowerSGD keeps its mean error, another hook gets rank 0's state, and generators are
-    seeded anew (the same seeds at each load), with a warning. A folder without a manifest, of a save that was cut short, is
-    passed over with a warning.
+    On as many ranks as wrote it training goes on with the same bits. On another number the shards
+    of an ``OSS`` are divided anew, the sampler goes on in the same order, PowerSGD keeps its mean
+    error, another hook gets rank 0's state, and generators are seeded anew (the same seeds at each
+    load), with a warning. A folder without a manifest, of a save that was cut short, is passed over
+    with a warning.
 
-    Collective: over the group. The objects are those that a run begins with: models constructed, hooks registered or not.
+    Collective: over the group. The objects are those that a run begins with: models constructed,
+    hooks registered or not.
 
     Blocks: until all ranks have loaded.
 
     Args:
         folder: Of the run's checkpoints, or one checkpoint.
         model: As for ``save``; its wrapper may be another one.
-        optimizer: Of the class that was saved, as itself or within an ``OSS``. Without it, as without those that follow, that
-            state is left alone.
+        optimizer: Of the class that was saved, as itself or within an ``OSS``. Without it, as
+            without those that follow, that state is left alone.
         hook_state: Object that takes the state; registered with the module or not.
         sampler: Object that takes the position.
         scheduler: Object that takes its state; built on ``optimizer``.
         scaler: Object that takes its state.
         group: As for ``save``.
-        map_location: Where tensors are read to on their way into the objects, as ``torch.load`` has it; the CPU if None.
+        map_location: Where tensors are read to on their way into the objects, as ``torch.load`` has
+            it; the CPU if None.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, lacks something or is of another model; the text names it (all ranks).
+        CheckpointError: The checkpoint is damaged, lacks something or is of another model; the text
+            names it (all ranks).
         TypeError, ValueError: A wrong argument.
         DisagreementError: Ranks give different arguments, or another rank's is wrong.
     """
@@ -85,7 +98,10 @@ def load(
         training.require_usable(native.rank, native.size)
     except Exception as raised:
         error = raised
-    rows = [("folder", str(folder)), ("arguments", [name for name, taker in training.asked().items() if taker is not None])]
+    rows = [
+        ("folder", str(folder)),
+        ("arguments", [name for name, taker in training.asked().items() if taker is not None]),
+    ]
     require_alike(native, _WHERE, rows, error)
     chosen: tuple[str, str] | None = None
     with together(native, f"{_WHERE} from {folder}"):
@@ -106,14 +122,19 @@ def _chosen(folder: Path) -> tuple[str, str] | None:
             break
         if not found.is_complete:
             then = "is passed over" if path is None else f"is passed over for {path.name}"
-            warnings.warn(f"{found.path} has no {manifest.NAME}: its save was cut short, and it {then}", stacklevel=4)
+            warnings.warn(
+                f"{found.path} has no {manifest.NAME}: its save was cut short, and it {then}",
+                stacklevel=4,
+            )
     if path is None:
         return None
     try:
         text = files.read_manifest(path)
         told = manifest.from_json(text)
     except ValueError as error:
-        raise CheckpointError(f"{path.name}: {error}; without its folder the one before is taken") from error
+        raise CheckpointError(
+            f"{path.name}: {error}; without its folder the one before is taken"
+        ) from error
     # What is missing here is missing: other ranks then need not wait for it.
     absent = [name for name in told.files if not (path / name).is_file()]
     if absent:
@@ -130,13 +151,17 @@ def _as_damage() -> Iterator[None]:
     try:
         yield
     except (AttributeError, LookupError, TypeError, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"a file is damaged, or not as this version writes it ({text_of(error)}); {_ADVICE}") from error
+        raise CheckpointError(
+            f"a file is damaged, or not as this version writes it ({text_of(error)}); {_ADVICE}"
+        ) from error
 
 
 class _Loading:
     """One load on one rank."""
 
-    def __init__(self, group: Any, training: Training, path: Path, told: Manifest, map_location: Any) -> None:
+    def __init__(
+        self, group: Any, training: Training, path: Path, told: Manifest, map_location: Any
+    ) -> None:
         self._group = group
         self._training = training
         self._path = path
@@ -168,11 +193,18 @@ class _Loading:
                 shards = [self._of_rank(rank)["optimizer"] for rank in range(told.world_size)]
                 whole = merged(shards)
                 if any(shard["masters"] for shard in shards):
-                    self._warn("a narrow wire's master copies are made anew from the parameters, whose values are rounded")
+                    self._warn(
+                        "a narrow wire's master copies are made anew from the parameters, whose "
+                        "values are rounded"
+                    )
             if training.hook_state is not None and self._contents.hook == STATE:
                 hook = (own if self._is_same_size else self._of_rank(0))["hook"]
             # A shard that is loaded as it lies has the groups of the whole.
-            training.require_fits(model, shared, own["optimizer"] if whole is None and training.is_sharded() else whole)
+            training.require_fits(
+                model,
+                shared,
+                own["optimizer"] if whole is None and training.is_sharded() else whole,
+            )
             if own.get("buffers") is not None:
                 training.require_own_buffers(own["buffers"])
             if own and self._contents.rng:
@@ -228,12 +260,17 @@ class _Loading:
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{name} cannot be read: {error}") from error
         if type(found) is not dict:
-            raise CheckpointError(f"{name} holds a {type(found).__name__} in the place of its dict; {_ADVICE}")
+            raise CheckpointError(
+                f"{name} holds a {type(found).__name__} in the place of its dict; {_ADVICE}"
+            )
         return found
 
     def _of_rank(self, rank: int) -> Any:
-        # An ordinary optimizer keeps the tensors it is given, which must not be a file's that somebody removes.
-        return self._own(manifest.rank_file(rank, self._told.world_size), mmap=self._training.is_sharded())
+        # An ordinary optimizer keeps the tensors it is given, which must not be a file's that
+        # somebody removes.
+        return self._own(
+            manifest.rank_file(rank, self._told.world_size), mmap=self._training.is_sharded()
+        )
 
     def _own(self, name: str, mmap: bool = False) -> Any:
         found = self._read(name, mmap)
@@ -273,7 +310,8 @@ class _Loading:
             return
         rng.reseed(self._told.files[TRAINING].sha256, self._group.rank, self._group.size)
         self._warn(
-            f"the checkpoint is of {self._told.world_size} ranks, and this run has {self._group.size}: random number generators "
+            f"the checkpoint is of {self._told.world_size} ranks, and this run has "
+            f"{self._group.size}: random number generators "
             "are seeded anew, the same way at each load"
         )
 

@@ -79,23 +79,35 @@ def from_json(text: str) -> Manifest:
         raise ValueError(f"{NAME} is damaged: {error}") from error
     told = given.get("format") if isinstance(given, dict) else None
     if told != FORMAT:
-        raise ValueError(f"{NAME} is of format {repr(told)[:80]}; this version of mpidist reads {FORMAT!r}")
+        raise ValueError(
+            f"{NAME} is of format {repr(told)[:80]}; this version of mpidist reads {FORMAT!r}"
+        )
     try:
-        files = {name: Entry(_count(row["bytes"]), _sha256(row["sha256"])) for name, row in given["files"].items()}
+        files = {
+            name: Entry(_count(row["bytes"]), _sha256(row["sha256"]))
+            for name, row in given["files"].items()
+        }
         contents = _contents(given["contents"])
         versions = {str(name): str(version) for name, version in given["versions"].items()}
-        found = Manifest(_count(given["step"]), _count(given["world_size"], 1), files, contents, versions)
+        found = Manifest(
+            _count(given["step"]), _count(given["world_size"], 1), files, contents, versions
+        )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{NAME} is damaged: {type(error).__name__} {error}") from error
     # Before their names are written down: a number of ranks is quickly forged.
     if found.world_size > len(files) and (has_rank_files(contents) or contents.hook == "powersgd"):
-        raise ValueError(f"{NAME} is damaged: it lists {len(files)} files, too few for {found.world_size} ranks")
+        raise ValueError(
+            f"{NAME} is damaged: it lists {len(files)} files, too few for {found.world_size} ranks"
+        )
     own = set(required(found.world_size, found.contents))
     lacking, foreign = sorted(own - set(files)), sorted(set(files) - own)
     if lacking:
         raise ValueError(f"{NAME} is damaged: it lists no {', '.join(lacking)}")
     if foreign:  # no name but these is ever opened
-        raise ValueError(f"{NAME} is damaged: it lists {', '.join(map(repr, foreign[:4]))}, no file of a checkpoint")
+        raise ValueError(
+            f"{NAME} is damaged: it lists {', '.join(map(repr, foreign[:4]))}, no file of a "
+            "checkpoint"
+        )
     return found
 
 
@@ -116,15 +128,24 @@ def _contents(given: Any) -> Contents:
     texts = (found.optimizer, found.hook)
     flags = (found.scheduler, found.scaler, found.sampler, found.rng, found.buffers)
     if texts[0] not in (None, "whole", "shards") or texts[1] not in (None, "powersgd", "state"):
-        raise ValueError(f"the optimizer's state is {str(texts[0])[:80]}, the hook's {str(texts[1])[:80]}")
-    if type(found.optimizer_class) not in (str, type(None)) or not all(type(flag) is bool for flag in flags):
+        raise ValueError(
+            f"the optimizer's state is {str(texts[0])[:80]}, the hook's {str(texts[1])[:80]}"
+        )
+    if type(found.optimizer_class) not in (str, type(None)) or not all(
+        type(flag) is bool for flag in flags
+    ):
         raise ValueError("its contents are of other types")
     return found
 
 
 def has_rank_files(contents: Contents) -> bool:
     """Say whether each rank has a file of its own."""
-    return contents.optimizer == "shards" or contents.hook == "state" or contents.rng or contents.buffers
+    return (
+        contents.optimizer == "shards"
+        or contents.hook == "state"
+        or contents.rng
+        or contents.buffers
+    )
 
 
 def required(world_size: int, contents: Contents) -> list[str]:
@@ -139,7 +160,9 @@ def required(world_size: int, contents: Contents) -> list[str]:
     return names
 
 
-def problems(expected: Mapping[str, Entry], sizes: Mapping[str, int | None], digests: Mapping[str, str]) -> list[str]:
+def problems(
+    expected: Mapping[str, Entry], sizes: Mapping[str, int | None], digests: Mapping[str, str]
+) -> list[str]:
     """Say, one text each, which files are missing or damaged.
 
     Args:
@@ -153,9 +176,15 @@ def problems(expected: Mapping[str, Entry], sizes: Mapping[str, int | None], dig
         if size is None:
             found.append(f"{name} is missing")
         elif size != entry.bytes:
-            found.append(f"{name} has {size} bytes, and was written with {entry.bytes}: it was cut short or overwritten")
+            found.append(
+                f"{name} has {size} bytes, and was written with {entry.bytes}: it was cut short or "
+                "overwritten"
+            )
         elif digests.get(name) != entry.sha256:
-            found.append(f"{name} is damaged: its sha256 is {str(digests.get(name))[:12]}..., and was {entry.sha256[:12]}...")
+            found.append(
+                f"{name} is damaged: its sha256 is {str(digests.get(name))[:12]}..., and was "
+                f"{entry.sha256[:12]}..."
+            )
     return found
 
 

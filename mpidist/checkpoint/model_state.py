@@ -17,7 +17,9 @@ _SHOWN = 6  # names in a message
 def wrappers(model: Any) -> Iterator[Any]:
     """Yield a model and, one after the other, the modules that it wraps: data parallelism's, ``torch.compile``'s."""
     yield model
-    while isinstance(model, (DistributedDataParallel, TorchDataParallel)) or hasattr(model, "_orig_mod"):
+    while isinstance(model, (DistributedDataParallel, TorchDataParallel)) or hasattr(
+        model, "_orig_mod"
+    ):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
         yield model
 
@@ -30,7 +32,9 @@ def bare(model: Any) -> torch.nn.Module:
 
 def data_parallel(model: Any) -> DistributedDataParallel | None:
     """Return the wrapper of ``mpidist.ddp``, if there is one."""
-    return next((layer for layer in wrappers(model) if isinstance(layer, DistributedDataParallel)), None)
+    return next(
+        (layer for layer in wrappers(model) if isinstance(layer, DistributedDataParallel)), None
+    )
 
 
 def keeps_own_buffers(model: Any) -> bool:
@@ -92,7 +96,9 @@ def require_same_layouts(model: Any, saved: Mapping[str, Any]) -> None:
     """
     for name, own in bare(model).state_dict().items():
         value = saved[name]
-        if isinstance(own, Tensor) != isinstance(value, Tensor) or (isinstance(own, Tensor) and own.layout != value.layout):
+        if isinstance(own, Tensor) != isinstance(value, Tensor) or (
+            isinstance(own, Tensor) and own.layout != value.layout
+        ):
             raise ValueError(f"the checkpoint is of another model: {name} is of another kind there")
 
 
@@ -100,7 +106,9 @@ def differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     """Say how two state dicts differ in names and shapes; nothing if they do not (pure)."""
 
     def listed(names: list[str]) -> str:
-        return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        return ", ".join(names[:_SHOWN]) + (
+            f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        )
 
     def shape(value: Any) -> Any:
         return tuple(value.shape) if isinstance(value, Tensor) else None

@@ -41,6 +41,7 @@ def _require(where: str, value: Any, above: tuple[int, ...]) -> None:
     else:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise TypeError(
-            f"{where} is a {kind}, which a checkpoint cannot hold: give numbers, texts, tensors, and dicts, lists and tuples "
+            f"{where} is a {kind}, which a checkpoint cannot hold: give numbers, texts, tensors, "
+            "and dicts, lists and tuples "
             "of them (float(x) for a NumPy number, str(path) for a path)"
         )

@@ -1,7 +1,8 @@
 """Signals of a scheduler that takes its nodes back, or whose time limit is near: noted, and told to all ranks at a step.
 
-Slurm sends SIGTERM to a job that it preempts, and with ``--signal=USR1@120`` SIGUSR1 120 s before the time limit. Ranks get them
-at different moments; the all-reduce of ``requested`` makes all stop at the same step.
+Slurm sends SIGTERM to a job that it preempts, and with ``--signal=USR1@120`` SIGUSR1 120 s before
+the time limit. Ranks get them at different moments; the all-reduce of ``requested`` makes all stop
+at the same step.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 class Preemption:
     """Context in which signals stop nobody: they are noted, and ``requested`` tells all ranks.
 
-    A further signal while the state is being saved changes nothing. A handler of Python that was there before is called once for
-    each signal; at the end of the context all former handlers come back. Workers of a ``DataLoader`` get signals that are meant
-    for the whole job, too: give it ``worker_init_fn=mpidist.checkpoint.ignore_signals``.
+    A further signal while the state is being saved changes nothing. A handler of Python that was
+    there before is called once for each signal; at the end of the context all former handlers come
+    back. Workers of a ``DataLoader`` get signals that are meant for the whole job, too: give it
+    ``worker_init_fn=mpidist.checkpoint.ignore_signals``.
 
     Args:
         group: Native group, or torch group on the backend ``mpidist``; the default group if None.
@@ -38,7 +40,8 @@ class Preemption:
         received: Names of the signals that this rank got, in their order.
 
     Raises:
-        MpidistError: The context is entered outside the main thread, where Python handles no signals.
+        MpidistError: The context is entered outside the main thread, where Python handles no
+            signals.
     """
 
     def __init__(self, group: Any = None, signals: Sequence[signal.Signals] = SIGNALS) -> None:
@@ -50,8 +53,10 @@ class Preemption:
     def __enter__(self) -> Preemption:
         if threading.current_thread() is not threading.main_thread():
             raise MpidistError(
-                "Preemption must be entered in the main thread: Python runs handlers of signals there alone. Enter it in the "
-                f"script's main part, and call requested() anywhere; this is thread {threading.current_thread().name!r}"
+                "Preemption must be entered in the main thread: Python runs handlers of signals "
+                "there alone. Enter it in the "
+                "script's main part, and call requested() anywhere; this is thread "
+                f"{threading.current_thread().name!r}"
             )
         for number in self._signals:
             self._former[number] = signal.signal(number, self._note)
@@ -83,7 +88,8 @@ class Preemption:
         is_first = name not in self.received
         self.received.append(name)
         former = self._former.get(number)
-        # Once: a handler that ends the process by an exception must not end a save that is under way.
+        # Once: a handler that ends the process by an exception must not end a save that is under
+        # way.
         if is_first and callable(former) and former is not signal.default_int_handler:
             former(number, frame)
 
@@ -91,8 +97,8 @@ class Preemption:
 def ignore_signals(worker: int = 0) -> None:
     """Have this process ignore what ``Preemption`` notes; for ``DataLoader(worker_init_fn=…)``.
 
-    A scheduler signals all processes of a job. A worker that SIGTERM ends would have the ``DataLoader`` raise before the rank can
-    save.
+    A scheduler signals all processes of a job. A worker that SIGTERM ends would have the
+    ``DataLoader`` raise before the rank can save.
 
     Args:
         worker: Its number, without effect.

@@ -42,26 +42,48 @@ def require_state(saved: Any) -> None:
     if not isinstance(inner, Mapping) or numpy_state.get("bit_generator") != "MT19937":
         raise ValueError("the state of NumPy's generator is damaged")
     key, place = inner.get("key"), inner.get("pos")
-    if type(key) is not list or len(key) != _WORDS or not all(type(word) is int and 0 <= word < 1 << 32 for word in key):
+    if (
+        type(key) is not list
+        or len(key) != _WORDS
+        or not all(type(word) is int and 0 <= word < 1 << 32 for word in key)
+    ):
         raise ValueError("the state of NumPy's generator is damaged: its table")
     if type(place) is not int or not 0 <= place <= _WORDS:
-        raise ValueError("the state of NumPy's generator is damaged: its position lies beyond its table")
+        raise ValueError(
+            "the state of NumPy's generator is damaged: its position lies beyond its table"
+        )
     kept = numpy_state.get("gauss")
-    if numpy_state.get("has_gauss") not in (0, 1) or type(kept) not in (int, float) or (type(kept) is int and abs(kept) >> 53):
+    if (
+        numpy_state.get("has_gauss") not in (0, 1)
+        or type(kept) not in (int, float)
+        or (type(kept) is int and abs(kept) >> 53)
+    ):
         raise ValueError("the state of NumPy's generator is damaged: its kept number")
-    if not isinstance(python, (list, tuple)) or len(python) != 3 or not isinstance(python[1], (list, tuple)):
+    if (
+        not isinstance(python, (list, tuple))
+        or len(python) != 3
+        or not isinstance(python[1], (list, tuple))
+    ):
         raise ValueError("the state of Python's generator is damaged")
     words = python[1]
-    if python[0] != 3 or len(words) != _WORDS + 1 or not all(type(word) is int and 0 <= word < 1 << 32 for word in words):
+    if (
+        python[0] != 3
+        or len(words) != _WORDS + 1
+        or not all(type(word) is int and 0 <= word < 1 << 32 for word in words)
+    ):
         raise ValueError("the state of Python's generator is damaged: its table")
     if words[-1] > _WORDS:
-        raise ValueError("the state of Python's generator is damaged: its position lies beyond its table")
+        raise ValueError(
+            "the state of Python's generator is damaged: its position lies beyond its table"
+        )
     if type(python[2]) not in (float, type(None)):
         raise ValueError("the state of Python's generator is damaged: its kept number")
     for name in ("torch", "cuda"):
         state = saved[name]
         is_missing = state is None and name == "cuda"
-        if not is_missing and not (isinstance(state, torch.Tensor) and state.dtype is torch.uint8 and state.dim() == 1):
+        if not is_missing and not (
+            isinstance(state, torch.Tensor) and state.dtype is torch.uint8 and state.dim() == 1
+        ):
             raise ValueError(f"the state of torch's generator ({name}) is damaged")
 
 
@@ -96,4 +118,9 @@ def reseed(digest: str, rank: int, world_size: int) -> None:
 
 def seed_of(digest: str, rank: int, world_size: int) -> int:
     """Return a seed from 0 to 2⁶³ - 1 (pure)."""
-    return int.from_bytes(hashlib.sha256(f"{digest} {rank} {world_size}".encode()).digest()[:8], "little") >> 1
+    return (
+        int.from_bytes(
+            hashlib.sha256(f"{digest} {rank} {world_size}".encode()).digest()[:8], "little"
+        )
+        >> 1
+    )

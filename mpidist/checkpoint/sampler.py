@@ -1,7 +1,8 @@
 """Sampler that knows which samples of an epoch are done, and goes on with the others on any number of ranks.
 
-All ranks walk through one order of the data set: rank r of W takes every W-th sample from the r-th on. After k samples of each
-rank the first k · W of the order are done, whatever W is, so this number and the epoch are all there is to save.
+All ranks walk through one order of the data set: rank r of W takes every W-th sample from the r-th
+on. After k samples of each rank the first k · W of the order are done, whatever W is, so this
+number and the epoch are all there is to save.
 
 Letters: W ranks.
 """
@@ -20,9 +21,10 @@ from mpidist.comm.resolve_group import native_group
 class ResumableSampler(Sampler[int]):
     """``torch.utils.data.DistributedSampler`` with a position: the same samples to the same ranks, from where the epoch stands.
 
-    A ``DataLoader`` asks for samples ahead of the training, so the position moves when the training loop says what it has done:
-    ``advance(len(batch))`` after each step. Give the ``DataLoader`` a ``generator`` of its own: without one each pass over it
-    draws from torch's generator, and a run that was interrupted has one pass more.
+    A ``DataLoader`` asks for samples ahead of the training, so the position moves when the training
+    loop says what it has done: ``advance(len(batch))`` after each step. Give the ``DataLoader`` a
+    ``generator`` of its own: without one each pass over it draws from torch's generator, and a run
+    that was interrupted has one pass more.
 
     Communicates nothing.
 
@@ -32,13 +34,14 @@ class ResumableSampler(Sampler[int]):
         rank: Of this process; in ``group`` if None.
         shuffle: Draw a new order for each epoch.
         seed: Of the orders; the same on all ranks.
-        drop_last: Leave the last samples out if they are too few for all ranks. Otherwise samples from the beginning of the
-            order fill up.
+        drop_last: Leave the last samples out if they are too few for all ranks. Otherwise samples
+            from the beginning of the order fill up.
         group: Native group, or torch group on the backend ``mpidist``; the default group if None.
 
     Attributes:
         epoch: The epoch that the position is in.
-        consumed: Samples of this epoch that all ranks together are done with, those that fill up included.
+        consumed: Samples of this epoch that all ranks together are done with, those that fill up
+            included.
 
     Raises:
         ValueError: A rank that is none of the replicas, or a data set without samples.
@@ -60,10 +63,15 @@ class ResumableSampler(Sampler[int]):
             num_replicas = native.size if num_replicas is None else num_replicas
             rank = native.rank if rank is None else rank
         if num_replicas < 1 or not 0 <= rank < num_replicas:
-            raise ValueError(f"ResumableSampler needs a rank from 0 to {num_replicas - 1} of {num_replicas}; got {rank}")
+            raise ValueError(
+                f"ResumableSampler needs a rank from 0 to {num_replicas - 1} of {num_replicas}; "
+                f"got {rank}"
+            )
         self.length = dataset if isinstance(dataset, int) else len(dataset)
         if self.length < 1:
-            raise ValueError("ResumableSampler needs a data set of at least one sample; got an empty one")
+            raise ValueError(
+                "ResumableSampler needs a data set of at least one sample; got an empty one"
+            )
         self.num_replicas = num_replicas
         self.rank = rank
         self.shuffle = shuffle
@@ -73,14 +81,19 @@ class ResumableSampler(Sampler[int]):
         self.consumed = 0
 
     def __iter__(self) -> Iterator[int]:
-        return iter(share(self._order(), self.consumed, self.rank, self.num_replicas, self.drop_last))
+        return iter(
+            share(self._order(), self.consumed, self.rank, self.num_replicas, self.drop_last)
+        )
 
     def __len__(self) -> int:
         """Return how many samples of this epoch are left for this rank; the same on all ranks."""
         return left(self.length, self.consumed, self.num_replicas, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch. The position stays if it is in this epoch already: after a load, the epoch goes on."""
+        """Begin an epoch.
+
+        The position stays if it is in this epoch already: after a load, the epoch goes on.
+        """
         if epoch != self.epoch:
             self.epoch, self.consumed = epoch, 0
 
@@ -92,8 +105,10 @@ class ResumableSampler(Sampler[int]):
         """
         if not 0 <= samples <= len(self):
             raise ValueError(
-                f"ResumableSampler.advance: {samples} samples of rank {self.rank}, of which {len(self)} are left in epoch "
-                f"{self.epoch}; it takes the number of this rank's own samples, once a step, and set_epoch begins the next epoch"
+                f"ResumableSampler.advance: {samples} samples of rank {self.rank}, of which "
+                f"{len(self)} are left in epoch "
+                f"{self.epoch}; it takes the number of this rank's own samples, once a step, and "
+                "set_epoch begins the next epoch"
             )
         self.consumed += samples * self.num_replicas
 
@@ -122,7 +137,9 @@ class ResumableSampler(Sampler[int]):
             ("shuffle", "of another order: shuffle"),
         ):
             if state[name] != own[name]:
-                raise ValueError(f"the sampler's state is {words} was {state[name]}, and is {own[name]} here")
+                raise ValueError(
+                    f"the sampler's state is {words} was {state[name]}, and is {own[name]} here"
+                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a position, of any number of ranks.
@@ -136,7 +153,9 @@ class ResumableSampler(Sampler[int]):
     def _order(self) -> list[int]:
         if not self.shuffle:
             return list(range(self.length))
-        drawn: list[int] = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+        drawn: list[int] = torch.randperm(
+            self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch)
+        ).tolist()
         return drawn
 
 
@@ -146,7 +165,9 @@ def left(length: int, consumed: int, replicas: int, drop_last: bool) -> int:
     return rest // replicas if drop_last else -(-rest // replicas)
 
 
-def share(order: Sequence[int], consumed: int, rank: int, replicas: int, drop_last: bool) -> list[int]:
+def share(
+    order: Sequence[int], consumed: int, rank: int, replicas: int, drop_last: bool
+) -> list[int]:
     """Return the samples that one rank has before it (pure).
 
     Args:

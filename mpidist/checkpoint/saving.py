@@ -40,8 +40,9 @@ def save(
 ) -> Path:
     """Write a checkpoint, ``<folder>/step-<step>``; return its path.
 
-    It is written as ``step-<step>.part``, brought to the disk, checked and renamed; a reader, or a run that was killed meanwhile,
-    finds it whole or not at all. One run at a time uses a folder; what killed ones left is removed.
+    It is written as ``step-<step>.part``, brought to the disk, checked and renamed; a reader, or a
+    run that was killed meanwhile, finds it whole or not at all. One run at a time uses a folder;
+    what killed ones left is removed.
 
     Collective: over the group, between steps, with one folder that all ranks see.
 
@@ -50,16 +51,21 @@ def save(
     Args:
         folder: Of the run's checkpoints; made if it is not there.
         step: Number of steps so far, at least that of the last checkpoint.
-        model: Module, or ``DistributedDataParallel`` of mpidist or torch; the bare module's state is written, by rank 0.
-        optimizer: torch optimizer, written by rank 0; an ``OSS``, of which each rank writes its shard.
-        hook_state: ``PowerSGDState``, or another object with ``state_dict()`` and ``load_state_dict()``; each rank's is written.
+        model: Module, or ``DistributedDataParallel`` of mpidist or torch; the bare module's state
+            is written, by rank 0.
+        optimizer: torch optimizer, written by rank 0; an ``OSS``, of which each rank writes its
+            shard.
+        hook_state: ``PowerSGDState``, or another object with ``state_dict()`` and
+            ``load_state_dict()``; each rank's is written.
         sampler: ``ResumableSampler``, or another object with ``state_dict()``; rank 0's is written.
         scheduler: Of the learning rate; rank 0's is written.
         scaler: ``GradScaler``; rank 0's is written.
-        extra: Anything of numbers, texts, tensors, and dicts, lists and tuples of them; rank 0's is written.
+        extra: Anything of numbers, texts, tensors, and dicts, lists and tuples of them; rank 0's is
+            written.
         rng: Write the generators of each rank (Python, NumPy, torch, the current CUDA device).
         keep: How many checkpoints to keep in the folder, this one included.
-        group: Native group, or torch group on the backend ``mpidist``; the model's, else the default group, if None.
+        group: Native group, or torch group on the backend ``mpidist``; the model's, else the
+            default group, if None.
 
     Raises:
         CheckpointError: A rank could not write; former checkpoints are as they were (all ranks).
@@ -77,7 +83,12 @@ def save(
         step, keep = _count("step", step, 0), _count("keep", keep, 1)
         training.require_usable(native.rank, native.size)
         contents = training.contents(bool(rng))
-        rows = [("folder", str(folder)), ("step", step), ("keep", keep), ("state of", str(contents))]
+        rows = [
+            ("folder", str(folder)),
+            ("step", step),
+            ("keep", keep),
+            ("state of", str(contents)),
+        ]
         own = training.files(contents, extra, native.rank, native.size)
     except Exception as raised:
         error = raised
@@ -88,11 +99,26 @@ def save(
 def group_of(group: Any, model: Any) -> Any:
     """Return the native group that is meant: the given one, that of the model's wrapper, or the default one."""
     if group is None:
-        group = next((layer.process_group for layer in model_state.wrappers(model) if hasattr(layer, "process_group")), None)
+        group = next(
+            (
+                layer.process_group
+                for layer in model_state.wrappers(model)
+                if hasattr(layer, "process_group")
+            ),
+            None,
+        )
     return native_group(group)
 
 
-def _written(group: Any, folder: Path, step: int, keep: int, contents: Contents, own: dict[str, Any], training: Training) -> Path:
+def _written(
+    group: Any,
+    folder: Path,
+    step: int,
+    keep: int,
+    contents: Contents,
+    own: dict[str, Any],
+    training: Training,
+) -> Path:
     where = f"{_WHERE} of step {step} in {folder}"
     part = folder / f"step-{step}.part"
     final = part.with_suffix("")
@@ -106,10 +132,14 @@ def _written(group: Any, folder: Path, step: int, keep: int, contents: Contents,
             entries = {name: files.write(part / name, value) for name, value in own.items()}
         if contents.hook == POWERSGD:
             with as_checkpoint_errors(where):
-                path = powersgd.save(part, model_state.data_parallel(training.model), training.hook_state)
+                path = powersgd.save(
+                    part, model_state.data_parallel(training.model), training.hook_state
+                )
             with together(group, where):
                 entries[path.name] = files.settle(path)
-        told = group.gather_object({name: (entry.bytes, entry.sha256) for name, entry in entries.items()}, 0)
+        told = group.gather_object(
+            {name: (entry.bytes, entry.sha256) for name, entry in entries.items()}, 0
+        )
         with together(group, where):
             if group.rank == 0:
                 every = {name: Entry(*entry) for held in told for name, entry in held.items()}

@@ -1,8 +1,9 @@
 """State of a training run: which part of it goes into which file, and how each part takes its state back.
 
-``model.pt``: the bare module's, once. ``optimizer.pt``: an ordinary optimizer's, once. ``training.pt``: scheduler, scaler,
-sampler, buckets, the user's own data. ``rank-<r>-of-<W>.pt``: a rank's generators, its shard of an ``OSS``, its buffers and hook
-state. ``powersgd-<r>-of-<W>.pt``: PowerSGD's.
+``model.pt``: the bare module's, once. ``optimizer.pt``: an ordinary optimizer's, once.
+``training.pt``: scheduler, scaler, sampler, buckets, the user's own data. ``rank-<r>-of-<W>.pt``: a
+rank's generators, its shard of an ``OSS``, its buffers and hook state. ``powersgd-<r>-of-<W>.pt``:
+PowerSGD's.
 """
 
 from __future__ import annotations
@@ -52,24 +53,39 @@ class Training:
 
         Raises:
             TypeError: An object of another class.
-            ValueError: A sharded optimizer over other ranks; PowerSGD's state without our data parallelism.
+            ValueError: A sharded optimizer over other ranks; PowerSGD's state without our data
+                parallelism.
         """
         if not isinstance(model_state.bare(self.model), torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module; got {type(self.model).__name__}")
         for name, taker in self.asked().items():
             if name == "hook_state" and self.is_powersgd():
                 continue
-            if taker is not None and not (hasattr(taker, "state_dict") and hasattr(taker, "load_state_dict")):
-                hint = " (of mpidist's hooks PowerSGDState alone has state)" if name == "hook_state" else ""
-                raise TypeError(f"{name} must have state_dict() and load_state_dict(); {type(taker).__name__} has not{hint}")
-        if self.is_sharded() and (self.optimizer.rank, self.optimizer.world_size) != (rank, world_size):
+            if taker is not None and not (
+                hasattr(taker, "state_dict") and hasattr(taker, "load_state_dict")
+            ):
+                hint = (
+                    " (of mpidist's hooks PowerSGDState alone has state)"
+                    if name == "hook_state"
+                    else ""
+                )
+                raise TypeError(
+                    f"{name} must have state_dict() and load_state_dict(); {type(taker).__name__} "
+                    f"has not{hint}"
+                )
+        if self.is_sharded() and (self.optimizer.rank, self.optimizer.world_size) != (
+            rank,
+            world_size,
+        ):
             raise ValueError(
-                f"the sharded optimizer is of rank {self.optimizer.rank} of {self.optimizer.world_size}, and the checkpoint's "
+                f"the sharded optimizer is of rank {self.optimizer.rank} of "
+                f"{self.optimizer.world_size}, and the checkpoint's "
                 f"group has rank {rank} of {world_size}: give group= the optimizer's"
             )
         if self.is_powersgd() and model_state.data_parallel(self.model) is None:
             raise ValueError(
-                "a PowerSGDState is saved with the mpidist.ddp.DistributedDataParallel that it serves: give that as model"
+                "a PowerSGDState is saved with the mpidist.ddp.DistributedDataParallel that it "
+                "serves: give that as model"
             )
 
     def optimizer_class(self) -> str | None:
@@ -124,7 +140,9 @@ class Training:
 
     def _own(self, contents: Contents) -> dict[str, Any]:
         return {
-            "optimizer": self.optimizer.rank_local_state_dict(copies=False) if contents.optimizer == SHARDS else None,
+            "optimizer": self.optimizer.rank_local_state_dict(copies=False)
+            if contents.optimizer == SHARDS
+            else None,
             "hook": self.hook_state.state_dict() if contents.hook == STATE else None,
             "buffers": model_state.buffers(self.model) if contents.buffers else None,
             "rng": rng.state() if contents.rng else None,
@@ -141,16 +159,21 @@ class Training:
         lacking = manifest.not_held(contents, self.asked())
         if lacking:
             raise ValueError(
-                f"the checkpoint holds no state for {', '.join(lacking)}: it was saved without; leave the argument away to begin "
+                f"the checkpoint holds no state for {', '.join(lacking)}: it was saved without; "
+                "leave the argument away to begin "
                 "that part anew"
             )
         own = self.optimizer_class()
         if own is not None and own != contents.optimizer_class:
-            raise ValueError(f"the checkpoint holds the state of {contents.optimizer_class}, and the optimizer is {own}")
+            raise ValueError(
+                f"the checkpoint holds the state of {contents.optimizer_class}, and the optimizer "
+                f"is {own}"
+            )
         if self.hook_state is not None and self.is_powersgd() != (contents.hook == POWERSGD):
             kinds = {True: "PowerSGD's", False: "another hook's"}
             raise ValueError(
-                f"the checkpoint holds {kinds[contents.hook == POWERSGD]} state, and hook_state is {kinds[self.is_powersgd()]}"
+                f"the checkpoint holds {kinds[contents.hook == POWERSGD]} state, and hook_state is "
+                f"{kinds[self.is_powersgd()]}"
             )
 
     def require_fits(self, model: Any, shared: Any, whole: Any) -> None:
@@ -159,7 +182,8 @@ class Training:
         Args:
             model: Content of ``model.pt``.
             shared: Content of ``training.pt``.
-            whole: Content of ``optimizer.pt``, a merged state, or a rank's shard; None if there is none.
+            whole: Content of ``optimizer.pt``, a merged state, or a rank's shard; None if there is
+                none.
 
         Raises:
             ValueError: What differs.
@@ -173,13 +197,18 @@ class Training:
             own = [len(group["params"]) for group in self.optimizer.param_groups]
             if saved != own:
                 raise ValueError(
-                    f"the checkpoint is of another model: its optimizer's groups hold {saved} parameters, this optimizer's {own}"
+                    f"the checkpoint is of another model: its optimizer's groups hold {saved} "
+                    f"parameters, this optimizer's {own}"
                 )
-            if state_dict.is_known(self.optimizer):  # torch itself takes state of any shape, and a step would meet it
+            # torch itself takes state of any shape, and a step would meet it
+            if state_dict.is_known(self.optimizer):
                 state_dict.require_fits(whole, self.optimizer.param_groups, self.optimizer)
 
     def take_shared(self, model: Any, shared: Mapping[str, Any]) -> None:
-        """Load the model and what is the same on all ranks beside the optimizer. Communicates nothing."""
+        """Load the model and what is the same on all ranks beside the optimizer.
+
+        Communicates nothing.
+        """
         model_state.bare(self.model).load_state_dict(model)
         for name in ("scheduler", "scaler", "sampler"):
             if getattr(self, name) is not None:
@@ -191,7 +220,11 @@ class Training:
         Raises:
             ValueError: What differs.
         """
-        text = model_state.differences(model_state.buffers(self.model), buffers) if isinstance(buffers, Mapping) else "no dict"
+        text = (
+            model_state.differences(model_state.buffers(self.model), buffers)
+            if isinstance(buffers, Mapping)
+            else "no dict"
+        )
         if text:
             raise ValueError(f"the checkpoint's own buffers of a rank are of another model: {text}")
 

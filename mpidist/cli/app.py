@@ -21,7 +21,11 @@ from mpidist.errors import MpidistError
 # Each subcommand's examples, which end its help.
 EXAMPLES = {
     "doctor": ["mpidist doctor", "mpirun -n 4 mpidist doctor --json found.json"],
-    "run": ["mpidist run -n 4 train.py --epochs 3", "mpidist run -n 4 -m package.train", "mpidist run --dry-run -n 4 train.py"],
+    "run": [
+        "mpidist run -n 4 train.py --epochs 3",
+        "mpidist run -n 4 -m package.train",
+        "mpidist run --dry-run -n 4 train.py",
+    ],
     "bench": [
         "mpidist bench collectives -n 2 --output results",
         "mpidist bench ddp -- --models mlp:64 --rounds 5",
@@ -36,13 +40,19 @@ EXAMPLES = {
 }
 _STATUS_OF_ERROR = 2
 # The program's own options follow its name, or stand behind --.
-_PROGRAM = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+_PROGRAM = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+}
 _BEHIND = {"allow_extra_args": True}
 
 Binding = Enum("Binding", {name: name for name in BINDINGS}, type=str)  # type: ignore[misc]
 Benchmark = Enum("Benchmark", {name: name for name in RANKS}, type=str)  # type: ignore[misc]
 Ranks = Annotated[int | None, typer.Option("-n", "--ranks", min=1, help="ranks to start")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="print the command line, and start nothing")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="print the command line, and start nothing")
+]
 
 
 def _epilog(*lines: str) -> str:
@@ -80,7 +90,10 @@ def _print_version(is_asked: bool) -> None:
 
 @app.callback()
 def _common(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the version")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="print the version"),
+    ] = False,
 ) -> None:
     pass
 
@@ -89,16 +102,27 @@ def _common(
 @_told
 def doctor(
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="also write all facts and findings there")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="also write all facts and findings there"),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="exit with 1 for a warning, too")] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="seconds to wait for the other ranks, and for each operation")] = 20.0,
-    launcher: Annotated[bool, typer.Option("--launcher/--no-launcher", help="alone: also start two ranks by mpirun")] = True,
-    try_device: Annotated[bool, typer.Option("--try-device", help="try what MPI does with device memory (minutes)")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="exit with 1 for a warning, too")
+    ] = False,
+    timeout: Annotated[
+        float,
+        typer.Option(min=1, help="seconds to wait for the other ranks, and for each operation"),
+    ] = 20.0,
+    launcher: Annotated[
+        bool, typer.Option("--launcher/--no-launcher", help="alone: also start two ranks by mpirun")
+    ] = True,
+    try_device: Annotated[
+        bool, typer.Option("--try-device", help="try what MPI does with device memory (minutes)")
+    ] = False,
 ) -> None:
     """Look at MPI, devices, cores, memory and versions; say what is wrong and what to do.
 
-    Alone, or under mpirun or srun on every rank. The exit status is 1 if something would stop jobs, else 0.
+    Alone, or under mpirun or srun on every rank. The exit status is 1 if something would stop jobs,
+    else 0.
     """
     from mpidist.cli import doctor as examination
     from mpidist.cli import tables
@@ -111,7 +135,11 @@ def doctor(
         sys.stdout.flush()
     elif report.ranks[0].problem:
         # Rank 0 may have started, and waits in MPI for this one.
-        print(f"[rank {report.ranks[0].rank}] mpidist doctor: {report.ranks[0].problem}", file=sys.stderr, flush=True)
+        print(
+            f"[rank {report.ranks[0].rank}] mpidist doctor: {report.ranks[0].problem}",
+            file=sys.stderr,
+            flush=True,
+        )
     raise typer.Exit(report.exit_code(strict))
 
 
@@ -120,20 +148,34 @@ def doctor(
 def run(
     context: typer.Context,
     ranks: Ranks = None,
-    module: Annotated[str, typer.Option("-m", metavar="MODULE", help="run a module, as python -m does")] = "",
+    module: Annotated[
+        str, typer.Option("-m", metavar="MODULE", help="run a module, as python -m does")
+    ] = "",
     nodes: Annotated[int | None, typer.Option(min=1, help="nodes of the Slurm job to use")] = None,
     hosts: Annotated[str, typer.Option(help="outside Slurm: nodes, as a,b or a:4,b:4")] = "",
     hostfile: Annotated[str, typer.Option(help="outside Slurm: file that names the nodes")] = "",
-    bind_to: Annotated[Binding | None, typer.Option(help="cores of a rank; not bound by mpirun if not given")] = None,
-    tag_output: Annotated[bool, typer.Option("--tag-output", help="begin each line of output with its rank")] = False,
-    ft: Annotated[bool, typer.Option("--ft", help="survive the death of ranks (ULFM; Open MPI 5)")] = False,
-    mpi: Annotated[str, typer.Option(metavar="TYPE", help="type of srun --mpi; chosen by the MPI library if not given")] = "",
+    bind_to: Annotated[
+        Binding | None, typer.Option(help="cores of a rank; not bound by mpirun if not given")
+    ] = None,
+    tag_output: Annotated[
+        bool, typer.Option("--tag-output", help="begin each line of output with its rank")
+    ] = False,
+    ft: Annotated[
+        bool, typer.Option("--ft", help="survive the death of ranks (ULFM; Open MPI 5)")
+    ] = False,
+    mpi: Annotated[
+        str,
+        typer.Option(
+            metavar="TYPE", help="type of srun --mpi; chosen by the MPI library if not given"
+        ),
+    ] = "",
     dry_run: DryRun = False,
 ) -> None:
     """Start a Python script, a module or any program on several ranks.
 
-    Inside a Slurm job srun starts them, elsewhere the mpirun of the MPI library that Python loads. The exit status is the job's;
-    Ctrl-C and SIGTERM reach it. OMP_NUM_THREADS is 1 unless it is set.
+    Inside a Slurm job srun starts them, elsewhere the mpirun of the MPI library that Python loads.
+    The exit status is the job's; Ctrl-C and SIGTERM reach it. OMP_NUM_THREADS is 1 unless it is
+    set.
     """
     _start(
         tuple(context.args), module, dry_run, ranks=ranks, nodes=nodes, hosts=tuple(filter(None, hosts.split(","))),
@@ -147,12 +189,15 @@ def bench(
     context: typer.Context,
     name: Annotated[Benchmark, typer.Argument(help="the benchmark")],
     ranks: Ranks = None,
-    output: Annotated[Path, typer.Option(help="folder of the JSON and the plots")] = Path("mpidist-bench"),
+    output: Annotated[Path, typer.Option(help="folder of the JSON and the plots")] = Path(
+        "mpidist-bench"
+    ),
     dry_run: DryRun = False,
 ) -> None:
     """Measure: print tables, write JSON and plots. What stands behind -- is the benchmark's own (--quick, --help).
 
-    Two ranks if not given (kernels: one); inside a Slurm job as many as it has tasks. They are not bound to cores.
+    Two ranks if not given (kernels: one); inside a Slurm job as many as it has tasks. They are not
+    bound to cores.
     """
     from mpidist.cli import bench as benchmark
     from mpidist.cli.launch_plan import in_allocation
@@ -160,21 +205,28 @@ def bench(
     program = benchmark.program(name.value, output, context.args)
     if not benchmark.is_job(name.value, context.args):
         if ranks is not None:
-            raise ValueError(f"{name.value} {context.args[0]} starts its jobs by itself: leave -n out")
+            raise ValueError(
+                f"{name.value} {context.args[0]} starts its jobs by itself: leave -n out"
+            )
         from mpidist.cli import run as start
 
         start.become(Plan(start.program(program), {}), dry_run)
         return
-    chosen = ranks or (None if in_allocation(os.environ) and "SLURM_NTASKS" in os.environ else RANKS[name.value])
+    chosen = ranks or (
+        None if in_allocation(os.environ) and "SLURM_NTASKS" in os.environ else RANKS[name.value]
+    )
     _start(program, "", dry_run, ranks=chosen, binding="none")
 
 
-@app.command(epilog=_epilog(*EXAMPLES["tune"]), context_settings=_BEHIND | {"ignore_unknown_options": True})
+@app.command(
+    epilog=_epilog(*EXAMPLES["tune"]), context_settings=_BEHIND | {"ignore_unknown_options": True}
+)
 @_told
 def tune(context: typer.Context, ranks: Ranks = None, dry_run: DryRun = False) -> None:
     """Measure which all-reduce is the fastest at which size, and keep the table for later jobs.
 
-    One rank a GPU, once a machine. Without -n it is a rank of the job that mpirun or srun has started. --device cuda|host|cpu,
+    One rank a GPU, once a machine. Without -n it is a rank of the job that mpirun or srun has
+    started. --device cuda|host|cpu,
     --sizes BYTES and --rounds N go to the measurement (--help behind --: mpidist tune -- --help).
     """
     if ranks is None and not dry_run:
@@ -190,20 +242,34 @@ def submit(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="the job script: ddp, oss, rpc, bench or test")],
     nodes: Annotated[int | None, typer.Option(help="nodes of the job")] = None,
-    gpus_per_node: Annotated[str, typer.Option(metavar="N", help="GPUs of a node, one rank each; 0: none")] = "",
-    ntasks_per_node: Annotated[int | None, typer.Option(help="ranks of a node, where they are not the GPUs")] = None,
+    gpus_per_node: Annotated[
+        str, typer.Option(metavar="N", help="GPUs of a node, one rank each; 0: none")
+    ] = "",
+    ntasks_per_node: Annotated[
+        int | None, typer.Option(help="ranks of a node, where they are not the GPUs")
+    ] = None,
     cpus_per_task: Annotated[int | None, typer.Option(help="cores of a rank")] = None,
-    time: Annotated[str, typer.Option(metavar="TIME", help="limit: minutes, 1:00:00 or 1-12:00:00")] = "",
+    time: Annotated[
+        str, typer.Option(metavar="TIME", help="limit: minutes, 1:00:00 or 1-12:00:00")
+    ] = "",
     account: Annotated[str, typer.Option(help="account to charge")] = "",
     partition: Annotated[str, typer.Option(help="partition")] = "",
     array: Annotated[str, typer.Option(help="tasks of a job array: 0-7, 1-99%4")] = "",
     job_name: Annotated[str, typer.Option("--name", help="name of the job")] = "",
-    sbatch: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="any other option of sbatch")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="a value of env.sh for this job")
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="any other option of sbatch")
     ] = None,
-    env: Annotated[Path | None, typer.Option(help="your env.sh; else that of $MPIDIST_SLURM, else the shipped one")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the job script, and submit nothing")] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="a value of env.sh for this job"),
+    ] = None,
+    env: Annotated[
+        Path | None,
+        typer.Option(help="your env.sh; else that of $MPIDIST_SLURM, else the shipped one"),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the job script, and submit nothing")
+    ] = False,
 ) -> None:
     """Submit a shipped job script to Slurm, with your options in its header.
 

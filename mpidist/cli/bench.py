@@ -14,7 +14,8 @@ RANKS = {
     "collectives": 2, "execution": 2, "rpc": 2, "ddp": 2, "oss": 2, "powersgd": 2, "kernels": 1, "device": 2, "autograd": 2,
     "wire": 2, "owners": 2, "scaling": 2,
 }  # fmt: skip
-# Commands of a benchmark that are no job: they start jobs by themselves, or read records. Those of _SILENT write nothing.
+# Commands of a benchmark that are no job: they start jobs by themselves, or read records. Those of
+# _SILENT write nothing.
 _ALONE = {"scaling": ("sweep", "report", "startup", "advise")}
 _SILENT = ("advise",)
 _LIBRARIES = ("matplotlib", "psutil", "tabulate")
@@ -30,7 +31,9 @@ def is_job(name: str, arguments: Sequence[str]) -> bool:
     return not arguments or arguments[0] not in _ALONE.get(name, ())
 
 
-def program(name: str, output: Path, arguments: Sequence[str], has: Callable[[str], bool] = is_installed) -> tuple[str, ...]:
+def program(
+    name: str, output: Path, arguments: Sequence[str], has: Callable[[str], bool] = is_installed
+) -> tuple[str, ...]:
     """Return a benchmark's path and arguments; its folder for results is made.
 
     Args:

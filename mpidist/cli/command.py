@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-_MISSING = "mpidist: the command needs typer and rich, which are not installed; pip install 'mpidist[cli]'"
+_MISSING = (
+    "mpidist: the command needs typer and rich, which are not installed; pip install 'mpidist[cli]'"
+)
 _STATUS_OF_MISSING = 2
 
 

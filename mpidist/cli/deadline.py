@@ -1,7 +1,8 @@
 """Deadline of this process, kept by a forked watcher: it also holds while a library keeps Python's lock, as MPI_Init does.
 
-The watcher waits for a byte on a pipe. If the pipe ends without one, the process has died inside the block; if nothing comes in
-time, it is ended. In both cases the watcher says so on stderr, because the process itself cannot.
+The watcher waits for a byte on a pipe. If the pipe ends without one, the process has died inside
+the block; if nothing comes in time, it is ended. In both cases the watcher says so on stderr,
+because the process itself cannot.
 """
 
 from __future__ import annotations

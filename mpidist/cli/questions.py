@@ -42,7 +42,8 @@ class MpiFacts:
         cuda_before_mpi: A CUDA context existed when MPI started; None if that does not matter here.
         operations: What each operation on device memory came to, by name.
         transports: What is known of them.
-        shares_memory: The ranks of this node map each other's memory; None for a rank that is alone there, or not asked.
+        shares_memory: The ranks of this node map each other's memory; None for a rank that is alone
+            there, or not asked.
     """
 
     library: str
@@ -68,7 +69,8 @@ def start(timeout_s: float) -> runtime.World:
     """Start MPI. Collective: over the job.
 
     Raises:
-        LaunchError: The job was started in a way in which MPI cannot connect its ranks, or there is no MPI.
+        LaunchError: The job was started in a way in which MPI cannot connect its ranks, or there is
+            no MPI.
         CommTimeout: Not all ranks came in time.
     """
     return runtime.world(timeout_s)
@@ -129,15 +131,17 @@ def trial_group(timeout_s: float) -> Any:
 
 def with_operations(facts: Facts) -> Facts:
     """Return the facts with what operations on device memory came to by now. Local."""
-    return replace(facts, mpi=replace(facts.mpi, operations=dict(capability.capabilities().operations)))
+    return replace(
+        facts, mpi=replace(facts.mpi, operations=dict(capability.capabilities().operations))
+    )
 
 
 def check(group: Any) -> dict[str, str]:
     """Do one tiny operation of each kind, and check its result. Collective: over the group, whose calls raise on a timeout.
 
     Returns:
-        By name "" or what is wrong on this rank. After an exception the rest is "not tried": the group has failed, or ranks are
-        out of step.
+        By name "" or what is wrong on this rank. After an exception the rest is "not tried": the
+        group has failed, or ranks are out of step.
     """
     told: dict[str, str] = {}
     has_failed = False
@@ -157,7 +161,9 @@ def _checks(group: Any) -> Sequence[tuple[str, Callable[[], str]]]:
     ranks = range(group.size)
     total, highest = sum(rank + 1 for rank in ranks), group.size
 
-    def reduces(dtype: Any, op: str, expected: float, device: Any = host, **how: bool) -> Callable[[], str]:
+    def reduces(
+        dtype: Any, op: str, expected: float, device: Any = host, **how: bool
+    ) -> Callable[[], str]:
         def call() -> str:
             tensor = torch.full((_NUMEL,), group.rank + 1, dtype=dtype, device=device)
             work = group.all_reduce(tensor, op, **how)
@@ -194,12 +200,17 @@ def _checks(group: Any) -> Sequence[tuple[str, Callable[[], str]]]:
         ("average in memory of the node", averages_in_node_memory),
     ]
     if own.type == "cuda":
-        found.append((f"all_reduce fp32 sum on {own.type}", reduces(torch.float32, "sum", total, own)))
+        found.append(
+            (f"all_reduce fp32 sum on {own.type}", reduces(torch.float32, "sum", total, own))
+        )
     return found
 
 
 def shares_node_memory(group: Any) -> bool | None:
-    """Say whether ranks of this node map each other's memory; None for a rank that is alone there. Collective: over the group."""
+    """Say whether ranks of this node map each other's memory; None for a rank that is alone there.
+
+    Collective: over the group.
+    """
     node = group.split_by_node()
     try:
         return None if node.size == 1 else shared_memory.share(node, 4096) is not None

@@ -10,7 +10,15 @@ import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from mpidist.cli.launch_plan import Plan, Request, Site, in_allocation, parse_mpi_types, plan, program_of
+from mpidist.cli.launch_plan import (
+    Plan,
+    Request,
+    Site,
+    in_allocation,
+    parse_mpi_types,
+    plan,
+    program_of,
+)
 from mpidist.comm.discovery import installed
 from mpidist.errors import LaunchError
 
@@ -43,7 +51,12 @@ def program(words: tuple[str, ...], module: str = "") -> tuple[str, ...]:
     Raises:
         LaunchError: There is no such script or program.
     """
-    return program_of(words, module, sys.executable, lambda name: Path(name).is_file() if _is_script(name) else _is_program(name))
+    return program_of(
+        words,
+        module,
+        sys.executable,
+        lambda name: Path(name).is_file() if _is_script(name) else _is_program(name),
+    )
 
 
 def start(request: Request, is_dry: bool) -> None:
@@ -79,7 +92,9 @@ def physical_cores(usable: Collection[int], folder: Path = Path("/sys/devices/sy
     siblings = set()
     for thread in usable:
         try:
-            siblings.add((folder / f"cpu{thread}" / "topology" / "thread_siblings_list").read_text().strip())
+            siblings.add(
+                (folder / f"cpu{thread}" / "topology" / "thread_siblings_list").read_text().strip()
+            )
         except OSError:
             siblings.add(str(thread))
     return len(siblings)
@@ -93,7 +108,9 @@ def text_of(planned: Plan) -> str:
 
 def _mpi_types(srun: str) -> tuple[str, ...]:
     try:
-        done = subprocess.run([srun, "--mpi=list"], capture_output=True, text=True, timeout=_LIST_S, check=False)
+        done = subprocess.run(
+            [srun, "--mpi=list"], capture_output=True, text=True, timeout=_LIST_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ()
     return parse_mpi_types(f"{done.stdout}\n{done.stderr}")

@@ -30,7 +30,9 @@ def names() -> list[str]:
     return sorted(path.stem for path in shipped.folder("slurm").glob("*.sbatch"))
 
 
-def text_of(name: str, options: Options, env_file: Path | None, environ: Mapping[str, str]) -> tuple[str, Options]:
+def text_of(
+    name: str, options: Options, env_file: Path | None, environ: Mapping[str, str]
+) -> tuple[str, Options]:
     """Return the text to submit, and the options with the site's values in their place.
 
     Args:
@@ -49,7 +51,10 @@ def text_of(name: str, options: Options, env_file: Path | None, environ: Mapping
     own = Path(environ.get("MPIDIST_SLURM") or folder) / _ENV
     file = (env_file or own).resolve()
     if not file.is_file():
-        raise LaunchError(f"{file}: no such file; --env names the site's env.sh, and {folder / _ENV} is one to copy")
+        raise LaunchError(
+            f"{file}: no such file; --env names the site's env.sh, and {folder / _ENV} is one to "
+            "copy"
+        )
     script = (folder / f"{name}.sbatch").read_text(encoding="utf-8")
     held = job_script.values_of(_read(file))
     require_known(options.settings, {*held, *job_script.values_of(_read(folder / _ENV))})
@@ -66,7 +71,9 @@ def text_of(name: str, options: Options, env_file: Path | None, environ: Mapping
             **options.settings,
             **job_script.settings_of(header),
         },
-        arguments=options.arguments if is_in_image or name == "bench" else absolute(options.arguments),
+        arguments=options.arguments
+        if is_in_image or name == "bench"
+        else absolute(options.arguments),
         folder=str(folder.resolve()),
         env_file=str(file),
     )
@@ -85,24 +92,35 @@ def _read(file: Path) -> str:
     except UnicodeDecodeError as error:
         raise LaunchError(f"{file} is no text: {error}") from error
     if "\r" in held:
-        raise LaunchError(f"{file} has the line ends of Windows, which bash does not read: sed -i 's/\\r$//' {file}")
+        raise LaunchError(
+            f"{file} has the line ends of Windows, which bash does not read: sed -i 's/\\r$//' "
+            f"{file}"
+        )
     return held
 
 
-def fitted(header: Mapping[str, str | None], shipped_header: Mapping[str, str]) -> dict[str, str | None]:
+def fitted(
+    header: Mapping[str, str | None], shipped_header: Mapping[str, str]
+) -> dict[str, str | None]:
     """Return the header with one rank for each GPU, unless the ranks of a node were given; no GPUs take the line out."""
     made = dict(header)
     gpus = (made.get("gpus-per-node") or "").split(":")[-1]
     if gpus.isdigit() and int(gpus) == 0:
         made["gpus-per-node"] = None
-    elif gpus.isdigit() and "ntasks-per-node" in shipped_header and not {"ntasks", "ntasks-per-node"} & set(made):
+    elif (
+        gpus.isdigit()
+        and "ntasks-per-node" in shipped_header
+        and not {"ntasks", "ntasks-per-node"} & set(made)
+    ):
         made["ntasks-per-node"] = str(int(gpus))
     return made
 
 
 def environment_of(values: Mapping[str, str], prefix: str, base_prefix: str) -> dict[str, str]:
     """Return the setting that has the job use this Python's environment, where ``env.sh`` names none."""
-    is_own = prefix != base_prefix and not values.get("MPIDIST_VENV") and not values.get("MPIDIST_IMAGE")
+    is_own = (
+        prefix != base_prefix and not values.get("MPIDIST_VENV") and not values.get("MPIDIST_IMAGE")
+    )
     return {"MPIDIST_VENV": prefix} if is_own else {}
 
 
@@ -133,20 +151,25 @@ def require_program(name: str, arguments: Sequence[str], is_in_image: bool) -> N
         raise LaunchError(f"test checks the cluster, and takes no program; got {arguments[0]}")
     if name == "bench":
         if arguments and arguments[0] not in RANKS:
-            raise LaunchError(f"bench takes the name of a benchmark behind --, then its arguments: {', '.join(RANKS)}")
+            raise LaunchError(
+                "bench takes the name of a benchmark behind --, then its arguments: "
+                f"{', '.join(RANKS)}"
+            )
         return
     programs = list(arguments[:1])
     if name == "array":
         if not arguments or not Path(arguments[0]).is_file():
             raise LaunchError(
-                "array takes a file of arguments, one run a line: mpidist submit array --array 1-4 -- sweep.txt train.py"
+                "array takes a file of arguments, one run a line: mpidist submit array --array 1-4 "
+                "-- sweep.txt train.py"
             )
         programs = list(arguments[1:2])
     for program in programs:
         # Arguments alone are the example's.
         if not program.startswith("-") and not is_in_image and not Path(program).is_file():
             raise LaunchError(
-                f"{program}: no such file from here. A Python program and its arguments stand behind --, without 'python': "
+                f"{program}: no such file from here. A Python program and its arguments stand "
+                "behind --, without 'python': "
                 f"mpidist submit {name} -- train.py --epochs 3"
             )
 
@@ -154,7 +177,11 @@ def require_program(name: str, arguments: Sequence[str], is_in_image: bool) -> N
 def absolute(arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the arguments, the first by its absolute path if it is a file."""
     path = Path(arguments[0]) if arguments else None
-    return (str(path.resolve()), *arguments[1:]) if path is not None and path.is_file() else tuple(arguments)
+    return (
+        (str(path.resolve()), *arguments[1:])
+        if path is not None and path.is_file()
+        else tuple(arguments)
+    )
 
 
 def submit(text: str, options: Options) -> int:
@@ -165,9 +192,17 @@ def submit(text: str, options: Options) -> int:
     """
     sbatch = shutil.which("sbatch")
     if sbatch is None:
-        raise LaunchError("sbatch was not found: submit on a login node of a Slurm cluster, or look at the text with --dry-run")
+        raise LaunchError(
+            "sbatch was not found: submit on a login node of a Slurm cluster, or look at the text "
+            "with --dry-run"
+        )
     environ = job_script.without_overrides(os.environ, options.header)
     try:
-        return subprocess.run([sbatch], input=text, text=True, env=environ, timeout=_SUBMIT_S, check=False).returncode
+        return subprocess.run(
+            [sbatch], input=text, text=True, env=environ, timeout=_SUBMIT_S, check=False
+        ).returncode
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"sbatch did not answer within {_SUBMIT_S:g} s; squeue --me says whether the job was taken") from None
+        raise LaunchError(
+            f"sbatch did not answer within {_SUBMIT_S:g} s; squeue --me says whether the job was "
+            "taken"
+        ) from None

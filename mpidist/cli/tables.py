@@ -18,7 +18,11 @@ from mpidist.cli.findings import size
 _WIDTH_OF_LOGS = 130
 _MOST_RANKS = 64
 _STYLES = {PROBLEM: "bold red", WARNING: "yellow"}
-_COMPONENTS = {"ob1": "its own transports (shared memory, TCP)", "ucx": "UCX", "cm": "a matching library (libfabric, PSM)"}
+_COMPONENTS = {
+    "ob1": "its own transports (shared memory, TCP)",
+    "ucx": "UCX",
+    "cm": "a matching library (libfabric, PSM)",
+}
 
 
 def console(file: TextIO | None = None, is_rank: bool = False) -> Console:
@@ -26,12 +30,15 @@ def console(file: TextIO | None = None, is_rank: bool = False) -> Console:
 
     Args:
         file: Standard output if None.
-        is_rank: A launcher stands between: Open MPI gives its ranks a pseudo terminal, whatever its own output is.
+        is_rank: A launcher stands between: Open MPI gives its ranks a pseudo terminal, whatever its
+            own output is.
     """
     file = file or sys.stdout
     if file.isatty() and not is_rank:
         return Console(file=file, highlight=False)
-    return Console(file=file, highlight=False, width=_WIDTH_OF_LOGS, force_terminal=False, no_color=True)
+    return Console(
+        file=file, highlight=False, width=_WIDTH_OF_LOGS, force_terminal=False, no_color=True
+    )
 
 
 def print_report(report: Report, to: Console) -> None:
@@ -43,17 +50,27 @@ def print_report(report: Report, to: Console) -> None:
     for finding in report.findings:
         where = f" ({ranks_of(finding.ranks)})" if finding.ranks and len(report.ranks) > 1 else ""
         style = _STYLES.get(finding.level, "")
-        to.print(f"[{style}]{finding.level}[/]" if style else finding.level, escape(f"{finding.text}{where}"), sep=": ")
+        to.print(
+            f"[{style}]{finding.level}[/]" if style else finding.level,
+            escape(f"{finding.text}{where}"),
+            sep=": ",
+        )
         if finding.remedy:
             to.print(f"    {escape(finding.remedy)}")
     to.print(_verdict(report))
 
 
 def _verdict(report: Report) -> str:
-    counts = {level: sum(finding.level == level for finding in report.findings) for level in (PROBLEM, WARNING)}
+    counts = {
+        level: sum(finding.level == level for finding in report.findings)
+        for level in (PROBLEM, WARNING)
+    }
     if counts[PROBLEM]:
         warnings = _counted(counts[WARNING], WARNING)
-        return f"[bold red]{_counted(counts[PROBLEM], PROBLEM)}[/], {warnings}: jobs will not run as they should"
+        return (
+            f"[bold red]{_counted(counts[PROBLEM], PROBLEM)}[/], {warnings}: jobs will not run "
+            "as they should"
+        )
     if counts[WARNING]:
         return f"[yellow]{_counted(counts[WARNING], WARNING)}[/]: jobs run"
     return "[green]everything that was looked at is fine[/]"
@@ -79,20 +96,44 @@ def _facts_table(report: Report, first: Facts) -> Table:
 
 def _rows(facts: Facts) -> list[tuple[str, str]]:
     rows = _mpi_rows(facts.mpi) if facts.mpi is not None else [("MPI", "did not start: see below")]
-    versions = ", ".join(f"{name} {text or 'missing'}" for name, text in facts.versions.items() if text or name != "torch's CUDA")
+    versions = ", ".join(
+        f"{name} {text or 'missing'}"
+        for name, text in facts.versions.items()
+        if text or name != "torch's CUDA"
+    )
     rows.append(("versions", versions))
     rows += _device_rows(facts)
-    shm = f"{size(facts.shm_bytes)}, {size(facts.shm_free_bytes)} free" if facts.shm_bytes >= 0 else "missing"
-    shared = {True: "ranks map each other's", False: "ranks cannot map each other's", None: "not tried with one rank on the node"}
+    shm = (
+        f"{size(facts.shm_bytes)}, {size(facts.shm_free_bytes)} free"
+        if facts.shm_bytes >= 0
+        else "missing"
+    )
+    shared = {
+        True: "ranks map each other's",
+        False: "ranks cannot map each other's",
+        None: "not tried with one rank on the node",
+    }
     mapped = shared[facts.mpi.shares_memory] if facts.mpi is not None else "not tried"
     rows.append((SHARED_MEMORY, f"{shm} (for MPI's own messages)"))
-    rows.append(("memory of the node", f"{mapped}; gradients lie there, in anonymous files that need nothing of {SHARED_MEMORY}"))
+    rows.append(
+        (
+            "memory of the node",
+            f"{mapped}; gradients lie there, in anonymous files that need nothing of "
+            f"{SHARED_MEMORY}",
+        )
+    )
     rows.append(("locked memory", size(facts.memlock_bytes)))
     threads = facts.settings.get("OMP_NUM_THREADS")
     rows.append(
-        ("threads", f"torch computes with {facts.torch_threads}, OMP_NUM_THREADS is {threads or 'not set'}; {facts.cores} cores")
+        (
+            "threads",
+            f"torch computes with {facts.torch_threads}, OMP_NUM_THREADS is "
+            f"{threads or 'not set'}; {facts.cores} cores",
+        )
     )
-    rows.append(("settings", " ".join(f"{name}={text}" for name, text in facts.settings.items()) or "none"))
+    rows.append(
+        ("settings", " ".join(f"{name}={text}" for name, text in facts.settings.items()) or "none")
+    )
     if facts.checks:
         fine = [name for name, text in facts.checks.items() if not text]
         rows.append(("works", ", ".join(fine) or "nothing"))
@@ -115,7 +156,10 @@ def transport_words(known: Any) -> str:
     """Say what is known of transports, and what is not."""
     words = []
     if known.component:
-        words.append(f"messages go by {known.component}: {_COMPONENTS.get(known.component, 'a component of Open MPI')}")
+        words.append(
+            f"messages go by {known.component}: "
+            f"{_COMPONENTS.get(known.component, 'a component of Open MPI')}"
+        )
     if known.device:
         words.append(f"device {known.device}")
     words += [f"{name}={text}" for name, text in known.variables.items()]
@@ -125,12 +169,28 @@ def transport_words(known: Any) -> str:
 
 
 def _device_rows(facts: Facts) -> list[tuple[str, str]]:
-    driver = f"supports up to CUDA {facts.driver_cuda // 1000}.{facts.driver_cuda % 1000 // 10}" if facts.driver_cuda else "none"
-    rows = [("CUDA", f"{facts.device.name}, driver {driver}" if facts.device else f"no device for this rank; driver {driver}")]
+    driver = (
+        f"supports up to CUDA {facts.driver_cuda // 1000}.{facts.driver_cuda % 1000 // 10}"
+        if facts.driver_cuda
+        else "none"
+    )
+    rows = [
+        (
+            "CUDA",
+            f"{facts.device.name}, driver {driver}"
+            if facts.device
+            else f"no device for this rank; driver {driver}",
+        )
+    ]
     if facts.mpi is None:
         return rows
     aware = {True: "yes", False: "no", None: "the library does not say"}[facts.mpi.cuda_aware]
-    rows.append(("CUDA-aware", aware if facts.mpi.cuda_aware is None else f"{aware} ({facts.mpi.cuda_source})"))
+    rows.append(
+        (
+            "CUDA-aware",
+            aware if facts.mpi.cuda_aware is None else f"{aware} ({facts.mpi.cuda_source})",
+        )
+    )
     if facts.device is not None:
         rows += [(f"  {name}", text) for name, text in facts.mpi.operations.items()]
     return rows
@@ -138,12 +198,25 @@ def _device_rows(facts: Facts) -> list[tuple[str, str]]:
 
 def _rank_table(ranks: Sequence[Facts]) -> Table:
     left = len(ranks) - _MOST_RANKS
-    table = Table("rank", "node", "host", "local rank", "cores", "device", caption=f"and {left} ranks more" if left > 0 else None)
+    table = Table(
+        "rank",
+        "node",
+        "host",
+        "local rank",
+        "cores",
+        "device",
+        caption=f"and {left} ranks more" if left > 0 else None,
+    )
     for facts in ranks[:_MOST_RANKS]:
         device = f"cuda:{facts.device.index} {facts.device.uuid}" if facts.device else "cpu"
         node = str(facts.mpi.nodes[facts.rank])
         table.add_row(
-            str(facts.rank), node, facts.host, f"{facts.mpi.local_rank} of {facts.mpi.local_size}", _cores(facts), device
+            str(facts.rank),
+            node,
+            facts.host,
+            f"{facts.mpi.local_rank} of {facts.mpi.local_size}",
+            _cores(facts),
+            device,
         )
     return table
 

@@ -1,4 +1,7 @@
-"""init → group → progress → collectives/p2p/objects → MPI. Importing it starts nothing; ``init()`` does."""
+"""init → group → progress → collectives/p2p/objects → MPI.
+
+Importing it starts nothing; ``init()`` does.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Receives of the parts of an object, whose lengths its header announced: no other length is taken for the part.
 
-The message is matched before it is received (``matched``): one of another length goes into memory of its own, and is an error.
+The message is matched before it is received (``matched``): one of another length goes into memory
+of its own, and is an error.
 """
 
 from __future__ import annotations
@@ -44,9 +45,12 @@ class AnnouncedReceive:
 
     def post(self) -> None:
         """Leave the receive to MPI, as nobody tests it any more: the sender may be waiting for it."""
-        with contextlib.suppress(Exception):  # of a rank that has died; what made the caller give up says so
+        # of a rank that has died; what made the caller give up says so
+        with contextlib.suppress(Exception):
             if not self.Test() and self._request is None:
-                self._request = self._mpi.Irecv((self._space, self._space.nbytes, MPI.BYTE), *self._from)
+                self._request = self._mpi.Irecv(
+                    (self._space, self._space.nbytes, MPI.BYTE), *self._from
+                )
 
     def require_announced(self) -> None:
         """Check what has come.
@@ -55,7 +59,10 @@ class AnnouncedReceive:
             FrameError: It has another length.
         """
         if self._sent != self._space.nbytes:
-            raise FrameError(f"rank {self._from[0]} sent {self._sent} bytes of an object that announces {self._space.nbytes}")
+            raise FrameError(
+                f"rank {self._from[0]} sent {self._sent} bytes of an object that announces "
+                f"{self._space.nbytes}"
+            )
 
     def _matched(self) -> tuple[Any, int, Any]:
         self._sent = self._status.Get_count(MPI.BYTE)

@@ -1,6 +1,7 @@
 """Checks of a collective's arguments on this rank, before any rank enters MPI.
 
-Every message says where, what was expected and what came. ``where`` is ``rank r of W (group "name"): operation``.
+Every message says where, what was expected and what came. ``where`` is ``rank r of W (group
+"name"): operation``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def tensor(where: str, value: Any, name: str) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{where} needs {name} to be a tensor; got {type(value).__name__}")
     if value.layout is not torch.strided:
-        raise TypeError(f"{where} needs {name} to be dense; got layout {value.layout} (use .to_dense())")
+        raise TypeError(
+            f"{where} needs {name} to be dense; got layout {value.layout} (use .to_dense())"
+        )
     if not (value.is_cpu or value.is_cuda):
         raise ValueError(f"{where} needs {name} on the CPU or a CUDA device; got {value.device}")
 
@@ -38,18 +41,24 @@ def sparse(where: str, value: torch.Tensor, name: str, op: Any) -> None:
     if not (value.is_cpu or value.is_cuda):
         raise ValueError(f"{where} needs {name} on the CPU or a CUDA device; got {value.device}")
     if op not in (reduce_op.SUM, reduce_op.AVG):
-        raise ValueError(f"{where} reduces a sparse tensor by sum or avg; got {op} (use .to_dense() for another)")
+        raise ValueError(
+            f"{where} reduces a sparse tensor by sum or avg; got {op} (use .to_dense() for another)"
+        )
     operation(where, value.dtype, op)
 
 
 def tensors(where: str, values: Any, name: str, count: int | None = None) -> None:
     """Require a list of ``count`` tensors on one device and of one dtype."""
     if not isinstance(values, (list, tuple)):
-        raise TypeError(f"{where} needs {name} to be a list of tensors; got {type(values).__name__}")
+        raise TypeError(
+            f"{where} needs {name} to be a list of tensors; got {type(values).__name__}"
+        )
     if not values:
         raise ValueError(f"{where} needs {name} to hold at least one tensor; got none")
     if count is not None and len(values) != count:
-        raise ValueError(f"{where} needs {name} to hold {count} tensors, one a rank; got {len(values)}")
+        raise ValueError(
+            f"{where} needs {name} to hold {count} tensors, one a rank; got {len(values)}"
+        )
     for place, value in enumerate(values):
         tensor(where, value, f"{name}[{place}]")
     same(where, values, name)
@@ -65,21 +74,27 @@ def same(where: str, values: Sequence[torch.Tensor], names: str) -> None:
     first = values[0]
     for value in values[1:]:
         if value.dtype is not first.dtype:
-            raise TypeError(f"{where} needs {names} of one dtype; got {first.dtype} and {value.dtype}")
+            raise TypeError(
+                f"{where} needs {names} of one dtype; got {first.dtype} and {value.dtype}"
+            )
         if value.device != first.device:
-            raise ValueError(f"{where} needs {names} on one device; got {first.device} and {value.device}")
+            raise ValueError(
+                f"{where} needs {names} on one device; got {first.device} and {value.device}"
+            )
 
 
 def writable(where: str, value: torch.Tensor, name: str) -> None:
     """Refuse a tensor that autograd tracks.
 
     Raises:
-        ValueError: Writing would change it behind autograd's back, and gradients would silently be wrong.
+        ValueError: Writing would change it behind autograd's back, and gradients would silently be
+            wrong.
     """
     if value.requires_grad and torch.is_grad_enabled():
         what = "a leaf" if value.is_leaf else "a tensor"
         raise ValueError(
-            f"{where} would write into {name}, {what} that requires grad; pass {name}.detach(), or call under torch.no_grad()"
+            f"{where} would write into {name}, {what} that requires grad; pass {name}.detach(), or "
+            "call under torch.no_grad()"
         )
 
 
@@ -90,7 +105,11 @@ def rank(where: str, value: Any, name: str, size: int) -> None:
         TypeError: Not an int.
         ValueError: Outside 0 … W - 1.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, torch.Tensor):
+    if (
+        isinstance(value, bool)
+        or not hasattr(value, "__index__")
+        or isinstance(value, torch.Tensor)
+    ):
         raise TypeError(f"{where} needs {name} to be a rank (int); got {value!r}")
     if not 0 <= value < size:
         raise ValueError(f"{where} needs {name} in 0 ... {size - 1}; got {value}")
@@ -122,10 +141,14 @@ def numel(where: str, value: torch.Tensor, name: str, expected: int, rule: str) 
         ValueError: Another number; ``rule`` says where the expected one comes from.
     """
     if value.numel() != expected:
-        raise ValueError(f"{where} needs {name} of {expected} elements ({rule}); got shape {tuple(value.shape)}")
+        raise ValueError(
+            f"{where} needs {name} of {expected} elements ({rule}); got shape {tuple(value.shape)}"
+        )
 
 
-def splits(where: str, value: torch.Tensor, sizes: Sequence[int] | None, name: str, ranks: int) -> list[int]:
+def splits(
+    where: str, value: torch.Tensor, sizes: Sequence[int] | None, name: str, ranks: int
+) -> list[int]:
     """Return how many rows of ``value`` go to each rank.
 
     Args:
@@ -135,13 +158,21 @@ def splits(where: str, value: torch.Tensor, sizes: Sequence[int] | None, name: s
         ValueError: Not one size a rank, a negative one, or a sum that is not the number of rows.
     """
     if not value.dim():
-        raise ValueError(f"{where} needs {name} with a first dimension to cut; got a tensor without dimensions")
+        raise ValueError(
+            f"{where} needs {name} with a first dimension to cut; got a tensor without dimensions"
+        )
     rows = value.shape[0]
     if not sizes:
         if rows % ranks:
-            raise ValueError(f"{where} needs {name} whose first dimension divides by {ranks}; got shape {tuple(value.shape)}")
+            raise ValueError(
+                f"{where} needs {name} whose first dimension divides by {ranks}; got shape "
+                f"{tuple(value.shape)}"
+            )
         return [rows // ranks] * ranks
     sizes = [int(size) for size in sizes]
     if len(sizes) != ranks or min(sizes) < 0 or sum(sizes) != rows:
-        raise ValueError(f"{where} needs {ranks} sizes for {name}, none negative, that add up to its {rows} rows; got {sizes}")
+        raise ValueError(
+            f"{where} needs {ranks} sizes for {name}, none negative, that add up to its {rows} "
+            f"rows; got {sizes}"
+        )
     return sizes

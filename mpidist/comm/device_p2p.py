@@ -1,6 +1,7 @@
 """Messages of CUDA tensors: by device pointer where this MPI can, else by a host copy.
 
-Each side decides for itself, because MPI matches bytes. What lies in host memory in another order goes by a copy as well.
+Each side decides for itself, because MPI matches bytes. What lies in host memory in another order
+goes by a copy as well.
 """
 
 from __future__ import annotations
@@ -50,11 +51,14 @@ def to_receive(tensor: Tensor) -> tuple[Tensor, Device | None, Callable[[], list
         return _to_receive(tensor, _entered(device, tensor))
 
 
-def space(nbytes: int, where: torch.device) -> tuple[Tensor, tuple[Tensor, Device | None, Callable[[], list[Any]]]]:
+def space(
+    nbytes: int, where: torch.device
+) -> tuple[Tensor, tuple[Tensor, Device | None, Callable[[], list[Any]]]]:
     """Return new memory on a device for a message, and what ``to_receive`` returns for it.
 
-    It is made on a stream of our own, for which alone the host waits: the calling thread's current stream is the users' default
-    stream as a rule. So whoever uses the memory on another stream says so (``used_here``).
+    It is made on a stream of our own, for which alone the host waits: the calling thread's current
+    stream is the users' default stream as a rule. So whoever uses the memory on another stream says
+    so (``used_here``).
     """
     device = device_at(where)
     assert device is not None
@@ -65,7 +69,9 @@ def space(nbytes: int, where: torch.device) -> tuple[Tensor, tuple[Tensor, Devic
         return tensor, _to_receive(tensor, order)
 
 
-def _to_receive(tensor: Tensor, order: Order | None) -> tuple[Tensor, Device | None, Callable[[], list[Any]]]:
+def _to_receive(
+    tensor: Tensor, order: Order | None
+) -> tuple[Tensor, Device | None, Callable[[], list[Any]]]:
     if order is not None and _takes_messages(tensor):
         order.begin()
         return tensor, order.device, list

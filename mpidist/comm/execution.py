@@ -38,8 +38,10 @@ def _forbid_in_child() -> None:
     for group in list(_groups):
         group.fail(
             MpidistError(
-                f"{group.where('a collective')} was called in a process forked from the rank, which cannot communicate; "
-                "use multiprocessing_context='spawn' or 'forkserver', and keep collectives in the parent"
+                f"{group.where('a collective')} was called in a process forked from the rank, "
+                "which cannot communicate; "
+                "use multiprocessing_context='spawn' or 'forkserver', and keep collectives in the "
+                "parent"
             )
         )
 
@@ -78,7 +80,9 @@ class Execution(Failing):
         if on_timeout == RAISE:
             check = _check_of(weakref.ref(self))
             self._comm_of_thread = comm.patient()
-            self._comm_of_thread.mpi = nonblocking.LeavableComm(comm.plain, check, is_patient=not comm.is_single_node)
+            self._comm_of_thread.mpi = nonblocking.LeavableComm(
+                comm.plain, check, is_patient=not comm.is_single_node
+            )
             comm.mpi = nonblocking.LeavableComm(comm.plain, check, is_patient=False)
         self._progress = Progress(name)
         self._door = self._progress.door
@@ -111,14 +115,15 @@ class Execution(Failing):
     ) -> Work | None:
         """Execute ``function()`` as one operation of the group: what it issues, on any group, ends before its calls return.
 
-        For an operation of several stages that must not mix with others': whatever a rank has queued meanwhile waits behind it.
+        For an operation of several stages that must not mix with others': whatever a rank has
+        queued meanwhile waits behind it.
 
         Collective: over the group, as far as ``function`` is.
 
         Args:
             async_op: On the group's thread, in its turn; else in this one, if nothing is queued.
-            device: A CUDA device on which ``function`` queues work: there it comes behind what the current stream has been given,
-                and before what it is given after ``wait``.
+            device: A CUDA device on which ``function`` queues work: there it comes behind what the
+                current stream has been given, and before what it is given after ``wait``.
             operation: Its name in messages and reports.
             facts: What must be equal on all ranks; compared in debug mode.
             results: What the Work's future holds in the end.
@@ -128,10 +133,14 @@ class Execution(Failing):
         """
         here = device_at(device)
         if here is None:
-            return self._launch(operation, _call, (), (), (function,), async_op, facts, results=results)
+            return self._launch(
+                operation, _call, (), (), (function,), async_op, facts, results=results
+            )
         events: list[Any] = []
         args = (function, Order(here, ()), events)
-        return self._launch(operation, _call_on_device, (), (), args, async_op, facts, events, here, results)
+        return self._launch(
+            operation, _call_on_device, (), (), args, async_op, facts, events, here, results
+        )
 
     def peers_of(self, rank: int | None) -> tuple[int, ...]:
         """Return the world ranks without which a message to or from ``rank`` cannot end; all others for any source."""
@@ -140,11 +149,16 @@ class Execution(Failing):
         return (self.world_ranks[rank],)
 
     def __del__(self) -> None:
-        # Closing is collective, and a finalizer must not communicate: the communicator stays, its thread need not.
+        # Closing is collective, and a finalizer must not communicate: the communicator stays, its
+        # thread need not.
         if hasattr(self, "_progress") and not self._closed and self.size > 1:
             self._progress.abandon()
             if not sys.is_finalizing():
-                warnings.warn(f'group "{self.name}" was dropped without close(); its communicator is lost', ResourceWarning, 2)
+                warnings.warn(
+                    f'group "{self.name}" was dropped without close(); its communicator is lost',
+                    ResourceWarning,
+                    2,
+                )
 
     def _launch(
         self,
@@ -162,7 +176,8 @@ class Execution(Failing):
         """Execute ``execute(comm, inputs, outputs, *args)`` in the group's order.
 
         Args:
-            facts: What must be equal on all ranks, beside the operation and its number; compared in debug mode.
+            facts: What must be equal on all ranks, beside the operation and its number; compared in
+                debug mode.
             events: Receives, from whoever executes, what the caller's stream has to wait for.
             device: Where it works, if the tensors do not tell.
             results: What the Work holds, if neither outputs nor inputs.
@@ -173,12 +188,16 @@ class Execution(Failing):
         self._require_usable(operation)
         self._entered = True
         events = [] if events is None else events
-        if not all(buffer.is_direct(t) for t in inputs) or not all(buffer.is_direct(t) for t in outputs):
+        if not all(buffer.is_direct(t) for t in inputs) or not all(
+            buffer.is_direct(t) for t in outputs
+        ):
             device = device_of((*inputs, *outputs))
             if device is None:
                 execute = on_host(execute)
             else:
-                execute = device_collectives.placed(execute, device, inputs, outputs, args, events, self.size, async_op)
+                execute = device_collectives.placed(
+                    execute, device, inputs, outputs, args, events, self.size, async_op
+                )
         call = (operation, execute, inputs, outputs, args, facts, results)
         if not async_op and self._progress.try_enter():
             try:
@@ -189,7 +208,11 @@ class Execution(Failing):
                 event.hold()
             return None
         work = Work(
-            operation, results or outputs or inputs, self.where(operation), events, None if device is None else device.here
+            operation,
+            results or outputs or inputs,
+            self.where(operation),
+            events,
+            None if device is None else device.here,
         )
         if async_op and is_at_once():
             self._progress.run(work, self._execute, call)
@@ -246,11 +269,19 @@ class Execution(Failing):
             try:
                 return method(*args, **kwargs)
             except (TypeError, ValueError) as error:
-                if self._entered:  # raised by the operation itself, which the other ranks are in, too
+                # raised by the operation itself, which the other ranks are in, too
+                if self._entered:
                     raise
-                refusal = ((fingerprint.REFUSAL, str(error).removeprefix(self.where("")).replace(";", ",")),)
+                refusal = (
+                    (
+                        fingerprint.REFUSAL,
+                        str(error).removeprefix(self.where("")).replace(";", ","),
+                    ),
+                )
                 # As the other ranks call it: two calls are told by the name of their plain form.
-                name = operation.removesuffix("_coalesced") if "_tensor_" in operation else operation
+                name = (
+                    operation.removesuffix("_coalesced") if "_tensor_" in operation else operation
+                )
                 self._launch(name, _nothing, (), (), facts=refusal)
                 raise  # every rank refused it with the same words
 
@@ -278,7 +309,12 @@ def _call(comm: Communicator, inputs: Any, outputs: Any, function: Callable[[], 
 
 
 def _call_on_device(
-    comm: Communicator, inputs: Any, outputs: Any, function: Callable[[], None], order: Order, events: list[Any]
+    comm: Communicator,
+    inputs: Any,
+    outputs: Any,
+    function: Callable[[], None],
+    order: Order,
+    events: list[Any],
 ) -> None:
     order.enter_here()
     _call(comm, inputs, outputs, function)

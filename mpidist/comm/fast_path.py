@@ -1,7 +1,8 @@
 """The shortest path from an all-reduce to MPI, for what a code on a cluster calls thousands of times a second.
 
-It remembers, by address, how a tensor's memory is reduced; a training loop reduces the same buffers in every step. A call that
-finds its memory known, the queue empty and the door open goes straight to MPI.
+It remembers, by address, how a tensor's memory is reduced; a training loop reduces the same buffers
+in every step. A call that finds its memory known, the queue empty and the door open goes straight
+to MPI.
 """
 
 from __future__ import annotations
@@ -73,11 +74,21 @@ class Shortcut:
 
         Below autograd: it writes into a leaf.
         """
-        if torch_profiler._is_profiler_enabled or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+        if (
+            torch_profiler._is_profiler_enabled
+            or not tensor.is_cpu
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+        ):
             return False
         address = tensor.data_ptr()
         call = self._calls.get(address)
-        if call is None or call.nbytes != tensor.nbytes or call.dtype is not tensor.dtype or call.op is not op:
+        if (
+            call is None
+            or call.nbytes != tensor.nbytes
+            or call.dtype is not tensor.dtype
+            or call.op is not op
+        ):
             call = self._remember(address, tensor, op)
             if call is None:
                 return False
@@ -105,7 +116,12 @@ class Shortcut:
         """Return how this memory is reduced, or None if not by this path."""
         dtype = tensor.dtype
         # Conjugate views share their original's memory.
-        if not self._is_open or type(tensor) is not torch.Tensor or not isinstance(op, str) or dtype.is_complex:
+        if (
+            not self._is_open
+            or type(tensor) is not torch.Tensor
+            or not isinstance(op, str)
+            or dtype.is_complex
+        ):
             return None
         try:
             plan = reduce_op.reduction(dtype, op)
@@ -115,7 +131,9 @@ class Shortcut:
             message = (buffer.memory(address, tensor.nbytes), buffer.datatypes()[dtype])
             call = _Call(tensor.nbytes, dtype, op, message, mpi_ops.types_of(dtype, plan)[1], None)
         else:
-            run = low_precision.prepared(self._comm, tensor, plan) or partial(_all_reduce, self._comm, op)
+            run = low_precision.prepared(self._comm, tensor, plan) or partial(
+                _all_reduce, self._comm, op
+            )
             call = _Call(tensor.nbytes, dtype, op, None, None, run)
         if len(self._calls) >= _REMEMBERED:
             self._calls.clear()

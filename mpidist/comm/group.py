@@ -32,7 +32,8 @@ DEFAULT_TIMEOUT_S = 1800.0  # torch's default_pg_timeout
 _CLOSE_S = 30.0  # how long close() lets asynchronous operations end
 _HIGHEST_CREATE_TAG = 32_000  # MPI guarantees tags up to 32767
 _MEETING_TAG = 10  # the library's own
-_ENV_ON_TIMEOUT = "MPIDIST_ON_TIMEOUT"  # "raise" or "abort": for groups that are made from the world without on_timeout
+# "raise" or "abort": for groups that are made from the world without on_timeout
+_ENV_ON_TIMEOUT = "MPIDIST_ON_TIMEOUT"
 
 _default: ProcessGroup | None = None
 _worlds = itertools.count(1)  # groups of all ranks so far
@@ -44,14 +45,17 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
     Make one with ``init`` (all ranks of the job), ``new_group``, ``split`` or ``clone``.
     """
 
-    # How often each kind of child was made. All members count alike, so a child's key is the same for all its ranks.
+    # How often each kind of child was made. All members count alike, so a child's key is the same
+    # for all its ranks.
     _splits = 0
     _clones = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._made: Counter[str] = Counter()
-        self._meeting = creation_barrier.Meeting(self._mpi, self._comm.own_tag(_MEETING_TAG), self.world_ranks)
+        self._meeting = creation_barrier.Meeting(
+            self._mpi, self._comm.own_tag(_MEETING_TAG), self.world_ranks
+        )
 
     def new_group(
         self,
@@ -62,7 +66,8 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
     ) -> ProcessGroup | None:
         """Make a group of some of this group's ranks.
 
-        Collective: over ``ranks`` alone; others may call it too, and get None. Members must agree on the order of such calls.
+        Collective: over ``ranks`` alone; others may call it too, and get None. Members must agree
+        on the order of such calls.
 
         Args:
             ranks: Distinct ranks of this group, in the new group's order.
@@ -74,9 +79,10 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
 
         Raises:
             ValueError: Ranks repeated or out of range.
-            CommTimeout: Not all members came in time (members that wait); the watchdog has printed what each rank does, and
-                this group has failed.
-            RankFailureError: A member died, or came to the end of its program more than 2 s ago (members that wait).
+            CommTimeout: Not all members came in time (members that wait); the watchdog has printed
+                what each rank does, and this group has failed.
+            RankFailureError: A member died, or came to the end of its program more than 2 s ago
+                (members that wait).
             DisagreementError: ``on_timeout`` differs between the members (all members).
         """
         self._require_usable("new_group")
@@ -88,7 +94,9 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
             arguments.rank(where, rank, "each of ranks", self.size)
         if self.rank not in ranks:
             return None
-        name = name or f"{self.name}/{'-'.join(map(str, ranks[:8]))}{'-...' if len(ranks) > 8 else ''}"
+        name = (
+            name or f"{self.name}/{'-'.join(map(str, ranks[:8]))}{'-...' if len(ranks) > 8 else ''}"
+        )
         members = self._mpi.Get_group().Incl(ranks)
         # By its name as well: two threads may make two groups of the same ranks, in either order.
         kind = hashlib.blake2b(repr((name, ranks)).encode(), digest_size=8).hexdigest()
@@ -98,7 +106,9 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
         try:
             self._meeting.meet(where, made, ranks, lambda missing: self._raise_failure())
             # The tag keeps two groups apart that two threads make at once.
-            mpi = self._mpi.Create_group(members, zlib.crc32(repr((name, ranks)).encode()) % _HIGHEST_CREATE_TAG)
+            mpi = self._mpi.Create_group(
+                members, zlib.crc32(repr((name, ranks)).encode()) % _HIGHEST_CREATE_TAG
+            )
         except Exception as error:
             explained = self._explain(error, "new_group")
             if explained is error:
@@ -149,25 +159,39 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
             name: For messages; made up if None.
             on_timeout: See ``init``; this group's if None.
         """
-        # Numbered by the group, not the process: the watchdogs of all ranks must know it by one name.
+        # Numbered by the group, not the process: the watchdogs of all ranks must know it by one
+        # name.
         self._clones += 1
-        child = self._split(0, self.rank, None, name or f"{self.name}/clone{self._clones}", on_timeout)
+        child = self._split(
+            0, self.rank, None, name or f"{self.name}/clone{self._clones}", on_timeout
+        )
         assert child is not None
         return child
 
     def _split(
-        self, color: int | None, key: int, timeout: float | timedelta | None, name: str, on_timeout: str | None
+        self,
+        color: int | None,
+        key: int,
+        timeout: float | timedelta | None,
+        name: str,
+        on_timeout: str | None,
     ) -> ProcessGroup | None:
         self._require_usable("split")
-        if color is not None and (isinstance(color, bool) or not hasattr(color, "__index__") or color < 0):
-            raise ValueError(f"{self.where('split')} needs a color of None or at least 0; got {color!r}")
+        if color is not None and (
+            isinstance(color, bool) or not hasattr(color, "__index__") or color < 0
+        ):
+            raise ValueError(
+                f"{self.where('split')} needs a color of None or at least 0; got {color!r}"
+            )
         made: list[Any] = []
         self._splits += 1
         mpi_color = MPI.UNDEFINED if color is None else color
         self._launch("split", _split, (), (), (mpi_color, key, made))
         if made[0] == MPI.COMM_NULL:
             return None
-        return self._child(made[0], name, f"{self.key}/split{self._splits}.{color}", timeout, on_timeout)
+        return self._child(
+            made[0], name, f"{self.key}/split{self._splits}.{color}", timeout, on_timeout
+        )
 
     def tune(
         self,
@@ -182,18 +206,21 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
         Collective: over this group. Waits behind what is queued.
 
         Args:
-            device: This rank's GPU; the CPU for a dry run; None for host memory, between nodes that have several ranks each.
+            device: This rank's GPU; the CPU for a dry run; None for host memory, between nodes that
+                have several ranks each.
             sizes: Bytes of a tensor.
             rounds: Calls of each algorithm.
             source: Who says so, for the record.
             told: Gets a line for each size.
 
         Raises:
-            ValueError: Host memory, and the group has no choice there: one node, or one rank a node.
+            ValueError: Host memory, and the group has no choice there: one node, or one rank a
+                node.
         """
         if device is None and not self._comm.shares_nodes:
             raise ValueError(
-                f"{self.where('tune')} needs several nodes, and several ranks on one of them, to have a choice in host memory; "
+                f"{self.where('tune')} needs several nodes, and several ranks on one of them, to "
+                "have a choice in host memory; "
                 f"got ranks on nodes {list(self._comm.nodes)}"
             )
         tables: list[tuning.Table] = []
@@ -225,15 +252,26 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
     def _drop_messages(self) -> None:
         with mpi_errors.death_tolerated():
             for source, tag, length in self._receives.drain():
-                if tag <= self._comm.max_tag:  # the library's own are of calls that were refused or given up
+                # the library's own are of calls that were refused or given up
+                if tag <= self._comm.max_tag:
                     warnings.warn(
-                        f"{self.where('close')}: a message from rank {source} (tag {tag}, {length} bytes) was never received",
+                        f"{self.where('close')}: a message from rank {source} (tag {tag}, {length} "
+                        "bytes) was never received",
                         ResourceWarning,
                         3,
                     )
 
-    def _child(self, mpi: Any, name: str, key: str, timeout: float | timedelta | None, on_timeout: str | None) -> ProcessGroup:
-        places = MPI.Group.Translate_ranks(mpi.Get_group(), list(range(mpi.Get_size())), self._mpi.Get_group())
+    def _child(
+        self,
+        mpi: Any,
+        name: str,
+        key: str,
+        timeout: float | timedelta | None,
+        on_timeout: str | None,
+    ) -> ProcessGroup:
+        places = MPI.Group.Translate_ranks(
+            mpi.Get_group(), list(range(mpi.Get_size())), self._mpi.Get_group()
+        )
         world_ranks = [self.world_ranks[place] for place in places]
         limit = self.timeout_s if timeout is None else seconds(timeout)
         return _make(mpi, name, key, world_ranks, limit, self._debug, on_timeout or self.on_timeout)
@@ -255,20 +293,24 @@ def init(
 ) -> ProcessGroup:
     """Return the group of all ranks of the job, starting MPI if nobody has.
 
-    Collective: the first call, over all ranks of the job. Later calls return the same group until it is closed.
+    Collective: the first call, over all ranks of the job. Later calls return the same group until
+    it is closed.
 
     Args:
         name: For messages.
-        timeout: Seconds or a timedelta after which the watchdog reports a collective, and how long this call waits for the other
-            ranks, but at least 60 s; None or 0 for no limit.
-        debug: Compare what ranks are about to do before each collective; ``MPIDIST_DEBUG=1`` if None.
-        on_timeout: ``"abort"``: a collective past its timeout, or one that waits for a rank that has ended, ends the job
-            with a report. ``"raise"``: on every rank of the group the caller gets the report, as a ``CommTimeout`` or a
-            ``RankFailureError``; the group has failed, every later call on it raises, and the program may save its state and
-            end. All collectives are then non-blocking calls of MPI that the thread tests until they have ended. What was
-            given to a failed call stays in MPI's hands: neither read nor write these tensors. A call on device memory that
-            MPI takes directly blocks in MPI, cannot be left and still ends the job.
-            None: ``MPIDIST_ON_TIMEOUT``, else ``"abort"``. Children of the group inherit it.
+        timeout: Seconds or a timedelta after which the watchdog reports a collective, and how long
+            this call waits for the other ranks, but at least 60 s; None or 0 for no limit.
+        debug: Compare what ranks are about to do before each collective; ``MPIDIST_DEBUG=1`` if
+            None.
+        on_timeout: ``"abort"``: a collective past its timeout, or one that waits for a rank that
+            has ended, ends the job with a report. ``"raise"``: on every rank of the group the
+            caller gets the report, as a ``CommTimeout`` or a ``RankFailureError``; the group has
+            failed, every later call on it raises, and the program may save its state and end. All
+            collectives are then non-blocking calls of MPI that the thread tests until they have
+            ended. What was given to a failed call stays in MPI's hands: neither read nor write
+            these tensors. A call on device memory that MPI takes directly blocks in MPI, cannot be
+            left and still ends the job. None: ``MPIDIST_ON_TIMEOUT``, else ``"abort"``. Children of
+            the group inherit it.
 
     Raises:
         LaunchError: The job was started in a way in which MPI cannot connect its ranks.
@@ -299,7 +341,9 @@ def from_world(
     creation_barrier.of_world("init", creation_barrier.start_limit(limit))
     world = runtime.world()
     mpi = world.comm.Split(0, world.rank if key is None else key)
-    places = MPI.Group.Translate_ranks(mpi.Get_group(), list(range(mpi.Get_size())), world.comm.Get_group())
+    places = MPI.Group.Translate_ranks(
+        mpi.Get_group(), list(range(mpi.Get_size())), world.comm.Get_group()
+    )
     return _make(mpi, name, f"world{next(_worlds)}", places, limit, debug, on_timeout)
 
 
@@ -328,7 +372,8 @@ def _make(
     world = runtime.world()
     comm = Communicator(mpi, world.nodes_of(world_ranks), world.highest_tag)
     if comm.shares_nodes:
-        tuning.agreed_table(comm, None)  # now, while all ranks are here: an all-reduce asks for it on each rank by itself
+        # now, while all ranks are here: an all-reduce asks for it on each rank by itself
+        tuning.agreed_table(comm, None)
     group = ProcessGroup(comm, name, key, world_ranks, timeout_s, debug, on_timeout)
     watchdog.watch(group)
     return group
@@ -345,10 +390,18 @@ def _require_one_end(mpi: Any, name: str, on_timeout: str) -> None:
     if max(every) == 2 or len(set(every)) > 1:
         mpi.Free()
         words = [*codes, "another word"]
-        told = ", ".join(f"{words[code]} on rank {every.index(code)}" for code in sorted(set(every)))
+        told = ", ".join(
+            f"{words[code]} on rank {every.index(code)}" for code in sorted(set(every))
+        )
         if on_timeout not in codes:
-            raise ValueError(f'group "{name}": on_timeout (or {_ENV_ON_TIMEOUT}) must be "abort" or "raise"; got {on_timeout!r}')
-        raise DisagreementError(f'group "{name}": on_timeout (or {_ENV_ON_TIMEOUT}) must be the same on all ranks; it is {told}')
+            raise ValueError(
+                f'group "{name}": on_timeout (or {_ENV_ON_TIMEOUT}) must be "abort" or "raise"; '
+                f"got {on_timeout!r}"
+            )
+        raise DisagreementError(
+            f'group "{name}": on_timeout (or {_ENV_ON_TIMEOUT}) must be the same on all ranks; it '
+            f"is {told}"
+        )
 
 
 def _tune(
@@ -364,10 +417,16 @@ def _tune(
 ) -> None:
     if device is not None:
         comm = comm.blocking()  # as collectives of device memory have it
-    tables.append(tuning_runs.measured_table(comm, device, tuning_runs.seconds(comm, device, sizes, rounds, told), source, told))
+    tables.append(
+        tuning_runs.measured_table(
+            comm, device, tuning_runs.seconds(comm, device, sizes, rounds, told), source, told
+        )
+    )
 
 
-def _split(comm: Communicator, inputs: Any, outputs: Any, color: int, key: int, made: list[Any]) -> None:
+def _split(
+    comm: Communicator, inputs: Any, outputs: Any, color: int, key: int, made: list[Any]
+) -> None:
     if isinstance(comm.mpi, nonblocking.LeavableComm):
         comm.mpi.Barrier()  # it can be left while a rank is missing; the call below cannot
     made.append(comm.mpi.Split(color, key))

@@ -24,7 +24,9 @@ class Failing:
         on_timeout: ``ABORT`` or ``RAISE``, the same on all ranks.
     """
 
-    def __init__(self, comm: Communicator, name: str, world_ranks: Sequence[int], on_timeout: str) -> None:
+    def __init__(
+        self, comm: Communicator, name: str, world_ranks: Sequence[int], on_timeout: str
+    ) -> None:
         self.name = name
         self.rank = comm.rank
         self.size = comm.size
@@ -34,13 +36,16 @@ class Failing:
         self._mpi = comm.plain
         self._failure: MpidistError | None = None
         self._closed = False
-        self._wheres: dict[str, str] = {}  # by operation; every call may need one, and writing it takes longer than MPI
+        # by operation; every call may need one, and writing it takes longer than MPI
+        self._wheres: dict[str, str] = {}
 
     def where(self, operation: str) -> str:
         """Return the beginning of a message about ``operation``."""
         text = self._wheres.get(operation)
         if text is None:
-            text = self._wheres[operation] = f'rank {self.rank} of {self.size} (group "{self.name}"): {operation}'
+            text = self._wheres[operation] = (
+                f'rank {self.rank} of {self.size} (group "{self.name}"): {operation}'
+            )
         return text
 
     def fail(self, error: MpidistError) -> None:
@@ -68,17 +73,23 @@ class Failing:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            # A copy: raised again and again, one exception would gather the frames of all its callers.
+            # A copy: raised again and again, one exception would gather the frames of all its
+            # callers.
             raise copy.copy(self._failure)
 
     def _explain(self, error: Exception, operation: str) -> Exception:
         """Return what the user should see for what an operation raised, and note whether the group is lost."""
         if isinstance(error, LengthError):
             return DisagreementError(
-                f"{self.where(operation)}: {error}; with MPIDIST_DEBUG=1 all ranks compare before they communicate"
+                f"{self.where(operation)}: {error}; with MPIDIST_DEBUG=1 all ranks compare before "
+                "they communicate"
             )
         if not mpi_errors.is_mpi_error(error):
-            if self.on_timeout == RAISE and self._failure is not None and isinstance(error, MpidistError):
+            if (
+                self.on_timeout == RAISE
+                and self._failure is not None
+                and isinstance(error, MpidistError)
+            ):
                 nonblocking.keep(error)
                 runtime.note_failure()
             return error
@@ -86,12 +97,17 @@ class Failing:
             return self._failure
         told = mpi_errors.translate(error, self.where(operation))
         if isinstance(told, RankFailureError):
-            # Another rank may have revoked the group because of one that left in peace, of which MPI has nothing to say.
-            dead = exited_ranks.among(self.world_ranks) or mpi_errors.failed_ranks(self._mpi, self.world_ranks)
+            # Another rank may have revoked the group because of one that left in peace, of which
+            # MPI has nothing to say.
+            dead = exited_ranks.among(self.world_ranks) or mpi_errors.failed_ranks(
+                self._mpi, self.world_ranks
+            )
             if dead:
                 if not exited_ranks.among(dead):
                     runtime.note_failure(dead)
-                told = RankFailureError(f"{told}; world ranks that failed: {', '.join(map(str, dead))}", dead)
+                told = RankFailureError(
+                    f"{told}; world ranks that failed: {', '.join(map(str, dead))}", dead
+                )
             self.fail(told)
             self.revoke()  # the others may wait for a rank that has just given up
         return told

@@ -1,7 +1,7 @@
 """Table of the store ``mpi://``, its verbs, and what a request for one may look like (pure).
 
-A verb comes from another rank as a word. It is looked up here with the types of its arguments; nothing else of the word is
-believed.
+A verb comes from another rank as a word. It is looked up here with the types of its arguments;
+nothing else of the word is believed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 from mpidist.comm.serialization import frame
 from mpidist.errors import FrameError
 
-REPLY_TAGS = range(16, 16 + (1 << 14))  # one for each request under way, so that threads do not take each other's answers
+# one for each request under way, so that threads do not take each other's answers
+REPLY_TAGS = range(16, 16 + (1 << 14))
 BYE = "bye"  # a client's last word, which has no answer
 WAIT = "wait"  # answered by the server, not by the table
 
@@ -44,7 +45,9 @@ class KeyValueTable:
         try:
             total = int(held) + amount
         except ValueError:
-            raise ValueError(f"the store cannot add to {key!r}: its value, {len(held)} bytes, is no number") from None
+            raise ValueError(
+                f"the store cannot add to {key!r}: its value, {len(held)} bytes, is no number"
+            ) from None
         self._values[key] = str(total).encode()
         return total
 
@@ -147,9 +150,15 @@ def request_of(data: Any) -> tuple[int, str, list[Any]]:
     if type(verb) is not str or verb not in _ARGUMENTS:
         raise FrameError("a request to the store asks for an unknown verb")
     if type(tag) is not int or (tag not in REPLY_TAGS and verb != BYE):
-        raise FrameError(f"a request to the store, {verb}, asks for an answer under a tag that is none")
+        raise FrameError(
+            f"a request to the store, {verb}, asks for an answer under a tag that is none"
+        )
     kinds = _ARGUMENTS[verb]
-    if type(args) is not list or len(args) != len(kinds) or not all(fits(arg) for fits, arg in zip(kinds, args, strict=True)):
+    if (
+        type(args) is not list
+        or len(args) != len(kinds)
+        or not all(fits(arg) for fits, arg in zip(kinds, args, strict=True))
+    ):
         raise FrameError(f"a request to the store, {verb}, has other arguments than that verb")
     return tag, verb, args
 

@@ -1,7 +1,8 @@
 """A barrier that says who is missing, instead of hanging.
 
-Every rank reports to rank 0 and waits for its verdict: 2·(W - 1) messages of 8 bytes and a list of ranks. Rank 0 collects until
-all are there or the time is over, then tells those that came who did not.
+Every rank reports to rank 0 and waits for its verdict: 2·(W - 1) messages of 8 bytes and a list of
+ranks. Rank 0 collects until all are there or the time is over, then tells those that came who did
+not.
 """
 
 from __future__ import annotations
@@ -36,18 +37,24 @@ class MonitoredBarrier(Execution):
         # Threads of this rank take turns: the others know a barrier by its number alone.
         self._one_barrier = threading.Lock()
 
-    def monitored_barrier(self, timeout: float | timedelta | None = None, wait_all_ranks: bool = True) -> None:
+    def monitored_barrier(
+        self, timeout: float | timedelta | None = None, wait_all_ranks: bool = True
+    ) -> None:
         """Wait until all ranks have called it, at most ``timeout`` (the group's by default).
 
         Collective: over the group.
 
         Args:
-            timeout: Seconds or a timedelta. 0 does not wait: rank 0 looks once who has come, as torch's does on Gloo.
-            wait_all_ranks: Accepted for torch's signature. The whole list of missing ranks is always collected.
+            timeout: Seconds or a timedelta. 0 does not wait: rank 0 looks once who has come, as
+                torch's does on Gloo.
+            wait_all_ranks: Accepted for torch's signature. The whole list of missing ranks is
+                always collected.
 
         Raises:
-            CommTimeout: On every rank that came, naming the ranks that did not; if rank 0 is missing, naming rank 0.
-            RankFailureError: On every rank that came, instead: a rank came to the end of its program more than 2 s ago.
+            CommTimeout: On every rank that came, naming the ranks that did not; if rank 0 is
+                missing, naming rank 0.
+            RankFailureError: On every rank that came, instead: a rank came to the end of its
+                program more than 2 s ago.
         """
         meet = self._meet
         if torch_profiler._is_profiler_enabled:
@@ -57,8 +64,9 @@ class MonitoredBarrier(Execution):
     def _meet(self, timeout: float | timedelta | None) -> None:
         self._require_usable("monitored_barrier")
         limit = self.timeout_s if timeout is None else seconds(timeout) or 0.0
-        # Not the door of the group's order: an asynchronous collective that the group's thread is in on another rank, and that
-        # waits for the door here, would wait for this call, and this call for that rank. These messages have tags of their own.
+        # Not the door of the group's order: an asynchronous collective that the group's thread is
+        # in on another rank, and that waits for the door here, would wait for this call, and this
+        # call for that rank. These messages have tags of their own.
         with self._one_barrier:
             self._barriers += 1
             try:
@@ -72,11 +80,14 @@ class MonitoredBarrier(Execution):
                     raise
                 raise explained from error
         if have_ended:
-            raise exited_ranks.failure(self.where("monitored_barrier"), [self.world_ranks[rank] for rank in missing])
+            raise exited_ranks.failure(
+                self.where("monitored_barrier"), [self.world_ranks[rank] for rank in missing]
+            )
         if missing:
             plural = "s" if len(missing) > 1 else ""
             raise CommTimeout(
-                f"{self.where('monitored_barrier')} number {self._barriers}: rank{plural} {', '.join(map(str, missing))} "
+                f"{self.where('monitored_barrier')} number {self._barriers}: rank{plural} "
+                f"{', '.join(map(str, missing))} "
                 f"did not come within {limit:g} s"
             )
 
@@ -89,11 +100,14 @@ class MonitoredBarrier(Execution):
             return [peer for peer in range(1, self.size) if peer not in arrived]
 
         def all_there() -> bool:
-            while (message := self._mpi.Improbe(MPI.ANY_SOURCE, self._comm.own_tag(_ARRIVE), status)) is not None:
+            while (
+                message := self._mpi.Improbe(MPI.ANY_SOURCE, self._comm.own_tag(_ARRIVE), status)
+            ) is not None:
                 word, peer = bytearray(8), status.Get_source()
                 message.Recv((word, 8, MPI.BYTE))
                 number = int.from_bytes(word, "little", signed=True)
-                # A rank that gave up says so, in the order of its messages: its arrival counts no more.
+                # A rank that gave up says so, in the order of its messages: its arrival counts no
+                # more.
                 if number > 0:
                     arrived[peer] = number
                 else:
@@ -104,7 +118,9 @@ class MonitoredBarrier(Execution):
         ended = self._ended(absent())
         missing = ended or absent()
         for peer, number in arrived.items():
-            verdict = b"".join(word.to_bytes(8, "little") for word in (number, bool(ended), *missing))
+            verdict = b"".join(
+                word.to_bytes(8, "little") for word in (number, bool(ended), *missing)
+            )
             self._mpi.Send((verdict, len(verdict), MPI.BYTE), peer, self._comm.own_tag(_VERDICT))
         return missing, bool(ended)
 
@@ -114,17 +130,24 @@ class MonitoredBarrier(Execution):
         status = MPI.Status()
 
         def verdict_there() -> bool:
-            while (message := self._mpi.Improbe(0, self._comm.own_tag(_VERDICT), status)) is not None:
+            while (
+                message := self._mpi.Improbe(0, self._comm.own_tag(_VERDICT), status)
+            ) is not None:
                 data = bytearray(status.Get_count(MPI.BYTE))
                 message.Recv((data, len(data), MPI.BYTE))
-                words[:] = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+                words[:] = [
+                    int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)
+                ]
                 if words[0] == self._barriers:  # else it is about a barrier that this rank gave up
                     return True
             return False
 
-        # Any rank's end concerns this one: rank 0 may have given the barrier up for it before this rank came.
+        # Any rank's end concerns this one: rank 0 may have given the barrier up for it before this
+        # rank came.
         others = [rank for rank in range(self.size) if rank != self.rank]
-        if self._poll(verdict_there, None if limit_s is None else limit_s + _GRACE_S, lambda: others):
+        if self._poll(
+            verdict_there, None if limit_s is None else limit_s + _GRACE_S, lambda: others
+        ):
             return words[2:], bool(words[1])
         self._tell_root(-self._barriers)
         ended = self._ended(others)
@@ -138,7 +161,9 @@ class MonitoredBarrier(Execution):
         word = number.to_bytes(8, "little", signed=True)
         self._mpi.Send((word, 8, MPI.BYTE), 0, self._comm.own_tag(_ARRIVE))
 
-    def _poll(self, ready: Callable[[], bool], limit_s: float | None, needed: Callable[[], list[int]]) -> bool:
+    def _poll(
+        self, ready: Callable[[], bool], limit_s: float | None, needed: Callable[[], list[int]]
+    ) -> bool:
         """Wait until ``ready``; False when the time is over or one of the ranks that it needs has ended."""
         start = time.monotonic()
         while not ready():

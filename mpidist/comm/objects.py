@@ -1,11 +1,13 @@
 """Collectives and messages of Python objects.
 
-Objects travel as frames: small ones in one message, large memory (tensors, arrays) straight from and into place, past 2 GiB in
-pieces. Every object call is collective over the group like its tensor counterpart, and every call is synchronous.
+Objects travel as frames: small ones in one message, large memory (tensors, arrays) straight from
+and into place, past 2 GiB in pieces. Every object call is collective over the group like its tensor
+counterpart, and every call is synchronous.
 
-A frame holds a pickle, which runs what its sender put in as it is read, or data alone: numbers, texts, containers, tensors and
-arrays. Every call takes ``data_only``: None for what ``MPIDIST_TRUST`` says (``trust``), True for data, False for a pickle. Who
-asks for data refuses a pickle unread (``FrameError``); what is not plain data is refused where it is given
+A frame holds a pickle, which runs what its sender put in as it is read, or data alone: numbers,
+texts, containers, tensors and arrays. Every call takes ``data_only``: None for what
+``MPIDIST_TRUST`` says (``trust``), True for data, False for a pickle. Who asks for data refuses a
+pickle unread (``FrameError``); what is not plain data is refused where it is given
 (``NotPlainData``), and the others of a collective are told.
 """
 
@@ -34,7 +36,8 @@ from mpidist.errors import CommTimeout, FrameError, MpidistError
 
 _TAG = 2
 _SPIN_S, _SLEEP_S = 1e-3, 50e-6  # a receive looks without pause first, then with pauses
-_SMALL_BYTES = 64 << 10  # a frame up to this size is gathered in one collective, and sent in one message with its header
+# a frame up to this size is gathered in one collective, and sent in one message with its header
+_SMALL_BYTES = 64 << 10
 
 
 class Objects(Execution):
@@ -45,18 +48,24 @@ class Objects(Execution):
         self._posting_objects = threading.Lock()  # the parts of one object go out behind each other
         self._incoming = Incoming()
 
-    def broadcast_object(self, obj: Any = None, src: int = 0, *, data_only: bool | None = None) -> Any:
+    def broadcast_object(
+        self, obj: Any = None, src: int = 0, *, data_only: bool | None = None
+    ) -> Any:
         """Give rank ``src``'s object to all; the others' argument is ignored."""
         where, is_data = self.where("broadcast_object"), trust.is_data_only(data_only)
         arguments.rank(where, src, "src", self.size)
         message, refusal = _encoded(obj, is_data) if self.rank == src else (None, None)
         result: list[Any] = []
-        self._launch("broadcast_object", _broadcast, (), (), (message, src, result), facts=(("src", src),))
+        self._launch(
+            "broadcast_object", _broadcast, (), (), (message, src, result), facts=(("src", src),)
+        )
         if refusal is not None:
             raise refusal
         return obj if self.rank == src else _accepted(where, result[0], result[1:], is_data)
 
-    def broadcast_object_list(self, object_list: list[Any], src: int = 0, *, data_only: bool | None = None) -> None:
+    def broadcast_object_list(
+        self, object_list: list[Any], src: int = 0, *, data_only: bool | None = None
+    ) -> None:
         """Overwrite every rank's list with rank ``src``'s."""
         object_list[:] = self.broadcast_object(object_list, src, data_only=data_only)
 
@@ -65,23 +74,39 @@ class Objects(Execution):
         where, is_data = self.where("all_gather_object"), trust.is_data_only(data_only)
         (header, body), refusal = _encoded(obj, is_data)
         parts: list[Any] = []
-        self._launch("all_gather_object", _all_gather, (), (), (bytearray().join((header, *body)), parts))
+        self._launch(
+            "all_gather_object", _all_gather, (), (), (bytearray().join((header, *body)), parts)
+        )
         if refusal is not None:
             raise refusal
         return [_accepted(where, *frame.parted(part), is_data) for part in parts]
 
-    def gather_object(self, obj: Any, dst: int = 0, *, data_only: bool | None = None) -> list[Any] | None:
+    def gather_object(
+        self, obj: Any, dst: int = 0, *, data_only: bool | None = None
+    ) -> list[Any] | None:
         """Return the W ranks' objects on rank ``dst``, None elsewhere."""
         where, is_data = self.where("gather_object"), trust.is_data_only(data_only)
         arguments.rank(where, dst, "dst", self.size)
         message, refusal = _encoded(obj, is_data)
         bodies: list[Any] = []
-        self._launch("gather_object", _gather, (), (), (message, dst, bodies), facts=(("dst", dst),))
+        self._launch(
+            "gather_object", _gather, (), (), (message, dst, bodies), facts=(("dst", dst),)
+        )
         if refusal is not None:
             raise refusal
-        return [_accepted(where, header, body, is_data) for header, body in bodies] if self.rank == dst else None
+        return (
+            [_accepted(where, header, body, is_data) for header, body in bodies]
+            if self.rank == dst
+            else None
+        )
 
-    def scatter_object(self, object_list: Sequence[Any] | None = None, src: int = 0, *, data_only: bool | None = None) -> Any:
+    def scatter_object(
+        self,
+        object_list: Sequence[Any] | None = None,
+        src: int = 0,
+        *,
+        data_only: bool | None = None,
+    ) -> Any:
         """Return the rank's object of rank ``src``'s list of W."""
         where, is_data = self.where("scatter_object"), trust.is_data_only(data_only)
         arguments.rank(where, src, "src", self.size)
@@ -93,11 +118,15 @@ class Objects(Execution):
                 refusal = next((error for _, error in encoded if error is not None), None)
                 messages = [message for message, _ in encoded]
             else:
-                refusal = ValueError(f"{where} needs object_list to hold {self.size} objects, one a rank")
+                refusal = ValueError(
+                    f"{where} needs object_list to hold {self.size} objects, one a rank"
+                )
             if refusal is not None:  # told to all, not to the one whose object it is
                 messages = [frame.refusal(repr(refusal))] * self.size
         came: list[Any] = []
-        self._launch("scatter_object", _scatter, (), (), (messages, src, came), facts=(("src", src),))
+        self._launch(
+            "scatter_object", _scatter, (), (), (messages, src, came), facts=(("src", src),)
+        )
         if refusal is not None:
             raise refusal
         header, body = came[0]
@@ -128,19 +157,25 @@ class Objects(Execution):
 
     def _send_message(self, message: Message, dst: int) -> None:
         works = []
-        # All parts are under way before any is waited for: one that is given up must not leave the others unsent.
+        # All parts are under way before any is waited for: one that is given up must not leave the
+        # others unsent.
         with self._posting_objects:
             for part, number in _parts(message, _OBJECT_TAG):
-                request = self._mpi.Isend((part, memoryview(part).nbytes, MPI.BYTE), dst, self._comm.own_tag(number))
+                request = self._mpi.Isend(
+                    (part, memoryview(part).nbytes, MPI.BYTE), dst, self._comm.own_tag(number)
+                )
                 works.append(self._part_work("send_object", request, part, dst))
         for work in works:
             work.wait()
 
-    def recv_object(self, src: int | None = None, *, data_only: bool | None = None) -> tuple[Any, int]:
+    def recv_object(
+        self, src: int | None = None, *, data_only: bool | None = None
+    ) -> tuple[Any, int]:
         """Receive an object from rank ``src`` or from any; return it and the sender's rank. Not collective.
 
         Raises:
-            FrameError: What came is a pickle, and data is asked for; or bytes that are no object. The message is received.
+            FrameError: What came is a pickle, and data is asked for; or bytes that are no object.
+                The message is received.
         """
         receive = self._recv_object
         if torch_profiler._is_profiler_enabled:
@@ -155,7 +190,9 @@ class Objects(Execution):
         try:
             limit = (self.where("recv_object"), self.timeout_s, self.peers_of(src))
             source = MPI.ANY_SOURCE if src is None else src
-            header, body, source = self._incoming.receive(self._comm, source, _OBJECT_TAG, limit, self._wait_for_part)
+            header, body, source = self._incoming.receive(
+                self._comm, source, _OBJECT_TAG, limit, self._wait_for_part
+            )
         except Exception as error:
             raise self._explain(error, "recv_object") from error
         return _accepted(self.where("recv_object"), header, body, is_data), source
@@ -165,14 +202,19 @@ class Objects(Execution):
 
     def _part_work(self, operation: str, request: Any, part: Any, peer: int) -> RequestWork:
         where, peers = self.where(operation), self.peers_of(peer)
-        work = RequestWork(operation, None, request, where, self.journal, self.timeout_s, peers=peers)
+        work = RequestWork(
+            operation, None, request, where, self.journal, self.timeout_s, peers=peers
+        )
         work.kept = part
         return work
 
 
 _OBJECT_TAG = 3  # users' object messages must not match the collectives' own
-_REST = 7  # what is added to a tag for the parts of an object behind the first: a probe for the next object must not match them
-Limit = tuple[str, float | None, Sequence[int]]  # whose wait, seconds, and the world ranks without which nothing can come
+# what is added to a tag for the parts of an object behind the first: a probe for the next object
+# must not match them
+_REST = 7
+# whose wait, seconds, and the world ranks without which nothing can come
+Limit = tuple[str, float | None, Sequence[int]]
 
 
 def _encoded(obj: Any, is_data: bool) -> tuple[Message, Exception | None]:
@@ -192,7 +234,14 @@ def _accepted(where: str, header: Any, body: Sequence[Any], is_data: bool) -> An
         raise FrameError(f"{where}: {error}") from error
 
 
-def _broadcast(comm: Communicator, inputs: Any, outputs: Any, message: Message | None, root: int, result: list[Any]) -> None:
+def _broadcast(
+    comm: Communicator,
+    inputs: Any,
+    outputs: Any,
+    message: Message | None,
+    root: int,
+    result: list[Any],
+) -> None:
     if message is not None:
         header, body = message
         comm.mpi.Bcast((len(header).to_bytes(8, "little"), 8, MPI.BYTE), root)
@@ -209,19 +258,27 @@ def _broadcast(comm: Communicator, inputs: Any, outputs: Any, message: Message |
             comm.mpi.Bcast((part[start : start + count], count, MPI.BYTE), root)
 
 
-def _all_gather(comm: Communicator, inputs: Any, outputs: Any, data: bytearray, parts: list[Any]) -> None:
+def _all_gather(
+    comm: Communicator, inputs: Any, outputs: Any, data: bytearray, parts: list[Any]
+) -> None:
     mine = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
     lengths = torch.empty(comm.size, dtype=torch.int64, device="cpu")
-    comm.mpi.Allgather(buffer.as_bytes(mine), (buffer.memory(lengths.data_ptr(), lengths.nbytes), 8, MPI.BYTE))
+    comm.mpi.Allgather(
+        buffer.as_bytes(mine), (buffer.memory(lengths.data_ptr(), lengths.nbytes), 8, MPI.BYTE)
+    )
     counts = lengths.tolist()
     if min(counts) < 0:
-        raise FrameError(f"rank {counts.index(min(counts))} announces an object of {min(counts)} bytes")
+        raise FrameError(
+            f"rank {counts.index(min(counts))} announces an object of {min(counts)} bytes"
+        )
     if max(counts) <= _SMALL_BYTES:
         space = bytearray(sum(counts))
         starts = [sum(counts[:i]) for i in range(comm.size)]
         comm.mpi.Allgatherv((data, len(data), MPI.BYTE), (space, (counts, starts), MPI.BYTE))
         view = memoryview(space)
-        parts.extend(view[start : start + count] for start, count in zip(starts, counts, strict=True))
+        parts.extend(
+            view[start : start + count] for start, count in zip(starts, counts, strict=True)
+        )
         return
     for root, count in enumerate(counts):
         part = memoryview(data) if root == comm.rank else zeroed(count)
@@ -230,7 +287,9 @@ def _all_gather(comm: Communicator, inputs: Any, outputs: Any, data: bytearray, 
         parts.append(part)
 
 
-def _gather(comm: Communicator, inputs: Any, outputs: Any, message: Message, root: int, bodies: list[Any]) -> None:
+def _gather(
+    comm: Communicator, inputs: Any, outputs: Any, message: Message, root: int, bodies: list[Any]
+) -> None:
     if comm.rank != root:
         _send(comm, message, root)
         return
@@ -239,7 +298,14 @@ def _gather(comm: Communicator, inputs: Any, outputs: Any, message: Message, roo
         bodies.append(_copied(message) if peer == root else incoming.receive(comm, peer, _TAG)[:2])
 
 
-def _scatter(comm: Communicator, inputs: Any, outputs: Any, messages: list[Message] | None, root: int, came: list[Any]) -> None:
+def _scatter(
+    comm: Communicator,
+    inputs: Any,
+    outputs: Any,
+    messages: list[Message] | None,
+    root: int,
+    came: list[Any],
+) -> None:
     if messages is None:
         came.append(Incoming().receive(comm, root, _TAG)[:2])
         return
@@ -271,13 +337,15 @@ def _parts(message: Message, number: int) -> Iterator[tuple[Any, int]]:
 class Incoming:
     """Objects on their way to this rank, for any number of receiving threads.
 
-    The first message of each object is matched by a probe; the others follow in the order in which the sender posted them, so
-    that the threads receive them in the order in which they matched the first ones.
+    The first message of each object is matched by a probe; the others follow in the order in which
+    the sender posted them, so that the threads receive them in the order in which they matched the
+    first ones.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._last: dict[tuple[int, int], threading.Event] = {}  # (source, tag): set when the last object's parts have come
+        # (source, tag): set when the last object's parts have come
+        self._last: dict[tuple[int, int], threading.Event] = {}
 
     def receive(
         self,
@@ -290,7 +358,8 @@ class Incoming:
         """Receive an object's header and parts; return them and the sender's rank.
 
         Args:
-            wait: Waits for the request of a part, with the part's memory and the sender's rank; in MPI if None.
+            wait: Waits for the request of a part, with the part's memory and the sender's rank; in
+                MPI if None.
         """
         message, status = _matched(comm, source, comm.own_tag(number), limit, self._lock)
         try:
@@ -312,7 +381,9 @@ class Incoming:
             for length in lengths[len(body) :]:
                 part = zeroed(length)
                 for start, count in buffer.pieces(length):
-                    piece = AnnouncedReceive(comm, part[start : start + count], source, comm.own_tag(number + _REST))
+                    piece = AnnouncedReceive(
+                        comm, part[start : start + count], source, comm.own_tag(number + _REST)
+                    )
                     if wait is None:
                         piece.receive()
                     else:
@@ -328,9 +399,12 @@ class Incoming:
             have_come.set()
 
 
-def _matched(comm: Communicator, source: int, tag: int, limit: Limit, lock: threading.Lock) -> tuple[Any, Any]:
+def _matched(
+    comm: Communicator, source: int, tag: int, limit: Limit, lock: threading.Lock
+) -> tuple[Any, Any]:
     """Wait for a message; the lock is held when it is there, and only then."""
-    # A matched probe: no other thread can take the message between seeing and receiving it (MPI-4.1 §3.8.2).
+    # A matched probe: no other thread can take the message between seeing and receiving it (MPI-4.1
+    # §3.8.2).
     status = MPI.Status()
     start = time.monotonic()
     where, timeout_s, peers = limit

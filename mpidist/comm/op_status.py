@@ -14,7 +14,8 @@ class Entry:
 
     group: str
     key: str  # the group's, unique and the same on all its ranks
-    sequence: int  # collectives started on this group by this rank, this one included; 0 for point-to-point
+    # collectives started on this group by this rank, this one included; 0 for point-to-point
+    sequence: int
     operation: str
     shape: tuple[int, ...] | None
     dtype: str | None
@@ -22,10 +23,16 @@ class Entry:
     queued: int  # operations waiting behind it
 
     def __str__(self) -> str:
-        what = self.operation + (f"(shape={self.shape}, dtype={self.dtype})" if self.shape is not None else "()")
+        what = self.operation + (
+            f"(shape={self.shape}, dtype={self.dtype})" if self.shape is not None else "()"
+        )
         number = f" number {self.sequence}" if self.sequence else ""
         if self.seconds is None:
-            last = f"the last was number {self.sequence}, {self.operation}" if self.sequence else "there was none yet"
+            last = (
+                f"the last was number {self.sequence}, {self.operation}"
+                if self.sequence
+                else "there was none yet"
+            )
             return f'outside any collective of group "{self.group}"; {last}'
         behind = f", {self.queued} queued behind it" if self.queued else ""
         return f'in{number} {what} of group "{self.group}" for {self.seconds:.1f} s{behind}'
@@ -41,8 +48,9 @@ IDLE: Any = _Idle()
 class Journal:
     """The operation a group is executing, and the point-to-point waits beside it.
 
-    ``enter`` and ``leave`` are on the path of every collective: three stores and no clock, because a group executes one
-    collective at a time, and the watchdog, which looks ten times a second, notes when it first saw it (``observe``).
+    ``enter`` and ``leave`` are on the path of every collective: three stores and no clock, because
+    a group executes one collective at a time, and the watchdog, which looks ten times a second,
+    notes when it first saw it (``observe``).
 
     Attributes:
         group: The group's name.
@@ -53,7 +61,17 @@ class Journal:
         queued: Asynchronous operations behind it.
     """
 
-    __slots__ = ("_creations", "_seen", "_waits", "group", "key", "operation", "queued", "sequence", "tensor")
+    __slots__ = (
+        "_creations",
+        "_seen",
+        "_waits",
+        "group",
+        "key",
+        "operation",
+        "queued",
+        "sequence",
+        "tensor",
+    )
 
     def __init__(self, group: str, key: str) -> None:
         self.group = group
@@ -117,12 +135,17 @@ class Journal:
         """Return the collective (or that there is none) first, then the point-to-point waits."""
         tensor = self.tensor
         if tensor is IDLE:
-            now = Entry(self.group, self.key, self.sequence, self.operation, None, None, None, self.queued)
+            now = Entry(
+                self.group, self.key, self.sequence, self.operation, None, None, None, self.queued
+            )
         else:
             now = self._entry(self.operation, tensor, self.observe(), self.sequence)
         clock = time.monotonic()
         waits = list(self._waits.values())
-        return [now, *(self._entry(name, tensor, clock - start, 0) for name, tensor, start in waits)]
+        return [
+            now,
+            *(self._entry(name, tensor, clock - start, 0) for name, tensor, start in waits),
+        ]
 
     def _entry(self, operation: str, tensor: Any, seconds: float, sequence: int) -> Entry:
         shape = tuple(tensor.shape) if tensor is not None else None

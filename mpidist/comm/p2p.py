@@ -1,7 +1,8 @@
 """Point-to-point messages of a process group: send, recv, isend, irecv, with tags and any source.
 
-Messages do not wait behind the group's collectives and match by (sender, tag) in the order sent (MPI-4.1 §3.5). A waiting thread
-makes MPI advance by itself, so a receive that never comes raises ``CommTimeout`` instead of hanging, and is withdrawn.
+Messages do not wait behind the group's collectives and match by (sender, tag) in the order sent
+(MPI-4.1 §3.5). A waiting thread makes MPI advance by itself, so a receive that never comes raises
+``CommTimeout`` instead of hanging, and is withdrawn.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class PointToPoint(Execution):
 
         Raises:
             CommTimeout: Nothing came within the group's timeout; the receive is withdrawn.
-            MpidistError: The message is longer or shorter than the tensor. A longer one leaves the tensor as it was.
+            MpidistError: The message is longer or shorter than the tensor. A longer one leaves the
+                tensor as it was.
         """
         receive = self._recv
         if torch_profiler._is_profiler_enabled:
@@ -92,7 +94,10 @@ class PointToPoint(Execution):
         """Start messages in any order without deadlock: all receives are posted before the first send."""
         for operation in operations:
             if operation.op not in ("isend", "irecv"):
-                raise ValueError(f'{self.where("batch_isend_irecv")} needs op "isend" or "irecv"; got {operation.op!r}')
+                raise ValueError(
+                    f'{self.where("batch_isend_irecv")} needs op "isend" or "irecv"; got '
+                    f"{operation.op!r}"
+                )
             if operation.op == "isend" and operation.peer is None:
                 raise ValueError(f"{self.where('batch_isend_irecv')} needs a peer for a send")
         works: dict[int, RequestWork] = {}
@@ -125,12 +130,18 @@ class PointToPoint(Execution):
         release_orphans()
         memory, device = device_p2p.to_send(tensor)
         requests = [
-            start_request(device, self._mpi.Isend, buffer.byte_range(memory, start, length), dst, tag)
+            start_request(
+                device, self._mpi.Isend, buffer.byte_range(memory, start, length), dst, tag
+            )
             for start, length in buffer.pieces(memory.nbytes)
         ]
-        return self._request_work(operation, tensor, requests, lambda: -1, memory, self.peers_of(dst))
+        return self._request_work(
+            operation, tensor, requests, lambda: -1, memory, self.peers_of(dst)
+        )
 
-    def _irecv(self, operation: str, tensor: Tensor, src: int | None, tag: int, waits: bool = False) -> RequestWork:
+    def _irecv(
+        self, operation: str, tensor: Tensor, src: int | None, tag: int, waits: bool = False
+    ) -> RequestWork:
         self._require_usable(operation)
         where = self.where(operation)
         arguments.tensor(where, tensor, "tensor")
@@ -143,10 +154,16 @@ class PointToPoint(Execution):
         events: list[Any] = []
         spans = list(buffer.pieces(memory.nbytes))
         if src is None and len(spans) > 1:
-            raise ValueError(f"{where} from any source takes at most {buffer.MAX_COUNT} bytes; got {memory.nbytes}; name src")
+            raise ValueError(
+                f"{where} from any source takes at most {buffer.MAX_COUNT} bytes; got "
+                f"{memory.nbytes}; name src"
+            )
         source = MPI.ANY_SOURCE if src is None else src
         receives = [
-            self._receives.post(buffer.byte_range(memory, start, length), source, tag, waits, device) for start, length in spans
+            self._receives.post(
+                buffer.byte_range(memory, start, length), source, tag, waits, device
+            )
+            for start, length in spans
         ]
 
         def finish() -> int:
@@ -156,13 +173,16 @@ class PointToPoint(Execution):
             sent = sum(receive.received for receive in receives)
             if any(receive.received != receive.nbytes for receive in receives):
                 raise MpidistError(
-                    f"{where} expected {memory.nbytes} bytes (shape {tuple(tensor.shape)}, {tensor.dtype}); "
+                    f"{where} expected {memory.nbytes} bytes (shape {tuple(tensor.shape)}, "
+                    f"{tensor.dtype}); "
                     f"rank {receives[0].sender} sent {sent}"
                 )
             events.extend(arrive())
             return receives[0].sender
 
-        return self._request_work(operation, tensor, receives, finish, memory, self.peers_of(src), events)
+        return self._request_work(
+            operation, tensor, receives, finish, memory, self.peers_of(src), events
+        )
 
     def _request_work(
         self,
@@ -175,7 +195,17 @@ class PointToPoint(Execution):
         events: Sequence[Any] = (),
     ) -> RequestWork:
         request = requests[0] if len(requests) == 1 else _Series(requests)
-        work = RequestWork(operation, tensor, request, self.where(operation), self.journal, self.timeout_s, finish, peers, events)
+        work = RequestWork(
+            operation,
+            tensor,
+            request,
+            self.where(operation),
+            self.journal,
+            self.timeout_s,
+            finish,
+            peers,
+            events,
+        )
         work.kept = memory  # MPI works on it, so it must live as long as the request
         return work
 

@@ -1,11 +1,13 @@
 """Posted-receive queues: receives of users' messages, matched by MPI_Improbe in the order of posting (MPI-4.1 §3.5, §3.8.2).
 
-MPI gets a receive once its message is matched and known to fit, because Open MPI writes a longer message past the end of the
-receive before it reports the truncation (``matched``). Until then the receive waits in its group's queue. A queue advances
+MPI gets a receive once its message is matched and known to fit, because Open MPI writes a longer
+message past the end of the receive before it reports the truncation (``matched``). Until then the
+receive waits in its group's queue. A queue advances
 
 - in the thread that posts a receive, or that waits for any message of the process;
-- every few milliseconds in a thread of this module, while receives are posted and no thread waits for them: the owner may be in
-  a blocking collective, and the sender of a long message in a send that ends when the message is matched.
+- every few milliseconds in a thread of this module, while receives are posted and no thread waits
+  for them: the owner may be in a blocking collective, and the sender of a long message in a send
+  that ends when the message is matched.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from mpidist.comm.mpi import runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.errors import GroupError
 
-_SHORTEST_S, _LONGEST_S = 5e-4, 2e-3  # pauses of the thread between two looks; they grow while nothing is matched
-# Waking the thread costs the one that posts tens of microseconds, so it stays awake between the receives of a loop.
+# pauses of the thread between two looks; they grow while nothing is matched
+_SHORTEST_S, _LONGEST_S = 5e-4, 2e-3
+# Waking the thread costs the one that posts tens of microseconds, so it stays awake between the
+# receives of a loop.
 _LINGER_S = 0.1
 _LOOKS = 8
 
@@ -38,12 +42,31 @@ class PostedReceive:
         nbytes: Length of the memory.
         error: What MPI raised, or None.
         sender: The sender's rank, once matched.
-        received: Length of the message, once matched. A longer one is received elsewhere, and the memory left as it was.
+        received: Length of the message, once matched. A longer one is received elsewhere, and the
+            memory left as it was.
     """
 
-    __slots__ = ("_device", "_queue", "_request", "_space", "error", "nbytes", "received", "sender", "source", "tag")
+    __slots__ = (
+        "_device",
+        "_queue",
+        "_request",
+        "_space",
+        "error",
+        "nbytes",
+        "received",
+        "sender",
+        "source",
+        "tag",
+    )
 
-    def __init__(self, queue: ReceiveQueue, space: tuple[Any, int, Any], source: int, tag: int, device: Device | None) -> None:
+    def __init__(
+        self,
+        queue: ReceiveQueue,
+        space: tuple[Any, int, Any],
+        source: int,
+        tag: int,
+        device: Device | None,
+    ) -> None:
         self._queue = queue
         self._space = space
         self._device = device
@@ -82,7 +105,9 @@ class PostedReceive:
     def start(self, message: Any, sender: int, received: int) -> None:
         """Have MPI receive the matched message."""
         self.sender, self.received = sender, received
-        space = self._space if received <= self.nbytes else (bytearray(received), received, MPI.BYTE)
+        space = (
+            self._space if received <= self.nbytes else (bytearray(received), received, MPI.BYTE)
+        )
         try:
             self._request = start_request(self._device, message.Irecv, space)
         except Exception as error:
@@ -104,7 +129,12 @@ class ReceiveQueue:
         self._status = MPI.Status()  # of the thread that holds the lock
 
     def post(
-        self, space: tuple[Any, int, Any], source: int, tag: int, waits: bool, device: Device | None = None
+        self,
+        space: tuple[Any, int, Any],
+        source: int,
+        tag: int,
+        waits: bool,
+        device: Device | None = None,
     ) -> PostedReceive:
         """Post a receive.
 
@@ -149,12 +179,15 @@ class ReceiveQueue:
     def close(self) -> None:
         """Withdraw all receives; MPI's communicator may be freed afterwards."""
         with self._lock:
-            self._fail(tuple(self._posted), GroupError("the group was closed while a receive was posted"))
+            self._fail(
+                tuple(self._posted), GroupError("the group was closed while a receive was posted")
+            )
 
     def drain(self) -> list[tuple[int, int, int]]:
         """Receive what has arrived and no receive has matched; return source, tag and length of each message.
 
-        MPICH gives a freed communicator's context to the next one, whose receives would match such messages.
+        MPICH gives a freed communicator's context to the next one, whose receives would match such
+        messages.
         """
         status, found = MPI.Status(), []
         while (message := self._mpi.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
@@ -168,7 +201,8 @@ class ReceiveQueue:
         return not self._posted
 
     def _look(self, receive: PostedReceive) -> bool:
-        # The usual case, a thread that waits for the one receive there is: several probes for one round of Python.
+        # The usual case, a thread that waits for the one receive there is: several probes for one
+        # round of Python.
         probe, status, source, tag = self._mpi.Improbe, self._status, receive.source, receive.tag
         try:
             for _ in range(_LOOKS):
@@ -184,16 +218,26 @@ class ReceiveQueue:
     def _match(self, patterns: Iterable[tuple[int, int]]) -> bool:
         has_matched, status = False, self._status
         for pattern in patterns:
-            # One message a turn; it goes to the first receive that accepts it, which may be another one with a wildcard.
+            # One message a turn; it goes to the first receive that accepts it, which may be another
+            # one with a wildcard.
             while pattern in self._patterns:
                 try:
                     message = self._mpi.Improbe(*pattern, status)
                 except Exception as error:
-                    self._fail(tuple(other for other in self._posted if (other.source, other.tag) == pattern), error)
+                    self._fail(
+                        tuple(
+                            other for other in self._posted if (other.source, other.tag) == pattern
+                        ),
+                        error,
+                    )
                     break
                 if message is None:
                     break
-                source, tag, length = status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)
+                source, tag, length = (
+                    status.Get_source(),
+                    status.Get_tag(),
+                    status.Get_count(MPI.BYTE),
+                )
                 taker = next(other for other in self._posted if other.accepts(source, tag))
                 self._remove(taker)
                 taker.start(message, source, length)
@@ -233,7 +277,9 @@ class _Poller:
         with self._changed:
             self._queues.add(queue)
             if self._thread is None:
-                self._thread = threading.Thread(target=runtime.guard_thread(self._run), name="mpidist-receives", daemon=True)
+                self._thread = threading.Thread(
+                    target=runtime.guard_thread(self._run), name="mpidist-receives", daemon=True
+                )
                 self._thread.start()
                 runtime.close_at_exit(self)
             elif self._is_asleep:
@@ -262,7 +308,8 @@ class _Poller:
             time.sleep(pause_s)
             start = time.monotonic()
             pause_s = _SHORTEST_S if self.match() else min(2 * pause_s, _LONGEST_S)
-            # Thousands of patterns take longer than a pause, and the threads that post need the queue meanwhile.
+            # Thousands of patterns take longer than a pause, and the threads that post need the
+            # queue meanwhile.
             pause_s = max(pause_s, time.monotonic() - start)
             with self._changed:
                 self._queues = {queue for queue in self._queues if not queue.is_empty()}

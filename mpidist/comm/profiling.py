@@ -1,19 +1,22 @@
 """Events of a group's operations in ``torch.profiler``.
 
-An operation is an event ``mpidist:<operation>`` in the thread that executes it, with the shapes of its tensors
-(``record_shapes=True``) and, in the trace, the fields that torch writes for NCCL's collectives. torch's profiler records the
-thread that started it alone, so an asynchronous operation, which the group's thread executes, is an event where it is queued
-(``mpidist:<operation>``, its duration that of the queueing) and where it is waited for (``mpidist:<operation>:wait``). With
-``_ExperimentalConfig(profile_all_threads=True)`` the group's thread is recorded as well, and the event is there instead.
+An operation is an event ``mpidist:<operation>`` in the thread that executes it, with the shapes of
+its tensors (``record_shapes=True``) and, in the trace, the fields that torch writes for NCCL's
+collectives. torch's profiler records the thread that started it alone, so an asynchronous
+operation, which the group's thread executes, is an event where it is queued
+(``mpidist:<operation>``, its duration that of the queueing) and where it is waited for
+(``mpidist:<operation>:wait``). With ``_ExperimentalConfig(profile_all_threads=True)`` the group's
+thread is recorded as well, and the event is there instead.
 
-No event stays open from one thread to another, as Gloo's did: torch frees the memory of events when the profiler ends, and writes
-the end of one that is still open into it.
+No event stays open from one thread to another, as Gloo's did: torch frees the memory of events when
+the profiler ends, and writes the end of one that is still open into it.
 
-Callers look at ``torch.autograd.profiler._is_profiler_enabled`` by themselves, which is right in any thread and takes about
-20 ns; that is all an operation costs while no profiler is on.
+Callers look at ``torch.autograd.profiler._is_profiler_enabled`` by themselves, which is right in
+any thread and takes about 20 ns; that is all an operation costs while no profiler is on.
 
-Source: names of the fields in torch/csrc/profiler/util.h. torch's own event of them, ``record_param_comms``, cannot be made from
-Python: the profiler reads a C++ object beside it, and crashes when there is none (2.13).
+Source: names of the fields in torch/csrc/profiler/util.h. torch's own event of them,
+``record_param_comms``, cannot be made from Python: the profiler reads a C++ object beside it, and
+crashes when there is none (2.13).
 """
 
 from __future__ import annotations
@@ -86,7 +89,9 @@ def event(
     return _Event(_name(operation), list(tensors), about)
 
 
-def executing(execute: Callable[..., None], group: Any, operation: str, shown: Tensors) -> Callable[..., None]:
+def executing(
+    execute: Callable[..., None], group: Any, operation: str, shown: Tensors
+) -> Callable[..., None]:
     """Wrap an operation's ``execute`` (see Execution._launch), so that it is the operation's event.
 
     Args:
@@ -114,12 +119,16 @@ def messaging(function: F, group: Any, operation: str, tensor: Any, peer: Any) -
     Args:
         peer: The other rank in the group; None for any.
     """
-    if not isinstance(tensor, torch.Tensor) or not (peer is None or (isinstance(peer, int) and 0 <= peer < group.size)):
+    if not isinstance(tensor, torch.Tensor) or not (
+        peer is None or (isinstance(peer, int) and 0 <= peer < group.size)
+    ):
         return function
     other = "any" if peer is None else group.world_ranks[peer]
     own = group.world_ranks[group.rank]
     source, target = (own, other) if operation.endswith("send") else (other, own)
-    return _within(event(group, operation, (tensor,), (tensor,), Src_Rank=source, Dst_Rank=target), function)
+    return _within(
+        event(group, operation, (tensor,), (tensor,), Src_Rank=source, Dst_Rank=target), function
+    )
 
 
 def calling(function: F, group: Any, operation: str) -> F:
@@ -144,7 +153,9 @@ def _name(operation: str) -> str:
     return _PREFIX + _NAMES.get(operation, operation)
 
 
-_Event: Callable[[str, list[Any], dict[str, Any]], AbstractContextManager[Any]] = torch._C._profiler._RecordFunctionFast
+_Event: Callable[[str, list[Any], dict[str, Any]], AbstractContextManager[Any]] = (
+    torch._C._profiler._RecordFunctionFast
+)
 
 
 @functools.lru_cache(64)

@@ -1,12 +1,13 @@
 """Who executes a group's collectives: the caller's own thread while nothing is queued, else the group's thread, in order.
 
-One group has one communicator, and MPI matches its collectives by the order in which a rank enters them. So there is one queue
-per group, an asynchronous call on one rank matches a synchronous one on another, and a synchronous call waits behind the queue.
-An operation issued from the group's own thread (a future's callback) executes at once, ahead of the queue: whatever started it
-has ended, and every rank's callback comes at the same place of the order.
+One group has one communicator, and MPI matches its collectives by the order in which a rank enters
+them. So there is one queue per group, an asynchronous call on one rank matches a synchronous one on
+another, and a synchronous call waits behind the queue. An operation issued from the group's own
+thread (a future's callback) executes at once, ahead of the queue: whatever started it has ended,
+and every rank's callback comes at the same place of the order.
 
-A thread that is ``at_once`` executes several stages as one operation: whatever it issues, on any group, has ended when the call
-returns, asynchronous or not.
+A thread that is ``at_once`` executes several stages as one operation: whatever it issues, on any
+group, has ended when the call returns, asynchronous or not.
 """
 
 from __future__ import annotations
@@ -50,12 +51,15 @@ class Progress:
     def __init__(self, name: str) -> None:
         self.pending = 0
         self._name = name
-        self._queue: queue.SimpleQueue[tuple[Work, Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Work, Callable[..., Any], tuple[Any, ...]] | None] = (
+            queue.SimpleQueue()
+        )
         self._count_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._thread_id: int | None = None
         self._closed = False
-        # Held while a collective executes. Re-entrant: the group's thread issues more from its callbacks.
+        # Held while a collective executes. Re-entrant: the group's thread issues more from its
+        # callbacks.
         self.door = threading.RLock()
         runtime.close_at_exit(self)
 
@@ -66,7 +70,8 @@ class Progress:
     def try_enter(self) -> bool:
         """Take the door for a synchronous call, if it need not wait behind others; the caller releases ``door``.
 
-        The group's own thread always enters: it may have to wait for a synchronous call of another thread to end.
+        The group's own thread always enters: it may have to wait for a synchronous call of another
+        thread to end.
         """
         if self._thread_id == threading.get_ident():
             return self.door.acquire()
@@ -86,7 +91,11 @@ class Progress:
         with self._count_lock:
             self.pending += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=runtime.guard_thread(self._run), name=f"mpidist-{self._name}", daemon=True)
+                self._thread = threading.Thread(
+                    target=runtime.guard_thread(self._run),
+                    name=f"mpidist-{self._name}",
+                    daemon=True,
+                )
                 self._thread.start()
         self._queue.put((work, execute, args))
 
@@ -116,8 +125,10 @@ class Progress:
         thread.join(timeout_s)
         if thread.is_alive():
             runtime.abort(
-                f'group "{self._name}" was closed while {self.pending} asynchronous operation(s) had not ended after '
-                f"{timeout_s:.0f} s; wait() for every asynchronous operation before the group is destroyed"
+                f'group "{self._name}" was closed while {self.pending} asynchronous operation(s) '
+                "had not ended after "
+                f"{timeout_s:.0f} s; wait() for every asynchronous operation before the group is "
+                "destroyed"
             )
 
     def abandon(self) -> None:
@@ -136,13 +147,15 @@ class Progress:
         with self.door:
             error = _error_of(execute, args)
             if work.future.has_callbacks():
-                # Callbacks may issue more collectives: those belong before whatever other threads issue next.
+                # Callbacks may issue more collectives: those belong before whatever other threads
+                # issue next.
                 try:
                     _settle(work, error)
                 finally:
                     self._count_down()
                 return
-        # Nobody listens yet: free the order first, so that the thread this wakes can go on without queueing.
+        # Nobody listens yet: free the order first, so that the thread this wakes can go on without
+        # queueing.
         self._count_down()
         _settle(work, error)
 

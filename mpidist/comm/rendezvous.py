@@ -1,8 +1,9 @@
 """A key-value store that lives on MPI, so that torch's rendezvous needs no address, no port and no environment variable.
 
-World rank 0 keeps the table, and one of its threads answers the others. A request is a frame of data (``key_value_table``); a
-``get`` or ``wait`` for a key that is not there yet is parked at rank 0, which answers when the key comes. What is no request is
-logged and dropped, and the server goes on. Nothing on a training step's path uses the store.
+World rank 0 keeps the table, and one of its threads answers the others. A request is a frame of
+data (``key_value_table``); a ``get`` or ``wait`` for a key that is not there yet is parked at rank
+0, which answers when the key comes. What is no request is logged and dropped, and the server goes
+on. Nothing on a training step's path uses the store.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _ASK_AGAIN_S = 1.0  # a wait asks for its keys anew after this long
 _log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
-_store: MPIStore | None = None  # referenced here for the life of the process: C++ holds no reference of its own
+# referenced here for the life of the process: C++ holds no reference of its own
+_store: MPIStore | None = None
 _uses = itertools.count()
 
 
@@ -44,21 +46,24 @@ def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]
     Collective: over all ranks of the job.
 
     Raises:
-        ValueError: ``rank`` or ``world_size`` was given and is not what MPI says; so for ``RANK`` and ``WORLD_SIZE`` in the
-            keyword ``environ``.
+        ValueError: ``rank`` or ``world_size`` was given and is not what MPI says; so for ``RANK``
+            and ``WORLD_SIZE`` in the keyword ``environ``.
         CommTimeout: Not all ranks came within torch's ``timeout``, at least 60 s.
         RankFailureError: A rank came to the end of its program more than 2 s ago.
     """
     timeout: timedelta | None = kwargs.get("timeout")
     environ: Mapping[str, str] = kwargs.get("environ", {})
-    limit = creation_barrier.start_limit(None if timeout is None else timeout.total_seconds() or None)
+    limit = creation_barrier.start_limit(
+        None if timeout is None else timeout.total_seconds() or None
+    )
     world = runtime.world(limit)
     query = parse_qs(urlparse(url).query)
     for name, truth in (("rank", world.rank), ("world_size", world.size)):
         given = int(query.get(name, ["-1"])[0])
         if given not in (-1, truth):
             raise ValueError(
-                f"rank {world.rank} of {world.size}: init_process_group was given {name}={given}, but MPI started this job with "
+                f"rank {world.rank} of {world.size}: init_process_group was given {name}={given}, "
+                "but MPI started this job with "
                 f"{name}={truth}; leave it out, MPI knows it"
             )
     problem = torchrun_env.disagreement(environ, world.rank, world.size)
@@ -70,7 +75,8 @@ def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]
 def shared_store(timeout_s: float | None = None) -> MPIStore:
     """Return the world's store.
 
-    Collective: the first call, over all ranks of the job, which waits for them at most ``timeout_s``.
+    Collective: the first call, over all ranks of the job, which waits for them at most
+    ``timeout_s``.
     """
     global _store
     world = runtime.world(timeout_s)
@@ -155,14 +161,25 @@ class MPIStore(dist.Store):
         """
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + limit
-        # The table is asked again and again: whose key it is nobody knows, but this rank's watchdog knows who has ended.
-        while not self._call(WAIT, list(keys), min(max(deadline - time.monotonic(), 0.0), _ASK_AGAIN_S)):
+        # The table is asked again and again: whose key it is nobody knows, but this rank's watchdog
+        # knows who has ended.
+        while not self._call(
+            WAIT, list(keys), min(max(deadline - time.monotonic(), 0.0), _ASK_AGAIN_S)
+        ):
             if exited_ranks.have_left(self._others):
-                raise exited_ranks.failure(f"a wait for the store's keys {list(keys)}", self._others)
+                raise exited_ranks.failure(
+                    f"a wait for the store's keys {list(keys)}", self._others
+                )
             if time.monotonic() > deadline:
                 ended = exited_ranks.among(self._others)
-                told = f"; world ranks {', '.join(map(str, ended))} came to the end of the program" if ended else ""
-                raise CommTimeout(f"the store's keys {list(keys)} did not come within {limit:g} s{told}")
+                told = (
+                    f"; world ranks {', '.join(map(str, ended))} came to the end of the program"
+                    if ended
+                    else ""
+                )
+                raise CommTimeout(
+                    f"the store's keys {list(keys)} did not come within {limit:g} s{told}"
+                )
 
     def clone(self) -> MPIStore:
         """Return a store of the same table."""
@@ -178,7 +195,8 @@ class MPIStore(dist.Store):
         tag = REPLY_TAGS[next(self._numbers) % len(REPLY_TAGS)]
         request = key_value_table.request(tag, verb, args)
         self._mpi.Send((request, len(request), MPI.BYTE), 0, _REQUEST_TAG)
-        # The server answers every request, a parked one at its time limit, and stays until all others have said goodbye.
+        # The server answers every request, a parked one at its time limit, and stays until all
+        # others have said goodbye.
         status, nap = MPI.Status(), 20e-6
         while (message := self._mpi.Improbe(0, tag, status)) is None:
             time.sleep(nap)
@@ -195,12 +213,16 @@ class _Server:
         self._mpi = mpi
         self._table = KeyValueTable()
         self._changed = threading.Condition()
-        self._parked: list[tuple[int, int, list[str], float]] = []  # (rank, reply tag, keys, deadline)
-        self._sends: list[tuple[Any, bytes]] = []  # replies under way: nobody waits for one that a client does not take
+        # (rank, reply tag, keys, deadline)
+        self._parked: list[tuple[int, int, list[str], float]] = []
+        # replies under way: nobody waits for one that a client does not take
+        self._sends: list[tuple[Any, bytes]] = []
         self._clients = set(range(1, world_size))
         self._is_closing = False
         if world_size > 1:
-            self._thread = threading.Thread(target=runtime.guard_thread(self._run), name="mpidist-store", daemon=True)
+            self._thread = threading.Thread(
+                target=runtime.guard_thread(self._run), name="mpidist-store", daemon=True
+            )
             self._thread.start()
             runtime.close_at_exit(self, stage=2)
 
@@ -237,11 +259,17 @@ class _Server:
                 time.sleep(nap)
                 nap = min(nap * 2, _LONGEST_NAP_S)
                 if self._is_closing:
-                    self._clients.difference_update(mpi_errors.known_dead(self._mpi, range(self._mpi.Get_size())) or ())
+                    self._clients.difference_update(
+                        mpi_errors.known_dead(self._mpi, range(self._mpi.Get_size())) or ()
+                    )
             if self._parked:
                 self._unpark()
             if self._sends:
-                self._sends = [(request, data) for request, data in self._sends if not mpi_errors.is_over(request)]
+                self._sends = [
+                    (request, data)
+                    for request, data in self._sends
+                    if not mpi_errors.is_over(request)
+                ]
 
     def _serve(self, message: Any, status: Any) -> None:
         request = bytearray(status.Get_count(MPI.BYTE))
@@ -250,7 +278,12 @@ class _Server:
         try:
             tag, verb, args = key_value_table.request_of(request)
         except FrameError as error:
-            _log.warning("the store drops a message of %d bytes of rank %d, which is no request: %s", len(request), source, error)
+            _log.warning(
+                "the store drops a message of %d bytes of rank %d, which is no request: %s",
+                len(request),
+                source,
+                error,
+            )
             return
         if verb == BYE:
             self._clients.discard(source)

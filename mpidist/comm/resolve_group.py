@@ -11,8 +11,8 @@ def native_group(process_group: Any) -> Any:
     """Return the native group that ``process_group`` is, wraps, or stands for.
 
     Args:
-        process_group: A native group, a torch group on the backend ``mpidist``, or None: torch's default group if it is ours,
-            else all ranks of the job.
+        process_group: A native group, a torch group on the backend ``mpidist``, or None: torch's
+            default group if it is ours, else all ranks of the job.
 
     Raises:
         TypeError: A group of another backend.
@@ -25,7 +25,8 @@ def native_group(process_group: Any) -> Any:
     if isinstance(native, comm_group.ProcessGroup):
         return native
     raise TypeError(
-        'this needs a group of mpidist: mpidist.comm.init(), or a torch group made with backend="mpidist"; '
+        "this needs a group of mpidist: mpidist.comm.init(), or a torch group made with "
+        'backend="mpidist"; '
         f"got {type(process_group).__name__}"
     )
 

@@ -1,9 +1,10 @@
 """Memory of which each rank writes its own parts, and in which all ranks then get all parts.
 
-On a node the memory is mapped by all its ranks: a part is copied once, straight into place, or, where the node holds ONE copy,
-not at all. Between nodes the first rank of each node exchanges its node's parts with those of the others, and the rest of the
-node copies from it: each byte crosses the network once for each node, not for each rank. Memory that ranks cannot share, and
-device memory, is exchanged by the group's all-gather.
+On a node the memory is mapped by all its ranks: a part is copied once, straight into place, or,
+where the node holds ONE copy, not at all. Between nodes the first rank of each node exchanges its
+node's parts with those of the others, and the rest of the node copies from it: each byte crosses
+the network once for each node, not for each rank. Memory that ranks cannot share, and device
+memory, is exchanged by the group's all-gather.
 
 Letters: W ranks of the group.
 """
@@ -23,7 +24,8 @@ from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.work import Work
 
 Tensor = torch.Tensor
-Ranges = Sequence[Sequence[tuple[int, int]]]  # for each rank its parts, as first and end byte; as many of each rank
+# for each rank its parts, as first and end byte; as many of each rank
+Ranges = Sequence[Sequence[tuple[int, int]]]
 
 
 class ShardMemory:
@@ -35,7 +37,9 @@ class ShardMemory:
         leads: This rank is the first of its node.
     """
 
-    def __init__(self, group: Any, own: Tensor, copies: Sequence[Tensor] | None, is_one_copy: bool) -> None:
+    def __init__(
+        self, group: Any, own: Tensor, copies: Sequence[Tensor] | None, is_one_copy: bool
+    ) -> None:
         self.own = own
         self.is_one_copy = is_one_copy
         nodes = group._comm.nodes
@@ -48,10 +52,12 @@ class ShardMemory:
 
         Collective: over the group, in the order of its operations.
 
-        Blocks: until this rank's copy is complete and nobody reads its parts any more: it may write them again.
+        Blocks: until this rank's copy is complete and nobody reads its parts any more: it may write
+        them again.
 
         Args:
-            ranges: For each rank the bytes that it has written, as first and end; the same on all ranks.
+            ranges: For each rank the bytes that it has written, as first and end; the same on all
+                ranks.
             async_op: On the group's thread, in its turn.
 
         Returns:
@@ -59,15 +65,28 @@ class ShardMemory:
         """
         group = self._group
         if self._copies is not None:
-            return group._launch("gather_shards", _in_node_memory, (), (), (self, ranges), async_op, results=(self.own,))
+            return group._launch(
+                "gather_shards",
+                _in_node_memory,
+                (),
+                (),
+                (self, ranges),
+                async_op,
+                results=(self.own,),
+            )
         places = range(max(map(len, ranges), default=0))
-        parts = [[self.own[slice(*ranges[rank][place])] for rank in range(group.size)] for place in places]
+        parts = [
+            [self.own[slice(*ranges[rank][place])] for rank in range(group.size)]
+            for place in places
+        ]
 
         def stages() -> None:
             for each in parts:
                 group.all_gather(each, each[group.rank])
 
-        return group.in_order(stages, async_op, self.own.device, operation="gather_shards", results=(self.own,))
+        return group.in_order(
+            stages, async_op, self.own.device, operation="gather_shards", results=(self.own,)
+        )
 
 
 def allocate(group: Any, nbytes: int, one_copy: bool = False) -> ShardMemory:
@@ -76,39 +95,51 @@ def allocate(group: Any, nbytes: int, one_copy: bool = False) -> ShardMemory:
     Collective: over the group.
 
     Args:
-        one_copy: One copy for each node; where its ranks cannot share memory, each has its own all the same.
+        one_copy: One copy for each node; where its ranks cannot share memory, each has its own all
+            the same.
     """
     made: list[ShardMemory] = []
-    group.in_order(lambda: made.append(_allocated(group, group._comm, nbytes, one_copy)), async_op=False)
+    group.in_order(
+        lambda: made.append(_allocated(group, group._comm, nbytes, one_copy)), async_op=False
+    )
     return made[0]
 
 
 def on_device(group: Any, nbytes: int, device: torch.device) -> ShardMemory:
     """Make device memory of ``nbytes`` for the shards of a group. Communicates nothing."""
     with autograd_mode.allocating():
-        return ShardMemory(group, torch.zeros(nbytes, dtype=torch.uint8, device=device), None, False)
+        return ShardMemory(
+            group, torch.zeros(nbytes, dtype=torch.uint8, device=device), None, False
+        )
 
 
 def _allocated(group: Any, comm: Communicator, nbytes: int, one_copy: bool) -> ShardMemory:
     maps: list[mmap.mmap] | None = None
     if comm.size > 1 and (comm.is_single_node or comm.shares_nodes):
         node = comm if comm.is_single_node else comm.levels().node
-        # All ranks of the group take one way, or the leaders of some nodes would wait for those of others.
-        maps = shared_maps(node, [nbytes if rank == 0 or not one_copy else 1 for rank in range(node.size)])
+        # All ranks of the group take one way, or the leaders of some nodes would wait for those of
+        # others.
+        maps = shared_maps(
+            node, [nbytes if rank == 0 or not one_copy else 1 for rank in range(node.size)]
+        )
         reach = torch.tensor([maps is not None], device="cpu")
         group.all_reduce(reach, "min")
         if not reach:
             maps = None
     with autograd_mode.allocating():
         if maps is None:
-            return ShardMemory(group, torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), None, False)
+            return ShardMemory(
+                group, torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), None, False
+            )
         held = maps[:1] if one_copy else maps
         copies = [torch.frombuffer(memory, dtype=torch.uint8, count=nbytes) for memory in held]
     own = copies[0] if one_copy else copies[node.rank]
     return ShardMemory(group, own, copies, one_copy)
 
 
-def _in_node_memory(comm: Communicator, inputs: Any, outputs: Any, memory: ShardMemory, ranges: Ranges) -> None:
+def _in_node_memory(
+    comm: Communicator, inputs: Any, outputs: Any, memory: ShardMemory, ranges: Ranges
+) -> None:
     copies, own = memory._copies, memory.own
     assert copies is not None
     levels = None if comm.is_single_node else comm.levels()

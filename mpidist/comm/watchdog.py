@@ -1,16 +1,20 @@
 """One thread per process that notices an operation that cannot end in time, and reports what every rank is doing.
 
-It talks to the other ranks' watchdogs on a communicator of its own, with messages that nobody has to wait for:
+It talks to the other ranks' watchdogs on a communicator of its own, with messages that nobody has
+to wait for:
 
-1. A collective has run for longer than its group's timeout, or for 2 s without a member whose process has come to its end: ask
-   all members what they are in, and collect answers for 1 s.
-2. One of the late members prints the report on stderr: the lowest of those that asked first. Each question names the printer as
-   far as the asker knows, and the others print only if they do not learn in time that it has.
-3. All late members fail the group with the report. A group that raises on a timeout fails on all other members as well, and the
-   threads that wait in it leave their calls.
-4. Revoke the group's communicator, if MPI has ULFM: calls under way return with an error, and the job may go on.
-5. Is the call not back 2 s later, end the job. Revoking frees no large transfer whose peer stays outside MPI, and a blocking call
-   of MPI cannot be left: a hang that cannot be undone must not burn the allocation.
+1. A collective has run for longer than its group's timeout, or for 2 s without a member whose
+   process has come to its end: ask all members what they are in, and collect answers for 1 s.
+2. One of the late members prints the report on stderr: the lowest of those that asked first. Each
+   question names the printer as far as the asker knows, and the others print only if they do not
+   learn in time that it has.
+3. All late members fail the group with the report. A group that raises on a timeout fails on all
+   other members as well, and the threads that wait in it leave their calls.
+4. Revoke the group's communicator, if MPI has ULFM: calls under way return with an error, and the
+   job may go on.
+5. Is the call not back 2 s later, end the job. Revoking frees no large transfer whose peer stays
+   outside MPI, and a blocking call of MPI cannot be left: a hang that cannot be undone must not
+   burn the allocation.
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ _COLLECT_S = 1.0  # how long it waits for the others' answers
 _PRINTED_S = 0.5  # how much longer it waits for the word that another rank has printed the report
 _ABORT_S = 2.0  # from the report to the end of the job
 _SILENT_S = 10.0  # who does not answer for this long is stopped or dead
-_LONGEST_END_S = 300.0  # how long a rank that left a call of MPI waits at its end for others that answer
+# how long a rank that left a call of MPI waits at its end for others that answer
+_LONGEST_END_S = 300.0
 _TAG = 1
 
 _log = logging.getLogger(__name__)
@@ -73,16 +78,22 @@ class Watchdog:
         self._mpi = world.comm.Dup()
         self._sends: list[tuple[Any, bytes]] = []
         self._answers: dict[int, list[Entry]] = {}
-        self._left: dict[int, dict[str, int]] = {}  # world ranks that came to their end: their last collective of each group
+        # world ranks that came to their end: their last collective of each group
+        self._left: dict[int, dict[str, int]] = {}
         self._round = 0
-        self._printers: dict[Subject, int] = {}  # the world rank that prints the report, as far as this rank has learnt
+        # the world rank that prints the report, as far as this rank has learnt
+        self._printers: dict[Subject, int] = {}
         self._printed: set[Subject] = set()
         # By group: what was reported of it, when, and the report's first line.
-        self._reported: weakref.WeakKeyDictionary[Execution, tuple[str, float, str]] = weakref.WeakKeyDictionary()
+        self._reported: weakref.WeakKeyDictionary[Execution, tuple[str, float, str]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if world.size > 1:
-            self._thread = threading.Thread(target=runtime.guard_thread(self._run), name="mpidist-watchdog", daemon=True)
+            self._thread = threading.Thread(
+                target=runtime.guard_thread(self._run), name="mpidist-watchdog", daemon=True
+            )
             self._thread.start()
             runtime.close_at_exit(self, stage=1)
 
@@ -92,7 +103,9 @@ class Watchdog:
         if self._thread is None:
             return
         self._thread.join(timeout_s)
-        last = {group.key: group.journal.sequence for group in list(self.groups) if not group.is_closed}
+        last = {
+            group.key: group.journal.sequence for group in list(self.groups) if not group.is_closed
+        }
         for rank in range(self.world.size):
             if rank != self.world.rank:
                 self._send(rank, (LEFT, 0, last))
@@ -115,7 +128,8 @@ class Watchdog:
             if others and (waited > _LONGEST_END_S or not others & set(self._answers)):
                 names = ", ".join(map(str, sorted(others)))
                 runtime.abort(
-                    f"a call of MPI has failed, and {waited:.0f} s after this rank came to its end rank {names} had not"
+                    f"a call of MPI has failed, and {waited:.0f} s after this rank came to its end "
+                    f"rank {names} had not"
                 )
         runtime.note_failure(self._dead())
 
@@ -136,7 +150,9 @@ class Watchdog:
         limit = group.timeout_s
         creation, age = group.journal.creation()
         if limit is not None and age > limit:
-            self._mind(group, "new_group", limit, (), lambda: group.journal.creation()[0] == creation)
+            self._mind(
+                group, "new_group", limit, (), lambda: group.journal.creation()[0] == creation
+            )
             return
         missing = self._missing(group)
         if missing:
@@ -151,7 +167,14 @@ class Watchdog:
 
         self._mind(group, f"{group.journal.operation} number {sequence}", limit, missing, is_late)
 
-    def _mind(self, group: Execution, what: str, limit_s: float, missing: Sequence[int], is_late: Callable[[], bool]) -> None:
+    def _mind(
+        self,
+        group: Execution,
+        what: str,
+        limit_s: float,
+        missing: Sequence[int],
+        is_late: Callable[[], bool],
+    ) -> None:
         """Report a late operation once; end the job if it does not come back."""
         told = self._reported.get(group)
         if told is None or told[0] != what:
@@ -162,13 +185,27 @@ class Watchdog:
     def _missing(self, group: Execution) -> list[int]:
         """Return the members that have left and did not take part in the group's present collective."""
         sequence = group.journal.sequence
-        # A group that such a rank had closed is not in its list: whatever it had to do there was done.
-        return [rank for rank in group.world_ranks if rank in self._left and self._left[rank].get(group.key, sequence) < sequence]
+        # A group that such a rank had closed is not in its list: whatever it had to do there was
+        # done.
+        return [
+            rank
+            for rank in group.world_ranks
+            if rank in self._left and self._left[rank].get(group.key, sequence) < sequence
+        ]
 
-    def _report(self, group: Execution, what: str, limit_s: float, missing: Sequence[int], is_late: Callable[[], bool]) -> None:
+    def _report(
+        self,
+        group: Execution,
+        what: str,
+        limit_s: float,
+        missing: Sequence[int],
+        is_late: Callable[[], bool],
+    ) -> None:
         subject = (group.key, what)
         self._ask(group, subject)
-        problem = "waits for a rank that has left" if missing else f"is past its timeout of {limit_s:g} s"
+        problem = (
+            "waits for a rank that has left" if missing else f"is past its timeout of {limit_s:g} s"
+        )
         text = _describe(group, what, problem, self._answers, missing, self.world.rank)
         if not is_late():
             return  # it ended while the answers came in
@@ -204,7 +241,9 @@ class Watchdog:
 
     def _tell_members(self, group: Execution, content: tuple[str, int, Any]) -> int:
         """Send to all other members that have not ended; return how many they are."""
-        others = [rank for rank in group.world_ranks if rank != self.world.rank and rank not in self._left]
+        others = [
+            rank for rank in group.world_ranks if rank != self.world.rank and rank not in self._left
+        ]
         for rank in others:
             self._send(rank, content)
         return len(others)
@@ -218,8 +257,15 @@ class Watchdog:
             try:
                 self._hear(source, *watchdog_messages.decoded(data))
             except FrameError as error:
-                _log.warning("the watchdog drops a message of %d bytes of rank %d: %s", len(data), source, error)
-        self._sends = [(request, data) for request, data in self._sends if not mpi_errors.is_over(request)]
+                _log.warning(
+                    "the watchdog drops a message of %d bytes of rank %d: %s",
+                    len(data),
+                    source,
+                    error,
+                )
+        self._sends = [
+            (request, data) for request, data in self._sends if not mpi_errors.is_over(request)
+        ]
 
     def _hear(self, source: int, kind: str, number: int, content: Any) -> None:
         if kind == ASK:
@@ -240,11 +286,14 @@ class Watchdog:
             self._answers[source] = content
 
     def _doings(self, key: str) -> list[Entry]:
-        # Of the group asked about, and of any other in which this rank is inside a call: that is where a hang usually lies.
+        # Of the group asked about, and of any other in which this rank is inside a call: that is
+        # where a hang usually lies.
         entries = []
         for group in list(self.groups):
             told = group.journal.snapshot()
-            entries += told if group.key == key else [entry for entry in told if entry.seconds is not None]
+            entries += (
+                told if group.key == key else [entry for entry in told if entry.seconds is not None]
+            )
         return entries
 
     def _send(self, rank: int, content: tuple[str, int, Any]) -> None:
@@ -253,9 +302,17 @@ class Watchdog:
             self._sends.append((self._mpi.Isend((data, len(data), MPI.BYTE), rank, _TAG), data))
 
 
-def _describe(group: Execution, what: str, problem: str, answers: dict[int, list[Entry]], missing: Sequence[int], me: int) -> str:
+def _describe(
+    group: Execution,
+    what: str,
+    problem: str,
+    answers: dict[int, list[Entry]],
+    missing: Sequence[int],
+    me: int,
+) -> str:
     lines = [
-        f'mpidist: {what} of group "{group.name}" {problem}. What each rank is in (process {os.getpid()} of rank {me} reports):'
+        f'mpidist: {what} of group "{group.name}" {problem}. What each rank is in (process '
+        f"{os.getpid()} of rank {me} reports):"
     ]
     for place, rank in enumerate(group.world_ranks):
         label = f"  rank {place}" + (f" (world rank {rank})" if place != rank else "")
@@ -265,7 +322,10 @@ def _describe(group: Execution, what: str, problem: str, answers: dict[int, list
         elif entries is None and exited_ranks.among((rank,)):
             lines.append(f"{label}: has come to the end of its program")
         elif entries is None:
-            lines.append(f"{label}: no answer within {_COLLECT_S:g} s; the process is stopped, dead, or holds the interpreter")
+            lines.append(
+                f"{label}: no answer within {_COLLECT_S:g} s; the process is stopped, dead, or "
+                "holds the interpreter"
+            )
         else:
             lines += [f"{label}: {entry}" for entry in entries] or [
                 f"{label}: does not know this group (closed, or not made yet)"

@@ -22,8 +22,9 @@ def encoded(kind: str, number: int, content: Any) -> bytes:
     """Return the bytes of a message.
 
     Args:
-        kind: ASK with (subject, the printer's world rank); ANSWER with entries of journals; PRINTED with a subject; FAILED with
-            (a group's key, the report, world ranks that are missing); LEFT with the last collective by each group's key.
+        kind: ASK with (subject, the printer's world rank); ANSWER with entries of journals; PRINTED
+            with a subject; FAILED with (a group's key, the report, world ranks that are missing);
+            LEFT with the last collective by each group's key.
         number: Of the question.
     """
     if kind == ANSWER:
@@ -55,7 +56,11 @@ def _is_subject(value: Any) -> bool:
 
 
 def _is_entry(row: Any) -> bool:
-    if type(row) is not tuple or len(row) != len(fields(Entry)) or not _are(row[:4], str, str, int, str):
+    if (
+        type(row) is not tuple
+        or len(row) != len(fields(Entry))
+        or not _are(row[:4], str, str, int, str)
+    ):
         return False
     shape, dtype, seconds, queued = row[4:]
     return (
@@ -76,5 +81,8 @@ _CONTENTS: dict[str, Callable[[Any], bool]] = {
     ANSWER: lambda told: type(told) is list and all(map(_is_entry, told)),
     PRINTED: _is_subject,
     FAILED: lambda told: _are(told, str, str, tuple) and _are_ranks(told[2]),
-    LEFT: lambda told: type(told) is dict and all(type(key) is str and type(last) is int for key, last in told.items()),
+    LEFT: lambda told: (
+        type(told) is dict
+        and all(type(key) is str and type(last) is int for key, last in told.items())
+    ),
 }

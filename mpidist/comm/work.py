@@ -22,7 +22,8 @@ from mpidist.dynamo import untraced
 from mpidist.errors import CommTimeout
 from mpidist.future import Future
 
-_SPIN_S = 200e-6  # a wait tests without pause for this long: most messages on a node arrive within it
+# a wait tests without pause for this long: most messages on a node arrive within it
+_SPIN_S = 200e-6
 _YIELD_S = 5e-3  # then it gives its core away between two tests, and after this long it sleeps
 _SLEEP_S = 50e-6
 
@@ -30,7 +31,8 @@ _SLEEP_S = 50e-6
 def seconds(timeout: float | timedelta | None) -> float | None:
     """Turn torch's ways to give a timeout into seconds; None and zero mean no timeout.
 
-    Zero is what torch's C++ hands to ``Work.wait`` for "none" (``kNoTimeout``), and what it takes so in ``init_process_group``.
+    Zero is what torch's C++ hands to ``Work.wait`` for "none" (``kNoTimeout``), and what it takes
+    so in ``init_process_group``.
 
     Raises:
         TypeError: Neither a number, a timedelta, nor None.
@@ -78,8 +80,8 @@ class Work:
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Wait for the end.
 
-        Blocks: the host, until MPI has returned; then, for CUDA tensors, the current stream waits for the results (the host
-        does not).
+        Blocks: the host, until MPI has returned; then, for CUDA tensors, the current stream waits
+        for the results (the host does not).
 
         Raises:
             CommTimeout: Not ended within ``timeout`` (seconds); the operation goes on.
@@ -116,7 +118,8 @@ class Work:
         return -1
 
 
-_orphans: deque[tuple[Any, Any]] = deque()  # requests under way whose handles were dropped, and the memory that MPI works on
+# requests under way whose handles were dropped, and the memory that MPI works on
+_orphans: deque[tuple[Any, Any]] = deque()
 _releasing = threading.Lock()
 
 
@@ -183,14 +186,20 @@ class RequestWork:
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Wait for the end; without ``timeout``, at most the group's.
 
-        Blocks: the calling thread, which makes MPI advance meanwhile. For a send: until the tensor may be changed.
+        Blocks: the calling thread, which makes MPI advance meanwhile. For a send: until the tensor
+        may be changed.
 
         Raises:
-            CommTimeout: Not ended in time. The message is still under way, and ``wait`` may be called again.
+            CommTimeout: Not ended in time. The message is still under way, and ``wait`` may be
+                called again.
             RankFailureError: The peer died, or has come to the end of its program.
         """
         if not self._done and not self._test():
-            poll = profiling.waiting(self._poll, self.operation) if torch_profiler._is_profiler_enabled else self._poll
+            poll = (
+                profiling.waiting(self._poll, self.operation)
+                if torch_profiler._is_profiler_enabled
+                else self._poll
+            )
             poll(seconds(timeout) or self._timeout_s)
         if self._error is not None:
             raise self._error

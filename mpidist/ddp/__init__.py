@@ -1,4 +1,7 @@
-"""plan → bucket → reducer → hooks → comm: gradients to their average. The names are torch's; importing it starts nothing."""
+"""plan → bucket → reducer → hooks → comm: gradients to their average.
+
+The names are torch's; importing it starts nothing.
+"""
 
 from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks.default import (
@@ -41,8 +44,9 @@ __all__ = [
     "to_owners",
 ]
 
-# What torch.load(weights_only=True) must be told to read a saved hook and its state: torch.serialization.add_safe_globals(…).
-# Not told here: whoever reads files of others would have these functions called by whatever a file says.
+# What torch.load(weights_only=True) must be told to read a saved hook and its state:
+# torch.serialization.add_safe_globals(…). Not told here: whoever reads files of others would have
+# these functions called by whatever a file says.
 SAFE_GLOBALS = [
     Compressed,
     PostLocalSGDState,

@@ -1,9 +1,10 @@
 """Averages that one rank alone holds, when a later backward pass adds to them.
 
-A plain average stands on all ranks, so that a pass which adds to it and averages again leaves it as it is. One that its owner
-alone holds would be divided by W. So the owner multiplies it by W before an averaging pass adds to it. A pass that is not
-averaged (under ``no_sync``, or of the module beside DDP) finds it as it is, and a copy is taken: with it the next averaging pass
-adds W - 1 times the average, unless the gradient was cleared or changed meanwhile.
+A plain average stands on all ranks, so that a pass which adds to it and averages again leaves it as
+it is. One that its owner alone holds would be divided by W. So the owner multiplies it by W before
+an averaging pass adds to it. A pass that is not averaged (under ``no_sync``, or of the module
+beside DDP) finds it as it is, and a copy is taken: with it the next averaging pass adds W - 1 times
+the average, unless the gradient was cleared or changed meanwhile.
 
 Letters: W ranks of the group.
 """
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
-# By place: the address of each average that stands, and the copies of those with local gradients added, with address and version.
+# By place: the address of each average that stands, and the copies of those with local gradients
+# added, with address and version.
 Marks = tuple[dict[int, int], dict[int, tuple[Tensor, int, int]]]
 
 
@@ -47,7 +49,8 @@ class Standing:
         self._parameters = parameters
         if before is not None:
             before.close()
-            # Those that were cleared since are forgotten: their addresses may be other gradients' soon.
+            # Those that were cleared since are forgotten: their addresses may be other gradients'
+            # soon.
             self.marks = before.marks
             for place in set().union(*self.marks):
                 self._forget_if_gone(place)
@@ -55,8 +58,8 @@ class Standing:
         for place in set(places).union(*self.marks):
             if not parameters[place].requires_grad:
                 continue
-            # Before autograd's addition, and not before torch.autograd.grad(), which adds nothing: a hook of the node, which
-            # stays as long as somebody holds the node.
+            # Before autograd's addition, and not before torch.autograd.grad(), which adds nothing:
+            # a hook of the node, which stays as long as somebody holds the node.
             node = torch.autograd.graph.get_gradient_edge(parameters[place]).node
             self._nodes.append((node, node.register_prehook(partial(addition, place))))
 
@@ -91,7 +94,8 @@ class Standing:
         self.marks = marks
         for place in list(marks[1]):
             gradient = self._parameters[place].grad
-            if gradient is not None:  # its values may have been copied back, which counts as a change
+            # its values may have been copied back, which counts as a change
+            if gradient is not None:
                 self.added(place, gradient)
 
     def weigh(self, place: int, gradient: Tensor, target: Tensor) -> None:
@@ -129,7 +133,9 @@ class Standing:
         is_there = gradient is not None and gradient.layout is torch.strided
         if gradient is not None and is_there:
             now = gradient.data_ptr(), gradient._version
-            is_there = averages.get(place) == now[0] or (place in copies and copies[place][1:] == now)
+            is_there = averages.get(place) == now[0] or (
+                place in copies and copies[place][1:] == now
+            )
         if not is_there:
             self.forget(place)
         return not is_there

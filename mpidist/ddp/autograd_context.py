@@ -91,7 +91,8 @@ class Reduction:
         reducer = self.reducer
         if reducer.captures:
             raise RuntimeError(
-                "two passes at once reach the parameters of one DistributedDataParallel module on this worker: their gradients "
+                "two passes at once reach the parameters of one DistributedDataParallel module on "
+                "this worker: their gradients "
                 "would be averaged with each other; run one backward pass after the other"
             )
         reducer.captures = True
@@ -113,7 +114,10 @@ class Reduction:
                 return []
             # What is a view of a bucket is overwritten by the next pass.
             return [
-                (parameter, gradient.clone() if _is_at(gradient, reducer.views.get(place)) else gradient)
+                (
+                    parameter,
+                    gradient.clone() if _is_at(gradient, reducer.views.get(place)) else gradient,
+                )
                 for parameter, place in reducer.places.items()
                 if (gradient := parameter.grad) is not None
             ]
@@ -132,7 +136,8 @@ class Reduction:
         self.reducer.captures = False
 
     def _arrived(self, place: int, gradient: Tensor) -> None:
-        # On the engine's thread, with the whole gradient: nodes above cuts at leaves with hooks are run one by one.
+        # On the engine's thread, with the whole gradient: nodes above cuts at leaves with hooks are
+        # run one by one.
         if self._put_aside is not None:
             parameter = self.reducer.parameters[place]
             parameter.grad = gradient.detach()
@@ -140,4 +145,8 @@ class Reduction:
 
 
 def _is_at(gradient: Tensor, view: Tensor | None) -> bool:
-    return view is not None and gradient.layout is torch.strided and gradient.data_ptr() == view.data_ptr()
+    return (
+        view is not None
+        and gradient.layout is torch.strided
+        and gradient.data_ptr() == view.data_ptr()
+    )

@@ -56,8 +56,10 @@ def adds_to_gradients(parameters: Sequence[Tensor]) -> bool:
                 return True
         except RuntimeError:  # torch cannot say it of a leaf whose gradient autograd.grad() returns
             raise RuntimeError(
-                "torch.autograd.grad() of parameters is not supported by DistributedDataParallel, because it adds to no "
-                "gradient, and nothing would be averaged: call backward(), or run the forward pass under no_sync()"
+                "torch.autograd.grad() of parameters is not supported by DistributedDataParallel, "
+                "because it adds to no "
+                "gradient, and nothing would be averaged: call backward(), or run the forward pass "
+                "under no_sync()"
             ) from None
     return False
 
@@ -75,7 +77,11 @@ class BackwardPass:
     """
 
     def __init__(
-        self, layout: Layout, reduction: Reduction, expected: Sequence[int] | None, skipped: Collection[int] = frozenset()
+        self,
+        layout: Layout,
+        reduction: Reduction,
+        expected: Sequence[int] | None,
+        skipped: Collection[int] = frozenset(),
     ) -> None:
         self.arrivals = Arrivals(layout.plan, expected, skipped)
         self.complaints: list[str] = []
@@ -83,9 +89,11 @@ class BackwardPass:
         self._reduction = reduction
         self._turns = Turns([bucket.buffer for bucket in layout.buckets], self.arrivals.leaving)
         self._futures: dict[int, Any] = {}  # of the buckets under way, in the order of launch
-        self._reduced: list[tuple[int, Tensor | None]] = []  # what waits to be handed back, with results not accepted yet
+        # what waits to be handed back, with results not accepted yet
+        self._reduced: list[tuple[int, Tensor | None]] = []
         self._problem: ValueError | None = None  # a hook's result that did not fit
-        self._producers: dict[tuple[int, int], Any] = {}  # streams on which gradients arrived, by device and handle
+        # streams on which gradients arrived, by device and handle
+        self._producers: dict[tuple[int, int], Any] = {}
         for bucket in layout.buckets:
             if isinstance(bucket, OwnedBucket):
                 bucket.begin()
@@ -141,7 +149,8 @@ class BackwardPass:
         """
         if self._problem is not None:
             raise self._problem
-        reduced, self._reduced = self._reduced, []  # the pass lives on until the next one; a hook's result need not
+        # the pass lives on until the next one; a hook's result need not
+        reduced, self._reduced = self._reduced, []
         for index, result in reduced:
             bucket = self._layout.buckets[index]
             if result is not None:
@@ -181,10 +190,13 @@ class BackwardPass:
             bucket.node_tensor.average()
             future = None
         else:
-            work = group.all_reduce(bucket.flat, AVG, async_op=stages.runs_beside(group, bucket.flat))
+            work = group.all_reduce(
+                bucket.flat, AVG, async_op=stages.runs_beside(group, bucket.flat)
+            )
             future = None if work is None else work.get_future()
         self._futures[index] = future
-        # On a device the next bucket may be another stream's: it waits for this one where it begins.
+        # On a device the next bucket may be another stream's: it waits for this one where it
+        # begins.
         if bucket.buffer is not None and not bucket.flat.is_cuda and stages.is_done(future):
             self._retire(index)
 
@@ -193,7 +205,8 @@ class BackwardPass:
         bucket, future = self._layout.buckets[index], self._futures.pop(index)
         result = bucket.flat if future is None else stages.value_of(future)
         if not isinstance(bucket, OwnedBucket):
-            # Accepted later: a result that is wrong on this rank alone must not keep it from what all ranks do meanwhile.
+            # Accepted later: a result that is wrong on this rank alone must not keep it from what
+            # all ranks do meanwhile.
             self._reduced.append((index, result))
             return
         try:

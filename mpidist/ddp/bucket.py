@@ -23,15 +23,19 @@ class Bucket:
     """Gradients that travel together.
 
     Attributes:
-        indices: Places of its parameters in the reducer's list, in the order in which they lie in ``flat``.
+        indices: Places of its parameters in the reducer's list, in the order in which they lie in
+            ``flat``.
         parameters: The parameters.
         names: Their names in the module.
         flat: N elements, the gradients one behind the other.
         node_tensor: ``flat`` of all ranks, where they share a node's memory; else None.
-        views: For each parameter its part of ``flat``, in the parameter's shape and, where that is dense, its strides.
+        views: For each parameter its part of ``flat``, in the parameter's shape and, where that is
+            dense, its strides.
         forms: For each view its shape and strides, which stay as they are.
-        layout: The layout of its gradients. One of another layout counts as none: the reducer has refused it.
-        buffer: The number of the buffer in which it takes turns with others (``owned_bucket``); None for memory of its own.
+        layout: The layout of its gradients. One of another layout counts as none: the reducer has
+            refused it.
+        buffer: The number of the buffer in which it takes turns with others (``owned_bucket``);
+            None for memory of its own.
     """
 
     layout = torch.strided
@@ -55,7 +59,9 @@ class Bucket:
         elif flat is not None:
             self.flat = flat
         else:
-            self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
+            self.flat = torch.zeros(
+                sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device
+            )
         self.renew_views()
         self.forms = tuple((tuple(view.shape), view.stride()) for view in self.views)
         self._strides = [strides for _, strides in self.forms]
@@ -65,7 +71,8 @@ class Bucket:
         self.views: list[Tensor] = []
         start = 0
         for parameter in self.parameters:
-            # Autograd adds into a gradient without a copy only if it is laid out as the parameter is.
+            # Autograd adds into a gradient without a copy only if it is laid out as the parameter
+            # is.
             self.views.append(laid_out(self.flat[start : start + parameter.numel()], parameter))
             start += parameter.numel()
 
@@ -124,7 +131,10 @@ class Bucket:
             ValueError: Another number of elements.
         """
         if result.numel() != self.flat.numel():
-            raise ValueError(f"a communication hook must return {self.flat.numel()} elements; got shape {tuple(result.shape)}")
+            raise ValueError(
+                f"a communication hook must return {self.flat.numel()} elements; got shape "
+                f"{tuple(result.shape)}"
+            )
         if result.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(used_here(result).view(-1))
         if scale != 1:
@@ -134,7 +144,8 @@ class Bucket:
         """Bring the reduced bucket into the gradients.
 
         Args:
-            used: For each place in the reducer's list, whether any rank has a gradient; without, it stays as it is.
+            used: For each place in the reducer's list, whether any rank has a gradient; without, it
+                stays as it is.
         """
         targets, sources = [], []
         for place, view, parameter in zip(self.indices, self.views, self.parameters, strict=True):
@@ -150,17 +161,22 @@ class Bucket:
                 sources.append(view)
         self._copy_together(sources, targets, is_pack=False)
 
-    def _copy_together(self, views: Sequence[Tensor], tensors: Sequence[Tensor], is_pack: bool) -> None:
+    def _copy_together(
+        self, views: Sequence[Tensor], tensors: Sequence[Tensor], is_pack: bool
+    ) -> None:
         """Copy tensors into their views, or back; one launch if they are all of the bucket and laid out as the views are."""
         if not views:
             return
-        is_lazy = any(map(Tensor.is_neg, tensors)) or (self.flat.dtype.is_complex and any(map(Tensor.is_conj, tensors)))
+        is_lazy = any(map(Tensor.is_neg, tensors)) or (
+            self.flat.dtype.is_complex and any(map(Tensor.is_conj, tensors))
+        )
         if len(views) == len(self.views) and not is_lazy and self._are_alike(tensors):
             pack(tensors, self.flat) if is_pack else unpack(self.flat, tensors)
         elif is_pack:
             torch._foreach_copy_(list(views), list(tensors))
         elif is_lazy:
-            # Autograd leaves such gradients for complex parameters, and torch writes no list that holds one.
+            # Autograd leaves such gradients for complex parameters, and torch writes no list that
+            # holds one.
             for tensor, view in zip(tensors, views, strict=True):
                 tensor.copy_(view)
         else:
@@ -188,7 +204,8 @@ def take(parameter: Tensor, view: Tensor, as_view: bool) -> bool:
 
 def plain(gradient: Tensor) -> Tensor:
     """Return a gradient without its history."""
-    # A gradient of a pass with create_graph is tracked; for the others a detach() would be their dearest call.
+    # A gradient of a pass with create_graph is tracked; for the others a detach() would be their
+    # dearest call.
     return gradient.detach() if gradient.requires_grad else gradient
 
 
@@ -246,7 +263,8 @@ class GradBucket:
         """
         if buffer.numel() != self._bucket.flat.numel():
             raise ValueError(
-                f"set_buffer needs a tensor of {self._bucket.flat.numel()} elements for bucket {self._index}; "
+                f"set_buffer needs a tensor of {self._bucket.flat.numel()} elements for bucket "
+                f"{self._index}; "
                 f"got shape {tuple(buffer.shape)}"
             )
         self._buffer = buffer
@@ -257,7 +275,10 @@ class GradBucket:
             return list(self._bucket.views)
         parts = self._buffer.view(-1).split([view.numel() for view in self._bucket.views])
         forms = self._bucket.forms
-        return [part.as_strided(*form, part.storage_offset()) for part, form in zip(parts, forms, strict=True)]
+        return [
+            part.as_strided(*form, part.storage_offset())
+            for part, form in zip(parts, forms, strict=True)
+        ]
 
     def forms(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """Return the shape and strides of each of ``gradients``: the same object as long as the buckets stay."""

@@ -26,13 +26,18 @@ class TurnMemory:
         count: The number of buffers.
     """
 
-    def __init__(self, group: Any, device: torch.device, sizes_bytes: Sequence[int], most: int, shares: bool) -> None:
+    def __init__(
+        self, group: Any, device: torch.device, sizes_bytes: Sequence[int], most: int, shares: bool
+    ) -> None:
         self.count = min(most, len(sizes_bytes))
         self._size_bytes = max(sizes_bytes)
         self._memory = share(group, self.count * self._size_bytes) if shares else None
         self._buffers: list[Tensor] = []
         if self._memory is None:
-            self._buffers = [torch.zeros(self._size_bytes, dtype=torch.uint8, device=device) for _ in range(self.count)]
+            self._buffers = [
+                torch.zeros(self._size_bytes, dtype=torch.uint8, device=device)
+                for _ in range(self.count)
+            ]
         self._device = device
 
     def take(self, buffer: int, numel: int, dtype: torch.dtype) -> tuple[NodeTensor | None, Tensor]:
@@ -55,7 +60,8 @@ class Turns:
 
     def __init__(self, buffers: Sequence[int | None], leaving: Sequence[int]) -> None:
         self._buffers = buffers
-        self._waiting: dict[int, list[int]] = {}  # by buffer, the buckets that have not passed it on yet, the next one last
+        # by buffer, the buckets that have not passed it on yet, the next one last
+        self._waiting: dict[int, list[int]] = {}
         for index in reversed(leaving):
             buffer = buffers[index]
             if buffer is not None:
@@ -76,5 +82,7 @@ class Turns:
         """Give a bucket's buffer to the next; its results have been copied out."""
         buffer = self._buffers[index]
         if buffer is not None:
-            assert self._waiting[buffer][-1] == index, "buckets pass their buffers on in the order in which they leave"
+            assert self._waiting[buffer][-1] == index, (
+                "buckets pass their buffers on in the order in which they leave"
+            )
             self._waiting[buffer].pop()

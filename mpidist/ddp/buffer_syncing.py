@@ -21,7 +21,8 @@ class BufferHook:
     """Synchronisation of a module's buffers in the place of the broadcast.
 
     Attributes:
-        hook: Called as ``hook(state, buffers)``, with the buffers by name; returns None, a future or a list of them.
+        hook: Called as ``hook(state, buffers)``, with the buffers by name; returns None, a future
+            or a list of them.
         state: Its state.
         location: Ahead of the forward pass, or behind it.
     """
@@ -52,34 +53,52 @@ class BufferSyncing:
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
         """Return them by name."""
-        return {name: buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore}
+        return {
+            name: buffer
+            for name, buffer in self.module.named_buffers()
+            if name not in self.parameters_to_ignore
+        }
 
     def _register_buffer_comm_hook(
-        self, state: Any, hook: Callable[[Any, dict[str, Tensor]], Any], comm_hook_location: Any = POST_FORWARD
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, Tensor]], Any],
+        comm_hook_location: Any = POST_FORWARD,
     ) -> None:
         """Have ``hook(state, buffers)`` synchronise the buffers in the place of the broadcast from rank 0.
 
-        Futures that it returns are waited for at the end of the backward pass, or, where none is to come, at once.
+        Futures that it returns are waited for at the end of the backward pass, or, where none is to
+        come, at once.
 
         Args:
             state: Passed to each call.
             hook: Gets the buffers by name.
-            comm_hook_location: torch's ``_BufferCommHookLocation``, or its name: ahead of the forward pass or behind it.
+            comm_hook_location: torch's ``_BufferCommHookLocation``, or its name: ahead of the
+                forward pass or behind it.
 
         Raises:
             TypeError: ``hook`` cannot be called.
             ValueError: Another location.
         """
         if not callable(hook):
-            raise TypeError(f"_register_buffer_comm_hook needs a callable; got {type(hook).__name__}")
+            raise TypeError(
+                f"_register_buffer_comm_hook needs a callable; got {type(hook).__name__}"
+            )
         location = getattr(comm_hook_location, "name", comm_hook_location)
         if location not in (PRE_FORWARD, POST_FORWARD):
-            raise ValueError(f"comm_hook_location must be {PRE_FORWARD} or {POST_FORWARD}; got {comm_hook_location!r}")
+            raise ValueError(
+                f"comm_hook_location must be {PRE_FORWARD} or {POST_FORWARD}; got "
+                f"{comm_hook_location!r}"
+            )
         self.buffer_hook = BufferHook(hook, state, location)
 
     def will_sync_module_buffers(self) -> bool:
         """Say whether the next forward pass synchronises buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.named_module_buffers)
+        return (
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
+            and bool(self.named_module_buffers)
+        )
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
         return self.will_sync_module_buffers() and not self._syncs_behind()
@@ -110,7 +129,9 @@ class BufferSyncing:
             return
         futures = futures if isinstance(futures, (list, tuple)) else [futures]
         if not all(hasattr(future, "wait") for future in futures):
-            raise TypeError(f"a buffer hook must return None, a future or a list of futures; got {futures}")
+            raise TypeError(
+                f"a buffer hook must return None, a future or a list of futures; got {futures}"
+            )
         self.reducer._install_post_backward_futures(futures)
         if waits:
             self.reducer.wait_for_futures()
@@ -119,10 +140,20 @@ class BufferSyncing:
         self._sync_buffers(authoritative_rank)
 
     def _default_broadcast_coalesced(
-        self, bufs: Sequence[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
     ) -> None:
-        """Broadcast buffers, all of them if none are given: what a buffer hook calls. Collective: over the group."""
-        broadcast_state(self._group, self.modules_buffers if bufs is None else bufs, authoritative_rank)
+        """Broadcast buffers, all of them if none are given: what a buffer hook calls.
 
-    def _distributed_broadcast_coalesced(self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0) -> None:
+        Collective: over the group.
+        """
+        broadcast_state(
+            self._group, self.modules_buffers if bufs is None else bufs, authoritative_rank
+        )
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
         broadcast_state(self._group, tensors, authoritative_rank)

@@ -9,11 +9,13 @@ def of_layout(name: str, layout: torch.layout) -> str:
     """Return why a gradient of this layout was refused."""
     if layout is torch.strided:
         return (
-            f"the gradient of parameter {name!r} is dense, but its module announces sparse ones; a weight that other modules "
+            f"the gradient of parameter {name!r} is dense, but its module announces sparse ones; a "
+            "weight that other modules "
             "share needs sparse=False"
         )
     return (
-        f"the gradient of parameter {name!r} has layout {layout}, but its module does not announce it; sparse gradients are "
+        f"the gradient of parameter {name!r} has layout {layout}, but its module does not announce "
+        "it; sparse gradients are "
         "averaged for nn.Embedding and nn.EmbeddingBag that have sparse=True when they are wrapped"
     )
 
@@ -30,7 +32,8 @@ def of_graph(name: str, times: int, first: int) -> str:
     """Return why a gradient was refused that came ``times`` times, and ``first`` times in the first pass of a static graph."""
     return (
         f"the gradient of parameter {name!r} arrived {times} times in one backward pass, and "
-        f"{first} times in the first: the graph is not static. Leave static_graph=True out; parameters that only some "
+        f"{first} times in the first: the graph is not static. Leave static_graph=True out; "
+        "parameters that only some "
         "passes use need find_unused_parameters=True"
     )
 
@@ -38,6 +41,7 @@ def of_graph(name: str, times: int, first: int) -> str:
 def of_twice(name: str) -> str:
     """Return why a second gradient of one pass was refused."""
     return (
-        f"the gradient of parameter {name!r} arrived twice in one backward pass; a parameter that several checkpointed "
+        f"the gradient of parameter {name!r} arrived twice in one backward pass; a parameter that "
+        "several checkpointed "
         "segments share needs static_graph=True, or checkpoint(..., use_reentrant=False)"
     )

@@ -1,9 +1,10 @@
 """Optimizers that torch's ``_apply_optimizer_in_backward`` has given to parameters: they step once the gradients are averaged.
 
-Left to their own hooks they would step with each rank's own gradients, before the average, and the ranks would diverge.
+Left to their own hooks they would step with each rank's own gradients, before the average, and the
+ranks would diverge.
 
-Source: ``torch.nn.parallel.DistributedDataParallel._setup_in_backward_optimizers``. There they step bucket by bucket within the
-backward pass; here at its end, with the same gradients.
+Source: ``torch.nn.parallel.DistributedDataParallel._setup_in_backward_optimizers``. There they step
+bucket by bucket within the backward pass; here at its end, with the same gradients.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ def require_none(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Require that no parameter has such an optimizer.
 
     Raises:
-        ValueError: One has: it would step where its average is, on one rank, and the ranks' weights would differ.
+        ValueError: One has: it would step where its average is, on one rank, and the ranks' weights
+            would differ.
     """
     found = names_of(named)
     if found:
         raise ValueError(
-            "gradients that leave to their owners cannot serve optimizers that step in the backward pass, which "
-            f"{', '.join(found[:10])} have: use a sharded optimizer, or a hook that averages on all ranks"
+            "gradients that leave to their owners cannot serve optimizers that step in the "
+            "backward pass, which "
+            f"{', '.join(found[:10])} have: use a sharded optimizer, or a hook that averages on "
+            "all ranks"
         )
 
 

@@ -1,7 +1,7 @@
 """Uneven inputs: a rank that has none left mirrors the collectives of those that go on, until all are done.
 
-Before each forward pass every rank tells all what it is about to do (``exchange``), the ones without inputs too; so they know
-which collectives to mirror, and how many ranks share the average.
+Before each forward pass every rank tells all what it is about to do (``exchange``), the ones
+without inputs too; so they know which collectives to mirror, and how many ranks share the average.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from mpidist.comm.algorithms.reduce_op import MAX
 from mpidist.dynamo import untraced
 from mpidist.errors import DisagreementError
 
-# Set on a module's parameters within ``join``: a sharded optimizer of them that was not named would wait for ever.
+# Set on a module's parameters within ``join``: a sharded optimizer of them that was not named would
+# wait for ever.
 _IS_JOINING = "_mpidist_is_joining"
 # The words of torch's Join, for which programs look.
 SOMEONE_EXHAUSTED = (
-    "Detected at least one rank that exhausted inputs. Throwing across all ranks: throw_on_early_termination is set"
+    "Detected at least one rank that exhausted inputs. Throwing across all ranks: "
+    "throw_on_early_termination is set"
 )
 
 
@@ -47,7 +49,13 @@ class Iteration:
 
 
 @untraced
-def exchange(group: Any, has_inputs: bool, averages: bool = False, syncs_buffers: bool = False, optimizer: int = 0) -> Iteration:
+def exchange(
+    group: Any,
+    has_inputs: bool,
+    averages: bool = False,
+    syncs_buffers: bool = False,
+    optimizer: int = 0,
+) -> Iteration:
     """Tell all ranks what this one is about to do, and learn the same of them.
 
     Collective: over the group.
@@ -55,17 +63,24 @@ def exchange(group: Any, has_inputs: bool, averages: bool = False, syncs_buffers
     Raises:
         DisagreementError: On all ranks, if those with inputs do not do the same.
     """
-    own = torch.tensor([has_inputs, averages, syncs_buffers, optimizer], dtype=torch.uint8, device="cpu")
+    own = torch.tensor(
+        [has_inputs, averages, syncs_buffers, optimizer], dtype=torch.uint8, device="cpu"
+    )
     table = torch.empty(group.size * 4, dtype=torch.uint8, device="cpu")
     group.all_gather_into_tensor(table, own)
-    rows = [(rank, plans) for rank, (present, *plans) in enumerate(table.view(-1, 4).tolist()) if present]
+    rows = [
+        (rank, plans)
+        for rank, (present, *plans) in enumerate(table.view(-1, 4).tolist())
+        if present
+    ]
     if not rows:
         return Iteration(0, -1, False, False)
     root, plans = rows[-1]
     other = next((rank for rank, others in rows if others != plans), None)
     if other is not None:
         raise DisagreementError(
-            f"DistributedDataParallel.join: ranks {other} and {root} are in different passes or steps; no_sync, no_grad and "
+            f"DistributedDataParallel.join: ranks {other} and {root} are in different passes or "
+            "steps; no_sync, no_grad and "
             "buffers to synchronise must be the same on all ranks in one iteration"
         )
     return Iteration(len(rows), root, bool(plans[0]), bool(plans[1]), plans[2])
@@ -78,10 +93,11 @@ def joined(module: Any, group: Any, throws: bool, optimizers: Sequence[Any] = ()
     Collective: entered and left by all ranks of the group.
 
     Args:
-        module: Has ``parameters()``, ``mirror(iteration)``, ``end_mirroring()`` and ``adopt_from(root)``.
+        module: Has ``parameters()``, ``mirror(iteration)``, ``end_mirroring()`` and
+            ``adopt_from(root)``.
         throws: Raise on all ranks as soon as the first has no inputs left.
-        optimizers: Sharded ones on the same group: have ``before_step`` (called before each step), ``step_joined()`` and
-            ``end_joined()``.
+        optimizers: Sharded ones on the same group: have ``before_step`` (called before each step),
+            ``step_joined()`` and ``end_joined()``.
     """
     for number, optimizer in enumerate(optimizers, 1):
         optimizer.before_step = partial(_announce, group, number, throws)
@@ -101,7 +117,9 @@ def joined(module: Any, group: Any, throws: bool, optimizers: Sequence[Any] = ()
         while (iteration := exchange(group, False)).members:
             is_last = False
             if throws:
-                raise RuntimeError(f"Rank {group.rank} exhausted all inputs, and throw_on_early_termination is set")
+                raise RuntimeError(
+                    f"Rank {group.rank} exhausted all inputs, and throw_on_early_termination is set"
+                )
             if iteration.optimizer:
                 optimizers[iteration.optimizer - 1].step_joined()
             else:

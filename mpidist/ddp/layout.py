@@ -31,11 +31,16 @@ class Settings:
 
     limits: tuple[int, ...]  # bytes at which the first, the second, … bucket closes
     most_buckets: int | None = None  # merge neighbours until there are no more than these
-    gradient_as_bucket_view: bool = True  # gradients are views of the buckets; else they are copied back
-    find_unused_parameters: bool = False  # parameters may lack a gradient, and not the same ones on all ranks
-    static_graph: bool = False  # which parameters are used, and how often, is as in the first backward pass
-    behind_all: bool = False  # buckets leave behind the last gradient: modules communicate in the backward pass themselves
-    skip_unused: bool = False  # parameters that no rank used in the first backward pass are not reduced in the later ones
+    # gradients are views of the buckets; else they are copied back
+    gradient_as_bucket_view: bool = True
+    # parameters may lack a gradient, and not the same ones on all ranks
+    find_unused_parameters: bool = False
+    # which parameters are used, and how often, is as in the first backward pass
+    static_graph: bool = False
+    # buckets leave behind the last gradient: modules communicate in the backward pass themselves
+    behind_all: bool = False
+    # parameters that no rank used in the first backward pass are not reduced in the later ones
+    skip_unused: bool = False
 
 
 class Layout:
@@ -44,15 +49,19 @@ class Layout:
     Collective: constructed by all ranks of the group, unless it is ``local``.
 
     Args:
-        expects_sparse: For each parameter whether its gradients are sparse; it gets a bucket of its own.
-        local: Use memory of this rank alone until ``settle``, and communicate nothing: for a copy, which one rank may make.
+        expects_sparse: For each parameter whether its gradients are sparse; it gets a bucket of its
+            own.
+        local: Use memory of this rank alone until ``settle``, and communicate nothing: for a copy,
+            which one rank may make.
 
     Attributes:
         plan: For each bucket the places of its parameters, in the order of launch.
         buckets: The buckets.
-        views: For each place of a parameter with dense gradients the memory that its averages are in, pass after pass: its part
-            of a bucket, or of what this rank keeps of those that it owns.
-        owners: Where gradients leave to their owners, and buckets take turns in a few buffers; else None.
+        views: For each place of a parameter with dense gradients the memory that its averages are
+            in, pass after pass: its part of a bucket, or of what this rank keeps of those that it
+            owns.
+        owners: Where gradients leave to their owners, and buckets take turns in a few buffers; else
+            None.
         sparse: The places, in ``plan``, of buckets of sparse gradients.
         is_settled: The buckets stay as they are.
     """
@@ -73,7 +82,8 @@ class Layout:
         self._settings = settings
         self.owners: Owners | None = None
         self.views: dict[int, Tensor] = {}
-        # Which parameters a pass uses, and so the order of their gradients, varies with unused ones.
+        # Which parameters a pass uses, and so the order of their gradients, varies with unused
+        # ones.
         self._follows_arrivals = settings.static_graph or not settings.find_unused_parameters
         # Gradients come in the reverse order of use, which is about that of registration.
         self.plan = self._planned(list(reversed(range(len(parameters)))))
@@ -83,10 +93,12 @@ class Layout:
     def settle(self, arrived: Sequence[int]) -> None:
         """Lay the buckets out in the order in which gradients arrive; those that exist keep their values.
 
-        Collective: over the group, at the end of the first backward pass. Rank 0's order holds for all.
+        Collective: over the group, at the end of the first backward pass. Rank 0's order holds for
+        all.
 
         Args:
-            arrived: Places of parameters in the order of arrival; those without a gradient are added in the present order.
+            arrived: Places of parameters in the order of arrival; those without a gradient are
+                added in the present order.
         """
         planned = self.plan
         if self._follows_arrivals:
@@ -102,7 +114,10 @@ class Layout:
 
     def saved(self) -> dict[str, Any]:
         """Return the buckets by names, and whether they stay."""
-        return {"buckets": [[self._names[place] for place in indices] for indices in self.plan], "is_rebuilt": self.is_settled}
+        return {
+            "buckets": [[self._names[place] for place in indices] for indices in self.plan],
+            "is_rebuilt": self.is_settled,
+        }
 
     def use(self, saved: dict[str, Any]) -> None:
         """Lay the buckets out as ``saved()`` said.
@@ -110,7 +125,8 @@ class Layout:
         Collective: over the group.
 
         Raises:
-            ValueError: Not exactly this module's parameters, or a bucket of several dtypes, devices or layouts.
+            ValueError: Not exactly this module's parameters, or a bucket of several dtypes, devices
+                or layouts.
             DisagreementError: Another rank raised that, or has other buckets.
         """
         problem: ValueError | None = None
@@ -123,13 +139,21 @@ class Layout:
             problem = error
         except (AttributeError, LookupError, TypeError) as error:
             # On this rank alone, perhaps: each has a file of its own.
-            problem = ValueError(f"a bucket plan is what bucket_plan() returned; this one is damaged ({type(error).__name__})")
+            problem = ValueError(
+                "a bucket plan is what bucket_plan() returned; this one is damaged "
+                f"({type(error).__name__})"
+            )
         # Making them is collective, so all ranks have to begin it, with the same.
-        told = self._group.all_gather_object((buckets, is_rebuilt, None if problem is None else str(problem)))
+        told = self._group.all_gather_object(
+            (buckets, is_rebuilt, None if problem is None else str(problem))
+        )
         if problem is not None:
             raise problem
         if any(other != told[0] for other in told):
-            wrong = "; ".join(f"rank {rank}: {text or f'{len(its)} buckets'}" for rank, (its, _, text) in enumerate(told))
+            wrong = "; ".join(
+                f"rank {rank}: {text or f'{len(its)} buckets'}"
+                for rank, (its, _, text) in enumerate(told)
+            )
             raise DisagreementError(f"the bucket plans of the ranks differ. {wrong}")
         self.plan = buckets
         self._make()
@@ -138,18 +162,27 @@ class Layout:
     def follow(self) -> None:
         """Take back the views whose memory somebody has replaced since the last pass.
 
-        ``module.double()``, ``.to()`` and the like set the ``data`` of gradients that exist, and those are our views themselves.
+        ``module.double()``, ``.to()`` and the like set the ``data`` of gradients that exist, and
+        those are our views themselves.
 
         Raises:
             RuntimeError: A parameter has another dtype or device than its bucket.
         """
-        dtypes, devices = list(map(_dtype_of, self._parameters)), list(map(Tensor.get_device, self._parameters))
+        dtypes, devices = (
+            list(map(_dtype_of, self._parameters)),
+            list(map(Tensor.get_device, self._parameters)),
+        )
         if dtypes != self._dtypes or devices != self._devices:
-            now, then = list(zip(dtypes, devices, strict=True)), list(zip(self._dtypes, self._devices, strict=True))
+            now, then = (
+                list(zip(dtypes, devices, strict=True)),
+                list(zip(self._dtypes, self._devices, strict=True)),
+            )
             place = next(place for place, kind in enumerate(now) if kind != then[place])
             raise RuntimeError(
-                f"parameter {self._names[place]!r} is now {now[place][0]} (device index {now[place][1]}), and was "
-                f"{then[place][0]} ({then[place][1]}) when its bucket was made: change dtype and device before the module is "
+                f"parameter {self._names[place]!r} is now {now[place][0]} (device index "
+                f"{now[place][1]}), and was "
+                f"{then[place][0]} ({then[place][1]}) when its bucket was made: change dtype and "
+                "device before the module is "
                 "wrapped, or wrap it anew"
             )
         if any(map(ne, map(Tensor.data_ptr, self._held), self._addresses)):
@@ -161,7 +194,8 @@ class Layout:
     def own(self, owners: Owners | None) -> None:
         """Lay the buckets out for gradients that leave to owners, or for averages on all ranks (None).
 
-        Gradients that exist keep their values, in memory of their own or as views of the new buckets.
+        Gradients that exist keep their values, in memory of their own or as views of the new
+        buckets.
 
         Collective: over the group, with the same owners.
         """
@@ -169,7 +203,11 @@ class Layout:
             parameter = self._parameters[place]
             gradient = parameter.grad
             # By address: autograd may have replaced the view by another tensor on the same memory.
-            is_view = gradient is not None and gradient.layout is torch.strided and gradient.data_ptr() == view.data_ptr()
+            is_view = (
+                gradient is not None
+                and gradient.layout is torch.strided
+                and gradient.data_ptr() == view.data_ptr()
+            )
             if is_view and self.owners is None:
                 parameter.grad = view.clone()
         self.owners = owners
@@ -179,26 +217,38 @@ class Layout:
         """Turn buckets of names into buckets of places, if this module can have them."""
         buckets = plan.by_place(names, self._names)
         for index, places in enumerate(buckets):
-            kinds = {(self._parameters[place].dtype, self._parameters[place].device) for place in places}
+            kinds = {
+                (self._parameters[place].dtype, self._parameters[place].device) for place in places
+            }
             if len(kinds) != 1:
-                raise ValueError(f"bucket {index} holds parameters of several dtypes or devices, or none")
+                raise ValueError(
+                    f"bucket {index} holds parameters of several dtypes or devices, or none"
+                )
             if len(places) > 1 and any(self._expects_sparse[place] for place in places):
                 raise ValueError(f"bucket {index} holds sparse gradients beside others")
         return buckets
 
     def _planned(self, places: Sequence[int]) -> list[tuple[int, ...]]:
         """Plan buckets that are filled in this order."""
-        assigned = plan.assign(self._parameters, self._settings.limits, places, self._expects_sparse)
+        assigned = plan.assign(
+            self._parameters, self._settings.limits, places, self._expects_sparse
+        )
         if self._settings.most_buckets is not None:
-            assigned = plan.merge(self._parameters, assigned, self._settings.most_buckets, self._expects_sparse)
+            assigned = plan.merge(
+                self._parameters, assigned, self._settings.most_buckets, self._expects_sparse
+            )
         return [bucket.indices for bucket in assigned]
 
     def _make(self, local: bool = False) -> None:
         self._is_local = local
-        self.sparse = frozenset(index for index, places in enumerate(self.plan) if self._expects_sparse[places[0]])
+        self.sparse = frozenset(
+            index for index, places in enumerate(self.plan) if self._expects_sparse[places[0]]
+        )
         is_on_host = all(parameter.device.type == "cpu" for parameter in self._parameters)
         shares = is_on_host and not local
-        self.buckets = self._laid_out(shares) if self.owners is None else self._in_turns(self.owners, shares)
+        self.buckets = (
+            self._laid_out(shares) if self.owners is None else self._in_turns(self.owners, shares)
+        )
         self._dtypes = list(map(_dtype_of, self._parameters))
         self._devices = list(map(Tensor.get_device, self._parameters))
         self._held: list[Tensor] = []  # what gradients may be
@@ -219,7 +269,11 @@ class Layout:
 
     def _laid_out(self, shares: bool) -> list[Bucket | SparseBucket]:
         """Return the plan's buckets, the dense ones one behind the other in memory of the node, each from a cache line on."""
-        needed = sum(self._aligned_bytes(places) for index, places in enumerate(self.plan) if index not in self.sparse)
+        needed = sum(
+            self._aligned_bytes(places)
+            for index, places in enumerate(self.plan)
+            if index not in self.sparse
+        )
         memory = share(self._group, needed) if shares else None
         buckets: list[Bucket | SparseBucket] = []
         start_bytes = 0
@@ -230,7 +284,11 @@ class Layout:
             node_tensor = None
             if memory is not None:
                 numel = sum(self._parameters[place].numel() for place in places)
-                node_tensor = memory.tensor(start_bytes, numel, self._parameters[places[0]].dtype) if numel else None
+                node_tensor = (
+                    memory.tensor(start_bytes, numel, self._parameters[places[0]].dtype)
+                    if numel
+                    else None
+                )
                 start_bytes += self._aligned_bytes(places)
             buckets.append(Bucket(places, self._parameters, self._names, node_tensor))
         return buckets
@@ -240,9 +298,20 @@ class Layout:
         dense = [index for index in range(len(self.plan)) if index not in self.sparse]
         sizes: dict[torch.device, list[int]] = {}
         for index in dense:
-            sizes.setdefault(self._device_of(index), []).append(self._aligned_bytes(self.plan[index]))
-        memories = {device: TurnMemory(self._group, device, held, owners.buffers, shares) for device, held in sizes.items()}
-        first = dict(zip(memories, accumulate((memory.count for memory in memories.values()), initial=0), strict=False))
+            sizes.setdefault(self._device_of(index), []).append(
+                self._aligned_bytes(self.plan[index])
+            )
+        memories = {
+            device: TurnMemory(self._group, device, held, owners.buffers, shares)
+            for device, held in sizes.items()
+        }
+        first = dict(
+            zip(
+                memories,
+                accumulate((memory.count for memory in memories.values()), initial=0),
+                strict=False,
+            )
+        )
         buckets: list[Bucket | SparseBucket] = []
         placed: Counter[torch.device] = Counter()
         for index, places in enumerate(self.plan):
@@ -253,9 +322,15 @@ class Layout:
             buffer = placed[device] % memories[device].count
             placed[device] += 1
             numel = sum(self._parameters[place].numel() for place in places)
-            node_tensor, flat = memories[device].take(buffer, numel, self._parameters[places[0]].dtype)
+            node_tensor, flat = memories[device].take(
+                buffer, numel, self._parameters[places[0]].dtype
+            )
             number = first[device] + buffer
-            buckets.append(OwnedBucket(places, self._parameters, self._names, node_tensor, flat, number, owners))
+            buckets.append(
+                OwnedBucket(
+                    places, self._parameters, self._names, node_tensor, flat, number, owners
+                )
+            )
         return buckets
 
     def _sparse_bucket(self, places: Sequence[int]) -> SparseBucket:
@@ -265,4 +340,6 @@ class Layout:
         return self._parameters[self.plan[index][0]].device
 
     def _aligned_bytes(self, places: Sequence[int]) -> int:
-        return -(-sum(self._parameters[place].nbytes for place in places) // _LINE_BYTES) * _LINE_BYTES
+        return (
+            -(-sum(self._parameters[place].nbytes for place in places) // _LINE_BYTES) * _LINE_BYTES
+        )

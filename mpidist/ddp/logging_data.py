@@ -14,7 +14,8 @@ def of_module(ddp: Any) -> dict[str, Any]:
         ddp: A ``DistributedDataParallel``.
 
     Source:
-        ``torch/csrc/distributed/c10d/logger.cpp``, whose names and texts these are; times are a profiler's business.
+        ``torch/csrc/distributed/c10d/logger.cpp``, whose names and texts these are; times are a
+        profiler's business.
     """
     parameters, reducer = ddp.reducer.parameters, ddp.reducer
     buckets, hook = reducer.buckets(), reducer.hook
@@ -37,11 +38,15 @@ def of_module(ddp: Any) -> dict[str, Any]:
         "bucket_sizes": sizes,
         "num_buckets_reduced": len(buckets),
         "has_rebuilt_buckets": int(ddp._has_rebuilt_buckets),
-        "has_sync_bn": int(any("SyncBatchNorm" in type(part).__name__ for part in ddp.module.modules())),
+        "has_sync_bn": int(
+            any("SyncBatchNorm" in type(part).__name__ for part in ddp.module.modules())
+        ),
     }
     if ddp._has_rebuilt_buckets:
         data["rebuilt_bucket_sizes"] = sizes
-        data["rebuilt_per_bucket_param_indices"] = ", ".join(" ".join(map(str, places)) for places in buckets)
+        data["rebuilt_per_bucket_param_indices"] = ", ".join(
+            " ".join(map(str, places)) for places in buckets
+        )
     if "_authoritative_rank" in vars(ddp):
         data["join_uneven_inputs"] = 1
     if hook is not None:
@@ -51,6 +56,9 @@ def of_module(ddp: Any) -> dict[str, Any]:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     """Return torch's C++ name of a dtype in its reports: float for float32."""
-    return {"float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16"}.get(
-        str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch.")
-    )
+    return {
+        "float32": "float",
+        "float64": "double",
+        "float16": "c10::Half",
+        "bfloat16": "c10::BFloat16",
+    }.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))

@@ -27,22 +27,25 @@ _NOT_SAVED = ("process_group", "_group", "reducer", "device_mesh")
 class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     """Average the gradients of ``module`` over all ranks of a group in each backward pass.
 
-    Sparse gradients, of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, stay sparse: each is averaged by itself,
-    is no view of a bucket, and is not given to a communication hook.
+    Sparse gradients, of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, stay sparse:
+    each is averaged by itself, is no view of a bucket, and is not given to a communication hook.
 
-    Collective: constructed by all ranks of the group, which then run forward and backward the same number of times, or within
-    ``join()``.
+    Collective: constructed by all ranks of the group, which then run forward and backward the same
+    number of times, or within ``join()``.
 
     Args:
         module: The module; its parameters on this rank's device.
         device_ids: None, or this rank's one GPU: inputs are moved there.
         output_device: None, or that same GPU.
         dim: Accepted for torch's sake; a rank has one device, so inputs are not scattered.
-        broadcast_buffers: False: buffers stay each rank's own, from the start. ``forward_sync_buffers`` goes before it.
-        init_sync: Verify names, shapes and dtypes of parameters and buffers on all ranks, then broadcast rank 0's.
-        process_group: A native group, or a torch group on the backend ``mpidist``; if None torch's default group if it is ours,
-            else all ranks of the job.
-        bucket_cap_mb: MiB of gradients that travel together; 25, and less for the first bucket, if None.
+        broadcast_buffers: False: buffers stay each rank's own, from the start.
+            ``forward_sync_buffers`` goes before it.
+        init_sync: Verify names, shapes and dtypes of parameters and buffers on all ranks, then
+            broadcast rank 0's.
+        process_group: A native group, or a torch group on the backend ``mpidist``; if None torch's
+            default group if it is ours, else all ranks of the job.
+        bucket_cap_mb: MiB of gradients that travel together; 25, and less for the first bucket, if
+            None.
         find_unused_parameters: Parameters may lack a gradient, and not the same ones on all ranks.
         check_reduction: Deprecated, without effect.
         gradient_as_bucket_view: Gradients are views of the buckets. torch's default is False.
@@ -50,24 +53,29 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         delay_all_reduce_named_params: Refused, with what to use instead.
         param_to_hook_all_reduce: Refused likewise.
         mixed_precision: Refused likewise.
-        device_mesh: Instead of ``process_group``: a mesh of one dimension on the backend ``mpidist``, by itself or cut out of
-            another (``mesh["dp"]``); parameters that are DTensors on the other dimensions are then averaged shard by shard.
-        skip_all_reduce_unused_params: With ``find_unused_parameters`` or ``static_graph``: buckets that no rank used in the first
-            backward pass do not travel in the later ones, which must leave the same parameters unused.
-        bucket_cap_mb_list: MiB of the first, the second, … bucket; the last holds for all that follow.
+        device_mesh: Instead of ``process_group``: a mesh of one dimension on the backend
+            ``mpidist``, by itself or cut out of another (``mesh["dp"]``); parameters that are
+            DTensors on the other dimensions are then averaged shard by shard.
+        skip_all_reduce_unused_params: With ``find_unused_parameters`` or ``static_graph``: buckets
+            that no rank used in the first backward pass do not travel in the later ones, which must
+            leave the same parameters unused.
+        bucket_cap_mb_list: MiB of the first, the second, … bucket; the last holds for all that
+            follow.
         batched_grad_copy: Accepted; gradients that need a copy are always copied together.
-        forward_sync_buffers: Broadcast rank 0's buffers before each forward pass; True if neither it nor ``broadcast_buffers`` is
-            given.
+        forward_sync_buffers: Broadcast rank 0's buffers before each forward pass; True if neither
+            it nor ``broadcast_buffers`` is given.
         most_buckets: Merge buckets until there are no more than these (ours alone).
 
     Raises:
         ValueError: An argument that cannot be honoured.
         TypeError: ``process_group`` is of another backend, or an argument of another type.
         RuntimeError: No parameter requires a gradient.
-        DisagreementError: Parameters, buffers or settings differ between ranks (on all ranks, with ``init_sync``).
+        DisagreementError: Parameters, buffers or settings differ between ranks (on all ranks, with
+            ``init_sync``).
 
     Source:
-        ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13, whose names and meanings these are.
+        ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13, whose names and meanings these
+        are.
     """
 
     def __init__(
@@ -103,19 +111,26 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         if device_mesh is not None:
             self.device_mesh = device_mesh
             torch_arguments.localise(module, device_mesh)
-        init_buffers, self.forward_sync_buffers = torch_arguments.buffer_syncing(broadcast_buffers, forward_sync_buffers)
+        init_buffers, self.forward_sync_buffers = torch_arguments.buffer_syncing(
+            broadcast_buffers, forward_sync_buffers
+        )
         self.module = module
         try:
-            torch_arguments.refuse(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
+            torch_arguments.refuse(
+                mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce
+            )
             named = torch_arguments.require_supported(module, self.parameters_to_ignore)
-            self._input_device = torch_arguments.input_device(module, device_ids, output_device, check_reduction)
+            self._input_device = torch_arguments.input_device(
+                module, device_ids, output_device, check_reduction
+            )
             self.settings = Settings(
                 limits=plan.limits_of(bucket_cap_mb, bucket_cap_mb_list),
                 most_buckets=plan.require_count(most_buckets),
                 gradient_as_bucket_view=gradient_as_bucket_view,
                 find_unused_parameters=find_unused_parameters,
                 static_graph=static_graph,
-                behind_all=(find_unused_parameters or static_graph) and torch_arguments.communicates_in_backward(module),
+                behind_all=(find_unused_parameters or static_graph)
+                and torch_arguments.communicates_in_backward(module),
                 skip_unused=skip_all_reduce_unused_params,
             )
         except (TypeError, ValueError, RuntimeError) as error:
@@ -126,7 +141,9 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self.device_ids = None if not device_ids else list(device_ids)
         self.output_device = output_device
         self.dim = dim
-        self.bucket_bytes_cap_list = [] if bucket_cap_mb_list is None else list(self.settings.limits)
+        self.bucket_bytes_cap_list = (
+            [] if bucket_cap_mb_list is None else list(self.settings.limits)
+        )
         self.device = named[0][1].device
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
@@ -135,28 +152,36 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self._divides_by_initial = True
         if init_sync:
             state = self._state(init_buffers)
-            arithmetic = "kernels" if has_kernels(named[0][1]) else "torch"  # hooks need the same on all ranks
+            # hooks need the same on all ranks
+            arithmetic = "kernels" if has_kernels(named[0][1]) else "torch"
             sparse = torch_arguments.sparse_parameters(module)
             sparse_names = [name for name, parameter in named if id(parameter) in sparse]
             optimized = in_backward.names_of(named)
-            require_equal(self._group, state, (self.settings, self.forward_sync_buffers, arithmetic, sparse_names, optimized))
+            require_equal(
+                self._group,
+                state,
+                (self.settings, self.forward_sync_buffers, arithmetic, sparse_names, optimized),
+            )
             broadcast_state(self._group, [tensor for _, tensor in state])
         self._make_reducer()
 
     def register_comm_hook(self, state: Any, hook: Hook | None) -> None:
         """Have ``hook(state, bucket)`` reduce the buckets of dense gradients; again at any time between steps.
 
-        Collective: over the group, if gradients leave to their owners (``to_owners``) or have done so until now; the buckets are
-        then laid out again. Clear the gradients before: what stands counts as each rank's own afterwards.
+        Collective: over the group, if gradients leave to their owners (``to_owners``) or have done
+        so until now; the buckets are then laid out again. Clear the gradients before: what stands
+        counts as each rank's own afterwards.
 
         Args:
             state: Passed to each call.
-            hook: Gets a ``GradBucket`` and returns a future of the reduced buffer, ours or torch's. Collectives that it starts
-                from a future's callback are executed in the order of the buckets on all ranks. None for the average.
+            hook: Gets a ``GradBucket`` and returns a future of the reduced buffer, ours or torch's.
+                Collectives that it starts from a future's callback are executed in the order of the
+                buckets on all ranks. None for the average.
 
         Raises:
             TypeError: ``hook`` cannot be called.
-            ValueError: Its owners are of another module, do not cover a parameter, or are ranks that the group lacks.
+            ValueError: Its owners are of another module, do not cover a parameter, or are ranks
+                that the group lacks.
             DisagreementError: Another rank raised that, or has other owners.
         """
         if hook is not None and not callable(hook):
@@ -173,7 +198,8 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         Collective: called by all ranks with the same plan, between steps.
 
         Raises:
-            ValueError: Not exactly this module's parameters, or a bucket of several dtypes or devices.
+            ValueError: Not exactly this module's parameters, or a bucket of several dtypes or
+                devices.
         """
         self.reducer.use_plan(plan)
 
@@ -190,10 +216,11 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module.
 
-        Under no_grad or no_sync nothing is averaged. Buffers are broadcast before the first pass and each that follows an
-        averaged one, as in torch: before an evaluation, too, which therefore all ranks must begin. Outside ``join`` a forward
-        pass communicates nothing else: without buffers, or with ``forward_sync_buffers=False``, one rank alone may evaluate;
-        with them it calls ``ddp.module``.
+        Under no_grad or no_sync nothing is averaged. Buffers are broadcast before the first pass
+        and each that follows an averaged one, as in torch: before an evaluation, too, which
+        therefore all ranks must begin. Outside ``join`` a forward pass communicates nothing else:
+        without buffers, or with ``forward_sync_buffers=False``, one rank alone may evaluate; with
+        them it calls ``ddp.module``.
         """
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
         syncs_buffers = self.forward_sync_buffers and self.require_forward_param_sync
@@ -208,7 +235,8 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         output = self.module(*args, **kwargs)
         if syncs_buffers and self._syncs_behind():
             self._sync_buffers(root, waits=not averages)
-        # Again: a framework whose module trains within its forward pass averages by itself (``prepare_for_backward``).
+        # Again: a framework whose module trains within its forward pass averages by itself
+        # (``prepare_for_backward``).
         averages = averages and self.require_backward_grad_sync
         self.require_forward_param_sync = averages
         if averages:
@@ -233,15 +261,17 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
 
         At the end all ranks have the weights of one that had inputs to the end.
 
-        Collective: entered and left by all ranks of the group. Collectives of the user's own, and of modules such as
-        SyncBatchNorm, are not mirrored.
+        Collective: entered and left by all ranks of the group. Collectives of the user's own, and
+        of modules such as SyncBatchNorm, are not mirrored.
 
         Args:
-            divide_by_initial_world_size: Gradients are divided by W, so that each input counts alike; else by the number of ranks
-                that still have inputs. A communication hook divides by itself.
+            divide_by_initial_world_size: Gradients are divided by W, so that each input counts
+                alike; else by the number of ranks that still have inputs. A communication hook
+                divides by itself.
             enable: False does nothing, for inputs that are known to be even.
             throw_on_early_termination: Raise on all ranks when the first has no inputs left.
-            optimizers: Sharded ones on the same group, in one order on all ranks: a rank whose loop has ended takes their steps.
+            optimizers: Sharded ones on the same group, in one order on all ranks: a rank whose loop
+                has ended takes their steps.
 
         Raises:
             RuntimeError: ``throw_on_early_termination``.
@@ -251,13 +281,20 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self._is_joining, self._throws_on_join = enable, throw_on_early_termination
         try:
             throws = throw_on_early_termination
-            with joined(self, self._group, throws, optimizers) if enable else contextlib.nullcontext():
+            with (
+                joined(self, self._group, throws, optimizers)
+                if enable
+                else contextlib.nullcontext()
+            ):
                 yield
         finally:
             self._is_joining = self._throws_on_join = False
 
     def mirror(self, iteration: Iteration) -> None:
-        """Take part in the collectives of one iteration of the ranks that have inputs. Collective: over the group."""
+        """Take part in the collectives of one iteration of the ranks that have inputs.
+
+        Collective: over the group.
+        """
         if iteration.syncs_buffers:
             self._sync_buffers(iteration.root, waits=not iteration.averages)
         self.require_forward_param_sync = iteration.averages
@@ -272,7 +309,9 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     def adopt_from(self, root: int) -> None:
         """Take over ``root``'s parameters and buffers. Collective: over the group."""
         self._authoritative_rank = root
-        broadcast_state(self._group, [tensor for _, tensor in self._state(self.forward_sync_buffers)], root)
+        broadcast_state(
+            self._group, [tensor for _, tensor in self._state(self.forward_sync_buffers)], root
+        )
 
     def _told(self, averages: bool, syncs_buffers: bool) -> Iteration | None:
         if not self._is_joining:
@@ -299,7 +338,14 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         named = torch_arguments.require_supported(self.module, self.parameters_to_ignore)
         names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
         sparse = torch_arguments.sparse_parameters(self.module)
-        self.reducer = Reducer(parameters, names, [id(p) in sparse for p in parameters], self._group, self.settings, local)
+        self.reducer = Reducer(
+            parameters,
+            names,
+            [id(p) in sparse for p in parameters],
+            self._group,
+            self.settings,
+            local,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the group, the reducer and its hook; as in torch, only a module on the default group can be copied.
@@ -309,7 +355,8 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         """
         if native_group(self.process_group) is not native_group(default_group()):
             raise MpidistError(
-                "DistributedDataParallel can be pickled or copied on the default group only, because a copy knows no other; "
+                "DistributedDataParallel can be pickled or copied on the default group only, "
+                "because a copy knows no other; "
                 "save its state_dict() instead"
             )
         return {name: value for name, value in self.__dict__.items() if name not in _NOT_SAVED}

@@ -1,7 +1,8 @@
 """A bucket whose gradients leave to their owners, in a buffer that other buckets use before and after it.
 
-A gradient that it takes is freed at once; so at any time there are the gradients of few buckets. When the bucket is reduced, each
-rank copies what it owns into memory of its own, and the next bucket may have the buffer.
+A gradient that it takes is freed at once; so at any time there are the gradients of few buckets.
+When the bucket is reduced, each rank copies what it owns into memory of its own, and the next
+bucket may have the buffer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Owners:
         buffers: How many buffers the buckets take turns in.
         rank: This rank.
         standing: The averages that this rank alone holds.
-        kept: By place, the memory of this rank's averages, if passes shall use it again; None for fresh tensors in each.
+        kept: By place, the memory of this rank's averages, if passes shall use it again; None for
+            fresh tensors in each.
     """
 
     bounds: Mapping[int, Bounds]
@@ -43,7 +45,9 @@ class Owners:
         bounds = self.bounds.get(place)
         if bounds is None:
             return ((0, numel),) if numel else ()
-        return tuple((start, stop) for rank, start, stop in bounds if rank == self.rank and start < stop)
+        return tuple(
+            (start, stop) for rank, start, stop in bounds if rank == self.rank and start < stop
+        )
 
 
 class OwnedBucket(Bucket):
@@ -73,7 +77,8 @@ class OwnedBucket(Bucket):
         self._owners = owners
         self._results: dict[int, Tensor] = {}
         self._view_of = dict(zip(self.indices, self.views, strict=True))
-        self._parts: list[tuple[int, Tensor, int, tuple[Range, ...]]] = []  # place, parameter, where it begins, what is ours
+        # place, parameter, where it begins, what is ours
+        self._parts: list[tuple[int, Tensor, int, tuple[Range, ...]]] = []
         begin = 0
         for place, parameter in zip(self.indices, self.parameters, strict=True):
             ranges = owners.ranges(place, parameter.numel())
@@ -97,9 +102,14 @@ class OwnedBucket(Bucket):
             self._taken(place, parameter, gradient)
 
     def collect(self, as_views: bool) -> list[tuple[str, torch.layout]]:
-        """Take the gradients that it has not yet; zeros for a parameter without. Return name and layout of those refused."""
+        """Take the gradients that it has not yet; zeros for a parameter without.
+
+        Return name and layout of those refused.
+        """
         targets, sources, missing, refused, found = [], [], [], [], []
-        for place, name, view, parameter in zip(self.indices, self.names, self.views, self.parameters, strict=True):
+        for place, name, view, parameter in zip(
+            self.indices, self.names, self.views, self.parameters, strict=True
+        ):
             gradient = parameter.grad
             if place in self.present:
                 continue
@@ -144,7 +154,8 @@ class OwnedBucket(Bucket):
     def _taken(self, place: int, parameter: Tensor, gradient: Tensor) -> None:
         self._owners.standing.weigh(place, gradient, self._view_of[place])
         self.present.add(place)
-        if gradient.is_cuda:  # its memory may be another stream's, which must not use it before the copy has ended
+        # its memory may be another stream's, which must not use it before the copy has ended
+        if gradient.is_cuda:
             gradient.record_stream(torch.cuda.current_stream(gradient.device))
         parameter.grad = None
 

@@ -1,7 +1,8 @@
 """Owners of gradients: which rank gets the average of which elements; pure, from bounds to ranges of a bucket.
 
-A sharded optimizer states its bounds as plain data: for each parameter the ranges of its elements, in the order of memory, with
-the rank that steps them. A parameter without bounds is common: all ranks get its average.
+A sharded optimizer states its bounds as plain data: for each parameter the ranges of its elements,
+in the order of memory, with the rank that steps them. A parameter without bounds is common: all
+ranks get its average.
 
 Letters: W ranks of the group.
 """
@@ -73,30 +74,40 @@ def split(numels: Sequence[int], bounds: Sequence[Bounds | None], size: int) -> 
     return Split(tuple(map(tuple, by_rank)), tuple(common))
 
 
-def resolve(ownership: Ownership, parameters: Sequence[Tensor], names: Sequence[str], size: int) -> dict[int, Bounds]:
+def resolve(
+    ownership: Ownership, parameters: Sequence[Tensor], names: Sequence[str], size: int
+) -> dict[int, Bounds]:
     """Return the owners by the parameters' places.
 
     Args:
         size: W.
 
     Raises:
-        TypeError: The bounds are no mapping of tensors to tuples of three ints, or the number of buffers is no int.
-        ValueError: They do not cover a parameter once, in ascending order; a rank that the group lacks; a parameter of another
-            module; no buffer.
+        TypeError: The bounds are no mapping of tensors to tuples of three ints, or the number of
+            buffers is no int.
+        ValueError: They do not cover a parameter once, in ascending order; a rank that the group
+            lacks; a parameter of another module; no buffer.
     """
     require_buffers(ownership.buffers)
     if not isinstance(ownership.bounds, Mapping):
-        raise TypeError(f"bounds must be a mapping of parameters to their owners; got {type(ownership.bounds).__name__}")
+        raise TypeError(
+            "bounds must be a mapping of parameters to their owners; got "
+            f"{type(ownership.bounds).__name__}"
+        )
     place_of = {parameter: place for place, parameter in enumerate(parameters)}
     found: dict[int, Bounds] = {}
     for key, owners in ownership.bounds.items():
         if not isinstance(key, Tensor):
-            raise TypeError(f"bounds must be a mapping of parameters to their owners; got a key of {type(key).__name__}")
+            raise TypeError(
+                "bounds must be a mapping of parameters to their owners; got a key of "
+                f"{type(key).__name__}"
+            )
         if key in place_of:
             found[place_of[key]] = require_cover(names[place_of[key]], owners, key.numel(), size)
         elif key.requires_grad:
             raise ValueError(
-                f"bounds hold a parameter of shape {tuple(key.shape)} whose gradients this module does not reduce: of an "
+                f"bounds hold a parameter of shape {tuple(key.shape)} whose gradients this module "
+                "does not reduce: of an "
                 "optimizer of several modules, each needs the bounds of its own parameters"
             )
     return found
@@ -107,18 +118,28 @@ def require_cover(name: str, owners: Any, numel: int, size: int) -> Bounds:
 
     Raises:
         TypeError: No sequence of three ints each.
-        ValueError: They do not cover [0, ``numel``) once in ascending order, or name a rank that is none of ``size``.
+        ValueError: They do not cover [0, ``numel``) once in ascending order, or name a rank that is
+            none of ``size``.
     """
     try:
         ranges = tuple((int(rank), int(start), int(stop)) for rank, start, stop in owners)
     except (TypeError, ValueError):
-        raise TypeError(f"the owners of parameter {name!r} must be tuples of (rank, start, stop); got {owners!r}") from None
+        raise TypeError(
+            f"the owners of parameter {name!r} must be tuples of (rank, start, stop); got "
+            f"{owners!r}"
+        ) from None
     end = 0
     for rank, start, stop in ranges:
         if not 0 <= rank < size:
-            raise ValueError(f"parameter {name!r} has rank {rank} as an owner; the group has ranks 0 to {size - 1}")
+            raise ValueError(
+                f"parameter {name!r} has rank {rank} as an owner; the group has ranks 0 to "
+                f"{size - 1}"
+            )
         if start != end or stop < start:
-            raise ValueError(f"the owners of parameter {name!r} leave a gap, or overlap, at element {end}: {ranges}")
+            raise ValueError(
+                f"the owners of parameter {name!r} leave a gap, or overlap, at element {end}: "
+                f"{ranges}"
+            )
         end = stop
     if end != numel:
         raise ValueError(f"the owners of parameter {name!r} cover {end} of its {numel} elements")

@@ -1,6 +1,7 @@
 """Which gradients travel together: pure, from sizes to buckets.
 
-The results of ``compute_bucket_assignment_by_size`` are torch's; the cap on the number of buckets is ours.
+The results of ``compute_bucket_assignment_by_size`` are torch's; the cap on the number of buckets
+is ours.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Assignment:
     """One bucket.
 
     Attributes:
-        indices: Places of its tensors in the list that was planned, in the order in which they lie in the bucket.
+        indices: Places of its tensors in the list that was planned, in the order in which they lie
+            in the bucket.
         limit_bytes: The limit at which it closed, or would have closed.
     """
 
@@ -41,8 +43,8 @@ def limits_of(
 
     Args:
         bucket_cap_mb: MiB of every bucket; 25 if None, and then the first one is smaller.
-        bucket_cap_mb_list: MiB of the first, the second, … bucket; the last holds for all that follow. Goes before
-            ``bucket_cap_mb``.
+        bucket_cap_mb_list: MiB of the first, the second, … bucket; the last holds for all that
+            follow. Goes before ``bucket_cap_mb``.
 
     Raises:
         ValueError: A cap that is not positive, or not finite.
@@ -52,15 +54,28 @@ def limits_of(
         torch 2.13's ``_BucketCapacityConfig``.
     """
     if bucket_cap_mb_list is not None and not isinstance(bucket_cap_mb_list, (list, tuple)):
-        raise TypeError(f"bucket_cap_mb_list must be a list of numbers of MiB; got {type(bucket_cap_mb_list).__name__}")
-    caps = tuple(bucket_cap_mb_list or (bucket_cap_mb if bucket_cap_mb is not None else DEFAULT_BUCKET_CAP_MB,))
+        raise TypeError(
+            "bucket_cap_mb_list must be a list of numbers of MiB; got "
+            f"{type(bucket_cap_mb_list).__name__}"
+        )
+    caps = tuple(
+        bucket_cap_mb_list
+        or (bucket_cap_mb if bucket_cap_mb is not None else DEFAULT_BUCKET_CAP_MB,)
+    )
     if not all(isinstance(cap, (int, float)) and not isinstance(cap, bool) for cap in caps):
-        raise TypeError(f"a bucket's cap must be a number of MiB; got {', '.join(type(cap).__name__ for cap in caps)}")
+        raise TypeError(
+            "a bucket's cap must be a number of MiB; got "
+            f"{', '.join(type(cap).__name__ for cap in caps)}"
+        )
     if not all(math.isfinite(cap) for cap in caps):
-        raise ValueError(f"a bucket's cap must be finite; got {', '.join(f'{cap:g}' for cap in caps)} MiB")
+        raise ValueError(
+            f"a bucket's cap must be finite; got {', '.join(f'{cap:g}' for cap in caps)} MiB"
+        )
     limits = tuple(int(cap * _MIB) for cap in caps)
     if min(limits) <= 0:
-        raise ValueError(f"a bucket's cap must be positive; got {', '.join(f'{cap:g}' for cap in caps)} MiB")
+        raise ValueError(
+            f"a bucket's cap must be positive; got {', '.join(f'{cap:g}' for cap in caps)} MiB"
+        )
     if bucket_cap_mb is None and not bucket_cap_mb_list and first_bucket_bytes < limits[0]:
         return (first_bucket_bytes, *limits)
     return limits
@@ -76,20 +91,23 @@ def compute_bucket_assignment_by_size(
 
     Args:
         tensors: Tensors of any dtypes and devices; a bucket holds one dtype on one device.
-        limits: Bytes at which a bucket closes: of each (dtype, device) the first bucket takes the first limit, the second the
-            second, and so on; the last holds for all that follow.
-        order: Places of ``tensors`` in the order in which they fill buckets; the list's own if None.
-        expects_sparse: For each tensor whether its gradients are sparse: such a one has a bucket to itself. None has if empty.
+        limits: Bytes at which a bucket closes: of each (dtype, device) the first bucket takes the
+            first limit, the second the second, and so on; the last holds for all that follow.
+        order: Places of ``tensors`` in the order in which they fill buckets; the list's own if
+            None.
+        expects_sparse: For each tensor whether its gradients are sparse: such a one has a bucket to
+            itself. None has if empty.
 
     Returns:
-        For each bucket the places of its tensors. Without ``order``, sorted by each bucket's smallest place; with it, closed
-        buckets in the order in which they closed, then the rest.
+        For each bucket the places of its tensors. Without ``order``, sorted by each bucket's
+        smallest place; with it, closed buckets in the order in which they closed, then the rest.
 
     Raises:
         ValueError: No tensor, no limit, or a limit that is not positive.
 
     Source:
-        ``torch.distributed._compute_bucket_assignment_by_size`` (torch/csrc/distributed/c10d/reducer.cpp).
+        ``torch.distributed._compute_bucket_assignment_by_size``
+        (torch/csrc/distributed/c10d/reducer.cpp).
     """
     return [list(bucket.indices) for bucket in assign(tensors, limits, order, expects_sparse)]
 
@@ -104,7 +122,9 @@ def assign(
     if not tensors:
         raise ValueError("there is no tensor to put into a bucket")
     if not limits or min(limits) <= 0:
-        raise ValueError(f"a bucket plan needs at least one limit, all of them positive; got {list(limits)}")
+        raise ValueError(
+            f"a bucket plan needs at least one limit, all of them positive; got {list(limits)}"
+        )
     closed: list[Assignment] = []
     used: dict[Any, int] = {}  # how many of the limits a kind of tensor has used up
     filling: dict[Any, list[int]] = {}
@@ -122,18 +142,24 @@ def assign(
             closed.append(Assignment(tuple(filling.pop(kind)), limit))
             used[kind] = used.get(kind, 0) + 1
             filled_bytes[kind] = 0
-    rest = [Assignment(tuple(indices), limits[min(used.get(kind, 0), len(limits) - 1)]) for kind, indices in filling.items()]
+    rest = [
+        Assignment(tuple(indices), limits[min(used.get(kind, 0), len(limits) - 1)])
+        for kind, indices in filling.items()
+    ]
     buckets = closed + rest
     return sorted(buckets, key=lambda bucket: min(bucket.indices)) if order is None else buckets
 
 
 def merge(
-    tensors: Sequence[torch.Tensor], buckets: Sequence[Assignment], most: int, expects_sparse: Sequence[bool] = ()
+    tensors: Sequence[torch.Tensor],
+    buckets: Sequence[Assignment],
+    most: int,
+    expects_sparse: Sequence[bool] = (),
 ) -> list[Assignment]:
     """Merge neighbouring buckets of one dtype and device, the smallest pair first, until at most ``most`` are left.
 
-    Fewer messages for a network whose latency outweighs its bandwidth. A bucket cannot hold two kinds, so more are left if there
-    are more kinds. Buckets of sparse gradients stay as they are.
+    Fewer messages for a network whose latency outweighs its bandwidth. A bucket cannot hold two
+    kinds, so more are left if there are more kinds. Buckets of sparse gradients stay as they are.
 
     Raises:
         ValueError: ``most`` is not positive.
@@ -144,13 +170,16 @@ def merge(
         pairs = [
             (size_bytes(tensors, left) + size_bytes(tensors, right), place)
             for place, (left, right) in enumerate(pairwise(merged))
-            if _kind(tensors, left) == _kind(tensors, right) and not any(_is_sparse(b, expects_sparse) for b in (left, right))
+            if _kind(tensors, left) == _kind(tensors, right)
+            and not any(_is_sparse(b, expects_sparse) for b in (left, right))
         ]
         if not pairs:
             break
         _, place = min(pairs)
         left, right = merged[place : place + 2]
-        merged[place : place + 2] = [Assignment(left.indices + right.indices, max(left.limit_bytes, right.limit_bytes))]
+        merged[place : place + 2] = [
+            Assignment(left.indices + right.indices, max(left.limit_bytes, right.limit_bytes))
+        ]
     return merged
 
 
@@ -178,7 +207,10 @@ def by_place(buckets: Sequence[Sequence[str]], names: Sequence[str]) -> list[tup
     given = [name for bucket in buckets for name in bucket]
     strange = set(given) ^ set(place_of) or {name for name in given if given.count(name) > 1}
     if strange:
-        raise ValueError(f"the plan does not hold each parameter of this module once; look at {', '.join(sorted(strange)[:10])}")
+        raise ValueError(
+            "the plan does not hold each parameter of this module once; look at "
+            f"{', '.join(sorted(strange)[:10])}"
+        )
     return [tuple(place_of[name] for name in bucket) for bucket in buckets]
 
 

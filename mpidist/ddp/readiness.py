@@ -1,6 +1,7 @@
 """Which gradients of a backward pass are complete, and which buckets may therefore leave: pure bookkeeping.
 
-Buckets leave in the order of the plan, whatever the order of arrival, so that all ranks issue the same collectives.
+Buckets leave in the order of the plan, whatever the order of arrival, so that all ranks issue the
+same collectives.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ class Arrivals:
 
     Args:
         buckets: For each bucket the places of its parameters.
-        expected: How often the gradient of each parameter will be added to; None if that is not known yet, and then no bucket is
-            ready before the end.
+        expected: How often the gradient of each parameter will be added to; None if that is not
+            known yet, and then no bucket is ready before the end.
         skipped: Buckets that do not leave.
 
     Attributes:
@@ -26,7 +27,10 @@ class Arrivals:
     """
 
     def __init__(
-        self, buckets: Sequence[Sequence[int]], expected: Sequence[int] | None, skipped: Collection[int] = frozenset()
+        self,
+        buckets: Sequence[Sequence[int]],
+        expected: Sequence[int] | None,
+        skipped: Collection[int] = frozenset(),
     ) -> None:
         count = sum(map(len, buckets))
         self.counts = [0] * count
@@ -38,9 +42,11 @@ class Arrivals:
             for place in places:
                 self.bucket_of[place] = index
         self.leaving = [index for index in range(len(buckets)) if index not in skipped]
-        # Gradients that a bucket still waits for; a bucket that awaits none goes with the one before it.
+        # Gradients that a bucket still waits for; a bucket that awaits none goes with the one
+        # before it.
         self._pending = [
-            1 if expected is None else sum(expected[place] > 0 for place in buckets[index]) for index in range(len(buckets))
+            1 if expected is None else sum(expected[place] > 0 for place in buckets[index])
+            for index in range(len(buckets))
         ]
         self._next = 0  # in ``leaving``
 
@@ -74,4 +80,6 @@ class Arrivals:
 
     def is_last(self, index: int, beside: Collection[int] = frozenset()) -> bool:
         """Say whether no bucket leaves after this one, those of ``beside`` apart."""
-        return index == next((other for other in reversed(self.leaving) if other not in beside), None)
+        return index == next(
+            (other for other in reversed(self.leaving) if other not in beside), None
+        )

@@ -1,7 +1,8 @@
 """Gradients to their average: joins autograd's passes, begins and ends them, and holds what outlives a pass.
 
-A backward pass has three moments: ``_begin`` (the gradient of an output is there), ``arrived`` (autograd has added to one
-parameter's gradient) and ``_finish`` (autograd's last act, in which what is missing is completed and the results are waited for).
+A backward pass has three moments: ``_begin`` (the gradient of an output is there), ``arrived``
+(autograd has added to one parameter's gradient) and ``_finish`` (autograd's last act, in which what
+is missing is completed and the results are waited for).
 """
 
 from __future__ import annotations
@@ -31,16 +32,19 @@ Aside = tuple[shadowing.Gradients, Marks | None]
 class Reducer(ReducerNames):
     """The gradients of one module on one group.
 
-    Collective: constructed by all ranks of the group with parameters of equal shapes and dtypes, unless it is ``local``; then
-    armed and run through backward the same number of times by all, or mirrored by those that have no inputs left.
+    Collective: constructed by all ranks of the group with parameters of equal shapes and dtypes,
+    unless it is ``local``; then armed and run through backward the same number of times by all, or
+    mirrored by those that have no inputs left.
 
     Args:
         expects_sparse: For each parameter whether its gradients are sparse.
         local: Construct it without communication, on one rank or on several.
 
     Attributes:
-        scale: What the average is multiplied by, if no hook reduces: W over the ranks that still have inputs.
-        captures: A pass of distributed autograd is under way, which says itself when it ends (``in_context``).
+        scale: What the average is multiplied by, if no hook reduces: W over the ranks that still
+            have inputs.
+        captures: A pass of distributed autograd is under way, which says itself when it ends
+            (``in_context``).
         hook: The communication hook and its state, or None.
         parameters: The parameters.
         places: Their places.
@@ -66,14 +70,22 @@ class Reducer(ReducerNames):
         self._as_views = settings.gradient_as_bucket_view
         self.hook: tuple[Hook, Any] | None = None
         self._is_armed = self._is_begun = False
-        self._knows_outputs = False  # of the last forward pass that was armed: its own backward pass is noticed
-        # How often each gradient arrives; in a static graph that is not known before the first backward pass.
-        self._times: list[int] | None = None if settings.static_graph else [1] * len(self.parameters)
-        self._unused: frozenset[int] | None = None  # places that no rank used, if they are to be skipped
+        # of the last forward pass that was armed: its own backward pass is noticed
+        self._knows_outputs = False
+        # How often each gradient arrives; in a static graph that is not known before the first
+        # backward pass.
+        self._times: list[int] | None = (
+            None if settings.static_graph else [1] * len(self.parameters)
+        )
+        # places that no rank used, if they are to be skipped
+        self._unused: frozenset[int] | None = None
         self._mirrors: Aside | None = None  # this rank's own gradients, while it mirrors
         self._standing: Standing | None = None
-        self._futures: list[Any] = []  # of buffers that a hook synchronises beside the backward pass
-        self._layout = Layout(self.parameters, self._names, self._expects_sparse, group, settings, local)
+        # of buffers that a hook synchronises beside the backward pass
+        self._futures: list[Any] = []
+        self._layout = Layout(
+            self.parameters, self._names, self._expects_sparse, group, settings, local
+        )
         arrived = _without_owner(self)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(arrived, place))
@@ -83,7 +95,8 @@ class Reducer(ReducerNames):
     def register_hook(self, hook: Hook | None, state: Any = None) -> None:
         """Have ``hook(state, bucket)`` reduce the buckets from the next backward pass on; None for the average.
 
-        Collective: over the group, if the hook reduces to owners, or the one before it did; the buckets are then laid out again.
+        Collective: over the group, if the hook reduces to owners, or the one before it did; the
+        buckets are then laid out again.
 
         Raises:
             TypeError, ValueError: The owners are none of this module's parameters.
@@ -102,11 +115,20 @@ class Reducer(ReducerNames):
                 in_backward.require_none(zip(self._names, self.parameters, strict=True))
         except (TypeError, ValueError) as error:
             problem = error
-        require_equal_owners(self._group, self._names, bounds, None if ownership is None else ownership.buffers, problem)
+        require_equal_owners(
+            self._group,
+            self._names,
+            bounds,
+            None if ownership is None else ownership.buffers,
+            problem,
+        )
         before, self._standing, owners = self._standing, None, None
         if ownership is not None and bounds is not None:
-            is_averaging = partial(_asked, weakref.WeakMethod(self.averages))  # what stands shall not keep the reducer
-            self._standing = Standing(self.parameters, bounds, self._group.size, is_averaging, before)
+            # what stands shall not keep the reducer
+            is_averaging = partial(_asked, weakref.WeakMethod(self.averages))
+            self._standing = Standing(
+                self.parameters, bounds, self._group.size, is_averaging, before
+            )
             kept: dict[int, Tensor] | None = {} if self._as_views else None
             owners = Owners(bounds, ownership.buffers, self._group.rank, self._standing, kept)
         self._layout.own(owners)
@@ -120,7 +142,10 @@ class Reducer(ReducerNames):
         return self._layout.saved()
 
     def use_plan(self, saved: dict[str, Any]) -> None:
-        """Lay the buckets out as ``plan()`` said; see ``Layout.use``. Collective: over the group."""
+        """Lay the buckets out as ``plan()`` said; see ``Layout.use``.
+
+        Collective: over the group.
+        """
         self._layout.use(saved)
 
     @property
@@ -154,7 +179,8 @@ class Reducer(ReducerNames):
     def stand_by(self) -> None:
         """Leave the gradients of the next backward pass as they are; called after a forward pass under ``no_sync``.
 
-        An earlier forward pass whose backward pass has not come yet is averaged when that one begins.
+        An earlier forward pass whose backward pass has not come yet is averaged when that one
+        begins.
         """
         if self._knows_outputs and not self._is_begun:
             self._is_armed = False
@@ -162,7 +188,8 @@ class Reducer(ReducerNames):
     def mirror(self) -> None:
         """Take part in one backward pass of the others, with zeros: for a rank that has no inputs left.
 
-        Until ``end_mirroring`` this rank's gradients are the average, from which an optimizer of shards takes its step.
+        Until ``end_mirroring`` this rank's gradients are the average, from which an optimizer of
+        shards takes its step.
 
         Collective: over the group.
         """
@@ -198,8 +225,8 @@ class Reducer(ReducerNames):
         self._layout.follow()
         self._is_armed, self._is_begun = True, False
         reduction = Reduction(self._group, self.hook, self.scale, self._as_views)
-        # Where ranks use different parameters, a bucket would leave ahead of a module's collective on one rank and behind it on
-        # another.
+        # Where ranks use different parameters, a bucket would leave ahead of a module's collective
+        # on one rank and behind it on another.
         expected = None if self._settings.behind_all else self._times
         self._pass = BackwardPass(self._layout, reduction, expected, self._skipped())
 
@@ -208,7 +235,8 @@ class Reducer(ReducerNames):
         return self._is_armed or self.captures
 
     def _began(self, gradient: Tensor) -> None:
-        # Called by the outermost pass, if the outputs are known: the end of a nested one (a re-entrant checkpoint) is too early.
+        # Called by the outermost pass, if the outputs are known: the end of a nested one (a
+        # re-entrant checkpoint) is too early.
         if not self._is_begun and not self.captures and adds_to_gradients(self.parameters):
             self._begin()
 
@@ -247,7 +275,10 @@ class Reducer(ReducerNames):
         has_gradient = self._pass.has_gradients(self.parameters)
         self._pass.launch_rest()
         self._pass.wait()
-        self._settle(has_gradient, [name for name, count in zip(self._names, counts, strict=True) if not count])
+        self._settle(
+            has_gradient,
+            [name for name, count in zip(self._names, counts, strict=True) if not count],
+        )
 
     def finish_captured(self) -> bool:
         """Finish a captured pass; False if it brought no gradient."""
@@ -260,7 +291,9 @@ class Reducer(ReducerNames):
         """Hand back what some rank has; after the first pass, lay the buckets out as gradients came."""
         wrong = self._pass.complaints
         if self._settings.find_unused_parameters or self._settings.static_graph:
-            used = used_somewhere(self._group, has_gradient, wrong, self._settings.find_unused_parameters)
+            used = used_somewhere(
+                self._group, has_gradient, wrong, self._settings.find_unused_parameters
+            )
             if self._settings.skip_unused and self._unused is None:
                 self._skip(frozenset(place for place, is_used in enumerate(used) if not is_used))
         else:
@@ -270,7 +303,8 @@ class Reducer(ReducerNames):
         self.wait_for_futures()
         if self._mirrors is None and not self.captures:
             in_backward.step(self.parameters, used)
-        # Here, where every rank passes, and not before the next forward pass, which one rank may run alone.
+        # Here, where every rank passes, and not before the next forward pass, which one rank may
+        # run alone.
         if not self._layout.is_settled:
             self._layout.settle(self._pass.arrivals.order)
 
@@ -279,11 +313,15 @@ class Reducer(ReducerNames):
     def _skip(self, unused: frozenset[int]) -> None:
         self._unused = unused
         if self._times is not None:  # a rank that only mirrors a static graph does not know them
-            self._times = [0 if place in unused else times for place, times in enumerate(self._times)]
+            self._times = [
+                0 if place in unused else times for place, times in enumerate(self._times)
+            ]
 
     def _skipped(self) -> frozenset[int]:
         unused = self._unused or frozenset()
-        return frozenset(index for index, indices in enumerate(self._layout.plan) if unused.issuperset(indices))
+        return frozenset(
+            index for index, indices in enumerate(self._layout.plan) if unused.issuperset(indices)
+        )
 
 
 def _without_owner(reducer: Reducer) -> Callable[[int, Tensor], None]:

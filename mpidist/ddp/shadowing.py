@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 Tensor = torch.Tensor
-# For each parameter its gradient, and a copy of the values if it is a view of a bucket, into which mirrored passes write.
+# For each parameter its gradient, and a copy of the values if it is a view of a bucket, into which
+# mirrored passes write.
 Gradients = list[tuple[Tensor | None, Tensor | None]]
 
-# Set on parameters meanwhile; ``mpidist.zero.join`` then takes their gradients for the others' average.
+# Set on parameters meanwhile; ``mpidist.zero.join`` then takes their gradients for the others'
+# average.
 _IS_MIRRORED = "_mpidist_is_mirrored"
 
 
@@ -24,7 +26,12 @@ def put_aside(parameters: Sequence[Tensor], views: Mapping[int, Tensor]) -> Grad
     for place, parameter in enumerate(parameters):
         gradient, values = parameter.grad, None
         # By address: autograd may have replaced the view by another tensor on the same memory.
-        if gradient is not None and place in views and gradient.layout is torch.strided and gradient.numel():
+        if (
+            gradient is not None
+            and place in views
+            and gradient.layout is torch.strided
+            and gradient.numel()
+        ):
             is_view = gradient.data_ptr() == views[place].data_ptr()
             values = gradient.detach().clone() if is_view else None
         held.append((gradient, values))

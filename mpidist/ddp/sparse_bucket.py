@@ -19,7 +19,8 @@ class SparseBucket:
         layout: The layout of its gradients.
         views: None: a sparse gradient has no fixed memory.
         buffer: None, likewise.
-        flat: The gradient, from ``collect`` or ``clear`` to ``hand_back``: a sparse tensor in the parameter's shape.
+        flat: The gradient, from ``collect`` or ``clear`` to ``hand_back``: a sparse tensor in the
+            parameter's shape.
     """
 
     layout = torch.sparse_coo
@@ -37,10 +38,14 @@ class SparseBucket:
         """Leave the gradient: it is never a view."""
 
     def collect(self, as_views: bool) -> list[tuple[str, torch.layout]]:
-        """Take the gradient; one without elements for a parameter without. Return name and layout of a dense one."""
+        """Take the gradient; one without elements for a parameter without.
+
+        Return name and layout of a dense one.
+        """
         gradient = self.parameters[0].grad
         fits = gradient is not None and gradient.layout is self.layout
-        # Detached, because the reduction replaces indices and values: the parameter's own stay until they are handed back.
+        # Detached, because the reduction replaces indices and values: the parameter's own stay
+        # until they are handed back.
         self.flat = gradient.detach() if fits and gradient is not None else self._empty()
         return [] if fits or gradient is None else [(self.names[0], gradient.layout)]
 

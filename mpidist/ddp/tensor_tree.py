@@ -27,4 +27,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def moved(value: Any, device: torch.device) -> Any:
     """Return ``value`` with its tensors on ``device``."""
-    return tree_map(lambda part: part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part, value)
+    return tree_map(
+        lambda part: part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part,
+        value,
+    )

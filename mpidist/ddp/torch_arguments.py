@@ -21,11 +21,13 @@ def refuse(mixed_precision: Any, delayed: Any, hook_of_delayed: Any) -> None:
     """
     if mixed_precision is not None:
         raise ValueError(
-            "mixed_precision is not supported: use torch.autocast around the forward pass, bf16_compress_hook for the gradients"
+            "mixed_precision is not supported: use torch.autocast around the forward pass, "
+            "bf16_compress_hook for the gradients"
         )
     if delayed is not None or hook_of_delayed is not None:
         raise ValueError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported: bucket_cap_mb_list and most_buckets "
+            "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported: "
+            "bucket_cap_mb_list and most_buckets "
             "say which gradients travel together"
         )
 
@@ -34,18 +36,25 @@ def group_of(device_mesh: Any, process_group: Any) -> Any:
     """Return the group that the arguments name, or the default one.
 
     Raises:
-        RuntimeError: Both are given, or a mesh of several dimensions; the class and the first words are torch's.
+        RuntimeError: Both are given, or a mesh of several dimensions; the class and the first words
+            are torch's.
         TypeError: The mesh is none.
     """
     if device_mesh is None:
         return default_group() if process_group is None else process_group
     if process_group is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments. Pass one of them")
+        raise RuntimeError(
+            "Cannot specify both process_group and device_mesh arguments. Pass one of them"
+        )
     if not hasattr(device_mesh, "get_group"):
-        raise TypeError(f"device_mesh must be a torch.distributed.device_mesh.DeviceMesh; got {type(device_mesh).__name__}")
+        raise TypeError(
+            "device_mesh must be a torch.distributed.device_mesh.DeviceMesh; got "
+            f"{type(device_mesh).__name__}"
+        )
     if device_mesh.ndim != 1:
         raise RuntimeError(
-            f"Only 1D device mesh is supported, but got {device_mesh.ndim} dimensions: slice it first (mesh['dp'])"
+            f"Only 1D device mesh is supported, but got {device_mesh.ndim} dimensions: slice it "
+            "first (mesh['dp'])"
         )
     return device_mesh.get_group(mesh_dim=0)
 
@@ -66,15 +75,20 @@ def localise(module: torch.nn.Module, device_mesh: Any) -> None:
         _pre_dp_module_transform(module)
 
 
-def buffer_syncing(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+def buffer_syncing(
+    broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+) -> tuple[bool, bool]:
     """Return whether buffers are synchronised (at the start, before each forward pass).
 
     Source:
-        torch 2.13: ``broadcast_buffers=False`` turns both off, ``forward_sync_buffers=False`` the second; the latter, if given,
-        holds.
+        torch 2.13: ``broadcast_buffers=False`` turns both off, ``forward_sync_buffers=False`` the
+        second; the latter, if given, holds.
     """
     if broadcast_buffers is not None and TorchVersion(torch.__version__) >= "2.13":
-        text = "broadcast_buffers is deprecated since torch 2.13; forward_sync_buffers says the same of forward passes"
+        text = (
+            "broadcast_buffers is deprecated since torch 2.13; forward_sync_buffers says the "
+            "same of forward passes"
+        )
         warnings.warn(text, FutureWarning, stacklevel=3)
     if forward_sync_buffers is not None:
         return True, forward_sync_buffers
@@ -83,7 +97,10 @@ def buffer_syncing(broadcast_buffers: bool | None, forward_sync_buffers: bool | 
 
 
 def input_device(
-    module: torch.nn.Module, device_ids: Sequence[Any] | None, output_device: Any, check_reduction: bool
+    module: torch.nn.Module,
+    device_ids: Sequence[Any] | None,
+    output_device: Any,
+    check_reduction: bool,
 ) -> torch.device | None:
     """Return the device to which inputs are moved; None to leave them where they are.
 
@@ -91,41 +108,64 @@ def input_device(
         ValueError: More than one device, or devices named for a module that is not on one GPU.
     """
     if check_reduction:
-        warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=3)
+        warnings.warn(
+            "check_reduction is deprecated and has no effect", FutureWarning, stacklevel=3
+        )
     if not device_ids and output_device is None:
         return None
     if device_ids is not None and len(device_ids) > 1:
-        raise ValueError(f"device_ids must be None or hold one device: one rank, one device; got {list(device_ids)}")
+        raise ValueError(
+            "device_ids must be None or hold one device: one rank, one device; got "
+            f"{list(device_ids)}"
+        )
     devices = {parameter.device for parameter in module.parameters()}
     if len(devices) != 1 or any(device.type == "cpu" for device in devices):
         raise ValueError(
-            f"device_ids={device_ids} and output_device={output_device} are for a module on one GPU; this one is on "
+            f"device_ids={device_ids} and output_device={output_device} are for a module on one "
+            "GPU; this one is on "
             f"{', '.join(sorted(map(str, devices)))}: leave them out"
         )
     (own,) = devices
-    wanted = [_as_device(own.type, name) for name in [*(device_ids or ()), output_device] if name is not None]
+    wanted = [
+        _as_device(own.type, name)
+        for name in [*(device_ids or ()), output_device]
+        if name is not None
+    ]
     if any(device != own for device in wanted):
-        raise ValueError(f"device_ids={device_ids} and output_device={output_device} must name the module's device, {own}")
+        raise ValueError(
+            f"device_ids={device_ids} and output_device={output_device} must name the module's "
+            f"device, {own}"
+        )
     return own if device_ids else None
 
 
-def require_supported(module: torch.nn.Module, ignored: Sequence[str] | set[str]) -> list[tuple[str, torch.nn.Parameter]]:
+def require_supported(
+    module: torch.nn.Module, ignored: Sequence[str] | set[str]
+) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the parameters whose gradients are to be averaged, with their names.
 
     Raises:
         RuntimeError: None requires a gradient.
         ValueError: One is not initialised yet; devices are of several types.
     """
-    parameters = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
+    parameters = [
+        (name, parameter) for name, parameter in module.named_parameters() if name not in ignored
+    ]
     lazy = [name for name, parameter in parameters if is_lazy(parameter)]
     if lazy:
-        raise ValueError(f"parameters {', '.join(lazy)} have no shape yet: run one forward pass of the module first")
+        raise ValueError(
+            f"parameters {', '.join(lazy)} have no shape yet: run one forward pass of the module "
+            "first"
+        )
     named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     if not named:
-        raise RuntimeError("DistributedDataParallel needs a module with a parameter that requires a gradient")
+        raise RuntimeError(
+            "DistributedDataParallel needs a module with a parameter that requires a gradient"
+        )
     if len({parameter.device.type for _, parameter in named}) != 1:
         raise ValueError(
-            f"parameters lie on {', '.join(sorted({str(p.device) for _, p in named}))}; one type of device is needed"
+            f"parameters lie on {', '.join(sorted({str(p.device) for _, p in named}))}; one type "
+            "of device is needed"
         )
     return named
 
@@ -133,7 +173,8 @@ def require_supported(module: torch.nn.Module, ignored: Sequence[str] | set[str]
 def communicates_in_backward(module: torch.nn.Module) -> bool:
     """Say whether a part of the module issues collectives in the backward pass: a batch norm over all ranks, torch's or ours."""
     return any(
-        isinstance(part, torch.nn.SyncBatchNorm) or getattr(part, "communicates_in_backward", False) for part in module.modules()
+        isinstance(part, torch.nn.SyncBatchNorm) or getattr(part, "communicates_in_backward", False)
+        for part in module.modules()
     )
 
 
@@ -143,7 +184,11 @@ def sparse_parameters(module: torch.nn.Module) -> set[int]:
     Source:
         torch's ``_build_params_for_reducer``.
     """
-    embeddings = (part for part in module.modules() if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
+    embeddings = (
+        part
+        for part in module.modules()
+        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+    )
     return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
 
 

@@ -1,7 +1,7 @@
 """Names of torch's ``DistributedDataParallel`` that frameworks, and torch itself, use: each in terms of ours.
 
-What has no meaning here is not here: the C++ reducer's fields, mixed precision's, delayed parameters'. ``docs/data-parallel.md``
-lists those with the reason.
+What has no meaning here is not here: the C++ reducer's fields, mixed precision's, delayed
+parameters'. ``docs/data-parallel.md`` lists those with the reason.
 
 Source: ``torch/nn/parallel/distributed.py`` of torch 2.13.
 """
@@ -94,7 +94,11 @@ class TorchNames(BufferSyncing, Joinable):
 
     @property
     def _module_parameters(self) -> list[Tensor]:
-        return [parameter for name, parameter in self.module.named_parameters() if name not in self.parameters_to_ignore]
+        return [
+            parameter
+            for name, parameter in self.module.named_parameters()
+            if name not in self.parameters_to_ignore
+        ]
 
     @property
     def _comm_hooks(self) -> list[tuple[Any, Any]]:
@@ -109,13 +113,17 @@ class TorchNames(BufferSyncing, Joinable):
         return int(self._group.rank)
 
     @staticmethod
-    def _get_data_parallel_params(module: torch.nn.Module, named_params: bool = False) -> Iterator[Any]:
+    def _get_data_parallel_params(
+        module: torch.nn.Module, named_params: bool = False
+    ) -> Iterator[Any]:
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
 
     @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: torch.nn.Module, params_and_buffers_to_ignore: Sequence[str]) -> None:
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: torch.nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
         """Leave parameters and buffers, by name, to each rank; before the module is wrapped."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -158,10 +166,15 @@ class TorchNames(BufferSyncing, Joinable):
         hooks = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}
         name = getattr(comm_hook_type, "name", None)
         if name not in hooks:
-            raise TypeError(f"comm_hook_type must be a torch.distributed.BuiltinCommHookType; got {comm_hook_type!r}")
+            raise TypeError(
+                "comm_hook_type must be a torch.distributed.BuiltinCommHookType; got "
+                f"{comm_hook_type!r}"
+            )
         self.register_comm_hook(self.process_group, hooks[name])
 
-    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Iterable[Tensor] | None = None, **kwargs: Any) -> None:
+    def _register_fused_optim(
+        self, optim: type, *args: Any, optim_params: Iterable[Tensor] | None = None, **kwargs: Any
+    ) -> None:
         """Step parameters with an optimizer of torch's as soon as their bucket is averaged.
 
         Args:

@@ -1,6 +1,7 @@
 """torch's names of a reducer that frameworks call: each in terms of ours.
 
-Source: ``torch._C._distributed_c10d.Reducer``, as ``torch/nn/parallel/distributed.py`` and Lightning's strategies use it.
+Source: ``torch._C._distributed_c10d.Reducer``, as ``torch/nn/parallel/distributed.py`` and
+Lightning's strategies use it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class ReducerNames:
     def _check_reducer_finalized(self) -> None:
         if self._is_begun:
             raise RuntimeError(
-                "the last backward pass of a DistributedDataParallel has begun and not ended: an exception has interrupted it"
+                "the last backward pass of a DistributedDataParallel has begun and not ended: an "
+                "exception has interrupted it"
             )
 
     def _remove_autograd_hooks(self) -> None:

@@ -13,11 +13,17 @@ from mpidist.dynamo import untraced
 from mpidist.errors import DisagreementError
 
 _BATCH_BYTES = 250 << 20  # as torch's DDP has it
-_ADVICE = "Parameters that take no part in the loss need find_unused_parameters=True (or static_graph=True if they never do)"
+_ADVICE = (
+    "Parameters that take no part in the loss need find_unused_parameters=True (or "
+    "static_graph=True if they never do)"
+)
 
 
 def require_equal(
-    group: Any, named: Sequence[tuple[str, torch.Tensor]], settings: Any = None, refusal: str | None = None
+    group: Any,
+    named: Sequence[tuple[str, torch.Tensor]],
+    settings: Any = None,
+    refusal: str | None = None,
 ) -> None:
     """Compare settings, and names, shapes, dtypes and kinds of device of parameters and buffers; strides where gradients come.
 
@@ -28,11 +34,22 @@ def require_equal(
         refusal: Why this rank cannot go on, which it raises itself afterwards.
 
     Raises:
-        DisagreementError: On all ranks, naming the first tensor that differs and what each rank holds, or who refused.
+        DisagreementError: On all ranks, naming the first tensor that differs and what each rank
+            holds, or who refused.
     """
-    rows = [(name, tuple(t.shape), f"{t.dtype} on {t.device.type}", t.stride() if t.requires_grad else None) for name, t in named]
+    rows = [
+        (
+            name,
+            tuple(t.shape),
+            f"{t.dtype} on {t.device.type}",
+            t.stride() if t.requires_grad else None,
+        )
+        for name, t in named
+    ]
     tables = group.all_gather_object(refusal or [str(settings), *rows])
-    refused = "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(tables) if isinstance(told, str))
+    refused = "; ".join(
+        f"rank {rank}: {told}" for rank, told in enumerate(tables) if isinstance(told, str)
+    )
     if refused:
         raise DisagreementError(f"DistributedDataParallel was refused. {refused}")
     if all(table == tables[0] for table in tables):
@@ -70,14 +87,18 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield batch
 
 
-def used_somewhere(group: Any, has_gradient: Sequence[bool], complaints: Sequence[str], may_lack_all: bool = False) -> list[bool]:
+def used_somewhere(
+    group: Any, has_gradient: Sequence[bool], complaints: Sequence[str], may_lack_all: bool = False
+) -> list[bool]:
     """Return for each parameter whether any rank has a gradient.
 
     Collective: over the group.
 
     Args:
-        complaints: What this rank found wrong with its gradients: one that arrived too often, or in another layout.
-        may_lack_all: Warn where there is no gradient at all, as torch's module lets such a pass end.
+        complaints: What this rank found wrong with its gradients: one that arrived too often, or in
+            another layout.
+        may_lack_all: Warn where there is no gradient at all, as torch's module lets such a pass
+            end.
 
     Raises:
         RuntimeError: On all ranks, if there is no gradient at all, or a complaint anywhere.
@@ -89,7 +110,8 @@ def used_somewhere(group: Any, has_gradient: Sequence[bool], complaints: Sequenc
         raise RuntimeError(_told(group, complaints))
     if not any(used):
         text = (
-            "no parameter received a gradient on any rank: the loss does not depend on the module's parameters. Look for a "
+            "no parameter received a gradient on any rank: the loss does not depend on the "
+            "module's parameters. Look for a "
             "detach(), a no_grad(), or a function of your own that returns None for its gradient"
         )
         if not may_lack_all:
@@ -105,7 +127,8 @@ def require_all_gradients(group: Any, missing: Sequence[str], complaints: Sequen
 
     Args:
         missing: The names of the parameters that received none on this rank.
-        complaints: What this rank found wrong with its gradients: one that arrived too often, or in another layout.
+        complaints: What this rank found wrong with its gradients: one that arrived too often, or in
+            another layout.
 
     Raises:
         RuntimeError: On all ranks, naming the parameters and the ranks.
@@ -117,11 +140,17 @@ def require_all_gradients(group: Any, missing: Sequence[str], complaints: Sequen
         raise RuntimeError(_told(group, complaints))
     if absent:
         text = _told(group, [_listed(missing)] if missing else [])
-        raise RuntimeError(f"parameters received no gradient in this backward pass. {text}. {_ADVICE}")
+        raise RuntimeError(
+            f"parameters received no gradient in this backward pass. {text}. {_ADVICE}"
+        )
 
 
 def require_equal_owners(
-    group: Any, names: Sequence[str], owners: Mapping[int, Any] | None, buffers: int | None, problem: Exception | None
+    group: Any,
+    names: Sequence[str],
+    owners: Mapping[int, Any] | None,
+    buffers: int | None,
+    problem: Exception | None,
 ) -> None:
     """Compare the owners of gradients.
 
@@ -131,16 +160,22 @@ def require_equal_owners(
         names: Of all parameters, by place.
         owners: By place; None for averages on all ranks.
         buffers: How many buffers buckets take turns in.
-        problem: Why this rank cannot have these owners; raised here, after all ranks have been told.
+        problem: Why this rank cannot have these owners; raised here, after all ranks have been
+            told.
 
     Raises:
-        DisagreementError: Another rank has a problem, or other owners; it names the first parameter that differs.
+        DisagreementError: Another rank has a problem, or other owners; it names the first parameter
+            that differs.
     """
-    rows = None if owners is None else (buffers, *(owners.get(place) for place in range(len(names))))
+    rows = (
+        None if owners is None else (buffers, *(owners.get(place) for place in range(len(names))))
+    )
     told = group.all_gather_object((rows, None if problem is None else str(problem)))
     if problem is not None:
         raise problem
-    refused = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text is not None)
+    refused = "; ".join(
+        f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text is not None
+    )
     if refused:
         raise DisagreementError(f"the communication hook was refused. {refused}")
     tables = [rows for rows, _ in told]
@@ -148,11 +183,23 @@ def require_equal_owners(
         return
     if any(table is None for table in tables):
         without = [rank for rank, table in enumerate(tables) if table is None]
-        raise DisagreementError(f"gradients leave to owners on some ranks and not on ranks {without}: all register the same hook")
-    for place, held in enumerate(zip(*[table for table in tables if table is not None], strict=True)):
+        raise DisagreementError(
+            f"gradients leave to owners on some ranks and not on ranks {without}: all register the "
+            "same hook"
+        )
+    for place, held in enumerate(
+        zip(*[table for table in tables if table is not None], strict=True)
+    ):
         if len(set(held)) > 1:
-            what = f"the owners of parameter {names[place - 1]!r} differ" if place else "the numbers of buffers differ"
-            raise DisagreementError(f"{what} between ranks. " + "; ".join(f"rank {r}: {one}" for r, one in enumerate(held)))
+            what = (
+                f"the owners of parameter {names[place - 1]!r} differ"
+                if place
+                else "the numbers of buffers differ"
+            )
+            raise DisagreementError(
+                f"{what} between ranks. "
+                + "; ".join(f"rank {r}: {one}" for r, one in enumerate(held))
+            )
 
 
 def _told(group: Any, lines: Sequence[str]) -> str:

@@ -12,11 +12,13 @@ from mpidist.comm.mpi import runtime
 class MPIEnvironment(ClusterEnvironment):
     """The ranks of this MPI job, for Trainer and Fabric: ``plugins=[MPIEnvironment()]``.
 
-    Lightning's own class of this name reads MPI, too, but is detected last: where mpirun runs within a batch job of Slurm,
-    Lightning takes the batch shell's ``SLURM_PROCID=0`` for every rank. Its detection also starts MPI before the rank's CUDA
-    context exists, and some CUDA-aware libraries then refuse device memory.
+    Lightning's own class of this name reads MPI, too, but is detected last: where mpirun runs
+    within a batch job of Slurm, Lightning takes the batch shell's ``SLURM_PROCID=0`` for every
+    rank. Its detection also starts MPI before the rank's CUDA context exists, and some CUDA-aware
+    libraries then refuse device memory.
 
-    Constructed without MPI; the first question for a rank starts it, which is collective over all ranks of the job.
+    Constructed without MPI; the first question for a rank starts it, which is collective over all
+    ranks of the job.
     """
 
     @property
@@ -66,7 +68,8 @@ class MPIEnvironment(ClusterEnvironment):
         """Compare ``devices`` and ``num_nodes`` with the job.
 
         Raises:
-            ValueError: Their product is not the number of ranks: the sampler would leave out or repeat examples.
+            ValueError: Their product is not the number of ranks: the sampler would leave out or
+                repeat examples.
         """
         world = runtime.world()
         if num_devices * num_nodes == world.size:
@@ -74,6 +77,8 @@ class MPIEnvironment(ClusterEnvironment):
         nodes = len(set(world.nodes))
         right = f"devices={world.size // nodes}, num_nodes={nodes}"
         raise ValueError(
-            f"rank {world.rank} of {world.size}: devices={num_devices} and num_nodes={num_nodes} mean {num_devices * num_nodes} "
-            f"rank(s), but MPI started {world.size}; write {right}, or start {num_devices * num_nodes} with mpirun or srun"
+            f"rank {world.rank} of {world.size}: devices={num_devices} and num_nodes={num_nodes} "
+            f"mean {num_devices * num_nodes} "
+            f"rank(s), but MPI started {world.size}; write {right}, or start "
+            f"{num_devices * num_nodes} with mpirun or srun"
         )

@@ -25,17 +25,27 @@ class DDPStrategy(strategies.DDPStrategy):
     Collective: a Fabric with it is launched by all ranks of the job.
 
     Args:
-        ddp_comm_state, ddp_comm_hook: Arguments of ``register_comm_hook``, as Lightning's Trainer has them and Fabric lacks.
-        kwargs: Fabric's arguments of this strategy, and those of ``mpidist.ddp.DistributedDataParallel``.
+        ddp_comm_state, ddp_comm_hook: Arguments of ``register_comm_hook``, as Lightning's Trainer
+            has them and Fabric lacks.
+        kwargs: Fabric's arguments of this strategy, and those of
+            ``mpidist.ddp.DistributedDataParallel``.
 
     Raises:
-        ValueError: Another ``process_group_backend`` than ``"mpidist"``, or a ``start_method`` that starts processes; in
-            ``launch()``, ``devices`` and ``num_nodes`` that are not the job's.
+        ValueError: Another ``process_group_backend`` than ``"mpidist"``, or a ``start_method`` that
+            starts processes; in ``launch()``, ``devices`` and ``num_nodes`` that are not the job's.
     """
 
-    def __init__(self, *, ddp_comm_state: Any = None, ddp_comm_hook: Hook | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *, ddp_comm_state: Any = None, ddp_comm_hook: Hook | None = None, **kwargs: Any
+    ) -> None:
         refuse(kwargs, type(self))
-        super().__init__(**{"cluster_environment": MPIEnvironment(), "process_group_backend": "mpidist", **kwargs})
+        super().__init__(
+            **{
+                "cluster_environment": MPIEnvironment(),
+                "process_group_backend": "mpidist",
+                **kwargs,
+            }
+        )
         self._backward_sync_control = _NoSync()
         self._hook = (ddp_comm_state, ddp_comm_hook)
 
@@ -45,7 +55,9 @@ class DDPStrategy(strategies.DDPStrategy):
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         """Wrap a module in mpidist's ``DistributedDataParallel``. Collective: over the job."""
-        wrapped = DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
+        wrapped = DistributedDataParallel(
+            module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs
+        )
         state, hook = self._hook
         if hook is not None:
             wrapped.register_comm_hook(state, hook)
@@ -55,7 +67,9 @@ class DDPStrategy(strategies.DDPStrategy):
         """Return the state of the module within."""
         return super().get_module_state_dict(_within(module))
 
-    def load_module_state_dict(self, module: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    def load_module_state_dict(
+        self, module: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
         """Load the state of the module within."""
         super().load_module_state_dict(_within(module), dict(state_dict), strict)
 
@@ -63,11 +77,16 @@ class DDPStrategy(strategies.DDPStrategy):
 class _NoSync(_BackwardSyncControl):
     """``fabric.no_backward_sync(model)``."""
 
-    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> AbstractContextManager[None]:
+    def no_backward_sync(
+        self, module: torch.nn.Module, enabled: bool
+    ) -> AbstractContextManager[None]:
         if not enabled:
             return contextlib.nullcontext()
         if not isinstance(module, DistributedDataParallel):
-            raise TypeError(f"no_backward_sync needs a module that fabric.setup() has returned; got {type(module).__name__}")
+            raise TypeError(
+                "no_backward_sync needs a module that fabric.setup() has returned; got "
+                f"{type(module).__name__}"
+            )
         return module.no_sync()
 
 

@@ -20,7 +20,8 @@ def make_default_group(timeout: timedelta | None) -> None:
         TypeError: The one that is there is of another backend.
     """
     if not dist.is_initialized():
-        # mpi://, because env:// reads RANK and connects to MASTER_ADDR where a job script has set them.
+        # mpi://, because env:// reads RANK and connects to MASTER_ADDR where a job script has set
+        # them.
         dist.init_process_group("mpidist", init_method="mpi://", timeout=timeout)
     native_group(dist.group.WORLD)
 
@@ -35,9 +36,13 @@ def refuse(arguments: Mapping[str, Any], strategy: type) -> None:
     backend = arguments.get("process_group_backend")
     if backend not in (None, "mpidist"):
         raise ValueError(
-            f"{own} makes its group on mpidist; got process_group_backend={backend!r}. Leave it out, or use Lightning's own "
+            f"{own} makes its group on mpidist; got process_group_backend={backend!r}. Leave it "
+            "out, or use Lightning's own "
             f"{strategy.__name__} for {backend}"
         )
     method = arguments.get("start_method", "popen")
     if method != "popen":
-        raise ValueError(f"{own} runs on the ranks that mpirun or srun has started; leave start_method={method!r} out")
+        raise ValueError(
+            f"{own} runs on the ranks that mpirun or srun has started; leave "
+            f"start_method={method!r} out"
+        )

@@ -20,7 +20,8 @@ def accumulate(y: torch.Tensor, x: torch.Tensor, a: float = 1.0) -> torch.Tensor
 
     Args:
         y: Contiguous tensor of N elements; float16, bfloat16, float32 or float64.
-        x: Contiguous tensor of N elements on the same device; of one of these dtypes, float64 if and only if ``y`` is.
+        x: Contiguous tensor of N elements on the same device; of one of these dtypes, float64 if
+            and only if ``y`` is.
         a: Factor.
 
     Returns:
@@ -30,19 +31,33 @@ def accumulate(y: torch.Tensor, x: torch.Tensor, a: float = 1.0) -> torch.Tensor
         ValueError: Sizes or devices differ, or a tensor is not contiguous.
         TypeError: The dtypes have no kernel.
     """
-    if y.numel() != x.numel() or y.device != x.device or not (y.is_contiguous() and x.is_contiguous()):
+    if (
+        y.numel() != x.numel()
+        or y.device != x.device
+        or not (y.is_contiguous() and x.is_contiguous())
+    ):
         raise ValueError(
-            f"accumulate needs contiguous tensors of one size and device; got {tuple(y.shape)} on {y.device} and "
+            f"accumulate needs contiguous tensors of one size and device; got {tuple(y.shape)} on "
+            f"{y.device} and "
             f"{tuple(x.shape)} on {x.device}"
         )
     if y.is_neg() or x.is_neg():
         raise ValueError("accumulate adds memory as it lies: resolve_neg() comes first")
-    if y.dtype not in NAMES or x.dtype not in NAMES or compute_dtype(y.dtype) != compute_dtype(x.dtype):
-        raise TypeError(f"accumulate needs tensors of {sorted(map(str, NAMES))}, float64 alone; got {y.dtype} and {x.dtype}")
+    if (
+        y.dtype not in NAMES
+        or x.dtype not in NAMES
+        or compute_dtype(y.dtype) != compute_dtype(x.dtype)
+    ):
+        raise TypeError(
+            f"accumulate needs tensors of {sorted(map(str, NAMES))}, float64 alone; got {y.dtype} "
+            f"and {x.dtype}"
+        )
     if y.numel() and has_kernels(y):
         blocks = -(-y.numel() // chunk_numel(y.dtype, x.dtype))
         args = (y.data_ptr(), x.data_ptr(), np.int64(y.numel()), scalar(a, y.dtype))
-        launch("accumulate.cu", f"accumulate_{NAMES[y.dtype]}_{NAMES[x.dtype]}", y.device, blocks, args)
+        launch(
+            "accumulate.cu", f"accumulate_{NAMES[y.dtype]}_{NAMES[x.dtype]}", y.device, blocks, args
+        )
         return y
     return twin(y, x, a)
 

@@ -15,10 +15,16 @@ import torch
 from mpidist.kernels import load
 
 THREADS = 256
-CHUNK_BYTES = 16 << 10  # one block's share of an element-wise kernel, of the wider type; as in cuda/common.cuh
+# one block's share of an element-wise kernel, of the wider type; as in cuda/common.cuh
+CHUNK_BYTES = 16 << 10
 
 # The kernels' names of torch's dtypes.
-NAMES = {torch.float32: "float", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "double"}
+NAMES = {
+    torch.float32: "float",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float64: "double",
+}
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:

@@ -46,7 +46,8 @@ def current_device(index: int) -> Iterator[None]:
     """Make a CUDA device current for torch and CuPy."""
     import cupy
 
-    # torch's first: it sets the device from before only if that has a context. CuPy alone would set it, and so make one there.
+    # torch's first: it sets the device from before only if that has a context. CuPy alone would set
+    # it, and so make one there.
     with torch.cuda.device(index), cupy.cuda.Device(index):
         yield
 
@@ -63,10 +64,15 @@ def is_available(device: int) -> bool:
 
         with current_device(device):
             cupy.RawModule(code='extern "C" __global__ void nothing() {}').compile()
-    except Exception as error:  # no driver, no compiler, no place for CuPy's cache: whatever it is, torch can do the work
+    # no driver, no compiler, no place for CuPy's cache: whatever it is, torch can do the work
+    except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
             return False
-        warnings.warn(f"CuPy cannot be used, so torch's operations take the place of mpidist's kernels: {error}", stacklevel=2)
+        warnings.warn(
+            "CuPy cannot be used, so torch's operations take the place of mpidist's kernels: "
+            f"{error}",
+            stacklevel=2,
+        )
         return False
     return True
 
@@ -102,8 +108,10 @@ def _module(file: str, device: int, defines: tuple[str, ...]) -> Any:
 
 
 def _text(file: str) -> str:
-    # Whole, because the digest by which CuPy keeps the machine code does not see what is included; #line makes the compiler name
-    # the real files.
-    header = f'#line 1 "{folder() / "common.cuh"}"\n{source("common.cuh")}'.replace("#pragma once", "")
+    # Whole, because the digest by which CuPy keeps the machine code does not see what is included;
+    # #line makes the compiler name the real files.
+    header = f'#line 1 "{folder() / "common.cuh"}"\n{source("common.cuh")}'.replace(
+        "#pragma once", ""
+    )
     body = source(file).replace('#include "common.cuh"', "")
     return f'{header}\n#line 1 "{folder() / file}"\n{body}'

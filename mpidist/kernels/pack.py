@@ -14,14 +14,25 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from mpidist.kernels.launch import NAMES, blocks_of, chunk_numel, compute_dtype, has_kernels, launch, scalar, stream_of, to_device
+from mpidist.kernels.launch import (
+    NAMES,
+    blocks_of,
+    chunk_numel,
+    compute_dtype,
+    has_kernels,
+    launch,
+    scalar,
+    stream_of,
+    to_device,
+)
 from mpidist.kernels.view import byte_view, flat_view
 
 Tensor = torch.Tensor
 
 _REMEMBERED = 256  # lists of tensors
 
-# Tables on devices, with the kernel's suffix, by everything that the checks and the table depend on.
+# Tables on devices, with the kernel's suffix, by everything that the checks and the table depend
+# on.
 _tables: OrderedDict[tuple[object, ...], tuple[str, Tensor]] = OrderedDict()
 _dtype_of = attrgetter("dtype")
 
@@ -32,9 +43,10 @@ def pack(tensors: Sequence[Tensor], flat: Tensor, scale: float = 1.0) -> Tensor:
     Blocks: not; on CUDA the work is queued on the current stream.
 
     Args:
-        tensors: Dense tensors (each element once, no gaps) of one dtype on one device; taken in the order of their memory.
-        flat: Contiguous tensor of N elements on the same device. Its dtype may be another if both are float16, bfloat16 or
-            float32.
+        tensors: Dense tensors (each element once, no gaps) of one dtype on one device; taken in the
+            order of their memory.
+        flat: Contiguous tensor of N elements on the same device. Its dtype may be another if both
+            are float16, bfloat16 or float32.
         scale: Factor, applied in fp32 (fp64 for fp64) before the one rounding; 1 for other dtypes.
 
     Returns:
@@ -72,7 +84,9 @@ def in_memory_order(dense: Tensor) -> Tensor:
     expected = 1
     for stride, size in sorted(zip(dense.stride(), dense.shape, strict=True)):
         if size != 1 and stride != expected:
-            raise ValueError(f"a tensor of shape {tuple(dense.shape)} and strides {dense.stride()} is not dense")
+            raise ValueError(
+                f"a tensor of shape {tuple(dense.shape)} and strides {dense.stride()} is not dense"
+            )
         expected *= size
     return dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
 
@@ -99,19 +113,27 @@ def table(parts: Sequence[Tensor], chunk: int) -> np.ndarray:
 def _checked(name: str, tensors: Sequence[Tensor], flat: Tensor, scale: float) -> list[Tensor]:
     if not flat.is_contiguous() or flat.numel() != sum(t.numel() for t in tensors):
         raise ValueError(
-            f"{name} needs a contiguous buffer of {sum(t.numel() for t in tensors)} elements; got shape {tuple(flat.shape)}"
+            f"{name} needs a contiguous buffer of {sum(t.numel() for t in tensors)} elements; got "
+            f"shape {tuple(flat.shape)}"
         )
     dtypes = {t.dtype for t in tensors}
     if any(t.device != flat.device for t in tensors) or len(dtypes) > 1:
         raise ValueError(
-            f"{name} needs tensors of one dtype on {flat.device}; got {sorted({(str(t.device), str(t.dtype)) for t in tensors})}"
+            f"{name} needs tensors of one dtype on {flat.device}; got "
+            f"{sorted({(str(t.device), str(t.dtype)) for t in tensors})}"
         )
     for dtype in dtypes:
-        is_known = dtype in NAMES and flat.dtype in NAMES and compute_dtype(dtype) == compute_dtype(flat.dtype)
+        is_known = (
+            dtype in NAMES
+            and flat.dtype in NAMES
+            and compute_dtype(dtype) == compute_dtype(flat.dtype)
+        )
         if not is_known and (dtype != flat.dtype or scale != 1):
             raise TypeError(f"{name} neither casts nor scales from {dtype} to {flat.dtype}")
     if any(t.is_conj() or t.is_neg() for t in (*tensors, flat)):
-        raise ValueError(f"{name} copies memory as it lies: resolve_conj() and resolve_neg() come first")
+        raise ValueError(
+            f"{name} copies memory as it lies: resolve_conj() and resolve_neg() come first"
+        )
     return [in_memory_order(t.detach()) for t in tensors]
 
 
@@ -122,11 +144,14 @@ def _launch(name: str, tensors: Sequence[Tensor], flat: Tensor, scale: float) ->
         launch("pack.cu", f"{name}_{suffix}", flat.device, len(parts), args)
 
 
-def _remembered(name: str, tensors: Sequence[Tensor], flat: Tensor, scale: float) -> tuple[str, Tensor]:
+def _remembered(
+    name: str, tensors: Sequence[Tensor], flat: Tensor, scale: float
+) -> tuple[str, Tensor]:
     """Return the kernel's suffix and its table on the device, for tensors that are checked the first time they come.
 
-    The same tensors come in every step, and checking 100 of them one by one takes longer than the kernel. An address says
-    nothing of the elements that lie there, so the key has all that the checks look at.
+    The same tensors come in every step, and checking 100 of them one by one takes longer than the
+    kernel. An address says nothing of the elements that lie there, so the key has all that the
+    checks look at.
     """
     key = (
         stream_of(flat.device),  # a table is the stream's that it was copied on

@@ -1,10 +1,12 @@
 """PowerSGD's arithmetic on all matrices of a bucket: X = M·s + E, P = X·Q, Q = Xᵀ·P, M = P·Qᵀ, E = X − M.
 
-X lies in M until ``reconstruct``, and E is as the last step left it: a step whose sums are not finite is given up (``give_up``).
+X lies in M until ``reconstruct``, and E is as the last step left it: a step whose sums are not
+finite is given up (``give_up``).
 
-On CUDA each function is one launch of ``cuda/powersgd.cu``, whatever the number of matrices and their shapes (two, to make the
-columns of matrices orthonormal that are too tall for one block's registers: past 8192 rows, fewer at ranks past 4); the twins in
-this file do the same with torch's operations. Tensors that are not worth compressing travel beside the Ps.
+On CUDA each function is one launch of ``cuda/powersgd.cu``, whatever the number of matrices and
+their shapes (two, to make the columns of matrices orthonormal that are too tall for one block's
+registers: past 8192 rows, fewer at ranks past 4); the twins in this file do the same with torch's
+operations. Tensors that are not worth compressing travel beside the Ps.
 
 Letters: n × m a matrix; r the approximation's rank, at most 32 on CUDA.
 
@@ -22,7 +24,15 @@ import numpy as np
 import torch
 
 from mpidist.kernels import powersgd_plan
-from mpidist.kernels.launch import NAMES, chunk_numel, compute_dtype, has_kernels, launch, scalar, to_device
+from mpidist.kernels.launch import (
+    NAMES,
+    chunk_numel,
+    compute_dtype,
+    has_kernels,
+    launch,
+    scalar,
+    to_device,
+)
 from mpidist.kernels.pack import pack, unpack
 
 Tensor = torch.Tensor
@@ -50,7 +60,13 @@ class Bucket:
         batched: Let the twins multiply matrices of one shape together.
     """
 
-    def __init__(self, matrices: Sequence[Matrix], whole: Sequence[Tensor], slots: Tensor, batched: bool = False) -> None:
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        whole: Sequence[Tensor],
+        slots: Tensor,
+        batched: bool = False,
+    ) -> None:
         self.matrices = list(matrices)
         self.whole = list(whole)
         self.slots = slots
@@ -64,7 +80,10 @@ class Bucket:
 
 
 def project(bucket: Bucket, scale: float = 1.0) -> None:
-    """M = M·scale + E, P = M·Q, for each matrix; without E, P = M·scale·Q. Whole tensors, times ``scale``, go to their slots."""
+    """M = M·scale + E, P = M·Q, for each matrix; without E, P = M·scale·Q.
+
+    Whole tensors, times ``scale``, go to their slots.
+    """
     if bucket.on_device is not None:
         bucket.on_device.launch("project", scalar(scale, bucket.dtype))
         return
@@ -73,7 +92,11 @@ def project(bucket: Bucket, scale: float = 1.0) -> None:
         m = x.m if scale == 1 else (x.m.to(compute_dtype(bucket.dtype)) * scale).to(bucket.dtype)
         xs.append(m if x.e is None else torch.add(m, x.e, out=x.m))
     for some in _together(bucket):
-        _multiply([xs[i] for i in some], [bucket.matrices[i].q for i in some], [bucket.matrices[i].p for i in some])
+        _multiply(
+            [xs[i] for i in some],
+            [bucket.matrices[i].q for i in some],
+            [bucket.matrices[i].p for i in some],
+        )
     pack(bucket.whole, bucket.slots, scale)
 
 
@@ -113,8 +136,9 @@ def reconstruct(bucket: Bucket) -> None:
 def give_up(bucket: Bucket) -> None:
     """End a step whose sums are not finite, between ``project`` and ``reconstruct``.
 
-    M becomes NaN on every rank, for whoever watches the gradients; whole tensors come back from their slots. E stays as it was,
-    apart from elements that are not finite themselves, which become zeros: the next step would not be finite again.
+    M becomes NaN on every rank, for whoever watches the gradients; whole tensors come back from
+    their slots. E stays as it was, apart from elements that are not finite themselves, which become
+    zeros: the next step would not be finite again.
     """
     for x in bucket.matrices:
         x.m.fill_(math.nan)
@@ -125,8 +149,11 @@ def give_up(bucket: Bucket) -> None:
 
 def is_finite(flat: Tensor) -> bool:
     """Say whether all elements are finite. Blocks: the host, until they are there."""
-    # One fast pass: a sum is not finite if one element is not. It may also have overflowed, which the slow pass finds out.
-    return math.isfinite(flat.sum(dtype=compute_dtype(flat.dtype)).item()) or bool(flat.isfinite().all())
+    # One fast pass: a sum is not finite if one element is not. It may also have overflowed, which
+    # the slow pass finds out.
+    return math.isfinite(flat.sum(dtype=compute_dtype(flat.dtype)).item()) or bool(
+        flat.isfinite().all()
+    )
 
 
 def orthogonalize_p(bucket: Bucket, epsilon: float = 0) -> None:
@@ -143,9 +170,9 @@ def orthogonalize(matrix: Tensor, epsilon: float = 0) -> Tensor:
     """Make the columns of an n × r matrix orthonormal, in place, with torch's operations.
 
     Args:
-        epsilon: 0: by QR, the fastest on the host; the signs of columns, and what becomes of dependent ones, may differ from
-            Gram–Schmidt's, P·Qᵀ does not. Else by Gram–Schmidt with ``epsilon`` added to each norm, which keeps a column of zeros
-            finite.
+        epsilon: 0: by QR, the fastest on the host; the signs of columns, and what becomes of
+            dependent ones, may differ from Gram–Schmidt's, P·Qᵀ does not. Else by Gram–Schmidt with
+            ``epsilon`` added to each norm, which keeps a column of zeros finite.
     """
     if epsilon == 0:
         q, _ = torch.linalg.qr(matrix.to(compute_dtype(matrix.dtype)))
@@ -157,7 +184,8 @@ def _orthogonalize(bucket: Bucket, thin: Sequence[Tensor], is_q: int, epsilon: f
     if bucket.on_device is not None:
         bucket.on_device.orthogonalize(is_q, epsilon)
         return
-    # On a device QR would turn columns that the kernel leaves, and another rank may have the kernel.
+    # On a device QR would turn columns that the kernel leaves, and another rank may have the
+    # kernel.
     one = gram_schmidt if bucket.device.type == "cuda" else orthogonalize
     for matrix in thin:
         one(matrix, epsilon)
@@ -191,7 +219,9 @@ class _OnDevice:
         owners = (plan.row_owners, plan.column_owners, *plan.sweep_owners)
         self._owners = to_device(np.concatenate(owners), self._device)  # one copy for all
         starts = np.cumsum([0, *(o.nbytes for o in owners)]) + self._owners.data_ptr()
-        self._rows, self._columns, *self._sweeps = ((int(at), len(o)) for at, o in zip(starts, owners, strict=False))
+        self._rows, self._columns, *self._sweeps = (
+            (int(at), len(o)) for at, o in zip(starts, owners, strict=False)
+        )
         self._has_tall = plan.has_tall
         self._partials = torch.empty(plan.partials_numel, dtype=computed, device=self._device)
         self._grams = torch.empty(plan.grams_numel, dtype=torch.float64, device=self._device)
@@ -202,7 +232,13 @@ class _OnDevice:
 
     def backproject(self, scale: float) -> None:
         factor = scalar(scale, self._dtype)
-        self._launch("backproject", self._columns, factor, self._partials.data_ptr(), self._counters.data_ptr())
+        self._launch(
+            "backproject",
+            self._columns,
+            factor,
+            self._partials.data_ptr(),
+            self._counters.data_ptr(),
+        )
 
     def orthogonalize(self, is_q: int, epsilon: float) -> None:
         sweep, side, grams = self._sweeps[is_q], np.int32(is_q), self._grams.data_ptr()
@@ -211,17 +247,32 @@ class _OnDevice:
         if self._has_tall[is_q]:
             self._launch("normalize", sweep, side, grams, threads=powersgd_plan.SWEEP_THREADS)
 
-    def _launch(self, name: str, grid: tuple[int, int], *args: Any, threads: int = powersgd_plan.THREADS) -> None:
+    def _launch(
+        self, name: str, grid: tuple[int, int], *args: Any, threads: int = powersgd_plan.THREADS
+    ) -> None:
         owners, blocks = grid
         given = (self._items.data_ptr(), owners, *args)
-        launch("powersgd.cu", f"{name}_{NAMES[self._dtype]}", self._device, blocks, given, threads, self._defines)
+        launch(
+            "powersgd.cu",
+            f"{name}_{NAMES[self._dtype]}",
+            self._device,
+            blocks,
+            given,
+            threads,
+            self._defines,
+        )
 
 
 def items_of(bucket: Bucket) -> list[powersgd_plan.Item]:
     """Return the kernels' view of a bucket; matrices first, so that orthogonalisation finds them without a map."""
     items = []
     for x in bucket.matrices:
-        addresses = (x.m.data_ptr(), 0 if x.e is None else x.e.data_ptr(), x.p.data_ptr(), x.q.data_ptr())
+        addresses = (
+            x.m.data_ptr(),
+            0 if x.e is None else x.e.data_ptr(),
+            x.p.data_ptr(),
+            x.q.data_ptr(),
+        )
         items.append(powersgd_plan.Item(addresses, x.m.shape[0], x.m.shape[1], x.p.shape[1]))
     slot = bucket.slots.data_ptr()
     for tensor in bucket.whole:
@@ -248,7 +299,11 @@ def _reconstruct_by_rows(x: Matrix) -> None:
     # M holds X, so the product needs memory of its own: a few rows of it, which the cache keeps.
     rows, right = max(1, _BLOCK_NUMEL // x.m.shape[1]), x.q.t()
     whole = [(x.m, x.e, x.p)]
-    blocks = whole if len(x.m) <= rows else zip(x.m.split(rows), x.e.split(rows), x.p.split(rows), strict=True)
+    blocks = (
+        whole
+        if len(x.m) <= rows
+        else zip(x.m.split(rows), x.e.split(rows), x.p.split(rows), strict=True)
+    )
     for m, e, p in blocks:
         product = torch.mm(p, right)
         torch.sub(m, product, out=e)

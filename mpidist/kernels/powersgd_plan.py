@@ -16,9 +16,12 @@ HIGHEST_RANK = 32
 SWEEP_THREADS = 512  # of a block that orthogonalises
 _WARP = 32
 _TILE = 128  # rows that a block of backproject takes at once
-_MOST_SPLITS = 64  # of the rows of one strip of columns: more blocks, and more sums of theirs to add up
-_LONG_ROW = 1024  # columns from which the warps of a block may share rows: each has an iteration of its loop
-_ENOUGH_BLOCKS = 1024  # of a bucket in project: with so many a device is busy, and rows of one's own spare reads of Q
+# of the rows of one strip of columns: more blocks, and more sums of theirs to add up
+_MOST_SPLITS = 64
+# columns from which the warps of a block may share rows: each has an iteration of its loop
+_LONG_ROW = 1024
+# of a bucket in project: with so many a device is busy, and rows of one's own spare reads of Q
+_ENOUGH_BLOCKS = 1024
 _HELD_BYTES, _MOST_HELD = 256, 16  # what a thread that orthogonalises has in registers: bytes, rows
 _SEGMENT = 512  # rows of a block that shares a tall matrix
 _MOST_SEGMENTS = 256  # more blocks, and more Gram matrices to add up
@@ -42,7 +45,8 @@ class Plan:
     row_owners: np.ndarray  # int32: the item of each block of project and reconstruct
     column_owners: np.ndarray  # int32: of backproject
     sweep_owners: tuple[np.ndarray, np.ndarray]  # int32: of orthogonalize, for P and for Q
-    has_tall: tuple[bool, bool]  # some P, some Q is shared by several blocks, so orthogonalize takes a second launch
+    # some P, some Q is shared by several blocks, so orthogonalize takes a second launch
+    has_tall: tuple[bool, bool]
     partials_numel: int  # sums that blocks of one strip leave each other
     grams_numel: int  # float64: Gram matrices that blocks of one tall matrix leave each other
     counters: int  # strips and tall matrices with several blocks
@@ -65,7 +69,9 @@ def held_rows(rank: int, compute_bytes: int) -> int:
     return SWEEP_THREADS * min(_HELD_BYTES // compute_bytes // rank, _MOST_HELD)
 
 
-def plan(items: Sequence[Item], chunk_numel: int, compute_bytes: int = 4, threads: int = THREADS) -> Plan:
+def plan(
+    items: Sequence[Item], chunk_numel: int, compute_bytes: int = 4, threads: int = THREADS
+) -> Plan:
     """Give each item its blocks in each kernel.
 
     Args:
@@ -85,12 +91,37 @@ def plan(items: Sequence[Item], chunk_numel: int, compute_bytes: int = 4, thread
     partials = np.cumsum([0, *(n * s * rank * width for n, s in zip(shared, splits, strict=True))])
     counters = np.cumsum([0, *shared])
     held = held_rows(rank, compute_bytes)
-    of_p = _sweeps([item.rows if item.rank else 0 for item in items], held, rank, 0, int(counters[-1]))
-    of_q = _sweeps([item.columns if item.rank else 0 for item in items], held, rank, of_p.grams_end, of_p.counters_end)
+    of_p = _sweeps(
+        [item.rows if item.rank else 0 for item in items], held, rank, 0, int(counters[-1])
+    )
+    of_q = _sweeps(
+        [item.columns if item.rank else 0 for item in items],
+        held,
+        rank,
+        of_p.grams_end,
+        of_p.counters_end,
+    )
     table = []
     for i, item in enumerate(items):
-        stages = (first_row[i], shares_rows[i], first_column[i], splits[i], partials[i], counters[i])
-        table.append((*item.addresses, item.rows, item.columns, item.rank, *stages, *of_p.fields[i], *of_q.fields[i]))
+        stages = (
+            first_row[i],
+            shares_rows[i],
+            first_column[i],
+            splits[i],
+            partials[i],
+            counters[i],
+        )
+        table.append(
+            (
+                *item.addresses,
+                item.rows,
+                item.columns,
+                item.rank,
+                *stages,
+                *of_p.fields[i],
+                *of_q.fields[i],
+            )
+        )
     return Plan(
         items=np.asarray(table, np.int64).reshape(-1, 23),
         row_owners=row_owners,
@@ -104,15 +135,21 @@ def plan(items: Sequence[Item], chunk_numel: int, compute_bytes: int = 4, thread
     )
 
 
-def _row_blocks(items: Sequence[Item], chunk_numel: int, rows: int, warps: int) -> tuple[list[int], list[bool]]:
+def _row_blocks(
+    items: Sequence[Item], chunk_numel: int, rows: int, warps: int
+) -> tuple[list[int], list[bool]]:
     """Return each item's blocks in project and reconstruct, and where the warps of a block share its rows.
 
-    Few long rows make few blocks, each with a long loop: there a block takes the rows of one warp, and its warps cut the columns.
+    Few long rows make few blocks, each with a long loop: there a block takes the rows of one warp,
+    and its warps cut the columns.
     """
     own = [-(-item.rows // (rows * warps if item.rank else chunk_numel)) for item in items]
     is_busy = sum(own) >= _ENOUGH_BLOCKS
     shares_rows = [bool(item.rank) and item.columns >= _LONG_ROW and not is_busy for item in items]
-    return [-(-item.rows // rows) if s else n for item, n, s in zip(items, own, shares_rows, strict=True)], shares_rows
+    return [
+        -(-item.rows // rows) if s else n
+        for item, n, s in zip(items, own, shares_rows, strict=True)
+    ], shares_rows
 
 
 @dataclass(frozen=True)
@@ -133,11 +170,21 @@ def _sweeps(heights: Sequence[int], held: int, rank: int, grams: int, counters: 
         grams: The first free place for Gram matrices.
         counters: The first free counter.
     """
-    segments = [_SEGMENT if n <= _SEGMENT * _MOST_SEGMENTS else -(-n // _MOST_SEGMENTS) for n in heights]
-    blocks = [1 if 0 < n <= held else -(-n // segment) for n, segment in zip(heights, segments, strict=True)]
+    segments = [
+        _SEGMENT if n <= _SEGMENT * _MOST_SEGMENTS else -(-n // _MOST_SEGMENTS) for n in heights
+    ]
+    blocks = [
+        1 if 0 < n <= held else -(-n // segment)
+        for n, segment in zip(heights, segments, strict=True)
+    ]
     first, owners = blocks_of(blocks)
     is_tall = [n > held for n in heights]
-    gram = grams + np.cumsum([0, *(b * rank * rank * tall for b, tall in zip(blocks, is_tall, strict=True))])
+    gram = grams + np.cumsum(
+        [0, *(b * rank * rank * tall for b, tall in zip(blocks, is_tall, strict=True))]
+    )
     counter = counters + np.cumsum([0, *is_tall])
-    fields = [(int(first[i]), blocks[i], segments[i], int(gram[i]), int(counter[i])) for i in range(len(heights))]
+    fields = [
+        (int(first[i]), blocks[i], segments[i], int(gram[i]), int(counter[i]))
+        for i in range(len(heights))
+    ]
     return _Sweeps(fields, owners, any(is_tall), int(gram[-1]), int(counter[-1]))

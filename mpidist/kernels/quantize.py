@@ -2,7 +2,8 @@
 
 ``cuda/quantize.cu`` does it on the device; the torch twins in this file give the same bits.
 
-Letters: N elements of a tensor; B = ``blocks_in(N)`` blocks of them, the last one with what is left.
+Letters: N elements of a tensor; B = ``blocks_in(N)`` blocks of them, the last one with what is
+left.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ DTYPES = (torch.float32, torch.float64)
 
 _CHUNK_NUMEL = 16 * BLOCK  # a thread block's share; as in cuda/quantize.cu
 _LEAST = torch.finfo(torch.float32).tiny
-# What the twin works on before it goes on, so that it stays in the processor's cache: 1 MiB of fp32. A GPU wants much at once.
+# What the twin works on before it goes on, so that it stays in the processor's cache: 1 MiB of
+# fp32. A GPU wants much at once.
 _PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 1 << 18, 1 << 24
 
 
@@ -34,9 +36,10 @@ def blocks_in(numel: int) -> int:
 def quantize(x: Tensor, q: Tensor, scales: Tensor) -> None:
     """Round ``x`` to integers of -127 … 127 times its blocks' scales.
 
-    ``scale = absmax / 127`` in ``x``'s dtype, rounded to fp32; ``q = round(x · (1 / scale))``, ties to even. A scale no larger
-    than the smallest normal fp32 number, a block's of zeros for example, counts as that number in ``q`` and becomes 0. A block
-    with an element that is not finite, or too large for an fp32 scale, gets scale NaN and zeros.
+    ``scale = absmax / 127`` in ``x``'s dtype, rounded to fp32; ``q = round(x · (1 / scale))``, ties
+    to even. A scale no larger than the smallest normal fp32 number, a block's of zeros for example,
+    counts as that number in ``q`` and becomes 0. A block with an element that is not finite, or too
+    large for an fp32 scale, gets scale NaN and zeros.
 
     Blocks: not; on CUDA the work is queued on the current stream.
 
@@ -78,7 +81,13 @@ def dequantize_add(target: Tensor, q: Tensor, scales: Tensor) -> None:
         return
     if has_kernels(target):
         args = (target.data_ptr(), q.data_ptr(), scales.data_ptr(), np.int64(target.numel()))
-        launch("quantize.cu", f"dequantize_add_{NAMES[target.dtype]}", target.device, _chunks(target), args)
+        launch(
+            "quantize.cu",
+            f"dequantize_add_{NAMES[target.dtype]}",
+            target.device,
+            _chunks(target),
+            args,
+        )
     else:
         dequantize_add_twin(target, q, scales)
 
@@ -94,8 +103,11 @@ def quantize_twin(x: Tensor, base: Tensor | None, q: Tensor, scales: Tensor) -> 
         if base is None:
             own = x[start:stop].view(-1, width)
         else:
-            own = torch.sub(x[start:stop].view(-1, width), base.view(-1)[start:stop].view(-1, width), out=change)
-        largest = torch.maximum(own.amax(1), own.amin(1).neg_())  # of the magnitudes, without memory for them
+            own = torch.sub(
+                x[start:stop].view(-1, width), base.view(-1)[start:stop].view(-1, width), out=change
+            )
+        # of the magnitudes, without memory for them
+        largest = torch.maximum(own.amax(1), own.amin(1).neg_())
         scale = scales[start // BLOCK : blocks_in(stop)]
         torch.div(largest, steps[: len(scale)], out=scale)
         inverse = scale.to(x.dtype).clamp_min(_LEAST).reciprocal_()
@@ -112,10 +124,14 @@ def quantize_twin(x: Tensor, base: Tensor | None, q: Tensor, scales: Tensor) -> 
 def dequantize_add_twin(target: Tensor, q: Tensor, scales: Tensor) -> None:
     """Do with torch's own operations what ``dequantize_add`` does."""
     target, q, scales = target.view(-1), q.view(-1), scales.view(-1)
-    room = torch.empty(min(target.numel(), _piece_numel(target)), dtype=target.dtype, device=target.device)
+    room = torch.empty(
+        min(target.numel(), _piece_numel(target)), dtype=target.dtype, device=target.device
+    )
     for start, stop, width in _pieces(target):
         change = room[: stop - start].copy_(q[start:stop])
-        change.view(-1, width).mul_(scales[start // BLOCK : blocks_in(stop)].to(target.dtype).unsqueeze(1))
+        change.view(-1, width).mul_(
+            scales[start // BLOCK : blocks_in(stop)].to(target.dtype).unsqueeze(1)
+        )
         target[start:stop].add_(change)
 
 
@@ -123,8 +139,19 @@ def _quantize(x: Tensor, base: Tensor | None, q: Tensor, scales: Tensor) -> None
     if not x.numel():
         return
     if has_kernels(x):
-        addresses = (x.data_ptr(), 0 if base is None else base.data_ptr(), q.data_ptr(), scales.data_ptr())
-        launch("quantize.cu", f"quantize_{NAMES[x.dtype]}", x.device, _chunks(x), (*addresses, np.int64(x.numel())))
+        addresses = (
+            x.data_ptr(),
+            0 if base is None else base.data_ptr(),
+            q.data_ptr(),
+            scales.data_ptr(),
+        )
+        launch(
+            "quantize.cu",
+            f"quantize_{NAMES[x.dtype]}",
+            x.device,
+            _chunks(x),
+            (*addresses, np.int64(x.numel())),
+        )
     else:
         quantize_twin(x, base, q, scales)
 
@@ -149,7 +176,12 @@ def _pieces(x: Tensor) -> Iterator[tuple[int, int, int]]:
 
 def _require(name: str, wide: tuple[Tensor, ...], q: Tensor, scales: Tensor) -> None:
     numel, dtype, device = wide[0].numel(), wide[0].dtype, wide[0].device
-    if dtype not in DTYPES or any(t.dtype != dtype for t in wide) or q.dtype != torch.int8 or scales.dtype != torch.float32:
+    if (
+        dtype not in DTYPES
+        or any(t.dtype != dtype for t in wide)
+        or q.dtype != torch.int8
+        or scales.dtype != torch.float32
+    ):
         raise TypeError(
             f"{name} needs tensors of float32 or of float64, q of int8 and scales of float32; "
             f"got {', '.join(str(t.dtype) for t in (*wide, q, scales))}"
@@ -157,9 +189,13 @@ def _require(name: str, wide: tuple[Tensor, ...], q: Tensor, scales: Tensor) -> 
     tensors = (*wide, q, scales)
     if any(t.numel() != numel for t in (*wide, q)) or scales.numel() != blocks_in(numel):
         raise ValueError(
-            f"{name} needs {numel} elements, as many of q and {blocks_in(numel)} scales; got {[t.numel() for t in tensors]}"
+            f"{name} needs {numel} elements, as many of q and {blocks_in(numel)} scales; got "
+            f"{[t.numel() for t in tensors]}"
         )
     if any(t.device != device or not t.is_contiguous() for t in tensors):
-        raise ValueError(f"{name} needs contiguous tensors on one device; got {[(str(t.device), t.stride()) for t in tensors]}")
+        raise ValueError(
+            f"{name} needs contiguous tensors on one device; got "
+            f"{[(str(t.device), t.stride()) for t in tensors]}"
+        )
     if any(t.is_neg() for t in tensors):
         raise ValueError(f"{name} reads memory as it lies: resolve_neg() comes first")

@@ -1,7 +1,8 @@
 """Flat views of contiguous tensors, and the way back from flat memory.
 
-torch calls a tensor of one element contiguous whatever its strides are (``x[::4]`` of 4 elements), and ``view(-1)`` keeps such a
-stride, with which ``view(dtype)`` refuses another element size. So the stride is set here, not taken over.
+torch calls a tensor of one element contiguous whatever its strides are (``x[::4]`` of 4 elements),
+and ``view(-1)`` keeps such a stride, with which ``view(dtype)`` refuses another element size. So
+the stride is set here, not taken over.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def parse(text: str | torch.device) -> Address:
     """Return the address that a text stands for.
 
     Args:
-        text: ``"name/device"`` or ``"rank:number/device"``, of which the device may be missing and is
-            the CPU then; or a device of this worker.
+        text: ``"name/device"`` or ``"rank:number/device"``, of which the device may be missing and
+            is the CPU then; or a device of this worker.
 
     Raises:
         TypeError: It is neither a str nor a device.
@@ -47,7 +47,8 @@ def parse(text: str | torch.device) -> Address:
     number = _RANK.fullmatch(worker)
     if not worker or "/" in device or (":" in worker and number is None):
         raise ValueError(
-            f"Could not parse remote_device: {text}. The valid format is '<workername>/<device>' or 'rank:<rank>/<device>' or "
+            f"Could not parse remote_device: {text}. The valid format is '<workername>/<device>' "
+            "or 'rank:<rank>/<device>' or "
             "'<device>'"
         )
     return Address(int(number[1]) if number else worker, str(torch.device(device)))

@@ -1,10 +1,12 @@
 """A rank's own part of batch normalisation: torch's kernels, the host's and CUDA's.
 
-The host has kernels that normalise by given statistics, and their backward pass, which together make up the training pass;
-halves are computed in fp32 there. On CUDA the kernels are those of ``torch.nn.SyncBatchNorm``.
+The host has kernels that normalise by given statistics, and their backward pass, which together
+make up the training pass; halves are computed in fp32 there. On CUDA the kernels are those of
+``torch.nn.SyncBatchNorm``.
 
-Letters: C channels. A batch is a dense tensor (see ``dense``), batch × C × …, not empty; ``mean`` and ``inverse``
-(1 / √(variance + eps)) hold C elements, float64 for a float64 batch and else float32.
+Letters: C channels. A batch is a dense tensor (see ``dense``), batch × C × …, not empty; ``mean``
+and ``inverse`` (1 / √(variance + eps)) hold C elements, float64 for a float64 batch and else
+float32.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 
 def dense(batch: Tensor) -> Tensor:
     """Return the batch, or a contiguous copy if it is laid out in none of the formats that the kernels take."""
-    return batch if any(batch.is_contiguous(memory_format=form) for form in _FORMATS) else batch.contiguous()
+    return (
+        batch
+        if any(batch.is_contiguous(memory_format=form) for form in _FORMATS)
+        else batch.contiguous()
+    )
 
 
 def statistics(batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,11 +38,15 @@ def statistics(batch: Tensor) -> tuple[Tensor, Tensor]:
     return torch.batch_norm_update_stats(_wide(batch), None, None, 0.0)
 
 
-def normalise(batch: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor) -> Tensor:
+def normalise(
+    batch: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor
+) -> Tensor:
     """Return (batch - mean) · inverse · weight + bias, in the batch's dtype and memory format."""
     if batch.is_cuda:
         return torch.batch_norm_elemt(batch, weight, bias, mean, inverse, 0.0)
-    return _normalised(_wide(batch), _like(weight, mean), _like(bias, mean), mean, inverse).to(batch.dtype)
+    return _normalised(_wide(batch), _like(weight, mean), _like(bias, mean), mean, inverse).to(
+        batch.dtype
+    )
 
 
 def sums(gradient: Tensor, batch: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
@@ -47,13 +57,27 @@ def sums(gradient: Tensor, batch: Tensor, mean: Tensor, inverse: Tensor) -> Tens
         return torch.stack([by_bias, by_centred * inverse])
     of = torch.ops.aten.native_batch_norm_backward
     _, by_weight, by_bias = of(
-        _wide(gradient), _wide(batch), None, mean, _variance(inverse), None, None, False, 0.0, [False, True, True]
+        _wide(gradient),
+        _wide(batch),
+        None,
+        mean,
+        _variance(inverse),
+        None,
+        None,
+        False,
+        0.0,
+        [False, True, True],
     )
     return torch.stack([by_bias, by_weight])
 
 
 def input_gradient(
-    gradient: Tensor, batch: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, means: Tensor
+    gradient: Tensor,
+    batch: Tensor,
+    mean: Tensor,
+    inverse: Tensor,
+    weight: Tensor | None,
+    means: Tensor,
 ) -> Tensor:
     """Return the gradient of the batch.
 
@@ -61,21 +85,27 @@ def input_gradient(
         means: 2 × C: ``sums`` over all ranks, divided by the number of values.
 
     Source:
-        Ioffe and Szegedy, section 3: weight · inverse · (gradient - mean of it - x̂ · mean of gradient · x̂).
+        Ioffe and Szegedy, section 3: weight · inverse · (gradient - mean of it - x̂ · mean of
+        gradient · x̂).
     """
     weight = _like(weight, mean)
     factor = inverse if weight is None else inverse * weight
     if batch.is_cuda:
-        one = torch.ones(1, dtype=torch.int32, device=batch.device)  # what the sums still have to be divided by
+        # what the sums still have to be divided by
+        one = torch.ones(1, dtype=torch.int32, device=batch.device)
         centred = means[1] / inverse
-        return torch.batch_norm_backward_elemt(gradient, batch, mean, inverse, weight, means[0].contiguous(), centred, one)
+        return torch.batch_norm_backward_elemt(
+            gradient, batch, mean, inverse, weight, means[0].contiguous(), centred, one
+        )
     x, dy = _wide(batch), _wide(gradient)
     found = _normalised(x, -means[1] * factor, -means[0] * factor, mean, inverse)
     shape = (1, -1, *[1] * (batch.dim() - 2))
     return found.addcmul_(dy, factor.view(shape)).to(batch.dtype)
 
 
-def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor) -> Tensor:
+def _normalised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor
+) -> Tensor:
     return functional.batch_norm(x, mean, _variance(inverse), weight, bias, False, 0.0, 0.0)
 
 

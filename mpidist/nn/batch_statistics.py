@@ -2,10 +2,11 @@
 
 Letters: W ranks; C channels; n_r values per channel on rank r, and N of them on all ranks.
 
-A rank's row is [n_r, needs a gradient, mean (C), variance (C)] in float64; n_r = -1 says that its input was refused.
+A rank's row is [n_r, needs a gradient, mean (C), variance (C)] in float64; n_r = -1 says that its
+input was refused.
 
-Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979): squares of
-differences of means, where E[x²] - E[x]² would cancel.
+Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+Variances" (1979): squares of differences of means, where E[x²] - E[x]² would cancel.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ REFUSED = -1.0
 _HEAD = 2  # values ahead of the means
 
 
-def row_of(channels: int, count: float, needs_gradient: bool, mean: Tensor | None, variance: Tensor | None) -> Tensor:
+def row_of(
+    channels: int, count: float, needs_gradient: bool, mean: Tensor | None, variance: Tensor | None
+) -> Tensor:
     """Return one rank's row, of 2 + 2·C float64 elements; without statistics (an empty batch, a refused one) zeros."""
     head = torch.tensor([count, float(needs_gradient)], dtype=torch.float64, device="cpu")
     if mean is None or variance is None:
@@ -56,24 +59,31 @@ def merge(rows: Tensor, own_refusal: str | None = None) -> Statistics:
         own_refusal: Why this rank has refused its input.
 
     Raises:
-        ValueError: On all ranks: an input was refused; a gradient is needed on some ranks only, whose backward pass would wait
-            for the others'; N is 1, which has no variance.
+        ValueError: On all ranks: an input was refused; a gradient is needed on some ranks only,
+            whose backward pass would wait for the others'; N is 1, which has no variance.
     """
     heads = rows[:, :_HEAD].tolist()
     refused = [rank for rank, (count, _) in enumerate(heads) if count == REFUSED]
     if own_refusal is not None:
         raise ValueError(f"SyncBatchNorm: {own_refusal}")
     if refused:
-        raise ValueError(f"SyncBatchNorm: ranks {refused} of the group refused their input; their messages say why")
+        raise ValueError(
+            f"SyncBatchNorm: ranks {refused} of the group refused their input; their messages say "
+            "why"
+        )
     needing = [rank for rank, (_, needs) in enumerate(heads) if needs]
     if needing and len(needing) < len(heads):
         raise ValueError(
-            f"SyncBatchNorm: the input needs a gradient on ranks {needing} and on no other: its backward pass is a collective, "
+            f"SyncBatchNorm: the input needs a gradient on ranks {needing} and on no other: its "
+            "backward pass is a collective, "
             "so run the forward pass with gradients (or under no_grad) on all ranks alike"
         )
     total = int(sum(count for count, _ in heads))
     if total == 1:
-        raise ValueError("SyncBatchNorm: expected more than 1 value per channel when training; got 1 on all ranks together")
+        raise ValueError(
+            "SyncBatchNorm: expected more than 1 value per channel when training; got 1 on all "
+            "ranks together"
+        )
     means, variances = rows[:, _HEAD:].chunk(2, dim=1)
     weights = rows[:, :1] / max(total, 1)
     mean = (weights * means).sum(0)

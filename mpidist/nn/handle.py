@@ -15,7 +15,14 @@ from mpidist.rpc import api, current
 from mpidist.rpc.rref import RRef
 
 # torch's names, in torch's order: its tests read them.
-ATTRIBUTES = ("on", "device", "is_device_map_set", "is_scriptable", "generated_methods", "module_rref")
+ATTRIBUTES = (
+    "on",
+    "device",
+    "is_device_map_set",
+    "is_scriptable",
+    "generated_methods",
+    "module_rref",
+)
 _NO_PICKLE = "Cannot {} RemoteModule in python pickler. RemoteModule can only be {}d when using RPC"
 
 T = TypeVar("T", bound="Handle")
@@ -27,7 +34,8 @@ class Handle(nn.Module):
     Attributes:
         on: The worker's name or rank.
         device: The module's device there.
-        is_device_map_set: This worker has a device map to the module's owner, so that CUDA tensors can come back.
+        is_device_map_set: This worker has a device map to the module's owner, so that CUDA tensors
+            can come back.
         is_scriptable: ``torch.jit.script`` can compile it.
         generated_methods: Names of the methods that are made for each handle by itself.
         module_rref: The reference to the module.
@@ -45,7 +53,9 @@ class Handle(nn.Module):
     forward_async: Any
     _interface: Any  # where is_scriptable
 
-    def _set_up(self, on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any) -> None:
+    def _set_up(
+        self, on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any
+    ) -> None:
         self.on = on
         self.device = device
         self.is_device_map_set = current.require().wire.has_device_map(module_rref.owner().id)
@@ -61,7 +71,8 @@ class Handle(nn.Module):
         self.__dict__["forward"] = partial(_forward, *held)
 
     def __getattr__(self, name: str) -> Any:
-        # A handle that a message brought has no more than its own attributes until torch asks for its.
+        # A handle that a message brought has no more than its own attributes until torch asks for
+        # its.
         if "_parameters" not in self.__dict__:
             nn.Module.__init__(self)
             return getattr(self, name)
@@ -71,7 +82,12 @@ class Handle(nn.Module):
         """Return what travels of the handle: attributes that users have set stay behind, with a warning."""
         for name in self.__dict__.keys() - _OWN:
             warnings.warn(f"attribute {name!r} of a RemoteModule is not sent with it", stacklevel=2)
-        return self.on, self.device, self.module_rref, self._interface if self.is_scriptable else None
+        return (
+            self.on,
+            self.device,
+            self.module_rref,
+            self._interface if self.is_scriptable else None,
+        )
 
     def __getstate__(self) -> Any:
         raise RuntimeError(_NO_PICKLE.format("pickle", "pickle"))
@@ -82,11 +98,15 @@ class Handle(nn.Module):
     def __prepare_scriptable__(self) -> nn.Module:
         """Return what ``torch.jit.script`` compiles in the place of the handle."""
         if not self.is_scriptable:
-            raise MpidistError("torch.jit.script needs a RemoteModule that was made with _module_interface_cls")
+            raise MpidistError(
+                "torch.jit.script needs a RemoteModule that was made with _module_interface_cls"
+            )
         return scripted.typed(self._interface, self.forward_async)
 
 
-_OWN = frozenset((*ATTRIBUTES, "_interface", "forward", "forward_async", "training", *vars(nn.Module())))
+_OWN = frozenset(
+    (*ATTRIBUTES, "_interface", "forward", "forward_async", "training", *vars(nn.Module()))
+)
 
 
 def place_of(remote_device: str) -> tuple[str | int, str]:
@@ -105,20 +125,30 @@ def place_of(remote_device: str) -> tuple[str | int, str]:
     return on, place.device
 
 
-def rebuild(kind: type[T], on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any) -> T:
+def rebuild(
+    kind: type[T], on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any
+) -> T:
     """Make a handle of a module that exists."""
     made = kind.__new__(kind)
     made._set_up(on, device, module_rref, interface)
     return made
 
 
-def _forward(module_rref: RRef[nn.Module], device: str, can_return_cuda: bool, /, *args: Any, **kwargs: Any) -> Any:
-    return api.rpc_sync(module_rref.owner(), remote.execute, (remote.FORWARD, module_rref, device, can_return_cuda, args, kwargs))
+def _forward(
+    module_rref: RRef[nn.Module], device: str, can_return_cuda: bool, /, *args: Any, **kwargs: Any
+) -> Any:
+    return api.rpc_sync(
+        module_rref.owner(),
+        remote.execute,
+        (remote.FORWARD, module_rref, device, can_return_cuda, args, kwargs),
+    )
 
 
 def _forward_async(
     module_rref: RRef[nn.Module], device: str, can_return_cuda: bool, /, *args: Any, **kwargs: Any
 ) -> torch.futures.Future[Any]:
     return api.rpc_async(
-        module_rref.owner(), remote.execute, (remote.FORWARD, module_rref, device, can_return_cuda, args, kwargs)
+        module_rref.owner(),
+        remote.execute,
+        (remote.FORWARD, module_rref, device, can_return_cuda, args, kwargs),
     )

@@ -1,10 +1,11 @@
 """Owner's side of a remote module: ``execute``, the one function that other workers call.
 
-A worker started with ``init_rpc(..., allowed=[...])`` serves remote modules if its list names ``mpidist.nn.remote.execute``, and
-the classes of the modules or functions that make them. It runs operations of modules that were made here by ``create``, and of
-those whose class is in the list. What a message brings is checked with and without a list: types of all arguments, exact
-references to modules of this worker. Compiling (``_module_interface_cls``) reads the source of the module's class here, and
-nothing of the message; extra state goes to the module's own ``set_extra_state``.
+A worker started with ``init_rpc(..., allowed=[...])`` serves remote modules if its list names
+``mpidist.nn.remote.execute``, and the classes of the modules or functions that make them. It runs
+operations of modules that were made here by ``create``, and of those whose class is in the list.
+What a message brings is checked with and without a list: types of all arguments, exact references
+to modules of this worker. Compiling (``_module_interface_cls``) reads the source of the module's
+class here, and nothing of the message; extra state goes to the module's own ``set_extra_state``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,16 @@ from mpidist.errors import MpidistError
 from mpidist.rpc import current
 from mpidist.rpc.rref import RRef
 
-CREATE, FORWARD, TRAIN, PARAMETERS, STATE, LOAD = "create", "forward", "train", "parameters", "state", "load"
-_ASSIGN = "assign_to_params_buffers"  # torch's own mark among the metadata of a module that is loaded
+CREATE, FORWARD, TRAIN, PARAMETERS, STATE, LOAD = (
+    "create",
+    "forward",
+    "train",
+    "parameters",
+    "state",
+    "load",
+)
+# torch's own mark among the metadata of a module that is loaded
+_ASSIGN = "assign_to_params_buffers"
 
 _made: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # by ``create``; by id
 
@@ -45,24 +54,33 @@ def execute(operation: str, *arguments: Any) -> Any:
     """
     run = _OPERATIONS.get(operation) if type(operation) is str else None
     if run is None:
-        raise ValueError(f"an operation of a remote module is one of {', '.join(_OPERATIONS)}; got {operation!r}")
+        raise ValueError(
+            f"an operation of a remote module is one of {', '.join(_OPERATIONS)}; got {operation!r}"
+        )
     return run(*arguments)
 
 
 def _create(module_cls: Any, args: Any, kwargs: Any, device: Any, is_scripted: Any) -> nn.Module:
     allowed = current.require().allowed
-    # Data names functions and classes of the list alone, and may contain instances that can be called.
+    # Data names functions and classes of the list alone, and may contain instances that can be
+    # called.
     if allowed is not None and not (
-        allowed.lists(module_cls) if isinstance(module_cls, type) else type(module_cls) in (FunctionType, BuiltinFunctionType)
+        allowed.lists(module_cls)
+        if isinstance(module_cls, type)
+        else type(module_cls) in (FunctionType, BuiltinFunctionType)
     ):
-        raise MpidistError(f"a {type(module_cls).__qualname__} that makes a module is not in the list of what this worker allows")
+        raise MpidistError(
+            f"a {type(module_cls).__qualname__} that makes a module is not in the list of what "
+            "this worker allows"
+        )
     _require_arguments(args, kwargs)
     _require("is_scripted", is_scripted, bool)
     _device(device)
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise ValueError(
-            f"Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but it returned a {type(module)}"
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but "
+            f"it returned a {type(module)}"
         )
     module.to(device)
     made: nn.Module = torch.jit.script(module) if is_scripted else module
@@ -78,7 +96,9 @@ def _forward(module_rref: Any, device: Any, can_return_cuda: Any, args: Any, kwa
     if device == "cpu":
         return module(*args, **kwargs)
     result = module(*_moved(args, there), **_moved(kwargs, there))
-    return result if can_return_cuda or there.type != "cuda" else _moved(result, torch.device("cpu"))
+    return (
+        result if can_return_cuda or there.type != "cuda" else _moved(result, torch.device("cpu"))
+    )
 
 
 def _train(module_rref: Any, mode: Any) -> None:
@@ -86,7 +106,9 @@ def _train(module_rref: Any, mode: Any) -> None:
     _owned(module_rref).train(mode)
 
 
-def _parameters(module_rref: Any, recurse: Any, remove_duplicate: Any) -> list[tuple[str, RRef[nn.Parameter]]]:
+def _parameters(
+    module_rref: Any, recurse: Any, remove_duplicate: Any
+) -> list[tuple[str, RRef[nn.Parameter]]]:
     _require("recurse", recurse, bool)
     _require("remove_duplicate", remove_duplicate, bool)
     named = _owned(module_rref).named_parameters(recurse=recurse, remove_duplicate=remove_duplicate)
@@ -99,7 +121,9 @@ def _state(module_rref: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return values, dict(getattr(state, "_metadata", {}))
 
 
-def _load(module_rref: Any, values: Any, metadata: Any, assign: Any) -> tuple[list[str], list[str], list[str]]:
+def _load(
+    module_rref: Any, values: Any, metadata: Any, assign: Any
+) -> tuple[list[str], list[str], list[str]]:
     module = _owned(module_rref)
     _require("assign", assign, bool)
     _require_names("values", values)
@@ -128,10 +152,15 @@ class _State(dict[str, Any]):
 
 def _placed(name: str, value: torch.Tensor, own: torch.Tensor, assign: bool) -> torch.Tensor:
     """Return a value that is loaded, where the module has its own; one that is assigned has memory for each of its elements."""
-    is_dense = value.layout is not torch.strided or bool(torch.ops.aten.is_non_overlapping_and_dense(value))
+    is_dense = value.layout is not torch.strided or bool(
+        torch.ops.aten.is_non_overlapping_and_dense(value)
+    )
     if not is_dense and is_lazy(own):
-        # It takes the value's shape, which an expanded tensor of a few bytes would make as large as it says.
-        raise ValueError(f"the value of {name}, which has no shape yet, has elements that share their memory")
+        # It takes the value's shape, which an expanded tensor of a few bytes would make as large as
+        # it says.
+        raise ValueError(
+            f"the value of {name}, which has no shape yet, has elements that share their memory"
+        )
     if not assign:
         return value
     # The values came over the CPU; the module stays where it is.
@@ -141,15 +170,23 @@ def _placed(name: str, value: torch.Tensor, own: torch.Tensor, assign: bool) -> 
 
 def _owned(module_rref: Any) -> nn.Module:
     if type(module_rref) is not RRef:
-        raise TypeError(f"a reference to a module of this worker is expected; got a {type(module_rref).__qualname__}")
+        raise TypeError(
+            "a reference to a module of this worker is expected; got a "
+            f"{type(module_rref).__qualname__}"
+        )
     module = module_rref.local_value()
     if not isinstance(module, nn.Module):
         raise ValueError(f"{module_rref} refers to a {type(module).__name__} and to no nn.Module")
     allowed = current.require().allowed
-    if allowed is not None and _made.get(id(module)) is not module and not allowed.lists(type(module)):
+    if (
+        allowed is not None
+        and _made.get(id(module)) is not module
+        and not allowed.lists(type(module))
+    ):
         kind = type(module)
         raise MpidistError(
-            f'"{kind.__module__}.{kind.__qualname__}", the class of a module that was not made here for a RemoteModule, is not '
+            f'"{kind.__module__}.{kind.__qualname__}", the class of a module that was not made '
+            "here for a RemoteModule, is not "
             "in the list of what this worker allows"
         )
     return module
@@ -157,7 +194,10 @@ def _owned(module_rref: Any) -> nn.Module:
 
 def _require(name: str, value: Any, kind: type) -> None:
     if type(value) is not kind:
-        raise TypeError(f"{name} of an operation of a remote module is a {kind.__name__}; got a {type(value).__qualname__}")
+        raise TypeError(
+            f"{name} of an operation of a remote module is a {kind.__name__}; got a "
+            f"{type(value).__qualname__}"
+        )
 
 
 def _require_names(name: str, values: Any) -> None:

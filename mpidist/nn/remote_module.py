@@ -14,7 +14,8 @@ from mpidist.rpc import api, current, data_values
 from mpidist.rpc.pickles import Carried
 from mpidist.rpc.rref import RRef
 
-# Methods of nn.Module that would act on this object, which holds no parameter, and not on the module.
+# Methods of nn.Module that would act on this object, which holds no parameter, and not on the
+# module.
 REFUSED = (
     "add_module",
     "apply",
@@ -65,8 +66,8 @@ class RemoteModule(handle.Handle, Carried):
       refuses ``named_modules`` too, and with it every walk over an enclosing module.
 
     Args:
-        remote_device: ``"worker/device"``, ``"rank:number/device"``, or a device of this worker; the
-            device is the CPU if it is missing. Tensors among the arguments are moved to it; on
+        remote_device: ``"worker/device"``, ``"rank:number/device"``, or a device of this worker;
+            the device is the CPU if it is missing. Tensors among the arguments are moved to it; on
             CUDA without a device map results come back on the CPU.
         module_cls: A class or function of the worker that returns a module.
         args: Its arguments.
@@ -93,7 +94,13 @@ class RemoteModule(handle.Handle, Carried):
         if _module_interface_cls is not None:
             scripted.require_interface(_module_interface_cls)
         on, device = handle.place_of(remote_device)
-        arguments = (module_cls, tuple(args or ()), dict(kwargs or {}), device, _module_interface_cls is not None)
+        arguments = (
+            module_cls,
+            tuple(args or ()),
+            dict(kwargs or {}),
+            device,
+            _module_interface_cls is not None,
+        )
         module_rref = api.remote(on, remote.execute, (remote.CREATE, *arguments))
         self._set_up(on, device, module_rref, _module_interface_cls)
 
@@ -128,7 +135,9 @@ class RemoteModule(handle.Handle, Carried):
         """Yield what ``remote_parameters`` returns."""
         yield from self.remote_parameters(recurse)
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[Any]:
         """Yield names and references of the module's parameters.
 
         Args:
@@ -140,7 +149,9 @@ class RemoteModule(handle.Handle, Carried):
         for name, reference in self._execute(remote.PARAMETERS, recurse, remove_duplicate):
             yield start + name, reference
 
-    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
+    def named_modules(
+        self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[Any]:
         """Yield this object alone: what lies below it is on the worker."""
         memo = set() if memo is None else memo
         if self not in memo:
@@ -170,20 +181,25 @@ class RemoteModule(handle.Handle, Carried):
         return handle.rebuild, (type(self), *self.contents())
 
     def _execute(self, operation: str, *arguments: Any) -> Any:
-        return api.rpc_sync(self.module_rref.owner(), remote.execute, (operation, self.module_rref, *arguments))
+        return api.rpc_sync(
+            self.module_rref.owner(), remote.execute, (operation, self.module_rref, *arguments)
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> RemoteModule:
         # An enclosing module moves, or changes its element type: nothing of this one is here.
         return self
 
-    def _save_to_state_dict(self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         values, metadata = self._execute(remote.STATE)
         for name, value in values.items():
             destination[prefix + name] = value
         told = getattr(destination, "_metadata", None)
         if told is not None:
             rest = {name: entry for name, entry in metadata.items() if name}
-            # torch gives a child its own entry alone when it loads, so the others are put there, too.
+            # torch gives a child its own entry alone when it loads, so the others are put there,
+            # too.
             told[prefix[:-1]] = {**metadata.get("", {}), _REST: rest}
             told.update({prefix + name: entry for name, entry in rest.items()})
 
@@ -212,7 +228,9 @@ class RemoteModule(handle.Handle, Carried):
         error_msgs += [f"{prefix}* on {self.module_rref.owner_name()}: {error}" for error in errors]
 
 
-def from_wire(on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any) -> RemoteModule:
+def from_wire(
+    on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any
+) -> RemoteModule:
     """Make the ``RemoteModule`` that a message brought."""
     return handle.rebuild(RemoteModule, on, device, module_rref, interface)
 
@@ -227,7 +245,10 @@ def from_data(*contents: Any) -> RemoteModule:
         raise FrameError(f"a RemoteModule travels as 4 values; got {len(contents)}")
     on, device, module_rref, interface = contents
     if type(on) not in (str, int) or type(device) is not str or type(module_rref) is not RRef:
-        raise FrameError("a RemoteModule travels as a worker, a device, a reference and an interface; got something else")
+        raise FrameError(
+            "a RemoteModule travels as a worker, a device, a reference and an interface; got "
+            "something else"
+        )
     try:
         current.require().workers.rank_of(on)
         torch.device(device)

@@ -1,9 +1,9 @@
 """Typed modules in the place of handles, for ``torch.jit.script``.
 
-TorchScript calls Python functions that are marked as ignored, if their types are known: those of the
-interface that the user's module has. So a module is generated for each interface, whose methods have
-its types and make the calls of the handle. What is compiled runs in a process with Python alone, and
-cannot be saved.
+TorchScript calls Python functions that are marked as ignored, if their types are known: those of
+the interface that the user's module has. So a module is generated for each interface, whose methods
+have its types and make the calls of the handle. What is compiled runs in a process with Python
+alone, and cannot be saved.
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ class Typed(torch.nn.Module):
         raise RuntimeError("{refusal}")
 """
 _REFUSAL = (
-    "RemoteModule can only be pickled when using RPC, and a compiled one not at all. Passing a script RemoteModule over RPC is "
-    "not supported. Send its module_rref, and call RemoteModule.init_from_module_rref where it arrives."
+    "RemoteModule can only be pickled when using RPC, and a compiled one not at all. Passing a "
+    "script RemoteModule over RPC is "
+    "not supported. Send its module_rref, and call RemoteModule.init_from_module_rref where it "
+    "arrives."
 )
 
 
@@ -99,7 +101,10 @@ def require_interface(interface: Any) -> str:
         ValueError: It is none.
     """
     if not getattr(interface, "__torch_script_interface__", False):
-        raise ValueError(f"module_interface_cls {interface} must be a type object decorated by @torch.jit.interface")
+        raise ValueError(
+            f"module_interface_cls {interface} must be a type object decorated by "
+            "@torch.jit.interface"
+        )
     name: str = torch._jit_internal._qualified_name(interface)
     return name
 
@@ -107,7 +112,9 @@ def require_interface(interface: Any) -> str:
 def _generated(name: str) -> Any:
     described: Any = torch.jit._state._python_cu.get_interface(name)
     if "forward" not in described.getMethodNames():
-        raise ValueError(f"Expect forward in interface methods, while it has {described.getMethodNames()}")
+        raise ValueError(
+            f"Expect forward in interface methods, while it has {described.getMethodNames()}"
+        )
     schema = described.getMethod("forward")
     arguments = schema.arguments[1:]
     text = _TEXT.format(

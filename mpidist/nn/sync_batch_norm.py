@@ -1,12 +1,13 @@
 """``SyncBatchNorm``: batch normalisation with the statistics of all ranks' batches, on the CPU and on CUDA.
 
-One all-gather of 2 + 2·C numbers a rank in the forward pass, one all-reduce of 2·C in the backward pass, both in float64: the
-statistics have the same bits on all ranks. The elementwise work is torch's own kernels.
+One all-gather of 2 + 2·C numbers a rank in the forward pass, one all-reduce of 2·C in the backward
+pass, both in float64: the statistics have the same bits on all ranks. The elementwise work is
+torch's own kernels.
 
 Letters: C channels; N values per channel in the batches of all ranks.
 
-Source: Ioffe, Szegedy, "Batch Normalization" (2015), section 3; names and meanings are those of ``torch.nn.SyncBatchNorm``, which
-has no CPU path.
+Source: Ioffe, Szegedy, "Batch Normalization" (2015), section 3; names and meanings are those of
+``torch.nn.SyncBatchNorm``, which has no CPU path.
 """
 
 from __future__ import annotations
@@ -43,33 +44,39 @@ _HOOKS = (
 class SyncBatchNorm(_BatchNorm):
     """Normalise each channel by the mean and variance over the batches of all ranks of a group.
 
-    In evaluation mode, and on a group of one rank, it is ``BatchNorm``. Batches may differ in size between ranks, and be empty on
-    some. If all are empty, the running statistics stay. Gradients of ``weight`` and ``bias`` are this rank's own part, which
-    ``DistributedDataParallel`` averages. Its state_dict is that of ``BatchNorm``. Not a subclass of
-    ``torch.nn.SyncBatchNorm``, which torch's DDP refuses on the CPU.
+    In evaluation mode, and on a group of one rank, it is ``BatchNorm``. Batches may differ in size
+    between ranks, and be empty on some. If all are empty, the running statistics stay. Gradients of
+    ``weight`` and ``bias`` are this rank's own part, which ``DistributedDataParallel`` averages.
+    Its state_dict is that of ``BatchNorm``. Not a subclass of ``torch.nn.SyncBatchNorm``, which
+    torch's DDP refuses on the CPU.
 
-    Collective: forward passes in training mode, and their backward passes where the input needs a gradient, by all ranks of the
-    group in one order. Within a ``DistributedDataParallel`` whose ranks may use different parameters (``find_unused_parameters``,
-    ``static_graph``), buckets leave behind the last of these passes.
+    Collective: forward passes in training mode, and their backward passes where the input needs a
+    gradient, by all ranks of the group in one order. Within a ``DistributedDataParallel`` whose
+    ranks may use different parameters (``find_unused_parameters``, ``static_graph``), buckets leave
+    behind the last of these passes.
 
     Args:
         num_features: C, the size of the input's second dimension.
         eps: Added to the variance.
-        momentum: Weight of a new batch in the running statistics; None for the mean over all batches.
+        momentum: Weight of a new batch in the running statistics; None for the mean over all
+            batches.
         affine: Have a weight and a bias per channel.
         track_running_stats: Keep running statistics.
-        process_group: A native group, or a torch group on the backend ``mpidist``; None for the default.
+        process_group: A native group, or a torch group on the backend ``mpidist``; None for the
+            default.
         device: Of the parameters and buffers.
         dtype: Theirs.
         bias: With ``affine``: have a bias, too.
 
     Raises:
-        ValueError: In training, on all ranks: an input of less than 2 dimensions, of other than C channels or of no floating
-            dtype on any rank; N = 1; an input that needs a gradient on some ranks only.
+        ValueError: In training, on all ranks: an input of less than 2 dimensions, of other than C
+            channels or of no floating dtype on any rank; N = 1; an input that needs a gradient on
+            some ranks only.
         TypeError: ``process_group`` is of another backend.
     """
 
-    # Said to DistributedDataParallel: other collectives of its backward pass must have one order with this module's.
+    # Said to DistributedDataParallel: other collectives of its backward pass must have one order
+    # with this module's.
     communicates_in_backward = True
 
     def __init__(
@@ -85,7 +92,9 @@ class SyncBatchNorm(_BatchNorm):
         *,
         bias: bool = True,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
         if not bias:  # an argument of torch's classes since 2.12 only
             self.register_parameter("bias", None)
         if process_group is not None:
@@ -126,12 +135,16 @@ class SyncBatchNorm(_BatchNorm):
 
     @untraced
     def _require_same_layer(self, group: Any) -> None:
-        """Compare the layer once: rows of other lengths would be read as statistics. Collective: over the group."""
+        """Compare the layer once: rows of other lengths would be read as statistics.
+
+        Collective: over the group.
+        """
         told = group.all_gather_object(self.num_features)
         if len(set(told)) > 1:
             held = "; ".join(f"rank {rank}: {channels}" for rank, channels in enumerate(told))
             raise ValueError(
-                f"SyncBatchNorm: num_features differ between ranks, or the layers are called in another order. {held}"
+                "SyncBatchNorm: num_features differ between ranks, or the layers are called in "
+                f"another order. {held}"
             )
         self._is_compared = True
 
@@ -146,12 +159,20 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, statistics: Statistics) -> None:
-        if not self.track_running_stats or self.running_mean is None or self.running_var is None or not statistics.count:
+        if (
+            not self.track_running_stats
+            or self.running_mean is None
+            or self.running_var is None
+            or not statistics.count
+        ):
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         factor = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        for running, new in ((self.running_mean, statistics.mean), (self.running_var, statistics.unbiased)):
+        for running, new in (
+            (self.running_mean, statistics.mean),
+            (self.running_var, statistics.unbiased),
+        ):
             running.mul_(1 - factor).add_(new.to(running), alpha=factor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
@@ -165,17 +186,23 @@ class SyncBatchNorm(_BatchNorm):
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the group, which a file cannot hold."""
         if self.process_group is not None:
-            warnings.warn("a SyncBatchNorm is saved without its process group, and loaded on the default one", stacklevel=2)
+            warnings.warn(
+                "a SyncBatchNorm is saved without its process group, and loaded on the default one",
+                stacklevel=2,
+            )
         return {**self.__dict__, "process_group": None}
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
+    def convert_sync_batchnorm(
+        cls, module: torch.nn.Module, process_group: Any = None
+    ) -> torch.nn.Module:
         """Replace every ``BatchNorm1d`` to ``3d``, and torch's ``SyncBatchNorm``, within a module.
 
         Parameters and buffers stay the same objects.
 
         Args:
-            module: Changed in place; if it is itself one of these layers, the returned module takes its place.
+            module: Changed in place; if it is itself one of these layers, the returned module takes
+                its place.
             process_group: For all of them; None for the default.
 
         Returns:
@@ -184,7 +211,11 @@ class SyncBatchNorm(_BatchNorm):
         if process_group is not None:
             native_group(process_group)
         # A layer that stands at several places stays one.
-        layers = {id(part): cls._from(part, process_group) for part in module.modules() if _is_batch_norm(part)}
+        layers = {
+            id(part): cls._from(part, process_group)
+            for part in module.modules()
+            if _is_batch_norm(part)
+        }
         for part in list(module.modules()):
             for name, child in part._modules.items():
                 if id(child) in layers:
@@ -193,7 +224,14 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def _from(cls, layer: Any, process_group: Any) -> SyncBatchNorm:
-        made = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, process_group)
+        made = cls(
+            layer.num_features,
+            layer.eps,
+            layer.momentum,
+            layer.affine,
+            layer.track_running_stats,
+            process_group,
+        )
         # The tensors themselves: an optimizer and other modules may hold them.
         made._parameters.update(layer._parameters)
         made._buffers.update(layer._buffers)
@@ -206,7 +244,9 @@ class SyncBatchNorm(_BatchNorm):
 
 
 @torch.no_grad()
-def gathered(group: Any, input: Tensor | None, channels: int, needs_gradient: bool, refusal: str | None) -> Statistics:
+def gathered(
+    group: Any, input: Tensor | None, channels: int, needs_gradient: bool, refusal: str | None
+) -> Statistics:
     """Return the statistics over all ranks' inputs.
 
     Collective: over the group.
@@ -219,11 +259,15 @@ def gathered(group: Any, input: Tensor | None, channels: int, needs_gradient: bo
         ValueError: See ``batch_statistics.merge``; on all ranks.
     """
     if input is None:
-        row = batch_statistics.row_of(channels, batch_statistics.REFUSED, needs_gradient, None, None)
+        row = batch_statistics.row_of(
+            channels, batch_statistics.REFUSED, needs_gradient, None, None
+        )
     elif not input.numel():
         row = batch_statistics.row_of(channels, 0, needs_gradient, None, None).to(input.device)
     else:
-        row = batch_statistics.row_of(channels, input.numel() // channels, needs_gradient, *batch_kernels.statistics(input))
+        row = batch_statistics.row_of(
+            channels, input.numel() // channels, needs_gradient, *batch_kernels.statistics(input)
+        )
     rows = row.new_empty(group.size, row.numel())
     group.all_gather_into_tensor(rows, row)
     return batch_statistics.merge(rows, refusal)
@@ -234,14 +278,24 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics, eps: float, group: Any
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        statistics: Statistics,
+        eps: float,
+        group: Any,
     ) -> Tensor:
         kind = torch.float64 if input.dtype is torch.float64 else torch.float32
         mean, inverse = statistics.mean.to(kind), (statistics.variance + eps).rsqrt().to(kind)
         ctx.save_for_backward(input, weight, mean, inverse)
         ctx.count, ctx.group = statistics.count, group
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return batch_kernels.normalise(input, weight, bias, mean, inverse) if input.numel() else torch.empty_like(input)
+        return (
+            batch_kernels.normalise(input, weight, bias, mean, inverse)
+            if input.numel()
+            else torch.empty_like(input)
+        )
 
     @staticmethod
     @once_differentiable
@@ -249,8 +303,13 @@ class _Normalise(torch.autograd.Function):
         input, weight, mean, inverse = ctx.saved_tensors
         gradient = batch_kernels.dense(gradient)
         is_empty = not input.numel()
-        sums = mean.new_zeros(2, mean.numel()) if is_empty else batch_kernels.sums(gradient, input, mean, inverse)
-        # Zeros of a rank without a batch, and not None: data-parallel modules wait for a gradient of every parameter.
+        sums = (
+            mean.new_zeros(2, mean.numel())
+            if is_empty
+            else batch_kernels.sums(gradient, input, mean, inverse)
+        )
+        # Zeros of a rank without a batch, and not None: data-parallel modules wait for a gradient
+        # of every parameter.
         by_weight = sums[1].to(weight.dtype) if ctx.needs_input_grad[1] else None
         by_bias = sums[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         by_input: Tensor | None = None
@@ -261,11 +320,15 @@ class _Normalise(torch.autograd.Function):
                 by_input = torch.zeros_like(input)
             else:
                 means = (whole / ctx.count).to(mean.dtype)
-                by_input = batch_kernels.input_gradient(gradient, input, mean, inverse, weight, means)
+                by_input = batch_kernels.input_gradient(
+                    gradient, input, mean, inverse, weight, means
+                )
         return by_input, by_weight, by_bias, None, None, None
 
 
 def _is_batch_norm(module: torch.nn.Module) -> bool:
     """Say whether a layer is one of torch's that ``SyncBatchNorm`` replaces; instance norms and ours are not."""
-    is_of_torch = isinstance(module, (_BatchNorm, torch.nn.SyncBatchNorm)) and not isinstance(module, SyncBatchNorm)
+    is_of_torch = isinstance(module, (_BatchNorm, torch.nn.SyncBatchNorm)) and not isinstance(
+        module, SyncBatchNorm
+    )
     return is_of_torch and not isinstance(module, torch.nn.modules.batchnorm._LazyNormBase)

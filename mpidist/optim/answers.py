@@ -26,10 +26,19 @@ def made(worker: WorkerInfo, answer: Any, sizes: Sequence[int]) -> Made:
     Raises:
         FrameError: It is of another form.
     """
-    if type(answer) not in (tuple, list) or len(answer) != 4 or type(answer[0]) is not RRef or answer[0].owner() != worker:
+    if (
+        type(answer) not in (tuple, list)
+        or len(answer) != 4
+        or type(answer[0]) is not RRef
+        or answer[0].owner() != worker
+    ):
         raise _refusal(worker, "its optimizer")
     reference, counts, settings, defaults = answer
-    if type(counts) is not list or type(settings) is not list or not len(counts) == len(settings) == len(sizes):
+    if (
+        type(counts) is not list
+        or type(settings) is not list
+        or not len(counts) == len(settings) == len(sizes)
+    ):
         raise _refusal(worker, "its groups")
     _require_names(worker, defaults)
     for own, values, size in zip(counts, settings, sizes, strict=True):
@@ -72,7 +81,9 @@ def state(worker: WorkerInfo, answer: Any, count: int) -> dict[int, Any]:
     Raises:
         FrameError: It is of another form.
     """
-    if type(answer) is not dict or not all(type(number) is int and 0 <= number < count for number in answer):
+    if type(answer) is not dict or not all(
+        type(number) is int and 0 <= number < count for number in answer
+    ):
         raise _refusal(worker, "a state")
     return answer
 
@@ -83,4 +94,6 @@ def _require_names(worker: WorkerInfo, values: Any) -> None:
 
 
 def _refusal(worker: WorkerInfo, what: str) -> FrameError:
-    return FrameError(f"{worker.name} (rank {worker.id}) has answered with something else than {what}")
+    return FrameError(
+        f"{worker.name} (rank {worker.id}) has answered with something else than {what}"
+    )

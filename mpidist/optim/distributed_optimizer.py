@@ -39,11 +39,12 @@ class DistributedOptimizer(Optimizer):
         is_functional_optim: The optimizer takes gradients as arguments (``functional_optim_map``).
 
     Args:
-        optimizer_class: A subclass of ``torch.optim.Optimizer``, or a key of ``functional_optim_map``.
-            The classes of that map are replaced by their functional form; others work through
-            ``.grad`` under a lock, and it is restored.
-        params_rref: References to parameters, or to modules, which stand for their ``parameters()``;
-            or a list of dicts with these as ``"params"`` and settings of their own, as torch's.
+        optimizer_class: A subclass of ``torch.optim.Optimizer``, or a key of
+            ``functional_optim_map``. The classes of that map are replaced by their functional form;
+            others work through ``.grad`` under a lock, and it is restored.
+        params_rref: References to parameters, or to modules, which stand for their
+            ``parameters()``; or a list of dicts with these as ``"params"`` and settings of their
+            own, as torch's.
         args: For the class, on each owner.
         kwargs: For the class, on each owner.
 
@@ -58,13 +59,23 @@ class DistributedOptimizer(Optimizer):
     errors in one.
     """
 
-    def __init__(self, optimizer_class: Any, params_rref: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, optimizer_class: Any, params_rref: Iterable[Any], *args: Any, **kwargs: Any
+    ) -> None:
         functional = functional_optim_map.get(optimizer_class)
-        if functional is None and not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-            raise TypeError(f"optimizer_class is a subclass of torch.optim.Optimizer, or registered; got {optimizer_class!r}")
+        if functional is None and not (
+            isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
+        ):
+            raise TypeError(
+                "optimizer_class is a subclass of torch.optim.Optimizer, or registered; got "
+                f"{optimizer_class!r}"
+            )
         if functional is None and _needs_closure(optimizer_class):
             name = optimizer_class.__name__
-            raise TypeError(f"{name} evaluates the model within its steps (closure), which no owner of parameters can do")
+            raise TypeError(
+                f"{name} evaluates the model within its steps (closure), which no owner of "
+                "parameters can do"
+            )
         self.is_functional_optim = functional is not None
         named = optimizer_class if functional is None else name_or_class(functional)
         self._recipe = (named, self.is_functional_optim, args, kwargs)
@@ -92,13 +103,20 @@ class DistributedOptimizer(Optimizer):
         """
         gradients.require_context(context_id)
         changes = self._changes()
-        calls = {worker: (optimizer, context_id, self._own(worker, changes)) for worker, optimizer in self._optimizers.items()}
+        calls = {
+            worker: (optimizer, context_id, self._own(worker, changes))
+            for worker, optimizer in self._optimizers.items()
+        }
         call_all("DistributedOptimizer.step", local.step, calls)
         for number, settings in changes.items():
             self._sent[number].update(snapshot(settings))
 
     def clip_grad_norm_(
-        self, context_id: int, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        context_id: int,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
         """Scale a context's gradients, so that the norm of all together is at most ``max_norm``.
 
@@ -121,17 +139,25 @@ class DistributedOptimizer(Optimizer):
         """
         gradients.require_context(context_id)
         max_norm, norm_type = float(max_norm), float(norm_type)
-        calls = {worker: (optimizer, context_id, norm_type) for worker, optimizer in self._optimizers.items()}
+        calls = {
+            worker: (optimizer, context_id, norm_type)
+            for worker, optimizer in self._optimizers.items()
+        }
         norms = call_all("DistributedOptimizer.clip_grad_norm_", local.gradient_norms, calls)
         total = gradients.total_norm([norms[worker] for worker in calls], norm_type)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients from the context is non-finite, so it cannot be clipped. "
-                "To disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+                f"The total norm of order {norm_type} for gradients from the context is "
+                "non-finite, so it cannot be clipped. "
+                "To disable this error and scale the gradients by the non-finite norm anyway, set "
+                "`error_if_nonfinite=False`"
             )
         factor = max_norm / (float(total) + 1e-6)
         if not factor >= 1.0:
-            calls = {worker: (optimizer, context_id, factor) for worker, optimizer in self._optimizers.items()}
+            calls = {
+                worker: (optimizer, context_id, factor)
+                for worker, optimizer in self._optimizers.items()
+            }
             call_all("DistributedOptimizer.clip_grad_norm_", local.scale_gradients, calls)
         return total
 
@@ -156,21 +182,37 @@ class DistributedOptimizer(Optimizer):
         (group,) = groups_of([param_group])
         owners = [rref.owner() for rref in group["params"]]
         settings = settings_of(group)
-        own = {worker: [rref for rref in group["params"] if rref.owner() == worker] for worker in owners}
-        present = {
-            worker: (self._optimizers[worker], rrefs, settings) for worker, rrefs in own.items() if worker in self._optimizers
+        own = {
+            worker: [rref for rref in group["params"] if rref.owner() == worker]
+            for worker in owners
         }
-        absent = {worker: self._plan([(rrefs, settings)]) for worker, rrefs in own.items() if worker not in self._optimizers}
+        present = {
+            worker: (self._optimizers[worker], rrefs, settings)
+            for worker, rrefs in own.items()
+            if worker in self._optimizers
+        }
+        absent = {
+            worker: self._plan([(rrefs, settings)])
+            for worker, rrefs in own.items()
+            if worker not in self._optimizers
+        }
         added, errors = start_all(local.add_group, present)
         made, more = start_all(local.make, absent)
         if errors or more:
             start_all(local.remove_group, {worker: (self._optimizers[worker],) for worker in added})
         raise_for("DistributedOptimizer.add_param_group", {**errors, **more}, len(own))
-        added = {worker: answers.group(worker, answer, len(own[worker])) for worker, answer in added.items()}
+        added = {
+            worker: answers.group(worker, answer, len(own[worker]))
+            for worker, answer in added.items()
+        }
         for worker, answer in made.items():
-            self._optimizers[worker], (counts,), (found,), _ = answers.made(worker, answer, [len(own[worker])])
+            self._optimizers[worker], (counts,), (found,), _ = answers.made(
+                worker, answer, [len(own[worker])]
+            )
             added[worker] = counts, found
-        self._note_group(group, {worker: counts for worker, (counts, _) in added.items()}, added[owners[0]][1])
+        self._note_group(
+            group, {worker: counts for worker, (counts, _) in added.items()}, added[owners[0]][1]
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters, gathered from their owners, on the CPU.
@@ -208,20 +250,31 @@ class DistributedOptimizer(Optimizer):
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(
-                f"loaded state dict has a different number of parameter groups: {len(groups)}, not {len(self.param_groups)}"
+                f"loaded state dict has a different number of parameter groups: {len(groups)}, not "
+                f"{len(self.param_groups)}"
             )
         for number, group in enumerate(groups):
             if len(group["params"]) != self._layout.size(number):
                 raise ValueError(
-                    f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
-                    f"group {number} has {len(group['params'])} parameters, not {self._layout.size(number)}"
+                    "loaded state dict contains a parameter group that doesn't match the size of "
+                    "optimizer's group: "
+                    f"group {number} has {len(group['params'])} parameters, not "
+                    f"{self._layout.size(number)}"
                 )
         order = [number for group in groups for number in group["params"]]
-        state = {place: state_dict["state"][number] for place, number in enumerate(order) if number in state_dict["state"]}
+        state = {
+            place: state_dict["state"][number]
+            for place, number in enumerate(order)
+            if number in state_dict["state"]
+        }
         settings = [snapshot(settings_of(group)) for group in groups]
         parts = self._layout.scatter(state, self._optimizers)
         calls = {
-            worker: (optimizer, parts[worker], [settings[number] for number in self._layout.groups_of(worker)])
+            worker: (
+                optimizer,
+                parts[worker],
+                [settings[number] for number in self._layout.groups_of(worker)],
+            )
             for worker, optimizer in self._optimizers.items()
         }
         call_all("DistributedOptimizer.load_state_dict", local.load_state, calls)
@@ -237,7 +290,10 @@ class DistributedOptimizer(Optimizer):
                 own.setdefault(worker, []).append((rrefs, settings_of(group)))
         calls = {worker: self._plan(parts) for worker, parts in own.items()}
         made = call_all(f"DistributedOptimizer({self._recipe[0]!r})", local.make, calls)
-        made = {worker: answers.made(worker, answer, [len(rrefs) for rrefs, _ in own[worker]]) for worker, answer in made.items()}
+        made = {
+            worker: answers.made(worker, answer, [len(rrefs) for rrefs, _ in own[worker]])
+            for worker, answer in made.items()
+        }
         self._optimizers = {worker: answer[0] for worker, answer in made.items()}
         self.defaults.update(next(iter(made.values()))[3])
         counts = {worker: iter(answer[1]) for worker, answer in made.items()}
@@ -245,15 +301,26 @@ class DistributedOptimizer(Optimizer):
         for group in groups:
             owners = dict.fromkeys(rref.owner() for rref in group["params"])
             found = {worker: next(settings[worker]) for worker in owners}
-            self._note_group(group, {worker: next(counts[worker]) for worker in owners}, next(iter(found.values()), {}))
+            self._note_group(
+                group,
+                {worker: next(counts[worker]) for worker in owners},
+                next(iter(found.values()), {}),
+            )
         if not any(self._layout.size(number) for number in range(len(groups))):
-            raise ValueError("optimizer got an empty parameter list: the modules have no parameters")
+            raise ValueError(
+                "optimizer got an empty parameter list: the modules have no parameters"
+            )
 
     def _plan(self, parts: list[Group]) -> tuple[Any, ...]:
         named, is_functional, args, kwargs = self._recipe
         return named, is_functional, parts, args, kwargs
 
-    def _note_group(self, group: dict[str, Any], counts: Mapping[WorkerInfo, list[int]], settings: dict[str, Any]) -> None:
+    def _note_group(
+        self,
+        group: dict[str, Any],
+        counts: Mapping[WorkerInfo, list[int]],
+        settings: dict[str, Any],
+    ) -> None:
         self._layout.add([rref.owner() for rref in group["params"]], counts)
         self.param_groups.append({**group, **settings})
         self._sent.append(snapshot(settings_of(self.param_groups[-1])))
@@ -263,16 +330,24 @@ class DistributedOptimizer(Optimizer):
         found = {}
         for number, (group, sent) in enumerate(zip(self.param_groups, self._sent, strict=True)):
             new = {
-                key: value for key, value in group.items() if key != "params" and (key not in sent or not same(value, sent[key]))
+                key: value
+                for key, value in group.items()
+                if key != "params" and (key not in sent or not same(value, sent[key]))
             }
             if new:
                 found[number] = new
         return found
 
-    def _own(self, worker: WorkerInfo, changes: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    def _own(
+        self, worker: WorkerInfo, changes: Mapping[int, dict[str, Any]]
+    ) -> dict[int, dict[str, Any]]:
         if not changes:
             return {}
-        return {here: changes[number] for here, number in enumerate(self._layout.groups_of(worker)) if number in changes}
+        return {
+            here: changes[number]
+            for here, number in enumerate(self._layout.groups_of(worker))
+            if number in changes
+        }
 
 
 def _needs_closure(optimizer_class: type[Optimizer]) -> bool:

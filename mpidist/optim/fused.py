@@ -15,7 +15,9 @@ Tensor = torch.Tensor
 
 def is_dense(parameter: Tensor) -> bool:
     """Say whether a CPU tensor's elements fill its memory, each in a place of its own; True elsewhere."""
-    return parameter.device.type != "cpu" or bool(torch.ops.aten.is_non_overlapping_and_dense(parameter))
+    return parameter.device.type != "cpu" or bool(
+        torch.ops.aten.is_non_overlapping_and_dense(parameter)
+    )
 
 
 def require_dense(group: Mapping[str, Any]) -> None:
@@ -25,12 +27,19 @@ def require_dense(group: Mapping[str, Any]) -> None:
         ValueError: One's elements do not fill its memory.
     """
     if not all(map(is_dense, group["params"])):
-        raise ValueError("fused=True needs parameters whose elements fill their memory, each in a place of its own")
+        raise ValueError(
+            "fused=True needs parameters whose elements fill their memory, each in a place of its "
+            "own"
+        )
 
 
 def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
     """Return a value with a parameter's strides; itself if it has them, is not strided or of another shape."""
-    if value.layout is not torch.strided or value.stride() == parameter.stride() or value.shape != parameter.shape:
+    if (
+        value.layout is not torch.strided
+        or value.stride() == parameter.stride()
+        or value.shape != parameter.shape
+    ):
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
@@ -42,7 +51,8 @@ def require_state(name: str, value: Tensor, parameter: Tensor, *, present: Any =
         name: Its name; ``step`` has one element.
         value: The tensor.
         parameter: All others have this parameter's shape.
-        present: What the optimizer has under that name; as its own code made it, its shape is right, too.
+        present: What the optimizer has under that name; as its own code made it, its shape is
+            right, too.
 
     Raises:
         ValueError: Another shape, or a layout that is not strided.
@@ -52,7 +62,11 @@ def require_state(name: str, value: Tensor, parameter: Tensor, *, present: Any =
         is_right = value.shape == present.shape
     if not is_right:
         raise ValueError(
-            f"the state has {name!r} of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}"
+            f"the state has {name!r} of shape {tuple(value.shape)} for a parameter of shape "
+            f"{tuple(parameter.shape)}"
         )
     if value.layout is not torch.strided:
-        raise ValueError(f"the state has {name!r} of layout {value.layout}, and fused kernels take strided tensors")
+        raise ValueError(
+            f"the state has {name!r} of layout {value.layout}, and fused kernels take strided "
+            "tensors"
+        )

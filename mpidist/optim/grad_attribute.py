@@ -28,7 +28,9 @@ class GradAttributeOptimizer:
         params: As that takes them; further arguments, too.
     """
 
-    def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, optimizer_class: type[torch.optim.Optimizer], params: Any, *args: Any, **kwargs: Any
+    ) -> None:
         self._optimizer = optimizer_class(params, *args, **kwargs)
         self.locks = ParameterLocks()
         self.locks.add(self.parameters)
@@ -57,7 +59,8 @@ class GradAttributeOptimizer:
             gradients: One for each parameter; for None its ``.grad`` is None during the step.
 
         Raises:
-            ValueError: Another number of gradients; the fused kernel, and a parameter whose elements do not fill its memory.
+            ValueError: Another number of gradients; the fused kernel, and a parameter whose
+                elements do not fill its memory.
         """
         parameters = self.parameters
         with self.locks:

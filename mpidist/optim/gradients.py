@@ -19,7 +19,9 @@ def require_context(context_id: int) -> None:
         RuntimeError: This worker knows no such context, or no more.
     """
     if type(context_id) is not int:
-        raise TypeError(f"context_id is the number that mpidist.autograd.context() returns; got {context_id!r}")
+        raise TypeError(
+            f"context_id is the number that mpidist.autograd.context() returns; got {context_id!r}"
+        )
     autograd._retrieve_context(context_id)
 
 
@@ -57,7 +59,9 @@ def norms(gradients: Sequence[Tensor | None], norm_type: float) -> Tensor:
     kind = present[0].dtype
     for gradient in present:
         kind = torch.promote_types(kind, gradient.dtype)
-    return torch.stack([norm.to("cpu", kind.to_real()) for norm in torch._foreach_norm(present, norm_type)])
+    return torch.stack(
+        [norm.to("cpu", kind.to_real()) for norm in torch._foreach_norm(present, norm_type)]
+    )
 
 
 def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -72,7 +76,11 @@ def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 @torch.no_grad()
 def scale(gradients: Sequence[Tensor | None], factor: float) -> None:
     """Multiply gradients in place."""
-    dense = [gradient for gradient in gradients if gradient is not None and gradient.layout is torch.strided]
+    dense = [
+        gradient
+        for gradient in gradients
+        if gradient is not None and gradient.layout is torch.strided
+    ]
     if dense:
         torch._foreach_mul_(dense, factor)
     for gradient in gradients:

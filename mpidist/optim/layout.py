@@ -39,7 +39,11 @@ class Layout(Generic[Worker]):
 
     def groups_of(self, worker: Worker) -> list[int]:
         """Return the groups in which a worker owns something: those of its own optimizer."""
-        return [number for number, group in enumerate(self.groups) if any(owner == worker for owner, _ in group)]
+        return [
+            number
+            for number, group in enumerate(self.groups)
+            if any(owner == worker for owner, _ in group)
+        ]
 
     def numbers(self) -> list[list[int]]:
         """Return the numbers of each group's parameters."""
@@ -69,10 +73,14 @@ class Layout(Generic[Worker]):
             state.update((numbers[here], value) for here, value in own.items())
         return dict(sorted(state.items()))
 
-    def scatter(self, state: Mapping[int, Any], workers: Iterable[Worker]) -> dict[Worker, dict[int, Any]]:
+    def scatter(
+        self, state: Mapping[int, Any], workers: Iterable[Worker]
+    ) -> dict[Worker, dict[int, Any]]:
         """Return the state for each worker; undoes ``gather``."""
         found = {}
         for worker in workers:
             numbers = [number for group in self.numbers_of(worker) for number in group]
-            found[worker] = {here: state[number] for here, number in enumerate(numbers) if number in state}
+            found[worker] = {
+                here: state[number] for here, number in enumerate(numbers) if number in state
+            }
         return found

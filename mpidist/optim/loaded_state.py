@@ -9,10 +9,12 @@ import torch
 
 from mpidist.optim import fused
 
-# They choose the kernels. Constructors check them together with the other arguments; a later change passes that by.
+# They choose the kernels. Constructors check them together with the other arguments; a later change
+# passes that by.
 SWITCHES = ("fused", "foreach", "capturable", "differentiable")
 
-# Parameters' sizes that a state may take beyond its message: no optimizer of torch has as many tensors for one.
+# Parameters' sizes that a state may take beyond its message: no optimizer of torch has as many
+# tensors for one.
 _MOST_COPIES = 16
 
 
@@ -31,7 +33,10 @@ def require_switches(settings: Mapping[str, Any], present: Mapping[str, Any]) ->
         if value is None or value is False:
             continue
         if type(value) not in (bool, int) or type(value) is not type(own) or value != own:
-            raise ValueError(f"{name!r} is switched on where the optimizer is made, and by no message; it is {own!r} here")
+            raise ValueError(
+                f"{name!r} is switched on where the optimizer is made, and by no message; it is "
+                f"{own!r} here"
+            )
 
 
 def checked(
@@ -42,7 +47,8 @@ def checked(
 ) -> dict[int, dict[str, Any]]:
     """Return a copy of a state whose tensors have memory of their own, with their parameter's strides if of its shape.
 
-    Steps without fused kernels check shapes themselves; so for fused ones alone are the shapes checked here.
+    Steps without fused kernels check shapes themselves; so for fused ones alone are the shapes
+    checked here.
 
     Args:
         state: Of each parameter, by its number.
@@ -51,7 +57,8 @@ def checked(
         present: The optimizer's own state, by number.
 
     Raises:
-        ValueError: A tensor of another shape than a fused kernel takes; tensors that need much more memory than they came in.
+        ValueError: A tensor of another shape than a fused kernel takes; tensors that need much more
+            memory than they came in.
     """
     for number, values in state.items():
         if is_fused[number]:
@@ -61,11 +68,14 @@ def checked(
                     fused.require_state(name, value, parameters[number], present=own)
     _require_bounded(state, parameters)
     return {
-        number: {name: _copied(value, parameters[number]) for name, value in values.items()} for number, values in state.items()
+        number: {name: _copied(value, parameters[number]) for name, value in values.items()}
+        for number, values in state.items()
     }
 
 
-def _require_bounded(state: Mapping[int, Mapping[str, Any]], parameters: Sequence[torch.Tensor]) -> None:
+def _require_bounded(
+    state: Mapping[int, Mapping[str, Any]], parameters: Sequence[torch.Tensor]
+) -> None:
     """Refuse tensors of few bytes and many elements, which a copy would give memory for each."""
     needed, allowance = 0, sum(_MOST_COPIES * _bytes(parameters[number]) for number in state)
     storages = {}
@@ -74,7 +84,9 @@ def _require_bounded(state: Mapping[int, Mapping[str, Any]], parameters: Sequenc
             needed += _bytes(value)
             storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
     if needed > allowance + sum(storages.values()) + _MOST_COPIES * len(parameters):
-        raise ValueError(f"the state's tensors share their memory: {needed} bytes would be needed for a copy")
+        raise ValueError(
+            f"the state's tensors share their memory: {needed} bytes would be needed for a copy"
+        )
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -99,7 +111,9 @@ def _copied(value: Any, parameter: torch.Tensor) -> Any:
             return value.clone()
         if value.shape != parameter.shape:
             return value.clone(memory_format=torch.contiguous_format)
-        return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
+        return torch.empty_like(
+            parameter, dtype=value.dtype, device=value.device, requires_grad=False
+        ).copy_(value)
     if type(value) is dict:
         return {name: _copied(item, parameter) for name, item in value.items()}
     if type(value) in (list, tuple, set, frozenset):

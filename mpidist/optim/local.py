@@ -1,11 +1,12 @@
 """Owner's side of ``DistributedOptimizer``: the functions that its messages name.
 
-A worker with a list of what may be called here (``init_rpc(..., allowed=[...])``) allows them all by the one entry
-``"mpidist.optim.local"``. The optimizers of ``mpidist.optim.functional`` go by a string; all other classes must be in the list,
-too.
+A worker with a list of what may be called here (``init_rpc(..., allowed=[...])``) allows them all
+by the one entry ``"mpidist.optim.local"``. The optimizers of ``mpidist.optim.functional`` go by a
+string; all other classes must be in the list, too.
 
-Each function checks what it is given (``local_optimizer``): exact references to values of this worker, numbers, settings by name.
-A trainer updates the parameters and the optimizers that it has references to; no name in a message leads to an attribute.
+Each function checks what it is given (``local_optimizer``): exact references to values of this
+worker, numbers, settings by name. A trainer updates the parameters and the optimizers that it has
+references to; no name in a message leads to an attribute.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ def make(named: Any, is_functional: bool, groups: Any, args: Any, kwargs: Any) -
         Exception: What the class raises.
     """
     local = LocalOptimizer(named, is_functional, groups, args, kwargs)
-    return RRef(local), local.counts, local.settings(), dict(getattr(local.optimizer, "defaults", {}))
+    return (
+        RRef(local),
+        local.counts,
+        local.settings(),
+        dict(getattr(local.optimizer, "defaults", {})),
+    )
 
 
 def add_group(optimizer: Any, references: Any, settings: Any) -> Any:

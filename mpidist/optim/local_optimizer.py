@@ -17,7 +17,8 @@ from mpidist.optim.grad_attribute import GradAttributeOptimizer
 from mpidist.rpc import current
 from mpidist.rpc.rref import RRef
 
-Group = tuple[Sequence[Any], dict[str, Any]]  # references, and the settings that were given for them
+# references, and the settings that were given for them
+Group = tuple[Sequence[Any], dict[str, Any]]
 
 _OF_A_GROUP = ("params", "param_names")  # what is no setting
 
@@ -31,23 +32,36 @@ class LocalOptimizer:
         optimizer: The optimizer itself.
 
     Raises:
-        TypeError: An argument of another type; a reference to something else, or to a value of another worker.
+        TypeError: An argument of another type; a reference to something else, or to a value of
+            another worker.
         MpidistError: This worker's list has no such class.
         Exception: What the class raises.
     """
 
     def __init__(self, named: Any, is_functional: Any, groups: Any, args: Any, kwargs: Any) -> None:
-        if type(is_functional) is not bool or type(groups) not in (list, tuple) or type(args) not in (list, tuple):
-            raise TypeError("an optimizer is made of a class, whether it is functional, a list of groups and its arguments")
+        if (
+            type(is_functional) is not bool
+            or type(groups) not in (list, tuple)
+            or type(args) not in (list, tuple)
+        ):
+            raise TypeError(
+                "an optimizer is made of a class, whether it is functional, a list of groups and "
+                "its arguments"
+            )
         make = _optimizer_class(named, is_functional)
         _require_names(kwargs)
         self.counts: list[list[int]] = []
         self.parameters: list[torch.Tensor] = []
         made = [self._take(*_parts(group)) for group in groups]
-        # A functional optimizer of a user's may take no groups; torch's take no empty list of parameters.
+        # A functional optimizer of a user's may take no groups; torch's take no empty list of
+        # parameters.
         is_plain = len(made) == 1 and not groups[0][1] and self.parameters
         params: Any = made[0]["params"] if is_plain else made
-        self.optimizer = make(params, *args, **kwargs) if is_functional else GradAttributeOptimizer(make, params, *args, **kwargs)
+        self.optimizer = (
+            make(params, *args, **kwargs)
+            if is_functional
+            else GradAttributeOptimizer(make, params, *args, **kwargs)
+        )
 
     def add(self, references: Any, settings: Any) -> None:
         """Add a group.
@@ -80,7 +94,10 @@ class LocalOptimizer:
         groups = getattr(self.optimizer, "param_groups", None)
         if groups is None:
             return [{} for _ in self.counts]
-        return [{key: value for key, value in group.items() if key not in _OF_A_GROUP} for group in groups]
+        return [
+            {key: value for key, value in group.items() if key not in _OF_A_GROUP}
+            for group in groups
+        ]
 
     def change(self, changes: Any) -> None:
         """Change settings of groups, by number: of all of them or of none.
@@ -89,7 +106,8 @@ class LocalOptimizer:
 
         Raises:
             TypeError: No settings by number.
-            ValueError: There is no such group; settings that switch other kernels on than the group has.
+            ValueError: There is no such group; settings that switch other kernels on than the group
+                has.
         """
         if type(changes) is not dict:
             raise TypeError(f"settings are changed by a dict; got a {type(changes).__name__}")
@@ -98,7 +116,9 @@ class LocalOptimizer:
         groups = self.own("param_groups")
         for number, settings in changes.items():
             if type(number) is not int or not 0 <= number < len(groups):
-                raise ValueError(f"there are {len(groups)} groups of parameters here; got settings for another")
+                raise ValueError(
+                    f"there are {len(groups)} groups of parameters here; got settings for another"
+                )
             _require_settings(settings)
             loaded_state.require_switches(settings, groups[number])
         for number, settings in changes.items():
@@ -109,8 +129,9 @@ class LocalOptimizer:
 
         Raises:
             TypeError: No state by number, or no settings.
-            ValueError: Another number of groups, a parameter that there is not, a state that the fused kernel does not take,
-                settings that switch other kernels on than the group has.
+            ValueError: Another number of groups, a parameter that there is not, a state that the
+                fused kernel does not take, settings that switch other kernels on than the group
+                has.
         """
         if type(state) is not dict or type(settings) not in (list, tuple):
             raise TypeError("a state is a dict, and settings of groups are a list")
@@ -118,7 +139,9 @@ class LocalOptimizer:
             _require_settings(own)
         for number, values in state.items():
             if type(number) is not int or not 0 <= number < len(self.parameters):
-                raise ValueError(f"there are {len(self.parameters)} parameters here; got a state for another")
+                raise ValueError(
+                    f"there are {len(self.parameters)} parameters here; got a state for another"
+                )
             _require_names(values)
         numbers = iter(range(len(self.parameters)))
         groups = [
@@ -142,7 +165,10 @@ class LocalOptimizer:
             TypeError: It has none.
         """
         if not hasattr(self.optimizer, name):
-            raise TypeError(f"{type(self.optimizer).__qualname__}, a registered functional optimizer, has no {name}")
+            raise TypeError(
+                f"{type(self.optimizer).__qualname__}, a registered functional optimizer, has no "
+                f"{name}"
+            )
         return getattr(self.optimizer, name)
 
     def _take(self, references: Sequence[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,13 +190,19 @@ def of(reference: Any) -> LocalOptimizer:
     """
     value = _owned(reference)
     if type(value) is not LocalOptimizer:
-        raise TypeError(f"{reference!r} is a reference to a {type(value).__qualname__}, and to no optimizer of this worker")
+        raise TypeError(
+            f"{reference!r} is a reference to a {type(value).__qualname__}, and to no optimizer of "
+            "this worker"
+        )
     return value
 
 
 def _owned(reference: Any) -> Any:
     if type(reference) is not RRef or not reference.is_owner():
-        raise TypeError(f"an optimizer takes references to values of its own worker; got a {type(reference).__qualname__}")
+        raise TypeError(
+            "an optimizer takes references to values of its own worker; got a "
+            f"{type(reference).__qualname__}"
+        )
     return reference.local_value()
 
 
@@ -181,7 +213,8 @@ def _parameters_of(reference: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     raise TypeError(
-        f"an optimizer takes references to parameters or modules; {reference!r} is one to a {type(value).__qualname__}"
+        f"an optimizer takes references to parameters or modules; {reference!r} is one to a "
+        f"{type(value).__qualname__}"
     )
 
 
@@ -191,14 +224,24 @@ def _optimizer_class(named: Any, is_functional: bool) -> Any:
         return registry.resolve(named)
     is_class = isinstance(named, type)
     if is_functional:
-        is_right = is_class or isinstance(named, (FunctionType, BuiltinFunctionType)) or current.require().allowed is None
+        is_right = (
+            is_class
+            or isinstance(named, (FunctionType, BuiltinFunctionType))
+            or current.require().allowed is None
+        )
     else:
         is_right = is_class and issubclass(named, torch.optim.Optimizer)
     if not is_right or not callable(named):
-        raise TypeError(f"an optimizer is a class, or a name of mpidist.optim.functional; got a {type(named).__qualname__}")
+        raise TypeError(
+            "an optimizer is a class, or a name of mpidist.optim.functional; got a "
+            f"{type(named).__qualname__}"
+        )
     allowed = current.require().allowed
     if is_class and allowed is not None and not allowed.lists(named):
-        raise MpidistError(f'"{named.__module__}.{named.__qualname__}" is not in the list of what this worker allows')
+        raise MpidistError(
+            f'"{named.__module__}.{named.__qualname__}" is not in the list of what this worker '
+            "allows"
+        )
     return named
 
 
@@ -218,4 +261,6 @@ def _require_settings(settings: Any) -> None:
 
 def _require_names(values: Any) -> None:
     if type(values) is not dict or not all(type(key) is str for key in values):
-        raise TypeError("settings, keyword arguments and a parameter's state are dicts with names as keys")
+        raise TypeError(
+            "settings, keyword arguments and a parameter's state are dicts with names as keys"
+        )

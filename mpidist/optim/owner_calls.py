@@ -12,7 +12,9 @@ from mpidist.rpc.worker import WorkerInfo
 Calls = Mapping[WorkerInfo, tuple[Any, ...]]
 
 
-def start_all(function: Callable[..., Any], calls: Calls) -> tuple[dict[WorkerInfo, Any], dict[WorkerInfo, BaseException]]:
+def start_all(
+    function: Callable[..., Any], calls: Calls
+) -> tuple[dict[WorkerInfo, Any], dict[WorkerInfo, BaseException]]:
     """Call a function on workers at the same time.
 
     Blocks: until the last has answered or failed.
@@ -57,6 +59,11 @@ def raise_for(operation: str, errors: Mapping[WorkerInfo, BaseException], of: in
     """Raise one exception for the errors of some workers, if there are any."""
     if not errors:
         return
-    texts = (f"{worker.name} (rank {worker.id}): {type(error).__name__}: {error}" for worker, error in errors.items())
+    texts = (
+        f"{worker.name} (rank {worker.id}): {type(error).__name__}: {error}"
+        for worker, error in errors.items()
+    )
     text = f"{operation} failed on {len(errors)} of {of} worker(s): {'; '.join(texts)}"
-    raise WorkerErrors(text, {worker.name: error for worker, error in errors.items()}) from next(iter(errors.values()))
+    raise WorkerErrors(text, {worker.name: error for worker, error in errors.items()}) from next(
+        iter(errors.values())
+    )

@@ -21,11 +21,18 @@ def groups_of(params: Any) -> list[dict[str, Any]]:
         ValueError: No references, in all or in one group.
     """
     if isinstance(params, (RRef, torch.Tensor)):
-        raise TypeError(f"params_rref is an iterable of references or of dicts; got a single {type(params).__name__}")
+        raise TypeError(
+            "params_rref is an iterable of references or of dicts; got a single "
+            f"{type(params).__name__}"
+        )
     entries = list(params)
     if not entries:
         raise ValueError("optimizer got an empty parameter list")
-    groups = [dict(entry) for entry in entries] if isinstance(entries[0], dict) else [{"params": entries}]
+    groups = (
+        [dict(entry) for entry in entries]
+        if isinstance(entries[0], dict)
+        else [{"params": entries}]
+    )
     for group in groups:
         rrefs = group["params"]
         group["params"] = rrefs = [rrefs] if isinstance(rrefs, RRef) else list(rrefs)
@@ -33,7 +40,10 @@ def groups_of(params: Any) -> list[dict[str, Any]]:
             raise ValueError("optimizer got a parameter group without references")
         for rref in rrefs:
             if not isinstance(rref, RRef):
-                raise TypeError(f"params_rref takes references (RRef) to parameters or modules; got {torch.typename(rref)}")
+                raise TypeError(
+                    "params_rref takes references (RRef) to parameters or modules; got "
+                    f"{torch.typename(rref)}"
+                )
     return groups
 
 
@@ -45,11 +55,18 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def snapshot(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy that later changes of the settings do not reach."""
     # A scheduler changes a learning rate that is a tensor in place.
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in settings.items()
+    }
 
 
 def same(value: Any, sent: Any) -> bool:
     """Say whether two settings are equal."""
     if isinstance(value, torch.Tensor) or isinstance(sent, torch.Tensor):
-        return isinstance(value, torch.Tensor) and isinstance(sent, torch.Tensor) and torch.equal(value, sent)
+        return (
+            isinstance(value, torch.Tensor)
+            and isinstance(sent, torch.Tensor)
+            and torch.equal(value, sent)
+        )
     return bool(value == sent)

@@ -12,7 +12,8 @@ import torch
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
     """Step with a local optimizer, then let a model averager average the parameters if it is time.
 
-    The averager's count of steps is part of ``state_dict``, as ``"step"``, so that a resumed run does not warm up again.
+    The averager's count of steps is part of ``state_dict``, as ``"step"``, so that a resumed run
+    does not warm up again.
 
     Args:
         optim: The local optimizer.
@@ -22,8 +23,8 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         TypeError: ``optim`` is no optimizer, or ``averager`` has no ``average_parameters``.
 
     Source:
-        ``torch.distributed.optim.PostLocalSGDOptimizer``, whose names and meanings these are. Unlike there ``step``
-        takes a closure.
+        ``torch.distributed.optim.PostLocalSGDOptimizer``, whose names and meanings these are.
+        Unlike there ``step`` takes a closure.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
@@ -54,14 +55,21 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load both; without a ``"step"`` the averager starts at 0, with a warning."""
-        self.optim.load_state_dict({name: value for name, value in state_dict.items() if name != "step"})
+        self.optim.load_state_dict(
+            {name: value for name, value in state_dict.items() if name != "step"}
+        )
         self.param_groups = self.optim.param_groups
         if "step" not in state_dict:
-            warnings.warn("the loaded state has no step of a model averager: it starts at 0", stacklevel=2)
+            warnings.warn(
+                "the loaded state has no step of a model averager: it starts at 0", stacklevel=2
+            )
         self.averager.step = state_dict.get("step", 0)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step, then average if it is time. Collective: where it is time, over the averager's group."""
+        """Step, then average if it is time.
+
+        Collective: where it is time, over the averager's group.
+        """
         loss = self.optim.step(closure)
         self.averager.average_parameters(self.param_groups)
         return loss

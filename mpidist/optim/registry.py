@@ -31,8 +31,8 @@ def register_functional_optim(key: Any, optim: Any) -> None:
         key: What users give ``DistributedOptimizer`` as ``optimizer_class``; need not be a class.
         optim: Called on each owner with its parameters, a list, and the optimizer's other
             arguments; the result has ``step(gradients)``, with one gradient a parameter or None.
-            ``param_groups``, ``add_param_group``, ``state_dict`` and ``load_state_dict``, in torch's
-            format, are used if present.
+            ``param_groups``, ``add_param_group``, ``state_dict`` and ``load_state_dict``, in
+            torch's format, are used if present.
     """
     functional_optim_map.setdefault(key, optim)
 
@@ -52,5 +52,7 @@ def resolve(named: Any) -> Any:
     if not isinstance(named, str):
         return named
     if named not in _NAMES:
-        raise ValueError(f"mpidist.optim.functional has no optimizer {named!r}; it has {', '.join(_NAMES)}")
+        raise ValueError(
+            f"mpidist.optim.functional has no optimizer {named!r}; it has {', '.join(_NAMES)}"
+        )
     return _NAMES[named]

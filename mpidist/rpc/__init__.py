@@ -32,7 +32,8 @@ _HOMES = {
     "RpcBackendOptions": "options",
     "BackendType": "options",
 }
-_ALIASES = {"TensorPipeRpcBackendOptions": ("options", "RpcBackendOptions")}  # so that only the import needs to change
+# so that only the import needs to change
+_ALIASES = {"TensorPipeRpcBackendOptions": ("options", "RpcBackendOptions")}
 _MODULES = ("api", "constants", "functions", "options")
 __all__ = sorted(name for name in (*_HOMES, *_ALIASES) if not name.startswith("_"))
 

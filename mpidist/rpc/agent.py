@@ -36,7 +36,8 @@ from mpidist.rpc.worker import WorkerInfo, Workers
 
 logger = logging.getLogger("mpidist.rpc")
 
-_SWITCH_INTERVAL_S = 2e-4  # a thread that has seen a message waits so long for one that computes in Python
+# a thread that has seen a message waits so long for one that computes in Python
+_SWITCH_INTERVAL_S = 2e-4
 _STOP_S = 5.0
 _COUNTED = frozenset({Kind.RREF_FORK, Kind.RREF_USER_DELETE}) | engine_messages.KINDS
 _FIRST_REMOTE, _LAST_REMOTE = int(Kind.REMOTE_PYTHON), int(Kind.REMOTE_METHOD)
@@ -48,7 +49,8 @@ class Agent:
     Args:
         transport: Carries its messages; its generation is this agent's.
         workers: All workers.
-        device_maps: All workers' device maps, by rank: where each sends its tensors, by worker name.
+        device_maps: All workers' device maps, by rank: where each sends its tensors, by worker
+            name.
         options: This worker's settings.
         allowed: What others may call here; None for anything.
         adopt: Makes the reference of an (agent, reference, fork, owner).
@@ -72,10 +74,17 @@ class Agent:
         # Requests go by our own map, answers back by the inverse of the caller's.
         requests = {workers.rank_of(name): made for name, made in options.device_maps.items()}
         answers = {
-            rank: {there: here for here, there in maps.get(workers.me.name, {}).items()} for rank, maps in enumerate(device_maps)
+            rank: {there: here for here, there in maps.get(workers.me.name, {}).items()}
+            for rank, maps in enumerate(device_maps)
         }
         self.polling = Polling(self._poll, options.num_worker_threads, f"rpc-{workers.me.name}")
-        self.wire = Wire(transport, requests, answers, {rank: workers.infos[rank].name for rank in workers.data_only}, allowed)
+        self.wire = Wire(
+            transport,
+            requests,
+            answers,
+            {rank: workers.infos[rank].name for rank in workers.data_only},
+            allowed,
+        )
         self.calls = Calls(
             workers,
             self.wire,
@@ -86,9 +95,15 @@ class Agent:
             lambda late: self.references.drop(late),
         )
         self.for_engine = EngineMessages(workers, self.wire)
-        self.references = References(workers, self.wire, self.calls, self.polling, partial(adopt, self))
+        self.references = References(
+            workers, self.wire, self.calls, self.polling, partial(adopt, self)
+        )
         self.quiescence = Quiescence(
-            workers.me.id, len(workers.infos), partial(_send_words, self.wire, workers), self._totals, partial(_check, workers)
+            workers.me.id,
+            len(workers.infos),
+            partial(_send_words, self.wire, workers),
+            self._totals,
+            partial(_check, workers),
         )
         self._transport = transport
         self._taken = self._one_way_taken = 0  # changed on the polling thread alone
@@ -98,13 +113,26 @@ class Agent:
     def _table(self) -> list[Callable[[Incoming], Action]]:
         """Return by kind what takes a complete message and returns the action that is left."""
         takers: list[Callable[[Incoming], Action]] = [_unknown] * 256
-        for kind in (Kind.CALL_PYTHON, Kind.CALL_BUILTIN, Kind.CALL_SCRIPT, Kind.CALL_METHOD, Kind.CALL_SERVICE):
+        for kind in (
+            Kind.CALL_PYTHON,
+            Kind.CALL_BUILTIN,
+            Kind.CALL_SCRIPT,
+            Kind.CALL_METHOD,
+            Kind.CALL_SERVICE,
+        ):
             takers[kind] = partial(Request, self)
-        for kind in (Kind.REMOTE_PYTHON, Kind.REMOTE_BUILTIN, Kind.REMOTE_SCRIPT, Kind.REMOTE_METHOD):
+        for kind in (
+            Kind.REMOTE_PYTHON,
+            Kind.REMOTE_BUILTIN,
+            Kind.REMOTE_SCRIPT,
+            Kind.REMOTE_METHOD,
+        ):
             takers[kind] = _noted
         takers[Kind.RREF_FETCH] = partial(_taken_fetch, self)
         takers[Kind.BACKWARD_AUTOGRAD] = partial(EngineRequest, self)
-        takers[Kind.RESULT] = takers[Kind.REMOTE_DONE] = takers[Kind.EXCEPTION] = self.calls.answered
+        takers[Kind.RESULT] = takers[Kind.REMOTE_DONE] = takers[Kind.EXCEPTION] = (
+            self.calls.answered
+        )
         takers[FIRST_ONE_WAY:] = [self._take_one_way] * (256 - FIRST_ONE_WAY)
         return takers
 
@@ -157,7 +185,9 @@ class Agent:
         }
         if self.gil_waits is not None:
             waits = self.gil_waits
-            info["agent.gil_average_wait_time_us"] = f"{sum(waits) / len(waits) * 1e6:.1f}" if waits else "0"
+            info["agent.gil_average_wait_time_us"] = (
+                f"{sum(waits) / len(waits) * 1e6:.1f}" if waits else "0"
+            )
         return info
 
     # On the polling thread.
@@ -199,8 +229,16 @@ class Agent:
             if incoming is None:
                 raise  # not a message's fault
             # Nobody foresaw such a message. It must not end this worker for all others.
-            logger.exception("%s: a message of kind %d from rank %d failed", self.workers.me, incoming.kind, incoming.source)
-            self._refuse(incoming, FrameError(f"a message of kind {incoming.kind} cannot be taken up: {error!r}"))
+            logger.exception(
+                "%s: a message of kind %d from rank %d failed",
+                self.workers.me,
+                incoming.kind,
+                incoming.source,
+            )
+            self._refuse(
+                incoming,
+                FrameError(f"a message of kind {incoming.kind} cannot be taken up: {error!r}"),
+            )
         return NOTHING_LEFT
 
     def _take_preamble(self, incoming: Incoming) -> None:
@@ -223,7 +261,9 @@ class Agent:
             elif incoming.kind < FIRST_ONE_WAY:
                 self.calls.fail(incoming.sequence, error, incoming.source)
         except Exception:
-            logger.exception("%s: a refused message of rank %d failed again", self.workers.me, incoming.source)
+            logger.exception(
+                "%s: a refused message of rank %d failed again", self.workers.me, incoming.source
+            )
         if incoming.kind in _COUNTED:
             self._one_way_taken += 1
         if incoming.receives:
@@ -239,10 +279,14 @@ class Agent:
             self._worker_left(incoming.source)
             return NOTHING_LEFT
         elif kind == Kind.QUIET_REPORT:
-            self.quiescence.take_report(incoming.source, message.read_words(incoming.data, incoming.start, incoming.end))
+            self.quiescence.take_report(
+                incoming.source, message.read_words(incoming.data, incoming.start, incoming.end)
+            )
             return NOTHING_LEFT
         elif kind == Kind.QUIET_VERDICT:
-            self.quiescence.take_verdict(incoming.source, message.read_words(incoming.data, incoming.start, incoming.end))
+            self.quiescence.take_verdict(
+                incoming.source, message.read_words(incoming.data, incoming.start, incoming.end)
+            )
             return NOTHING_LEFT
         elif kind in engine_messages.KINDS:
             return self.for_engine.take(incoming) or NOTHING_LEFT
@@ -260,18 +304,29 @@ class Agent:
     def _totals(self) -> tuple[int, ...]:
         answered = self.wire.answered
         active = len(self.calls) + self._taken - answered + len(self.references.deletes)
-        return active, self.calls.started, answered, self.wire.one_way_sent, self._one_way_taken + self.for_engine.taken
+        return (
+            active,
+            self.calls.started,
+            answered,
+            self.wire.one_way_sent,
+            self._one_way_taken + self.for_engine.taken,
+        )
 
 
 FORKED = (
-    "this process was forked from a worker, and RPC does not work in it: call in the process that has called init_rpc, and hand "
+    "this process was forked from a worker, and RPC does not work in it: call in the process that "
+    "has called init_rpc, and hand "
     "the results to DataLoader workers and subprocesses"
 )
 
 
 def _send_words(wire: Wire, workers: Workers, is_verdict: bool, words: Sequence[int]) -> None:
     """Send a report to the coordinator, or its verdict to all."""
-    kind, receivers = (Kind.QUIET_VERDICT, range(len(workers.infos))) if is_verdict else (Kind.QUIET_REPORT, (COORDINATOR,))
+    kind, receivers = (
+        (Kind.QUIET_VERDICT, range(len(workers.infos)))
+        if is_verdict
+        else (Kind.QUIET_REPORT, (COORDINATOR,))
+    )
     for rank in receivers:
         wire.post(rank, kind, 0, 0, message.written_words(words))
 
@@ -281,10 +336,17 @@ def _check(workers: Workers, deadline: float, reason: Callable[[], str]) -> None
     if time.monotonic() > deadline:
         raise CommTimeout(f"{workers.me}: the other workers were not ready in time: {reason()}")
     mine = workers.world_ranks[workers.me.id]
-    gone = sorted(workers.left) or exited_ranks.among([rank for rank in workers.world_ranks if rank != mine])
+    gone = sorted(workers.left) or exited_ranks.among(
+        [rank for rank in workers.world_ranks if rank != mine]
+    )
     if gone:
-        names = ", ".join(workers.infos[rank].name for rank in sorted(workers.left)) or "another rank"
-        raise RankFailureError(f"{workers.me} waits for all workers, but {names} has left without a graceful shutdown", gone)
+        names = (
+            ", ".join(workers.infos[rank].name for rank in sorted(workers.left)) or "another rank"
+        )
+        raise RankFailureError(
+            f"{workers.me} waits for all workers, but {names} has left without a graceful shutdown",
+            gone,
+        )
 
 
 def _taken_fetch(agent: Agent, incoming: Incoming) -> Action:
@@ -293,7 +355,8 @@ def _taken_fetch(agent: Agent, incoming: Incoming) -> Action:
 
 
 def _noted(incoming: Incoming) -> Action:
-    # Taken out: request and message would hold each other, and the entry with them, until Python's collector runs.
+    # Taken out: request and message would hold each other, and the entry with them, until Python's
+    # collector runs.
     action: Action = incoming.action
     incoming.action = None
     return action

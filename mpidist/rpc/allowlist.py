@@ -1,8 +1,8 @@
 """List of what other workers may call here: ``init_rpc(..., allowed=[...])``.
 
-The list is an index from names to objects, made once. A message brings a name; it is found in the index as it is, or refused.
-Nothing is imported, taken apart or looked up in a module for a message, and what is replaced in its module later stays here as it
-was found.
+The list is an index from names to objects, made once. A message brings a name; it is found in the
+index as it is, or refused. Nothing is imported, taken apart or looked up in a module for a message,
+and what is replaced in its module later stays here as it was found.
 """
 
 from __future__ import annotations
@@ -37,27 +37,40 @@ _EXCEPTIONS = MappingProxyType(
 class Allowed:
     """Immutable index of what one worker's messages may name.
 
-    A listed class admits its constructor, the static and class methods that it defines, instances by fields if it is a dataclass
-    or a class of named tuples (``records``: no constructor runs for these), instances by text and arguments if it is an
-    ``Exception``, and calls of the public methods that it defines on instances that exist here. It does not admit what it
-    inherits from a class outside the list.
+    A listed class admits its constructor, the static and class methods that it defines, instances
+    by fields if it is a dataclass or a class of named tuples (``records``: no constructor runs for
+    these), instances by text and arguments if it is an ``Exception``, and calls of the public
+    methods that it defines on instances that exist here. It does not admit what it inherits from a
+    class outside the list.
 
     Args:
-        names: Functions, classes, modules, operators of torch and script functions, or names of these:
-            ``"package.module.function"``, ``"package.module.Class"``, ``"package.module.Class.method"``; ``"package.module"`` or
-            ``"package.module.*"`` for the public functions that this module itself defines (not what it imports, not classes);
-            ``"torch.add"``, ``"aten::mul"``, ``"aten::mul.Tensor"``; ``"torch"`` or ``"torch.*"`` for torch's builtin functions
-            of tensors, ``"aten"`` or ``"aten::*"`` for the public operators of a namespace. Both leave out ``from_file``.
+        names: Functions, classes, modules, operators of torch and script functions, or names of
+            these: ``"package.module.function"``, ``"package.module.Class"``,
+                ``"package.module.Class.method"``; ``"package.module"`` or
+            ``"package.module.*"`` for the public functions that this module itself defines (not
+            what it imports, not classes); ``"torch.add"``, ``"aten::mul"``, ``"aten::mul.Tensor"``;
+            ``"torch"`` or ``"torch.*"`` for torch's builtin functions of tensors, ``"aten"`` or
+            ``"aten::*"`` for the public operators of a namespace. Both leave out ``from_file``.
 
     Raises:
         TypeError: Not a list, or an item of another kind.
-        ValueError: A name under which there is nothing here, or one of mpidist's internals (there are two entries for its
+        ValueError: A name under which there is nothing here, or one of mpidist's internals (there
+            are two entries for its
             services: ``"mpidist.optim.local"`` and ``"mpidist.nn.remote.execute"``).
     """
 
-    __slots__ = ("_classes", "_entries", "_functions", "_methods", "_named_classes", "_owners", "_single")
+    __slots__ = (
+        "_classes",
+        "_entries",
+        "_functions",
+        "_methods",
+        "_named_classes",
+        "_owners",
+        "_single",
+    )
 
-    # Classes go by identity: a metaclass may define what equal means. Those here live as long as the list.
+    # Classes go by identity: a metaclass may define what equal means. Those here live as long as
+    # the list.
     _classes: MappingProxyType[int, type]
     _entries: tuple[str, ...]
     _functions: MappingProxyType[bytes, tuple[int, Any]]
@@ -68,14 +81,22 @@ class Allowed:
 
     def __init__(self, names: Sequence[Any]) -> None:
         if isinstance(names, str) or not isinstance(names, (list, tuple, set, frozenset)):
-            raise TypeError(f"allowed is a list of names, functions, classes or modules; got {names!r}")
+            raise TypeError(
+                f"allowed is a list of names, functions, classes or modules; got {names!r}"
+            )
         entries = [entry for item in names for entry in listed_names.entries_of(item)]
         named = {entry.name: entry.target for entry in entries if isinstance(entry.target, type)}
-        single = [(entry.owner, entry.name.rpartition(".")[2]) for entry in entries if entry.owner is not None]
+        single = [
+            (entry.owner, entry.name.rpartition(".")[2])
+            for entry in entries
+            if entry.owner is not None
+        ]
         self._set(
             _classes=MappingProxyType({id(cls): cls for cls in named.values()}),
             _entries=tuple(sorted({listed_names.text_of(item) for item in names})),
-            _functions=MappingProxyType({entry.name.encode(): (entry.kind, entry.target) for entry in entries}),
+            _functions=MappingProxyType(
+                {entry.name.encode(): (entry.kind, entry.target) for entry in entries}
+            ),
             _named_classes=MappingProxyType(named),
             _owners=MappingProxyType({id(cls): cls for cls, _ in single}),
             _single=frozenset((id(cls), name) for cls, name in single),
@@ -91,14 +112,17 @@ class Allowed:
 
         Args:
             kind: ``CALL_PYTHON``, ``CALL_BUILTIN`` or ``CALL_SCRIPT``.
-            name: As ``message.read_name`` returns it: ``module:qualified name`` or an operator's name, without its length.
+            name: As ``message.read_name`` returns it: ``module:qualified name`` or an operator's
+                name, without its length.
 
         Raises:
             Refused: It is not in the list.
         """
         found = self._functions.get(name)
         if found is None or found[0] != kind:
-            raise Refused(f'"{shown_name(name.decode(errors="replace"))}" may not be called: {_NOT_LISTED}')
+            raise Refused(
+                f'"{shown_name(name.decode(errors="replace"))}" may not be called: {_NOT_LISTED}'
+            )
         # An operator of a listed namespace is made when it is first used: there are thousands.
         return found[1] if found[1] is not None else callee.builtin(name.decode())
 
@@ -119,23 +143,32 @@ class Allowed:
     def method(self, value: Any, name: str) -> Any:
         """Return a method of a value, bound to it.
 
-        The value's own class must be listed, and so must be the class that defines the method. Nothing of the value runs: no
-        ``__getattr__``, no property, no ``__class__``.
+        The value's own class must be listed, and so must be the class that defines the method.
+        Nothing of the value runs: no ``__getattr__``, no property, no ``__class__``.
 
         Raises:
-            Refused: A value of another class, a name that is no method of it, not public, or inherited from outside the list.
+            Refused: A value of another class, a name that is no method of it, not public, or
+                inherited from outside the list.
         """
         cls = type(value)
         if type(name) is not str:
             raise Refused(f"a method is named by a str, not by a {class_dicts.name_of(type(name))}")
         methods = self._methods.get(id(cls))
         if methods is None:
-            raise Refused(f'methods of "{class_dicts.name_of(cls)}" may not be called: the class is not in the list')
+            raise Refused(
+                f'methods of "{class_dicts.name_of(cls)}" may not be called: the class is not in '
+                "the list"
+            )
         try:
             attribute = methods[name]
         except KeyError:
-            reason = listed_class.complaint(cls, name, self._lists_method) or "it was added to the class after init_rpc"
-            raise Refused(f'"{class_dicts.name_of(cls)}.{_shown(name)}" may not be called: {reason}') from None
+            reason = (
+                listed_class.complaint(cls, name, self._lists_method)
+                or "it was added to the class after init_rpc"
+            )
+            raise Refused(
+                f'"{class_dicts.name_of(cls)}.{_shown(name)}" may not be called: {reason}'
+            ) from None
         return listed_class.bound(attribute, value, cls)
 
     def has_method(self, value: Any, name: str) -> bool:
@@ -156,7 +189,8 @@ class Allowed:
             raise Refused(f'instances of "{shown_name(name)}" may not be made: {_NOT_LISTED}')
         if not records.is_record(found):
             raise Refused(
-                f'instances of "{class_dicts.name_of(found)}" may not be made: it is no dataclass and no named tuple '
+                f'instances of "{class_dicts.name_of(found)}" may not be made: it is no dataclass '
+                "and no named tuple "
                 "that consists of its fields"
             )
         return found
@@ -184,10 +218,14 @@ class Allowed:
         return f"Allowed({list(self._entries)!r})"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"the list of what a worker allows does not change: {name!r} cannot be set")
+        raise AttributeError(
+            f"the list of what a worker allows does not change: {name!r} cannot be set"
+        )
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"the list of what a worker allows does not change: {name!r} cannot be deleted")
+        raise AttributeError(
+            f"the list of what a worker allows does not change: {name!r} cannot be deleted"
+        )
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():

@@ -22,7 +22,8 @@ from mpidist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from mpidist.rpc.options import BackendType, RpcBackendOptions, seconds
 from mpidist.rpc.worker import WorkerInfo, check_name
 
-_ignore_rref_leak = True  # torch's switch: False makes ``shutdown`` raise for references that nobody deleted
+# torch's switch: False makes ``shutdown`` raise for references that nobody deleted
+_ignore_rref_leak = True
 _thread_local_var = threading.local()
 
 
@@ -38,27 +39,29 @@ def init_rpc(
 ) -> None:
     """Make this process a worker that can call others and be called.
 
-    Collective: over all ranks of the job, or of ``group``; with ``world_size`` 1, over nobody. No port is opened, and only these
-    ranks are heard.
+    Collective: over all ranks of the job, or of ``group``; with ``world_size`` 1, over nobody. No
+    port is opened, and only these ranks are heard.
 
     Args:
         name: This worker's, unique among them: letters, digits, ``-``, ``_`` and ``:``.
         backend: None, or a member of ``BackendType``; MPI carries the messages either way.
         rank: -1, or this process's rank in the group: MPI knows it.
-        world_size: None, or the number of ranks. Fewer than the job has: the first so many, and ``mpidist.comm.init()`` must have
-            been called on all ranks before.
+        world_size: None, or the number of ranks. Fewer than the job has: the first so many, and
+            ``mpidist.comm.init()`` must have been called on all ranks before.
         rpc_backend_options: Timeouts, threads, device maps.
         group: The ranks that take part; the job's if None.
-        allowed: What others may call here: functions, classes, modules (the public functions that they define) and operators,
-            or their names (``"module.function"``, ``"module.*"``, ``"torch.add"``); anything if None. A worker with a list reads
-            data only, whatever bytes arrive, and runs nothing else: others send it plain data, tensors, arrays, references,
+        allowed: What others may call here: functions, classes, modules (the public functions that
+            they define) and operators, or their names (``"module.function"``, ``"module.*"``,
+            ``"torch.add"``); anything if None. A worker with a list reads data only, whatever bytes
+            arrive, and runs nothing else: others send it plain data, tensors, arrays, references,
             exceptions, and dataclasses and named tuples of its list. See SECURITY.md.
 
     Raises:
         TypeError: Arguments of a wrong kind.
         ValueError: A name in ``allowed`` that there is not.
-        MpidistError: RPC is initialised already; a name that two workers have (all ranks); ranks that MPI does not know; another
-            worker could not take part; ``MPIDIST_TRUST=data`` without a list.
+        MpidistError: RPC is initialised already; a name that two workers have (all ranks); ranks
+            that MPI does not know; another worker could not take part; ``MPIDIST_TRUST=data``
+            without a list.
     """
     options = _options(backend, rpc_backend_options)
     if current.agent is not None:
@@ -70,13 +73,16 @@ def init_rpc(
         made_allowed = Allowed(allowed) if allowed is not None else None
         if made_allowed is None and trust.is_data_only():
             raise MpidistError(
-                f"{trust.ENV_TRUST}=data: init_rpc needs a list, allowed=[...]; without one others may call anything"
+                f"{trust.ENV_TRUST}=data: init_rpc needs a list, allowed=[...]; without one others "
+                "may call anything"
             )
     except Exception as error:
         problem = error  # the others must hear of it, too: they wait for this worker
     # First: whoever has heard of this worker may send.
     transport.receive(made_allowed is not None)
-    workers, device_maps = membership.gather_workers(transport, name, options, made_allowed is not None, problem)
+    workers, device_maps = membership.gather_workers(
+        transport, name, options, made_allowed is not None, problem
+    )
     agent = Agent(transport, workers, device_maps, options, made_allowed, rref.from_wire)
     current.agent = agent  # first: the others may call as soon as it starts
     agent.start()
@@ -87,9 +93,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
     Collective: if ``graceful``, over all workers.
 
-    Blocks: if ``graceful``, until all workers have called it and nothing is under way between them, calls that handlers still
-    make included. Other calls are answered meanwhile. Else it tells the others that this worker has left, and returns; their
-    calls to it fail.
+    Blocks: if ``graceful``, until all workers have called it and nothing is under way between them,
+    calls that handlers still make included. Other calls are answered meanwhile. Else it tells the
+    others that this worker has left, and returns; their calls to it fail.
 
     Args:
         graceful: Wait for the others.
@@ -116,10 +122,17 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 @untraced
-def rpc_sync(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+def rpc_sync(
+    to: Any,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
     """Call ``func(*args, **kwargs)`` on worker ``to`` and return its result.
 
-    Tensors of any layout go along; references, arrays and whatever can be pickled, too. Functions go by name.
+    Tensors of any layout go along; references, arrays and whatever can be pickled, too. Functions
+    go by name.
 
     Args:
         to: A name, a rank or a WorkerInfo.
@@ -129,7 +142,8 @@ def rpc_sync(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = 
     Raises:
         CommTimeout: No answer in time (a ``RuntimeError`` and a ``TimeoutError``).
         RankFailureError: The worker has left.
-        Exception: What ``func`` raised, with the remote traceback as its cause; RemoteError if that cannot be rebuilt here.
+        Exception: What ``func`` raised, with the remote traceback as its cause; RemoteError if that
+            cannot be rebuilt here.
     """
     agent = current.agent or current.require()
     rank, invoke = agent.workers.rank_of(to), agent.calls.invoke
@@ -139,7 +153,13 @@ def rpc_sync(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = 
 
 
 @untraced
-def rpc_async(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+def rpc_async(
+    to: Any,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
     """Call ``func(*args, **kwargs)`` on worker ``to``; return a ``torch.futures.Future`` of its result.
 
     Tensors must stay unchanged until the future is complete. Otherwise as ``rpc_sync``.
@@ -157,7 +177,11 @@ def rpc_async(to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any =
 
 @untraced
 def remote(
-    to: Any, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+    to: Any,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
 ) -> rref.RRef[Any]:
     """Call ``func(*args, **kwargs)`` on worker ``to``; return a reference to its result, which stays there.
 
@@ -222,7 +246,9 @@ def _is_current_rpc_agent_set() -> bool:
     return current.agent is not None
 
 
-def _all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
+def _all_gather(
+    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
     return worker_gather.all_gather(obj, worker_names, timeout)
 
 
@@ -264,19 +290,24 @@ def _refuse_leaks(agent: Agent, leaks: Sequence[Any]) -> None:
     if leaks and not _ignore_rref_leak:
         names = ", ".join(repr(rref.owner_rref(agent, entry)) for entry in leaks[:8])
         raise MpidistError(
-            f"Leaking RRef: {len(leaks)} reference(s) to values of {agent.workers.me} are still held by others at shutdown: "
+            f"Leaking RRef: {len(leaks)} reference(s) to values of {agent.workers.me} are still "
+            "held by others at shutdown: "
             f"{names}"
         )
 
 
 def _options(backend: Any, options: Any) -> RpcBackendOptions:
     if backend is not None and not isinstance(backend, BackendType):
-        raise TypeError("Argument backend must be a member of BackendType: leave it out, or give BackendType.MPI")
+        raise TypeError(
+            "Argument backend must be a member of BackendType: leave it out, or give "
+            "BackendType.MPI"
+        )
     if options is None:
         return RpcBackendOptions()
     if not isinstance(options, RpcBackendOptions):
         raise TypeError(
-            f"Could not infer backend for options. Argument rpc_backend_options must be an instance of RpcBackendOptions of "
+            "Could not infer backend for options. Argument rpc_backend_options must be an "
+            "instance of RpcBackendOptions of "
             f"mpidist.rpc; got {type(options)}"
         )
     return options

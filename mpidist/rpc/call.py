@@ -31,7 +31,18 @@ class Call:
         acting: While its thread polls: the number of the action that it runs, else 0 (``polling``).
     """
 
-    __slots__ = ("acting", "deadline", "done", "error", "incoming", "latches", "sequence", "timeout_s", "to", "what")
+    __slots__ = (
+        "acting",
+        "deadline",
+        "done",
+        "error",
+        "incoming",
+        "latches",
+        "sequence",
+        "timeout_s",
+        "to",
+        "what",
+    )
 
     is_pools = False  # polls in its own thread (``polling``)
     is_creation = False
@@ -92,7 +103,8 @@ class Call:
     def timed_out(self, text: str) -> CommTimeout:
         """Return the error of a call that has had no answer in time."""
         return CommTimeout(
-            f"RPC ran for more than set timeout ({self.timeout_s * 1e3:.0f} ms) and will now be marked with an error: "
+            f"RPC ran for more than set timeout ({self.timeout_s * 1e3:.0f} ms) and will now be "
+            "marked with an error: "
             f"{text}; pass timeout= (0 for none), or set rpc_timeout of the options"
         )
 
@@ -102,7 +114,9 @@ class AsyncCall(Call):
 
     __slots__ = ("_result_of", "future")
 
-    def __init__(self, to: int, what: Any, timeout_s: float, result_of: Callable[[Call], Any]) -> None:
+    def __init__(
+        self, to: int, what: Any, timeout_s: float, result_of: Callable[[Call], Any]
+    ) -> None:
         super().__init__(to, what, timeout_s)
         self.future: RpcFuture | None = None
         self._result_of = result_of
@@ -125,7 +139,8 @@ class AsyncCall(Call):
 
     def run(self) -> None:
         """Complete the future."""
-        # A complete future lets its call go, and the call its future: neither waits for the garbage collector.
+        # A complete future lets its call go, and the call its future: neither waits for the garbage
+        # collector.
         future, self.future = self.future, None
         if future is None:
             return
@@ -137,7 +152,9 @@ class AsyncCall(Call):
             self.done = True
             # torch takes no other; and reading an answer must not end this program.
             is_error = isinstance(error, Exception)
-            future.set_exception(error if is_error else MpidistError(f"reading the answer raised {error!r}"))
+            future.set_exception(
+                error if is_error else MpidistError(f"reading the answer raised {error!r}")
+            )
         else:
             self.incoming = None
             self.done = True
@@ -154,7 +171,9 @@ class RpcFuture(torch.futures.Future):
         has_callbacks: Completing it runs users' code.
     """
 
-    def __init__(self, wait_for: Callable[[Call], None], call: AsyncCall, devices: list[Any]) -> None:
+    def __init__(
+        self, wait_for: Callable[[Call], None], call: AsyncCall, devices: list[Any]
+    ) -> None:
         _RawFuture.__init__(self, devices)
         self.has_callbacks = False
         self.call: AsyncCall | None = call
@@ -166,7 +185,8 @@ class RpcFuture(torch.futures.Future):
 
         Blocks: until the answer is there, at most the call's timeout.
         """
-        # Not whether the call is done: within a callback the future is complete, and the call not yet.
+        # Not whether the call is done: within a callback the future is complete, and the call not
+        # yet.
         call = self.call
         if call is not None and not self.done():
             self._wait_for(call)

@@ -22,7 +22,8 @@ from mpidist.rpc import services
 from mpidist.rpc.message import COUNT, Kind
 
 CACHED_TYPE = type(functools.lru_cache(len))  # a function under ``functools.lru_cache``
-NAMED_TYPES = (FunctionType, BuiltinFunctionType, CACHED_TYPE)  # classes and bound class methods have names, too
+# classes and bound class methods have names, too
+NAMED_TYPES = (FunctionType, BuiltinFunctionType, CACHED_TYPE)
 
 
 class Restriction(Protocol):
@@ -35,7 +36,8 @@ class Restriction(Protocol):
 _MOST = 4096  # names kept; a job that makes up more than these starts again
 _OPERATOR = re.compile(r"torch\.(\w+)|(\w+)::(\w+)(?:\.(\w+))?", re.ASCII)
 
-# A function's (kind, name with its length, module, attribute), and a name's (module, attribute, whether that is a path).
+# A function's (kind, name with its length, module, attribute), and a name's (module, attribute,
+# whether that is a path).
 _of_functions: dict[Any, tuple[int, bytes, str, str]] = {}
 _of_names: dict[bytes, tuple[str, str, bool]] = {}
 _operators: dict[bytes, Any] = {}  # torch's, by name
@@ -131,7 +133,9 @@ def place_of(function: Any) -> tuple[str, str]:
     elif type(function) not in NAMED_TYPES and not isinstance(function, type):
         return "", ""
     module, attribute = getattr(owner, "__module__", None), getattr(owner, "__qualname__", None)
-    return (module, attribute + suffix) if type(module) is str and type(attribute) is str else ("", "")
+    return (
+        (module, attribute + suffix) if type(module) is str and type(attribute) is str else ("", "")
+    )
 
 
 def is_at(function: Any, module: str, attribute: str) -> bool:
@@ -141,7 +145,9 @@ def is_at(function: Any, module: str, attribute: str) -> bool:
     except (KeyError, AttributeError):
         return False
     # A class method is bound anew each time; equal ones have the same function and class.
-    return there is function or (type(function) is MethodType and type(there) is MethodType and there == function)
+    return there is function or (
+        type(function) is MethodType and type(there) is MethodType and there == function
+    )
 
 
 def _attribute(found: Any, path: str) -> Any:
@@ -207,7 +213,9 @@ def _operator(kind: int, encoded: bytes) -> Any:
         return function
     function = torch.jit._state._python_cu.find_function(name)
     if function is None:
-        raise MpidistError(f'script function "{name}" is not defined on this worker: define it on both workers')
+        raise MpidistError(
+            f'script function "{name}" is not defined on this worker: define it on both workers'
+        )
     return function
 
 
@@ -221,7 +229,8 @@ def _decoded(name: bytes) -> str:
 def builtin(named: str) -> Any:
     """Return the operator that a message names: ``torch.add``, ``aten::add`` or ``aten::add.Tensor``.
 
-    Nothing else that torch's modules and operators have as attributes is found: the types are compared.
+    Nothing else that torch's modules and operators have as attributes is found: the types are
+    compared.
 
     Raises:
         MpidistError: There is none here.
@@ -240,5 +249,7 @@ def builtin(named: str) -> Any:
                 found, wanted = getattr(found, overload, None), OpOverload
         found = found if type(found) is wanted else None
     if found is None:
-        raise MpidistError(f'operator "{named}" is not known to the torch of this worker ({torch.__version__})')
+        raise MpidistError(
+            f'operator "{named}" is not known to the torch of this worker ({torch.__version__})'
+        )
     return found

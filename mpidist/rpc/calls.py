@@ -67,12 +67,18 @@ class Calls(PendingCalls):
         """
         kind, name = callee.named(function)
         content = self._codecs[to].encoded_function(function, name, args, kwargs)
-        call = Call(to, (name, function), self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout))
+        call = Call(
+            to,
+            (name, function),
+            self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout),
+        )
         self.start(call, kind, name, content)
         self._polling.wait(call)
         return self.result(call)
 
-    def invoke_async(self, to: int, function: Any, args: Any, kwargs: Any, timeout: float) -> RpcFuture:
+    def invoke_async(
+        self, to: int, function: Any, args: Any, kwargs: Any, timeout: float
+    ) -> RpcFuture:
         """Call a function on a worker and return a future of its result."""
         kind, name = callee.named(function)
         content = self._codecs[to].encoded_function(function, name, args, kwargs)
@@ -83,13 +89,17 @@ class Calls(PendingCalls):
         self._polling.help()
         return future
 
-    def request(self, to: int, kind: int, prefix: bytes, obj: Any, timeout: float, what: str) -> Any:
+    def request(
+        self, to: int, kind: int, prefix: bytes, obj: Any, timeout: float, what: str
+    ) -> Any:
         """Send a request that is no call of a function, and return what answers it.
 
         Blocks: until it is there, at most the timeout.
         """
         content = self._codecs[to].encoded(obj) if obj is not None else EMPTY
-        call = Call(to, what, self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout))
+        call = Call(
+            to, what, self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
+        )
         self.start(call, kind, prefix, content)
         return self.result(call)
 
@@ -113,12 +123,23 @@ class Calls(PendingCalls):
             self._next_deadline = call.deadline
         try:
             engine = interceptor.engine
-            self._post(to, kind, sequence, 0 if engine is None else engine.current_context(), prefix, content)
+            self._post(
+                to,
+                kind,
+                sequence,
+                0 if engine is None else engine.current_context(),
+                prefix,
+                content,
+            )
         except BaseException:
             self._pending.pop(sequence, None)
             raise
         # It may have left, or been shut down, between the look above and the registration.
-        if (left or self.is_stopped) and (to in left or self.is_stopped) and self._pending.pop(sequence, None) is not None:
+        if (
+            (left or self.is_stopped)
+            and (to in left or self.is_stopped)
+            and self._pending.pop(sequence, None) is not None
+        ):
             error = (
                 MpidistError(f"{self.stop_reason}; {_text(call, self._workers)}")
                 if self.is_stopped
@@ -136,7 +157,14 @@ class Calls(PendingCalls):
                 self.expire()
             if not call.done:
                 if self.is_stopped and self._pending.pop(call.sequence, None) is not None:
-                    self._act(call.failed(MpidistError(f"{self.stop_reason} before {_text(call, self._workers)} was answered")))
+                    self._act(
+                        call.failed(
+                            MpidistError(
+                                f"{self.stop_reason} before {_text(call, self._workers)} was "
+                                "answered"
+                            )
+                        )
+                    )
                 call.park(0.01)  # another thread is completing it
 
     def result(self, call: Call) -> Any:
@@ -169,7 +197,9 @@ class Calls(PendingCalls):
         call = self._pending.get(incoming.sequence)
         if call is not None:
             if call.to != incoming.source:
-                raise FrameError(f"rank {incoming.source} has answered {_text(call, self._workers)}")
+                raise FrameError(
+                    f"rank {incoming.source} has answered {_text(call, self._workers)}"
+                )
             call = self._pending.pop(incoming.sequence, None)
         if call is None:  # it has timed out
             self._drop(incoming)
@@ -191,7 +221,11 @@ class Calls(PendingCalls):
         """Fail all calls; none can be started any more."""
         self.is_stopped = True
         for call in self._taken(lambda call: True):
-            self._act(call.failed(MpidistError(f"{_text(call, self._workers)}: {self.stop_reason} on this worker")))
+            self._act(
+                call.failed(
+                    MpidistError(f"{_text(call, self._workers)}: {self.stop_reason} on this worker")
+                )
+            )
 
     def fail(self, sequence: int, error: BaseException, source: int) -> None:
         """Fail a call by its number if it went to the rank ``source``; nothing if it is done."""
@@ -219,13 +253,16 @@ def _text(call: Call, workers: Workers) -> str:
     if type(what) is str:
         return what
     name, function, *before = what
-    text = "".join(before) + (callee.text_of(name) or getattr(function, "__qualname__", None) or repr(function))
+    text = "".join(before) + (
+        callee.text_of(name) or getattr(function, "__qualname__", None) or repr(function)
+    )
     return f"{text} on {workers.infos[call.to].name}"
 
 
 def _has_left(call: Call, workers: Workers) -> MpidistError:
     return RankFailureError(
-        f"{_text(call, workers)}: {workers.infos[call.to].name} has left RPC (shutdown without graceful, the end of its program, "
+        f"{_text(call, workers)}: {workers.infos[call.to].name} has left RPC (shutdown without "
+        "graceful, the end of its program, "
         "or its death)",
         (workers.world_ranks[call.to],),
     )

@@ -1,7 +1,7 @@
 """Classes' attributes and names, read without running code of theirs.
 
-``getattr`` on a class or an instance runs what they define: metaclasses, ``__getattr__``, properties, a ``__class__`` that lies.
-Here ``type``'s own descriptors read the class objects.
+``getattr`` on a class or an instance runs what they define: metaclasses, ``__getattr__``,
+properties, a ``__class__`` that lies. Here ``type``'s own descriptors read the class objects.
 """
 
 from __future__ import annotations

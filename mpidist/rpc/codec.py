@@ -31,7 +31,9 @@ Tensor = torch.Tensor
 PICKLED = 1  # the skeleton is a pickle
 KEYWORDS = 2  # a call's skeleton begins with the names of its last arguments
 TABLE = 4  # the tensor table stands before the skeleton
-SLOTS = 8  # slots do not stand in the order of references, then objects; their numbers stand before the skeleton
+# slots do not stand in the order of references, then objects; their numbers stand before the
+# skeleton
+SLOTS = 8
 
 LONE_MARK = marshal.dumps(MARK, 4)
 LONE_ARGUMENT = marshal.dumps((MARK,), 4)
@@ -45,17 +47,35 @@ class Content:
     Attributes:
         flags: How it is written.
         skeleton: The marshalled data, or the pickle.
-        table: Of the objects, if all are small, in pieces to be joined; None if it is written with the message.
-        objects: Tensors, parameters, arrays and bytearrays of the table; distributed autograd sees the tensors.
+        table: Of the objects, if all are small, in pieces to be joined; None if it is written with
+            the message.
+        objects: Tensors, parameters, arrays and bytearrays of the table; distributed autograd sees
+            the tensors.
         references: Remote references.
-        slots: For each mark its number among references, then objects; empty if they stand in that order.
+        slots: For each mark its number among references, then objects; empty if they stand in that
+            order.
         buffers: Out-of-band memory of a pickle.
         is_dense: Tensors whose elements share memory are written as copies in which none do.
     """
 
-    __slots__ = ("buffers", "flags", "is_dense", "objects", "references", "skeleton", "slots", "table")
+    __slots__ = (
+        "buffers",
+        "flags",
+        "is_dense",
+        "objects",
+        "references",
+        "skeleton",
+        "slots",
+        "table",
+    )
 
-    def __init__(self, flags: int, skeleton: bytes, table: Sequence[Any] | None = (), objects: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        flags: int,
+        skeleton: bytes,
+        table: Sequence[Any] | None = (),
+        objects: Sequence[Any] = (),
+    ) -> None:
         self.flags = flags
         self.skeleton = skeleton
         self.table = table
@@ -118,7 +138,8 @@ def encoded_call(args: Any, kwargs: Any) -> Content:
             return Content(flags, marshal.dumps(head + items, _MARSHAL_VERSION))
         return _walked(flags, head, items)
     except (NotPlain, RecursionError, ValueError):
-        # ValueError: marshal takes neither 2 GiB in one nor names of arguments that are of a subclass of str.
+        # ValueError: marshal takes neither 2 GiB in one nor names of arguments that are of a
+        # subclass of str.
         return pickled((args, kwargs or {}))
 
 
@@ -128,7 +149,11 @@ def encoded_function(function: Any, name: bytes, args: Any, kwargs: Any) -> Cont
     Raises:
         Exception: They cannot be pickled.
     """
-    return encoded_call(args, kwargs) if len(name) > 2 else pickled((function, tuple(args or ()), kwargs or {}))
+    return (
+        encoded_call(args, kwargs)
+        if len(name) > 2
+        else pickled((function, tuple(args or ()), kwargs or {}))
+    )
 
 
 def encoded(obj: Any) -> Content:
@@ -203,7 +228,9 @@ def _walked(flags: int, head: tuple[Any, ...] | None, items: Sequence[Any]) -> C
     if not met:
         return content
     if walk is None and not is_mixed and (len(met) == 1 or len(set(map(id, met))) == len(met)):
-        content.references, content.objects = (met[:references], met[references:]) if references else ((), met)
+        content.references, content.objects = (
+            (met[:references], met[references:]) if references else ((), met)
+        )
     else:
         _number(content, met)
     if content.objects:

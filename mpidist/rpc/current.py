@@ -17,7 +17,8 @@ def require() -> Agent:
     """Return it.
 
     Raises:
-        MpidistError: ``init_rpc`` was not called, or ``shutdown`` was, or this process was forked from a worker.
+        MpidistError: ``init_rpc`` was not called, or ``shutdown`` was, or this process was forked
+            from a worker.
     """
     if agent is None:
         raise MpidistError(absence)

@@ -1,8 +1,9 @@
 """Encoding and decoding for workers that read data only: ``codec`` and ``decoder`` for those with a list.
 
-The content has the same table of tensors in front; its skeleton is the data of ``comm/serialization/data_format``
-with the extension types of ``data_values``. There is no pickle: what is no data fails where it is
-written, with the argument's name. What is read is data, whatever the bytes are.
+The content has the same table of tensors in front; its skeleton is the data of
+``comm/serialization/data_format`` with the extension types of ``data_values``. There is no pickle:
+what is no data fails where it is written, with the argument's name. What is read is data, whatever
+the bytes are.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class DataEncoder:
             name: The function's in the header; one without a name cannot be sent.
 
         Raises:
-            NotPlainData: An argument is no data, with its name; or the function has no importable name.
+            NotPlainData: An argument is no data, with its name; or the function has no importable
+                name.
         """
         if len(name) <= 2:
             raise NotPlainData(f"{function!r} has no importable name, {self._reads}")
@@ -57,7 +59,11 @@ class DataEncoder:
         if not kwargs:
             if not args:
                 return EMPTY
-            if len(args) == 1 and type(args[0]) is Tensor and (table := tensor_table.lone_table(args[0])) is not None:
+            if (
+                len(args) == 1
+                and type(args[0]) is Tensor
+                and (table := tensor_table.lone_table(args[0])) is not None
+            ):
                 return Content(0, LONE_ARGUMENT, table, args)
             if NATIVE.issuperset(map(type, args)):
                 try:
@@ -86,7 +92,9 @@ class DataEncoder:
         try:
             return _content(0, obj)
         except NotPlainData as error:
-            raise NotPlainData(f"{error.reason}, {self._reads}", f"the result or value{error.place}") from None
+            raise NotPlainData(
+                f"{error.reason}, {self._reads}", f"the result or value{error.place}"
+            ) from None
 
     def described(self, error: BaseException) -> Any:
         """Return an exception as ``remote_error.rebuilt`` takes it, as data."""
@@ -150,7 +158,10 @@ def _argument(function: Any, place: str, positional: int, keywords: list[str]) -
         parameters = list(inspect.signature(function).parameters.values())[: number + 1]
     except (TypeError, ValueError):
         parameters = []  # builtin functions have no signature
-    if number < len(parameters) and parameters[number].kind in (_EITHER, inspect.Parameter.POSITIONAL_ONLY):
+    if number < len(parameters) and parameters[number].kind in (
+        _EITHER,
+        inspect.Parameter.POSITIONAL_ONLY,
+    ):
         return f"argument {parameters[number].name!r}{rest}"
     return f"argument {number}{rest}"
 
@@ -182,13 +193,16 @@ class DataDecoder:
             FrameError: The content is no data, or damaged.
         """
         if flags & (PICKLED | SLOTS):
-            raise Refused("a pickle came to a worker that reads data only (init_rpc(..., allowed=[...]))")
+            raise Refused(
+                "a pickle came to a worker that reads data only (init_rpc(..., allowed=[...]))"
+            )
         objects: list[Any] = []
         used = 0
         if flags & TABLE:
             if (lone := tensor_rebuild.read_lone(body, place)) is not None:
                 tensor, place = lone
-                if flags == TABLE and attach is None and not references and not parts:  # what most messages with tensors hold
+                # what most messages with tensors hold
+                if flags == TABLE and attach is None and not references and not parts:
                     rest = body[place:]
                     if rest == LONE_ARGUMENT:
                         return [tensor]
@@ -201,7 +215,9 @@ class DataDecoder:
                 objects = decoder.attached(objects, attach)
         if used != len(parts):
             raise FrameError(f"{len(parts)} parts came, of which the table describes {used}")
-        extend = Reading(references, self._allowed).extend if references else self._without_references
+        extend = (
+            Reading(references, self._allowed).extend if references else self._without_references
+        )
         return data_reader.loads(memoryview(body)[place:], objects, extend)
 
     def arguments(self, flags: int, data: Any) -> tuple[Any, Any]:
@@ -215,7 +231,11 @@ class DataDecoder:
         if not flags & KEYWORDS:
             return data, {}
         names = data[0] if data else None
-        if type(names) is not list or len(names) >= len(data) or not all(type(name) is str for name in names):
+        if (
+            type(names) is not list
+            or len(names) >= len(data)
+            or not all(type(name) is str for name in names)
+        ):
             raise FrameError("a call's keywords are none")
         first = len(data) - len(names)
         kwargs = dict(zip(names, data[first:], strict=True))

@@ -9,7 +9,8 @@
     WORKER      name, rank: a ``WorkerInfo``
     CARRIED     number, contents: an object that travels by a rule of its own (``Carried``)
 
-Names are looked up in the list of the worker that reads (``allowed``); nothing is imported, and no constructor of a user's runs.
+Names are looked up in the list of the worker that reads (``allowed``); nothing is imported, and no
+constructor of a user's runs.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ class Writing:
 def _named(obj: Any) -> tuple[int, list[Any]]:
     text = callee.named(obj)[1][COUNT.size :].decode()
     if not text:
-        raise NotPlainData(f"{obj!r} cannot be named: it is not found under its module and qualified name")
+        raise NotPlainData(
+            f"{obj!r} cannot be named: it is not found under its module and qualified name"
+        )
     return NAMED, [text]
 
 
@@ -99,9 +102,18 @@ def error_values(error: BaseException) -> tuple[str, str, tuple[Any, ...], dict[
     arguments = error.args if all(map(_is_data, error.args)) else (_text_of(error),)
     attributes: dict[str, Any] = {}
     if kind.__module__.startswith(_OWN):
-        attributes = {name: value for name, value in error.__dict__.items() if not name.startswith("_") and _is_data(value)}
+        attributes = {
+            name: value
+            for name, value in error.__dict__.items()
+            if not name.startswith("_") and _is_data(value)
+        }
     elif isinstance(error, OSError) and len(arguments) == 2 and type(error.filename) is str:
-        arguments = (*arguments, error.filename, None, error.filename2 if type(error.filename2) is str else None)
+        arguments = (
+            *arguments,
+            error.filename,
+            None,
+            error.filename2 if type(error.filename2) is str else None,
+        )
     return f"{kind.__module__}:{kind.__qualname__}", _text_of(error), arguments, attributes
 
 
@@ -159,7 +171,10 @@ class Reading:
         if code == CARRIED:
             known = _carried.get(values[0]) if values and type(values[0]) is int else None
             if known is None:
-                raise Refused("an object of a kind that this worker does not know (a RemoteModule: import mpidist.nn here)")
+                raise Refused(
+                    "an object of a kind that this worker does not know (a RemoteModule: import "
+                    "mpidist.nn here)"
+                )
             return known[1](*values[1:])
         raise FrameError(f"an extension type of unknown code {code}")
 
@@ -176,8 +191,14 @@ def made_error(values: Sequence[Any], allowed: Allowed) -> Exception:
     name, text, arguments, attributes = values
     kind = allowed.exception(_text(name))
     if kind is None:
-        raise Refused(f'exceptions of "{shown_name(name)}" are not in the list of what this worker allows')
-    if type(arguments) is not tuple or type(attributes) is not dict or not all(type(key) is str for key in attributes):
+        raise Refused(
+            f'exceptions of "{shown_name(name)}" are not in the list of what this worker allows'
+        )
+    if (
+        type(arguments) is not tuple
+        or type(attributes) is not dict
+        or not all(type(key) is str for key in attributes)
+    ):
         raise FrameError("no arguments of an exception")
     if kind.__module__ == builtins.__name__:
         return kind(*_harmless(kind, _text(text), arguments))
@@ -198,8 +219,8 @@ def made_error(values: Sequence[Any], allowed: Allowed) -> Exception:
 def _harmless(kind: type, text: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of one of Python's exceptions, or fewer: some classes trust theirs when they are made text.
 
-    ``UnicodeDecodeError`` reads its object at the start that it was given (CPython up to 3.13), and a traceback has as many marks
-    as a ``SyntaxError`` has columns.
+    ``UnicodeDecodeError`` reads its object at the start that it was given (CPython up to 3.13), and
+    a traceback has as many marks as a ``SyntaxError`` has columns.
 
     Raises:
         FrameError: The arguments are none of its class.
@@ -208,7 +229,11 @@ def _harmless(kind: type, text: str, arguments: tuple[Any, ...]) -> tuple[Any, .
         return (text,)
     if issubclass(kind, _UNICODE_ERRORS):
         held: type = bytes if issubclass(kind, UnicodeDecodeError) else str
-        kinds = [held, int, int, str] if issubclass(kind, UnicodeTranslateError) else [str, held, int, int, str]
+        kinds = (
+            [held, int, int, str]
+            if issubclass(kind, UnicodeTranslateError)
+            else [str, held, int, int, str]
+        )
         if list(map(type, arguments)) != kinds:
             raise FrameError(f"no arguments of a {kind.__name__}")
         obj, start, end = arguments[-4:-1]

@@ -11,7 +11,16 @@ from typing import Any
 from mpidist.comm.serialization import tensor_rebuild
 from mpidist.errors import FrameError
 from mpidist.rpc import pickles
-from mpidist.rpc.codec import COUNT, KEYWORDS, LONE_ARGUMENT, LONE_MARK, PICKLED, SLOTS, TABLE, Tensor
+from mpidist.rpc.codec import (
+    COUNT,
+    KEYWORDS,
+    LONE_ARGUMENT,
+    LONE_MARK,
+    PICKLED,
+    SLOTS,
+    TABLE,
+    Tensor,
+)
 from mpidist.rpc.plain_data import MARK, Filling
 
 
@@ -30,7 +39,8 @@ def decode(
         place: Where the content begins in it.
         parts: In their order.
         references: Those that came, already made.
-        attach: Gets all tensors and returns those that take their places: distributed autograd's seam.
+        attach: Gets all tensors and returns those that take their places: distributed autograd's
+            seam.
 
     Returns:
         Of a call (args, kwargs), as a tuple and a dict; for ``KEYWORDS`` see ``arguments``.
@@ -44,7 +54,8 @@ def decode(
     if flags & TABLE:
         if (lone := tensor_rebuild.read_lone(body, place)) is not None:
             tensor, place = lone
-            if flags == TABLE and not references and attach is None:  # what most messages with tensors hold
+            # what most messages with tensors hold
+            if flags == TABLE and not references and attach is None:
                 rest = body[place:]
                 if rest == LONE_MARK:
                     return tensor

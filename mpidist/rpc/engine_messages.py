@@ -25,7 +25,8 @@ class EngineMessages:
     """The messages of one worker.
 
     Attributes:
-        taken: Messages that have been handled. What a handler sends is counted before its message is.
+        taken: Messages that have been handled. What a handler sends is counted before its message
+            is.
     """
 
     def __init__(self, workers: Workers, wire: Wire) -> None:
@@ -34,11 +35,14 @@ class EngineMessages:
         self._wire = wire
         self._lock = threading.Lock()  # handlers may run on any thread
 
-    def send(self, to: int, kind: int, obj: Any, context: int | None = None, prefix: bytes = b"") -> None:
+    def send(
+        self, to: int, kind: int, obj: Any, context: int | None = None, prefix: bytes = b""
+    ) -> None:
         """Send a message; the receiver's poller hands it to the engine there.
 
         Args:
-            context: The context that records its tensors; 0 for none, None for the calling thread's.
+            context: The context that records its tensors; 0 for none, None for the calling
+                thread's.
             prefix: Of gradients: ``message.GRADIENTS``.
 
         Raises:
@@ -47,7 +51,9 @@ class EngineMessages:
         """
         workers = self._workers
         if to in workers.left:
-            raise RankFailureError(f"{workers.infos[to].name} has left RPC", (workers.world_ranks[to],))
+            raise RankFailureError(
+                f"{workers.infos[to].name} has left RPC", (workers.world_ranks[to],)
+            )
         if context is None:
             context = interceptor.current_context()
         self._wire.post_one_way(to, kind, prefix, self._wire.codecs[to].encoded(obj), context)
@@ -57,11 +63,17 @@ class EngineMessages:
         engine = interceptor.engine
         action: Action | None = None
         if engine is None:
-            logger.error("%s dropped a message of kind %d: no autograd is in use", self._workers.me, incoming.kind)
+            logger.error(
+                "%s dropped a message of kind %d: no autograd is in use",
+                self._workers.me,
+                incoming.kind,
+            )
         else:
             try:
                 obj = self._decoded(incoming)
-                action = engine.handle_one_way(incoming.source, incoming.kind, incoming.context, obj)
+                action = engine.handle_one_way(
+                    incoming.source, incoming.kind, incoming.context, obj
+                )
             except Exception:
                 self._log(incoming.source)
         if action is None:
@@ -73,7 +85,10 @@ class EngineMessages:
         if incoming.kind == Kind.AUTOGRAD_NOTICE:
             return self._wire.decode(incoming, incoming.start, False)
         numbers = message.read_gradients(incoming.data, incoming.start, incoming.end)
-        return (*numbers, self._wire.decode(incoming, incoming.start + message.GRADIENTS.size, False))
+        return (
+            *numbers,
+            self._wire.decode(incoming, incoming.start + message.GRADIENTS.size, False),
+        )
 
     def _run(self, source: int, run: Callable[[], None]) -> None:
         try:
@@ -88,5 +103,6 @@ class EngineMessages:
             self.taken += 1
 
     def _log(self, source: int) -> None:
-        # One message must not end the polling for all others; the engine tells its own pass of its own errors.
+        # One message must not end the polling for all others; the engine tells its own pass of its
+        # own errors.
         logger.exception("%s: a one-way message of rank %d failed", self._workers.me, source)

@@ -10,14 +10,16 @@ import torch
 
 from mpidist.errors import MpidistError
 
-MARK = "_wrapped_async_rpc_function"  # torch's name: functions that its decorator has marked are served as well
+# torch's name: functions that its decorator has marked are served as well
+MARK = "_wrapped_async_rpc_function"
 
 
 def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function whose result is a ``torch.futures.Future``; the caller gets what that future brings.
 
-    The thread that runs the function is free as soon as it returns; the answer goes out when the future is complete. Works under
-    ``staticmethod`` and ``classmethod`` (which come first), for methods, and through the proxies of an ``RRef``.
+    The thread that runs the function is free as soon as it returns; the answer goes out when the
+    future is complete. Works under ``staticmethod`` and ``classmethod`` (which come first), for
+    methods, and through the proxies of an ``RRef``.
     """
 
     @functools.wraps(fn)
@@ -36,7 +38,8 @@ class Later:
     def __init__(self, future: Any, name: str) -> None:
         if not isinstance(future, torch._C.Future):
             raise MpidistError(
-                f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+                "Functions decorated with @rpc.async_function must return a torch.futures.Future "
+                "object, "
                 f"but {name} returned {type(future).__name__}"
             )
         self.future = future
@@ -44,4 +47,8 @@ class Later:
 
 def later(function: Any, result: Any) -> Later:
     """Return what a marked function's result means."""
-    return result if isinstance(result, Later) else Later(result, getattr(function, "__qualname__", repr(function)))
+    return (
+        result
+        if isinstance(result, Later)
+        else Later(result, getattr(function, "__qualname__", repr(function)))
+    )

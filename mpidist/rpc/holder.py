@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from mpidist.rpc.agent import Agent
 
 _LOST = (
-    "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist: "
+    "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node "
+    "does not exist: "
     "{what}; give remote() a longer timeout (0 for none)"
 )
 
@@ -24,7 +25,13 @@ class Holder(Reference):
     """The base of ``RRef``: what a reference is to the agents. ``_set_up`` makes it one."""
 
     def _set_up(
-        self, agent: Agent, owner: WorkerInfo, reference: int, fork: int | None, entry: Entry | None, creation: Creation | None
+        self,
+        agent: Agent,
+        owner: WorkerInfo,
+        reference: int,
+        fork: int | None,
+        entry: Entry | None,
+        creation: Creation | None,
     ) -> None:
         self._agent = agent
         self._owner = owner
@@ -57,7 +64,10 @@ class Holder(Reference):
         return self._reference, fork, self._owner.id
 
     def delete(self) -> None:
-        """Tell the owner that this holder is gone; the reference cannot be used any more. Again does nothing."""
+        """Tell the owner that this holder is gone; the reference cannot be used any more.
+
+        Again does nothing.
+        """
         fork = self._fork
         if fork is not None and not self._deleted:
             self._deleted = True
@@ -71,7 +81,9 @@ class Holder(Reference):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._deleted:
             raise RRefError(f"{self!r} was deleted. Cannot call fork an UserRRef after deletion.")
-        raise RRefError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
+        raise RRefError(
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
+        )
 
     def __repr__(self) -> str:
         if self._fork is None:

@@ -20,7 +20,10 @@ class InlinePolicy:
         return self._seconds.get(key, QUICK_S) < QUICK_S
 
     def note(self, key: Any, seconds: float) -> None:
-        """Note how long a run took. A long one counts at once, and is forgotten over many short ones."""
+        """Note how long a run took.
+
+        A long one counts at once, and is forgotten over many short ones.
+        """
         before = self._seconds.get(key)
         if before is None:
             if len(self._seconds) >= _MOST:

@@ -36,14 +36,17 @@ class Interceptor(Protocol):
         Args:
             context: Of the sending thread; of an answer, its request's.
             to: The receiver's rank.
-            tensors: All tensors of the message, sparse ones and parameters themselves; may be empty.
+            tensors: All tensors of the message, sparse ones and parameters themselves; may be
+                empty.
             is_answer: The message answers a request, or is its error.
 
         Returns:
             A number for the message, below 2⁶⁴, if one of its tensors needs a gradient; else 0.
         """
 
-    def arriving(self, context: int, source: int, number: int, tensors: list[Tensor], is_answer: bool) -> list[Tensor]:
+    def arriving(
+        self, context: int, source: int, number: int, tensors: list[Tensor], is_answer: bool
+    ) -> list[Tensor]:
         """Return the tensors that take the places of those that arrived in a message with a number."""
 
     def entering(self, context: int, source: int, is_answer: bool) -> AbstractContextManager[Any]:
@@ -59,14 +62,18 @@ class Interceptor(Protocol):
             source: The sender's rank.
             kind: Of the message.
             context: In its header; 0 for none.
-            obj: What was sent; of gradients the four numbers of ``message.GRADIENTS``, and then that.
+            obj: What was sent; of gradients the four numbers of ``message.GRADIENTS``, and then
+                that.
 
         Returns:
             What takes longer, to be run now or on another thread; None for nothing.
         """
 
     def worker_left(self, rank: int) -> None:
-        """Note that a worker has left RPC, or died: nothing of it will come any more. On the polling thread."""
+        """Note that a worker has left RPC, or died: nothing of it will come any more.
+
+        On the polling thread.
+        """
 
     def stopped(self) -> None:
         """Note that RPC has ended on this worker."""
@@ -90,8 +97,9 @@ def register(interceptor: Interceptor | None) -> None:
 def load() -> Interceptor:
     """Have the engine of distributed autograd registered, and return it: a request came within a context.
 
-    A worker that serves layers need not import ``mpidist.autograd``: without it, gradients would be lost without a word. It is
-    the one name of a higher part that this package knows, and it is imported at the first such request.
+    A worker that serves layers need not import ``mpidist.autograd``: without it, gradients would be
+    lost without a word. It is the one name of a higher part that this package knows, and it is
+    imported at the first such request.
     """
     global engine
     if engine is None:

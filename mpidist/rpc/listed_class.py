@@ -1,7 +1,7 @@
 """Methods of listed classes: which of a class's attributes others may call.
 
-A method is admitted that a listed class itself defines, under a public name or as ``__call__``. The class is read, and nothing of
-it is run: no ``__getattr__``, no property, no metaclass.
+A method is admitted that a listed class itself defines, under a public name or as ``__call__``. The
+class is read, and nothing of it is run: no ``__getattr__``, no property, no metaclass.
 """
 
 from __future__ import annotations
@@ -57,7 +57,12 @@ def methods_of(cls: type, lists: Lists) -> dict[str, Any]:
         cls: A listed class.
         lists: Says whether the list has a class, or one method of it.
     """
-    names = {name: None for base in class_dicts.mro(cls) for name in class_dicts.own(base) if type(name) is str}
+    names = {
+        name: None
+        for base in class_dicts.mro(cls)
+        for name in class_dicts.own(base)
+        if type(name) is str
+    }
     return {name: _attribute(cls, name) for name in names if complaint(cls, name, lists) == ""}
 
 
@@ -70,7 +75,10 @@ def complaint(cls: type, name: str, lists: Lists) -> str:
         return "the class has no such method"
     if not lists(base, name):
         own = class_dicts.name_of(base)
-        return f'it is inherited from "{own}", which is not in the list ("{own}.{name}" admits this method, "{own}" all of them)'
+        return (
+            f'it is inherited from "{own}", which is not in the list ("{own}.{name}" admits '
+            f'this method, "{own}" all of them)'
+        )
     attribute = class_dicts.own(base)[name]
     if not is_method(attribute):
         return f"it is of type {type(attribute).__qualname__} and not a method"
@@ -124,4 +132,6 @@ def _is_foreign(attribute: Any, cls: type) -> bool:
     if module is None or module == class_dicts.own(cls).get("__module__"):
         return False
     # C functions are at home where they are, Python's where their module shows them.
-    return type(function) is BuiltinFunctionType or ("." not in name and callee.is_at(function, module, name))
+    return type(function) is BuiltinFunctionType or (
+        "." not in name and callee.is_at(function, module, name)
+    )

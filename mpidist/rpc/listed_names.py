@@ -1,7 +1,8 @@
 """Entries of a list of callables: from what a user names to the objects, once, at ``init_rpc``.
 
-Whatever a message may name later is in here under that name: a function that another module offers as well stands under both
-names, a class brings its constructor and its static and class methods, a module the functions that it defines.
+Whatever a message may name later is in here under that name: a function that another module offers
+as well stands under both names, a class brings its constructor and its static and class methods, a
+module the functions that it defines.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ class Entry:
     Attributes:
         kind: Of a call, ``CALL_PYTHON``, ``CALL_BUILTIN`` or ``CALL_SCRIPT``.
         name: As messages have it.
-        target: A function, a class or an operator; None for an operator of a listed namespace, which is found when it is called.
-        owner: For one method of a class, that class; the method's instances are called by reference.
+        target: A function, a class or an operator; None for an operator of a listed namespace,
+            which is found when it is called.
+        owner: For one method of a class, that class; the method's instances are called by
+            reference.
     """
 
     kind: int
@@ -54,7 +57,8 @@ def entries_of(item: Any) -> list[Entry]:
 
     Raises:
         TypeError: An item of another kind.
-        ValueError: A name under which there is nothing, an object without an importable name, one of mpidist's internals.
+        ValueError: A name under which there is nothing, an object without an importable name, one
+            of mpidist's internals.
     """
     if type(item) is str:
         return list(_of_text(item))
@@ -70,7 +74,9 @@ def entries_of(item: Any) -> list[Entry]:
     if not callee.is_at(item, module, name):
         if callee.named(item)[1] != callee.UNNAMED:
             return list(_of_function(item))  # torch's functions have no module
-        raise ValueError(f"allowed: {item!r} is not found by a name of its module, so no message can name it")
+        raise ValueError(
+            f"allowed: {item!r} is not found by a name of its module, so no message can name it"
+        )
     return list(_of_path(f"{module}.{name}", sys.modules[module], name.split(".")))
 
 
@@ -104,7 +110,9 @@ def _of_text(text: str) -> Iterator[Entry]:
         return
     parts = path.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise ValueError(f'allowed: "{text}" is no name of a function, a class, a module or an operator')
+        raise ValueError(
+            f'allowed: "{text}" is no name of a function, a class, a module or an operator'
+        )
     if path not in OWN_ENTRIES:
         _refuse_own(text, path)
     holder, rest = _module_of(text, parts)
@@ -135,19 +143,29 @@ def _module_of(text: str, parts: list[str]) -> tuple[ModuleType, list[str]]:
 def _of_module(module: ModuleType, text: str) -> Iterator[Entry]:
     if module is torch:
         # Those on tensors; not the ones that set up this process or read programs.
-        names = [name for name in dir(torch._C._VariableFunctions) if not name.startswith("_") and name != _OF_FILES]
+        names = [
+            name
+            for name in dir(torch._C._VariableFunctions)
+            if not name.startswith("_") and name != _OF_FILES
+        ]
         names = [name for name in names if type(vars(torch).get(name)) is BuiltinFunctionType]
-        yield from (Entry(int(Kind.CALL_BUILTIN), f"torch.{name}", vars(torch)[name]) for name in names)
+        yield from (
+            Entry(int(Kind.CALL_BUILTIN), f"torch.{name}", vars(torch)[name]) for name in names
+        )
         return
     if module.__name__ not in OWN_ENTRIES:
         _refuse_own(text, module.__name__)
     found = [
         (name, function)
         for name, function in vars(module).items()
-        if listed_class.is_public(name) and _is_function(function) and _home_of(function) == module.__name__
+        if listed_class.is_public(name)
+        and _is_function(function)
+        and _home_of(function) == module.__name__
     ]
     if not found:
-        raise ValueError(f'allowed: "{text}" defines no public function; its classes are listed one by one')
+        raise ValueError(
+            f'allowed: "{text}" defines no public function; its classes are listed one by one'
+        )
     for name, function in found:
         yield Entry(int(Kind.CALL_PYTHON), f"{module.__name__}:{name}", function)
         yield from _of_function(function)
@@ -163,7 +181,9 @@ def _of_path(text: str, module: ModuleType, path: list[str]) -> Iterator[Entry]:
         if owner is None:
             raise ValueError(f'allowed: "{text}" leads nowhere: there is no {part!r} in {found!r}')
         raw = class_dicts.own(owner)[part]
-        found = listed_class.bound(raw, None, found) if listed_class.is_bound_to_classes(raw) else raw
+        found = (
+            listed_class.bound(raw, None, found) if listed_class.is_bound_to_classes(raw) else raw
+        )
     is_own = f"{module.__name__}.{'.'.join(path)}" in OWN_ENTRIES
     name = f"{module.__name__}:{'.'.join(path)}"
     if owner is not None and not isinstance(found, type):
@@ -221,7 +241,9 @@ def _of_operators(text: str) -> Iterator[Entry]:
 
 def _of_namespace(namespace: str) -> Iterator[Entry]:
     """Yield a namespace's public operators that torch's dispatcher has: TorchScript's own, ``aten::save`` say, are not there."""
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")]
+    names = [
+        name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")
+    ]
     if not names:
         raise ValueError(f'allowed: there are no operators "{namespace}::*" here')
     for name in dict.fromkeys(name for full in names for name in (full, full.partition(".")[0])):

@@ -25,21 +25,29 @@ def transport_of(rank: int, world_size: int | None, group: ProcessGroup | None) 
     """Return what carries the messages, at its next generation."""
     if world_size == 1 and group is None:
         if rank not in (-1, 0):
-            raise MpidistError(f"rank {rank} is not one of the 1 worker that world_size=1 announces")
+            raise MpidistError(
+                f"rank {rank} is not one of the 1 worker that world_size=1 announces"
+            )
         key: tuple[int, ...] = ()
     else:
         group = group or _group(world_size)
         key = group.world_ranks
         if rank not in (-1, group.rank):
             raise MpidistError(
-                f"init_rpc was given rank {rank}, but MPI has started this process as rank {group.rank}; leave it out"
+                f"init_rpc was given rank {rank}, but MPI has started this process as rank "
+                f"{group.rank}; leave it out"
             )
         if world_size not in (None, group.size):
-            raise MpidistError(f"init_rpc was given world_size {world_size}, but the group has {group.size} ranks; leave it out")
+            raise MpidistError(
+                f"init_rpc was given world_size {world_size}, but the group has {group.size} "
+                "ranks; leave it out"
+            )
     with _lock:
         transport = _transports.get(key)
         if transport is None:
-            transport = _transports[key] = Transport(group.clone("rpc") if group is not None else None)
+            transport = _transports[key] = Transport(
+                group.clone("rpc") if group is not None else None
+            )
         transport.generation += 1
         return transport
 
@@ -49,19 +57,25 @@ def _group(world_size: int | None) -> ProcessGroup:
         told = launcher_env.from_environment(os.environ).size
         if told is not None and told != world_size:
             raise MpidistError(
-                f"init_rpc was given world_size {world_size}, but the job has {told} ranks; for fewer, call mpidist.comm.init() "
+                f"init_rpc was given world_size {world_size}, but the job has {told} ranks; for "
+                "fewer, call mpidist.comm.init() "
                 "on all ranks first, or give group="
             )
     world = groups.init()
     if world_size is None or world_size == world.size:
         return world
     if not 1 < world_size < world.size:
-        raise MpidistError(f"init_rpc was given world_size {world_size}, but the job has {world.size} ranks; leave it out")
+        raise MpidistError(
+            f"init_rpc was given world_size {world_size}, but the job has {world.size} ranks; "
+            "leave it out"
+        )
     made = _groups.get(world_size)
     if made is None:
         made = world.new_group(range(world_size), f"rpc-{world_size}")
         if made is None:
-            raise MpidistError(f"rank {world.rank} is not among the first {world_size} ranks of the job")
+            raise MpidistError(
+                f"rank {world.rank} is not among the first {world_size} ranks of the job"
+            )
         _groups[world_size] = made
     return made
 
@@ -70,7 +84,11 @@ Told = tuple[str, int, dict[str, dict[int, int]], bool, "str | None"]
 
 
 def gather_workers(
-    transport: Transport, name: str, options: RpcBackendOptions, is_data_only: bool, problem: BaseException | None
+    transport: Transport,
+    name: str,
+    options: RpcBackendOptions,
+    is_data_only: bool,
+    problem: BaseException | None,
 ) -> tuple[Workers, list[dict[str, dict[int, int]]]]:
     """Tell all workers of this one, as data: no list is in force yet. Return all, and where they send tensors of their devices.
 
@@ -81,11 +99,22 @@ def gather_workers(
         problem: The reason why this worker cannot take part; raised here, and told to all others.
 
     Raises:
-        MpidistError: What the workers told does not fit together, or one of them has a problem; on all of them.
+        MpidistError: What the workers told does not fit together, or one of them has a problem; on
+            all of them.
     """
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    mine = [name if isinstance(name, str) else "", transport.generation, options.device_maps, is_data_only, text]
-    everyone = transport.group.all_gather_object(mine, data_only=True) if transport.group is not None else [mine]
+    mine = [
+        name if isinstance(name, str) else "",
+        transport.generation,
+        options.device_maps,
+        is_data_only,
+        text,
+    ]
+    everyone = (
+        transport.group.all_gather_object(mine, data_only=True)
+        if transport.group is not None
+        else [mine]
+    )
     if problem is not None:
         raise problem
     told = [_checked(rank, one) for rank, one in enumerate(everyone)]
@@ -96,17 +125,23 @@ def gather_workers(
     twice = doubled(workers)
     if twice:
         raise MpidistError(
-            f"RPC worker name is not unique: {', '.join(map(repr, twice))} among {[worker.name for worker in workers]}"
+            f"RPC worker name is not unique: {', '.join(map(repr, twice))} among "
+            f"{[worker.name for worker in workers]}"
         )
     counts = {one[1] for one in told}
     if len(counts) > 1:
         raise MpidistError(
-            f"ranks have initialised RPC a different number of times: {sorted(counts)}; a rank has missed an init_rpc"
+            f"ranks have initialised RPC a different number of times: {sorted(counts)}; a rank has "
+            "missed an init_rpc"
         )
     device_maps = [one[2] for one in told]
-    unknown = sorted({worker for maps in device_maps for worker in maps} - {worker.name for worker in workers})
+    unknown = sorted(
+        {worker for maps in device_maps for worker in maps} - {worker.name for worker in workers}
+    )
     if unknown:
-        raise MpidistError(f"device maps name workers that there are not: {unknown}; the workers are {workers}")
+        raise MpidistError(
+            f"device maps name workers that there are not: {unknown}; the workers are {workers}"
+        )
     data_only = [rank for rank, one in enumerate(told) if one[3]]
     return Workers(workers, transport.rank, transport.world_ranks, data_only), device_maps
 
@@ -126,7 +161,9 @@ def _checked(rank: int, told: Any) -> Told:
             and type(is_data_only) is bool
             and (problem is None or type(problem) is str)
             and all(type(worker) is str for worker in maps)
-            and all(type(index) is int and 0 <= index < _MAX_DEVICES for pair in pairs for index in pair)
+            and all(
+                type(index) is int and 0 <= index < _MAX_DEVICES for pair in pairs for index in pair
+            )
         )
     except (TypeError, ValueError, AttributeError):
         is_right = False

@@ -35,13 +35,17 @@ PAIR = struct.Struct("<QQ")
 COUNT = struct.Struct("<H")
 REFERENCE = struct.Struct("<QQI")
 ONE_REFERENCE = struct.Struct("<HQQI")
-GRADIENTS = struct.Struct("<QQQB")  # context, pass, number of the message whose tensors' gradients these are, retain the graph
+# context, pass, number of the message whose tensors' gradients these are, retain the graph
+GRADIENTS = struct.Struct("<QQQB")
 _COUNT32 = struct.Struct("<I")
 ROOM_BYTES = transport.EAGER_BYTES - 1024  # of a header and a content without parts
 
 
 class Kind(enum.IntEnum):
-    """The kinds. Those of distributed autograd are handled by whoever registers for them (``interceptor``)."""
+    """The kinds.
+
+    Those of distributed autograd are handled by whoever registers for them (``interceptor``).
+    """
 
     CALL_PYTHON = 1
     CALL_BUILTIN = 2
@@ -67,7 +71,8 @@ class Kind(enum.IntEnum):
     REQUEST_GRADIENTS = 66  # of a request's tensors: they go back by the device maps of answers
 
 
-TO_REMOTE = int(Kind.REMOTE_PYTHON - Kind.CALL_PYTHON)  # from a kind of call to that whose result stays
+# from a kind of call to that whose result stays
+TO_REMOTE = int(Kind.REMOTE_PYTHON - Kind.CALL_PYTHON)
 FIRST_RESPONSE, FIRST_ONE_WAY = 32, 48
 
 

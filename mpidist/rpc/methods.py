@@ -42,6 +42,8 @@ def has_method(source: int, /, rref: Any, name: str) -> bool:
 def _owned(rref: Any) -> tuple[Any, Any]:
     """Return an owned value, and the list of this worker."""
     if not isinstance(rref, Reference):
-        raise TypeError(f"the first argument of a method is a reference; got a {type(rref).__name__}")
+        raise TypeError(
+            f"the first argument of a method is a reference; got a {type(rref).__name__}"
+        )
     held: Any = rref
     return held.local_value(), held._agent.allowed

@@ -16,7 +16,10 @@ Device = int | str | torch.device
 
 
 class BackendType(enum.Enum):
-    """What carries the messages. MPI does; torch's name is taken as well, so that only the import needs to change."""
+    """What carries the messages.
+
+    MPI does; torch's name is taken as well, so that only the import needs to change.
+    """
 
     MPI = "MPI"
     TENSORPIPE = "TENSORPIPE"
@@ -26,14 +29,19 @@ class RpcBackendOptions:
     """How an agent behaves.
 
     Args:
-        rpc_timeout: Seconds (or a timedelta) after which a call fails that names no timeout itself; 0 for never.
+        rpc_timeout: Seconds (or a timedelta) after which a call fails that names no timeout itself;
+            0 for never.
         init_method: torch's; MPI knows its ranks, and it is ignored.
-        num_worker_threads: How many handlers run at once; those that wait for an answer do not count.
-        device_maps: For each worker, which of its devices a tensor of a device of ours goes to. Answers come back by its inverse.
-        devices: Our devices that tensors come to or leave from; those of ``device_maps`` are among them.
+        num_worker_threads: How many handlers run at once; those that wait for an answer do not
+            count.
+        device_maps: For each worker, which of its devices a tensor of a device of ours goes to.
+            Answers come back by its inverse.
+        devices: Our devices that tensors come to or leave from; those of ``device_maps`` are among
+            them.
 
     Raises:
-        ValueError: A device that is no CUDA device, two of ours that map to one of theirs, or a timeout below 0.
+        ValueError: A device that is no CUDA device, two of ours that map to one of theirs, or a
+            timeout below 0.
     """
 
     def __init__(
@@ -70,20 +78,30 @@ class RpcBackendOptions:
         for source, target in device_map.items():
             source_index, target_index = _index(source), _index(target)
             if made.get(source_index, target_index) != target_index:
-                raise ValueError(f"device map for {name}: cuda:{source_index} goes to cuda:{made[source_index]} already")
+                raise ValueError(
+                    f"device map for {name}: cuda:{source_index} goes to cuda:{made[source_index]} "
+                    "already"
+                )
             made[source_index] = target_index
         if len(set(made.values())) < len(made):
-            raise ValueError(f"device map for {name}: two devices go to one, and no answer could come back: {made}")
+            raise ValueError(
+                f"device map for {name}: two devices go to one, and no answer could come back: "
+                f"{made}"
+            )
         self.device_maps[name] = made
         self.set_devices([*self.devices, *(torch.device("cuda", index) for index in made)])
 
     def set_devices(self, devices: Sequence[Device]) -> None:
         """Set our devices that tensors come to or leave from."""
-        self.devices = [torch.device("cuda", index) for index in dict.fromkeys(_index(device) for device in devices)]
+        self.devices = [
+            torch.device("cuda", index)
+            for index in dict.fromkeys(_index(device) for device in devices)
+        ]
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(rpc_timeout={self.rpc_timeout:g}, num_worker_threads={self.num_worker_threads}, "
+            f"{type(self).__name__}(rpc_timeout={self.rpc_timeout:g}, "
+            f"num_worker_threads={self.num_worker_threads}, "
             f"device_maps={self.device_maps})"
         )
 
@@ -106,5 +124,8 @@ def seconds(timeout: Any) -> float:
 def _index(device: Device) -> int:
     made = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if made.type != "cuda":
-        raise ValueError(f"device maps are of CUDA devices; tensors on the CPU go to the CPU by themselves; got {device!r}")
+        raise ValueError(
+            "device maps are of CUDA devices; tensors on the CPU go to the CPU by themselves; got "
+            f"{device!r}"
+        )
     return made.index or 0

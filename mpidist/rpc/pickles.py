@@ -59,7 +59,9 @@ def dumps(obj: Any) -> tuple[bytes, Sink]:
         return _dumps_by_value(obj, sink, error), sink
 
 
-def loads(pickled: Any, objects: Sequence[Any], references: Sequence[Any], buffers: Sequence[Any]) -> Any:
+def loads(
+    pickled: Any, objects: Sequence[Any], references: Sequence[Any], buffers: Sequence[Any]
+) -> Any:
     """Unpickle an object, with what came beside it."""
     before, _here.references = _here.references, references
     try:
@@ -89,7 +91,9 @@ class Sink(tensor_pickle.Sink):
             try:
                 torch.jit.save(obj, stream)
             except torch.jit.Error as error:
-                raise MpidistError(f"a script module of type {obj.original_name} cannot be sent: {error}") from error
+                raise MpidistError(
+                    f"a script module of type {obj.original_name} cannot be sent: {error}"
+                ) from error
             return _script_module, (stream.getvalue(),)
         return super().reduced(obj)
 

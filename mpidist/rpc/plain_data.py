@@ -58,7 +58,8 @@ class Walk:
                 return obj
         elif kind is set or kind is frozenset:
             if self._is_in_set:
-                # marshal writes each member of a set twice, to sort them: sets of sets would take 2 to the power of their depth.
+                # marshal writes each member of a set twice, to sort them: sets of sets would take 2
+                # to the power of their depth.
                 raise NotPlain
             if not SCALARS.issuperset(map(type, obj)):
                 self._require_no_sets(obj)
@@ -82,7 +83,10 @@ class Walk:
         if kind is dict:
             if not SCALARS.issuperset(map(type, obj)):
                 self._require_plain(obj)
-            made = {key: value if type(value) in SCALARS else self.replaced(value) for key, value in obj.items()}
+            made = {
+                key: value if type(value) in SCALARS else self.replaced(value)
+                for key, value in obj.items()
+            }
         else:
             made = [item if type(item) in SCALARS else self.replaced(item) for item in obj]
             if kind is tuple:
@@ -128,7 +132,8 @@ class Filling:
             if id(data) in self._seen:
                 return self._seen[id(data)][1]
             made = tuple([item if type(item) in SCALARS else self._value(item) for item in data])
-            self._seen[id(data)] = data, made  # the data itself as well: its id must not be another's
+            # the data itself as well: its id must not be another's
+            self._seen[id(data)] = data, made
             return made
         if id(data) in self._seen:
             return data

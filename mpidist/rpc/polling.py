@@ -2,15 +2,15 @@
 
 The leader is the thread that has the **turn**:
 
-- A thread that waits for an answer takes the turn from the pool, polls, and with its answer promotes
-  another thread that waits. Requests that arrive meanwhile go to the pool: they may take long. After
-  a few milliseconds without its answer it gives up the turn and sleeps.
+- A thread that waits for an answer takes the turn from the pool, polls, and with its answer
+  promotes another thread that waits. Requests that arrive meanwhile go to the pool: they may take
+  long. After a few milliseconds without its answer it gives up the turn and sleeps.
 - Else a thread of the pool. It runs inline what is known to be quick, because waking another thread
-  costs more than most handlers take (``inline_policy``); all else goes to the pool. Without messages
-  it polls briefly, then yields its core, then naps, up to 3 ms, after a second 5 ms. While a user's
-  thread issues calls and looks for answers itself, it naps as well.
-- One thread **follows**. Every 2 ms it checks whether nobody has the turn, or the leader has been in
-  one handler for a whole tick; then it becomes leader. When no messages come it sleeps without a
+  costs more than most handlers take (``inline_policy``); all else goes to the pool. Without
+  messages it polls briefly, then yields its core, then naps, up to 3 ms, after a second 5 ms. While
+  a user's thread issues calls and looks for answers itself, it naps as well.
+- One thread **follows**. Every 2 ms it checks whether nobody has the turn, or the leader has been
+  in one handler for a whole tick; then it becomes leader. When no messages come it sleeps without a
   clock until the leader wakes it. All other threads of the pool sleep without one.
 
 Every wake-up of a second thread costs the first one the GIL, and ten to fifty microseconds: hence
@@ -36,7 +36,8 @@ TICK_S = 2e-3  # between two looks of the follower
 _SPIN_S = 5e-5  # the leader polls so long without a pause, …
 _YIELD_S = 5e-4  # … so long with its core yielded in between, …
 _NAP_S = 3e-3  # … and then in naps, at most so long, …
-_LONG_S, _LONG_NAP_S = 1.0, 5e-3  # … and so long once it has been idle for so long: an idle worker costs about 1.5 % of a core
+# … and so long once it has been idle for so long: an idle worker costs about 1.5 % of a core
+_LONG_S, _LONG_NAP_S = 1.0, 5e-3
 _WAIT_S = 3e-3  # a thread that waits longer than this for an answer sleeps instead of polling
 _BURST_S = 3e-4  # calls that follow each other this closely …
 _HELP_S = 2e-3  # … keep the pool's leader from polling for so long
@@ -51,8 +52,10 @@ class Polling:
     """The threads of one agent.
 
     Args:
-        poll: Looks up to so many times; returns an action, or None if nothing has arrived. Called by one thread at a time.
-        threads: The number of actions that may block and run at once. Those that wait for an answer do not count.
+        poll: Looks up to so many times; returns an action, or None if nothing has arrived. Called
+            by one thread at a time.
+        threads: The number of actions that may block and run at once. Those that wait for an answer
+            do not count.
         name: For the threads' names.
     """
 
@@ -69,7 +72,8 @@ class Polling:
         self._is_calm = False  # the follower sleeps until it is woken
         self._is_resting = False  # the leader has had no message for a while
         self._issued = 0.0  # when a user's thread has last issued a call
-        self._helped = 0.0  # … and so soon after the one before that it may be left to poll by itself
+        # … and so soon after the one before that it may be left to poll by itself
+        self._helped = 0.0
         self._actions = itertools.count(1)
         self._parked: deque[Call] = deque()  # calls whose threads would poll
         self._is_stopping = False
@@ -80,7 +84,10 @@ class Polling:
             self.pool.submit_follower()
 
     def stop(self, timeout_s: float) -> bool:
-        """Stop polling and let the threads end; say whether all did. Those in users' code end after it."""
+        """Stop polling and let the threads end; say whether all did.
+
+        Those in users' code end after it.
+        """
         self._is_stopping = True
         return self.pool.stop(timeout_s, self._wake.release)
 
@@ -91,7 +98,8 @@ class Polling:
 
     def help(self) -> None:
         """Look once, from a user's thread that has just issued a call; while calls follow each other, the leader keeps away."""
-        # Two threads of one process that both poll hand the GIL to and fro, which costs more than the calls.
+        # Two threads of one process that both poll hand the GIL to and fro, which costs more than
+        # the calls.
         if here.turn is not None:
             return  # a handler: the leader is needed for the others
         now = time.monotonic()
@@ -117,7 +125,8 @@ class Polling:
         own = here.turn
         acting = 0
         if own is not None:
-            # A handler that waits must not keep others from running (calls may nest deeper than the pool), nor count as stuck.
+            # A handler that waits must not keep others from running (calls may nest deeper than the
+            # pool), nor count as stuck.
             acting, own.acting = own.acting, 0
             self.pool.leave(own)
         until = 0.0
@@ -173,7 +182,8 @@ class Polling:
                         call.acting = next(self._actions)
                         action.run()
                         call.acting = 0
-                        until, rounds = 0.0, 0  # a backward pass is one long wait, full of short actions
+                        # a backward pass is one long wait, full of short actions
+                        until, rounds = 0.0, 0
         finally:
             if self._turn is call:
                 self._turn = before if before is own and call.done else None
@@ -212,7 +222,8 @@ class Polling:
             with self._following_lock:
                 self._following -= 1
                 is_last = self._following == 0
-            # The one that followed before may be in a handler, and stay there: there must always be one.
+            # The one that followed before may be in a handler, and stay there: there must always be
+            # one.
             if is_last and not self._is_stopping:
                 self.pool.submit_follower()
             self._lead(mine)
@@ -226,7 +237,8 @@ class Polling:
                 time.sleep(TICK_S)
                 turn = self._turn
                 if turn is None:
-                    # A user's thread that makes one call after the other has the turn again in a moment.
+                    # A user's thread that makes one call after the other has the turn again in a
+                    # moment.
                     if self._waits == waits:
                         self._turn = mine
                         return
@@ -236,15 +248,16 @@ class Polling:
                     if turn.is_pools and not turn.is_counted:
                         self.pool.enter(turn)
                         if turn.acting != seen:
-                            self.pool.leave(turn)  # it has ended meanwhile, and found itself not counted
+                            # it has ended meanwhile, and found itself not counted
+                            self.pool.leave(turn)
                     self._turn = mine
                     return
                 seen = turn.acting
                 calm = calm + 1 if self._is_resting else 0
                 if calm > _CALM_TICKS:
                     self._is_calm = True
-                    # A thread that acts, or takes the turn, does so first and looks for a sleeper then: one of the two sees
-                    # the other.
+                    # A thread that acts, or takes the turn, does so first and looks for a sleeper
+                    # then: one of the two sees the other.
                     if self._turn is turn and turn.is_pools and not turn.acting:
                         self._wake.acquire()
                     self._is_calm = False

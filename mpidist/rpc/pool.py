@@ -75,9 +75,11 @@ class Pool:
     """Threads, made when there is work and none is idle; they live until ``stop``.
 
     Args:
-        limit: The number of actions of each lane that run at once. Those that wait for an answer do not count.
+        limit: The number of actions of each lane that run at once. Those that wait for an answer do
+            not count.
         name: For the threads' names.
-        follow: The body of a thread that is to follow and lead, with its turn; returns when others do.
+        follow: The body of a thread that is to follow and lead, with its turn; returns when others
+            do.
     """
 
     def __init__(self, limit: int, name: str, follow: Callable[[Turn], None]) -> None:
@@ -86,7 +88,8 @@ class Pool:
         self._follow = follow
         self._lock = threading.Lock()  # guards the next four
         self._running = [0, 0]  # by lane
-        self._backlog: tuple[deque[Action], deque[Action]] = (deque(), deque())  # actions beyond the limit
+        # actions beyond the limit
+        self._backlog: tuple[deque[Action], deque[Action]] = (deque(), deque())
         self._idle = 0  # threads that wait for the queue, less the items in it
         self._threads: list[threading.Thread] = []
         self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
@@ -134,7 +137,11 @@ class Pool:
     def counts(self) -> tuple[int, int, int]:
         """Return the number of threads, of those without work, and of actions that wait or run."""
         with self._lock:
-            return len(self._threads), max(self._idle, 0), sum(self._running) + sum(map(len, self._backlog))
+            return (
+                len(self._threads),
+                max(self._idle, 0),
+                sum(self._running) + sum(map(len, self._backlog)),
+            )
 
     def stop(self, timeout_s: float, wake: Callable[[], None]) -> bool:
         """Let the threads end; say whether all did. Those in users' code end after it.
@@ -146,7 +153,9 @@ class Pool:
             self._is_stopping = True  # no thread starts from here on
         deadline = time.monotonic() + timeout_s
         # Again until all have ended: a thread may take another's wake-up.
-        while alive := [one for one in self._threads if one.is_alive() and one is not threading.current_thread()]:
+        while alive := [
+            one for one in self._threads if one.is_alive() and one is not threading.current_thread()
+        ]:
             for _ in alive:
                 wake()
                 self._queue.put(None)
@@ -160,7 +169,8 @@ class Pool:
             self._idle -= 1
             needs_thread = self._idle < 0
             self._idle += needs_thread
-        # By the queue, also to a new thread: a thread keeps the arguments of its body alive until it ends.
+        # By the queue, also to a new thread: a thread keeps the arguments of its body alive until
+        # it ends.
         self._queue.put(action)
         if needs_thread:
             self._start_thread()

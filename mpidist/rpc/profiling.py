@@ -1,8 +1,8 @@
 """Events of calls in ``torch.profiler``, under torch's names: ``rpc_sync#function(worker0 -> worker1)``.
 
-torch's own RPC records them under its old profiler alone (``torch.autograd.profiler_legacy``). The event of ``rpc_sync`` lasts
-until the result is there; those of ``rpc_async`` and ``remote`` until the request is on its way. What the other worker does is in
-its own profile.
+torch's own RPC records them under its old profiler alone (``torch.autograd.profiler_legacy``). The
+event of ``rpc_sync`` lasts until the result is there; those of ``rpc_async`` and ``remote`` until
+the request is on its way. What the other worker does is in its own profile.
 
 Source: names in torch/distributed/rpc/internal.py, _build_rpc_profiling_key.
 """

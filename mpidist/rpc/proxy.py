@@ -63,8 +63,16 @@ def _call(rref: Any, mode: str, name: str, timeout: float, /, *args: Any, **kwar
         return agent.calls.invoke_async(to, method, arguments, kwargs, timeout)
     data_only = agent.workers.data_only
     # A class does not travel as data: such a worker tells of the method alone.
-    kind = None if to in data_only or agent.workers.me.id in data_only else rref._get_type(timeout=timeout)
-    if not hasattr(kind, name) and not agent.calls.invoke(to, has_method, (rref, name), {}, timeout):
+    kind = (
+        None
+        if to in data_only or agent.workers.me.id in data_only
+        else rref._get_type(timeout=timeout)
+    )
+    if not hasattr(kind, name) and not agent.calls.invoke(
+        to, has_method, (rref, name), {}, timeout
+    ):
         text = "the value's type" if kind is None else f"type object '{kind.__name__}'"
-        raise AttributeError(f"{text} has no attribute '{name}', and neither has the value of {rref}")
+        raise AttributeError(
+            f"{text} has no attribute '{name}', and neither has the value of {rref}"
+        )
     return rref.create(agent, to, method, arguments, kwargs, timeout)

@@ -32,8 +32,10 @@ class Quiescence:
     Args:
         rank: Of this worker.
         size: The number of workers.
-        send: With False, sends a report (round, counts …) to the coordinator; with True, its verdict (round, verdict) to all.
-        totals: Returns what is under way here, and monotonic counts of calls, answers, one-way messages sent and taken.
+        send: With False, sends a report (round, counts …) to the coordinator; with True, its
+            verdict (round, verdict) to all.
+        totals: Returns what is under way here, and monotonic counts of calls, answers, one-way
+            messages sent and taken.
         check: Raises if the wait is to end: (deadline, reason).
     """
 
@@ -50,7 +52,8 @@ class Quiescence:
         self._send = send
         self._totals = totals
         self._check = check
-        self._reports: dict[int, tuple[int, Counts]] = {}  # by rank: its last round and its counts then
+        # by rank: its last round and its counts then
+        self._reports: dict[int, tuple[int, Counts]] = {}
         self._decided = -1  # the last round of which there is a verdict
         self._last: Counts | None = None  # the sums of the round before
         self._verdicts: dict[int, int] = {}
@@ -61,15 +64,23 @@ class Quiescence:
         """Take a worker's report, on the coordinator; with the last one of a round, send the verdict.
 
         Raises:
-            FrameError: This is not the coordinator, or it is no report of a round that may be under way.
+            FrameError: This is not the coordinator, or it is no report of a round that may be under
+                way.
         """
         if self._rank != COORDINATOR or len(numbers) != _REPORT:
-            raise FrameError(f"a report of {len(numbers)} numbers from rank {source} to rank {self._rank}")
+            raise FrameError(
+                f"a report of {len(numbers)} numbers from rank {source} to rank {self._rank}"
+            )
         number, *counts = numbers
         if not self._decided < number <= self._round + _AHEAD:
-            raise FrameError(f"a report of round {number} from rank {source}; the last one that is over is {self._decided}")
+            raise FrameError(
+                f"a report of round {number} from rank {source}; the last one that is over is "
+                f"{self._decided}"
+            )
         self._reports[source] = number, tuple(counts)
-        if len(self._reports) < self._size or any([other != number for other, _ in self._reports.values()]):
+        if len(self._reports) < self._size or any(
+            [other != number for other, _ in self._reports.values()]
+        ):
             return
         self._decided = number
         sums = tuple(map(sum, zip(*[counts for _, counts in self._reports.values()], strict=True)))
@@ -81,13 +92,17 @@ class Quiescence:
         """Take the coordinator's verdict; nothing of a round that this worker does not wait for any more.
 
         Raises:
-            FrameError: Another worker sends it, or it is none of a round that this worker has reported.
+            FrameError: Another worker sends it, or it is none of a round that this worker has
+                reported.
         """
         if source != COORDINATOR or len(numbers) != 2:
             raise FrameError(f"a verdict of {len(numbers)} numbers from rank {source}")
         number, verdict = numbers
         if number >= self._round or verdict not in (_PROCEED, _AGAIN):
-            raise FrameError(f"a verdict {verdict} of round {number} from rank {source}; the last one here is {self._round - 1}")
+            raise FrameError(
+                f"a verdict {verdict} of round {number} from rank {source}; the last one here is "
+                f"{self._round - 1}"
+            )
         if number == self._round - 1:
             self._verdicts[number] = verdict
             self._news.set()

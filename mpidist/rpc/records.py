@@ -1,12 +1,14 @@
 """Records: dataclasses and named tuples as a name and the values of their fields, and back.
 
-A record is made without any code of its class. No ``__init__``, ``__post_init__``, ``__new__`` or descriptor of the class runs,
-also where the class is listed: its constructor runs where a message *calls* it, never where a message contains an instance. So
-what ``__post_init__`` checks is not checked, and a field holds any value that a message can hold; a function that takes records
-from others checks them itself.
+A record is made without any code of its class. No ``__init__``, ``__post_init__``, ``__new__`` or
+descriptor of the class runs, also where the class is listed: its constructor runs where a message
+*calls* it, never where a message contains an instance. So what ``__post_init__`` checks is not
+checked, and a field holds any value that a message can hold; a function that takes records from
+others checks them itself.
 
-Fields are all that travels. An instance with further state (attributes that ``__post_init__`` adds, the contents of a subclass
-of ``dict``) is not a record: it would arrive incomplete. Values of ``functools.cached_property`` are left behind.
+Fields are all that travels. An instance with further state (attributes that ``__post_init__`` adds,
+the contents of a subclass of ``dict``) is not a record: it would arrive incomplete. Values of
+``functools.cached_property`` are left behind.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class _Plan:
 
 
 _MOST = 1024  # plans kept
-# By identity, as a metaclass may define what equal means; the class is kept, so that no other gets its number.
+# By identity, as a metaclass may define what equal means; the class is kept, so that no other gets
+# its number.
 _plans: dict[int, tuple[type, _Plan | None]] = {}
 
 
@@ -57,8 +60,9 @@ def fields_of(obj: Any) -> tuple[str, list[Any]] | None:
         obj: Anything.
 
     Returns:
-        ``"module:qualified name"`` of the class, and the values of its fields in order; None for what is no record: an instance
-        of another class, of one that is not found by its name, with a field that is not set, or with further state.
+        ``"module:qualified name"`` of the class, and the values of its fields in order; None for
+        what is no record: an instance of another class, of one that is not found by its name, with
+        a field that is not set, or with further state.
     """
     cls = type(obj)
     plan = _plan_of(cls)
@@ -79,7 +83,9 @@ def fields_of(obj: Any) -> tuple[str, list[Any]] | None:
 def complaint(obj: Any) -> str:
     """Return why a dataclass instance or a named tuple is no record; an empty text for objects of other classes."""
     cls = type(obj)
-    if not dataclasses.is_dataclass(cls) and not (isinstance(obj, tuple) and hasattr(cls, "_fields")):
+    if not dataclasses.is_dataclass(cls) and not (
+        isinstance(obj, tuple) and hasattr(cls, "_fields")
+    ):
         return ""
     plan = _plan_of(cls)
     if plan is None:
@@ -105,14 +111,19 @@ def made(cls: type, values: Sequence[Any]) -> Any:
         values: Of its fields, in order.
 
     Raises:
-        FrameError: More or fewer values than the class has fields, or a class of which there are no records.
+        FrameError: More or fewer values than the class has fields, or a class of which there are no
+            records.
     """
     plan = _plan_of(cls)
     if plan is None:
-        raise FrameError(f'"{class_dicts.name_of(cls)}" is neither a dataclass nor a named tuple that is made by its fields')
+        raise FrameError(
+            f'"{class_dicts.name_of(cls)}" is neither a dataclass nor a named tuple that is made '
+            "by its fields"
+        )
     if len(values) != len(plan.fields):
         raise FrameError(
-            f'"{class_dicts.name_of(cls)}" has {len(plan.fields)} fields; the message has {len(values)} values for them'
+            f'"{class_dicts.name_of(cls)}" has {len(plan.fields)} fields; the message has '
+            f"{len(values)} values for them"
         )
     if plan.is_tuple:
         return tuple.__new__(cls, values)
@@ -173,18 +184,30 @@ def _planned(cls: type) -> _Plan | None:
     else:
         return None
     module, _, qualname = class_dicts.name_of(cls, ":").partition(":")
-    cached = frozenset(name for name, found in attributes.items() if type(found) is functools.cached_property)
+    cached = frozenset(
+        name for name, found in attributes.items() if type(found) is functools.cached_property
+    )
     # Of all bases: a name that a class hides still has its place in the instance.
-    members = [found for base in bases for name, found in class_dicts.own(base).items() if is_tuple or name not in fields]
+    members = [
+        found
+        for base in bases
+        for name, found in class_dicts.own(base).items()
+        if is_tuple or name not in fields
+    ]
     slots = tuple(found for found in members if type(found) is MemberDescriptorType)
     return _Plan(module, qualname, fields, is_tuple, cached, slots)
 
 
 def _is_compiled(cls: type) -> bool:
-    return not cls.__flags__ & _HEAP_TYPE or type(class_dicts.own(cls).get("__new__")) is BuiltinFunctionType
+    return (
+        not cls.__flags__ & _HEAP_TYPE
+        or type(class_dicts.own(cls).get("__new__")) is BuiltinFunctionType
+    )
 
 
 def _runs_code(attribute: Any) -> bool:
     """Say whether to set an attribute of this name runs code: that of a descriptor."""
     kind = type(attribute)
-    return kind is not MemberDescriptorType and (hasattr(kind, "__set__") or hasattr(kind, "__delete__"))
+    return kind is not MemberDescriptorType and (
+        hasattr(kind, "__set__") or hasattr(kind, "__delete__")
+    )

@@ -27,7 +27,8 @@ _EXCEPTION = int(Kind.EXCEPTION)
 _MOST_PAIRS = 1000  # of (reference, fork) in one message
 
 
-_telling = threading.RLock()  # guards which thread reads a creation's answer, and completes its future
+# guards which thread reads a creation's answer, and completes its future
+_telling = threading.RLock()
 
 
 class Creation(Call):
@@ -41,13 +42,19 @@ class Creation(Call):
     __slots__ = ("_error_of", "_future", "_settled", "_untold")
 
     def __init__(
-        self, to: int, what: Any, timeout_s: float, error_of: Callable[[Call], BaseException], settled: Callable[[], None] | None
+        self,
+        to: int,
+        what: Any,
+        timeout_s: float,
+        error_of: Callable[[Call], BaseException],
+        settled: Callable[[], None] | None,
     ) -> None:
         super().__init__(to, what, timeout_s)
         self._error_of = error_of
         self._settled = settled
         self._future: torch.futures.Future[Any] | None = None
-        self._untold: torch.futures.Future[Any] | None = None  # the same, until a thread completes it
+        # the same, until a thread completes it
+        self._untold: torch.futures.Future[Any] | None = None
 
     may_block = True
     is_creation = True
@@ -82,7 +89,8 @@ class Creation(Call):
                 try:
                     self.error = self._error_of(self)
                 except Exception as error:
-                    # The answer cannot be read; the future is completed on a thread that serves all calls.
+                    # The answer cannot be read; the future is completed on a thread that serves all
+                    # calls.
                     self.error = error
                 self.incoming = None
             return self.error
@@ -117,11 +125,18 @@ class References:
     """
 
     def __init__(
-        self, workers: Workers, wire: Wire, calls: Calls, polling: Polling, make: Callable[[int, int, int], Any]
+        self,
+        workers: Workers,
+        wire: Wire,
+        calls: Calls,
+        polling: Polling,
+        make: Callable[[int, int, int], Any],
     ) -> None:
         self.store = RRefStore(workers.me.id)
-        self.deletes: deque[tuple[int, int, int]] = deque()  # (owner, reference, fork) of holders that are gone
-        self._users: dict[int, weakref.ref[Any]] = {}  # other workers' references that are held here, by fork
+        # (owner, reference, fork) of holders that are gone
+        self.deletes: deque[tuple[int, int, int]] = deque()
+        # other workers' references that are held here, by fork
+        self._users: dict[int, weakref.ref[Any]] = {}
         self._workers = workers
         self._wire = wire
         self._calls = calls
@@ -135,7 +150,9 @@ class References:
 
     def _require_worker(self, owner: int) -> None:
         if owner >= len(self._workers.infos):
-            raise FrameError(f"a reference to a value of rank {owner}, of {len(self._workers.infos)} workers")
+            raise FrameError(
+                f"a reference to a value of rank {owner}, of {len(self._workers.infos)} workers"
+            )
 
     # Holders here, of values elsewhere.
 
@@ -170,7 +187,9 @@ class References:
                     self._post_pairs(owner, Kind.RREF_USER_DELETE, gone)
                 except Exception:
                     # One owner that cannot be reached must not keep the others' values.
-                    logger.exception("%s: %d deletes to rank %d were lost", self._workers.me, len(gone), owner)
+                    logger.exception(
+                        "%s: %d deletes to rank %d were lost", self._workers.me, len(gone), owner
+                    )
 
     def announce(self, owner: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Tell an owner of (reference, fork) of new holders, before those hear of it."""
@@ -195,7 +214,8 @@ class References:
         """Count the forks of this worker's values that come with a message.
 
         Raises:
-            FrameError: The owner of one is no worker, or the sender has not made its fork; none is counted.
+            FrameError: The owner of one is no worker, or the sender has not made its fork; none is
+                counted.
         """
         me, size = self.store.rank, len(self._workers.infos)
         if any([owner >= size or fork >> ID_SHIFT != source for _, fork, owner in rows]):
@@ -230,12 +250,16 @@ class References:
         call = Call(self._workers.me.id, what, timeout_s)
         entry.when_set(lambda _: call.finish())
         if creation is not None:
-            creation.future().add_done_callback(lambda future: call.finish() if creation.is_lost and not call.done else None)
+            creation.future().add_done_callback(
+                lambda future: call.finish() if creation.is_lost and not call.done else None
+            )
         self._polling.wait(call)
         if not call.done:
             raise call.timed_out(what)
 
-    def future_of_entry(self, entry: Entry, function: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+    def future_of_entry(
+        self, entry: Entry, function: Callable[[Any], Any]
+    ) -> torch.futures.Future[Any]:
         """Return a future of ``function(value)`` of a value of this worker."""
         future: torch.futures.Future[Any] = torch.futures.Future()
 
@@ -248,7 +272,9 @@ class References:
         entry.when_set(complete)
         return future
 
-    def create(self, to: int, function: Any, args: Any, kwargs: Any, timeout_s: float) -> tuple[int, int, Entry | None, Creation]:
+    def create(
+        self, to: int, function: Any, args: Any, kwargs: Any, timeout_s: float
+    ) -> tuple[int, int, Entry | None, Creation]:
         """Call a function on a worker, where its result stays.
 
         Returns:
@@ -265,9 +291,13 @@ class References:
             def settled() -> None:
                 store.delete_fork(reference, fork)
 
-        creation = Creation(to, (name, function, "remote "), timeout_s, self._calls.error_of, settled)
+        creation = Creation(
+            to, (name, function, "remote "), timeout_s, self._calls.error_of, settled
+        )
         try:
-            self._calls.start(creation, int(kind) + TO_REMOTE, PAIR.pack(reference, fork) + name, content)
+            self._calls.start(
+                creation, int(kind) + TO_REMOTE, PAIR.pack(reference, fork) + name, content
+            )
         except BaseException:
             if settled is not None:
                 settled()

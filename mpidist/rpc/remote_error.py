@@ -33,7 +33,8 @@ def described(error: BaseException, as_data: bool = False) -> tuple[str, str, st
     """Return an exception as plain data: type name, representation, traceback, and what rebuilds it, None if nothing does.
 
     Args:
-        as_data: For a worker that reads data only: ``data_values.error_values`` rebuild it; else its pickle.
+        as_data: For a worker that reads data only: ``data_values.error_values`` rebuild it; else
+            its pickle.
     """
     # Whatever the exception's own methods raise, the caller must hear of it.
     try:
@@ -42,7 +43,9 @@ def described(error: BaseException, as_data: bool = False) -> tuple[str, str, st
         text = f"{type(error).__qualname__} (its traceback raised {type(failure).__name__})"
     try:
         is_data = as_data and isinstance(error, Exception)
-        content: Any = error_values(error) if is_data else None if as_data else pickle.dumps(error, 5)
+        content: Any = (
+            error_values(error) if is_data else None if as_data else pickle.dumps(error, 5)
+        )
     except BaseException:
         content = None
     return type(error).__qualname__, _representation(error), text, content
@@ -57,16 +60,25 @@ def rebuilt(description: Any, worker: WorkerInfo, allowed: Allowed | None = None
         allowed: The list of this worker, which reads data only if it has one.
 
     Returns:
-        The exception itself; a ``RemoteError`` if it cannot be rebuilt here. Its cause holds the remote traceback.
+        The exception itself; a ``RemoteError`` if it cannot be rebuilt here. Its cause holds the
+        remote traceback.
 
     Raises:
         FrameError: It is no description.
     """
-    if type(description) is not tuple or len(description) != 4 or not all(type(part) is str for part in description[:3]):
+    if (
+        type(description) is not tuple
+        or len(description) != 4
+        or not all(type(part) is str for part in description[:3])
+    ):
         raise FrameError(f"{worker} has sent an exception that is none")
     type_name, representation, text, content = description
     error: BaseException | None = None
-    reason = "it cannot be pickled" if allowed is None else "an answer must not interrupt or end this program"
+    reason = (
+        "it cannot be pickled"
+        if allowed is None
+        else "an answer must not interrupt or end this program"
+    )
     if content is not None:
         try:
             error = pickle.loads(content) if allowed is None else made_error(content, allowed)
@@ -76,7 +88,8 @@ def rebuilt(description: Any, worker: WorkerInfo, allowed: Allowed | None = None
         reason = "an answer must not interrupt or end this program"
     if not isinstance(error, Exception):
         error = RemoteError(
-            f"{worker.name} (rank {worker.id}) raised {type_name}, which cannot be raised here: {reason}. "
+            f"{worker.name} (rank {worker.id}) raised {type_name}, which cannot be raised here: "
+            f"{reason}. "
             f"Original exception on remote side was: {representation}",
             worker.id,
             type_name,

@@ -94,7 +94,10 @@ class Request:
         agent, incoming = self._agent, self._incoming
         if agent.allowed is not None:
             agent.references.drop(incoming)
-            raise Refused("a call without a function's name came to a worker that reads data only (init_rpc(..., allowed=[...]))")
+            raise Refused(
+                "a call without a function's name came to a worker that reads data only "
+                "(init_rpc(..., allowed=[...]))"
+            )
         function, args, kwargs = agent.wire.decode(incoming, place, False)
         name = getattr(function, "__qualname__", None)
         return function, args, kwargs, name if type(name) is str else type(function)
@@ -137,7 +140,9 @@ class Request:
         incoming = self._incoming
         try:
             content = self._agent.wire.codecs[incoming.source].encoded(value)
-            self._agent.wire.answer(incoming.source, _RESULT, incoming.sequence, incoming.context, content)
+            self._agent.wire.answer(
+                incoming.source, _RESULT, incoming.sequence, incoming.context, content
+            )
         except BaseException as error:
             self.fail(error)
 
@@ -147,7 +152,11 @@ class Request:
             codec = self._agent.wire.codecs[self._incoming.source]
             self._answer(Kind.EXCEPTION, codec.encoded(codec.described(error)))
         except BaseException:
-            logger.exception("%s cannot answer a request of rank %d", self._agent.workers.me, self._incoming.source)
+            logger.exception(
+                "%s cannot answer a request of rank %d",
+                self._agent.workers.me,
+                self._incoming.source,
+            )
             self._agent.wire.count_answer()
 
     def _answer(self, kind: int, content: Content) -> None:
@@ -155,7 +164,11 @@ class Request:
         self._agent.wire.answer(incoming.source, kind, incoming.sequence, incoming.context, content)
 
     def _log(self, error: BaseException) -> None:
-        logger.warning("On %s: a function that was called from another worker raised", self._agent.workers.me, exc_info=error)
+        logger.warning(
+            "On %s: a function that was called from another worker raised",
+            self._agent.workers.me,
+            exc_info=error,
+        )
 
 
 class RemoteRequest(Request):
@@ -172,7 +185,12 @@ class RemoteRequest(Request):
     def succeed(self, value: Any) -> None:
         """Keep the result, and say so."""
         if isinstance(value, torch._C.Future):
-            self.fail(MpidistError("Can not pickle torch.futures.Future; mark the function with rpc.functions.async_execution"))
+            self.fail(
+                MpidistError(
+                    "Can not pickle torch.futures.Future; mark the function with "
+                    "rpc.functions.async_execution"
+                )
+            )
             return
         self._entry.set(value)
         try:
@@ -184,7 +202,9 @@ class RemoteRequest(Request):
         """Keep the exception in place of the result, and answer with it."""
         # Read on this worker, it must not interrupt or end the program either.
         kept = (
-            error if isinstance(error, Exception) else remote_error.rebuilt(remote_error.described(error), self._agent.workers.me)
+            error
+            if isinstance(error, Exception)
+            else remote_error.rebuilt(remote_error.described(error), self._agent.workers.me)
         )
         self._entry.set(error=kept)
         super().fail(error)
@@ -230,7 +250,8 @@ class EngineRequest(Request):
             engine = interceptor.engine
             if engine is None:
                 raise MpidistError(
-                    f"{agent.workers.me.name} does not handle messages of kind {Kind(incoming.kind).name}: no autograd is in use"
+                    f"{agent.workers.me.name} does not handle messages of kind "
+                    f"{Kind(incoming.kind).name}: no autograd is in use"
                 )
             obj = agent.wire.decode(incoming, incoming.start, False)
             result = engine.handle(incoming.source, incoming.kind, incoming.context, obj)

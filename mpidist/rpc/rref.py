@@ -30,8 +30,9 @@ _BACKWARD = "backward() of a reference"
 class RRef(Holder, proxy.Proxied, Generic[T]):
     """A remote reference. Made of a value, it is the owner's; ``remote`` and messages make users'.
 
-    It can be passed to any worker in arguments and results, alone or within containers and objects, and to nothing else. The
-    value lives until the last holder has dropped it. Calls on the value go by ``rref.rpc_sync().method(…)`` and its kin.
+    It can be passed to any worker in arguments and results, alone or within containers and objects,
+    and to nothing else. The value lives until the last holder has dropped it. Calls on the value go
+    by ``rref.rpc_sync().method(…)`` and its kin.
 
     Args:
         value: Any object; it stays where it is.
@@ -45,7 +46,8 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
         agent = current.agent
         if agent is None:
             raise MpidistError(
-                "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+                "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by "
+                "calling `rpc.init_rpc`)?"
             )
         entry = Entry(agent.references.store.make_id())
         entry.set(value)
@@ -66,10 +68,15 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
     def confirmed_by_owner(self) -> bool:
         """Say whether the owner knows of this holder.
 
-        Of a reference that came in a message that is certain: the owner is told before its value could go (``rref_store``).
+        Of a reference that came in a message that is certain: the owner is told before its value
+        could go (``rref_store``).
         """
         creation = self._creation
-        return self._entry is not None or creation is None or (creation.done and creation.reason() is None)
+        return (
+            self._entry is not None
+            or creation is None
+            or (creation.done and creation.reason() is None)
+        )
 
     def local_value(self) -> T:
         """Return the value itself, on its owner.
@@ -82,8 +89,10 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
         """
         if self._entry is None:
             raise RRefError(
-                f"For UserRRef(rref_id={unique(self._reference)}, fork_id={unique(self._fork or 0)}), can't call localValue() "
-                f"on user {self._agent.workers.me}. Call it on owner {self._owner}, or to_here() for a copy"
+                f"For UserRRef(rref_id={unique(self._reference)}, "
+                f"fork_id={unique(self._fork or 0)}), can't call localValue() "
+                f"on user {self._agent.workers.me}. Call it on owner {self._owner}, or to_here() "
+                "for a copy"
             )
         return self._own_value(0.0)
 
@@ -105,18 +114,25 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
         if self._deleted:
             raise RRefError(f"{self!r} was deleted. Cannot call to_here() on it after deletion.")
         self._require_made()
-        return self._agent.calls.request(self._owner.id, Kind.RREF_FETCH, WORD.pack(self._reference), None, timeout, _TO_HERE)
+        return self._agent.calls.request(
+            self._owner.id, Kind.RREF_FETCH, WORD.pack(self._reference), None, timeout, _TO_HERE
+        )
 
     @staticmethod
-    def create(agent: Agent, to: int, function: Any, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
+    def create(
+        agent: Agent, to: int, function: Any, args: Any, kwargs: Any, timeout: float
+    ) -> RRef[Any]:
         """See ``create``; for the proxies."""
         return create(agent, to, function, args, kwargs, timeout)
 
-    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False, mode: str = "fast") -> None:
+    def backward(
+        self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False, mode: str = "fast"
+    ) -> None:
         """Run the backward pass from the value, a scalar tensor, on its owner.
 
         Args:
-            dist_autograd_ctx_id: The distributed context; the owner may leave it out, for a local pass.
+            dist_autograd_ctx_id: The distributed context; the owner may leave it out, for a local
+                pass.
             retain_graph: Keep the graph for another pass.
             mode: ``"fast"`` or ``"smart"``: see ``mpidist.autograd.backward``.
         """
@@ -124,8 +140,11 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
             if dist_autograd_ctx_id == -1:
                 raise MpidistError("User RRefs require 'dist_autograd_ctx_id' to be specified")
             content = (self, dist_autograd_ctx_id, retain_graph, mode)
-            kind = Kind.BACKWARD_AUTOGRAD  # a kind of its own: no list of allowed functions need name it
-            self._agent.calls.request(self._owner.id, kind, b"", content, UNSET_RPC_TIMEOUT, _BACKWARD)
+            # a kind of its own: no list of allowed functions need name it
+            kind = Kind.BACKWARD_AUTOGRAD
+            self._agent.calls.request(
+                self._owner.id, kind, b"", content, UNSET_RPC_TIMEOUT, _BACKWARD
+            )
             return
         _run_backward(self, dist_autograd_ctx_id, retain_graph, mode)
 
@@ -155,12 +174,15 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
         """Return the value's type, or a future of it; asked of the owner once."""
         if self._type is None:
             if self._entry is not None and blocking:
-                # Not by a future: a handler that waits here must leave its place to the one that makes the value.
+                # Not by a future: a handler that waits here must leave its place to the one that
+                # makes the value.
                 return type(self._own_value(0.0 if timeout == UNSET_RPC_TIMEOUT else timeout))
             if self._entry is not None:
                 self._type = self._agent.references.future_of_entry(self._entry, type)
             else:
-                self._type = self._agent.calls.invoke_async(self._owner.id, methods.type_of, (self,), {}, timeout)
+                self._type = self._agent.calls.invoke_async(
+                    self._owner.id, methods.type_of, (self,), {}, timeout
+                )
         return self._type.wait() if blocking else self._type
 
     def _serialize(self) -> None:
@@ -171,17 +193,23 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
 PyRRef = RRef
 
 
-def create(agent: Agent, to: int, function: Any, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
+def create(
+    agent: Agent, to: int, function: Any, args: Any, kwargs: Any, timeout: float
+) -> RRef[Any]:
     """Call a function on a worker and return a reference to its result, which stays there."""
     calls = agent.calls
     timeout_s = calls.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
-    reference, fork, entry, creation = agent.references.create(to, function, args, kwargs, timeout_s)
+    reference, fork, entry, creation = agent.references.create(
+        to, function, args, kwargs, timeout_s
+    )
     if entry is not None:
         return owner_rref(agent, entry, creation)
     return user_rref(agent, agent.workers.infos[to], reference, fork, creation)
 
 
-def user_rref(agent: Agent, owner: WorkerInfo, reference: int, fork: int, creation: Creation | None) -> RRef[Any]:
+def user_rref(
+    agent: Agent, owner: WorkerInfo, reference: int, fork: int, creation: Creation | None
+) -> RRef[Any]:
     """Make a user's reference."""
     made: RRef[Any] = RRef.__new__(RRef)
     made._set_up(agent, owner, reference, fork, None, creation)
@@ -213,5 +241,8 @@ def _run_backward(rref: RRef[Any], context_id: int, retain_graph: bool, mode: st
         return
     engine = interceptor.engine
     if engine is None:
-        raise MpidistError(f"Could not find autograd context with id: {context_id}; distributed autograd is not in use here")
+        raise MpidistError(
+            f"Could not find autograd context with id: {context_id}; distributed autograd is not "
+            "in use here"
+        )
     engine.backward(context_id, value, retain_graph, mode)

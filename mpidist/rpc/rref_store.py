@@ -1,33 +1,42 @@
 """Reference counts of remote values: the owner's table of values and forks. Pure: what is to be sent is returned as data.
 
-**Names.** A *reference* names one value on its owner; a *fork* names one holder of it on another worker. Both ids are unique in
-the job: the rank that made it, and a number of that rank. The value lives while a fork is known, or the owner's code holds it.
+**Names.** A *reference* names one value on its owner; a *fork* names one holder of it on another
+worker. Both ids are unique in the job: the rank that made it, and a number of that rank. The value
+lives while a fork is known, or the owner's code holds it.
 
-**Messages**, counted per event. MPI keeps the order of two messages of one pair of ranks (MPI-4.1 §3.5), and they are
-taken up in that order. That is all the protocol needs, so nothing is confirmed:
+**Messages**, counted per event. MPI keeps the order of two messages of one pair of ranks (MPI-4.1
+§3.5), and they are taken up in that order. That is all the protocol needs, so nothing is confirmed:
 
-========================================  =======================================================================  =========
-event                                     messages                                                                 torch's
-========================================  =======================================================================  =========
-``remote`` on worker O, from A            REMOTE_* with reference and A's fork (A→O); REMOTE_DONE back             2
-A passes it to O, its owner               none: the message itself carries the pair, O counts it as it arrives     0
-O passes it to B                          none: O counts B's fork as it writes the message                         2
-A passes it to B, neither owns it         RREF_FORK (A→O), sent ahead of the message to B                          4
-a holder drops it                         RREF_USER_DELETE (holder→O)                                              1-2
-``to_here``                               RREF_FETCH and RESULT                                                    2
-========================================  =======================================================================  =========
+========================================
+=======================================================================  ========= event
+messages                                                                 torch's
+========================================
+=======================================================================  ========= ``remote`` on
+worker O, from A            REMOTE_* with reference and A's fork (A→O); REMOTE_DONE back
+2 A passes it to O, its owner               none: the message itself carries the pair, O counts it
+as it arrives     0 O passes it to B                          none: O counts B's fork as it writes
+the message                         2 A passes it to B, neither owns it         RREF_FORK (A→O),
+sent ahead of the message to B                          4 a holder drops it
+RREF_USER_DELETE (holder→O)                                              1-2 ``to_here``
+RREF_FETCH and RESULT                                                    2
+========================================
+=======================================================================  =========
 
-**Why no value is freed too early.** A fork of B that A makes is announced by A (A→O) before A can drop its own fork (A→O, later
-in the same order). So at O, B's fork is known before A's is gone, whatever B's own messages do meanwhile.
+**Why no value is freed too early.** A fork of B that A makes is announced by A (A→O) before A can
+drop its own fork (A→O, later in the same order). So at O, B's fork is known before A's is gone,
+whatever B's own messages do meanwhile.
 
-**What may come early.** B's RREF_FETCH, or B's RREF_USER_DELETE, may reach O before A's messages. A fetch of a reference that O
-does not know waits for it. A delete of a fork that O does not know is noted, and meets its fork later; A's own fork keeps the
-entry until then. Deleting twice does nothing.
+**What may come early.** B's RREF_FETCH, or B's RREF_USER_DELETE, may reach O before A's messages. A
+fetch of a reference that O does not know waits for it. A delete of a fork that O does not know is
+noted, and meets its fork later; A's own fork keeps the entry until then. Deleting twice does
+nothing.
 
-**Who makes which id.** The caller of ``remote`` makes the reference and its fork; whoever passes a reference on, or announces a
-fork, makes the fork. So the ids that a message brings are its sender's own, but for references that it passes on, and deletes.
+**Who makes which id.** The caller of ``remote`` makes the reference and its fork; whoever passes a
+reference on, or announces a fork, makes the fork. So the ids that a message brings are its sender's
+own, but for references that it passes on, and deletes.
 
-torch confirms every fork (fork request and child accept, each acknowledged) because its channels have no such order.
+torch confirms every fork (fork request and child accept, each acknowledged) because its channels
+have no such order.
 """
 
 from __future__ import annotations
@@ -72,11 +81,22 @@ class Entry:
         error: What its creation raised.
         forks: The known forks.
         early: Forks that were deleted before they were known.
-        created: Its REMOTE_* message was seen, or its value, or this worker is about to send itself such a message.
+        created: Its REMOTE_* message was seen, or its value, or this worker is about to send itself
+            such a message.
         is_taken: Its REMOTE_* message was seen, or its value: no message may make it any more.
     """
 
-    __slots__ = ("_waiting", "created", "early", "error", "forks", "is_set", "is_taken", "reference", "value")
+    __slots__ = (
+        "_waiting",
+        "created",
+        "early",
+        "error",
+        "forks",
+        "is_set",
+        "is_taken",
+        "reference",
+        "value",
+    )
 
     def __init__(self, reference: int) -> None:
         self.reference = reference
@@ -96,7 +116,10 @@ class Entry:
         act(self)
 
     def set(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Give the value, or what its creation raised; what waits for it is called in this thread. Set once, it stays."""
+        """Give the value, or what its creation raised; what waits for it is called in this thread.
+
+        Set once, it stays.
+        """
         with _lock:
             if self.is_set:
                 return
@@ -140,14 +163,17 @@ class RRefStore:
         """Take up the entry that a REMOTE_* message names, with its sender's fork; the value comes by ``Entry.set``.
 
         Raises:
-            FrameError: Its sender has not made both ids, or a value has the reference already; nothing is kept.
+            FrameError: Its sender has not made both ids, or a value has the reference already;
+                nothing is kept.
         """
         if reference >> ID_SHIFT != source or fork >> ID_SHIFT != source:
             require_own(source, (reference, fork))
         with self._lock:
             entry = self._of(reference)
             if entry.is_taken:
-                raise FrameError(f"rank {source} has a value made as {reference:#x}, which there is already")
+                raise FrameError(
+                    f"rank {source} has a value made as {reference:#x}, which there is already"
+                )
             entry.created = entry.is_taken = True
             self._count(entry, fork)
             return entry
@@ -174,7 +200,10 @@ class RRefStore:
                 self._count(self._of(reference), fork)
 
     def delete_fork(self, reference: int, fork: int) -> None:
-        """Forget a fork; the last one takes the entry out of the table. Of one not known yet, note it."""
+        """Forget a fork; the last one takes the entry out of the table.
+
+        Of one not known yet, note it.
+        """
         with self._lock:
             entry = self._of(reference)
             if fork in entry.forks:

@@ -1,7 +1,7 @@
 """Services of RPC itself: functions that every worker answers, whatever its list, by messages of a kind of their own.
 
-Each gets the sender's rank ahead of the arguments of the message, and checks them: they come from any worker. There is no other
-function of this package that a message can name.
+Each gets the sender's rank ahead of the arguments of the message, and checks them: they come from
+any worker. There is no other function of this package that a message can name.
 """
 
 from __future__ import annotations
@@ -32,5 +32,7 @@ def found(name: str) -> Callable[..., Any]:
     """
     function = _functions.get(name)
     if function is None:
-        raise MpidistError(f"{name!r} is no service of a worker; there are {', '.join(sorted(_functions))}")
+        raise MpidistError(
+            f"{name!r} is no service of a worker; there are {', '.join(sorted(_functions))}"
+        )
     return function

@@ -72,7 +72,9 @@ class Wire:
         self._send = transport.send
 
     def use_references(
-        self, adopt: Callable[[int, int, int], Any], announce: Callable[[int, Sequence[tuple[int, int]]], None]
+        self,
+        adopt: Callable[[int, int, int], Any],
+        announce: Callable[[int, Sequence[tuple[int, int]]], None],
     ) -> None:
         """Have references made of (reference, fork, owner's rank), and owners told of (owner, pairs) ahead of a message."""
         self._adopt = adopt
@@ -83,7 +85,13 @@ class Wire:
         return bool(self._request_maps.get(to))
 
     def post(
-        self, to: int, kind: int, sequence: int = 0, context: int = 0, prefix: bytes = b"", content: Content = EMPTY
+        self,
+        to: int,
+        kind: int,
+        sequence: int = 0,
+        context: int = 0,
+        prefix: bytes = b"",
+        content: Content = EMPTY,
     ) -> None:
         """Send a message.
 
@@ -110,7 +118,8 @@ class Wire:
         if references or context:
             if references:
                 references[0].require_shareable()
-            # Last of all: nothing can fail any more, and nothing is recorded or counted that never comes to be.
+            # Last of all: nothing can fail any more, and nothing is recorded or counted that never
+            # comes to be.
             if context and (number := _recorded(to, kind, context, content)):
                 flags |= AUTOGRAD
             if references:
@@ -136,7 +145,9 @@ class Wire:
         with self._count_lock:
             self.answered += 1
 
-    def post_one_way(self, to: int, kind: int, prefix: bytes, content: Content = EMPTY, context: int = 0) -> None:
+    def post_one_way(
+        self, to: int, kind: int, prefix: bytes, content: Content = EMPTY, context: int = 0
+    ) -> None:
         """Send a message that is not answered, counted for quiescence; nothing once RPC is stopped.
 
         Raises:
@@ -153,7 +164,9 @@ class Wire:
                 self.one_way_sent -= 1
             raise
 
-    def _post(self, to: int, kind: int, sequence: int, context: int, prefix: bytes, content: Content) -> None:
+    def _post(
+        self, to: int, kind: int, sequence: int, context: int, prefix: bytes, content: Content
+    ) -> None:
         goes_back = FIRST_RESPONSE <= kind < FIRST_ONE_WAY or kind == _REQUEST_GRADIENTS
         maps = self._answer_maps if goes_back else self._request_maps
         flags, body, parts, devices = content.body(maps.get(to))
@@ -164,21 +177,34 @@ class Wire:
             flags |= AUTOGRAD
             prefix = WORD.pack(number) + prefix
         if content.references:
-            # Last of all: nothing can fail any more, and no holder is counted that never comes to be.
-            flags, prefix, body = self._with_references(to, flags, prefix, body, content.references, number)
+            # Last of all: nothing can fail any more, and no holder is counted that never comes to
+            # be.
+            flags, prefix, body = self._with_references(
+                to, flags, prefix, body, content.references, number
+            )
         nbytes = len(prefix) + len(body)
         # Announced references begin a content that is a part, whatever its size.
         if flags & FAR or nbytes > (HEADER_BYTES if parts else ROOM_BYTES):
-            self._send(to, kind, sequence, context, flags | FAR, prefix, [body, *parts], [None, *devices])
+            self._send(
+                to, kind, sequence, context, flags | FAR, prefix, [body, *parts], [None, *devices]
+            )
         else:
             self._send(to, kind, sequence, context, flags, prefix + body, parts, devices)
 
     def _with_references(
-        self, to: int, flags: int, prefix: bytes, body: bytes, references: Sequence[Any], number: int
+        self,
+        to: int,
+        flags: int,
+        prefix: bytes,
+        body: bytes,
+        references: Sequence[Any],
+        number: int,
     ) -> tuple[int, bytes, bytes]:
         rows = [reference.fork(to) for reference in references]
         if len(rows) > MAX_REFERENCES:
-            self._announce(to, [(reference, fork) for reference, fork, owner in rows if owner == to])
+            self._announce(
+                to, [(reference, fork) for reference, fork, owner in rows if owner == to]
+            )
             return flags | ANNOUNCED | FAR, prefix, message.written_announced(rows) + body
         table = message.written_references(rows)
         first = WORD.size if number else 0
@@ -201,7 +227,10 @@ class Wire:
         return rows
 
     def references_in(self, incoming: Incoming) -> list[Kind3]:
-        """Return the references of a message; those that were announced once it is complete. None where they cannot be read."""
+        """Return the references of a message; those that were announced once it is complete.
+
+        None where they cannot be read.
+        """
         if incoming.flags & REFERENCES:
             return incoming.noted[1] if incoming.noted is not None else []
         if incoming.flags & ANNOUNCED and incoming.is_complete and incoming.parts:
@@ -263,7 +292,11 @@ class Wire:
     def decode_answer(self, incoming: Incoming) -> Any:
         """Return the object that an answer holds."""
         place = incoming.start
-        return None if place == incoming.end and not incoming.flags else self.decode(incoming, place, True)
+        return (
+            None
+            if place == incoming.end and not incoming.flags
+            else self.decode(incoming, place, True)
+        )
 
 
 def _announced(incoming: Incoming, body: Any, place: int) -> tuple[list[Kind3], int]:
@@ -285,5 +318,7 @@ def _no_references(*args: Any) -> Any:
     raise FrameError("references in a message of a worker that has none")
 
 
-def _attached(engine: Any, incoming: Incoming, number: int, is_answer: bool, tensors: list[Any]) -> list[Any]:
+def _attached(
+    engine: Any, incoming: Incoming, number: int, is_answer: bool, tensors: list[Any]
+) -> list[Any]:
     return engine.arriving(incoming.context, incoming.source, number, tensors, is_answer)

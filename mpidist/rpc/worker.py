@@ -42,7 +42,9 @@ def check_name(name: str) -> None:
     if not name:
         raise MpidistError("Worker name must be non-empty")
     if len(name) >= _MAX_NAME:
-        raise MpidistError(f"Worker name must be shorter than {_MAX_NAME} characters; got {len(name)}")
+        raise MpidistError(
+            f"Worker name must be shorter than {_MAX_NAME} characters; got {len(name)}"
+        )
     if not _NAME.fullmatch(name):
         raise MpidistError(f"Worker name must match {_NAME.pattern}; got {name!r}")
 
@@ -64,7 +66,13 @@ class Workers:
         data_only: Ranks that read data only: they have a list of what may be called.
     """
 
-    def __init__(self, infos: Sequence[WorkerInfo], rank: int, world_ranks: Sequence[int], data_only: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        infos: Sequence[WorkerInfo],
+        rank: int,
+        world_ranks: Sequence[int],
+        data_only: Iterable[int] = (),
+    ) -> None:
         self.infos = tuple(infos)
         self.me = self.infos[rank]
         self.world_ranks = tuple(world_ranks)

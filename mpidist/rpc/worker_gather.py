@@ -54,7 +54,8 @@ class _Identity(NamedTuple):
 
 
 _lock = threading.RLock()
-# By agent, and the names of those who gather: they count alike. States: by sequence id, of the same agent.
+# By agent, and the names of those who gather: they count alike. States: by sequence id, of the same
+# agent.
 _counts: dict[tuple[int, str], int] = {}
 _states: dict[str, _State] = {}
 
@@ -67,14 +68,18 @@ def forget() -> None:
 
 
 @services.service
-def gather_to_leader(source: int, /, sequence_id: str, worker_name: str, obj: Any, worker_names: set[str]) -> None:
+def gather_to_leader(
+    source: int, /, sequence_id: str, worker_name: str, obj: Any, worker_names: set[str]
+) -> None:
     """Take a worker's part; run by the leader.
 
     Raises:
-        MpidistError: It is not the sender's part, this worker is not the leader, the sender is too far ahead, or it has given its
-            part already.
+        MpidistError: It is not the sender's part, this worker is not the leader, the sender is too
+            far ahead, or it has given its part already.
     """
-    _require_types(type(sequence_id) is str and type(worker_name) is str and type(worker_names) is set)
+    _require_types(
+        type(sequence_id) is str and type(worker_name) is str and type(worker_names) is set
+    )
     _require_types(all(type(name) is str for name in worker_names))
     with _lock:
         agent = current.require()  # under the lock: none is left behind by ``forget``
@@ -88,8 +93,13 @@ def gather_to_leader(source: int, /, sequence_id: str, worker_name: str, obj: An
             count = _counts.get((agent.generation, joined), 0)
             if number < count:
                 return  # this worker has ceased to wait for it
-            ahead = sum([not other.is_called and sender in other.gathered for other in _states.values()])
-            _require(number < count + _AHEAD and ahead < _AHEAD, f"{sender} is too far ahead of {agent.workers.me.name}")
+            ahead = sum(
+                [not other.is_called and sender in other.gathered for other in _states.values()]
+            )
+            _require(
+                number < count + _AHEAD and ahead < _AHEAD,
+                f"{sender} is too far ahead of {agent.workers.me.name}",
+            )
             state = _states[sequence_id] = _State()
         _require(worker_name not in state.gathered, f"{worker_name} has given its part already")
         state.gathered[worker_name] = obj
@@ -102,16 +112,23 @@ def tell_follower(source: int, /, sequence_id: str, gathered: dict[str, Any]) ->
     """Take all parts; run by each worker but the leader. It has given its own part by then.
 
     Raises:
-        MpidistError: The sender is not the leader, this worker has not given its part, or the parts are others.
+        MpidistError: The sender is not the leader, this worker has not given its part, or the parts
+            are others.
     """
     _require_types(type(sequence_id) is str and type(gathered) is dict)
     with _lock:
         agent = current.require()  # under the lock: none is left behind by ``forget``
         number, joined, names = identity = _identity(agent, sequence_id)
         sender, leader = _sender(agent, source, identity), min(names)
-        _require(sender == leader != agent.workers.me.name, f"{sender} does not lead it, but {leader} does")
+        _require(
+            sender == leader != agent.workers.me.name,
+            f"{sender} does not lead it, but {leader} does",
+        )
         _require(gathered.keys() == names, "its parts are of others")
-        _require(number < _counts.get((agent.generation, joined), 0), f"{agent.workers.me.name} has not given its part")
+        _require(
+            number < _counts.get((agent.generation, joined), 0),
+            f"{agent.workers.me.name} has not given its part",
+        )
         state = _states.get(sequence_id)
         if state is None:
             return  # this worker has ceased to wait for it
@@ -134,9 +151,14 @@ def _identity(agent: Agent, sequence_id: str) -> _Identity:
     """Return what a sequence id says, if this worker takes part."""
     match = _SEQUENCE_ID.fullmatch(sequence_id)
     if match is None:
-        raise MpidistError(f"a message of a gathering is refused: {sequence_id[:80]!r} is no sequence id")
+        raise MpidistError(
+            f"a message of a gathering is refused: {sequence_id[:80]!r} is no sequence id"
+        )
     generation, number, joined = match.groups()
-    _require(generation == str(agent.generation), f"it is of init_rpc {generation}; this is {agent.generation}")
+    _require(
+        generation == str(agent.generation),
+        f"it is of init_rpc {generation}; this is {agent.generation}",
+    )
     names = joined.split(" ")
     _require(names == sorted(set(names)), "its names are not in order")
     _require(agent.workers.me.name in names, f"{agent.workers.me.name} takes no part")
@@ -151,7 +173,9 @@ def _sender(agent: Agent, source: int, identity: _Identity) -> str:
     return name
 
 
-def all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
+def all_gather(
+    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
     """Return each worker's object by its name.
 
     Collective: over the named workers; None for all.
@@ -161,10 +185,13 @@ def all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: flo
         RankFailureError: A worker came to the end of its program, or has left RPC.
     """
     agent = current.require()
-    names = set(worker_names) if worker_names else {worker.name for worker in agent.get_worker_infos()}
+    names = (
+        set(worker_names) if worker_names else {worker.name for worker in agent.get_worker_infos()}
+    )
     joined = " ".join(sorted(names))
     with _lock:
-        # Each agent counts anew: one that a worker has missed, and ended with RPC, must not part them for ever.
+        # Each agent counts anew: one that a worker has missed, and ended with RPC, must not part
+        # them for ever.
         if any(generation != agent.generation for generation, _ in _counts):
             _counts.clear()
         number = _counts.get((agent.generation, joined), 0)
@@ -179,18 +206,29 @@ def all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: flo
             _states.pop(sequence_id, None)
 
 
-def _gathered(agent: Agent, state: _State, sequence_id: str, obj: Any, names: set[str], timeout: float) -> dict[str, Any]:
+def _gathered(
+    agent: Agent, state: _State, sequence_id: str, obj: Any, names: set[str], timeout: float
+) -> dict[str, Any]:
     leader, me = min(names), agent.workers.me.name
     limit = agent.calls.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
     if me == leader:
         gather_to_leader(agent.workers.me.id, sequence_id, me, obj, names)
     else:
-        agent.calls.invoke(agent.workers.rank_of(leader), gather_to_leader, (sequence_id, me, obj, names), {}, timeout)
+        agent.calls.invoke(
+            agent.workers.rank_of(leader),
+            gather_to_leader,
+            (sequence_id, me, obj, names),
+            {},
+            timeout,
+        )
     deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
     while not state.proceed.wait(_LOOK_S):
         missing = names - {me} - set(state.gathered)
         if time.monotonic() > deadline:
-            raise MpidistError(f"{me} timed out in _all_gather after {limit:.2f} seconds: {sorted(missing)} missing")
+            raise MpidistError(
+                f"{me} timed out in _all_gather after {limit:.2f} seconds: {sorted(missing)} "
+                "missing"
+            )
         _require_present(agent, me, missing, leader)
     if me == leader:
         _tell_followers(names - {leader}, sequence_id, state.gathered, timeout, limit)
@@ -199,7 +237,8 @@ def _gathered(agent: Agent, state: _State, sequence_id: str, obj: Any, names: se
 
 def _require_present(agent: Agent, me: str, missing: set[str], leader: str) -> None:
     ranks = {agent.workers.rank_of(name) for name in missing}
-    # Who leaves RPC may have had the answer that is still on its way here; only the leader leaves after all have it.
+    # Who leaves RPC may have had the answer that is still on its way here; only the leader leaves
+    # after all have it.
     gone = agent.workers.left & (ranks if me == leader else {agent.workers.rank_of(leader)})
     ended = exited_ranks.ended([agent.workers.world_ranks[rank] for rank in sorted(ranks)])
     if gone or ended:
@@ -207,10 +246,14 @@ def _require_present(agent: Agent, me: str, missing: set[str], leader: str) -> N
         raise exited_ranks.failure(f"{agent.workers.me}: _all_gather", lost)
 
 
-def _tell_followers(followers: set[str], sequence_id: str, gathered: Any, timeout: float, limit: float) -> None:
+def _tell_followers(
+    followers: set[str], sequence_id: str, gathered: Any, timeout: float, limit: float
+) -> None:
     agent = current.require()
     told = {
-        name: agent.calls.invoke_async(agent.workers.rank_of(name), tell_follower, (sequence_id, gathered), {}, timeout)
+        name: agent.calls.invoke_async(
+            agent.workers.rank_of(name), tell_follower, (sequence_id, gathered), {}, timeout
+        )
         for name in sorted(followers)
     }
     errors = []
@@ -221,7 +264,8 @@ def _tell_followers(followers: set[str], sequence_id: str, gathered: Any, timeou
             errors.append((name, error))
     if errors:
         raise MpidistError(
-            f"Followers {[name for name, _ in errors]} timed out in _all_gather after {limit:.2f} seconds. "
+            f"Followers {[name for name, _ in errors]} timed out in _all_gather after {limit:.2f} "
+            "seconds. "
             f"The first exception is {errors[0][1]}"
         )
 

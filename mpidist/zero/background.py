@@ -19,7 +19,8 @@ from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.shard_image import ShardImage
 
 _NICE = 19  # the lowest priority
-_open: list[Any] = []  # groups that were not closed: they end with the job, and a finalizer could not close them
+# groups that were not closed: they end with the job, and a finalizer could not close them
+_open: list[Any] = []
 
 
 class Consolidating:
@@ -41,7 +42,8 @@ class Consolidating:
 
         Raises:
             CommTimeout: Not ended in time; it goes on.
-            MpidistError: The recipient could not write the file (other ranks; the recipient raises what it raised).
+            MpidistError: The recipient could not write the file (other ranks; the recipient raises
+                what it raised).
         """
         self._work.wait(timeout)
 
@@ -93,7 +95,8 @@ class Background:
 
         def transfer() -> None:
             _give_way()
-            # Popped: once this has ended, nobody holds the memory of the snapshot, and the next one takes it.
+            # Popped: once this has ended, nobody holds the memory of the snapshot, and the next one
+            # takes it.
             state = gathered(group, snapshot.pop(), recipient, chunk_bytes, results)
             if state is not None:
                 found.append(packed(state))
@@ -143,7 +146,9 @@ def _give_way() -> None:
     if sys.platform == "linux":  # where a thread has a priority of its own
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), _NICE))
+            os.setpriority(
+                os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), _NICE)
+            )
 
 
 def _write_together(group: Any, found: list[dict[str, Any]], recipient: int, path: Path) -> None:

@@ -55,7 +55,9 @@ def view_of(box: Box, form: torch.Tensor, elements: torch.Tensor, start: int) ->
     return run.view([box.sizes[place] for place in order]).permute(back)
 
 
-def _runs(sizes: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+def _runs(
+    sizes: Sequence[int], start: int, stop: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
     if start >= stop:
         return []
     if not sizes:
@@ -69,7 +71,9 @@ def _runs(sizes: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, 
         found += _inside(sizes, first_whole - 1, inner, start, first_whole * inner)
     if first_whole < end_whole:
         zeros = (0,) * (len(sizes) - 1)
-        found.append(((first_whole, *zeros), (end_whole - first_whole, *sizes[1:]), first_whole * inner))
+        found.append(
+            ((first_whole, *zeros), (end_whole - first_whole, *sizes[1:]), first_whole * inner)
+        )
     if end_whole * inner < stop:
         found += _inside(sizes, end_whole, inner, end_whole * inner, stop)
     return found

@@ -1,7 +1,7 @@
 """Places of parameters in flat buffers (pure): one buffer a dtype and device, each rank's shard contiguous.
 
-Parameters begin at multiples of 64 elements and shards are cut at such: elsewhere torch's fused kernels, which treat the end of
-a vector otherwise than its middle, give other bits.
+Parameters begin at multiples of 64 elements and shards are cut at such: elsewhere torch's fused
+kernels, which treat the end of a vector otherwise than its middle, give other bits.
 
 Letters: W ranks; N elements of a buffer.
 """
@@ -90,7 +90,8 @@ class BufferPlan:
                 at += padded(numel)
         bounds = [0]
         for bound in self.bounds[1:-1]:
-            # A cut keeps its place in the parameter that it goes through; one that has gone leaves it to its neighbour.
+            # A cut keeps its place in the parameter that it goes through; one that has gone leaves
+            # it to its neighbour.
             lengths = [min(max(bound - offset, 0), length) for offset, length, _ in moved]
             bounds.append(sum(lengths))
         return BufferPlan(dtype, device, tuple(slots), (*bounds, at))
@@ -108,7 +109,11 @@ class BufferPlan:
                 continue
             spans = [span for span in self.spans(rank) if span.number in numbers]
             at = self.bounds[rank]
-            found.append((spans[0].offset, spans[-1].offset + spans[-1].stop - spans[-1].start) if spans else (at, at))
+            found.append(
+                (spans[0].offset, spans[-1].offset + spans[-1].stop - spans[-1].start)
+                if spans
+                else (at, at)
+            )
         return found
 
 
@@ -117,7 +122,9 @@ def padded(numel: int) -> int:
     return -(-numel // UNIT) * UNIT
 
 
-def whole(parameters: Mapping[int, torch.Tensor], owners: Mapping[int, int], ranks: int) -> list[BufferPlan]:
+def whole(
+    parameters: Mapping[int, torch.Tensor], owners: Mapping[int, int], ranks: int
+) -> list[BufferPlan]:
     """Plan buffers in which each parameter belongs to one rank.
 
     Args:
@@ -157,7 +164,9 @@ def split(plan: BufferPlan, parameters: Sequence[torch.Tensor]) -> list[BufferPl
     for slot in plan.slots:
         parameter = parameters[slot.number]
         kinds.setdefault((parameter.dtype, parameter.device), []).append(slot.number)
-    return [plan.only(frozenset(numbers), dtype, device) for (dtype, device), numbers in kinds.items()]
+    return [
+        plan.only(frozenset(numbers), dtype, device) for (dtype, device), numbers in kinds.items()
+    ]
 
 
 def owned_parts(plans: Sequence[BufferPlan]) -> dict[int, tuple[tuple[int, int, int], ...]]:
@@ -170,7 +179,9 @@ def owned_parts(plans: Sequence[BufferPlan]) -> dict[int, tuple[tuple[int, int, 
     return {number: tuple(spans) for number, spans in found.items()}
 
 
-def _by_kind(parameters: Mapping[int, torch.Tensor]) -> dict[tuple[torch.dtype, torch.device], Sequence[int]]:
+def _by_kind(
+    parameters: Mapping[int, torch.Tensor],
+) -> dict[tuple[torch.dtype, torch.device], Sequence[int]]:
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for number, parameter in parameters.items():
         if parameter.numel():  # an empty one has no place, and no rank need step it

@@ -1,7 +1,9 @@
 """State for torch.distributed.checkpoint: each rank writes what it owns, and reads what it owns by then.
 
-Names, shapes and nesting are those of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. State of which a rank
-owns a part is a ``PartOfTensor``: it has the parameter's shape, and tells the planner in which boxes its elements lie.
+Names, shapes and nesting are those of
+``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. State of which a rank owns a
+part is a ``PartOfTensor``: it has the parameter's shape, and tells the planner in which boxes its
+elements lie.
 """
 
 from __future__ import annotations
@@ -11,7 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from mpidist.zero.boxes import boxes, view_of
@@ -36,7 +42,8 @@ class PartOfTensor(torch.Tensor):
         elements: As given; what is read is written there.
         is_known: They hold values.
 
-    Source: ``torch.distributed._checkpointable._Checkpointable``, the protocol that this class follows.
+    Source: ``torch.distributed._checkpointable._Checkpointable``, the protocol that this class
+    follows.
     """
 
     elements: Tensor
@@ -45,9 +52,13 @@ class PartOfTensor(torch.Tensor):
     _views: list[Tensor]
 
     @staticmethod
-    def __new__(cls, form: Tensor, elements: Tensor, start: int, is_known: bool = True) -> PartOfTensor:
+    def __new__(
+        cls, form: Tensor, elements: Tensor, start: int, is_known: bool = True
+    ) -> PartOfTensor:
         """Make it; it has no memory of its own."""
-        made = torch.Tensor._make_wrapper_subclass(cls, form.shape, dtype=elements.dtype, device=elements.device)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, form.shape, dtype=elements.dtype, device=elements.device
+        )
         made.elements = elements
         made.is_known = is_known
         found = boxes(form, start, start + elements.numel())
@@ -56,8 +67,11 @@ class PartOfTensor(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if function is torch.ops.aten.new_empty.default:  # a copy by torch's stager, which then sets the attributes
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # a copy by torch's stager, which then sets the attributes
+        if function is torch.ops.aten.new_empty.default:
             whole = torch.empty(args[1], dtype=args[0].dtype, device="meta")
             return cls(whole, torch.empty(0, dtype=args[0].dtype, device=args[0].device), 0)
         if function is torch.ops.aten.detach.default:
@@ -65,7 +79,10 @@ class PartOfTensor(torch.Tensor):
         raise NotImplementedError(f"{function} of a part of a tensor: take its elements")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PartOfTensor({self.elements.numel()} elements of shape {tuple(self.shape)}, {self.dtype})"
+        return (
+            f"PartOfTensor({self.elements.numel()} elements of shape {tuple(self.shape)}, "
+            f"{self.dtype})"
+        )
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
         if not self.is_known:
@@ -73,7 +90,10 @@ class PartOfTensor(torch.Tensor):
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
-                MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, None, TensorWriteData(chunk, properties, self.shape)
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                None,
+                TensorWriteData(chunk, properties, self.shape),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -92,26 +112,35 @@ class PartOfTensor(torch.Tensor):
 
 
 def sharded(
-    image: ShardImage, pieces: Sequence[Piece], groups: Groups, first_state: Callable[[Piece], Mapping[str, Any]]
+    image: ShardImage,
+    pieces: Sequence[Piece],
+    groups: Groups,
+    first_state: Callable[[Piece], Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Return the state dict; what it refers to is the image's.
 
     Args:
         pieces: This rank's, of which the image is.
         groups: Of all parameters.
-        first_state: Called with a trainable piece that has no state; returns what its first step would make, which the
-            checkpoint is to overwrite.
+        first_state: Called with a trainable piece that has no state; returns what its first step
+            would make, which the checkpoint is to overwrite.
     """
     names = names_of(groups)
     state: dict[str, dict[str, Any]] = {}
     own = {piece.number: piece for piece in pieces}
     for number, held in image.entries.items():
-        state[names[number]] = {name: _held(image, own.get(number), value) for name, value in held.items()}
+        state[names[number]] = {
+            name: _held(image, own.get(number), value) for name, value in held.items()
+        }
     for piece in pieces:
         if piece.number not in image.entries and piece.parameter.requires_grad:
             form = image.forms[piece.number]
             first = first_state(piece).items()
-            made = {name: _wanted(piece, form, value) for name, value in first if isinstance(value, torch.Tensor)}
+            made = {
+                name: _wanted(piece, form, value)
+                for name, value in first
+                if isinstance(value, torch.Tensor)
+            }
             if made:
                 state[names[piece.number]] = made
     number, packed = 0, []
@@ -131,13 +160,20 @@ def names_of(groups: Groups) -> list[str]:
     return [str(number) for number in range(sum(len(group["params"]) for group in groups))]
 
 
-def restored(given: Mapping[str, Any], pieces: Sequence[Piece], groups: Groups, base_groups: Groups) -> dict[str, Any]:
-    """Return what the base optimizer of this rank is to load. What the checkpoint had no values for is left out."""
+def restored(
+    given: Mapping[str, Any], pieces: Sequence[Piece], groups: Groups, base_groups: Groups
+) -> dict[str, Any]:
+    """Return what the base optimizer of this rank is to load.
+
+    What the checkpoint had no values for is left out.
+    """
     names = names_of(groups)
 
     def held_by(piece: Piece) -> dict[str, Any] | None:
         held = given["state"].get(names[piece.number])
-        if not held or not all(value.is_known for value in held.values() if isinstance(value, PartOfTensor)):
+        if not held or not all(
+            value.is_known for value in held.values() if isinstance(value, PartOfTensor)
+        ):
             return None
         return {name: _value(value, piece) for name, value in held.items()}
 
@@ -152,13 +188,18 @@ def as_torch(given: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
     """
     if not isinstance(given, Mapping) or "state" not in given or "param_groups" not in given:
         raise ValueError(
-            "a sharded state dict is what sharded_state_dict() returned, filled by torch.distributed.checkpoint.load"
+            "a sharded state dict is what sharded_state_dict() returned, filled by "
+            "torch.distributed.checkpoint.load"
         )
     names = [name for group in given["param_groups"] for name in group["params"]]
-    sizes, own_sizes = [len(group["params"]) for group in given["param_groups"]], [len(group["params"]) for group in groups]
+    sizes, own_sizes = (
+        [len(group["params"]) for group in given["param_groups"]],
+        [len(group["params"]) for group in groups],
+    )
     if names != names_of(groups) or sizes != own_sizes:
         raise ValueError(
-            f"the sharded state dict is of another model: it names {names[:4]}, this optimizer {names_of(groups)[:4]}"
+            f"the sharded state dict is of another model: it names {names[:4]}, this optimizer "
+            f"{names_of(groups)[:4]}"
         )
     return {"state": {}, "param_groups": list(given["param_groups"])}
 
@@ -167,7 +208,11 @@ def _held(image: ShardImage, piece: Piece | None, value: Any) -> Any:
     if isinstance(value, InFlat):
         assert piece is not None and piece.home is not None
         _, at = piece.home
-        return PartOfTensor(image.forms[piece.number], image.flats[value.kind][at : at + piece.stop - piece.start], piece.start)
+        return PartOfTensor(
+            image.forms[piece.number],
+            image.flats[value.kind][at : at + piece.stop - piece.start],
+            piece.start,
+        )
     return image.loose[value.place] if isinstance(value, Loose) else value
 
 
@@ -181,6 +226,8 @@ def _wanted(piece: Piece, form: Tensor, value: Tensor) -> PartOfTensor:
 def _value(value: Any, piece: Piece) -> Any:
     if isinstance(value, PartOfTensor):
         if value.dim() and value.shape == piece.parameter.shape:
-            return value.elements.as_strided(piece.tensor.shape, piece.tensor.stride(), value.elements.storage_offset())
+            return value.elements.as_strided(
+                piece.tensor.shape, piece.tensor.stride(), value.elements.storage_offset()
+            )
         return value.elements.view(value.shape).clone()
     return value.clone() if isinstance(value, torch.Tensor) else value

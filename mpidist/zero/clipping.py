@@ -24,11 +24,16 @@ def limits(max_norm: float, norm_type: float) -> tuple[float, float]:
         ValueError: ``norm_type`` is not positive, or ``max_norm`` is NaN.
     """
     if not float(norm_type) > 0 or math.isnan(max_norm):
-        raise ValueError(f"clip_grad_norm needs norm_type > 0 and a number for max_norm; got {norm_type} and {max_norm}")
+        raise ValueError(
+            f"clip_grad_norm needs norm_type > 0 and a number for max_norm; got {norm_type} and "
+            f"{max_norm}"
+        )
     return float(max_norm), float(norm_type)
 
 
-def clip(group: Any, gradients: Sequence[Tensor], max_norm: float, norm_type: float, device: torch.device) -> Tensor:
+def clip(
+    group: Any, gradients: Sequence[Tensor], max_norm: float, norm_type: float, device: torch.device
+) -> Tensor:
     """Scale gradients in place such that the norm of all ranks' gradients together is at most ``max_norm``.
 
     Collective: over the group.
@@ -41,17 +46,28 @@ def clip(group: Any, gradients: Sequence[Tensor], max_norm: float, norm_type: fl
     Returns:
         The norm before, a 0-dim tensor of fp64.
     """
-    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    dense = [
+        gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients
+    ]
     norms = [_norm(each, norm_type).to(device) for each in dense if each.numel()]
     if math.isinf(norm_type):
-        total = torch.stack(norms).max() if norms else torch.zeros((), dtype=torch.float64, device=device)
+        total = (
+            torch.stack(norms).max()
+            if norms
+            else torch.zeros((), dtype=torch.float64, device=device)
+        )
         group.all_reduce(total, MAX)
     else:
-        total = (torch.stack(norms) ** norm_type).sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+        total = (
+            (torch.stack(norms) ** norm_type).sum()
+            if norms
+            else torch.zeros((), dtype=torch.float64, device=device)
+        )
         group.all_reduce(total, SUM)
         total = total ** (1 / norm_type)
     scale = (max_norm / (total + _TINY)).clamp(max=1.0)
-    # No decision on the host: a CUDA stream goes on. A NaN norm makes all gradients NaN, as torch's does.
+    # No decision on the host: a CUDA stream goes on. A NaN norm makes all gradients NaN, as torch's
+    # does.
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.device, _real(gradient.dtype)))
     return total

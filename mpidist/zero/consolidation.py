@@ -1,8 +1,9 @@
 """Consolidation of the ranks' state: raw memory in chunks, straight into the recipient's tensors.
 
-First every rank tells the recipient what it holds: for each parameter the names of its state, and values of no dimension (step
-counts). The recipient then has one tensor for each kind of state and buffer, as long as the buffer, and receives each rank's
-shard into its place. A rank that receives nothing allocates at most one chunk.
+First every rank tells the recipient what it holds: for each parameter the names of its state, and
+values of no dimension (step counts). The recipient then has one tensor for each kind of state and
+buffer, as long as the buffer, and receives each rank's shard into its place. A rank that receives
+nothing allocates at most one chunk.
 
 Letters: W ranks; N elements of a buffer.
 """
@@ -24,8 +25,11 @@ Tensor = torch.Tensor
 StateByNumber = dict[int, dict[str, Any]]
 CHUNK_BYTES = 16 << 20
 
-# Plain data: the kinds, for each parameter what its state is called and where it lies (``local_state``), and the loose tensors.
-_Told = tuple[tuple[KindKey, ...], dict[int, list[tuple[str, str, Any]]], list[tuple[torch.Size, torch.dtype]]]
+# Plain data: the kinds, for each parameter what its state is called and where it lies
+# (``local_state``), and the loose tensors.
+_Told = tuple[
+    tuple[KindKey, ...], dict[int, list[tuple[str, str, Any]]], list[tuple[torch.Size, torch.dtype]]
+]
 
 
 class Consolidation:
@@ -44,21 +48,29 @@ class Consolidation:
             RuntimeError: There is none on this rank.
         """
         if self._state is None:
-            last = "it was not called yet" if self._recipient is None else f"the last call brought it to rank {self._recipient}"
+            last = (
+                "it was not called yet"
+                if self._recipient is None
+                else f"the last call brought it to rank {self._recipient}"
+            )
             raise RuntimeError(
-                f"the optimizer's state is not consolidated on rank {rank} ({last}): call consolidate_state_dict(recipient_rank="
+                f"the optimizer's state is not consolidated on rank {rank} ({last}): call "
+                "consolidate_state_dict(recipient_rank="
                 f"{rank}) on all ranks before state_dict() on this one"
             )
         return self._state
 
     def run(self, image: ShardImage, recipient: int, chunk_bytes: int) -> None:
         """Bring all ranks' state to the recipient, or to all (-1). Collective: over the group."""
-        self._state = None  # first: if nobody else holds the last result, its memory takes the new one
+        # first: if nobody else holds the last result, its memory takes the new one
+        self._state = None
         self._recipient = recipient
         self._state = gathered(self._group, image, recipient, chunk_bytes, self._memory)
 
 
-def gathered(group: Any, image: ShardImage, recipient: int, chunk_bytes: int, memory: KeptMemory) -> StateByNumber | None:
+def gathered(
+    group: Any, image: ShardImage, recipient: int, chunk_bytes: int, memory: KeptMemory
+) -> StateByNumber | None:
     """Return the state of all ranks by parameter number, in torch's shapes and order; None on ranks that do not receive.
 
     Collective: over the group.
@@ -72,7 +84,10 @@ def gathered(group: Any, image: ShardImage, recipient: int, chunk_bytes: int, me
     Raises:
         MemoryError: A recipient has no memory (there; DisagreementError on the others).
     """
-    entries = {number: [described(name, value) for name, value in held.items()] for number, held in image.entries.items()}
+    entries = {
+        number: [described(name, value) for name, value in held.items()]
+        for number, held in image.entries.items()
+    }
     told: _Told = (image.kinds, entries, [(tensor.shape, tensor.dtype) for tensor in image.loose])
     if recipient == -1:
         everyone = group.all_gather_object(told)
@@ -91,7 +106,9 @@ def gathered(group: Any, image: ShardImage, recipient: int, chunk_bytes: int, me
                 group.send(chunk, recipient)
         return None
     for rank, (kinds, _, _) in enumerate(everyone):
-        places = [whole[kind][slice(*image.plans[kind[0]].bounds[rank : rank + 2])] for kind in kinds] + loose[rank]
+        places = [
+            whole[kind][slice(*image.plans[kind[0]].bounds[rank : rank + 2])] for kind in kinds
+        ] + loose[rank]
         if rank == group.rank:
             for place, tensor in zip(places, own, strict=True):
                 place.copy_(tensor)
@@ -104,7 +121,9 @@ def gathered(group: Any, image: ShardImage, recipient: int, chunk_bytes: int, me
     return _assembled(everyone, whole, loose, image)
 
 
-def _allocated(everyone: list[_Told], image: ShardImage, memory: KeptMemory) -> tuple[dict[KindKey, Tensor], list[list[Tensor]]]:
+def _allocated(
+    everyone: list[_Told], image: ShardImage, memory: KeptMemory
+) -> tuple[dict[KindKey, Tensor], list[list[Tensor]]]:
     """Return for each kind a tensor of N elements, and for each rank its loose tensors as vectors."""
     wanted: dict[Any, tuple[int, torch.dtype]] = {}
     for rank, (kinds, _, shapes) in enumerate(everyone):
@@ -113,14 +132,22 @@ def _allocated(everyone: list[_Told], image: ShardImage, memory: KeptMemory) -> 
         for place, (shape, dtype) in enumerate(shapes):
             wanted[rank, place] = (shape.numel(), dtype)
     made = memory.tensors(wanted)
-    loose = [[made.pop((rank, place)) for place in range(len(shapes))] for rank, (_, _, shapes) in enumerate(everyone)]
+    loose = [
+        [made.pop((rank, place)) for place in range(len(shapes))]
+        for rank, (_, _, shapes) in enumerate(everyone)
+    ]
     return made, loose
 
 
 def _assembled(
-    everyone: list[_Told], whole: dict[KindKey, Tensor], loose: list[list[Tensor]], image: ShardImage
+    everyone: list[_Told],
+    whole: dict[KindKey, Tensor],
+    loose: list[list[Tensor]],
+    image: ShardImage,
 ) -> StateByNumber:
-    slots = {(place, slot.number): slot for place, plan in enumerate(image.plans) for slot in plan.slots}
+    slots = {
+        (place, slot.number): slot for place, plan in enumerate(image.plans) for slot in plan.slots
+    }
     found: StateByNumber = {}
     for rank, (kinds, entries, shapes) in enumerate(everyone):
         for number, rows in entries.items():
@@ -133,7 +160,9 @@ def _assembled(
                     part = whole[kinds[value]][slot.offset : slot.offset + slot.numel]
                     values[name] = laid_out(part, image.forms[number])
                 else:
-                    values[name] = loose[rank][value].view(shapes[value][0]) if where == LOOSE else value
+                    values[name] = (
+                        loose[rank][value].view(shapes[value][0]) if where == LOOSE else value
+                    )
     return dict(sorted(found.items()))
 
 

@@ -11,7 +11,10 @@ from mpidist.zero.pieces import Piece
 
 
 def first_state(
-    optim: type[torch.optim.Optimizer], group: dict[str, Any], defaults: dict[str, Any], piece: Piece
+    optim: type[torch.optim.Optimizer],
+    group: dict[str, Any],
+    defaults: dict[str, Any],
+    piece: Piece,
 ) -> dict[str, Any]:
     """Return names, shapes and dtypes of the state of one piece, with the values after a step by a gradient of zeros.
 

@@ -25,7 +25,8 @@ Spans = list[tuple[int, int]]  # for each rank its elements, as first and end
 class FlatBuffers:
     """Memory of some parameters: one flat buffer for each plan.
 
-    Collective: constructed by all ranks of the group with the same plans; the parameters stay where they are until ``adopt``.
+    Collective: constructed by all ranks of the group with the same plans; the parameters stay where
+    they are until ``adopt``.
 
     Args:
         parameters: By number; those that the plans name.
@@ -48,7 +49,9 @@ class FlatBuffers:
     ) -> None:
         self.plans = list(plans)
         self._group = group
-        self._parameters = {slot.number: parameters[slot.number] for plan in plans for slot in plan.slots}
+        self._parameters = {
+            slot.number: parameters[slot.number] for plan in plans for slot in plan.slots
+        }
         self._memories: list[tuple[ShardMemory, list[int]]] = []
         self._starts = [0] * len(plans)  # bytes, in the memory of each plan
         flats: dict[int, Tensor] = {}
@@ -62,13 +65,18 @@ class FlatBuffers:
         self.flats = [flats[place] for place in range(len(plans))]
         self.is_one_copy = any(memory.is_one_copy for memory, _ in self._memories)
         self._views = {
-            slot.number: laid_out(flat[slot.offset : slot.offset + slot.numel], (order or self._parameters)[slot.number])
+            slot.number: laid_out(
+                flat[slot.offset : slot.offset + slot.numel],
+                (order or self._parameters)[slot.number],
+            )
             for plan, flat in zip(self.plans, self.flats, strict=True)
             for slot in plan.slots
         }
         self._addresses: dict[int, int] = {}  # of the parameters that lie here
 
-    def _allocated(self, device: torch.device, places: Sequence[int], one_copy: bool) -> ShardMemory:
+    def _allocated(
+        self, device: torch.device, places: Sequence[int], one_copy: bool
+    ) -> ShardMemory:
         nbytes = 0
         for place in places:  # 64 elements are a multiple of every dtype's size
             self._starts[place] = nbytes
@@ -132,7 +140,8 @@ class FlatBuffers:
         for number, view in self._views.items():
             if self._parameters[number].shape != view.shape:
                 raise ValueError(
-                    f"parameter {number} had shape {tuple(view.shape)} and now has {tuple(self._parameters[number].shape)}: its "
+                    f"parameter {number} had shape {tuple(view.shape)} and now has "
+                    f"{tuple(self._parameters[number].shape)}: its "
                     "state does not fit it any more; build another optimizer"
                 )
 
@@ -205,8 +214,8 @@ def in_memory_order(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor's elements as one vector, in the order in which its parameter's elements lie; a view if it lies so, too."""
     if is_dense(parameter) and not parameter.is_contiguous():
         if tensor.stride() != parameter.stride():
-            tensor = torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
-                tensor
-            )
+            tensor = torch.empty_strided(
+                parameter.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device
+            ).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return tensor.reshape(-1)

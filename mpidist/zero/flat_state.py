@@ -1,6 +1,7 @@
 """State of the base optimizer in flat tensors: one for each kind (``exp_avg``, …) and buffer, as long as the rank's shard.
 
-A shard is then one message for each kind when it is consolidated. The base optimizer keeps working on views.
+A shard is then one message for each kind when it is consolidated. The base optimizer keeps working
+on views.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class FlatState:
             and value.shape == piece.tensor.shape
         )
 
-    def _settle_one(self, piece: Piece, held: dict[str, Any], name: str, value: Tensor, size: int) -> None:
+    def _settle_one(
+        self, piece: Piece, held: dict[str, Any], name: str, value: Tensor, size: int
+    ) -> None:
         assert piece.home is not None
         kind = Kind(piece.home[0], name, value.dtype, value.device)
         flat = self.kinds.get(kind)
@@ -81,7 +84,11 @@ class FlatState:
             flat = self._spare.pop(kind, None)
             if flat is None or flat.numel() != size:
                 on_host = value.device.type == "cpu"
-                flat = zeros(size, value.dtype) if on_host else torch.zeros(size, dtype=value.dtype, device=value.device)
+                flat = (
+                    zeros(size, value.dtype)
+                    if on_host
+                    else torch.zeros(size, dtype=value.dtype, device=value.device)
+                )
             self.kinds[kind] = flat
         view = piece.state_view(flat)
         if value.data_ptr() != view.data_ptr():

@@ -1,7 +1,7 @@
 """Gradient scaler whose verdict all ranks share: an infinite gradient on one skips the step on all.
 
-Where each rank averages all gradients, all find the same. Where only the owner has an average (``to_owners``), each finds what is
-in its own.
+Where each rank averages all gradients, all find the same. Where only the owner has an average
+(``to_owners``), each finds what is in its own.
 
 Source: FairScale's and ``torch.distributed.fsdp``'s ``ShardedGradScaler``, by whose name it goes.
 """
@@ -22,18 +22,19 @@ Tensor = torch.Tensor
 class ShardedGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for gradients that are divided among ranks.
 
-    ``unscale_`` and ``step`` are collective over the optimizer's group (an ``OSS``'s own, else ``process_group``); all ranks then
-    step or skip together, and their scales stay equal.
+    ``unscale_`` and ``step`` are collective over the optimizer's group (an ``OSS``'s own, else
+    ``process_group``); all ranks then step or skip together, and their scales stay equal.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
         init_scale: The scale at the beginning.
-        growth_factor: By which it grows after ``growth_interval`` steps without an infinite gradient.
+        growth_factor: By which it grows after ``growth_interval`` steps without an infinite
+            gradient.
         backoff_factor: By which it is multiplied after a step that was skipped.
         growth_interval: Steps.
         enabled: False: gradients are not scaled, and nothing is communicated.
-        process_group: For optimizers that have none: native group or torch group on the backend ``mpidist``; the default group if
-            None.
+        process_group: For optimizers that have none: native group or torch group on the backend
+            ``mpidist``; the default group if None.
     """
 
     def __init__(
@@ -47,11 +48,17 @@ class ShardedGradScaler(torch.amp.GradScaler):
         *,
         process_group: Any = None,
     ) -> None:
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
         self.process_group = process_group
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = {}
         error: Exception | None = None
@@ -61,14 +68,18 @@ class ShardedGradScaler(torch.amp.GradScaler):
             error = raised
         group = native_group(getattr(optimizer, "group", self.process_group))
         worst = max((float(each) for each in found.values()), default=0.0)
-        verdict = torch.tensor([worst, bool(found), error is not None], dtype=torch.float32, device="cpu")
+        verdict = torch.tensor(
+            [worst, bool(found), error is not None], dtype=torch.float32, device="cpu"
+        )
         group.all_reduce(verdict, MAX)
         is_infinite, has_gradients, is_refused = verdict.tolist()
         if is_refused:
             require_alike(group, "ShardedGradScaler.unscale_", (), error)
         if has_gradients:
             # A rank that has no gradient at all skips with the others, too.
-            found[inv_scale.device] = torch.full((), is_infinite, dtype=torch.float32, device=inv_scale.device)
+            found[inv_scale.device] = torch.full(
+                (), is_infinite, dtype=torch.float32, device=inv_scale.device
+            )
         return found
 
     def __getstate__(self) -> dict[str, Any]:

@@ -74,16 +74,23 @@ def require_apart(groups: Sequence[Group]) -> None:
         ValueError: There are some.
     """
     first: dict[tuple[torch.device, int], int] = {}
-    parameters = [parameter for group in groups for parameter in group["params"] if parameter.numel()]
+    parameters = [
+        parameter for group in groups for parameter in group["params"] if parameter.numel()
+    ]
     for number, parameter in enumerate(parameters):
         address = parameter.data_ptr()
         if address and first.setdefault((parameter.device, address), number) != number:
             other = first[parameter.device, address]
             if parameter is parameters[other]:
-                raise ValueError(f"a parameter of shape {tuple(parameter.shape)} was given twice: an optimizer steps each once")
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} was given twice: an optimizer "
+                    "steps each once"
+                )
             raise ValueError(
-                f"two parameters, of shapes {tuple(parameters[other].shape)} and {tuple(parameter.shape)}, lie in the same "
-                "memory: in flat buffers they would be two; tie modules by one Parameter that both hold"
+                f"two parameters, of shapes {tuple(parameters[other].shape)} and "
+                f"{tuple(parameter.shape)}, lie in the same "
+                "memory: in flat buffers they would be two; tie modules by one Parameter that both "
+                "hold"
             )
 
 
@@ -94,7 +101,9 @@ def require_carried(groups: Sequence[Group], wire: Any) -> None:
         TypeError: There are some.
     """
     if wire is not None:
-        for dtype in dict.fromkeys(p.dtype for group in groups for p in group["params"] if p.requires_grad):
+        for dtype in dict.fromkeys(
+            p.dtype for group in groups for p in group["params"] if p.requires_grad
+        ):
             wire.master_dtype(dtype)
 
 
@@ -106,4 +115,7 @@ def require_host_memory(groups: Sequence[Group]) -> None:
     """
     devices = {p.device.type for group in groups for p in group["params"]} - {"cpu"}
     if devices:
-        raise ValueError(f"one_copy=True is for parameters in host memory; got some on {', '.join(sorted(devices))}")
+        raise ValueError(
+            "one_copy=True is for parameters in host memory; got some on "
+            f"{', '.join(sorted(devices))}"
+        )

@@ -1,7 +1,8 @@
 """Steps within the backward pass: a communication hook that steps this rank's part of a bucket once its average is there.
 
-The base optimizer steps a subset: its groups hold that subset alone meanwhile. So each parameter is stepped once, with its own
-step count, in another order than ``step()`` takes; the bits are the same, because no parameter's step depends on another's.
+The base optimizer steps a subset: its groups hold that subset alone meanwhile. So each parameter is
+stepped once, with its own step count, in another order than ``step()`` takes; the bits are the
+same, because no parameter's step depends on another's.
 """
 
 from __future__ import annotations
@@ -55,18 +56,22 @@ class BackwardSteps:
         new = {id(parameter) for parameter in parameters}
         if not self._came.isdisjoint(new):
             raise RuntimeError(
-                "gradients were averaged again before the optimizer's step(): the first averages are in the parameters already. "
-                "Call step() after each backward pass that averages, and run those that only accumulate under no_sync()"
+                "gradients were averaged again before the optimizer's step(): the first averages "
+                "are in the parameters already. "
+                "Call step() after each backward pass that averages, and run those that only "
+                "accumulate under no_sync()"
             )
         self._came |= new
 
-    def step(self, parameters: Sequence[Tensor], has_gradient: Sequence[bool], flat: Tensor) -> None:
+    def step(
+        self, parameters: Sequence[Tensor], has_gradient: Sequence[bool], flat: Tensor
+    ) -> None:
         """Step this rank's pieces of a bucket; what goes wrong is raised by the optimizer's ``step()``, on all ranks.
 
         Args:
             parameters: In the order in which their gradients lie in ``flat``.
-            has_gradient: Whether each has a gradient on this rank. One without may be unused by all ranks, which is known at the
-                end of the pass only: ``step()`` sees to it.
+            has_gradient: Whether each has a gradient on this rank. One without may be unused by all
+                ranks, which is known at the end of the pass only: ``step()`` sees to it.
             flat: N averaged elements.
         """
         with self._lock, torch.no_grad(), record_function("mpidist::oss::step_in_backward"):
@@ -94,7 +99,9 @@ class BackwardSteps:
             return None
         return step_only(optim, [piece.tensor for piece in rest], **kwargs)
 
-    def _step(self, parameters: Sequence[Tensor], has_gradient: Sequence[bool], flat: Tensor) -> None:
+    def _step(
+        self, parameters: Sequence[Tensor], has_gradient: Sequence[bool], flat: Tensor
+    ) -> None:
         optimizer = self._optimizer
         shards = optimizer._shards
         if shards.has_moved():  # step() will have the buffers follow
@@ -122,8 +129,11 @@ class BackwardSteps:
                 piece.tensor.grad = gradient_before
         self._stepped.update(piece for piece, _ in found)
         if not shards.masters.flats:
-            # A cut piece has a version of its own; autograd looks at the parameter's when a graph still needs the old values.
-            torch.autograd.graph.increment_version([piece.parameter for piece, _ in found if not piece.is_parameter])
+            # A cut piece has a version of its own; autograd looks at the parameter's when a graph
+            # still needs the old values.
+            torch.autograd.graph.increment_version(
+                [piece.parameter for piece, _ in found if not piece.is_parameter]
+            )
 
 
 class SteppingHook:
@@ -133,9 +143,13 @@ class SteppingHook:
         self.hook = hook
         self._steps = steps
         # torch's module reads names and annotations, and takes its own GradBucket or none.
-        self.__name__ = self.__qualname__ = f"stepping({getattr(hook, '__qualname__', type(hook).__name__)})"
+        self.__name__ = self.__qualname__ = (
+            f"stepping({getattr(hook, '__qualname__', type(hook).__name__)})"
+        )
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in ("state", "bucket")])
+        self.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, kind) for name in ("state", "bucket")]
+        )
 
     @property
     def is_in_order(self) -> bool:
@@ -156,13 +170,20 @@ class SteppingHook:
         """
         parameters = bucket.parameters()
         self._steps.note(parameters)
-        # A rank without inputs takes the others' step in ``step()``, which brings their settings, too.
-        steps = not (is_mirrored(parameters) or (isinstance(bucket, GradBucket) and torch._C._current_graph_task_id() == -1))
+        # A rank without inputs takes the others' step in ``step()``, which brings their settings,
+        # too.
+        steps = not (
+            is_mirrored(parameters)
+            or (isinstance(bucket, GradBucket) and torch._C._current_graph_task_id() == -1)
+        )
         has_gradient = [steps and parameter.grad is not None for parameter in parameters]
         dtype = bucket.buffer().dtype
         future = self.hook(state, bucket)
         if not hasattr(future, "then"):
-            raise TypeError(f"a communication hook must return a future of the reduced bucket; got {type(future).__name__}")
+            raise TypeError(
+                "a communication hook must return a future of the reduced bucket; got "
+                f"{type(future).__name__}"
+            )
 
         def averaged(ended: Any) -> Tensor:
             value = ended.value()

@@ -1,7 +1,7 @@
 """Uneven inputs: a rank that has none left takes the others' steps, with the average of their gradients for its shard.
 
-``mpidist``'s DistributedDataParallel leaves that average in the gradients of such a rank; torch's does not, so a rank that has
-inputs sends what is missing.
+``mpidist``'s DistributedDataParallel leaves that average in the gradients of such a rank; torch's
+does not, so a rank that has inputs sends what is missing.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ def require_named(parameters: Sequence[Tensor]) -> None:
     """Refuse the step of an optimizer that ``DistributedDataParallel.join`` was not told of.
 
     Raises:
-        RuntimeError: The parameters' module is within ``join``: ranks without inputs would not take part in the step.
+        RuntimeError: The parameters' module is within ``join``: ranks without inputs would not take
+            part in the step.
     """
     if any(hasattr(parameter, _IS_JOINING) for parameter in parameters):
         raise RuntimeError(
-            "a sharded optimizer steps within DistributedDataParallel.join, which was not told of it; ranks whose inputs have "
+            "a sharded optimizer steps within DistributedDataParallel.join, which was not told of "
+            "it; ranks whose inputs have "
             "ended could not take part: name it, join(optimizers=[optimizer])"
         )
 
@@ -64,9 +66,13 @@ class BorrowedGradients:
         Returns:
             The settings of a rank that has inputs: its schedulers go on.
         """
-        needs = not has_inputs and not is_mirrored([parameters[number] for number in owned[group.rank]])
+        needs = not has_inputs and not is_mirrored(
+            [parameters[number] for number in owned[group.rank]]
+        )
         told = torch.empty(2 * group.size, dtype=torch.uint8, device="cpu")
-        group.all_gather_into_tensor(told, torch.tensor([has_inputs, needs], dtype=torch.uint8, device="cpu"))
+        group.all_gather_into_tensor(
+            told, torch.tensor([has_inputs, needs], dtype=torch.uint8, device="cpu")
+        )
         rows = told.view(-1, 2).tolist()
         roots = [rank for rank, (has, _) in enumerate(rows) if has]
         if not roots:
@@ -76,7 +82,13 @@ class BorrowedGradients:
                 continue
             if group.rank == roots[-1]:
                 group.send_object(
-                    (settings, [_on_host(parameters[number].grad) for number in owned[rank]] if wants else None), rank
+                    (
+                        settings,
+                        [_on_host(parameters[number].grad) for number in owned[rank]]
+                        if wants
+                        else None,
+                    ),
+                    rank,
                 )
             elif group.rank == rank:
                 (settings, gradients), _ = group.recv_object(roots[-1])

@@ -39,14 +39,17 @@ class Loading(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of any world size: of this class, of FairScale's, or of ``optim`` over all parameters.
 
-        The argument stays as it is. All ranks give the same; what ``rank_local_state_dict`` returned is taken, too, each rank's
-        own. Load the parameters first: a wire's master copies are renewed from parameters that somebody has written.
+        The argument stays as it is. All ranks give the same; what ``rank_local_state_dict``
+        returned is taken, too, each rank's own. Load the parameters first: a wire's master copies
+        are renewed from parameters that somebody has written.
 
         Collective: over the group.
 
         Raises:
-            ValueError: It is of another model, class of optimizers or layout; nothing has been loaded (all ranks).
-            DisagreementError: Another rank refused, or ranks give different settings; nothing has been loaded.
+            ValueError: It is of another model, class of optimizers or layout; nothing has been
+                loaded (all ranks).
+            DisagreementError: Another rank refused, or ranks give different settings; nothing has
+                been loaded.
         """
         with autograd_mode.allocating(), torch.no_grad():
             self._load(state_dict)
@@ -57,7 +60,8 @@ class Loading(torch.optim.Optimizer):
         Collective: over the group.
 
         Raises:
-            ValueError: It is of another model or class of optimizers; nothing has been loaded (all ranks).
+            ValueError: It is of another model or class of optimizers; nothing has been loaded (all
+                ranks).
             DisagreementError: Another rank refused, or ranks have different settings.
         """
         from mpidist.zero import checkpoint
@@ -72,10 +76,15 @@ class Loading(torch.optim.Optimizer):
             error = raised
         require_alike(self.group, where, rows, error)
         names = checkpoint.names_of(self.param_groups)
-        held = {number: dict(state_dict["state"].get(names[number], old)) for number, old in self._parked.held.items()}
+        held = {
+            number: dict(state_dict["state"].get(names[number], old))
+            for number, old in self._parked.held.items()
+        }
         self._install(
             where,
-            lambda: checkpoint.restored(state_dict, pieces, self.param_groups, self.optim.param_groups),
+            lambda: checkpoint.restored(
+                state_dict, pieces, self.param_groups, self.optim.param_groups
+            ),
             plain["param_groups"],
             Parked(self._parked.owners, held),
         )
@@ -126,8 +135,17 @@ class Loading(torch.optim.Optimizer):
     def _require_fits(self, given: Any) -> None:
         state_dict.require_fits(given, self.param_groups, self.optim)
 
-    def _install(self, where: str, local: Callable[[], dict[str, Any]], saved_groups: Any, parked_state: Parked) -> None:
-        """Have the base optimizer load its part on all ranks, or on none. Collective: over the group."""
+    def _install(
+        self,
+        where: str,
+        local: Callable[[], dict[str, Any]],
+        saved_groups: Any,
+        parked_state: Parked,
+    ) -> None:
+        """Have the base optimizer load its part on all ranks, or on none.
+
+        Collective: over the group.
+        """
         error: Exception | None = None
         before = (self.optim.state, self.optim.param_groups)
         try:
@@ -146,9 +164,13 @@ class Loading(torch.optim.Optimizer):
         state_dict.take_settings(self.optim.param_groups, saved_groups, self.param_groups)
 
     def _unpark(self) -> None:
-        """Hand loaded state to parameters that have got a place since. Collective: over the group."""
+        """Hand loaded state to parameters that have got a place since.
+
+        Collective: over the group.
+        """
         if self._parked.hand_over(self.group, self._shards, self.optim.state):
-            self.optim.load_state_dict(self.optim.state_dict())  # torch's rules for dtype and device
+            # torch's rules for dtype and device
+            self.optim.load_state_dict(self.optim.state_dict())
             self.state = self.optim.state
             self._settle()
 

@@ -1,6 +1,7 @@
 """State dict of one rank: its flat tensors as they lie, for the same world size and layout. Communicates nothing.
 
-It holds plain Python values and tensors alone, so ``torch.load`` reads it with ``weights_only=True``.
+It holds plain Python values and tensors alone, so ``torch.load`` reads it with
+``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def is_rank_local(given: Any) -> bool:
     return isinstance(given, Mapping) and given.get("format") == FORMAT
 
 
-def packed(image: ShardImage, world_size: int, parked: Parked, packed_groups: list[dict[str, Any]]) -> dict[str, Any]:
+def packed(
+    image: ShardImage, world_size: int, parked: Parked, packed_groups: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Return the state dict of a rank; its tensors are the image's.
 
     Args:
@@ -42,7 +45,10 @@ def packed(image: ShardImage, world_size: int, parked: Parked, packed_groups: li
         "flats": list(image.flats),
         "loose": list(image.loose),
         "masters": list(image.masters),
-        "entries": {number: [described(name, value) for name, value in held.items()] for number, held in image.entries.items()},
+        "entries": {
+            number: [described(name, value) for name, value in held.items()]
+            for number, held in image.entries.items()
+        },
         "parked": dict(parked.owners),
         "param_groups": packed_groups,
     }
@@ -53,7 +59,10 @@ def layout(image: ShardImage) -> dict[str, Any]:
     return {
         "shapes": [tuple(form.shape) for form in image.forms],
         "strides": [tuple(form.stride()) for form in image.forms],
-        "plans": [(str(plan.dtype), [tuple(slot) for slot in plan.slots], list(plan.bounds)) for plan in image.plans],
+        "plans": [
+            (str(plan.dtype), [tuple(slot) for slot in plan.slots], list(plan.bounds))
+            for plan in image.plans
+        ],
         "masters": bool(image.masters),
     }
 
@@ -66,7 +75,8 @@ def require_fits(given: Mapping[str, Any], image: ShardImage, world_size: int) -
     """
     if given["world_size"] != world_size or given["rank"] != image.rank:
         raise ValueError(
-            f"the rank-local state dict is of rank {given['rank']} of {given['world_size']}, and this is rank {image.rank} of "
+            f"the rank-local state dict is of rank {given['rank']} of {given['world_size']}, and "
+            f"this is rank {image.rank} of "
             f"{world_size}: load a consolidated or a sharded one on another world size"
         )
     own = layout(image)
@@ -77,15 +87,29 @@ def require_fits(given: Mapping[str, Any], image: ShardImage, world_size: int) -
         ("masters", "of another layout: only one of the two has master copies (wire=)"),
     ):
         if given["layout"][name] != own[name]:
-            raise ValueError(f"the rank-local state dict is {words}; load a consolidated or a sharded one")
-    sizes = [image.plans[place].bounds[image.rank + 1] - image.plans[place].bounds[image.rank] for place, _, _ in given["kinds"]]
+            raise ValueError(
+                f"the rank-local state dict is {words}; load a consolidated or a sharded one"
+            )
+    sizes = [
+        image.plans[place].bounds[image.rank + 1] - image.plans[place].bounds[image.rank]
+        for place, _, _ in given["kinds"]
+    ]
     if [flat.numel() for flat in given["flats"]] != sizes:
-        raise ValueError("the rank-local state dict is damaged: its flat tensors have other lengths than its layout")
-    if [(held.shape, held.dtype) for held in given["masters"]] != [(own.shape, own.dtype) for own in image.masters]:
-        raise ValueError("the rank-local state dict is damaged: its master copies are others than its layout has")
+        raise ValueError(
+            "the rank-local state dict is damaged: its flat tensors have other lengths than its "
+            "layout"
+        )
+    if [(held.shape, held.dtype) for held in given["masters"]] != [
+        (own.shape, own.dtype) for own in image.masters
+    ]:
+        raise ValueError(
+            "the rank-local state dict is damaged: its master copies are others than its layout has"
+        )
 
 
-def restored(given: Mapping[str, Any], pieces: Sequence[Piece], base_groups: Groups) -> dict[str, Any]:
+def restored(
+    given: Mapping[str, Any], pieces: Sequence[Piece], base_groups: Groups
+) -> dict[str, Any]:
     """Return what the base optimizer is to load; its tensors are views of the given ones, or copies of small ones."""
 
     def held_by(piece: Piece) -> dict[str, Any] | None:
@@ -97,8 +121,13 @@ def restored(given: Mapping[str, Any], pieces: Sequence[Piece], base_groups: Gro
 
 def parked_in(given: Mapping[str, Any]) -> Parked:
     """Return the state without a piece that a rank-local state dict holds; copies."""
-    entries = {number: given["entries"][number] for number in given["parked"] if number in given["entries"]}
-    held = {number: {name: _value(given, None, *row) for name, *row in rows} for number, rows in entries.items()}
+    entries = {
+        number: given["entries"][number] for number in given["parked"] if number in given["entries"]
+    }
+    held = {
+        number: {name: _value(given, None, *row) for name, *row in rows}
+        for number, rows in entries.items()
+    }
     return Parked(given["parked"], held)
 
 

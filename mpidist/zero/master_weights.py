@@ -1,7 +1,8 @@
 """Master copies: what a rank steps where all ranks see values that a narrow wire has rounded.
 
-The owner of a shard keeps it in full precision. A master copy is made anew from its parameter only when somebody else has written
-that: autograd's version counter of the parameter tells, which the flat buffer's own writes leave alone.
+The owner of a shard keeps it in full precision. A master copy is made anew from its parameter only
+when somebody else has written that: autograd's version counter of the parameter tells, which the
+flat buffer's own writes leave alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class Masters:
         pieces = list(pieces)
         with torch.no_grad():
             for piece in pieces:
-                if piece.home is not None and self._versions.get(piece.number) != piece.parameter._version:
+                if (
+                    piece.home is not None
+                    and self._versions.get(piece.number) != piece.parameter._version
+                ):
                     values = piece.parameter.detach()
                     if not piece.is_whole:
                         values = in_memory_order(values, piece.parameter)[piece.start : piece.stop]
@@ -54,7 +58,8 @@ class Masters:
 def exact_masters(pieces: Iterable[Piece], places: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Return by number the master copies of parameters whose values are still those of their places in the flat buffers.
 
-    Parameters hold the rounded values that have crossed the network: a copy made anew from them would be rounded, too.
+    Parameters hold the rounded values that have crossed the network: a copy made anew from them
+    would be rounded, too.
 
     Args:
         places: For each parameter its place, in its shape.

@@ -1,6 +1,7 @@
 """Rank-local state dicts of all ranks to one in torch's format (pure), for another world size or layout.
 
-What one rank owns whole is a view of its flat tensor: state dicts that are mapped from files are then read as they are needed.
+What one rank owns whole is a view of its flat tensor: state dicts that are mapped from files are
+then read as they are needed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     _require_of_one(states)
     layout = states[0]["layout"]
     slots = {
-        (place, number): (offset, numel) for place, (_, held, _) in enumerate(layout["plans"]) for number, offset, numel in held
+        (place, number): (offset, numel)
+        for place, (_, held, _) in enumerate(layout["plans"])
+        for number, offset, numel in held
     }
     places = [{tuple(kind): place for place, kind in enumerate(state["kinds"])} for state in states]
     found: dict[int, dict[str, Any]] = {}
@@ -42,11 +45,16 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 if where == FLAT:
                     kind = tuple(state["kinds"][value])
                     flat = _elements(states, places, kind, *slots[kind[0], number])
-                    form = torch.empty_strided(layout["shapes"][number], layout["strides"][number], device="meta")
+                    form = torch.empty_strided(
+                        layout["shapes"][number], layout["strides"][number], device="meta"
+                    )
                     values[name] = laid_out(flat, form)
                 else:
                     values[name] = state["loose"][value] if where == LOOSE else copy.copy(value)
-    return {"state": dict(sorted(found.items())), "param_groups": copy.deepcopy(states[0]["param_groups"])}
+    return {
+        "state": dict(sorted(found.items())),
+        "param_groups": copy.deepcopy(states[0]["param_groups"]),
+    }
 
 
 def _require_of_one(states: Sequence[Mapping[str, Any]]) -> None:
@@ -56,10 +64,13 @@ def _require_of_one(states: Sequence[Mapping[str, Any]]) -> None:
     if told != [(rank, len(states)) for rank in range(len(states))]:
         words = ", ".join(f"{rank} of {size}" for rank, size in told)
         raise ValueError(
-            f"the rank-local state dicts must be those of ranks 0 to {len(states) - 1} of {len(states)}; got {words}"
+            f"the rank-local state dicts must be those of ranks 0 to {len(states) - 1} of "
+            f"{len(states)}; got {words}"
         )
     if any(state["layout"] != states[0]["layout"] for state in states):
-        raise ValueError("the rank-local state dicts are of different layouts, not of one optimizer")
+        raise ValueError(
+            "the rank-local state dicts are of different layouts, not of one optimizer"
+        )
 
 
 def _elements(
@@ -78,7 +89,10 @@ def _elements(
             continue
         flat = state["flats"][places[rank][kind]] if kind in places[rank] else None
         if flat is None or flat.numel() != bounds[rank + 1] - bounds[rank]:
-            raise ValueError(f"the rank-local state dict of rank {rank} is damaged: it lacks elements of {kind[1]}")
+            raise ValueError(
+                f"the rank-local state dict of rank {rank} is damaged: it lacks elements of "
+                f"{kind[1]}"
+            )
         parts.append(flat[first - bounds[rank] : end - bounds[rank]])
     if not parts:  # a parameter without elements
         return torch.empty(0, dtype=kind[2])

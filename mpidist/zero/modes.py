@@ -26,7 +26,8 @@ class Modes(Changing, Joinable):
     """The part of the sharded optimizer that says when a step is taken, and when its results must be there.
 
     Attributes:
-        before_step: Called before each step on a rank that has inputs; set by ``DistributedDataParallel.join``.
+        before_step: Called before each step on a rank that has inputs; set by
+            ``DistributedDataParallel.join``.
     """
 
     before_step: Callable[[], Any] | None = None
@@ -59,7 +60,8 @@ class Modes(Changing, Joinable):
     def _brings_later(self) -> bool:
         """Say whether ``step`` returns before the shards are there.
 
-        Not where autograd calls it: what a function of its end puts on the stack of modes is gone behind it.
+        Not where autograd calls it: what a function of its end puts on the stack of modes is gone
+        behind it.
         """
         return self._overlaps and not self._is_completing and not self._is_in_place
 
@@ -69,16 +71,23 @@ class Modes(Changing, Joinable):
         return self._shards.is_one_copy and self.group.is_single_node
 
     def _begin_gathers(self) -> None:
-        """Start to bring the shards, by bucket. Collective: over the group, in the order of its operations."""
+        """Start to bring the shards, by bucket.
+
+        Collective: over the group, in the order of its operations.
+        """
         shards = self._shards
         if self._wire is None:
             gathers = shards.gather_in_buckets(self._cap_bytes)
         else:
             gathers = []
-            for plan, flat, master in zip(shards.plans, shards.flats, shards.masters.flats, strict=True):
+            for plan, flat, master in zip(
+                shards.plans, shards.flats, shards.masters.flats, strict=True
+            ):
                 share = partial(self._wire.share, self.group, master, flat, plan.bounds)
                 work = self.group.in_order(share, device=flat.device, operation="gather_shards")
-                gathers.append(Gather([shards.parameters[slot.number] for slot in plan.slots], [work]))
+                gathers.append(
+                    Gather([shards.parameters[slot.number] for slot in plan.slots], [work])
+                )
             shards.masters.note(shards.pieces)
         self._pending.begin(gathers)
 
@@ -87,14 +96,16 @@ class Modes(Changing, Joinable):
     def stepping_hook(self, hook: Hook) -> SteppingHook:
         """Return a communication hook of DistributedDataParallel that also steps: ``hook``, then this rank's part of the bucket.
 
-        ``register_comm_hook(state, optimizer.stepping_hook(hook))`` passes ``state`` to ``hook``. Each bucket is one call of the
-        base optimizer's ``step``, with the settings of that moment; ``step()`` then steps what came in no bucket (sparse
-        gradients, parameters that only other ranks used) and brings the shards together. It must follow each backward pass that
-        averages; passes under ``no_sync`` only accumulate. Parameters must not be written between the backward pass and
-        ``step()``. Called by all ranks.
+        ``register_comm_hook(state, optimizer.stepping_hook(hook))`` passes ``state`` to ``hook``.
+        Each bucket is one call of the base optimizer's ``step``, with the settings of that moment;
+        ``step()`` then steps what came in no bucket (sparse gradients, parameters that only other
+        ranks used) and brings the shards together. It must follow each backward pass that averages;
+        passes under ``no_sync`` only accumulate. Parameters must not be written between the
+        backward pass and ``step()``. Called by all ranks.
 
         Args:
-            hook: Ours for ``mpidist``'s DistributedDataParallel, torch's for torch's on the backend ``mpidist``.
+            hook: Ours for ``mpidist``'s DistributedDataParallel, torch's for torch's on the backend
+                ``mpidist``.
 
         Raises:
             ValueError: ``one_copy``: other ranks may still read what this one would write.
@@ -104,7 +115,8 @@ class Modes(Changing, Joinable):
             raise TypeError(f"stepping_hook needs a communication hook; got {type(hook).__name__}")
         if self._one_copy:
             raise ValueError(
-                "one_copy=True and steps within the backward pass exclude each other: other ranks still read the copy"
+                "one_copy=True and steps within the backward pass exclude each other: other ranks "
+                "still read the copy"
             )
         if self._backward_steps is None:
             self._backward_steps = BackwardSteps(self)
@@ -116,8 +128,8 @@ class Modes(Changing, Joinable):
         The shards are there when the backward pass returns, with ``overlap=True``, too.
 
         Args:
-            module: DistributedDataParallel, torch's or ours, with a stepping hook. Its outputs are tensors, or lists, tuples and
-                dicts of such.
+            module: DistributedDataParallel, torch's or ours, with a stepping hook. Its outputs are
+                tensors, or lists, tuples and dicts of such.
         """
         self._completes = True
         module.register_forward_hook(self._forwarded)
@@ -129,7 +141,8 @@ class Modes(Changing, Joinable):
             def began(gradient: Tensor) -> None:
                 if not queued:
                     queued.append(True)
-                    _at_the_end(partial(_at_the_end, self._complete))  # behind what is queued by then: the module's own end
+                    # behind what is queued by then: the module's own end
+                    _at_the_end(partial(_at_the_end, self._complete))
 
             for tensor in torch.utils._pytree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -148,20 +161,33 @@ class Modes(Changing, Joinable):
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler asks, in step(), on all ranks.
         if self._backward_steps is not None:
-            raise RuntimeError("GradScaler cannot be used with steps within the backward pass: they have used scaled gradients")
+            raise RuntimeError(
+                "GradScaler cannot be used with steps within the backward pass: they have used "
+                "scaled gradients"
+            )
         return False
 
     def _refusal(self, closure: Any) -> Exception | None:
         if closure is not None and self._backward_steps is not None:
-            return RuntimeError("a closure cannot be used with steps within the backward pass: it would run after the step")
+            return RuntimeError(
+                "a closure cannot be used with steps within the backward pass: it would run after "
+                "the step"
+            )
         return None
 
     def _require_unstepped(self, operation: str) -> None:
         if self._backward_steps is not None:
-            raise RuntimeError(f"{operation} cannot be used with steps within the backward pass: it would come after the step")
+            raise RuntimeError(
+                f"{operation} cannot be used with steps within the backward pass: it would come "
+                "after the step"
+            )
 
     def _step_base(self, **kwargs: Any) -> Any:
-        return self.optim.step(**kwargs) if self._backward_steps is None else self._backward_steps.step_rest(**kwargs)
+        return (
+            self.optim.step(**kwargs)
+            if self._backward_steps is None
+            else self._backward_steps.step_rest(**kwargs)
+        )
 
     # --- uneven inputs ---
 
@@ -180,7 +206,10 @@ class Modes(Changing, Joinable):
         return default_group() if self._process_group is None else self._process_group
 
     def step_joined(self) -> None:
-        """Take the others' step on a rank that has no inputs left. Collective: over the group, whose others call ``step``."""
+        """Take the others' step on a rank that has no inputs left.
+
+        Collective: over the group, whose others call ``step``.
+        """
         self._is_joined = True
         try:
             self.step()
@@ -194,8 +223,16 @@ class Modes(Changing, Joinable):
     def _enters_step(self) -> bool:
         """Bring this rank to the beginning of a step; False if the backward pass has taken it."""
         steps = self._backward_steps
-        if self._completes and not (self._is_completing or self._is_joined) and steps is not None and not steps.has_begun:
-            warnings.warn("step() does nothing: the backward pass takes the step (hook_with_zero_step)", stacklevel=4)
+        if (
+            self._completes
+            and not (self._is_completing or self._is_joined)
+            and steps is not None
+            and not steps.has_begun
+        ):
+            warnings.warn(
+                "step() does nothing: the backward pass takes the step (hook_with_zero_step)",
+                stacklevel=4,
+            )
             return False
         self.wait()
         is_native = self.before_step is not None
@@ -203,12 +240,18 @@ class Modes(Changing, Joinable):
             if self.before_step is not None:
                 self.before_step()
             else:
-                require_named([group["params"][0] for group in self.param_groups if group["params"]])
+                require_named(
+                    [group["params"][0] for group in self.param_groups if group["params"]]
+                )
                 Join.notify_join_context(self)
         if self._is_joined or is_native or self._join_config.enable:
             settings = [groups.settings(group) for group in self.param_groups]
             lent = self._borrowed.exchange(
-                self.group, self._shards.parameters, self._shards.owned(), settings, not self._is_joined
+                self.group,
+                self._shards.parameters,
+                self._shards.owned(),
+                settings,
+                not self._is_joined,
             )
             groups.sync(lent, self.param_groups)
         return True

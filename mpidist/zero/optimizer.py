@@ -1,6 +1,7 @@
 """OSS, the optimizer whose state is sharded: each rank steps its shard, then all ranks get all parameters.
 
-Source: FairScale's ``OSS`` and torch's ``ZeroRedundancyOptimizer``, whose names and meanings these are.
+Source: FairScale's ``OSS`` and torch's ``ZeroRedundancyOptimizer``, whose names and meanings these
+are.
 """
 
 from __future__ import annotations
@@ -36,38 +37,46 @@ Tensor = torch.Tensor
 class OSS(Modes):
     """Optimizer whose state is divided among the ranks of a group.
 
-    Parameters that require gradients become views of flat buffers. Each rank builds ``optim`` over its shard of them; ``step``
-    has every rank step its shard and then brings all shards to all ranks: the same bits as ``optim`` over all parameters. Ranks
-    must hold equal parameters, and equal gradients of what they own: DistributedDataParallel sees to both.
+    Parameters that require gradients become views of flat buffers. Each rank builds ``optim`` over
+    its shard of them; ``step`` has every rank step its shard and then brings all shards to all
+    ranks: the same bits as ``optim`` over all parameters. Ranks must hold equal parameters, and
+    equal gradients of what they own: DistributedDataParallel sees to both.
 
-    Within a node the buffers lie in memory that its ranks share. A process that is forked from a rank (a worker of torch's
-    DataLoader) shares it, too: what it writes into a parameter is not its own copy's, so it should only read. ``torch.save`` of
-    one parameter writes the whole buffer, as of any view; save ``parameter.detach().clone()``.
+    Within a node the buffers lie in memory that its ranks share. A process that is forked from a
+    rank (a worker of torch's DataLoader) shares it, too: what it writes into a parameter is not its
+    own copy's, so it should only read. ``torch.save`` of one parameter writes the whole buffer, as
+    of any view; save ``parameter.detach().clone()``.
 
-    Collective: over the group, like ``step``, ``clip_grad_norm``, ``consolidate_state_dict``, ``load_state_dict``,
-    ``add_param_group`` and ``refresh_trainable``.
+    Collective: over the group, like ``step``, ``clip_grad_norm``, ``consolidate_state_dict``,
+    ``load_state_dict``, ``add_param_group`` and ``refresh_trainable``.
 
     Args:
         params: Parameters, named parameters or groups, as for any optimizer; the same on all ranks.
         optim: Class of the base optimizer.
-        group: Group of mpidist or torch group on its backend; torch's default group if that is ours, else all ranks, if None.
+        group: Group of mpidist or torch group on its backend; torch's default group if that is
+            ours, else all ranks, if None.
         broadcast_buffer_size: Has no effect: shards are brought as they lie.
         broadcast_fp16: The wire is fp16, as with ``wire="fp16"``.
         force_broadcast_object: Has no effect.
-        partition: ``"greedy"``: whole parameters, in their order, to the rank with the fewest elements (FairScale's rule);
-            ``"balanced"``: whole parameters by ``cost``, the dearest first; ``"flat"``: equal shards cut through parameters, for
-            element-wise optimizers alone.
-        cost: For ``"balanced"``: ``"bytes"``, ``"matrix"`` or a function of a parameter; by the class of ``optim`` if None.
-        one_copy: The ranks of a node hold ONE copy of the parameters, in shared memory: nothing is copied after a step. What
-            one rank writes all of the node read, so only the optimizer may write them (else each rank's update is applied).
-            Host memory only.
-        wire: ``"bf16"``, ``"fp16"`` or ``"int8"``: what crosses the network. The owner keeps and steps its shard in the
-            parameters' dtype; what all ranks see, the owner too, are the rounded values. What is written into parameters in place
-            holds; through ``parameter.data`` or numpy it is not noticed, and the next step undoes it.
-        overlap: Shards are on their way when ``step`` returns, in buckets; what reads a parameter in the thread of ``step``,
-            through torch, waits for its bucket. Before other readers (code on addresses, other threads without module calls):
-            ``wait()``. It gains between nodes and on devices; within a node's host memory bringing is processor time. Any
-            synchronous collective of the group waits for all of it first: a broadcast of buffers before the forward pass, too.
+        partition: ``"greedy"``: whole parameters, in their order, to the rank with the fewest
+            elements (FairScale's rule); ``"balanced"``: whole parameters by ``cost``, the dearest
+            first; ``"flat"``: equal shards cut through parameters, for element-wise optimizers
+            alone.
+        cost: For ``"balanced"``: ``"bytes"``, ``"matrix"`` or a function of a parameter; by the
+            class of ``optim`` if None.
+        one_copy: The ranks of a node hold ONE copy of the parameters, in shared memory: nothing is
+            copied after a step. What one rank writes all of the node read, so only the optimizer
+            may write them (else each rank's update is applied). Host memory only.
+        wire: ``"bf16"``, ``"fp16"`` or ``"int8"``: what crosses the network. The owner keeps and
+            steps its shard in the parameters' dtype; what all ranks see, the owner too, are the
+            rounded values. What is written into parameters in place holds; through
+            ``parameter.data`` or numpy it is not noticed, and the next step undoes it.
+        overlap: Shards are on their way when ``step`` returns, in buckets; what reads a parameter
+            in the thread of ``step``, through torch, waits for its bucket. Before other readers
+            (code on addresses, other threads without module calls): ``wait()``. It gains between
+            nodes and on devices; within a node's host memory bringing is processor time. Any
+            synchronous collective of the group waits for all of it first: a broadcast of buffers
+            before the forward pass, too.
         bucket_cap_mb: MiB in one such bucket, which holds a slice of each rank's shard.
         **defaults: Further arguments of ``optim``.
 
@@ -79,7 +88,8 @@ class OSS(Modes):
     Raises:
         ValueError: An unknown or impossible choice.
         TypeError: ``optim`` is no optimizer, or the group is another library's.
-        DisagreementError: Ranks have different parameters or arguments, or one of them refused (all ranks).
+        DisagreementError: Ranks have different parameters or arguments, or one of them refused (all
+            ranks).
 
     Source: arXiv:1910.02054 §5.1; FairScale 0.4.13, ``fairscale.optim.OSS``.
     """
@@ -103,7 +113,8 @@ class OSS(Modes):
     ) -> None:
         if broadcast_buffer_size != -1 or force_broadcast_object:
             warnings.warn(
-                "broadcast_buffer_size and force_broadcast_object have no effect in mpidist: shards are brought as they lie",
+                "broadcast_buffer_size and force_broadcast_object have no effect in mpidist: "
+                "shards are brought as they lie",
                 stacklevel=2,
             )
         self._is_constructed = False
@@ -115,12 +126,17 @@ class OSS(Modes):
         rows: list[tuple[str, Any]] = []
         try:
             partitions.require(partition, optim)
-            super().__init__(params, {})  # the base optimizer adds the defaults, in the order of its class
+            # the base optimizer adds the defaults, in the order of its class
+            super().__init__(params, {})
             chosen = wire_of("fp16" if broadcast_fp16 and wire is None else wire)
             groups.require_carried(self.param_groups, chosen)
             self._wire = chosen if self.world_size > 1 else None  # one rank sends nothing
             self._shards = Shards(
-                self.group, partition, partitions.cost_of(cost, optim), one_copy and self.world_size > 1, self._wire is not None
+                self.group,
+                partition,
+                partitions.cost_of(cost, optim),
+                one_copy and self.world_size > 1,
+                self._wire is not None,
             )
             if one_copy and self._wire is not None:
                 raise ValueError("one_copy=True moves nothing, so there is no wire to choose")
@@ -129,7 +145,16 @@ class OSS(Modes):
                 raise ValueError(f"bucket_cap_mb must be positive; got {bucket_cap_mb}")
             groups.require_apart(self.param_groups)
             rows = [
-                ("arguments", (optim.__name__, partition, str(cost) if isinstance(cost, str) else None, one_copy, str(wire))),
+                (
+                    "arguments",
+                    (
+                        optim.__name__,
+                        partition,
+                        str(cost) if isinstance(cost, str) else None,
+                        one_copy,
+                        str(wire),
+                    ),
+                ),
                 ("overlap", (bool(overlap), bucket_cap_mb)),
             ]
             rows += [("defaults", groups.text(defaults)), *groups.rows(self.param_groups)]
@@ -156,7 +181,10 @@ class OSS(Modes):
         error: Exception | None = None
         try:
             own = groups.by_group(self.param_groups, shards.pieces)
-            made = [{**groups.settings(group), "params": own[place]} for place, group in enumerate(self.param_groups)]
+            made = [
+                {**groups.settings(group), "params": own[place]}
+                for place, group in enumerate(self.param_groups)
+            ]
             self.optim = optim(made, **defaults)
         except Exception as raised:
             error = raised
@@ -174,19 +202,20 @@ class OSS(Modes):
 
         Collective: over the group.
 
-        Blocks: until this rank's parameters are complete; with ``overlap`` until this rank's part is.
+        Blocks: until this rank's parameters are complete; with ``overlap`` until this rank's part
+        is.
 
         Args:
-            closure: Evaluates the model and returns the loss; called by the base optimizer, with gradients enabled there, as
-                often on all ranks.
+            closure: Evaluates the model and returns the loss; called by the base optimizer, with
+                gradients enabled there, as often on all ranks.
             **kwargs: For the base optimizer.
 
         Returns:
             What the base optimizer returns.
 
         Raises:
-            DisagreementError: The base optimizer of another rank raised (this rank's raises what it raised). The step has then
-                been taken in part, and is alike on all ranks.
+            DisagreementError: The base optimizer of another rank raised (this rank's raises what it
+                raised). The step has then been taken in part, and is alike on all ranks.
         """
         # In inference mode the base optimizer's state could not be changed outside of it.
         with autograd_mode.allocating(), torch.no_grad():
@@ -194,7 +223,9 @@ class OSS(Modes):
 
     def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         self._prepare(self._refusal(closure))
-        gradients = Gradients([] if self._shards.steps_parameters else self._shards.pieces, self._shards.outside())
+        gradients = Gradients(
+            [] if self._shards.steps_parameters else self._shards.pieces, self._shards.outside()
+        )
         result, error = None, None
         with record_function("mpidist::oss::optim_step"):
             try:
@@ -206,7 +237,8 @@ class OSS(Modes):
                 error = raised
             finally:
                 gradients.detach()
-        failed = highest(self.group, int(error is not None))  # all have stepped; one copy is complete
+        # all have stepped; one copy is complete
+        failed = highest(self.group, int(error is not None))
         if not self._state.is_settled(self.optim.state):
             self._settle()
         with record_function("mpidist::oss::gather"):
@@ -239,7 +271,9 @@ class OSS(Modes):
         if self._brings_later:
             self._begin_gathers()
         elif self._wire is not None:
-            for plan, flat, master in zip(shards.plans, shards.flats, shards.masters.flats, strict=True):
+            for plan, flat, master in zip(
+                shards.plans, shards.flats, shards.masters.flats, strict=True
+            ):
                 self._wire.share(self.group, master, flat, plan.bounds)
             shards.masters.note(shards.pieces)
         elif self._is_in_place:
@@ -257,14 +291,15 @@ class OSS(Modes):
     ) -> Tensor:
         """Scale gradients in place such that their norm over all parameters is at most ``max_norm``.
 
-        Each rank adds up and scales the gradients of what it owns; those of other ranks' shards stay as they are.
+        Each rank adds up and scales the gradients of what it owns; those of other ranks' shards
+        stay as they are.
 
         Collective: over the group.
 
         Args:
             norm_type: p > 0 of the p-norm; infinity too.
-            filter_params_fn: Gets the parameters of which this rank owns anything and that have a gradient, returns those that
-                count.
+            filter_params_fn: Gets the parameters of which this rank owns anything and that have a
+                gradient, returns those that count.
 
         Returns:
             The norm before, a 0-dim tensor: fp64 if any parameter is, else fp32.
@@ -279,17 +314,32 @@ class OSS(Modes):
         with record_function("mpidist::oss::clip_grad_norm"), torch.no_grad():
             try:
                 max_norm, norm_type = clipping.limits(max_norm, norm_type)
-                own = [piece for piece in self._shards.stepped() if piece.parameter.grad is not None]
+                own = [
+                    piece for piece in self._shards.stepped() if piece.parameter.grad is not None
+                ]
                 if filter_params_fn is not None:
-                    kept = {id(parameter) for parameter in filter_params_fn([piece.parameter for piece in own])}
+                    kept = {
+                        id(parameter)
+                        for parameter in filter_params_fn([piece.parameter for piece in own])
+                    }
                     own = [piece for piece in own if id(piece.parameter) in kept]
-                found = [(piece, gradient) for piece in own if (gradient := piece.gradient()) is not None]
+                found = [
+                    (piece, gradient) for piece in own if (gradient := piece.gradient()) is not None
+                ]
             except Exception as raised:
                 error = raised
             raise_together(self.group, "OSS.clip_grad_norm", error)
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            norm = clipping.clip(self.group, [gradient for _, gradient in found], max_norm, norm_type, parameters[0].device)
+            norm = clipping.clip(
+                self.group,
+                [gradient for _, gradient in found],
+                max_norm,
+                norm_type,
+                parameters[0].device,
+            )
             for piece, gradient in found:
                 piece.put_back(gradient)
-            is_wide = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters)
+            is_wide = any(
+                parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters
+            )
             return norm if is_wide else norm.float()

@@ -1,9 +1,11 @@
 """Shards that are brought together while the next forward pass runs: each read of a parameter waits for its own bucket.
 
-``PendingGathers`` holds the works under way. Meanwhile a mode of torch's function dispatch is at the bottom of the stack of the
-thread that took the step: it sees the arguments of each torch function and method, and waits before one reads a parameter.
-Modules need not be called for that (``F.linear(x, other.weight)``, ``state_dict``, averages of weights). Code that torch
-dispatches elsewhere is waited for as a whole, when its module is called: TorchScript, ``torch.compile``, other threads.
+``PendingGathers`` holds the works under way. Meanwhile a mode of torch's function dispatch is at
+the bottom of the stack of the thread that took the step: it sees the arguments of each torch
+function and method, and waits before one reads a parameter. Modules need not be called for that
+(``F.linear(x, other.weight)``, ``state_dict``, averages of weights). Code that torch dispatches
+elsewhere is waited for as a whole, when its module is called: TorchScript, ``torch.compile``, other
+threads.
 """
 
 from __future__ import annotations
@@ -16,14 +18,30 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as modules
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from mpidist.comm.serialization.tensor_spans import span
 
 Tensor = torch.Tensor
 
-# Getters that hand out memory, a tensor on it or its address; all others tell of a tensor without reading it.
-_OF_VALUES = {"T", "mT", "H", "mH", "data", "real", "imag", "__cuda_array_interface__", "__array_interface__"}
+# Getters that hand out memory, a tensor on it or its address; all others tell of a tensor without
+# reading it.
+_OF_VALUES = {
+    "T",
+    "mT",
+    "H",
+    "mH",
+    "data",
+    "real",
+    "imag",
+    "__cuda_array_interface__",
+    "__array_interface__",
+}
 _PLAIN_METHODS = (
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "is_contiguous",
     "is_floating_point", "is_complex", "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
@@ -35,7 +53,11 @@ def _of_metadata() -> frozenset[Any]:
     found = {getattr(Tensor, name) for name in _PLAIN_METHODS}
     for name in dir(Tensor):
         attribute = getattr(Tensor, name)
-        if hasattr(attribute, "__get__") and hasattr(attribute, "__set__") and name not in _OF_VALUES:
+        if (
+            hasattr(attribute, "__get__")
+            and hasattr(attribute, "__set__")
+            and name not in _OF_VALUES
+        ):
             found.add(attribute.__get__)
     found |= {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
     return frozenset(found)
@@ -54,8 +76,9 @@ class Gather(NamedTuple):
 class PendingGathers:
     """Gathers under way, and what is done so that nobody reads what they still write.
 
-    It keeps itself alive as long as there are any: parameters outlive their optimizer. Once that is gone, the next call of any
-    module ends it as soon as all gathers have ended, although nobody has read the parameters.
+    It keeps itself alive as long as there are any: parameters outlive their optimizer. Once that is
+    gone, the next call of any module ends it as soon as all gathers have ended, although nobody has
+    read the parameters.
 
     Args:
         owner: The optimizer.
@@ -66,7 +89,8 @@ class PendingGathers:
         self._works: list[Sequence[Any]] = []
         self._places: dict[int, list[int]] = {}  # by the id of a parameter
         self._parameters: list[Tensor] = []
-        self._memory: list[tuple[int, int, int]] = []  # of each parameter: first and end address, bucket; in ascending order
+        # of each parameter: first and end address, bucket; in ascending order
+        self._memory: list[tuple[int, int, int]] = []
         self._left = 0
         self._mode = _ReadsWait(self)
         self._thread = 0  # that has the mode on its stack, as far as we know
@@ -87,14 +111,17 @@ class PendingGathers:
         for place, gather in enumerate(gathers):
             for parameter in gather.parameters:
                 self._places.setdefault(id(parameter), []).append(place)
-        self._memory = sorted((*span(p), place) for place, gather in enumerate(gathers) for p in gather.parameters)
+        self._memory = sorted(
+            (*span(p), place) for place, gather in enumerate(gathers) for p in gather.parameters
+        )
         self._left = len(gathers)
         self._watch()
 
     def wait(self) -> None:
         """Wait for all of them.
 
-        Blocks: the host, until this rank's parameters are complete; on a device, the current stream.
+        Blocks: the host, until this rank's parameters are complete; on a device, the current
+        stream.
         """
         for place in range(len(self._works)):
             self._wait_for(place)
@@ -170,7 +197,9 @@ class PendingGathers:
 
     def _called(self, module: torch.nn.Module, arguments: Any) -> None:
         if self.is_open and (
-            threading.get_ident() != self._thread or _is_opaque(module) or any(map(_is_opaque, module.children()))
+            threading.get_ident() != self._thread
+            or _is_opaque(module)
+            or any(map(_is_opaque, module.children()))
         ):
             self.wait()
         elif not self.is_open:

@@ -36,7 +36,8 @@ class Changing(Saving):
             refusal: Why this rank takes no step; all then raise.
         """
         shards = self._shards
-        # On all ranks before any of them writes; so it also says that nobody reads the one copy any more.
+        # On all ranks before any of them writes; so it also says that nobody reads the one copy any
+        # more.
         own = _MOVED if shards.has_moved() else _NEW if shards.has_new() else 0
         changed = highest(self.group, own if refusal is None else _REFUSED)
         if changed == _REFUSED:
@@ -63,13 +64,17 @@ class Changing(Saving):
         self._state = FlatState()
         state = self.optim.state
         kept = {piece.tensor: state[piece.tensor] for piece in same if piece.tensor in state}
-        self.optim.load_state_dict(self.optim.state_dict())  # torch's rules for what takes the parameter's dtype and device
+        # torch's rules for what takes the parameter's dtype and device
+        self.optim.load_state_dict(self.optim.state_dict())
         self.optim.state.update(kept)  # they would round scalars to the parameter's dtype, too
         self.state = self.optim.state
         self._settle()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, which is divided among the ranks by itself. Collective: over the group."""
+        """Add a group of parameters, which is divided among the ranks by itself.
+
+        Collective: over the group.
+        """
         if not self._is_constructed:
             super().add_param_group(param_group)
             return
@@ -85,7 +90,10 @@ class Changing(Saving):
             groups.require_host_memory(self.param_groups[-1:] if self._one_copy else [])
             groups.require_apart(self.param_groups)
             groups.require_carried(self.param_groups[-1:], self._wire)
-            rows = [*groups.rows(self.param_groups[-1:]), ("owners", self._shards.divided(self.param_groups[-1]["params"])[0])]
+            rows = [
+                *groups.rows(self.param_groups[-1:]),
+                ("owners", self._shards.divided(self.param_groups[-1]["params"])[0]),
+            ]
         except Exception as raised:
             error = raised
         try:
@@ -94,13 +102,20 @@ class Changing(Saving):
             del self.param_groups[count:]
             raise
         new = self.param_groups[-1:]
-        groups.sync(self.param_groups[:-1], self.optim.param_groups)  # what a scheduler has set since the last step
+        # what a scheduler has set since the last step
+        groups.sync(self.param_groups[:-1], self.optim.param_groups)
         own = self._shards.add(new[0]["params"])
         self._shards.make()
         if not self._shards.steps_parameters:
-            own = [piece for piece in self._shards.pieces if piece.number >= len(self._shards.parameters) - len(new[0]["params"])]
+            own = [
+                piece
+                for piece in self._shards.pieces
+                if piece.number >= len(self._shards.parameters) - len(new[0]["params"])
+            ]
         try:
-            self.optim.add_param_group({**groups.settings(new[0]), "params": [piece.tensor for piece in own]})
+            self.optim.add_param_group(
+                {**groups.settings(new[0]), "params": [piece.tensor for piece in own]}
+            )
         except Exception as raised:
             error = raised
         raise_together(self.group, "OSS.add_param_group", error)
@@ -109,7 +124,10 @@ class Changing(Saving):
         self._settle()
 
     def refresh_trainable(self) -> None:
-        """Take note of parameters that were frozen or that train again (``requires_grad``). Collective: over the group."""
+        """Take note of parameters that were frozen or that train again (``requires_grad``).
+
+        Collective: over the group.
+        """
         with autograd_mode.allocating(), torch.no_grad():
             self._prepare()
             self._refresh("OSS.refresh_trainable")
@@ -142,11 +160,17 @@ class Changing(Saving):
             held: list[list[Tensor]] = [[] for _ in range(self.world_size)]
             for parameter in group["params"]:
                 if parameter in spans and len(spans[parameter]) > 1:
-                    flat = parameter.detach().as_strided((parameter.numel(),), (1,), parameter.storage_offset())
+                    flat = parameter.detach().as_strided(
+                        (parameter.numel(),), (1,), parameter.storage_offset()
+                    )
                     for rank, start, stop in spans[parameter]:
                         held[rank].append(flat[start:stop])
                 else:
-                    owner = spans[parameter][0][0] if parameter in spans else self._shards.owners[number]
+                    owner = (
+                        spans[parameter][0][0]
+                        if parameter in spans
+                        else self._shards.owners[number]
+                    )
                     held[owner].append(parameter)
                 number += 1
             for rank, params in enumerate(held):

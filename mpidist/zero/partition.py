@@ -56,7 +56,8 @@ def balanced(costs: Sequence[float], loads: Sequence[float]) -> tuple[list[int],
     Returns:
         The owner of each parameter, and the ranks' loads afterwards.
 
-    Source: R. L. Graham, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17 (1969): the rule LPT.
+    Source: R. L. Graham, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17 (1969):
+    the rule LPT.
     """
     owners, heap = [0] * len(costs), [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -88,8 +89,9 @@ def cost_of(cost: str | Cost | None, optim: type) -> Cost:
     """Return the function that tells a parameter's cost.
 
     Args:
-        cost: ``"bytes"``, ``"matrix"`` (max(m, n)·min(m, n)², the products of an m × n matrix with itself), a function of the
-            parameter, or None: ``"matrix"`` for Muon, Shampoo and SOAP, else ``"bytes"``.
+        cost: ``"bytes"``, ``"matrix"`` (max(m, n)·min(m, n)², the products of an m × n matrix with
+            itself), a function of the parameter, or None: ``"matrix"`` for Muon, Shampoo and SOAP,
+            else ``"bytes"``.
 
     Raises:
         ValueError: Another word.
@@ -119,18 +121,26 @@ def require(partition: str, optim: Any) -> None:
     """Refuse what cannot be sharded.
 
     Raises:
-        ValueError: An unknown partition, a flat one of an optimizer that is not known to be element-wise, or LBFGS.
+        ValueError: An unknown partition, a flat one of an optimizer that is not known to be
+            element-wise, or LBFGS.
         TypeError: ``optim`` is no class of optimizers.
     """
     if not (isinstance(optim, type) and issubclass(optim, torch.optim.Optimizer)):
         raise TypeError(f"optim is a class of torch.optim.Optimizer; got {optim!r}")
     if issubclass(optim, torch.optim.LBFGS):
-        raise ValueError("LBFGS takes its step from the inner products of all parameters together: shards would step otherwise")
+        raise ValueError(
+            "LBFGS takes its step from the inner products of all parameters together: shards would "
+            "step otherwise"
+        )
     if partition not in PARTITIONS:
-        raise ValueError(f"partition is one of {', '.join(map(repr, PARTITIONS))}; got {partition!r}")
+        raise ValueError(
+            f"partition is one of {', '.join(map(repr, PARTITIONS))}; got {partition!r}"
+        )
     if partition == FLAT and not is_element_wise(optim):
         raise ValueError(
-            f"partition='flat' cuts through parameters, and {optim.__name__} is not known to treat each element by itself: on "
-            "parts of a matrix it would train wrongly without a sign. Take 'balanced' (or 'greedy'), which keep parameters "
+            f"partition='flat' cuts through parameters, and {optim.__name__} is not known to treat "
+            "each element by itself: on "
+            "parts of a matrix it would train wrongly without a sign. Take 'balanced' (or "
+            "'greedy'), which keep parameters "
             f"whole; if {optim.__name__} is element-wise, say is_element_wise = True in its class"
         )

@@ -1,8 +1,8 @@
 """Pieces: what the base optimizer steps on one rank.
 
-A parameter that a rank owns whole is its own piece: the base optimizer finds it and its gradient as ever. Of one that is cut, or
-that has a master copy, the piece is a vector of the owned elements, whose gradient is the same part of the parameter's gradient,
-where it lies: nothing is copied.
+A parameter that a rank owns whole is its own piece: the base optimizer finds it and its gradient as
+ever. Of one that is cut, or that has a master copy, the piece is a vector of the owned elements,
+whose gradient is the same part of the parameter's gradient, where it lies: nothing is copied.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Piece:
         number: The parameter's number.
         parameter: The parameter.
         tensor: What the base optimizer holds: the parameter, or a vector or matrix of its elements.
-        home: Index of its flat buffer, and the place of its first element in the rank's shard; None if it lies in none.
+        home: Index of its flat buffer, and the place of its first element in the rank's shard; None
+            if it lies in none.
     """
 
     number: int
@@ -65,7 +66,8 @@ class Piece:
             return gradient
         if gradient.layout is not torch.strided:
             raise RuntimeError(
-                f"parameter {self.number} has a gradient of layout {gradient.layout}, of which no part can be stepped: take "
+                f"parameter {self.number} has a gradient of layout {gradient.layout}, of which no "
+                "part can be stepped: take "
                 "partition='greedy' or 'balanced' without wire="
             )
         if self.is_whole and self.tensor.shape == gradient.shape:
@@ -83,7 +85,11 @@ class Piece:
         """Write what ``gradient`` has returned, and somebody has changed, into the parameter's, unless it is a view of that."""
         gradient = self.parameter.grad
         assert gradient is not None
-        if self.is_parameter or values.layout is not torch.strided or _shares_memory(values, gradient):
+        if (
+            self.is_parameter
+            or values.layout is not torch.strided
+            or _shares_memory(values, gradient)
+        ):
             return
         whole = in_memory_order(gradient, self.parameter)  # a copy, as it was then
         whole[self.start : self.stop].copy_(values.reshape(-1))
@@ -98,7 +104,8 @@ def unchanged(pieces: Iterable[Piece], plans: Sequence[BufferPlan]) -> list[Piec
     return [
         piece
         for piece in pieces
-        if piece.home is not None and kinds[piece.home[0]] == (piece.parameter.dtype, piece.parameter.device)
+        if piece.home is not None
+        and kinds[piece.home[0]] == (piece.parameter.dtype, piece.parameter.device)
     ]
 
 

@@ -42,13 +42,17 @@ class KeptMemory:
             starts[key] = nbytes
             nbytes += -(-numel * dtype.itemsize // 64) * 64
         if not nbytes:
-            return {key: torch.empty(numel, dtype=dtype, device="cpu") for key, (numel, dtype) in wanted.items()}
+            return {
+                key: torch.empty(numel, dtype=dtype, device="cpu")
+                for key, (numel, dtype) in wanted.items()
+            }
         is_free = self._user is None or self._user() is None
         if self._block is None or not is_free or len(self._block) < nbytes:
             self._block = _huge_pages(nbytes)
         held = np.frombuffer(self._block, np.uint8, nbytes).view(_Held)
         self._user = weakref.ref(held)
-        # Of a memoryview, because numpy would let the tensors refer to the block itself, and not to the array.
+        # Of a memoryview, because numpy would let the tensors refer to the block itself, and not to
+        # the array.
         memory = memoryview(held)  # type: ignore[arg-type]
         with autograd_mode.allocating():
             return {
@@ -68,7 +72,8 @@ def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _huge_pages(nbytes: int) -> mmap.mmap:
-    # No longer than asked for: what is left over at the end is in small pages, and no memory is taken for nothing.
+    # No longer than asked for: what is left over at the end is in small pages, and no memory is
+    # taken for nothing.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:

@@ -1,7 +1,7 @@
 """State of one rank as data: flat tensors, the rest by parameter, and the layout that both have.
 
-An image either refers to the optimizer's own tensors (valid until the next step) or holds copies, for readers that work while
-training goes on.
+An image either refers to the optimizer's own tensors (valid until the next step) or holds copies,
+for readers that work while training goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from mpidist.zero.shards import Shards
 
 Tensor = torch.Tensor
 
-KindKey = tuple[int, str, torch.dtype]  # flat buffer, name, dtype; without the device, which differs between ranks
+# flat buffer, name, dtype; without the device, which differs between ranks
+KindKey = tuple[int, str, torch.dtype]
 
 
 class InFlat(NamedTuple):
@@ -43,9 +44,11 @@ class ShardImage:
         rank: Of the holder.
         kinds: Of the flat tensors.
         flats: For each kind its tensor, as long as the rank's shard of the buffer.
-        loose: Tensors of at least one dimension that lie in no flat one: factored moments, state without a piece.
+        loose: Tensors of at least one dimension that lie in no flat one: factored moments, state
+            without a piece.
         entries: For each parameter number and name of its state: InFlat, Loose, or the value.
-        masters: For each flat buffer the rank's full-precision shard; empty if its parameters are stepped themselves.
+        masters: For each flat buffer the rank's full-precision shard; empty if its parameters are
+            stepped themselves.
         plans: Of the flat buffers.
         forms: For each parameter a tensor on the meta device with its shape and strides.
     """
@@ -66,13 +69,18 @@ class ShardImage:
             memory: Takes the copies; memory of an earlier image that nobody holds is used again.
         """
         own = (*self.flats, *self.loose, *self.masters)
-        copies = memory.tensors({place: (tensor.numel(), tensor.dtype) for place, tensor in enumerate(own)})
+        copies = memory.tensors(
+            {place: (tensor.numel(), tensor.dtype) for place, tensor in enumerate(own)}
+        )
         for place, tensor in enumerate(own):
             copies[place] = copies[place].view(tensor.shape).copy_(tensor)
         made = [copies[place] for place in range(len(own))]
         flats, loose = len(self.flats), len(self.loose)
         return replace(
-            self, flats=tuple(made[:flats]), loose=tuple(made[flats : flats + loose]), masters=tuple(made[flats + loose :])
+            self,
+            flats=tuple(made[:flats]),
+            loose=tuple(made[flats : flats + loose]),
+            masters=tuple(made[flats + loose :]),
         )
 
     def nbytes(self) -> int:
@@ -80,7 +88,13 @@ class ShardImage:
         return sum(tensor.nbytes for tensor in (*self.flats, *self.loose, *self.masters))
 
 
-def image_of(shards: Shards, flat: FlatState, state: State, parked: Mapping[int, Mapping[str, Any]], rank: int) -> ShardImage:
+def image_of(
+    shards: Shards,
+    flat: FlatState,
+    state: State,
+    parked: Mapping[int, Mapping[str, Any]],
+    rank: int,
+) -> ShardImage:
     """Describe a settled rank; its tensors are the optimizer's own.
 
     Args:
@@ -112,7 +126,10 @@ def image_of(shards: Shards, flat: FlatState, state: State, parked: Mapping[int,
         }
     for number, values in parked.items():
         entries[number] = {name: described(value) for name, value in values.items()}
-    forms = tuple(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in shards.parameters)
+    forms = tuple(
+        torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+        for p in shards.parameters
+    )
     return ShardImage(
         rank,
         tuple((kind.buffer, kind.name, kind.dtype) for kind in kinds),

@@ -1,7 +1,8 @@
 """Shards of one optimizer's parameters on one rank: which parameters lie where, and what of them this rank steps.
 
-Parameters come in when they first require a gradient, those of one call in flat buffers of their own, and keep their place:
-frozen later they get memory of their own, and come back when they train again. So no state ever changes its rank.
+Parameters come in when they first require a gradient, those of one call in flat buffers of their
+own, and keep their place: frozen later they get memory of their own, and come back when they train
+again. So no state ever changes its rank.
 
 Letters: W ranks.
 """
@@ -45,7 +46,9 @@ class Shards:
         masters: The master copies; none without ``has_masters``.
     """
 
-    def __init__(self, group: Any, partition: str, cost: Cost, one_copy: bool, has_masters: bool) -> None:
+    def __init__(
+        self, group: Any, partition: str, cost: Cost, one_copy: bool, has_masters: bool
+    ) -> None:
         self.parameters: list[Tensor] = []
         self.owners: list[int] = []
         self.pieces: list[Piece] = []
@@ -75,8 +78,12 @@ class Shards:
     def divided(self, parameters: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
         """Return who would own further parameters, and what each rank would have then; changes and communicates nothing."""
         if self._partition == BALANCED:
-            return partitions.balanced([self._cost(p) if p.requires_grad else 1 for p in parameters], self._loads)
-        return partitions.greedy([p.numel() if p.requires_grad else 1 for p in parameters], self._loads)
+            return partitions.balanced(
+                [self._cost(p) if p.requires_grad else 1 for p in parameters], self._loads
+            )
+        return partitions.greedy(
+            [p.numel() if p.requires_grad else 1 for p in parameters], self._loads
+        )
 
     def add(self, parameters: Sequence[Tensor]) -> list[Piece]:
         """Number further parameters and decide who owns them; communicates nothing.
@@ -91,7 +98,13 @@ class Shards:
         if not self.steps_parameters:
             return []
         own = [
-            Piece(number, self.parameters[number], 0, self.parameters[number].numel(), self.parameters[number])
+            Piece(
+                number,
+                self.parameters[number],
+                0,
+                self.parameters[number].numel(),
+                self.parameters[number],
+            )
             for number in range(first, len(self.parameters))
             if self.owners[number] == self._group.rank
         ]
@@ -111,9 +124,13 @@ class Shards:
             for number, parameter in enumerate(self.parameters)
             if parameter.requires_grad and number not in self._home and number not in self._settled
         }
-        made = self._make_empty([number for number, parameter in new.items() if not parameter.numel()])
+        made = self._make_empty(
+            [number for number, parameter in new.items() if not parameter.numel()]
+        )
         plans = (
-            cut(new, self._group.size) if self._partition == FLAT else whole(new, dict(enumerate(self.owners)), self._group.size)
+            cut(new, self._group.size)
+            if self._partition == FLAT
+            else whole(new, dict(enumerate(self.owners)), self._group.size)
         )
         if not plans:
             return made
@@ -129,7 +146,10 @@ class Shards:
         return made
 
     def adopt(self) -> None:
-        """Move the parameters of the last ``make`` into their buffers. Collective: over the group."""
+        """Move the parameters of the last ``make`` into their buffers.
+
+        Collective: over the group.
+        """
         pending, self._pending = self._pending, []
         for buffers in pending:
             buffers.adopt()
@@ -163,7 +183,9 @@ class Shards:
     def has_new(self) -> bool:
         """Say whether a parameter trains that has no place in a buffer, or has left it."""
         settled = self._settled
-        return any(p.requires_grad and number not in settled for number, p in enumerate(self.parameters))
+        return any(
+            p.requires_grad and number not in settled for number, p in enumerate(self.parameters)
+        )
 
     def stepped(self) -> list[Piece]:
         """Return this rank's pieces of parameters that lie in their buffers, or are empty."""
@@ -187,18 +209,31 @@ class Shards:
     def follow(self) -> None:
         """Make the buffers anew with the parameters' present devices and dtypes; each rank owns what it owned.
 
-        Where ranks step vectors of elements, the elements keep the order in which they have lain: so does the state.
+        Where ranks step vectors of elements, the elements keep the order in which they have lain:
+        so does the state.
 
         Collective: over the group.
         """
-        kept = exact_masters(self.pieces, {n: home.view(n) for n, home in self._home.items()}) if self._has_masters else {}
+        kept = (
+            exact_masters(self.pieces, {n: home.view(n) for n, home in self._home.items()})
+            if self._has_masters
+            else {}
+        )
         old, self._buffers = self._buffers, []
         self.plans, self.flats, self.masters.flats = [], [], []
         for buffers in old:
             plans = [again for plan in buffers.plans for again in split(plan, self.parameters)]
-            inside = [slot.number for plan in plans for slot in plan.slots if buffers.holds(slot.number)]
-            held = {slot.number: self.parameters[slot.number] for plan in plans for slot in plan.slots}
-            order = {number: buffers.view(number) for number in held} if not self.steps_parameters else None
+            inside = [
+                slot.number for plan in plans for slot in plan.slots if buffers.holds(slot.number)
+            ]
+            held = {
+                slot.number: self.parameters[slot.number] for plan in plans for slot in plan.slots
+            }
+            order = (
+                {number: buffers.view(number) for number in held}
+                if not self.steps_parameters
+                else None
+            )
             fresh = FlatBuffers(self._group, plans, held, self._one_copy, order)
             fresh.bring_in(inside)
             self._buffers.append(fresh)
@@ -215,12 +250,18 @@ class Shards:
         self.masters.renew(self.pieces)
 
     def gather(self) -> None:
-        """Bring what every rank has written into all copies; see ``FlatBuffers.gather``. Collective: over the group."""
+        """Bring what every rank has written into all copies; see ``FlatBuffers.gather``.
+
+        Collective: over the group.
+        """
         for buffers in self._buffers:
             buffers.gather()
 
     def gather_in_buckets(self, cap_bytes: float) -> list[Gather]:
-        """Start the same in slices of at most ``cap_bytes``; see ``FlatBuffers.gather_slices``. Collective: over the group."""
+        """Start the same in slices of at most ``cap_bytes``; see ``FlatBuffers.gather_slices``.
+
+        Collective: over the group.
+        """
         return [
             Gather([self.parameters[number] for number in numbers], works)
             for buffers in self._buffers
@@ -230,8 +271,14 @@ class Shards:
     def owned(self) -> list[list[int]]:
         """Return for each rank the numbers of the parameters that it owns, in whole or in part."""
         if self.steps_parameters:
-            return [[number for number, owner in enumerate(self.owners) if owner == rank] for rank in range(self._group.size)]
-        return [[span.number for plan in self.plans for span in plan.spans(rank)] for rank in range(self._group.size)]
+            return [
+                [number for number, owner in enumerate(self.owners) if owner == rank]
+                for rank in range(self._group.size)
+            ]
+        return [
+            [span.number for plan in self.plans for span in plan.spans(rank)]
+            for rank in range(self._group.size)
+        ]
 
     @property
     def is_one_copy(self) -> bool:
@@ -249,7 +296,10 @@ class Shards:
     def shard_sizes(self) -> dict[int, int]:
         """Return for each flat buffer the elements of this rank's shard."""
         rank = self._group.rank
-        return {place: plan.bounds[rank + 1] - plan.bounds[rank] for place, plan in enumerate(self.plans)}
+        return {
+            place: plan.bounds[rank + 1] - plan.bounds[rank]
+            for place, plan in enumerate(self.plans)
+        }
 
     def _append(self, plan: BufferPlan, flat: Tensor) -> None:
         self.plans.append(plan)
@@ -263,8 +313,15 @@ class Shards:
         self._settled.update(numbers)
         if self.steps_parameters:
             return []
-        own = [(number, self.parameters[number]) for number in numbers if self.owners[number] == self._group.rank]
-        made = [Piece(number, parameter, 0, 0, torch.nn.Parameter(torch.empty_like(parameter))) for number, parameter in own]
+        own = [
+            (number, self.parameters[number])
+            for number in numbers
+            if self.owners[number] == self._group.rank
+        ]
+        made = [
+            Piece(number, parameter, 0, 0, torch.nn.Parameter(torch.empty_like(parameter)))
+            for number, parameter in own
+        ]
         self.pieces += made
         return made
 
@@ -278,7 +335,11 @@ class Shards:
                 own[span.number].home = home
                 continue
             tensor = torch.nn.Parameter(self._elements(place, span))
-            made.append(Piece(span.number, self.parameters[span.number], span.start, span.stop, tensor, home))
+            made.append(
+                Piece(
+                    span.number, self.parameters[span.number], span.start, span.stop, tensor, home
+                )
+            )
         return made
 
     def _move_pieces(self, place: int) -> None:
@@ -293,9 +354,16 @@ class Shards:
 
     def _elements(self, place: int, span: Span) -> Tensor:
         """Return what the base optimizer steps: elements of the flat buffer, or of the master copy of the shard."""
-        memory, offset, view = self.flats[place], span.offset, self._home[span.number].view(span.number)
+        memory, offset, view = (
+            self.flats[place],
+            span.offset,
+            self._home[span.number].view(span.number),
+        )
         if self._has_masters:
-            memory, offset = self.masters.flats[place], offset - self.plans[place].bounds[self._group.rank]
+            memory, offset = (
+                self.masters.flats[place],
+                offset - self.plans[place].bounds[self._group.rank],
+            )
         part = memory[offset : offset + span.stop - span.start]
         # Whole parameters keep their shape: the base optimizer may look at it.
         return laid_out(part, view) if part.numel() == view.numel() else part

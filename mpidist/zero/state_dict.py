@@ -60,12 +60,19 @@ def require_fits(given: Any, groups: Groups, optim: torch.optim.Optimizer) -> No
     if not isinstance(given["state"], Mapping) or not all(
         isinstance(group, Mapping) and "params" in group for group in given["param_groups"]
     ):
-        raise ValueError("a state dict of an optimizer has a dict in 'state', and groups with 'params' in 'param_groups'")
+        raise ValueError(
+            "a state dict of an optimizer has a dict in 'state', and groups with 'params' in "
+            "'param_groups'"
+        )
     saved = given["param_groups"]
-    sizes, own_sizes = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    sizes, own_sizes = (
+        [len(group["params"]) for group in saved],
+        [len(group["params"]) for group in groups],
+    )
     if sizes != own_sizes:
         raise ValueError(
-            f"the state dict is of another model: its parameter groups hold {sizes} parameters, this optimizer's {own_sizes}"
+            f"the state dict is of another model: its parameter groups hold {sizes} parameters, "
+            f"this optimizer's {own_sizes}"
         )
     name = type(optim).__name__
     needed = {key for key, value in optim.defaults.items() if isinstance(value, (float, tuple))}
@@ -73,31 +80,46 @@ def require_fits(given: Any, groups: Groups, optim: torch.optim.Optimizer) -> No
         lacking = sorted(needed - set(group))
         if lacking:
             raise ValueError(
-                f"the state dict is of another class of optimizers: {name} needs {', '.join(lacking)} in each parameter group"
+                f"the state dict is of another class of optimizers: {name} needs "
+                f"{', '.join(lacking)} in each parameter group"
             )
     parameters = _by_id(saved, groups)
     kinds = _KINDS.get(type(optim))
     for key, held in given["state"].items():
         if key not in parameters:
-            raise ValueError(f"the state dict has state of {key!r}, which none of its parameter groups names")
+            raise ValueError(
+                f"the state dict has state of {key!r}, which none of its parameter groups names"
+            )
         if not isinstance(held, Mapping):
-            raise ValueError(f"the state of parameter {key} is a dict by name; got {type(held).__name__}")
+            raise ValueError(
+                f"the state of parameter {key} is a dict by name; got {type(held).__name__}"
+            )
         if kinds is not None and not kinds.issuperset(held):
             raise ValueError(
-                f"the state dict is of another class of optimizers: parameter {key} has {', '.join(map(str, held))}; {name} "
+                f"the state dict is of another class of optimizers: parameter {key} has "
+                f"{', '.join(map(str, held))}; {name} "
                 f"keeps {', '.join(sorted(kinds))}"
             )
         for kind, value in held.items():
             shape = parameters[key].shape
-            # What is no scalar has the parameter's shape, in all of torch's optimizers that are element-wise.
-            if kinds is not None and isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
+            # What is no scalar has the parameter's shape, in all of torch's optimizers that are
+            # element-wise.
+            if (
+                kinds is not None
+                and isinstance(value, torch.Tensor)
+                and value.dim()
+                and value.shape != shape
+            ):
                 raise ValueError(
-                    f"the state dict is of another model: {kind} of parameter {key} has shape {tuple(value.shape)}, the "
+                    f"the state dict is of another model: {kind} of parameter {key} has shape "
+                    f"{tuple(value.shape)}, the "
                     f"parameter {tuple(shape)}"
                 )
 
 
-def local(given: dict[str, Any], groups: Groups, base_groups: Groups, pieces: Sequence[Piece]) -> dict[str, Any]:
+def local(
+    given: dict[str, Any], groups: Groups, base_groups: Groups, pieces: Sequence[Piece]
+) -> dict[str, Any]:
     """Return what the base optimizer of one rank is to load: the state of its pieces, by its own numbers.
 
     Args:
@@ -116,7 +138,10 @@ def local(given: dict[str, Any], groups: Groups, base_groups: Groups, pieces: Se
 
 
 def for_base(
-    saved_groups: Groups, base_groups: Groups, pieces: Sequence[Piece], held_by: Callable[[Piece], dict[str, Any] | None]
+    saved_groups: Groups,
+    base_groups: Groups,
+    pieces: Sequence[Piece],
+    held_by: Callable[[Piece], dict[str, Any] | None],
 ) -> dict[str, Any]:
     """Return a state dict for the base optimizer, by its own numbers.
 
@@ -156,17 +181,30 @@ def part(value: Any, piece: Piece) -> Any:
     """Return what of a parameter's state belongs to a piece; nothing that a step would change in the given value."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    if value.dim() == 0 or value.shape != piece.parameter.shape or value.layout is not torch.strided:
+    if (
+        value.dim() == 0
+        or value.shape != piece.parameter.shape
+        or value.layout is not torch.strided
+    ):
         return value.clone()
     if piece.is_whole and piece.tensor.shape == value.shape:
-        return value if piece.home is not None else value.clone()  # it is copied into the flat tensor
-    return in_memory_order(value, piece.parameter)[piece.start : piece.stop].view(piece.tensor.shape)
+        # it is copied into the flat tensor
+        return value if piece.home is not None else value.clone()
+    return in_memory_order(value, piece.parameter)[piece.start : piece.stop].view(
+        piece.tensor.shape
+    )
 
 
 def by_number(given: dict[str, Any], groups: Groups) -> dict[int, dict[str, Any]]:
     """Return the state of a fitting state dict by the numbers of this optimizer's parameters."""
-    places = {id(parameter): number for number, parameter in enumerate(p for group in groups for p in group["params"])}
-    numbers = {key: places[id(parameter)] for key, parameter in _by_id(given["param_groups"], groups).items()}
+    places = {
+        id(parameter): number
+        for number, parameter in enumerate(p for group in groups for p in group["params"])
+    }
+    numbers = {
+        key: places[id(parameter)]
+        for key, parameter in _by_id(given["param_groups"], groups).items()
+    }
     return {numbers[key]: held for key, held in given["state"].items()}
 
 

@@ -1,7 +1,7 @@
 """State that was loaded for parameters that no rank steps: each is kept whole by one rank, until the parameter gets a place.
 
-Where parameters are cut or have master copies, one that was frozen from the beginning has no piece. Its state must not be lost
-at the next save.
+Where parameters are cut or have master copies, one that was frozen from the beginning has no piece.
+Its state must not be lost at the next save.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ class Parked:
         held: What this rank keeps, by number and name.
     """
 
-    def __init__(self, owners: Mapping[int, int] | None = None, held: Mapping[int, dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self,
+        owners: Mapping[int, int] | None = None,
+        held: Mapping[int, dict[str, Any]] | None = None,
+    ) -> None:
         self.owners = dict(owners or {})
         self.held = dict(held or {})
 
@@ -44,7 +48,9 @@ class Parked:
             held = group.broadcast_object(self.held.pop(number, None), self.owners.pop(number))
             for piece in shards.pieces:
                 if piece.number == number:
-                    state[piece.tensor] = {name: state_dict.part(value, piece) for name, value in held.items()}
+                    state[piece.tensor] = {
+                        name: state_dict.part(value, piece) for name, value in held.items()
+                    }
         return bool(found)
 
 
@@ -64,4 +70,7 @@ def parked(given: Mapping[int, dict[str, Any]], shards: Shards, rank: int) -> Pa
 
 
 def _copied(held: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value for name, value in held.items()}
+    return {
+        name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in held.items()
+    }

@@ -13,7 +13,9 @@ from mpidist.errors import DisagreementError
 Row = tuple[str, Any]  # what it is, and what this rank holds
 
 
-def require_alike(group: Any, where: str, rows: Sequence[Row], error: Exception | None = None) -> None:
+def require_alike(
+    group: Any, where: str, rows: Sequence[Row], error: Exception | None = None
+) -> None:
     """Compare rows between ranks, and learn whether any rank refuses.
 
     Collective: over the group.
@@ -23,11 +25,13 @@ def require_alike(group: Any, where: str, rows: Sequence[Row], error: Exception 
         error: Why this rank cannot go on.
 
     Raises:
-        DisagreementError: On all ranks that refuse nothing themselves: the first row that differs and what each rank holds, or
-            who refuses and why.
+        DisagreementError: On all ranks that refuse nothing themselves: the first row that differs
+            and what each rank holds, or who refuses and why.
         Exception: ``error``, on a rank that has one.
     """
-    told = group.all_gather_object((None if error is None else f"{type(error).__name__}: {error}", list(rows)))
+    told = group.all_gather_object(
+        (None if error is None else f"{type(error).__name__}: {error}", list(rows))
+    )
     refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text is not None]
     if error is not None:
         raise error
@@ -39,12 +43,17 @@ def require_alike(group: Any, where: str, rows: Sequence[Row], error: Exception 
     for place in range(max(map(len, tables))):
         held = [table[place] if place < len(table) else ("nothing", "") for table in tables]
         if any(row != held[0] for row in held):
-            words = "; ".join(f"rank {rank}: {name} {value}" for rank, (name, value) in enumerate(held))
+            words = "; ".join(
+                f"rank {rank}: {name} {value}" for rank, (name, value) in enumerate(held)
+            )
             raise DisagreementError(f"{where}: ranks differ. {words}")
 
 
 def highest(group: Any, code: int) -> int:
-    """Return the highest of all ranks' codes, which is a barrier, too. Collective: over the group."""
+    """Return the highest of all ranks' codes, which is a barrier, too.
+
+    Collective: over the group.
+    """
     if group.size == 1:
         return code
     held = torch.tensor([code], dtype=torch.int32, device="cpu")

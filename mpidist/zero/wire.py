@@ -1,8 +1,9 @@
 """Wire formats: what crosses the network after a step of the sharded optimizer.
 
-Each rank owns a contiguous shard of a flat parameter buffer, and keeps a *master* copy of that shard in full precision, which
-its optimizer steps. A wire brings all shards to all ranks in a narrow format: afterwards the visible parameters, which are the
-flat buffer, hold the same bits on all ranks, the owner too, and the masters keep what the format cannot carry.
+Each rank owns a contiguous shard of a flat parameter buffer, and keeps a *master* copy of that
+shard in full precision, which its optimizer steps. A wire brings all shards to all ranks in a
+narrow format: afterwards the visible parameters, which are the flat buffer, hold the same bits on
+all ranks, the owner too, and the masters keep what the format cannot carry.
 
 | wire | sends | bytes an element |
 | --- | --- | --- |
@@ -41,7 +42,9 @@ class Wire(Protocol):
             TypeError: The format cannot carry such a buffer.
         """
 
-    def share(self, group: ProcessGroup, master: torch.Tensor, flat: torch.Tensor, bounds: Sequence[int]) -> None:
+    def share(
+        self, group: ProcessGroup, master: torch.Tensor, flat: torch.Tensor, bounds: Sequence[int]
+    ) -> None:
         """Send this rank's shard to all ranks, and take theirs into ``flat``. Collective: over ``group``.
 
         At W = 1 nothing is sent, and ``flat`` takes the master's very values: nothing is rounded.
@@ -49,11 +52,12 @@ class Wire(Protocol):
         Blocks: until this rank's part has ended; on CUDA the current stream waits for the rest.
 
         Args:
-            master: Contiguous tensor of the elements of this rank's shard, of ``flat``'s dtype and on its device. Not changed.
-            flat: Contiguous tensor of shape (N,); equal on all ranks before and after. Only the elements within the bounds are
-                written.
-            bounds: W + 1 ascending offsets; rank r owns ``flat[bounds[r]:bounds[r + 1]]``, which may be empty. Equal on all
-                ranks.
+            master: Contiguous tensor of the elements of this rank's shard, of ``flat``'s dtype and
+                on its device. Not changed.
+            flat: Contiguous tensor of shape (N,); equal on all ranks before and after. Only the
+                elements within the bounds are written.
+            bounds: W + 1 ascending offsets; rank r owns ``flat[bounds[r]:bounds[r + 1]]``, which
+                may be empty. Equal on all ranks.
 
         Raises:
             ValueError: Sizes, bounds or devices do not fit; on this rank, before anything is sent.
@@ -84,5 +88,7 @@ def wire_of(name: str | torch.dtype | None) -> Wire | None:
         return None
     make = _WIRES.get(name) if isinstance(name, (str, torch.dtype)) else None
     if make is None:
-        raise ValueError(f"wire must be None or one of {', '.join(map(repr, _WIRES))}; got {name!r}")
+        raise ValueError(
+            f"wire must be None or one of {', '.join(map(repr, _WIRES))}; got {name!r}"
+        )
     return make()

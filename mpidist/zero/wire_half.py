@@ -16,10 +16,12 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 class HalfWire:
     """Masters rounded to a half type: each owner rounds its shard, all ranks widen what they get, the owner its own as well.
 
-    The master itself is not rounded, so that steps smaller than a unit of the half type add up. A buffer that already has the
-    half type travels as it is. float16 makes infinities of magnitudes from 65520 on.
+    The master itself is not rounded, so that steps smaller than a unit of the half type add up. A
+    buffer that already has the half type travels as it is. float16 makes infinities of magnitudes
+    from 65520 on.
 
-    Deviation: FairScale's ``OSS(broadcast_fp16=True)`` rounds the parameters that the owner steps, and such steps are lost.
+    Deviation: FairScale's ``OSS(broadcast_fp16=True)`` rounds the parameters that the owner steps,
+    and such steps are lost.
 
     Args:
         dtype: ``torch.bfloat16`` or ``torch.float16``.
@@ -42,12 +44,20 @@ class HalfWire:
             TypeError: Another dtype.
         """
         if flat_dtype not in (torch.float32, torch.float64, self.dtype):
-            raise TypeError(f"the wire {self.name} carries float32, float64 and {self.dtype}; got parameters of {flat_dtype}")
+            raise TypeError(
+                f"the wire {self.name} carries float32, float64 and {self.dtype}; got parameters "
+                f"of {flat_dtype}"
+            )
         return flat_dtype
 
     @torch.no_grad()
-    def share(self, group: ProcessGroup, master: torch.Tensor, flat: torch.Tensor, bounds: Sequence[int]) -> None:
-        """Send the rounded master, and widen all ranks' into ``flat``: see ``Wire.share``. Collective: over the group."""
+    def share(
+        self, group: ProcessGroup, master: torch.Tensor, flat: torch.Tensor, bounds: Sequence[int]
+    ) -> None:
+        """Send the rounded master, and widen all ranks' into ``flat``: see ``Wire.share``.
+
+        Collective: over the group.
+        """
         self.master_dtype(flat.dtype)
         shards = shards_of(group.where("share"), group.rank, group.size, master, flat, bounds)
         if group.size == 1:
@@ -66,4 +76,6 @@ class HalfWire:
 
     def nbytes(self, bounds: Sequence[int]) -> int:
         """Return the bytes that the busiest rank sends and receives in one ``share``."""
-        return busiest_nbytes([self.dtype.itemsize * (stop - start) for start, stop in pairwise(bounds)])
+        return busiest_nbytes(
+            [self.dtype.itemsize * (stop - start) for start, stop in pairwise(bounds)]
+        )

@@ -12,22 +12,25 @@ from mpidist.kernels.quantize import DTYPES, blocks_in, dequantize_add, quantize
 from mpidist.zero.wire_memory import Scratch, busiest_nbytes, shards_of
 
 _ALIGNMENT = 16  # bytes: kernels then read and write so many at once
-# What travels at a time: the next is quantized, and the one before added, meanwhile. At 1 Gbit/s 1 MiB takes 8 ms.
+# What travels at a time: the next is quantized, and the one before added, meanwhile. At 1 Gbit/s 1
+# MiB takes 8 ms.
 _SEGMENT_NUMEL = 1 << 20
 
 
 class Int8Wire:
     """The change of each shard, ``master - flat``, as int8 with an fp32 scale for each block of 256 elements.
 
-    Every rank, the owner too, adds the dequantized changes to its own ``flat``, in one arithmetic, so that equal parameters stay
-    equal to the bit. What a change loses to rounding stays in ``master - flat``, and so is part of the next: error feedback
-    needs no memory beside the master. After a call no element of ``flat`` is further from its master than half a step of its
-    block, which is absmax / 254 of what the block had to send (and the rounding of ``flat`` itself).
+    Every rank, the owner too, adds the dequantized changes to its own ``flat``, in one arithmetic,
+    so that equal parameters stay equal to the bit. What a change loses to rounding stays in
+    ``master - flat``, and so is part of the next: error feedback needs no memory beside the master.
+    After a call no element of ``flat`` is further from its master than half a step of its block,
+    which is absmax / 254 of what the block had to send (and the rounding of ``flat`` itself).
 
     A change that is not finite makes its block of ``flat`` NaN on all ranks.
 
-    Source: error feedback by Seide et al., 1-bit SGD (2014), and Karimireddy et al., arXiv:1901.09847; blocks as ZeRO++
-    (arXiv:2306.10209) quantizes weights. Deviation: changes are sent, not weights; ``docs/decisions/0014`` says why.
+    Source: error feedback by Seide et al., 1-bit SGD (2014), and Karimireddy et al.,
+    arXiv:1901.09847; blocks as ZeRO++ (arXiv:2306.10209) quantizes weights. Deviation: changes are
+    sent, not weights; ``docs/decisions/0014`` says why.
     """
 
     name = "int8"
@@ -42,12 +45,19 @@ class Int8Wire:
             TypeError: Another dtype; a narrower one would lose what error feedback keeps.
         """
         if flat_dtype not in DTYPES:
-            raise TypeError(f"the wire int8 carries float32 and float64; got parameters of {flat_dtype}")
+            raise TypeError(
+                f"the wire int8 carries float32 and float64; got parameters of {flat_dtype}"
+            )
         return flat_dtype
 
     @torch.no_grad()
-    def share(self, group: ProcessGroup, master: torch.Tensor, flat: torch.Tensor, bounds: Sequence[int]) -> None:
-        """Send the quantized change, and add all ranks' to ``flat``: see ``Wire.share``. Collective: over the group."""
+    def share(
+        self, group: ProcessGroup, master: torch.Tensor, flat: torch.Tensor, bounds: Sequence[int]
+    ) -> None:
+        """Send the quantized change, and add all ranks' to ``flat``: see ``Wire.share``.
+
+        Collective: over the group.
+        """
         self.master_dtype(flat.dtype)
         shards = shards_of(group.where("share"), group.rank, group.size, master, flat, bounds)
         if group.size == 1:
@@ -55,14 +65,27 @@ class Int8Wire:
             return
         segments = segments_of(bounds)
         sizes = [[section_nbytes(stop - start) for start, stop in spans] for spans in segments]
-        memory = self._scratch.take(sum(map(sum, sizes)), flat.device).split([sum(of_ranks) for of_ranks in sizes])
+        memory = self._scratch.take(sum(map(sum, sizes)), flat.device).split(
+            [sum(of_ranks) for of_ranks in sizes]
+        )
         under_way = []
         for spans, of_ranks, held in zip(segments, sizes, memory, strict=True):
             sections = held.split(of_ranks)
-            fields = [_fields(section, stop - start) for section, (start, stop) in zip(sections, spans, strict=True)]
+            fields = [
+                _fields(section, stop - start)
+                for section, (start, stop) in zip(sections, spans, strict=True)
+            ]
             start, stop = (place - bounds[group.rank] for place in spans[group.rank])
-            quantize_change(master.detach()[start:stop], shards[group.rank][start:stop], *fields[group.rank])
-            under_way.append((spans, fields, group.all_gather(sections, sections[group.rank], async_op=len(segments) > 1)))
+            quantize_change(
+                master.detach()[start:stop], shards[group.rank][start:stop], *fields[group.rank]
+            )
+            under_way.append(
+                (
+                    spans,
+                    fields,
+                    group.all_gather(sections, sections[group.rank], async_op=len(segments) > 1),
+                )
+            )
         visible = flat.detach()
         for spans, fields, work in under_way:
             if work is not None:
@@ -78,7 +101,8 @@ class Int8Wire:
 def segments_of(bounds: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Cut the shards into segments, which travel one after the other: of each, the (start, stop) of every rank's part.
 
-    Blocks are not cut, so it makes no difference to the values how long a segment is. Empty shards alone have none.
+    Blocks are not cut, so it makes no difference to the values how long a segment is. Empty shards
+    alone have none.
     """
     shards = list(pairwise(bounds))
     longest = max(stop - start for start, stop in shards)

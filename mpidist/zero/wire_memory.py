@@ -20,8 +20,9 @@ Tensor = torch.Tensor
 class Scratch:
     """Memory that is kept between calls: one piece for each thread and stream, as large as the largest that was asked for.
 
-    Buffers that are shared one after the other use the same memory; those of other threads and streams, which may be under way
-    at once, do not. A copy of it (of an optimizer that is copied or pickled) begins without memory.
+    Buffers that are shared one after the other use the same memory; those of other threads and
+    streams, which may be under way at once, do not. A copy of it (of an optimizer that is copied or
+    pickled) begins without memory.
     """
 
     def __init__(self) -> None:
@@ -39,23 +40,34 @@ class Scratch:
         return held[:nbytes]
 
 
-def shards_of(where: str, rank: int, size: int, master: Tensor, flat: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+def shards_of(
+    where: str, rank: int, size: int, master: Tensor, flat: Tensor, bounds: Sequence[int]
+) -> list[Tensor]:
     """Return the W shards as views of ``flat``, after a check of what ``Wire.share`` got.
 
     Raises:
         TypeError: The dtypes of master and flat differ.
         ValueError: Anything else does not fit.
     """
-    if len(bounds) != size + 1 or any(start > stop for start, stop in pairwise([0, *bounds, flat.numel()])):
-        raise ValueError(f"{where} needs {size + 1} ascending bounds within {flat.numel()} elements; got {list(bounds)}")
+    if len(bounds) != size + 1 or any(
+        start > stop for start, stop in pairwise([0, *bounds, flat.numel()])
+    ):
+        raise ValueError(
+            f"{where} needs {size + 1} ascending bounds within {flat.numel()} elements; got "
+            f"{list(bounds)}"
+        )
     numel = bounds[rank + 1] - bounds[rank]
     if master.dtype != flat.dtype:
         raise TypeError(f"{where} needs a master of flat's dtype, {flat.dtype}; got {master.dtype}")
     if master.numel() != numel or master.device != flat.device:
-        raise ValueError(f"{where} needs a master of {numel} elements on {flat.device}; got {master.numel()} on {master.device}")
+        raise ValueError(
+            f"{where} needs a master of {numel} elements on {flat.device}; got {master.numel()} on "
+            f"{master.device}"
+        )
     if flat.dim() != 1 or not flat.is_contiguous() or not master.is_contiguous():
         raise ValueError(
-            f"{where} needs a contiguous master and a contiguous flat of one dimension; got strides {master.stride()} and "
+            f"{where} needs a contiguous master and a contiguous flat of one dimension; got "
+            f"strides {master.stride()} and "
             f"{flat.stride()}"
         )
     held = flat.detach()

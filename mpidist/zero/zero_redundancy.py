@@ -1,7 +1,8 @@
 """The sharded optimizer by torch's names, and torch's hooks for steps within the backward pass.
 
-Source: ``torch.distributed.optim.ZeroRedundancyOptimizer`` and ``ddp_zero_hook`` of torch's communication hooks, whose names and
-meanings these are. There the first two or three iterations with the hooks do not step; here all do.
+Source: ``torch.distributed.optim.ZeroRedundancyOptimizer`` and ``ddp_zero_hook`` of torch's
+communication hooks, whose names and meanings these are. There the first two or three iterations
+with the hooks do not step; here all do.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ class ZeroRedundancyOptimizer(OSS):
     Args:
         params: Parameters, named parameters or groups.
         optimizer_class: Class of the base optimizer.
-        process_group: torch group on the backend ``mpidist``, or native group; the default group if None.
+        process_group: torch group on the backend ``mpidist``, or native group; the default group if
+            None.
         parameters_as_bucket_view: Has no effect: parameters are always views of flat buffers.
-        overlap_with_ddp: The step is taken in the backward pass of DistributedDataParallel, by ``hook_with_zero_step``.
+        overlap_with_ddp: The step is taken in the backward pass of DistributedDataParallel, by
+            ``hook_with_zero_step``.
         **defaults: Further arguments of ``OSS`` and of ``optimizer_class``.
 
     Raises:
@@ -53,7 +56,10 @@ class ZeroRedundancyOptimizer(OSS):
         return self.join_process_group
 
     def consolidate_state_dict(self, to: int = 0, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """Bring all ranks' state to the rank ``to``; see ``OSS.consolidate_state_dict``. Collective: over the group."""
+        """Bring all ranks' state to the rank ``to``; see ``OSS.consolidate_state_dict``.
+
+        Collective: over the group.
+        """
         super().consolidate_state_dict(to, chunk_bytes=chunk_bytes)
 
 
@@ -62,7 +68,8 @@ def hook_with_zero_step(
 ) -> SteppingHook:
     """Return ``hook`` with the step of ``zero``: each bucket is stepped once it is averaged.
 
-    The end of each averaged backward pass brings the shards together; a training loop calls no ``step()``.
+    The end of each averaged backward pass brings the shards together; a training loop calls no
+    ``step()``.
 
     Args:
         hook: Reduces a bucket.
@@ -74,7 +81,10 @@ def hook_with_zero_step(
         ValueError: ``zero`` was constructed without ``overlap_with_ddp=True``.
     """
     if not getattr(zero, "_overlap_with_ddp", False):
-        raise ValueError("hook_with_zero_step needs a ZeroRedundancyOptimizer that was constructed with overlap_with_ddp=True")
+        raise ValueError(
+            "hook_with_zero_step needs a ZeroRedundancyOptimizer that was constructed with "
+            "overlap_with_ddp=True"
+        )
     stepping = zero.stepping_hook(hook)
     zero.complete_after(ddp)
     return stepping
@@ -102,11 +112,19 @@ class _Checked:
         try:
             found = list(self._params)
         except TypeError as error:
-            raise TypeError(f"params must be an iterable of tensors or dicts; got {torch.typename(self._params)}") from error
+            raise TypeError(
+                "params must be an iterable of tensors or dicts; got "
+                f"{torch.typename(self._params)}"
+            ) from error
         if not found:
             raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
         kinds = {
-            dict if isinstance(each, dict) else torch.Tensor if isinstance(each, torch.Tensor) else type(each) for each in found
+            dict
+            if isinstance(each, dict)
+            else torch.Tensor
+            if isinstance(each, torch.Tensor)
+            else type(each)
+            for each in found
         }
         if len(kinds) > 1 or kinds.isdisjoint({dict, torch.Tensor, tuple}):
             raise TypeError(
@@ -115,6 +133,11 @@ class _Checked:
             )
         for each in found:
             tensors = each.get("params", ()) if isinstance(each, dict) else [each]
-            if any(isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided for tensor in tensors):
-                raise ValueError("ZeroRedundancyOptimizer is for dense parameters; gradients may be sparse")
+            if any(
+                isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided
+                for tensor in tensors
+            ):
+                raise ValueError(
+                    "ZeroRedundancyOptimizer is for dense parameters; gradients may be sparse"
+                )
         return iter(found)

@@ -12,11 +12,18 @@ class PyMpidist(PythonPackage):
 
     license("BSD-3-Clause")
 
-    # Spack asks for the digest of an sdist only where it fetches one; from a checkout: spack develop.
+    # Spack asks for the digest of an sdist only where it fetches one; from a checkout: spack
+    # develop.
     version("0.1.0")
 
-    variant("cuda", default=False, description="Compile and launch the kernels on Nvidia GPUs, through CuPy")
-    variant("cli", default=True, description="The mpidist command: doctor, run, bench, tune, submit")
+    variant(
+        "cuda",
+        default=False,
+        description="Compile and launch the kernels on Nvidia GPUs, through CuPy",
+    )
+    variant(
+        "cli", default=True, description="The mpidist command: doctor, run, bench, tune, submit"
+    )
 
     depends_on("python@3.10:3.13", type=("build", "run"))
     # The licence is given as an SPDX expression.

@@ -31,4 +31,6 @@ def clean(group, workers):  # noqa: F811
     while len(_engine.contexts) and time.monotonic() < deadline:
         time.sleep(0.001)
     info = autograd._get_debug_info()
-    agree(group, set(info.values()) == {"0"} and not _engine.initiator._passes, f"left over: {info}")
+    agree(
+        group, set(info.values()) == {"0"} and not _engine.initiator._passes, f"left over: {info}"
+    )

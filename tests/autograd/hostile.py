@@ -32,7 +32,9 @@ class Outbox:
 
 def agent(outbox):
     """Return what the engine needs of an agent."""
-    workers = Workers([WorkerInfo(f"worker{rank}", rank) for rank in range(WORKERS)], ME, range(WORKERS))
+    workers = Workers(
+        [WorkerInfo(f"worker{rank}", rank) for rank in range(WORKERS)], ME, range(WORKERS)
+    )
     wire = SimpleNamespace(codecs=[codec] * WORKERS)
     return SimpleNamespace(workers=workers, for_engine=outbox, allowed=None, wire=wire)
 
@@ -63,7 +65,9 @@ def notice(engine, source, what, *rest):
 
 def give(engine, source, content, context=OWN, key=PEER << 48 | 33, message=MESSAGE):
     """Have the engine take gradients."""
-    return engine.handle_one_way(source, Kind.GRADIENTS, 0, (context, key, message, 0, content)).run()
+    return engine.handle_one_way(
+        source, Kind.GRADIENTS, 0, (context, key, message, 0, content)
+    ).run()
 
 
 def right():

@@ -17,19 +17,26 @@ def weight(worker):
     """Return a worker's weight: the same on every rank."""
     if worker not in weights:
         generator = torch.Generator().manual_seed(worker)
-        weights[worker] = torch.randn(3, 3, generator=generator, dtype=torch.float64).requires_grad_()
+        weights[worker] = torch.randn(
+            3, 3, generator=generator, dtype=torch.float64
+        ).requires_grad_()
     return weights[worker]
 
 
 def squared(gradient):
     hook_runs[0] += 1
-    return gradient * gradient.abs() / 4  # not linear: a hook that gets a part of its gradient shows
+    # not linear: a hook that gets a part of its gradient shows
+    return gradient * gradient.abs() / 4
 
 
 def invoke(is_local, to, *args):
     if is_local:
         return work(*args)
-    return rpc.rpc_sync(to, work, args=args) if args[2] % 3 else rpc.remote(to, work, args=args).to_here()
+    return (
+        rpc.rpc_sync(to, work, args=args)
+        if args[2] % 3
+        else rpc.remote(to, work, args=args).to_here()
+    )
 
 
 def work(size, worker, seed, depth, is_local, hooks, unused, *xs):
@@ -39,7 +46,19 @@ def work(size, worker, seed, depth, is_local, hooks, unused, *xs):
         hidden.register_hook(squared)
     if depth:
         other = (worker + 1 + seed) % size
-        back = invoke(is_local, other, size, other, seed // 3, depth - 1, is_local, hooks, unused, hidden, xs[0])
+        back = invoke(
+            is_local,
+            other,
+            size,
+            other,
+            seed // 3,
+            depth - 1,
+            is_local,
+            hooks,
+            unused,
+            hidden,
+            xs[0],
+        )
         hidden = hidden + back
     if seed % 5 == 0 and unused and not is_local:
         other = (worker + 1) % size
@@ -51,9 +70,25 @@ def loss_of(seed, size, is_local, hooks, unused, x):
     rng = random.Random(seed)
     values = [x, x * 2]
     for _ in range(rng.randint(2, 6)):
-        args = [values[place] for place in {rng.randrange(len(values)) for _ in range(1 + rng.randrange(3))}]
+        args = [
+            values[place]
+            for place in {rng.randrange(len(values)) for _ in range(1 + rng.randrange(3))}
+        ]
         worker = rng.randrange(size)
-        values.append(invoke(is_local, worker, size, worker, rng.randrange(30), rng.randrange(3), is_local, hooks, unused, *args))
+        values.append(
+            invoke(
+                is_local,
+                worker,
+                size,
+                worker,
+                rng.randrange(30),
+                rng.randrange(3),
+                is_local,
+                hooks,
+                unused,
+                *args,
+            )
+        )
     # Several roots; all values are used, for FAST mode waits for them.
     return [sum(value.sum() for value in values[::2]), sum(value.sum() for value in values[1::2])]
 
@@ -64,17 +99,28 @@ def my_gradient(context, worker):
 
 def complaint(seed, size, mode, hooks=False, unused=False):
     """Run a graph over all workers and in this process, twice within one context; return what differs."""
-    x = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    x = torch.randn(
+        2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).requires_grad_()
     roots = loss_of(seed, size, True, hooks, unused, x)
     inputs = [x, *(weight(worker) for worker in range(size))]
-    expected = torch.autograd.grad(roots, inputs, [torch.ones_like(root) for root in roots], allow_unused=True)
+    expected = torch.autograd.grad(
+        roots, inputs, [torch.ones_like(root) for root in roots], allow_unused=True
+    )
     with autograd.context() as context:
         roots = loss_of(seed, size, False, hooks, unused, x)
         autograd.backward(context, roots, retain_graph=True, mode=mode)
         autograd.backward(context, roots, mode=mode)
         found = [autograd.get_gradients(context).get(x)]
-        found += [rpc.rpc_sync(worker, my_gradient, args=(context, worker)) for worker in range(size)]
+        found += [
+            rpc.rpc_sync(worker, my_gradient, args=(context, worker)) for worker in range(size)
+        ]
     for name, one, other in zip(["x", *range(size)], expected, found, strict=True):
-        if (one is None) != (other is None) or (one is not None and not torch.allclose(2 * one, other)):
-            return f"seed {seed}, {mode}, hooks {hooks}, unused {unused}, {name}: expected {one}, half of {other}"
+        if (one is None) != (other is None) or (
+            one is not None and not torch.allclose(2 * one, other)
+        ):
+            return (
+                f"seed {seed}, {mode}, hooks {hooks}, unused {unused}, {name}: expected {one}, "
+                f"half of {other}"
+            )
     return ""

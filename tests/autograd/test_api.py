@@ -29,9 +29,21 @@ def test_bad_input_is_refused_in_torchs_words(group, workers, to):
             ((context, [1.0]), TypeError, "incompatible function arguments"),
             ((context, []), RuntimeError, "No tensors provided for gradient computation"),
             ((context, [torch.ones(1)]), RuntimeError, "requires_grad not set on"),
-            ((context, [good, x * 2]), RuntimeError, "is not a scalar, all roots need to be scalar"),
-            ((context, [torch.ones(1, requires_grad=True)]), RuntimeError, "does not have a valid gradient function"),
-            ((context + 1, [good]), RuntimeError, f"Could not find autograd context with id: {context + 1}"),
+            (
+                (context, [good, x * 2]),
+                RuntimeError,
+                "is not a scalar, all roots need to be scalar",
+            ),
+            (
+                (context, [torch.ones(1, requires_grad=True)]),
+                RuntimeError,
+                "does not have a valid gradient function",
+            ),
+            (
+                (context + 1, [good]),
+                RuntimeError,
+                f"Could not find autograd context with id: {context + 1}",
+            ),
             ((context, [good], False, "slow"), ValueError, "mode is one of"),
         ]:
             with pytest.raises(error, match=text):
@@ -63,7 +75,9 @@ def fail(x):
 
 def then(path, x, function=fail):
     """Go to the end of a path of workers, and call a function there."""
-    return rpc.rpc_sync(path[0], then, args=(path[1:], x * 2, function)) * 2 if path else function(x)
+    return (
+        rpc.rpc_sync(path[0], then, args=(path[1:], x * 2, function)) * 2 if path else function(x)
+    )
 
 
 def under_way():
@@ -87,7 +101,9 @@ def test_an_error_anywhere_ends_the_pass_on_all_workers(group, workers, mode, ho
     with autograd.context() as context:
         for _ in range(3):
             loss = then(path, x).sum()
-            with pytest.raises(RuntimeError, match=f"Error on Node {node}: in the backward pass") as caught:
+            with pytest.raises(
+                RuntimeError, match=f"Error on Node {node}: in the backward pass"
+            ) as caught:
                 autograd.backward(context, [loss], mode=mode)
             assert type(caught.value.__cause__) is TellTale
         # The context is still good for what does not fail.
@@ -135,9 +151,15 @@ def test_fast_mode_names_what_it_waits_for(group, workers, to):
         with pytest.raises(CommTimeout, match=r'mode="smart"') as caught:
             autograd.backward(context, [used.sum()], retain_graph=True)
         text = str(caught.value)
-        assert f"{workers[group.rank]} waits for the gradients of arguments of a call to {to} (shapes [(2, 5)])" in text
+        assert (
+            f"{workers[group.rank]} waits for the gradients of arguments of a call to {to} (shapes "
+            "[(2, 5)])" in text
+        )
         if group.size > 1:
-            assert f"{to} waits for the gradients of the result of a call from {workers[group.rank]}" in text
+            assert (
+                f"{to} waits for the gradients of the result of a call from {workers[group.rank]}"
+                in text
+            )
         group.barrier()
         rpc._set_rpc_timeout(20)
         autograd.backward(context, [used.sum()], mode="smart")
@@ -200,7 +222,11 @@ def test_a_worker_that_has_left_fails_the_pass_at_once(group, mode):
         rpc.shutdown(graceful=False)
     agree(group, group.rank != 0 or (told is not None and "has left RPC" in str(told)), f"{told!r}")
     agree(
-        group, group.rank != 0 or isinstance(told, RankFailureError) or isinstance(told.__cause__, RankFailureError), f"{told!r}"
+        group,
+        group.rank != 0
+        or isinstance(told, RankFailureError)
+        or isinstance(told.__cause__, RankFailureError),
+        f"{told!r}",
     )
 
 

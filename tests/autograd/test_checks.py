@@ -50,7 +50,10 @@ def engine(outbox):
     return make_engine()
 
 
-@pytest.mark.parametrize("content", [*TYPES, (), (1,), (True, OWN), (99, OWN), (-1, OWN, 1), ("1", OWN), ([], OWN), (9, [])])
+@pytest.mark.parametrize(
+    "content",
+    [*TYPES, (), (1,), (True, OWN), (99, OWN), (-1, OWN, 1), ("1", OWN), ([], OWN), (9, [])],
+)
 def test_what_is_no_notice(engine, outbox, content):
     with pytest.raises(FrameError):
         engine.handle_one_way(PEER, Kind.AUTOGRAD_NOTICE, 0, content)
@@ -96,7 +99,12 @@ def test_contexts_and_passes_that_no_worker_makes(engine, outbox, what, number):
 def test_who_has_no_say(engine, outbox, what, source, context, key):
     known = engine.contexts._by_number[PEERS] = Context(PEERS)
     known.told_by.add(PEER)
-    rest = {Notice.DONE: [()], Notice.FAILED: [("E", "E", "", None)], Notice.SUMMARY: [{}, ()], Notice.AWAIT: [True, ()]}
+    rest = {
+        Notice.DONE: [()],
+        Notice.FAILED: [("E", "E", "", None)],
+        Notice.SUMMARY: [{}, ()],
+        Notice.AWAIT: [True, ()],
+    }
     rest[Notice.REPORT] = [0.0, [], ()]
     numbers = [context] if key is None else [context, key]
     with pytest.raises(FrameError, match=r"has no say|not of SMART mode"):
@@ -157,13 +165,19 @@ def test_a_report_of_a_worker_without_a_part(engine):
 def test_what_is_said_of_a_pass_of_another_context(engine):
     under_way = running(engine)
     engine.contexts._by_number[PEERS] = Context(PEERS)
-    for what, fields in [(Notice.DONE, [(STRANGER,)]), (Notice.FAILED, [("E", "E", "", None)]), (Notice.REPORT, [1.0, [], ()])]:
+    for what, fields in [
+        (Notice.DONE, [(STRANGER,)]),
+        (Notice.FAILED, [("E", "E", "", None)]),
+        (Notice.REPORT, [1.0, [], ()]),
+    ]:
         with pytest.raises(FrameError, match="not of context"):
             notice(engine, PEER, what, PEERS, under_way.key, *fields)
     assert under_way.error is None and under_way.mentioned == {ME, PEER}
 
 
-@pytest.mark.parametrize("description", [*TYPES, ("E",), (1, 2, 3, 4), ("E", "E", "", b"\x80"), ("E", "E", "", [])])
+@pytest.mark.parametrize(
+    "description", [*TYPES, ("E",), (1, 2, 3, 4), ("E", "E", "", b"\x80"), ("E", "E", "", [])]
+)
 def test_a_failure_that_cannot_be_read_ends_its_pass(engine, description):
     under_way = running(engine)
     notice(engine, PEER, Notice.FAILED, OWN, under_way.key, description)
@@ -210,7 +224,9 @@ class TestSurveys:
 
     def test_hops_to_workers_that_do_not_share_the_context(self, engine, under_way, outbox):
         notice(engine, PEER, Notice.SUMMARY, OWN, under_way.key, {5: [(6, STRANGER)]}, (ME,))
-        assert "rank 1 has tensors of ranks [2], which are none of its peers" in str(under_way.error)
+        assert "rank 1 has tensors of ranks [2], which are none of its peers" in str(
+            under_way.error
+        )
         assert not self.begun and not outbox.sent
 
     def test_answers_of_workers_that_were_not_asked(self, engine, under_way, outbox):
@@ -234,11 +250,18 @@ class TestAwaited:
 
     def told(self, outbox):
         """Return the texts of the failures that the worker which began the pass was told."""
-        assert all(to == PEER and content[0] == Notice.FAILED and content[2] == self.KEY for to, content in outbox.sent)
+        assert all(
+            to == PEER and content[0] == Notice.FAILED and content[2] == self.KEY
+            for to, content in outbox.sent
+        )
         return [content[3][1] for _, content in outbox.sent]
 
     @pytest.mark.parametrize(
-        "fields", [*[[wrong, ()] for wrong in TYPES if wrong is not True], *[[True, wrong] for wrong in TYPES if wrong != (1,)]]
+        "fields",
+        [
+            *[[wrong, ()] for wrong in TYPES if wrong is not True],
+            *[[True, wrong] for wrong in TYPES if wrong != (1,)],
+        ],
     )
     def test_fields_of_another_form(self, engine, outbox, fields):
         notice(engine, PEER, Notice.ASK, OWN, self.KEY)
@@ -315,17 +338,26 @@ class TestGradients:
         told = self.refused(engine, outbox, content, rf"(gradient|tensor) {place} ")
         assert told == [(PEER, Notice.FAILED, self.KEY)]
 
-    @pytest.mark.parametrize("content", [[], right()[:1], [*right(), None], torch.ones(2, 3), None, "text", 5, (1, 2), {1: 2}])
+    @pytest.mark.parametrize(
+        "content",
+        [[], right()[:1], [*right(), None], torch.ones(2, 3), None, "text", 5, (1, 2), {1: 2}],
+    )
     def test_another_number(self, engine, outbox, content):
-        assert self.refused(engine, outbox, content, "which has 2 tensors") == [(PEER, Notice.FAILED, self.KEY)]
+        assert self.refused(engine, outbox, content, "which has 2 tensors") == [
+            (PEER, Notice.FAILED, self.KEY)
+        ]
 
     def test_of_a_message_that_was_not_sent(self, engine, outbox):
-        told = self.refused(engine, outbox, right(), "which this worker has not sent to it", message=12)
+        told = self.refused(
+            engine, outbox, right(), "which this worker has not sent to it", message=12
+        )
         assert told == [(PEER, Notice.FAILED, self.KEY)]
 
     def test_of_another_worker_that_shares_the_context(self, engine, outbox):
         engine.contexts.find(OWN).told.add(STRANGER)
-        told = self.refused(engine, outbox, right(), "which this worker has not sent to it", source=STRANGER)
+        told = self.refused(
+            engine, outbox, right(), "which this worker has not sent to it", source=STRANGER
+        )
         assert told == [(PEER, Notice.FAILED, self.KEY)]
 
     def test_of_a_worker_that_does_not_share_the_context(self, engine, outbox):
@@ -333,7 +365,10 @@ class TestGradients:
         give(engine, PEER, right())
         assert outbox.sent[-1][1][0] == Notice.DONE
 
-    @pytest.mark.parametrize(("context", "key"), [(NOBODYS, PEER << 48 | 1), (OWN, NOBODYS), (OWN, 0), (0, 0), (5, NOBODYS)])
+    @pytest.mark.parametrize(
+        ("context", "key"),
+        [(NOBODYS, PEER << 48 | 1), (OWN, NOBODYS), (OWN, 0), (0, 0), (5, NOBODYS)],
+    )
     def test_of_contexts_and_passes_that_no_worker_makes(self, engine, outbox, context, key):
         with pytest.raises(FrameError, match="of this job"):
             give(engine, PEER, right(), context, key)
@@ -359,7 +394,9 @@ class TestGradients:
 
 
 class TestPassesFromReferences:
-    @pytest.mark.parametrize("content", [*TYPES, (), (1, 2, 3, 4), (None, OWN, True, "fast"), ("ref", OWN, True, "fast")])
+    @pytest.mark.parametrize(
+        "content", [*TYPES, (), (1, 2, 3, 4), (None, OWN, True, "fast"), ("ref", OWN, True, "fast")]
+    )
     def test_requests_of_another_form(self, engine, content):
         with pytest.raises(FrameError, match=r"backward\(\) of a reference"):
             engine.handle(PEER, Kind.BACKWARD_AUTOGRAD, 0, content)

@@ -24,8 +24,12 @@ clean = pytest.mark.usefixtures("clean")
 
 def test_numbers_are_of_their_worker_and_used_once():
     contexts = Contexts()
-    made = [contexts.create(3).number for _ in range(100)] + [contexts.make_id(3) for _ in range(100)]
-    assert len(set(made)) == 200 and {number >> 48 for number in made} == {3} and len(contexts) == 100
+    made = [contexts.create(3).number for _ in range(100)] + [
+        contexts.make_id(3) for _ in range(100)
+    ]
+    assert (
+        len(set(made)) == 200 and {number >> 48 for number in made} == {3} and len(contexts) == 100
+    )
 
 
 def test_a_request_makes_a_context_of_another_worker_and_none_of_ours():
@@ -33,10 +37,13 @@ def test_a_request_makes_a_context_of_another_worker_and_none_of_ours():
     contexts.request_came(1, 2 << 48 | 5, 0)
     contexts.request_came(1, 2 << 48 | 5, 2)
     contexts.request_came(1, 1 << 48 | 5, 0)  # ours has ended
-    assert [one.told_by for one in contexts.values()] == [{0, 2}] and contexts.find(1 << 48 | 5) is None
+    assert [one.told_by for one in contexts.values()] == [{0, 2}] and contexts.find(
+        1 << 48 | 5
+    ) is None
     contexts.request_came(1, 2 << 48 | 5, 1)
     contexts.release(2 << 48 | 5, 1)
-    contexts.request_came(1, 2 << 48 | 5, 1)  # sent to itself before the clean-up came; no other would follow
+    # sent to itself before the clean-up came; no other would follow
+    contexts.request_came(1, 2 << 48 | 5, 1)
     assert not len(contexts)
 
 
@@ -45,7 +52,10 @@ def current_id():
 
 
 def current_by_way_of(*path):
-    return [current_id(), *(rpc.rpc_sync(path[0], current_by_way_of, args=path[1:]) if path else [])]
+    return [
+        current_id(),
+        *(rpc.rpc_sync(path[0], current_by_way_of, args=path[1:]) if path else []),
+    ]
 
 
 def fails():
@@ -68,7 +78,12 @@ def test_the_context_travels_through_nested_calls(group, workers, to):
         assert rpc.rpc_async(to, current_id).wait() == context
         with pytest.raises(ValueError, match="as told"):
             rpc.rpc_sync(to, fails)
-        with pytest.raises(RuntimeError, match="Already have an autograd context id for this thread"), autograd.context():
+        with (
+            pytest.raises(
+                RuntimeError, match="Already have an autograd context id for this thread"
+            ),
+            autograd.context(),
+        ):
             pass
         assert (group.rank + 1) % group.size in autograd._current_context()._known_worker_ids()
     assert not autograd._is_valid_context(context)
@@ -100,7 +115,10 @@ def test_torchs_names(group, workers, to):
     assert next(iter(sends.values())).next_functions[0][0].variable is x
     assert came.grad_fn in receives.values()
     assert came.grad_fn.name() == "torch::distributed::autograd::RecvRpcBackward"
-    assert set(autograd._get_debug_info()) == {"num_current_backward_passes", "num_autograd_contexts"}
+    assert set(autograd._get_debug_info()) == {
+        "num_current_backward_passes",
+        "num_autograd_contexts",
+    }
     assert set(autograd._get_debug_info()) <= set(rpc._get_debug_info())
     autograd._release_context(number)
     assert not autograd._is_valid_context(number)
@@ -122,7 +140,8 @@ def doubled_later(path, seconds, x):
 def run_and_leave(group, workers, rounds, seconds):
     futures = []
     for number in range(rounds):
-        x = torch.ones(40_000 if number % 3 == 0 else 2, requires_grad=True)  # large ones are overtaken by their clean-up
+        # large ones are overtaken by their clean-up
+        x = torch.ones(40_000 if number % 3 == 0 else 2, requires_grad=True)
         path = [workers[(group.rank + 1 + number * step) % group.size] for step in range(3)]
         with autograd.context():
             futures.append(rpc.rpc_async(path[0], doubled_later, args=(path[1:], seconds, x)))
@@ -162,7 +181,11 @@ def leave_nothing(group, to, count):
     deadline = time.monotonic() + 20
     while len(_engine.contexts) and time.monotonic() < deadline:
         time.sleep(0.001)
-    agree(group, not len(_engine.contexts) and not any(ref() for ref in alive), f"{len(_engine.contexts)}")
+    agree(
+        group,
+        not len(_engine.contexts) and not any(ref() for ref in alive),
+        f"{len(_engine.contexts)}",
+    )
 
 
 @mpi
@@ -199,7 +222,11 @@ def test_threads_have_contexts_of_their_own(group, workers, to):
         thread.start()
     for thread in threads:
         thread.join(60)
-    agree(group, not wrong and found == {place: [8.0 * place] * 2 for place in range(6)}, f"{wrong} {found}")
+    agree(
+        group,
+        not wrong and found == {place: [8.0 * place] * 2 for place in range(6)},
+        f"{wrong} {found}",
+    )
 
 
 @mpi
@@ -269,9 +296,17 @@ def test_contexts_known_from_a_worker_that_left_end_all_the_same():
 def test_rpc_that_ends_within_a_context_takes_it_along(group):
     rpc.init_rpc(f"worker{group.rank}", group=group)
     with autograd.context() as context:
-        rpc.rpc_sync(f"worker{(group.rank + 1) % group.size}", doubled, args=(torch.ones(1, requires_grad=True),))
+        rpc.rpc_sync(
+            f"worker{(group.rank + 1) % group.size}",
+            doubled,
+            args=(torch.ones(1, requires_grad=True),),
+        )
         rpc.shutdown()
-        agree(group, not len(_engine.contexts) and not autograd._is_valid_context(context), "contexts are left")
+        agree(
+            group,
+            not len(_engine.contexts) and not autograd._is_valid_context(context),
+            "contexts are left",
+        )
     assert not api._is_current_rpc_agent_set()
     with pytest.raises(RuntimeError, match="not been initialized"), autograd.context():
         pass

@@ -42,8 +42,11 @@ def weight_gradient(context):
 
 @pytest.fixture
 def on_gpu(group):
-    group.all_reduce(torch.ones(1, device="cuda"))  # before it, messages go over the host where ranks share devices
-    options = rpc.RpcBackendOptions(device_maps={f"worker{rank}": {0: 0} for rank in range(group.size)})
+    # before it, messages go over the host where ranks share devices
+    group.all_reduce(torch.ones(1, device="cuda"))
+    options = rpc.RpcBackendOptions(
+        device_maps={f"worker{rank}": {0: 0} for rank in range(group.size)}
+    )
     rpc.init_rpc(f"worker{group.rank}", group=group, rpc_backend_options=options)
     _weights[:] = [torch.full((1000,), 2.0, device="cuda", requires_grad=True)]
     group.barrier()
@@ -64,7 +67,11 @@ def test_gradients_wait_for_slow_kernels(group, on_gpu, mode, own_stream):
             gradient = autograd.get_gradients(context)[x]
             here = torch.equal(gradient, torch.full_like(x, passes * 3 * 3 * 2.0))
             there = rpc.rpc_sync(on_gpu, weight_gradient, args=(context,))
-            agree(group, here and there.eq(passes * 3 * 3 * 5.0).all().item(), f"{passes}: {gradient[:3]} {there[:3]}")
+            agree(
+                group,
+                here and there.eq(passes * 3 * 3 * 5.0).all().item(),
+                f"{passes}: {gradient[:3]} {there[:3]}",
+            )
     group.barrier()
 
 

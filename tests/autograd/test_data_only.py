@@ -73,7 +73,18 @@ def to(group, engine, monkeypatch):
 
     for module, name in [(pickles, "dumps"), (pickles, "loads"), (codec, "pickled")]:
         monkeypatch.setattr(module, name, no_pickle)
-    names = [by_way_of, with_hook, pair, loss_of, failing, table, look_up, weight_gradient, torch.mul, cube]
+    names = [
+        by_way_of,
+        with_hook,
+        pair,
+        loss_of,
+        failing,
+        table,
+        look_up,
+        weight_gradient,
+        torch.mul,
+        cube,
+    ]
     rpc.init_rpc(f"worker{group.rank}", group=group, allowed=names)
     yield f"worker{(group.rank + 1) % group.size}"
     if api._is_current_rpc_agent_set():
@@ -91,7 +102,9 @@ def test_through_all_workers_and_back(group, to, mode):
         autograd.backward(context, [loss], mode=mode)
         found = autograd.get_gradients(context)[x]
         y = x.detach().clone().requires_grad_()
-        (expected,) = torch.autograd.grad(((y * 2 ** len(others)) ** 3 * 3 ** len(others)).sum(), [y])
+        (expected,) = torch.autograd.grad(
+            ((y * 2 ** len(others)) ** 3 * 3 ** len(others)).sum(), [y]
+        )
         assert torch.equal(found, expected)
     group.barrier()
 
@@ -144,7 +157,14 @@ def test_sparse_gradients(group, to, mode):
         reference = rpc.remote(to, table)
         there = rpc.rpc_sync(to, look_up, args=(reference, torch.tensor([0, 5])))
         autograd.backward(context, [rows.sum(), there.sum()], mode=mode)
-        assert autograd.get_gradients(context)[own.weight].to_dense()[:, 0].tolist() == [0, 4, 0, 0, 2, 0]
+        assert autograd.get_gradients(context)[own.weight].to_dense()[:, 0].tolist() == [
+            0,
+            4,
+            0,
+            0,
+            2,
+            0,
+        ]
         other = rpc.rpc_sync(to, weight_gradient, args=(context, reference))
         assert other.is_sparse and other.to_dense()[:, 0].tolist() == [1, 0, 0, 0, 0, 1]
     del reference
@@ -155,7 +175,9 @@ def test_errors_come_back_as_data(group, to, mode):
     x = torch.ones(2, requires_grad=True)
     with autograd.context() as context:
         loss = rpc.rpc_sync(to, failing, args=(x,)).sum()
-        with pytest.raises(RuntimeError, match=r"Error on Node \d+: in the backward pass") as caught:
+        with pytest.raises(
+            RuntimeError, match=r"Error on Node \d+: in the backward pass"
+        ) as caught:
             autograd.backward(context, [loss], mode=mode)
         assert type(caught.value.__cause__) is ZeroDivisionError
     group.barrier()

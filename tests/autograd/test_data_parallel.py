@@ -31,7 +31,12 @@ def remote_weight(group):
 
 
 def weight_of(rank):
-    return torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64) / 2
+    return (
+        torch.randn(
+            SIZE, SIZE, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64
+        )
+        / 2
+    )
 
 
 def multiplied(x):
@@ -44,7 +49,9 @@ class Net(nn.Module):
     def __init__(self, to, tied):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.weights = nn.ParameterList(torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64) / 2 for _ in range(4))
+        self.weights = nn.ParameterList(
+            torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64) / 2 for _ in range(4)
+        )
         self.to_worker, self.tied = to, tied
 
     def forward(self, x, call=None):
@@ -59,7 +66,12 @@ class Net(nn.Module):
 
 
 def inputs_of(rank, step=0):
-    return torch.randn(3 + rank, SIZE, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+    return torch.randn(
+        3 + rank,
+        SIZE,
+        generator=torch.Generator().manual_seed(10 * step + rank),
+        dtype=torch.float64,
+    )
 
 
 def expected(group, tied, outside, step=0):
@@ -90,7 +102,11 @@ def my_gradient(context):
 def test_gradients_are_averages_in_the_context(group, workers, to, mode, tied, outside, views):
     net = Net(None if outside else to, tied)
     model = DistributedDataParallel(
-        net, process_group=group, gradient_as_bucket_view=views, bucket_cap_mb=1e-3, find_unused_parameters=tied
+        net,
+        process_group=group,
+        gradient_as_bucket_view=views,
+        bucket_cap_mb=1e-3,
+        find_unused_parameters=tied,
     )
     sentinel = [torch.full_like(weight, 7.0) for weight in net.weights]
     for weight, held in zip(net.weights, sentinel, strict=True):
@@ -110,11 +126,15 @@ def test_gradients_are_averages_in_the_context(group, workers, to, mode, tied, o
             remote = rpc.rpc_sync(to, my_gradient, args=(context,))
         for weight, want in zip(net.weights, wanted, strict=True):
             got = found.get(weight)
-            if (want is None) != (got is None) or (want is not None and not torch.allclose(got, passes * want)):
+            if (want is None) != (got is None) or (
+                want is not None and not torch.allclose(got, passes * want)
+            ):
                 good, seen = False, f"step {step}: {got}, expected {want}"
         if not torch.allclose(remote, passes * by_rank[group.rank][1]):
             good, seen = False, f"step {step}: remote {remote}"
-    untouched = all(torch.equal(weight.grad, held) for weight, held in zip(net.weights, sentinel, strict=True))
+    untouched = all(
+        torch.equal(weight.grad, held) for weight, held in zip(net.weights, sentinel, strict=True)
+    )
     agree(group, good and untouched, f"{seen}; .grad untouched: {untouched}")
 
 
@@ -160,7 +180,11 @@ def test_under_no_sync_gradients_stay_the_ranks_own(group, workers):
             loss = model(inputs_of(group.rank)).square().sum()
         autograd.backward(context, [loss])
         found = autograd.get_gradients(context)
-        agree(group, all(torch.allclose(found[w], g) for w, g in zip(net.weights, own, strict=True)), str(found))
+        agree(
+            group,
+            all(torch.allclose(found[w], g) for w, g in zip(net.weights, own, strict=True)),
+            str(found),
+        )
 
 
 @pytest.mark.mpi(min_size=2)
@@ -183,7 +207,10 @@ def test_unused_parameters_and_hooks(group, workers):
         with autograd.context() as context:
             loss = model(torch.ones(1, 2), [0, 1] if group.rank == 0 else [0]).sum()
             autograd.backward(context, [loss])
-            found = {name: autograd.get_gradients(context).get(one) for name, one in net.named_parameters()}
+            found = {
+                name: autograd.get_gradients(context).get(one)
+                for name, one in net.named_parameters()
+            }
         assert found["layers.2.weight"] is None and found["layers.2.bias"] is None
         share = torch.full((2,), 1 / group.size)
         agree(group, torch.allclose(found["layers.0.bias"], torch.ones(2)), str(found))
@@ -227,7 +254,11 @@ def test_uneven_inputs(group, workers):
             ranks = [rank for rank in range(group.size) if rank >= step]
             by_rank = expected_locally(group, step, ranks)
             wanted = [one * len(ranks) / group.size for one in average(by_rank)]
-            wrong += [step for weight, want in zip(net.weights, wanted, strict=True) if not torch.allclose(found[weight], want)]
+            wrong += [
+                step
+                for weight, want in zip(net.weights, wanted, strict=True)
+                if not torch.allclose(found[weight], want)
+            ]
     agree(group, not wrong, f"steps {wrong}")
 
 
@@ -271,9 +302,13 @@ def open_reductions(context, is_open):
 
 
 @pytest.mark.parametrize("mode", ["fast", "smart"])
-def test_a_module_of_another_worker_that_is_in_a_pass_already_fails_the_pass(group, workers, to, mode):
+def test_a_module_of_another_worker_that_is_in_a_pass_already_fails_the_pass(
+    group, workers, to, mode
+):
     """In SMART mode the part begins with a notice, to which there is no answer: the error must not be lost with it."""
-    _models[:] = [DistributedDataParallel(nn.Linear(SIZE, 2), process_group=group.split(group.rank))]
+    _models[:] = [
+        DistributedDataParallel(nn.Linear(SIZE, 2), process_group=group.split(group.rank))
+    ]
     rpc.api._set_rpc_timeout(2)
     group.barrier()
     with autograd.context() as context:

@@ -37,9 +37,14 @@ def test_plans_equal_brute_force(seed):
     sources = [send.next_functions for send in sends]
     plan = Plan(sources)
     reached = [set().union(*(below(node, set()) for node, _ in edges)) for edges in sources]
-    masks = {node: sum(1 << place for place, nodes in enumerate(reached) if node in nodes) for node in set().union(*reached)}
+    masks = {
+        node: sum(1 << place for place, nodes in enumerate(reached) if node in nodes)
+        for node in set().union(*reached)
+    }
     assert plan.masks == masks
-    found = {node: mask for mask, one in plan.captures.items() for node in (*one.leaves, *one.receives)}
+    found = {
+        node: mask for mask, one in plan.captures.items() for node in (*one.leaves, *one.receives)
+    }
     assert found == {node: mask for node, mask in masks.items() if type(node) in (LEAF, RECEIVE)}
     assert all(type(node) is LEAF for one in plan.captures.values() for node in one.leaves)
     edges = {
@@ -57,8 +62,14 @@ def test_plans_equal_brute_force(seed):
                    for other, _ in node.next_functions if other is not None)  # fmt: skip
         mask = next(iter(plan.cuts), 0)
         cut = set(list(plan.cuts.get(mask, ()))[:1])
-        ready = {node for node in masks if masks[node] == mask and type(node) not in (LEAF, RECEIVE)}
-        above = {node for node in ready if cut & {edge for one in below(node, set()) & ready for edge in one.next_functions}}
+        ready = {
+            node for node in masks if masks[node] == mask and type(node) not in (LEAF, RECEIVE)
+        }
+        above = {
+            node
+            for node in ready
+            if cut & {edge for one in below(node, set()) & ready for edge in one.next_functions}
+        }
         found = plan.above(cut, {mask})
         assert set(found) == above and found == sorted(above, key=places.get, reverse=True)
 
@@ -71,6 +82,8 @@ def test_no_sources_and_deep_graphs():
     for sources in ([[value]], [[value], [value]]):
         plan = Plan([Send(0, True, one).next_functions for one in sources])
         (captures,) = plan.captures.values()
-        assert [node.variable is leaf for node in captures.leaves] == [True] and len(plan.masks) == 20_001
+        assert [node.variable is leaf for node in captures.leaves] == [True] and len(
+            plan.masks
+        ) == 20_001
     while value.grad_fn is not None:  # let go from the top: torch's own recursion is bounded
         value = torch.ones(1)

@@ -24,7 +24,11 @@ def check_graphs(group, seeds, **options):
     for seed in seeds:
         for mode in MODES:
             unused = mode == "smart" and seed % 2 == 0
-            wrong.append(random_graphs.complaint(100 * seed + group.rank, group.size, mode, unused=unused, **options))
+            wrong.append(
+                random_graphs.complaint(
+                    100 * seed + group.rank, group.size, mode, unused=unused, **options
+                )
+            )
     agree(group, not any(wrong), next(filter(None, wrong), ""))
 
 
@@ -93,7 +97,8 @@ class TestBothModes:
     def test_there_and_back_through_two_workers(self, group, workers, to, mode):
         x = torch.full((3,), 2.0, requires_grad=True)
         with autograd.context() as context:
-            loss = rpc.rpc_sync(to, cube_by_way_of, args=(workers[group.rank], x)).sum()  # A → B → A
+            # A → B → A
+            loss = rpc.rpc_sync(to, cube_by_way_of, args=(workers[group.rank], x)).sum()
             autograd.backward(context, [loss], mode=mode)
             assert autograd.get_gradients(context)[x].tolist() == [3 * 3 * 16.0 * 2] * 3
         assert x.grad is None
@@ -116,7 +121,9 @@ class TestBothModes:
                 autograd.backward(context, [loss], retain_graph=True, mode=mode)
                 assert autograd.get_gradients(context)[x].tolist() == [3.0 * times] * 2
             autograd.backward(context, [loss], mode=mode)
-            with pytest.raises(RuntimeError, match=r"Error on Node \d+: .*backward through the graph a second time"):
+            with pytest.raises(
+                RuntimeError, match=r"Error on Node \d+: .*backward through the graph a second time"
+            ):
                 autograd.backward(context, [loss], mode=mode)
         group.barrier()
 
@@ -262,7 +269,11 @@ def test_an_unused_result_does_no_harm_in_smart_mode(group, workers, to):
 def hop(workers, place, depth, x):
     """Go on from worker to worker."""
     following = (place + 1) % len(workers)
-    return rpc.rpc_sync(workers[following], hop, args=(workers, following, depth - 1, x * 2)) if depth else x * 3
+    return (
+        rpc.rpc_sync(workers[following], hop, args=(workers, following, depth - 1, x * 2))
+        if depth
+        else x * 3
+    )
 
 
 def sent():
@@ -288,7 +299,11 @@ def test_messages_of_a_pass_are_counted(group, workers, depth):
                 autograd.backward(context, [loss], mode=mode)
                 assert autograd.get_gradients(context)[x].tolist() == [3.0 * 2**depth] * 2
         after = totals()
-        used[mode] = {name: after[name] - before.get(name, 0) for name in after if after[name] > before.get(name, 0)}
+        used[mode] = {
+            name: after[name] - before.get(name, 0)
+            for name in after
+            if after[name] > before.get(name, 0)
+        }
         used[mode].pop("CLEANUP", None)
     others = min(depth, group.size - 1)
     fast = {"GRADIENTS": 2 * depth, "DONE": others} if others else {"GRADIENTS": 2 * depth}
@@ -302,7 +317,9 @@ def scaled(x):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_worker_that_has_not_registered_the_engine_records_all_the_same(group, workers, to, engine):
+def test_a_worker_that_has_not_registered_the_engine_records_all_the_same(
+    group, workers, to, engine
+):
     """As in a job whose servers import mpidist.rpc alone."""
     if group.rank != 0:
         interceptor.register(None)

@@ -31,7 +31,9 @@ def test_the_last_place_of_each_device_is_held(monkeypatch):
     log: list[str] = []
     devices = {index: Device(log, f"cuda{index}") for index in range(2)}
     monkeypatch.setattr(module, "device_at", lambda device: devices[device.index])
-    monkeypatch.setattr(module, "used_here", lambda tensor: log.append(f"used {tensor.device.index}"))
+    monkeypatch.setattr(
+        module, "used_here", lambda tensor: log.append(f"used {tensor.device.index}")
+    )
     fence = Fence([on(0), None, torch.ones(1), on(1)])
     fence.record([on(0)])
     assert log == ["record cuda0/1", "record cuda1/1", "record cuda0/2"]

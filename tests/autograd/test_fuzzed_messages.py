@@ -29,12 +29,27 @@ from tests.autograd.hostile import (
     running,
 )
 
-_KEYS = [ME << 48 | 21, ME << 48 | 21 | SMART, PEER << 48 | 33, PEER << 48 | 33 | SMART, 2 << 48 | 5 | SMART, NOBODYS, 0]
+_KEYS = [
+    ME << 48 | 21,
+    ME << 48 | 21 | SMART,
+    PEER << 48 | 33,
+    PEER << 48 | 33 | SMART,
+    2 << 48 | 5 | SMART,
+    NOBODYS,
+    0,
+]
 _RANKS = [0, 1, 2, 3, -1, 1 << 65, True, "1"]
 _plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.binary(max_size=3),
     lambda some: (
-        st.lists(some, max_size=3) | st.lists(some, max_size=3).map(tuple) | st.dictionaries(st.integers(), some, max_size=2)
+        st.lists(some, max_size=3)
+        | st.lists(some, max_size=3).map(tuple)
+        | st.dictionaries(st.integers(), some, max_size=2)
     ),
     max_leaves=6,
 )
@@ -50,12 +65,23 @@ _rest = {
 }
 _contexts = st.sampled_from([OWN, OWN, OWN, PEERS, 8, NOBODYS, 0])
 _tensors = st.sampled_from(
-    [*right(), None, torch.ones(3), torch.ones(2, 3, dtype=torch.int8), torch.ones(2, 3).to_sparse(), "text"]
+    [
+        *right(),
+        None,
+        torch.ones(3),
+        torch.ones(2, 3, dtype=torch.int8),
+        torch.ones(2, 3).to_sparse(),
+        "text",
+    ]
 )
 _gradients = st.tuples(
     st.just(int(Kind.GRADIENTS)),
     st.tuples(
-        _contexts, st.sampled_from(_KEYS), st.just(MESSAGE) | _numbers, st.integers(0, 255), st.lists(_tensors, max_size=3)
+        _contexts,
+        st.sampled_from(_KEYS),
+        st.just(MESSAGE) | _numbers,
+        st.integers(0, 255),
+        st.lists(_tensors, max_size=3),
     ),
 )
 
@@ -71,7 +97,9 @@ def _notices(draw):
     return int(Kind.AUTOGRAD_NOTICE), tuple(content)
 
 
-_messages = st.tuples(st.sampled_from([PEER, PEER, 2, ME]), _notices() | _gradients | st.tuples(st.just(65), _plain))
+_messages = st.tuples(
+    st.sampled_from([PEER, PEER, 2, ME]), _notices() | _gradients | st.tuples(st.just(65), _plain)
+)
 
 
 @settings(max_examples=400, deadline=None)
@@ -91,7 +119,11 @@ def test_rows_of_messages(messages, mode):
                 pass
         context = engine.contexts.require(OWN)
         assert under_way.mentioned <= set(range(WORKERS))
-        assert len(context.plans) <= 64 and list(context.sends) == [MESSAGE] and {PEER} <= context.told <= set(range(WORKERS))
+        assert (
+            len(context.plans) <= 64
+            and list(context.sends) == [MESSAGE]
+            and {PEER} <= context.told <= set(range(WORKERS))
+        )
         for gradient in context.gradients.all().values():
             assert gradient.shape == (2, 3) and gradient.dtype is torch.float32
         # The graph may be used up by a pass that one of the messages was right for.

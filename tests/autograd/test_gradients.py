@@ -83,7 +83,9 @@ def test_sparse_gradients_add_up_with_each_other_and_with_dense_ones():
 
 def test_a_sparse_gradient_of_strided_parts_is_copied():
     leaf = torch.zeros(4)
-    made = torch.sparse_coo_tensor(torch.tensor([[1]]).expand(1, 3), torch.ones(1).expand(3), (4,), is_coalesced=False)
+    made = torch.sparse_coo_tensor(
+        torch.tensor([[1]]).expand(1, 3), torch.ones(1).expand(3), (4,), is_coalesced=False
+    )
     values = made._values().data_ptr()
     sums = Gradients()
     pairs = [(leaf, made)]

@@ -33,7 +33,11 @@ def scaled(x):
 def wrong_gradients(to, context, wrong):
     """Send gradients of all messages that came here in a context from a worker, as if a pass of its own were under way."""
     key = to << 48 | 1 << 20
-    found = [receive for receive in _engine.contexts.require(context).receives.values() if receive.source == to]
+    found = [
+        receive
+        for receive in _engine.contexts.require(context).receives.values()
+        if receive.source == to
+    ]
     for receive in found:
         send_gradients(to, not receive.is_answer, context, key, receive.message, False, wrong)
     return len(found)
@@ -94,11 +98,15 @@ def returns_it(x):
 
 
 @pytest.mark.parametrize("mode", ["fast", "smart"])
-def test_a_pass_that_is_told_what_is_not_so_ends_with_the_reason(group, workers, to, mode, monkeypatch):
+def test_a_pass_that_is_told_what_is_not_so_ends_with_the_reason(
+    group, workers, to, mode, monkeypatch
+):
     """Worker 1 sends each gradient in another shape."""
     if group.rank == 1:
         monkeypatch.setattr(
-            parts, "send_gradients", lambda *args: send_gradients(*args[:-1], [torch.ones(4, *args[-1][0].shape)])
+            parts,
+            "send_gradients",
+            lambda *args: send_gradients(*args[:-1], [torch.ones(4, *args[-1][0].shape)]),
         )
     group.barrier()
     text = ""

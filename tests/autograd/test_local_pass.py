@@ -65,7 +65,8 @@ def random_graph(rng, context, hooks):
 
     leaves = [make().requires_grad_() for _ in range(rng.randint(1, 3))]
     came = {
-        message: arrival(context, [make() for _ in range(rng.randint(1, 2))], message) for message in range(rng.randint(0, 3))
+        message: arrival(context, [make() for _ in range(rng.randint(1, 2))], message)
+        for message in range(rng.randint(0, 3))
     }
     values = leaves + [tensor for tensors in came.values() for tensor in tensors]
     used, count = [], 0
@@ -84,13 +85,17 @@ def random_graph(rng, context, hooks):
         else:
             made = torch.cat([first, second], 1).split(2, 1)[rng.randrange(2)]
         if hooks and rng.random() < 0.4 and made.grad_fn is not None:
-            made.register_hook(lambda gradient, log=used: (log.append(1), gradient * gradient.abs())[1])
+            made.register_hook(
+                lambda gradient, log=used: (log.append(1), gradient * gradient.abs())[1]
+            )
         values.append(made)
     if hooks:
         for leaf in leaves:
             if rng.random() < 0.5:
                 leaf.register_hook(lambda gradient, log=used: (log.append(1), gradient * 2 + 1)[1])
-    outputs = [[rng.choice(values) for _ in range(rng.randint(1, 2))] for _ in range(rng.randint(1, 5))]
+    outputs = [
+        [rng.choice(values) for _ in range(rng.randint(1, 2))] for _ in range(rng.randint(1, 5))
+    ]
     return leaves, came, outputs, used
 
 
@@ -99,10 +104,16 @@ def random_graph(rng, context, hooks):
 def test_random_graphs_equal_one_call_of_torch(seed, hooks):
     rng, context = random.Random(seed), Context(1)
     leaves, came, outputs, log = random_graph(rng, context, hooks)
-    given = [[torch.randn(2, 2, dtype=torch.float64) if rng.random() < 0.9 else None for _ in one] for one in outputs]
+    given = [
+        [torch.randn(2, 2, dtype=torch.float64) if rng.random() < 0.9 else None for _ in one]
+        for one in outputs
+    ]
     received_tensors = [tensor for tensors in came.values() for tensor in tensors]
     pairs = [
-        pair for one, some in zip(outputs, given, strict=True) for pair in zip(one, some, strict=True) if pair[1] is not None
+        pair
+        for one, some in zip(outputs, given, strict=True)
+        for pair in zip(one, some, strict=True)
+        if pair[1] is not None
     ]
     inputs = [*leaves, *received_tensors]
     Once.runs = 0
@@ -141,7 +152,9 @@ def test_a_tied_weight_below_a_skip_connection_with_hooks_that_are_not_linear():
     hidden.register_hook(lambda gradient: (log.append(gradient), gradient * gradient)[1])
     (back,) = arrival(context, [torch.randn(2, 3, dtype=torch.float64)], 9)
     loss = ((back + hidden) @ weight.t()).square().sum()
-    (expected,) = torch.autograd.grad([loss, hidden], [weight], [torch.ones_like(loss), torch.ones_like(hidden)], True)
+    (expected,) = torch.autograd.grad(
+        [loss, hidden], [weight], [torch.ones_like(loss), torch.ones_like(hidden)], True
+    )
     log.clear()
     outlet = Recording()
     part = part_of(context, [[loss], [hidden]], outlet)
@@ -164,11 +177,14 @@ def test_only_the_nodes_above_a_cut_with_care_run_one_by_one():
     calls = []
     call, part._call = part._call, lambda *args: (calls.append(1), call(*args))[1]
     part.deliver(1, [torch.ones(())])
-    assert len(outlet.sent) == 2 and len(calls) == 3 + 1  # sum, product and addition; all of the rest
+    # sum, product and addition; all of the rest
+    assert len(outlet.sent) == 2 and len(calls) == 3 + 1
     part.deliver(2, [torch.ones(3)])
     assert len(calls) == 3 + 2 and outlet.completed == 1
     slope = 1 - torch.tanh(torch.ones(3)) ** 2
-    assert torch.allclose(context.gradients.all()[weight], 2 * slope + 50 * (1 + torch.tanh(torch.ones(3))))
+    assert torch.allclose(
+        context.gradients.all()[weight], 2 * slope + 50 * (1 + torch.tanh(torch.ones(3)))
+    )
 
 
 def test_nothing_runs_before_it_must():
@@ -192,7 +208,11 @@ def test_sources_that_are_not_awaited_do_not_run():
     part = part_of(context, [[weight * used], [other * unused]], outlet, awaited=[1])
     assert part.missing() == [1]
     part.deliver(1, [torch.ones(2)])
-    assert outlet.completed == 1 and list(outlet.sent) == [used.grad_fn] and list(context.gradients.all()) == [weight]
+    assert (
+        outlet.completed == 1
+        and list(outlet.sent) == [used.grad_fn]
+        and list(context.gradients.all()) == [weight]
+    )
 
 
 def test_an_undefined_gradient_is_passed_on_as_one():
@@ -201,7 +221,10 @@ def test_an_undefined_gradient_is_passed_on_as_one():
     first, second = arrival(context, [torch.ones(2), torch.ones(2)], 1)
     part = part_of(context, [[weight * first, weight * second]], outlet)
     part.deliver(1, [torch.ones(2), None])
-    assert outlet.sent[first.grad_fn][1] is None and outlet.sent[first.grad_fn][0].tolist() == [1, 1]
+    assert outlet.sent[first.grad_fn][1] is None and outlet.sent[first.grad_fn][0].tolist() == [
+        1,
+        1,
+    ]
     outlet = Recording()
     part = part_of(context, [[weight * first, weight * second]], outlet)
     part.deliver(1, [None, None])

@@ -34,7 +34,9 @@ def test_a_send_keeps_the_graph_of_functions_written_in_python():
     ((node, number),) = send.next_functions
     ((below, _),) = node.next_functions
     assert number == 0 and below.variable is leaf
-    assert send.name() == "torch::distributed::autograd::SendRpcBackward" and send.shapes() == [(2,)]
+    assert send.name() == "torch::distributed::autograd::SendRpcBackward" and send.shapes() == [
+        (2,)
+    ]
 
 
 @pytest.mark.parametrize("grad_mode", [False, True])
@@ -49,7 +51,9 @@ def test_the_edges_of_a_send_are_those_of_its_tensors(grad_mode):
 
 
 def test_received_tensors_are_outputs_of_one_node_and_may_be_changed_in_place():
-    first, second = received([torch.ones(2, requires_grad=True), torch.eye(2).to_sparse().requires_grad_()])
+    first, second = received(
+        [torch.ones(2, requires_grad=True), torch.eye(2).to_sparse().requires_grad_()]
+    )
     node = first.grad_fn
     assert node is second.grad_fn and type(node) is RECEIVE
     assert node.name() == "torch::distributed::autograd::RecvRpcBackward"

@@ -38,7 +38,9 @@ def test_anomaly_mode_finds_nan():
         warnings.simplefilter("ignore")
         with torch.autograd.detect_anomaly():
             node = torch.sqrt(x * 1).grad_fn
-            with pytest.raises(RuntimeError, match="Function 'SqrtBackward0' returned nan values in its 0th output"):
+            with pytest.raises(
+                RuntimeError, match="Function 'SqrtBackward0' returned nan values in its 0th output"
+            ):
                 run_alone(call, node, [(node, 0)], [torch.zeros(2)])
             assert torch.is_anomaly_enabled()
     assert torch.isnan(run_alone(call, node, [(node, 0)], [torch.zeros(2)])[0]).all()

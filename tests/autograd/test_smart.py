@@ -13,12 +13,23 @@ from mpidist.autograd.smart import Survey, closure, summary
 
 
 def test_a_summary_names_the_receives_below_each_send():
-    (first,), (second,) = received([torch.ones(1, requires_grad=True)]), received([torch.ones(1, requires_grad=True)])
+    (first,), (second,) = (
+        received([torch.ones(1, requires_grad=True)]),
+        received([torch.ones(1, requires_grad=True)]),
+    )
     receives = {first.grad_fn: Receive(11, 1, False, 1), second.grad_fn: Receive(22, 2, True, 1)}
-    sends = [Send(1, True, [first * 2]), Send(1, True, [first + second]), Send(1, False, [torch.ones(1, requires_grad=True)])]
+    sends = [
+        Send(1, True, [first * 2]),
+        Send(1, True, [first + second]),
+        Send(1, False, [torch.ones(1, requires_grad=True)]),
+    ]
     plan = Plan([send.next_functions for send in sends])
     found = summary(plan, [7, 8, 9], receives)
-    assert {name: sorted(hops) for name, hops in found.items()} == {7: [(11, 1)], 8: [(11, 1), (22, 2)], 9: []}
+    assert {name: sorted(hops) for name, hops in found.items()} == {
+        7: [(11, 1)],
+        8: [(11, 1), (22, 2)],
+        9: [],
+    }
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -26,12 +37,16 @@ def test_closures_equal_brute_force(seed):
     rng = random.Random(seed)
     messages = [(message, rng.randrange(4)) for message in range(rng.randint(1, 15))]
     leads = {hop: rng.sample(messages, rng.randint(0, min(3, len(messages)))) for hop in messages}
-    summaries = {worker: {hop[0]: leads[hop] for hop in messages if hop[1] == worker} for worker in range(4)}
+    summaries = {
+        worker: {hop[0]: leads[hop] for hop in messages if hop[1] == worker} for worker in range(4)
+    }
     roots = rng.sample(messages, rng.randint(0, len(messages)))
     reached = set(roots)
     while more := {below for hop in reached for below in leads[hop]} - reached:
         reached |= more
-    assert {(message, worker) for worker, some in closure(summaries, roots).items() for message in some} == reached
+    assert {
+        (message, worker) for worker, some in closure(summaries, roots).items() for message in some
+    } == reached
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,6 +1,7 @@
 """Command: ``python -m tests.bytes_fuzz --count 1000000 --seed 0 [--only tables,payloads] [--case HEX]``.
 
-The first case of a target that crashes, hangs, takes memory, or does what no bytes may do is printed as hex; ``--only TARGET
+The first case of a target that crashes, hangs, takes memory, or does what no bytes may do is
+printed as hex; ``--only TARGET
 --case HEX`` reads it again. The exit status is 1 then.
 """
 
@@ -18,8 +19,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bytes_fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=100_000, help="cases, of all targets together")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default=",".join(TARGETS), help=f"targets, separated by commas: {', '.join(TARGETS)}")
-    parser.add_argument("--case", default=None, help="bytes of one case as hex; needs --only with its target")
+    parser.add_argument(
+        "--only",
+        default=",".join(TARGETS),
+        help=f"targets, separated by commas: {', '.join(TARGETS)}",
+    )
+    parser.add_argument(
+        "--case", default=None, help="bytes of one case as hex; needs --only with its target"
+    )
     options = parser.parse_args()
     targets = options.only.split(",")
     if unknown := set(targets) - set(TARGETS):
@@ -33,10 +40,21 @@ def main() -> int:
     for result in watching.results(targets, counts, options.seed, case):
         if "error" in result:
             is_wrong = True
-            print(f"{result['target']}: {result['error']}\n{result['trace']}\ncase: {result['case']}", flush=True)
-            print(f"again: python -m tests.bytes_fuzz --only {result['target']} --case {result['case'] or '00'}", flush=True)
+            print(
+                f"{result['target']}: {result['error']}\n{result['trace']}\ncase: {result['case']}",
+                flush=True,
+            )
+            print(
+                f"again: python -m tests.bytes_fuzz --only {result['target']} --case "
+                f"{result['case'] or '00'}",
+                flush=True,
+            )
         elif case is None:
-            print(f"{result['target']}: {result['count']} cases, {result['drawn']} drawn, {result['seconds']} s", flush=True)
+            print(
+                f"{result['target']}: {result['count']} cases, {result['drawn']} drawn, "
+                f"{result['seconds']} s",
+                flush=True,
+            )
     return int(is_wrong)
 
 

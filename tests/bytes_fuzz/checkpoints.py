@@ -40,8 +40,21 @@ def samples() -> list[bytes]:
     optimizer.step()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sparse = {"coo": torch.eye(4).to_sparse(), "csr": torch.eye(3).to_sparse_csr(), "view": torch.arange(12.0).view(3, 4).t()}
-        return [_saved(held) for held in (model.state_dict(), optimizer.state_dict(), rng.state(), sparse, [1, "x", (2.5, None)])]
+        sparse = {
+            "coo": torch.eye(4).to_sparse(),
+            "csr": torch.eye(3).to_sparse_csr(),
+            "view": torch.arange(12.0).view(3, 4).t(),
+        }
+        return [
+            _saved(held)
+            for held in (
+                model.state_dict(),
+                optimizer.state_dict(),
+                rng.state(),
+                sparse,
+                [1, "x", (2.5, None)],
+            )
+        ]
 
 
 def _saved(held: Any) -> bytes:
@@ -75,7 +88,17 @@ def cases(draw: Any, valid: tuple[bytes, ...] = ()) -> bytes:
                 st.binary(min_size=1, max_size=4)
                 | _numbers.map(lambda number: struct.pack("<Q", number))
                 | _numbers.map(lambda number: b"\x8a\x08" + struct.pack("<Q", number))  # LONG1
-                | st.sampled_from([b"csys\nexit\n", b"cbuiltins\nbytearray\n", b"R", b"b", b"Q", b"h\x00", b"J\xff\xff\xff\x7f"])
+                | st.sampled_from(
+                    [
+                        b"csys\nexit\n",
+                        b"cbuiltins\nbytearray\n",
+                        b"R",
+                        b"b",
+                        b"Q",
+                        b"h\x00",
+                        b"J\xff\xff\xff\x7f",
+                    ]
+                )
             )
             end = place + len(change) if draw(st.booleans()) else place + draw(st.integers(0, 8))
             case[place:end] = change
@@ -102,18 +125,27 @@ _values = st.none() | st.booleans() | _numbers | st.integers(-5, 5) | st.floats(
 def manifests(draw: Any) -> str:
     """Draw the text of a manifest with values in wrong places, or cut."""
     contents = Contents(
-        draw(st.sampled_from([None, "whole", "shards"])), "Adam", draw(st.sampled_from([None, "state", "powersgd"]))
+        draw(st.sampled_from([None, "whole", "shards"])),
+        "Adam",
+        draw(st.sampled_from([None, "state", "powersgd"])),
     )
     files = {name: Entry(3, _SHA) for name in manifest.required(2, contents)}
     given = {"format": manifest.FORMAT, **asdict(Manifest(7, 2, files, contents, {"torch": "2"}))}
     for _ in range(draw(st.integers(0, 3))):
         place: Any = given
         for _ in range(draw(st.integers(0, 2))):
-            inner = [held for held in place.values() if isinstance(held, dict) and held] if isinstance(place, dict) else []
+            inner = (
+                [held for held in place.values() if isinstance(held, dict) and held]
+                if isinstance(place, dict)
+                else []
+            )
             place = draw(st.sampled_from(inner)) if inner else place
         if isinstance(place, dict):
             key = (
-                draw(st.sampled_from(sorted(place)) | st.sampled_from(["../x", "/etc/passwd", "rank-1-of-3.pt"]))
+                draw(
+                    st.sampled_from(sorted(place))
+                    | st.sampled_from(["../x", "/etc/passwd", "rank-1-of-3.pt"])
+                )
                 if place
                 else "x"
             )
@@ -155,7 +187,11 @@ def check_manifest(text: str) -> bool:
     except ValueError:
         return False
     assert all(Path(name).name == name and name not in ("..", ".") for name in found.files)
-    assert found.step >= 0 and found.world_size >= 1 and manifest.from_json(manifest.to_json(found)) == found
+    assert (
+        found.step >= 0
+        and found.world_size >= 1
+        and manifest.from_json(manifest.to_json(found)) == found
+    )
     return True
 
 

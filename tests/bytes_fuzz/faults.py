@@ -64,5 +64,8 @@ def samples() -> list[bytes]:
 
 def check(case: bytes) -> None:
     """Do what a case's first byte asks for."""
-    if case[:1] in (b"k", b"x", b"s", b"o", b"w", b"m", b"g", b"i", b"e", b"r") and case[1:2] == b"!":
+    if (
+        case[:1] in (b"k", b"x", b"s", b"o", b"w", b"m", b"g", b"i", b"e", b"r")
+        and case[1:2] == b"!"
+    ):
         _FAULTS[case[0]]()

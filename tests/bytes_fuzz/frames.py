@@ -34,10 +34,19 @@ def samples() -> list[bytes]:
         "n": [None, 1 << 70, 2.5j],
     }
     large = [torch.arange(3000.0), np.arange(3000), bytearray(b"x" * 3000)]
-    made = [frame.to_bytes(obj, data_only=is_data) for obj in (held, large, b"", [1, [2, [3]]]) for is_data in (True, False)]
+    made = [
+        frame.to_bytes(obj, data_only=is_data)
+        for obj in (held, large, b"", [1, [2, [3]]])
+        for is_data in (True, False)
+    ]
     header, body = frame.refusal("no room")
     made.append(bytearray().join([header, *body]))
-    for tag, verb, args in ((16, "set", ("k", b"v")), (17, "wait", (["k", "l"], 1.5)), (18, "add", ("k", 3)), (0, "bye", ())):
+    for tag, verb, args in (
+        (16, "set", ("k", b"v")),
+        (17, "wait", (["k", "l"], 1.5)),
+        (18, "add", ("k", 3)),
+        (0, "bye", ()),
+    ):
         made.append(bytearray(key_value_table.request(tag, verb, args)))
     made.append(bytearray(key_value_table.reply(b"value")))
     entry = Entry("group", "key", 3, "barrier", (2, 3), "float32", 1.5, 0)
@@ -51,7 +60,9 @@ def samples() -> list[bytes]:
     return [bytes(one) for one in made]
 
 
-_numbers = st.integers(0, 70) | st.sampled_from([1 << 20, (1 << 20) + 1, 1 << 31, 1 << 32, 1 << 50, 1 << 63, (1 << 64) - 1])
+_numbers = st.integers(0, 70) | st.sampled_from(
+    [1 << 20, (1 << 20) + 1, 1 << 31, 1 << 32, 1 << 50, 1 << 63, (1 << 64) - 1]
+)
 
 
 @st.composite
@@ -61,7 +72,10 @@ def cases(draw: Any, valid: tuple[bytes, ...] = ()) -> bytes:
         case = bytearray(draw(st.sampled_from(valid or tuple(samples()))))
         for _ in range(draw(st.integers(1, 4))):
             place = draw(st.integers(0, min(len(case), 120)) | st.integers(0, len(case)))
-            change = draw(st.binary(min_size=1, max_size=4) | _numbers.map(lambda number: struct.pack("<Q", number)))
+            change = draw(
+                st.binary(min_size=1, max_size=4)
+                | _numbers.map(lambda number: struct.pack("<Q", number))
+            )
             end = place + len(change) if draw(st.booleans()) else place + draw(st.integers(0, 8))
             case[place:end] = change
         return bytes(case)
@@ -85,13 +99,18 @@ def check(case: bytes) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for read in (key_value_table.request_of, key_value_table.answer_of, watchdog_messages.decoded):
+            for read in (
+                key_value_table.request_of,
+                key_value_table.answer_of,
+                watchdog_messages.decoded,
+            ):
                 try:
                     read(bytearray(case))
                 except FrameError:
                     pass
                 except ValueError:
-                    assert read is key_value_table.answer_of  # the text of a server that could not do what was asked
+                    # the text of a server that could not do what was asked
+                    assert read is key_value_table.answer_of
             try:
                 found = frame.from_bytes(bytearray(case), data_only=True)
             except FrameError:

@@ -10,9 +10,34 @@ from typing import Any
 
 _FORBIDDEN = frozenset(
     {
-        *("import", "exec", "open", "code.__new__", "function.__new__", "marshal.loads", "pickle.find_class"),
-        *("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.remove", "os.rename", "os.putenv"),
-        *("subprocess.Popen", "socket.connect", "socket.bind", "ctypes.dlopen", "ctypes.dlsym", "ctypes.call_function"),
+        *(
+            "import",
+            "exec",
+            "open",
+            "code.__new__",
+            "function.__new__",
+            "marshal.loads",
+            "pickle.find_class",
+        ),
+        *(
+            "os.system",
+            "os.exec",
+            "os.fork",
+            "os.forkpty",
+            "os.posix_spawn",
+            "os.spawn",
+            "os.remove",
+            "os.rename",
+            "os.putenv",
+        ),
+        *(
+            "subprocess.Popen",
+            "socket.connect",
+            "socket.bind",
+            "ctypes.dlopen",
+            "ctypes.dlsym",
+            "ctypes.call_function",
+        ),
     }
 )
 _SPARE_BYTES = 1 << 30  # of address space, beside what the process has after warming up
@@ -35,7 +60,14 @@ class Guard:
         self._is_armed = False
         self._events: list[str] = []
         # Tracebacks, which logs and answers have, read the lines of source files.
-        self._sources = tuple({sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], os.getcwd(), sys.prefix})
+        self._sources = tuple(
+            {
+                sysconfig.get_paths()["stdlib"],
+                sysconfig.get_paths()["purelib"],
+                os.getcwd(),
+                sys.prefix,
+            }
+        )
         self._folder = folder
         self._resident = 0
         sys.addaudithook(self._note)
@@ -56,10 +88,13 @@ class Guard:
         path = args[0]
         if not isinstance(path, str):
             return isinstance(path, int)  # a descriptor that was opened before
-        # Tracebacks parse their lines; where that fails, Python's parser looks for the file that it was not given.
+        # Tracebacks parse their lines; where that fails, Python's parser looks for the file that it
+        # was not given.
         if path.startswith(self._folder) or path == "<unknown>":
             return True
-        return path.endswith(".py") and path.startswith(self._sources) and args[1] in ("r", "rb", None)
+        return (
+            path.endswith(".py") and path.startswith(self._sources) and args[1] in ("r", "rb", None)
+        )
 
     def limit(self) -> None:
         """Bound the address space from now on."""
@@ -69,7 +104,8 @@ class Guard:
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
     def __enter__(self) -> Guard:
-        self._resident = _resident()  # the most so far: hypothesis takes memory of its own between cases
+        # the most so far: hypothesis takes memory of its own between cases
+        self._resident = _resident()
         self._is_armed = True
         return self
 

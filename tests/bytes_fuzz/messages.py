@@ -37,7 +37,8 @@ _AGENT_CASES = 400  # cases that one agent reads: what it keeps of them is bound
 _ASKED_EVERY = 50  # cases, and a listed function must be answered
 _EAGER_TAG = 7
 
-transport.MPI = eager_receives.MPI = mpi_errors.MPI = buffer.MPI = payload_receives.MPI = Mpi  # MPI is not started
+# MPI is not started
+transport.MPI = eager_receives.MPI = mpi_errors.MPI = buffer.MPI = payload_receives.MPI = Mpi
 _LISTED = [
     victim.look,
     victim.echo,
@@ -68,7 +69,9 @@ class _Worker:
             carrier.receive(is_probing=True)
         workers = Workers(infos, rank, range(SIZE), {READER})
         allowed = Allowed(_LISTED) if is_listed else None
-        self.agent = Agent(carrier, workers, [{}] * SIZE, RpcBackendOptions(), allowed, rref.from_wire)
+        self.agent = Agent(
+            carrier, workers, [{}] * SIZE, RpcBackendOptions(), allowed, rref.from_wire
+        )
         self.tasks: list[Any] = []
         self.agent.polling.pool.submit = self.tasks.append
         self.agent.polling.wait = _refuse_to_wait
@@ -114,7 +117,9 @@ def samples() -> list[bytes]:
         except CommTimeout:
             pass
         eager = [data for _, tag, data in network.sent if tag == _EAGER_TAG][-1]
-        payloads = b"".join(LENGTH.pack(len(data)) + data for _, tag, data in network.sent if tag != _EAGER_TAG)
+        payloads = b"".join(
+            LENGTH.pack(len(data)) + data for _, tag, data in network.sent if tag != _EAGER_TAG
+        )
         written.append(struct.pack("<H", len(eager)) + eager + payloads)
 
     def called(function: Any, *args: Any, **kwargs: Any) -> None:
@@ -123,11 +128,26 @@ def samples() -> list[bytes]:
     called(victim.echo)
     called(victim.echo, 1, "two", 3.0, None, x=(1, 2), y={"a": [1]})
     called(victim.touched, tensor)
-    called(victim.touched, tensor, torch.ones(40, 40, dtype=torch.bool), torch.eye(3).to_sparse(), torch.ones(2, 2).t())
+    called(
+        victim.touched,
+        tensor,
+        torch.ones(40, 40, dtype=torch.bool),
+        torch.eye(3).to_sparse(),
+        torch.ones(2, 2).t(),
+    )
     called(victim.touched, torch.ones(9000), tensor)
     called(victim.echo, reference, [reference], "x")
     called(victim.Box, 1)
-    called(victim.echo, victim.Pair(1, 2), ValueError("x"), victim.Box, {1, 2}, 1 << 70, 1 + 2j, torch.float32)
+    called(
+        victim.echo,
+        victim.Pair(1, 2),
+        ValueError("x"),
+        victim.Box,
+        {1, 2},
+        1 << 70,
+        1 + 2j,
+        torch.float32,
+    )
     called(torch.add, tensor, 1)
     called(callee.method("get"), reference)
     called(proxy.has_method, reference, "get")
@@ -136,7 +156,12 @@ def samples() -> list[bytes]:
     noted(lambda: agent.references.create(READER, callee.method("get"), (reference,), {}, 0))
     noted(
         lambda: agent.wire.post(
-            READER, Kind.BACKWARD_AUTOGRAD, 1, 0, b"", agent.wire.codecs[READER].encoded((reference, 5, False, "fast"))
+            READER,
+            Kind.BACKWARD_AUTOGRAD,
+            1,
+            0,
+            b"",
+            agent.wire.codecs[READER].encoded((reference, 5, False, "fast")),
         )
     )
     for kind, obj in (
@@ -145,7 +170,11 @@ def samples() -> list[bytes]:
         (Kind.RESULT, (reference, 1)),
         (Kind.REMOTE_DONE, None),
     ):
-        noted(lambda kind=kind, obj=obj: agent.wire.answer(READER, kind, 1, 0, agent.wire.codecs[READER].encoded(obj)))
+        noted(
+            lambda kind=kind, obj=obj: agent.wire.answer(
+                READER, kind, 1, 0, agent.wire.codecs[READER].encoded(obj)
+            )
+        )
     codec = agent.wire.codecs[READER]
     described = codec.described(ValueError("text", 1))
     noted(lambda: agent.wire.answer(READER, Kind.EXCEPTION, 2, 0, codec.encoded(described)))
@@ -157,8 +186,14 @@ def samples() -> list[bytes]:
         (Kind.LEAVE, b""),
     ):
         noted(lambda kind=kind, words=words: agent.wire.post(READER, kind, 0, 0, words))
-    noted(lambda: control_messages.send_gradients(READER, False, 1 << 48, 1 << 48, 1, False, [tensor]))
-    noted(lambda: control_messages.send_gradients(READER, True, 1 << 48, 1 << 48, 1, False, [tensor, None]))
+    noted(
+        lambda: control_messages.send_gradients(READER, False, 1 << 48, 1 << 48, 1, False, [tensor])
+    )
+    noted(
+        lambda: control_messages.send_gradients(
+            READER, True, 1 << 48, 1 << 48, 1, False, [tensor, None]
+        )
+    )
     for what in control_messages.Notice:
         noted(lambda what=what: control_messages.notify(READER, what, 1 << 48, 1 << 48, (1, 2)))
     noted(lambda: agent.wire.post(READER, Kind.CALL_PYTHON, 9, 1 << 48, *_call(codec, tensor)))
@@ -219,4 +254,8 @@ def _require_alive(worker: _Worker) -> None:
     header = struct.pack("<H", len(name)) + name + b"\x91\x07"
     worker.take(struct.pack("<BBHIQQII", Kind.CALL_PYTHON, 0, 0, 1, 77, 0, len(header), 0) + header)
     answers = [data for to, tag, data in worker.network.sent if to == SENDER and tag == _EAGER_TAG]
-    assert len(answers) == 1 and answers[0][0] == Kind.RESULT and answers[0][8:16] == struct.pack("<Q", 77), answers
+    assert (
+        len(answers) == 1
+        and answers[0][0] == Kind.RESULT
+        and answers[0][8:16] == struct.pack("<Q", 77)
+    ), answers

@@ -8,7 +8,23 @@ from collections.abc import Callable, Sequence
 
 MOST_BYTES = 64 << 10  # of a case
 
-_NUMBERS = (0, 1, 2, 127, 128, 255, 256, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 1 << 40, 1 << 62, (1 << 64) - 1)
+_NUMBERS = (
+    0,
+    1,
+    2,
+    127,
+    128,
+    255,
+    256,
+    0x7FFF,
+    0xFFFF,
+    0x7FFFFFFF,
+    0x80000000,
+    0xFFFFFFFF,
+    1 << 40,
+    1 << 62,
+    (1 << 64) - 1,
+)
 _WIDTHS = (("B", 8), ("<H", 16), (">H", 16), ("<I", 32), (">I", 32), ("<Q", 64), (">Q", 64))
 
 
@@ -60,7 +76,18 @@ def _splice(rng: random.Random, case: bytearray, samples: Sequence[bytes]) -> No
     case[place : place + rng.choice((0, len(piece)))] = piece
 
 
-_CHANGES: tuple[Callable[..., None], ...] = (_flip, _byte, _number, _number, _add, _cut, _remove, _insert, _repeat, _splice)
+_CHANGES: tuple[Callable[..., None], ...] = (
+    _flip,
+    _byte,
+    _number,
+    _number,
+    _add,
+    _cut,
+    _remove,
+    _insert,
+    _repeat,
+    _splice,
+)
 
 
 def mutated(rng: random.Random, samples: Sequence[bytes]) -> bytes:

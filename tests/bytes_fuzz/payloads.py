@@ -24,14 +24,42 @@ _REFERENCES = ["a reference", "another"]
 _allowed = Allowed([*victim.LISTED, victim.Unlisted])
 # What may come out, by exact type.
 _DATA = (
-    *(type(None), bool, int, float, complex, str, bytes, type(...), datetime.datetime, torch.dtype, torch.device),
+    *(
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        type(...),
+        datetime.datetime,
+        torch.dtype,
+        torch.device,
+    ),
     *(torch.Tensor, np.ndarray, bytearray, WorkerInfo),
 )
 _HOLDERS = (list, tuple, set, frozenset, torch.Size)
 _LISTED = frozenset({*victim.LISTED, victim.Unlisted})
 
 ATOMS = [
-    *(None, True, False, 0, 1, -1, 1 << 62, -(1 << 63), (1 << 64) - 1, 1 << 64, -(1 << 200), 0.0, -0.0, 1e300, float("nan")),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        1 << 62,
+        -(1 << 63),
+        (1 << 64) - 1,
+        1 << 64,
+        -(1 << 200),
+        0.0,
+        -0.0,
+        1e300,
+        float("nan"),
+    ),
     *(
         "",
         "a",
@@ -46,8 +74,22 @@ ATOMS = [
         torch.device("cpu"),
         torch.device("cuda", 1),
     ),
-    *(torch.Size([1, 2]), np.float64(1.5), np.int8(-3), np.bool_(True), np.float32(2), np.complex64(1j)),
-    *(ValueError("x", 1), KeyError("k"), MpidistError("y"), WorkerInfo("worker1", 1), victim.echo, victim.Box),
+    *(
+        torch.Size([1, 2]),
+        np.float64(1.5),
+        np.int8(-3),
+        np.bool_(True),
+        np.float32(2),
+        np.complex64(1j),
+    ),
+    *(
+        ValueError("x", 1),
+        KeyError("k"),
+        MpidistError("y"),
+        WorkerInfo("worker1", 1),
+        victim.echo,
+        victim.Box,
+    ),
     *(victim.Pair(1, "b"), *_OBJECTS),
 ]
 
@@ -59,7 +101,8 @@ def written(obj: Any) -> bytes:
 
 def samples() -> list[bytes]:
     """Return valid cases: each atom by itself, and objects of them."""
-    # Each once: the writer numbers tensors and arrays that it has not met, and the reader has three.
+    # Each once: the writer numbers tensors and arrays that it has not met, and the reader has
+    # three.
     plain = [atom for atom in ATOMS if not any(atom is obj for obj in _OBJECTS)]
     nested: Any = [[]]
     for _ in range(20):

@@ -16,7 +16,9 @@ from mpidist.errors import FrameError
 from mpidist.rpc import message
 
 _MOST = 1 << 20  # announced bytes for which the receives below have memory
-_words = st.sampled_from([0, 1, 2, 3, 255, 1 << 15, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 63, (1 << 64) - 1]) | st.integers(0, 40)
+_words = st.sampled_from(
+    [0, 1, 2, 3, 255, 1 << 15, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 63, (1 << 64) - 1]
+) | st.integers(0, 40)
 
 
 class _Receives:
@@ -45,19 +47,28 @@ def eager_samples() -> list[bytes]:
         section, payloads, _ = incoming.arranged(parts, ())
         marks = 0 if section or not parts else transport._ALL_PAYLOADS
         fixed = transport._FIXED.pack(1, 0, len(payloads) | marks, 0, 5, 0, 6, len(section))
-        made.append(fixed + struct.pack(f"<{len(payloads)}Q", *map(len, payloads)) + b"header" + section)
+        made.append(
+            fixed + struct.pack(f"<{len(payloads)}Q", *map(len, payloads)) + b"header" + section
+        )
     return made
 
 
 def section_samples() -> list[bytes]:
     """Return valid sections of packed parts without payloads."""
-    return [bytes(incoming.arranged(parts, ())[0]) for parts in ((b"",), (b"abc", b"d" * 40), (b"",) * 30)]
+    return [
+        bytes(incoming.arranged(parts, ())[0])
+        for parts in ((b"",), (b"abc", b"d" * 40), (b"",) * 30)
+    ]
 
 
 def header_samples() -> list[bytes]:
     """Return what stands in headers of RPC's messages."""
     rows = [(1, 2, 3), (4, 5, 6)]
-    made = [message.written_references(rows), message.written_announced(rows), message.written_words((1, 2, 3))]
+    made = [
+        message.written_references(rows),
+        message.written_announced(rows),
+        message.written_words((1, 2, 3)),
+    ]
     return [*made, message.COUNT.pack(5) + b"a.b:c", message.GRADIENTS.pack(1, 2, 3, True)]
 
 
@@ -89,7 +100,9 @@ def check_eager(case: bytes) -> bool:
     if one is None or one.damage is not None:
         assert one is None or not one.parts or one.receives
         return False
-    assert transport._START <= one.start <= one.end <= len(one.data) == len(case) and not receives.lost
+    assert (
+        transport._START <= one.start <= one.end <= len(one.data) == len(case) and not receives.lost
+    )
     assert sum(len(part) for part in one.parts) <= len(case) + _MOST
     return True
 
@@ -108,7 +121,10 @@ def check_section(case: bytes, payloads: tuple[int, ...] = ()) -> bool:
 
 
 def check_header(case: bytes) -> bool:
-    """Read a header by each of its readers; return whether one has taken it. None makes more of it than that."""
+    """Read a header by each of its readers; return whether one has taken it.
+
+    None makes more of it than that.
+    """
     size, taken = len(case), False
     readers: list[Callable[[], Any]] = [
         lambda: message.read_references(case, 0)[0],

@@ -50,13 +50,25 @@ def samples() -> list[bytes]:
 def cases(valid: tuple[bytes, ...] = ()) -> Any:
     """Return a strategy of lists of five, of which any may be anything that is data."""
     data = st.recursive(
-        st.sampled_from([atom for atom in payloads.ATOMS if not isinstance(atom, Exception | type) and not callable(atom)][:29])
+        st.sampled_from(
+            [
+                atom
+                for atom in payloads.ATOMS
+                if not isinstance(atom, Exception | type) and not callable(atom)
+            ][:29]
+        )
         | st.integers()
         | st.text(max_size=140),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.integers() | st.text(max_size=9), inner, max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.integers() | st.text(max_size=9), inner, max_size=3)
+        ),
         max_leaves=5,
     )
-    maps = st.dictionaries(st.sampled_from(["worker0", "worker1", "x"]), st.dictionaries(st.integers(-2, 300), data, max_size=3))
+    maps = st.dictionaries(
+        st.sampled_from(["worker0", "worker1", "x"]),
+        st.dictionaries(st.integers(-2, 300), data, max_size=3),
+    )
     told = st.tuples(
         st.sampled_from(["worker1", "worker0", ""]) | data,
         st.just(1) | data,
@@ -81,5 +93,7 @@ def check(case: bytes) -> None:
     assert type(maps[1]) is dict and set(maps[1]) <= {"worker0", name}
     for device_map in maps[1].values():
         assert type(device_map) is dict
-        assert all(type(index) is int and 0 <= index < 256 for pair in device_map.items() for index in pair)
+        assert all(
+            type(index) is int and 0 <= index < 256 for pair in device_map.items() for index in pair
+        )
     assert type(workers.data_only) is frozenset and workers.data_only <= {0, 1}

@@ -72,7 +72,10 @@ def objects() -> dict[str, list[Any]]:
             "part": [wide],
             "bools in a part": [torch.ones(40_000, dtype=torch.bool)],
             "views": [base[:, 1:], base.t(), base[1], base.view(torch.int32)],
-            "views of bools": [torch.tensor([[True, False]] * 3).t(), torch.zeros(4, 4, dtype=torch.bool)[:, 1:]],
+            "views of bools": [
+                torch.tensor([[True, False]] * 3).t(),
+                torch.zeros(4, 4, dtype=torch.bool)[:, 1:],
+            ],
             "expanded": [base[0].expand(5, 6)],
             "coo": [coo],
             "coalesced": [coo.coalesce(), torch.ones(2)],
@@ -83,8 +86,15 @@ def objects() -> dict[str, list[Any]]:
             "bsc": [torch.eye(4).to_sparse_bsc((2, 2))],
             "batched": [torch.eye(2).expand(3, 2, 2).contiguous().to_sparse_csr()],
             "quantized": [torch.quantize_per_tensor(torch.ones(8), 0.1, 3, torch.qint8)],
-            "channels": [torch.quantize_per_channel(torch.ones(2, 8), scales, zeros, 0, torch.quint8)],
-            "arrays": [np.arange(6.0).reshape(2, 3), np.array([True, False]), np.ones((), np.int16), np.ones((0, 2))],
+            "channels": [
+                torch.quantize_per_channel(torch.ones(2, 8), scales, zeros, 0, torch.quint8)
+            ],
+            "arrays": [
+                np.arange(6.0).reshape(2, 3),
+                np.array([True, False]),
+                np.ones((), np.int16),
+                np.ones((0, 2)),
+            ],
             "bytes": [bytearray(b"abcdef"), bytearray()],
         }
 
@@ -92,7 +102,10 @@ def objects() -> dict[str, list[Any]]:
 def samples() -> list[bytes]:
     """Return valid cases, of every form and of several at once."""
     made = objects()
-    return [packed(*described(one)) for one in (*made.values(), [obj for one in made.values() for obj in one])]
+    return [
+        packed(*described(one))
+        for one in (*made.values(), [obj for one in made.values() for obj in one])
+    ]
 
 
 _sizes = st.sampled_from([0, 1, 2, 3, 4, 8]) | st.integers(-3, 70) | st.sampled_from(
@@ -105,7 +118,13 @@ def rows(draw: Any) -> bytes:
     """Draw a row and what follows it, as a reader may take it; most numbers are near those of valid rows."""
     shape = draw(st.lists(_sizes, max_size=3) | st.lists(_sizes, max_size=12))
     form, flags = draw(st.integers(0, 10)), draw(st.integers(0, 31) | st.integers(0, 255))
-    row = ROW.pack(draw(st.integers(0, 22)), form, flags, len(shape), draw(st.integers(0, 3) | st.just(2**32 - 1)))
+    row = ROW.pack(
+        draw(st.integers(0, 22)),
+        form,
+        flags,
+        len(shape),
+        draw(st.integers(0, 3) | st.just(2**32 - 1)),
+    )
     row += struct.pack(f"<{len(shape)}q", *shape)
     follows = draw(st.sampled_from(["elements", "strides", "scale", "axis", "nothing"]))
     if follows == "elements":
@@ -126,14 +145,18 @@ def cases(draw: Any, valid: tuple[bytes, ...] = ()) -> bytes:
         for _ in range(draw(st.integers(1, 4))):
             # Most numbers of a table are eight bytes wide, and its rows lie at its beginning.
             place = draw(st.integers(0, min(len(case), 400)) | st.integers(0, len(case)))
-            change = draw(st.binary(min_size=1, max_size=4) | _sizes.map(lambda size: struct.pack("<q", size)))
+            change = draw(
+                st.binary(min_size=1, max_size=4) | _sizes.map(lambda size: struct.pack("<q", size))
+            )
             end = place + len(change) if draw(st.booleans()) else place + draw(st.integers(0, 8))
             case[place:end] = change
         return bytes(case)
     body = draw(st.lists(rows(), max_size=5))
     count = draw(st.just(len(body)) | st.integers(0, 2**32 - 1))
     parts = draw(st.lists(st.binary(max_size=80), max_size=4))
-    return packed(COUNTS.pack(count, draw(st.just(len(parts)) | st.integers(0, 5))) + b"".join(body), parts)
+    return packed(
+        COUNTS.pack(count, draw(st.just(len(parts)) | st.integers(0, 5))) + b"".join(body), parts
+    )
 
 
 def check(case: bytes) -> bool:
@@ -187,22 +210,34 @@ def _require_inside(obj: Any) -> None:
     """Require that elements lie within their storage: asked of numbers alone, no memory is touched."""
     for one in _inner(obj):
         if isinstance(one, torch.Tensor) and one.numel():
-            reach = sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
+            reach = sum(
+                (size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True)
+            )
             assert min(one.stride(), default=0) >= 0 and one.storage_offset() >= 0
-            assert (one.storage_offset() + reach + 1) * one.element_size() <= one.untyped_storage().nbytes()
+            assert (
+                one.storage_offset() + reach + 1
+            ) * one.element_size() <= one.untyped_storage().nbytes()
 
 
 def _storages(found: list[Any]) -> list[Any]:
     """Return the memory that objects have, each once."""
     pieces = [one for obj in found for one in _inner(obj)]
-    storages = {one.untyped_storage().data_ptr(): one for one in pieces if isinstance(one, torch.Tensor)}
+    storages = {
+        one.untyped_storage().data_ptr(): one for one in pieces if isinstance(one, torch.Tensor)
+    }
     return [*storages.values(), *(one for one in pieces if not isinstance(one, torch.Tensor))]
 
 
 def _bytes_of(one: Any) -> int:
     if isinstance(one, torch.Tensor):
-        assert one.numel() * one.element_size() <= one.untyped_storage().nbytes() or one.is_quantized
-        return one.untyped_storage().nbytes() if not one.is_quantized else one.numel() * one.element_size()
+        assert (
+            one.numel() * one.element_size() <= one.untyped_storage().nbytes() or one.is_quantized
+        )
+        return (
+            one.untyped_storage().nbytes()
+            if not one.is_quantized
+            else one.numel() * one.element_size()
+        )
     return len(one) if isinstance(one, bytearray) else one.nbytes
 
 

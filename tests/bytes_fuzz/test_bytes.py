@@ -18,7 +18,9 @@ def test_no_case_does_harm():
     counts = [COUNT * SHARES[target] // sum(SHARES.values()) for target in TARGETS]
     found = list(watching.results(TARGETS, counts, SEED))
     wrong = [result for result in found if "error" in result]
-    told = "\n".join(f"{one['target']}: {one['error']}\n{one['trace']}\ncase: {one['case']}" for one in wrong)
+    told = "\n".join(
+        f"{one['target']}: {one['error']}\n{one['trace']}\ncase: {one['case']}" for one in wrong
+    )
     assert not wrong, told
     assert [result["target"] for result in found] == list(TARGETS)
     assert sum(result["count"] for result in found) > 0.99 * COUNT
@@ -40,13 +42,17 @@ def test_no_case_does_harm():
 )
 def test_a_fault_is_reported_with_its_case(case, error):
     (result,) = watching.results(["faults"], [0], SEED, case)
-    assert result["case"] == case.hex() and error in result["error"] and result["target"] == "faults"
+    assert (
+        result["case"] == case.hex() and error in result["error"] and result["target"] == "faults"
+    )
 
 
 def test_a_case_that_never_ends_is_reported(monkeypatch):
     monkeypatch.setattr(watching, "CASE_S", 0.5)
     (result,) = watching.results(["faults"], [0], SEED, b"s!")
-    assert result["case"] == b"s!".hex() and "no end" in result["error"] and "_spin" in result["trace"]
+    assert (
+        result["case"] == b"s!".hex() and "no end" in result["error"] and "_spin" in result["trace"]
+    )
 
 
 def test_a_harmless_case_is_not_reported():
@@ -56,7 +62,9 @@ def test_a_harmless_case_is_not_reported():
 
 def test_a_target_that_fails_does_not_keep_the_next_from_being_read():
     found = list(watching.results(["faults", "faults"], [0, 0], SEED, b"k!"))
-    assert [result["place"] for result in found] == [0, 1] and all("SIGSEGV" in result["error"] for result in found)
+    assert [result["place"] for result in found] == [0, 1] and all(
+        "SIGSEGV" in result["error"] for result in found
+    )
 
 
 def test_each_target_is_a_module_and_each_module_of_cases_a_target():
@@ -67,7 +75,10 @@ def test_each_target_is_a_module_and_each_module_of_cases_a_target():
 
 def test_a_seed_gives_one_row_of_cases():
     samples = [b"abc", bytes(range(100))]
-    rows = [[mutations.mutated(rng, samples) for _ in range(500)] for rng in map(random.Random, (7, 7, 8))]
+    rows = [
+        [mutations.mutated(rng, samples) for _ in range(500)]
+        for rng in map(random.Random, (7, 7, 8))
+    ]
     assert rows[0] == rows[1] != rows[2]
     assert len(set(rows[0])) > 400 and max(map(len, rows[0])) <= mutations.MOST_BYTES
     assert set(samples) <= set(rows[0]), "now and then a sample comes as it is"

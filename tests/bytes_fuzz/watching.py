@@ -25,11 +25,14 @@ _STACK_S = 1.0  # for the stacks of a process that hangs
 Result = dict[str, Any]
 
 
-def results(targets: Sequence[str], counts: Sequence[int], seed: int, case: bytes | None = None) -> Iterator[Result]:
+def results(
+    targets: Sequence[str], counts: Sequence[int], seed: int, case: bytes | None = None
+) -> Iterator[Result]:
     """Read cases of targets in child processes; yield each target's result.
 
-    A result has ``target`` and either ``count``, ``drawn`` and ``seconds``, or ``error`` and ``case`` (hex). After a crash, a
-    hang or a wrong reading, a new process goes on with the next target.
+    A result has ``target`` and either ``count``, ``drawn`` and ``seconds``, or ``error`` and
+    ``case`` (hex). After a crash, a hang or a wrong reading, a new process goes on with the next
+    target.
     """
     board = Board()
     first = 0
@@ -43,16 +46,30 @@ def results(targets: Sequence[str], counts: Sequence[int], seed: int, case: byte
 
 
 def _watched(
-    board: Board, targets: Sequence[str], counts: Sequence[int], seed: int, first: int, case: bytes | None
+    board: Board,
+    targets: Sequence[str],
+    counts: Sequence[int],
+    seed: int,
+    first: int,
+    case: bytes | None,
 ) -> Iterator[Result]:
-    command = [sys.executable, "-m", "tests.bytes_fuzz.reading", board.path, "--targets", ",".join(targets)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.bytes_fuzz.reading",
+        board.path,
+        "--targets",
+        ",".join(targets),
+    ]
     command += ["--counts", ",".join(map(str, counts)), "--seed", str(seed), "--first", str(first)]
     if case is not None:
         command += ["--case", case.hex()]
     board.write(0, first, b"")
     with tempfile.TemporaryFile("w+") as errors:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
         lines: list[str] = []
         listener = threading.Thread(target=lambda: lines.extend(child.stdout or ()), daemon=True)
         listener.start()
@@ -60,7 +77,11 @@ def _watched(
         listener.join()
         told = [json.loads(line) for line in lines if line.startswith("{")]
         yield from told
-        is_told = any("error" in one for one in told) if child.returncode == 1 else len(told) == len(targets) - first
+        is_told = (
+            any("error" in one for one in told)
+            if child.returncode == 1
+            else len(told) == len(targets) - first
+        )
         if hung or child.returncode not in (0, 1) or not is_told:
             last = board.read()
             errors.seek(0)
@@ -93,4 +114,8 @@ def _wait(child: subprocess.Popen[str], board: Board) -> bool:
 
 
 def _ending(status: int) -> str:
-    return f"the process was ended by {signal.Signals(-status).name}" if status < 0 else f"the process ended with status {status}"
+    return (
+        f"the process was ended by {signal.Signals(-status).name}"
+        if status < 0
+        else f"the process ended with status {status}"
+    )

@@ -31,7 +31,11 @@ def asked_by(module):
 
 @pytest.mark.usefixtures("installed")
 def test_programs_get_ours_and_torchs_own_parts_theirs():
-    for module in ("__main__", "lightning.fabric.strategies.ddp", "torch.distributed.checkpoint.state_dict"):
+    for module in (
+        "__main__",
+        "lightning.fabric.strategies.ddp",
+        "torch.distributed.checkpoint.state_dict",
+    ):
         assert asked_by(module) is Ours
     for module in (
         "torch._dynamo.convert_frame",
@@ -55,5 +59,6 @@ def test_a_program_may_put_a_class_of_its_own_there(monkeypatch):
         patch.setattr(torch.nn.parallel, "DistributedDataParallel", str)
         assert torch.nn.parallel.DistributedDataParallel is str
     assert torch.nn.parallel.DistributedDataParallel is Ours
-    torch.nn.parallel.DistributedDataParallel = Torchs  # as unittest.mock does, which looks into the module's dictionary
+    # as unittest.mock does, which looks into the module's dictionary
+    torch.nn.parallel.DistributedDataParallel = Torchs
     assert torch.nn.parallel.DistributedDataParallel is Ours

@@ -18,16 +18,27 @@ def test_answers_for_both_devices(world, default_group):
     for device in ("cpu", "cuda"):
         backend = default_group._get_backend(torch.device(device))
         told = backend.name(), backend.rank(), backend.size(), copy.deepcopy(backend.options)
-        can = backend.supports_coalescing or backend.supports_time_estimate or backend.supports_shrinking
+        can = (
+            backend.supports_coalescing
+            or backend.supports_time_estimate
+            or backend.supports_shrinking
+        )
         no_memory = not backend.supports_tensor_alloc(torch.device(device))
         backend.eager_connect_single_device(torch.device(device))
-        agree(world, told == ("mpidist", world.rank, world.size, None) and not can and no_memory, f"{device}: {told}")
+        agree(
+            world,
+            told == ("mpidist", world.rank, world.size, None) and not can and no_memory,
+            f"{device}: {told}",
+        )
     with pytest.raises(RuntimeError, match="of the CPU and of CUDA; got device meta"):
         default_group._get_backend(torch.device("meta"))
 
 
 def test_callers_within_torch(world, default_group):
-    with pytest.raises(NotImplementedError, match="time estimator is not supported"), distributed_c10d._time_estimator():
+    with (
+        pytest.raises(NotImplementedError, match="time estimator is not supported"),
+        distributed_c10d._time_estimator(),
+    ):
         pass
     if world.size > 1:
         with pytest.raises(TypeError, match="does not support shrinking"):
@@ -51,7 +62,12 @@ def test_a_default_group_with_a_device_is_nothing_that_nccl_could_split(world, d
     finally:
         default_group.bound_device_id = before
     can_split = default_group._get_backend(torch.device("cuda", 0)).supports_splitting
-    agree(world, source is None and can_split and (some == dist.GroupMember.NON_GROUP_MEMBER) == (world.rank > 0))
+    agree(
+        world,
+        source is None
+        and can_split
+        and (some == dist.GroupMember.NON_GROUP_MEMBER) == (world.rank > 0),
+    )
 
 
 def test_fsdp_takes_no_memory_of_the_group(world):
@@ -63,4 +79,8 @@ def test_fsdp_takes_no_memory_of_the_group(world):
         pytest.skip("this torch's FSDP takes no memory of a group")
     allocates(True)
     model(torch.ones(2, 4)).sum().backward()
-    agree(world, torch.equal(model.bias.grad.full_tensor(), torch.full((4,), 2.0)), f"{model.bias.grad}")
+    agree(
+        world,
+        torch.equal(model.bias.grad.full_tensor(), torch.full((4,), 2.0)),
+        f"{model.bias.grad}",
+    )

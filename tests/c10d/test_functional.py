@@ -22,21 +22,45 @@ def test_operators(world, default_group):
     cases = {
         "all_reduce": (ops.all_reduce(mine, "sum", name), [total] * 2),
         "all_reduce_": (ops.all_reduce_(mine.clone(), "max", name), [size - 1.0] * 2),
-        "all_reduce_coalesced": (ops.all_reduce_coalesced([mine], "avg", name)[0], [total / size] * 2),
-        "all_reduce_coalesced_": (ops.all_reduce_coalesced_([mine.clone()], "sum", name)[0], [total] * 2),
+        "all_reduce_coalesced": (
+            ops.all_reduce_coalesced([mine], "avg", name)[0],
+            [total / size] * 2,
+        ),
+        "all_reduce_coalesced_": (
+            ops.all_reduce_coalesced_([mine.clone()], "sum", name)[0],
+            [total] * 2,
+        ),
         "broadcast": (ops.broadcast(mine, size - 1, name), [size - 1.0] * 2),
         "broadcast_": (ops.broadcast_(mine.clone(), 0, name), [0.0] * 2),
         "all_gather_into_tensor": (ops.all_gather_into_tensor(mine, size, name), all_rows),
-        "all_gather_into_tensor_coalesced": (ops.all_gather_into_tensor_coalesced([mine], size, name)[0], all_rows),
-        "all_gather_into_tensor_out": (ops.all_gather_into_tensor_out(mine, size, name, out=out), all_rows),
-        "the same in place": (ops.all_gather_into_tensor_out(within[2 * rank :][:2], size, name, out=within), all_rows),
-        "reduce_scatter_tensor": (ops.reduce_scatter_tensor(wide, "sum", size, name), [total + size] * 2),
-        "reduce_scatter_tensor_out": (ops.reduce_scatter_tensor_out(wide, "sum", size, name, out=part), [total + size] * 2),
+        "all_gather_into_tensor_coalesced": (
+            ops.all_gather_into_tensor_coalesced([mine], size, name)[0],
+            all_rows,
+        ),
+        "all_gather_into_tensor_out": (
+            ops.all_gather_into_tensor_out(mine, size, name, out=out),
+            all_rows,
+        ),
+        "the same in place": (
+            ops.all_gather_into_tensor_out(within[2 * rank :][:2], size, name, out=within),
+            all_rows,
+        ),
+        "reduce_scatter_tensor": (
+            ops.reduce_scatter_tensor(wide, "sum", size, name),
+            [total + size] * 2,
+        ),
+        "reduce_scatter_tensor_out": (
+            ops.reduce_scatter_tensor_out(wide, "sum", size, name, out=part),
+            [total + size] * 2,
+        ),
         "reduce_scatter_tensor_coalesced": (
             ops.reduce_scatter_tensor_coalesced([wide], "sum", size, name)[0],
             [total + size] * 2,
         ),
-        "all_to_all_single": (ops.all_to_all_single(wide, [2] * size, [2] * size, name), all_rows + 1),
+        "all_to_all_single": (
+            ops.all_to_all_single(wide, [2] * size, [2] * size, name),
+            all_rows + 1,
+        ),
     }
     to, source, got, twice = (rank + 1) % size, (rank - 1) % size, torch.empty(2), torch.empty(2)
     if size > 1 and hasattr(ops, "isend"):
@@ -44,8 +68,13 @@ def test_operators(world, default_group):
         cases["irecv"] = ops.irecv(got, source, 0, name), [float(source)] * 2
         cases["isend"] = sent, []
         if hasattr(ops, "batch_p2p_ops"):
-            sent, received = ops.batch_p2p_ops(["isend", "irecv"], [to, source], [1, 1], [mine, twice], name)
-            cases["batch_p2p_ops, send"], cases["batch_p2p_ops, receive"] = (sent, []), (received, [float(source)] * 2)
+            sent, received = ops.batch_p2p_ops(
+                ["isend", "irecv"], [to, source], [1, 1], [mine, twice], name
+            )
+            cases["batch_p2p_ops, send"], cases["batch_p2p_ops, receive"] = (
+                (sent, []),
+                (received, [float(source)] * 2),
+            )
     ops.wait_tensor(mine)  # a send is noted by the tensor that it takes, too
     for operator, (result, expected) in cases.items():
         waited = ops.wait_tensor(result)

@@ -23,12 +23,28 @@ def test_timeout(world, default_group):
 def test_split(world, default_group):
     """The method alone: torch.distributed.split_group wants an accelerator first."""
     evens = list(range(0, world.size, 2))
-    made = default_group.split_group(evens[::-1], timedelta(seconds=70), group_name="evens", group_desc="of every second rank")
+    made = default_group.split_group(
+        evens[::-1], timedelta(seconds=70), group_name="evens", group_desc="of every second rank"
+    )
     if world.rank in evens:
         x = torch.ones(1)
         made.allreduce([x]).wait()
-        told = made.rank(), made.size(), made.group_name, made.group_desc, made.native.timeout_s, x.item()
-        expected = evens.index(world.rank), len(evens), "evens", "of every second rank", 70, len(evens)
+        told = (
+            made.rank(),
+            made.size(),
+            made.group_name,
+            made.group_desc,
+            made.native.timeout_s,
+            x.item(),
+        )
+        expected = (
+            evens.index(world.rank),
+            len(evens),
+            "evens",
+            "of every second rank",
+            70,
+            len(evens),
+        )
         made.get_group_store().set("here", str(made.rank()))
         made.shutdown()
     else:
@@ -39,7 +55,9 @@ def test_split(world, default_group):
 def test_torchs_split_and_meshes_where_there_is_an_accelerator(world, default_group, monkeypatch):
     """A machine with CUDA, as torch sees it: the default group is bound to a device, and divided for meshes, too."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args: torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda *args: torch.device("cuda")
+    )
     default_group.bound_device_id = torch.device("cuda", 0)
     try:
         half = [list(range(world.size))[: world.size // 2 or 1]]
@@ -53,7 +71,11 @@ def test_torchs_split_and_meshes_where_there_is_an_accelerator(world, default_gr
             dist.all_reduce(y, group=made)
             dist.destroy_process_group(made)
             dist.destroy_process_group(new)
-        ok = x.item() == world.size and (made is not None) == inside and y.item() == (len(half[0]) if inside else 1)
+        ok = (
+            x.item() == world.size
+            and (made is not None) == inside
+            and y.item() == (len(half[0]) if inside else 1)
+        )
         agree(world, ok, f"{x}, {y}, {made}")
     finally:
         default_group.bound_device_id = None
@@ -61,4 +83,9 @@ def test_torchs_split_and_meshes_where_there_is_an_accelerator(world, default_gr
 
 def test_what_cannot_be_done_says_so(world, default_group):
     store = default_group.get_group_store()
-    raises_on_all(world, NotImplementedError, lambda: default_group.merge_remote_group(store, 8), "start all ranks in one job")
+    raises_on_all(
+        world,
+        NotImplementedError,
+        lambda: default_group.merge_remote_group(store, 8),
+        "start all ranks in one job",
+    )

@@ -1,4 +1,7 @@
-"""Groups shared by device: which backend gets which call. The other one is a stand-in, its tensors are those without memory."""
+"""Groups shared by device: which backend gets which call.
+
+The other one is a stand-in, its tensors are those without memory.
+"""
 
 import inspect
 from datetime import timedelta
@@ -18,8 +21,19 @@ from tests.support import agree, raises_on_all
 def test_every_call_with_tensors_is_routed():
     native = {"barrier", "monitored_barrier", "set_timeout", "shutdown", "abort"}
     calls = {name for name, _ in inspect.getmembers(dist.ProcessGroup) if not name.startswith("__")}
-    ours = {name for name in vars(TorchProcessGroup) if name in calls and inspect.isfunction(getattr(TorchProcessGroup, name))}
-    about = {"name", "get_group_store", "_start_coalescing", "_end_coalescing", "_get_backend", "_set_default_timeout"}
+    ours = {
+        name
+        for name in vars(TorchProcessGroup)
+        if name in calls and inspect.isfunction(getattr(TorchProcessGroup, name))
+    }
+    about = {
+        "name",
+        "get_group_store",
+        "_start_coalescing",
+        "_end_coalescing",
+        "_get_backend",
+        "_set_default_timeout",
+    }
     assert ours - native - about <= set(mixed._ROUTED)
 
 
@@ -44,7 +58,9 @@ class StandIn:
 
     def _get_backend(self, device):
         note = lambda timeout: self.calls.append(f"timeout {timeout.total_seconds():g}")  # noqa: E731
-        return SimpleNamespace(supports_coalescing=True, supports_splitting=False, _set_default_timeout=note)
+        return SimpleNamespace(
+            supports_coalescing=True, supports_splitting=False, _set_default_timeout=note
+        )
 
 
 @pytest.fixture
@@ -63,7 +79,9 @@ def shared(world):
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_ask_for_other_backends_are_told(world):
     named = "mpidist" if world.rank == 0 else "cpu:mpidist,meta:gloo"
-    raises_on_all(world, ValueError, lambda: dist.init_process_group(named), "rank 1: cpu:mpidist,meta:gloo")
+    raises_on_all(
+        world, ValueError, lambda: dist.init_process_group(named), "rank 1: cpu:mpidist,meta:gloo"
+    )
     agree(world, not dist.is_initialized())
 
 
@@ -97,18 +115,37 @@ def test_calls_go_by_device(world, shared):
     dist.barrier()
     shared.barrier(_barrier_on("cpu")).wait()
     shared.monitored_barrier()
-    agree(world, total[0] == sum(range(size)) and gathered == list(range(size)) and len(other.calls) == len(calls))
-    with pytest.raises(TypeError, match=r"a tensor on xpu, .* cpu \(mpidist\) and meta \(gloo\) alone"):
+    agree(
+        world,
+        total[0] == sum(range(size))
+        and gathered == list(range(size))
+        and len(other.calls) == len(calls),
+    )
+    with pytest.raises(
+        TypeError, match=r"a tensor on xpu, .* cpu \(mpidist\) and meta \(gloo\) alone"
+    ):
         shared.coalesces(torch.device("xpu"))
 
 
 @pytest.mark.mpi(min_size=1)
 def test_what_torch_asks_of_a_group(world, shared):
     kinds = [device.type for device in shared._device_types]
-    agree(world, kinds == ["cpu", "meta"] and dist.get_backend() == "cpu:mpidist,meta:gloo", f"{kinds} {dist.get_backend()}")
-    agree(world, isinstance(shared.native, ProcessGroup) and shared._get_backend(torch.device("meta")).supports_coalescing)
+    agree(
+        world,
+        kinds == ["cpu", "meta"] and dist.get_backend() == "cpu:mpidist,meta:gloo",
+        f"{kinds} {dist.get_backend()}",
+    )
+    agree(
+        world,
+        isinstance(shared.native, ProcessGroup)
+        and shared._get_backend(torch.device("meta")).supports_coalescing,
+    )
     shared.set_timeout(timedelta(seconds=50))
-    agree(world, shared.native.timeout_s == 50 and shared._others.calls == ["timeout 50"], str(shared._others.calls))
+    agree(
+        world,
+        shared.native.timeout_s == 50 and shared._others.calls == ["timeout 50"],
+        str(shared._others.calls),
+    )
 
 
 @pytest.mark.mpi(min_size=1)
@@ -119,19 +156,30 @@ def test_a_batch_of_messages_is_started_as_one(world, shared, monkeypatch):
     batches.install()
     tensor = torch.ones(2, device="meta")
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    for device, expected in (("meta", ["_start_coalescing", "send", "recv", "_end_coalescing"]), ("cpu", [])):
+    for device, expected in (
+        ("meta", ["_start_coalescing", "send", "recv", "_end_coalescing"]),
+        ("cpu", []),
+    ):
         got = tensor if device == "meta" else torch.empty(2)
         sent = tensor if device == "meta" else torch.full((2,), float(world.rank))
         if world.size == 1:  # torch refuses messages to oneself
             continue
         shared._others.calls.clear()
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, right), dist.P2POp(dist.irecv, got, left)]):
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, sent, right), dist.P2POp(dist.irecv, got, left)]
+        ):
             work.wait()
-        agree(world, shared._others.calls == expected and (device == "meta" or got[0] == left), str(shared._others.calls))
+        agree(
+            world,
+            shared._others.calls == expected and (device == "meta" or got[0] == left),
+            str(shared._others.calls),
+        )
     # So for what compiled code calls.
     monkeypatch.setattr(functional, "_noted", lambda tensor, work: tensor)
     shared._others.calls.clear()
-    functional._batch_p2p_ops(["isend", "irecv"], [right, left], [0, 0], [tensor, tensor], shared.group_name)
+    functional._batch_p2p_ops(
+        ["isend", "irecv"], [right, left], [0, 0], [tensor, tensor], shared.group_name
+    )
     expected = ["_start_coalescing", "send", "recv", "_end_coalescing"]
     agree(world, shared._others.calls == expected, str(shared._others.calls))
 

@@ -9,7 +9,9 @@ from mpidist.c10d.other_backends import obstacle, require_known
 
 def test_a_backend_that_cannot_share_is_named():
     require_known({"cpu": "mpidist", "cuda": "nccl"})
-    with pytest.raises(ValueError, match=r'"cpu:mpidist,cuda:ucc" asks.*new_group\(backend="ucc"\)'):
+    with pytest.raises(
+        ValueError, match=r'"cpu:mpidist,cuda:ucc" asks.*new_group\(backend="ucc"\)'
+    ):
         require_known({"cpu": "mpidist", "cuda": "ucc"})
 
 

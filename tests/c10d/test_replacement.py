@@ -71,12 +71,22 @@ def test_import_torch_sets_what_frameworks_read_and_starts_nothing():
         told["started"] = "mpi4py.MPI" in sys.modules or "cupy" in sys.modules
         print(json.dumps(told))
     """
-    ranks = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    ranks = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    }
     env = {**ranks, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MPIDIST_REPLACE": "gloo,nccl,mpi,ddp"}
     done = started([sys.executable, "-c", program], 60, env)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
-        **{"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+        **{
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+        },
         **{"ours": True, "available": [True, True, True], "started": False},
     }
 
@@ -92,7 +102,8 @@ def replaced(world, monkeypatch):
     monkeypatch.setattr(dist.Backend, "__new__", vars(dist.Backend)["__new__"])
     for name in ("is_nccl_available", "is_mpi_available", "monitored_barrier"):
         monkeypatch.setattr(dist, name, getattr(dist, name))
-    monkeypatch.setattr(replacement, "torch_variables", lambda environ, hostname: {})  # those would stay
+    # those would stay
+    monkeypatch.setattr(replacement, "torch_variables", lambda environ, hostname: {})
     names.install(replacement.install())
     world.barrier()
     yield
@@ -104,7 +115,8 @@ def replaced(world, monkeypatch):
 @pytest.mark.mpi(min_size=1)
 def test_groups_that_frameworks_make(world, replaced, monkeypatch):
     numbers = {"rank": world.rank, "world_size": world.size}
-    monkeypatch.setenv("RANK", str(world.rank))  # which without the variable means torch's own rendezvous
+    # which without the variable means torch's own rendezvous
+    monkeypatch.setenv("RANK", str(world.rank))
     for arguments in (
         {},
         {"backend": "nccl", "init_method": "env://", **numbers},
@@ -115,15 +127,31 @@ def test_groups_that_frameworks_make(world, replaced, monkeypatch):
         dist.init_process_group(**arguments)
         total = torch.ones(3)
         dist.all_reduce(total)
-        agree(world, dist.get_backend() == "mpidist" and total[0] == world.size, f"{arguments}: {dist.get_backend()}")
+        agree(
+            world,
+            dist.get_backend() == "mpidist" and total[0] == world.size,
+            f"{arguments}: {dist.get_backend()}",
+        )
         dist.destroy_process_group()
-    truth = eval("dist.is_nccl_available()", {"dist": dist, "__name__": "torch.nn.parallel.distributed"})
-    agree(world, dist.is_nccl_available() and dist.is_backend_available("mpi") and truth == distributed_c10d.is_nccl_available())
+    truth = eval(
+        "dist.is_nccl_available()", {"dist": dist, "__name__": "torch.nn.parallel.distributed"}
+    )
+    agree(
+        world,
+        dist.is_nccl_available()
+        and dist.is_backend_available("mpi")
+        and truth == distributed_c10d.is_nccl_available(),
+    )
     dist.init_process_group("gloo")
     for backend in ("gloo", "nccl", None):
         some = dist.new_group([0], backend=backend)
         is_member = some != dist.GroupMember.NON_GROUP_MEMBER
-        agree(world, is_member == (world.rank == 0) and (not is_member or dist.get_backend(some) == "mpidist"), str(backend))
+        agree(
+            world,
+            is_member == (world.rank == 0)
+            and (not is_member or dist.get_backend(some) == "mpidist"),
+            str(backend),
+        )
     dist.monitored_barrier(dist.new_group(backend="gloo"))
     dist.monitored_barrier()
 
@@ -131,12 +159,17 @@ def test_groups_that_frameworks_make(world, replaced, monkeypatch):
 @pytest.mark.mpi(min_size=1)
 def test_what_cannot_be_is_refused_on_all_ranks(world, replaced, monkeypatch):
     wrong = {"rank": world.rank, "world_size": world.size + 1}
-    raises_on_all(world, ValueError, lambda: dist.init_process_group("gloo", **wrong), "leave it out")
+    raises_on_all(
+        world, ValueError, lambda: dist.init_process_group("gloo", **wrong), "leave it out"
+    )
     monkeypatch.setenv("WORLD_SIZE", str(world.size + 1))
     raises_on_all(world, ValueError, lambda: dist.init_process_group("gloo"), "Unset WORLD_SIZE")
     monkeypatch.delenv("WORLD_SIZE")
     raises_on_all(world, ValueError, lambda: dist.init_process_group("mpich"), 'backend="mpidist"')
-    for environ in ({"MPIDIST_REPLACE": "glo"}, {"MPIDIST_REPLACE": "gloo", "TORCHELASTIC_RUN_ID": "x"}):
+    for environ in (
+        {"MPIDIST_REPLACE": "glo"},
+        {"MPIDIST_REPLACE": "gloo", "TORCHELASTIC_RUN_ID": "x"},
+    ):
         names.install(parse(environ).backend)
         raises_on_all(world, ValueError, dist.init_process_group, "MPIDIST_REPLACE")
     agree(world, not dist.is_initialized() and not distributed_c10d._world.pg_map)

@@ -32,7 +32,11 @@ class Running(torch.nn.Module):
 
 def net(width: int = 12) -> torch.nn.Module:
     return torch.nn.Sequential(
-        torch.nn.Linear(6, width), Running(width), torch.nn.Tanh(), torch.nn.Dropout(0.3), torch.nn.Linear(width, 3)
+        torch.nn.Linear(6, width),
+        Running(width),
+        torch.nn.Tanh(),
+        torch.nn.Dropout(0.3),
+        torch.nn.Linear(width, 3),
     )
 
 
@@ -40,32 +44,51 @@ class Run:
     """One rank's objects of a run.
 
     Args:
-        kind: ``adam``; ``oss`` and a partition; ``powersgd``; ``torch`` for torch's data parallelism; ``own`` for buffers that
-            stay each rank's own.
+        kind: ``adam``; ``oss`` and a partition; ``powersgd``; ``torch`` for torch's data
+            parallelism; ``own`` for buffers that stay each rank's own.
         seed: Of weights and generators, which a load must make irrelevant.
     """
 
-    def __init__(self, group: Any, kind: str, seed: int = 0, width: int = 12, samples: int = SAMPLES, base: Any = None) -> None:
+    def __init__(
+        self,
+        group: Any,
+        kind: str,
+        seed: int = 0,
+        width: int = 12,
+        samples: int = SAMPLES,
+        base: Any = None,
+    ) -> None:
         torch.manual_seed(seed)
         inner = net(width)
         torch.manual_seed(100 * seed + group.rank)
-        self.hook_state = PowerSGDState(group, 2, start_powerSGD_iter=1, min_compression_rate=1) if kind == "powersgd" else None
+        self.hook_state = (
+            PowerSGDState(group, 2, start_powerSGD_iter=1, min_compression_rate=1)
+            if kind == "powersgd"
+            else None
+        )
         if kind == "torch":
             self.model: Any = TorchDataParallel(inner)
         else:
             more = {"forward_sync_buffers": False} if kind == "own" else {}
-            self.model = DistributedDataParallel(inner, process_group=group, bucket_cap_mb=0.0003, **more)
+            self.model = DistributedDataParallel(
+                inner, process_group=group, bucket_cap_mb=0.0003, **more
+            )
         if self.hook_state is not None:
             self.model.register_comm_hook(self.hook_state, powerSGD_hook)
         base = base or torch.optim.Adam
         partition = kind.removeprefix("oss-")
         settings = {"lr": 0.05} if partition == kind else {"lr": 0.05, "partition": partition}
         self.optimizer = (
-            base(inner.parameters(), **settings) if partition == kind else OSS(inner.parameters(), base, group, **settings)
+            base(inner.parameters(), **settings)
+            if partition == kind
+            else OSS(inner.parameters(), base, group, **settings)
         )
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         generator = torch.Generator().manual_seed(1)
-        data = TensorDataset(torch.randn(samples, 6, generator=generator), torch.randn(samples, 3, generator=generator))
+        data = TensorDataset(
+            torch.randn(samples, 6, generator=generator),
+            torch.randn(samples, 3, generator=generator),
+        )
         self.sampler = ResumableSampler(data, group=group, seed=3)
         self.loader = DataLoader(data, 2, sampler=self.sampler, generator=torch.Generator())
         self.step = 0
@@ -100,4 +123,8 @@ class Run:
         """Return the whole optimizer's state. Collective."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return self.optimizer.state_dict(all_ranks=True) if isinstance(self.optimizer, OSS) else self.optimizer.state_dict()
+            return (
+                self.optimizer.state_dict(all_ranks=True)
+                if isinstance(self.optimizer, OSS)
+                else self.optimizer.state_dict()
+            )

@@ -36,14 +36,36 @@ def lines(path):
 
 
 def test_a_run_that_is_stopped_and_started_again_has_the_same_numbers(tmp_path, data):
-    common = ["--data", data, "--optimizer", "oss", "--hook", "powersgd", "--epochs", 3, "--batch", 6]
+    common = [
+        "--data",
+        data,
+        "--optimizer",
+        "oss",
+        "--hook",
+        "powersgd",
+        "--epochs",
+        3,
+        "--batch",
+        6,
+    ]
     straight = run(2, *common, "--metrics", tmp_path / "straight.json")
     assert straight.returncode == 0, straight.stderr
-    again = [*common, "--metrics", tmp_path / "again.json", "--checkpoint", tmp_path / "run", "--save-every", 4]
+    again = [
+        *common,
+        "--metrics",
+        tmp_path / "again.json",
+        "--checkpoint",
+        tmp_path / "run",
+        "--save-every",
+        4,
+    ]
     stopped = run(2, *again, "--max-steps", 11)
-    assert stopped.returncode == 75 and "stopped after step 11" in stopped.stdout, stopped.stdout + stopped.stderr
+    assert stopped.returncode == 75 and "stopped after step 11" in stopped.stdout, (
+        stopped.stdout + stopped.stderr
+    )
     with (tmp_path / "again.json").open("ab") as file:
-        file.write(b'{"step": 12, "epoch": 2, "loss": 0.5}\n\xff\0\n{"step": 1')  # of a run that was killed, on a node that fell
+        # of a run that was killed, on a node that fell
+        file.write(b'{"step": 12, "epoch": 2, "loss": 0.5}\n\xff\0\n{"step": 1')
     done = run(2, *again)
     assert done.returncode == 0 and "step-11: step 11" in done.stdout, done.stdout + done.stderr
     assert lines(tmp_path / "again.json") == lines(tmp_path / "straight.json")
@@ -51,9 +73,20 @@ def test_a_run_that_is_stopped_and_started_again_has_the_same_numbers(tmp_path, 
 
 
 def test_a_signal_has_it_save_and_ask_to_be_started_again(tmp_path, data):
-    command = [sys.executable, PROGRAM, "--data", str(data), "--epochs", "20000", "--checkpoint", str(tmp_path / "run")]
+    command = [
+        sys.executable,
+        PROGRAM,
+        "--data",
+        str(data),
+        "--epochs",
+        "20000",
+        "--checkpoint",
+        str(tmp_path / "run"),
+    ]
     metrics = tmp_path / "metrics.json"
-    with subprocess.Popen([*command, "--metrics", str(metrics)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*command, "--metrics", str(metrics)], stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             deadline = time.monotonic() + 60
             while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
@@ -71,7 +104,12 @@ def test_a_signal_has_it_save_and_ask_to_be_started_again(tmp_path, data):
     ("ranks", "options", "code", "problem"),
     [
         (2, ["--epochs", "none"], 2, "argument --epochs: must be a whole number above 0, not none"),
-        (2, ["--data", "{folder}/few.npz"], 2, "1 samples, 1 of them to train with, are too few for 2 rank(s)"),
+        (
+            2,
+            ["--data", "{folder}/few.npz"],
+            2,
+            "1 samples, 1 of them to train with, are too few for 2 rank(s)",
+        ),
         (1, ["--data", "{folder}/missing.npz"], 2, "missing.npz cannot be read as an .npz file"),
         (1, ["--data", "{data}", "--checkpoint", "{data}"], 1, "checkpoint.load from"),
     ],
@@ -79,4 +117,8 @@ def test_a_signal_has_it_save_and_ask_to_be_started_again(tmp_path, data):
 def test_wrong_input_is_explained_once(tmp_path, data, ranks, options, code, problem):
     np.savez(tmp_path / "few.npz", images=np.ones((1, 8, 8)), labels=np.arange(1))
     done = run(ranks, *(text.format(folder=tmp_path, data=data) for text in options))
-    assert done.returncode == code and done.stderr.count(problem) == 1 and "Traceback" not in done.stderr, done.stderr
+    assert (
+        done.returncode == code
+        and done.stderr.count(problem) == 1
+        and "Traceback" not in done.stderr
+    ), done.stderr

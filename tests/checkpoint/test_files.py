@@ -18,7 +18,10 @@ class Killed(BaseException):
 
 def write(folder, step, value=0, keep=2):
     part = files.begin(folder, step)
-    held = {name: files.write(part / name, {"value": value, "step": step}) for name in (manifest.MODEL, manifest.TRAINING)}
+    held = {
+        name: files.write(part / name, {"value": value, "step": step})
+        for name in (manifest.MODEL, manifest.TRAINING)
+    }
     path = files.commit(part, Manifest(step, 1, held, Contents()))
     files.prune(folder, step, keep)
     return path
@@ -33,7 +36,14 @@ def read(path):
 @pytest.mark.parametrize("step", [2, 1])
 def test_wherever_a_save_is_killed_a_whole_checkpoint_is_there(tmp_path, monkeypatch, step):
     """Kill a save before each of its changes to the file system in turn: of the next step, and of the same step again."""
-    calls = [(os, "fsync"), (Path, "rename"), (Path, "mkdir"), (Path, "unlink"), (shutil, "rmtree"), (files, "write")]
+    calls = [
+        (os, "fsync"),
+        (Path, "rename"),
+        (Path, "mkdir"),
+        (Path, "unlink"),
+        (shutil, "rmtree"),
+        (files, "write"),
+    ]
     left = 0
     for place in range(100):
         folder = tmp_path / str(place)
@@ -60,7 +70,11 @@ def test_wherever_a_save_is_killed_a_whole_checkpoint_is_there(tmp_path, monkeyp
         assert found is not None and read(found)["value"] in (1, 2), place
         write(folder, step + 1, value=3)  # the next run cleans up
         assert read(latest(folder))["value"] == 3 and not list(folder.glob("*.part"))
-    assert place > 8 and [path.name for path in folder.iterdir()] == [f"step-{step}"] and read(latest(folder))["value"] == 2
+    assert (
+        place > 8
+        and [path.name for path in folder.iterdir()] == [f"step-{step}"]
+        and read(latest(folder))["value"] == 2
+    )
 
 
 def test_what_is_kept(tmp_path):
@@ -70,7 +84,13 @@ def test_what_is_kept(tmp_path):
     (tmp_path / "notes.txt").touch()
     for step in (1, 5, 20, 30, 100):
         write(tmp_path, step, keep=3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step-100", "step-20", "step-30", "step-x"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "notes.txt",
+        "step-100",
+        "step-20",
+        "step-30",
+        "step-x",
+    ]
     assert latest(tmp_path) == tmp_path / "step-100" == latest(tmp_path / "step-100")
     (tmp_path / "step-100" / manifest.NAME).unlink()
     assert latest(tmp_path) == tmp_path / "step-30"
@@ -90,7 +110,10 @@ def test_damage_is_named(tmp_path):
     data[len(data) // 2] ^= 1
     (path / manifest.MODEL).write_bytes(data)
     (path / manifest.TRAINING).unlink()
-    assert [text.split(":")[0] for text in files.problems(path, expected)] == ["model.pt is damaged", "training.pt is missing"]
+    assert [text.split(":")[0] for text in files.problems(path, expected)] == [
+        "model.pt is damaged",
+        "training.pt is missing",
+    ]
 
 
 def test_a_file_of_another_size_is_not_committed(tmp_path, monkeypatch):
@@ -110,7 +133,9 @@ def test_a_folder_that_another_run_took_away_is_named_at_once(tmp_path, monkeypa
     part = files.begin(tmp_path, 1)
     held = {"model.pt": files.write(part / "model.pt", 1)}
     files.begin(tmp_path, 2)
-    with pytest.raises(CheckpointError, match=r"step-1.part was removed .* give each a folder of its own"):
+    with pytest.raises(
+        CheckpointError, match=r"step-1.part was removed .* give each a folder of its own"
+    ):
         files.commit(part, Manifest(1, 1, held, Contents()))
 
 

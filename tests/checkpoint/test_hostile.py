@@ -33,7 +33,10 @@ def signed(path, name, change):
 
 def listed(path, name):
     told = json.loads((path / manifest.NAME).read_text())
-    told["files"][name] = {"bytes": (path / name).stat().st_size, "sha256": files.digest(path / name)}
+    told["files"][name] = {
+        "bytes": (path / name).stat().st_size,
+        "sha256": files.digest(path / name),
+    }
     (path / manifest.NAME).write_text(json.dumps(told))
 
 
@@ -55,44 +58,94 @@ def first_state(held):
 # For each kind of run what is done to which file, and what all are told.
 OF_ALL = {
     "a list": (manifest.TRAINING, lambda held: [held], "holds a list in the place of its dict"),
-    "a name is missing": (manifest.TRAINING, lambda held: held.pop("sampler") and None, "holds no sampler"),
-    "code": (manifest.TRAINING, lambda held: held.update(extra=Runs()), "holds more than plain data"),
-    "the sampler's state is none": (manifest.TRAINING, lambda held: held.update(sampler=[1]), "none of ResumableSampler"),
-    "a number for a tensor": (manifest.MODEL, lambda held: held.update({"0.weight": 3}), "of another"),
+    "a name is missing": (
+        manifest.TRAINING,
+        lambda held: held.pop("sampler") and None,
+        "holds no sampler",
+    ),
+    "code": (
+        manifest.TRAINING,
+        lambda held: held.update(extra=Runs()),
+        "holds more than plain data",
+    ),
+    "the sampler's state is none": (
+        manifest.TRAINING,
+        lambda held: held.update(sampler=[1]),
+        "none of ResumableSampler",
+    ),
+    "a number for a tensor": (
+        manifest.MODEL,
+        lambda held: held.update({"0.weight": 3}),
+        "of another",
+    ),
     "a sparse tensor": (
         manifest.MODEL,
         lambda held: held.update({"0.bias": held["0.bias"].to_sparse()}),
         "of another kind there",
     ),
-    "a position beyond the table": ("rank", lambda held: held["rng"]["numpy"]["state"].update(pos=10**6), "beyond its table"),
-    "no generators": ("rank", lambda held: held.update(rng=3), "state of the generators is damaged"),
+    "a position beyond the table": (
+        "rank",
+        lambda held: held["rng"]["numpy"]["state"].update(pos=10**6),
+        "beyond its table",
+    ),
+    "no generators": (
+        "rank",
+        lambda held: held.update(rng=3),
+        "state of the generators is damaged",
+    ),
     "no rank's": ("rank", lambda held: {"x": 1}, "holds no optimizer, hook, buffers, rng"),
 }
 OF_ADAM = {
-    "another shape": (manifest.OPTIMIZER, lambda held: first_state(held).update(exp_avg=torch.zeros(9999)), "has shape"),
-    "no groups": (manifest.OPTIMIZER, lambda held: held.pop("param_groups") and None, "param_groups"),
+    "another shape": (
+        manifest.OPTIMIZER,
+        lambda held: first_state(held).update(exp_avg=torch.zeros(9999)),
+        "has shape",
+    ),
+    "no groups": (
+        manifest.OPTIMIZER,
+        lambda held: held.pop("param_groups") and None,
+        "param_groups",
+    ),
     "state of nobody": (
         manifest.OPTIMIZER,
         lambda held: held["state"].update({77: {"step": torch.ones(())}}),
         "none of its parameter",
     ),
-    "no state": (manifest.OPTIMIZER, lambda held: held.update(state=[1, 2]), "has a dict in 'state'"),
+    "no state": (
+        manifest.OPTIMIZER,
+        lambda held: held.update(state=[1, 2]),
+        "has a dict in 'state'",
+    ),
 }
 OF_SHARDS = {
     "no layout": ("rank", lambda held: held["optimizer"].pop("layout") and None, ""),
     "no entries": ("rank", lambda held: held["optimizer"].update(entries=3), ""),
     "an entry beyond": (
         "rank",
-        lambda held: held["optimizer"].update(entries={n: [("exp_avg", "flat", 99)] for n in range(9)}),
+        lambda held: held["optimizer"].update(
+            entries={n: [("exp_avg", "flat", 99)] for n in range(9)}
+        ),
         "",
     ),
-    "a flat tensor is short": ("rank", lambda held: held["optimizer"]["flats"].__setitem__(0, torch.zeros(1)), ""),
-    "masters that are none": ("rank", lambda held: held["optimizer"].update(masters=[torch.zeros(3)]), "master copies"),
+    "a flat tensor is short": (
+        "rank",
+        lambda held: held["optimizer"]["flats"].__setitem__(0, torch.zeros(1)),
+        "",
+    ),
+    "masters that are none": (
+        "rank",
+        lambda held: held["optimizer"].update(masters=[torch.zeros(3)]),
+        "master copies",
+    ),
     "parked state of nobody": ("rank", lambda held: held["optimizer"].update(parked=[1]), ""),
 }
 OF_POWERSGD = {
     "no state": ("powersgd", lambda held: held.update(state=3), "no PowerSGD state"),
-    "another attribute": ("powersgd", lambda held: held["state"].update(process_group=3), "no PowerSGD state"),
+    "another attribute": (
+        "powersgd",
+        lambda held: held["state"].update(process_group=3),
+        "no PowerSGD state",
+    ),
     "an error that is no tensor": (
         "powersgd",
         lambda held: held["state"].update(error_dict={"0.weight": 3}),
@@ -105,7 +158,11 @@ OF_POWERSGD = {
     ),
     "no plan": ("powersgd", lambda held: held.update(bucket_plan=[1]), "not of format"),
     "a plan of nothing": ("powersgd", lambda held: held.update(bucket_plan={}), "damaged"),
-    "a plan of numbers": ("powersgd", lambda held: held.update(bucket_plan={"buckets": [3], "is_rebuilt": True}), "bucket"),
+    "a plan of numbers": (
+        "powersgd",
+        lambda held: held.update(bucket_plan={"buckets": [3], "is_rebuilt": True}),
+        "bucket",
+    ),
 }
 
 
@@ -119,12 +176,17 @@ def test_what_is_forged_is_refused_on_all_ranks_before_anything_is_taken(group, 
     own = {"adam": OF_ADAM, "oss-flat": OF_SHARDS, "powersgd": OF_POWERSGD}[kind]
     last, size = group.size - 1, group.size
     for what, (name, change, words) in {**OF_ALL, **own}.items():
-        name = {"rank": manifest.rank_file(last, size), "powersgd": manifest.powersgd_file(last, size)}.get(name, name)
+        name = {
+            "rank": manifest.rank_file(last, size),
+            "powersgd": manifest.powersgd_file(last, size),
+        }.get(name, name)
         if group.rank == 0:
             kept = {held: (path / held).read_bytes() for held in (name, manifest.NAME)}
             signed(path, name, change)
         group.barrier()
-        text = raises_on_all(group, CheckpointError, lambda: load(folder, **run.state(), group=group), words)
+        text = raises_on_all(
+            group, CheckpointError, lambda: load(folder, **run.state(), group=group), words
+        )
         agree(group, bool(text), what)
         # Optimizers' shards and PowerSGD's state are looked at where they are taken, last of all.
         agree(group, (what in own and kind != "adam") or same(run.tensors(), before), what)
@@ -143,7 +205,10 @@ def test_manifests_and_links_that_lead_elsewhere_are_refused(group, folder):
     group.barrier()
     row = {"bytes": 1, "sha256": "0" * 64}
     changes = [
-        (lambda: told(path, lambda held: held["files"].update({"../../etc/passwd": row})), "no file of a checkpoint"),
+        (
+            lambda: told(path, lambda held: held["files"].update({"../../etc/passwd": row})),
+            "no file of a checkpoint",
+        ),
         (lambda: told(path, lambda held: held.update(world_size=10**12)), "too few"),
         (lambda: (path / manifest.NAME).write_text("[" * 10**6), "is damaged"),
         (lambda: linked(path, manifest.MODEL), "model.pt is missing"),
@@ -154,14 +219,20 @@ def test_manifests_and_links_that_lead_elsewhere_are_refused(group, folder):
             kept = {held.name: held.read_bytes() for held in path.iterdir()}
             change()
         group.barrier()
-        raises_on_all(group, CheckpointError, lambda: load(folder, **run.state(), group=group), words)
+        raises_on_all(
+            group, CheckpointError, lambda: load(folder, **run.state(), group=group), words
+        )
         group.barrier()
         if group.rank == 0:
             for name, data in kept.items():
                 (path / name).unlink()
                 (path / name).write_bytes(data)
         group.barrier()
-    agree(group, (path / manifest.NAME).read_text() == text and load(folder, **run.state(), group=group).step == 1)
+    agree(
+        group,
+        (path / manifest.NAME).read_text() == text
+        and load(folder, **run.state(), group=group).step == 1,
+    )
 
 
 def test_a_powersgd_folder_is_read_as_data(group, folder):
@@ -174,5 +245,10 @@ def test_a_powersgd_folder_is_read_as_data(group, folder):
     if group.rank == group.size - 1:
         torch.save({**held, "state": Runs()}, path)
     group.barrier()
-    raises_on_all(group, Exception, lambda: powersgd.load(folder, run.model), "is no PowerSGD state, or damaged")
+    raises_on_all(
+        group,
+        Exception,
+        lambda: powersgd.load(folder, run.model),
+        "is no PowerSGD state, or damaged",
+    )
     agree(group, not os.path.exists("/tmp/mpidist-a-checkpoint-has-run"))

@@ -42,7 +42,11 @@ DAMAGE = [
     (manifest.TRAINING, flip, "training.pt is damaged"),
     (manifest.OPTIMIZER, lambda path: path.unlink(), "optimizer.pt missing"),
     (manifest.NAME, cut, "step-2: manifest.json is damaged"),
-    (manifest.NAME, lambda path: path.write_bytes(b"\xff\xfe"), "without its folder the one before is taken"),
+    (
+        manifest.NAME,
+        lambda path: path.write_bytes(b"\xff\xfe"),
+        "without its folder the one before is taken",
+    ),
     ("rank-{last}", flip, "rank-{last}-of-{size}.pt is damaged"),
     ("powersgd-{last}", lambda path: path.unlink(), "powersgd-{last}-of-{size}.pt missing"),
 ]
@@ -58,7 +62,9 @@ def test_damage_is_named_on_all_ranks(group, folder, saved):
             kept = target.read_bytes()
             damage(target)
         group.barrier()
-        text = raises_on_all(group, CheckpointError, lambda: load(folder, **run.state(), group=group), words)
+        text = raises_on_all(
+            group, CheckpointError, lambda: load(folder, **run.state(), group=group), words
+        )
         agree(group, len(set(group.all_gather_object(text))) == 1, "other words")
         if group.rank == 0:
             target.write_bytes(kept)
@@ -94,10 +100,22 @@ def test_another_model_or_run_is_refused(group, folder, saved):
     wide = Run(group, "powersgd", width=13)
     deep = torch.nn.Sequential(run.model.module, torch.nn.Linear(3, 3))
     for change, words in (
-        ({"model": wide.model}, r"another model: of another shape: 0.weight \(12, 6\) for \(13, 6\)"),
-        ({"model": deep, "hook_state": None}, r"another model: missing: 0\.0\.weight.*unexpected: 0\.weight"),
-        ({"optimizer": torch.optim.SGD(run.model.parameters(), lr=1)}, "holds the state of Adam, and the optimizer is SGD"),
-        ({"optimizer": torch.optim.Adam([next(run.model.parameters())])}, "groups hold .* parameters, this optimizer's"),
+        (
+            {"model": wide.model},
+            r"another model: of another shape: 0.weight \(12, 6\) for \(13, 6\)",
+        ),
+        (
+            {"model": deep, "hook_state": None},
+            r"another model: missing: 0\.0\.weight.*unexpected: 0\.weight",
+        ),
+        (
+            {"optimizer": torch.optim.SGD(run.model.parameters(), lr=1)},
+            "holds the state of Adam, and the optimizer is SGD",
+        ),
+        (
+            {"optimizer": torch.optim.Adam([next(run.model.parameters())])},
+            "groups hold .* parameters, this optimizer's",
+        ),
         ({"sampler": Run(group, "adam", samples=21).sampler}, "another data set"),
         ({"scaler": torch.amp.GradScaler("cpu")}, "holds no state for scaler"),
         ({"hook_state": run.scheduler}, "holds PowerSGD's state"),
@@ -108,7 +126,11 @@ def test_another_model_or_run_is_refused(group, folder, saved):
             load(folder, **{**state, **change}, group=group)
         except CheckpointError as error:
             caught = str(error)
-        agree(group, bool(re.search(words, caught)) and same(run.tensors(), before), f"{words}: {caught}")
+        agree(
+            group,
+            bool(re.search(words, caught)) and same(run.tensors(), before),
+            f"{words}: {caught}",
+        )
     if group.size > 1:
         raises_on_all(
             group,
@@ -127,6 +149,13 @@ def test_shards_of_other_groups_are_refused_before_the_model_changes(group, fold
     # As many elements lie in the same order: the layout alone is the same.
     divided = [{"params": [parameter]} for parameter in run.model.parameters()]
     optimizer = OSS(divided, torch.optim.Adam, group, lr=0.05, partition="greedy")
-    words = "another model: its optimizer's groups hold [4] parameters, this optimizer's [1, 1, 1, 1]"
-    raises_on_all(group, CheckpointError, lambda: load(folder, model=run.model, optimizer=optimizer, group=group), words)
+    words = (
+        "another model: its optimizer's groups hold [4] parameters, this optimizer's [1, 1, 1, 1]"
+    )
+    raises_on_all(
+        group,
+        CheckpointError,
+        lambda: load(folder, model=run.model, optimizer=optimizer, group=group),
+        words,
+    )
     agree(group, same(run.tensors(), before), "the model has changed")

@@ -17,7 +17,13 @@ SHA = "0123456789abcdef" * 4
 
 
 def told(contents=CONTENTS):
-    return Manifest(7, 2, {name: Entry(3, SHA) for name in manifest.required(2, contents)}, contents, {"torch": "2"})
+    return Manifest(
+        7,
+        2,
+        {name: Entry(3, SHA) for name in manifest.required(2, contents)},
+        contents,
+        {"torch": "2"},
+    )
 
 
 def test_a_manifest_comes_back():
@@ -25,7 +31,11 @@ def test_a_manifest_comes_back():
     assert sorted(told().files) == [
         "model.pt", "powersgd-0-of-2.pt", "powersgd-1-of-2.pt", "rank-0-of-2.pt", "rank-1-of-2.pt", "training.pt",
     ]  # fmt: skip
-    assert manifest.required(2, Contents(optimizer="whole")) == ["model.pt", "training.pt", "optimizer.pt"]
+    assert manifest.required(2, Contents(optimizer="whole")) == [
+        "model.pt",
+        "training.pt",
+        "optimizer.pt",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -33,18 +43,31 @@ def test_a_manifest_comes_back():
     [
         (lambda text: text[: len(text) // 2], "is damaged"),
         (lambda text: "[]", "of format None"),
-        (lambda text: text.replace("checkpoint 1", "checkpoint 2"), "this version of mpidist reads 'mpidist.checkpoint 1'"),
+        (
+            lambda text: text.replace("checkpoint 1", "checkpoint 2"),
+            "this version of mpidist reads 'mpidist.checkpoint 1'",
+        ),
         (lambda text: text.replace('"bytes": 3', '"bytes": "x"', 1), "is damaged: ValueError"),
         (lambda text: text.replace('"bytes"', '"sizes"', 1), "is damaged: KeyError"),
         (lambda text: text.replace('"rng"', '"range"'), "is damaged: TypeError"),
         (lambda text: text.replace('"files": {', '"files": [', 1), "is damaged"),
         (lambda text: text.replace("rank-1-of-2", "rank-2-of-2"), "it lists no rank-1-of-2.pt"),
         (
-            lambda text: text.replace('"files": {', '"files": {"../x": {"bytes": 1, "sha256": "' + SHA + '"},'),
+            lambda text: text.replace(
+                '"files": {', '"files": {"../x": {"bytes": 1, "sha256": "' + SHA + '"},'
+            ),
             "'../x', no file of",
         ),
-        (lambda text: text.replace('"files": {', '"files": {"/x": {"bytes": 1, "sha256": "' + SHA + '"},'), "'/x', no file of"),
-        (lambda text: text.replace('"world_size": 2', '"world_size": 1000000000000'), "too few for 1000000000000 ranks"),
+        (
+            lambda text: text.replace(
+                '"files": {', '"files": {"/x": {"bytes": 1, "sha256": "' + SHA + '"},'
+            ),
+            "'/x', no file of",
+        ),
+        (
+            lambda text: text.replace('"world_size": 2', '"world_size": 1000000000000'),
+            "too few for 1000000000000 ranks",
+        ),
         (lambda text: text.replace('"world_size": 2', '"world_size": true'), "a number is True"),
         (lambda text: text.replace('"step": 7', '"step": -1'), "a number is -1"),
         (lambda text: text.replace('"bytes": 3', '"bytes": 3.5', 1), r"a number is 3\.5"),

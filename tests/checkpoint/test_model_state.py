@@ -19,16 +19,22 @@ class Wrapper(torch.nn.Module):
 def test_the_bare_module_of_wrappers():
     net = torch.nn.Linear(2, 2)
     assert model_state.bare(Wrapper(Wrapper(net))) is net and model_state.bare(net) is net
-    assert model_state.data_parallel(Wrapper(net)) is None and not model_state.keeps_own_buffers(net)
+    assert model_state.data_parallel(Wrapper(net)) is None and not model_state.keeps_own_buffers(
+        net
+    )
 
 
 def test_a_view_of_larger_memory_takes_its_own_elements_alone():
     flat = torch.arange(1000.0)
     tied = flat[10:20]
     whole = torch.ones(3)
-    made = model_state.packed({"a": flat[:10].view(2, 5), "b": tied, "c": tied, "d": whole, "e": "text"})
+    made = model_state.packed(
+        {"a": flat[:10].view(2, 5), "b": tied, "c": tied, "d": whole, "e": "text"}
+    )
     assert made["d"].data_ptr() == whole.data_ptr() and made["e"] == "text"
-    assert made["b"].data_ptr() == made["c"].data_ptr() and torch.equal(made["a"], flat[:10].view(2, 5))
+    assert made["b"].data_ptr() == made["c"].data_ptr() and torch.equal(
+        made["a"], flat[:10].view(2, 5)
+    )
     file = io.BytesIO()
     torch.save(made, file)
     assert len(file.getvalue()) < 3000
@@ -39,7 +45,10 @@ def test_a_view_of_larger_memory_takes_its_own_elements_alone():
     [
         (lambda state: state.pop("weight"), "missing: weight"),
         (lambda state: state.update(other=torch.ones(1)), "unexpected: other"),
-        (lambda state: state.update(weight=torch.ones(3, 2)), r"of another shape: weight \(3, 2\) for \(2, 2\)"),
+        (
+            lambda state: state.update(weight=torch.ones(3, 2)),
+            r"of another shape: weight \(3, 2\) for \(2, 2\)",
+        ),
         (lambda state: state.update({f"x{n}": 1 for n in range(9)}), "x5 and 3 more"),
     ],
 )

@@ -23,14 +23,25 @@ def test_all_ranks_stop_at_the_same_step(group):
     try:
         with Preemption(group) as preemption:
             agree(group, not preemption.requested())
-            agree(group, preemption.requested(also=group.rank == last) and not preemption.requested(), "a rank's own reason")
+            agree(
+                group,
+                preemption.requested(also=group.rank == last) and not preemption.requested(),
+                "a rank's own reason",
+            )
             if group.rank == last:
                 os.kill(os.getpid(), signal.SIGUSR1)
                 os.kill(os.getpid(), signal.SIGUSR1)
             agree(group, preemption.requested() and preemption.requested())
             agree(group, preemption.received == ["SIGUSR1", "SIGUSR1"] * (group.rank == last))
-        agree(group, heard == [signal.SIGUSR1] * (group.rank == last), "the former handler is called once")
-        agree(group, signal.getsignal(signal.SIGUSR1) is own and signal.getsignal(signal.SIGTERM) is default)
+        agree(
+            group,
+            heard == [signal.SIGUSR1] * (group.rank == last),
+            "the former handler is called once",
+        )
+        agree(
+            group,
+            signal.getsignal(signal.SIGUSR1) is own and signal.getsignal(signal.SIGTERM) is default,
+        )
     finally:
         signal.signal(signal.SIGUSR1, former)
     assert REQUEUE_EXIT_CODE == os.EX_TEMPFAIL

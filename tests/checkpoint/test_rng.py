@@ -12,7 +12,13 @@ from mpidist.checkpoint.plain_data import require_plain
 
 
 def drawn():
-    return random.random(), random.gauss(0, 1), np.random.rand(3).tolist(), np.random.randn(), torch.rand(3).tolist()
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(3).tolist(),
+        np.random.randn(),
+        torch.rand(3).tolist(),
+    )
 
 
 def test_the_same_numbers_come_again():

@@ -12,13 +12,24 @@ from mpidist.checkpoint.sampler import share
 
 @pytest.mark.parametrize("length", [1, 2, 7, 12, 30])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5])
-@pytest.mark.parametrize(("shuffle", "drop_last"), [(True, False), (True, True), (False, False), (False, True)])
+@pytest.mark.parametrize(
+    ("shuffle", "drop_last"), [(True, False), (True, True), (False, False), (False, True)]
+)
 def test_a_whole_epoch_is_torchs(length, replicas, shuffle, drop_last):
     if drop_last and length < replicas:
         return  # torch's own length is then wrong
     for rank in range(replicas):
-        settings = {"num_replicas": replicas, "rank": rank, "shuffle": shuffle, "seed": 5, "drop_last": drop_last}
-        own, torchs = ResumableSampler(length, **settings), DistributedSampler(range(length), **settings)
+        settings = {
+            "num_replicas": replicas,
+            "rank": rank,
+            "shuffle": shuffle,
+            "seed": 5,
+            "drop_last": drop_last,
+        }
+        own, torchs = (
+            ResumableSampler(length, **settings),
+            DistributedSampler(range(length), **settings),
+        )
         for epoch in (0, 3):
             own.set_epoch(epoch)
             torchs.set_epoch(epoch)
@@ -48,7 +59,12 @@ def test_a_share_is_what_dealing_one_by_one_gives():
         order = draw.sample(range(length), length)
         consumed, drop_last = draw.randint(0, length + 3), draw.random() < 0.5
         told = [share(order, consumed, rank, replicas, drop_last) for rank in range(replicas)]
-        assert told == twin(order, consumed, replicas, drop_last), (order, consumed, replicas, drop_last)
+        assert told == twin(order, consumed, replicas, drop_last), (
+            order,
+            consumed,
+            replicas,
+            drop_last,
+        )
 
 
 def test_an_epoch_that_changes_its_ranks_loses_and_doubles_no_sample():
@@ -83,7 +99,14 @@ def test_the_position_is_the_training_loops_and_not_the_loaders():
         sampler = ResumableSampler(samples, 2, 1, seed=4)
         if state is not None:
             sampler.load_state_dict(state)
-        return sampler, DataLoader(samples, 3, sampler=sampler, num_workers=1, generator=torch.Generator(), prefetch_factor=2)
+        return sampler, DataLoader(
+            samples,
+            3,
+            sampler=sampler,
+            num_workers=1,
+            generator=torch.Generator(),
+            prefetch_factor=2,
+        )
 
     sampler, loader = start()
     sampler.set_epoch(1)

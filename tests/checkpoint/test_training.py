@@ -25,7 +25,10 @@ def test_a_run_goes_on_with_the_same_bits(group, folder, kind):
     expected = straight.train(8)  # into the next epoch
     resumed = Run(group, kind, seed=7)
     told = load(folder, **resumed.state(), group=group)
-    agree(group, (told.step, told.extra, told.saved_by, told.path) == (4, {"best": [0.5]}, group.size, path))
+    agree(
+        group,
+        (told.step, told.extra, told.saved_by, told.path) == (4, {"best": [0.5]}, group.size, path),
+    )
     agree(group, resumed.train(8) == expected, "other losses")
     agree(group, same(resumed.tensors(), straight.tensors()), "other weights or buffers")
     agree(group, same(resumed.moments(), straight.moments()), "other moments")
@@ -37,10 +40,15 @@ def test_another_number_of_ranks_goes_on(group, folder, kind):
     run = Run(group, kind)
     run.train(2)
     moments = run.moments()
-    saved = group.broadcast_object([tensor.clone() for tensor in run.tensors()], 0)  # whose buffers are saved
+    # whose buffers are saved
+    saved = group.broadcast_object([tensor.clone() for tensor in run.tensors()], 0)
     order = torch.randperm(run.sampler.length, generator=torch.Generator().manual_seed(3)).tolist()
     save(folder, run.step, **run.state(), group=group)
-    fewer = group.new_group(range(max(group.size - 1, 1)), "fewer") if group.rank < max(group.size - 1, 1) else None
+    fewer = (
+        group.new_group(range(max(group.size - 1, 1)), "fewer")
+        if group.rank < max(group.size - 1, 1)
+        else None
+    )
     wrong = ""
     if fewer is not None:
         other = Run(fewer, kind, seed=5)
@@ -49,7 +57,9 @@ def test_another_number_of_ranks_goes_on(group, folder, kind):
             told = load(folder, **other.state(), group=fewer)
         is_told = any("seeded anew" in str(warning.message) for warning in heard)
         wrong += "warning " * (is_told != (fewer.rank == 0 and fewer.size < group.size))
-        wrong += "weights " * (not same(other.tensors(), saved)) + "moments " * (not same(other.moments(), moments))
+        wrong += "weights " * (not same(other.tensors(), saved)) + "moments " * (
+            not same(other.moments(), moments)
+        )
         rows = list(zip(*fewer.all_gather_object(list(other.sampler)), strict=True))
         dealt = [sample for row in rows for sample in row]
         wrong += "order " * (dealt[: len(order) - 4 * group.size] != order[4 * group.size :])
@@ -83,13 +93,24 @@ def test_a_sharded_optimizer_and_a_whole_one_take_each_others_state(group, folde
     model = Run(group, "adam", seed=8).model.module  # for inference, without data parallelism
     load(folder, model=model, group=group)
     saved = torch.load(latest(folder) / manifest.MODEL, weights_only=True)
-    agree(group, same(list(model.state_dict().values()), list(saved.values())) and not any("module" in name for name in saved))
+    agree(
+        group,
+        same(list(model.state_dict().values()), list(saved.values()))
+        and not any("module" in name for name in saved),
+    )
 
 
 def test_a_wires_master_copies(group, folder):
     def start(partition):
         run = Run(group, "adam")
-        run.optimizer = OSS(run.model.parameters(), torch.optim.Adam, group, partition=partition, wire="bf16", lr=0.05)
+        run.optimizer = OSS(
+            run.model.parameters(),
+            torch.optim.Adam,
+            group,
+            partition=partition,
+            wire="bf16",
+            lr=0.05,
+        )
         run.scheduler = None
         return run
 
@@ -106,7 +127,8 @@ def test_a_wires_master_copies(group, folder):
         load(folder, **other.state(), group=group)
     is_told = any("master copies" in str(warning.message) for warning in heard)
     layouts = [one.optimizer.rank_local_state_dict()["layout"] for one in (run, other)]
-    is_rounded = group.size > 1 and layouts[0] != layouts[1]  # a small net may be divided in the same way by both partitions
+    # a small net may be divided in the same way by both partitions
+    is_rounded = group.size > 1 and layouts[0] != layouts[1]
     agree(group, is_told == (group.rank == 0 and is_rounded), "rounded masters untold")
 
 
@@ -125,7 +147,9 @@ class Full:
         self.value = state["value"]
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_former(group, folder, monkeypatch):
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_former(
+    group, folder, monkeypatch
+):
     run = Run(group, "powersgd")
     run.train(1)
     former = save(folder, 1, **run.state(), group=group)
@@ -134,17 +158,42 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_former(group,
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    stages = [(files, "begin", 0), (files, "write", last), (files, "settle", last), (files, "commit", 0), (torch, "save", last)]
+    stages = [
+        (files, "begin", 0),
+        (files, "write", last),
+        (files, "settle", last),
+        (files, "commit", 0),
+        (torch, "save", last),
+    ]
     for owner, name, rank in stages:
         with monkeypatch.context() as patch:
             if group.rank == rank:
                 patch.setattr(owner, name, fail)
-            text = raises_on_all(group, CheckpointError, lambda: save(folder, 2, **run.state(), group=group), "No space left")
-        agree(group, "step 2" in text and latest(folder) == former and not list(folder.glob("*.part")), name)
+            text = raises_on_all(
+                group,
+                CheckpointError,
+                lambda: save(folder, 2, **run.state(), group=group),
+                "No space left",
+            )
+        agree(
+            group,
+            "step 2" in text and latest(folder) == former and not list(folder.glob("*.part")),
+            name,
+        )
     blocked = folder / "file"
     blocked.touch()
-    raises_on_all(group, CheckpointError, lambda: save(blocked / "run", 2, **run.state(), group=group), "NotADirectoryError")
-    raises_on_all(group, CheckpointError, lambda: save(folder, 0, **run.state(), group=group), "of a later step than 0")
+    raises_on_all(
+        group,
+        CheckpointError,
+        lambda: save(blocked / "run", 2, **run.state(), group=group),
+        "NotADirectoryError",
+    )
+    raises_on_all(
+        group,
+        CheckpointError,
+        lambda: save(folder, 0, **run.state(), group=group),
+        "of a later step than 0",
+    )
     save(folder, 2, **run.state(), group=group, keep=1)
     agree(group, sorted(path.name for path in folder.glob("step-*")) == ["step-2"])
 
@@ -159,7 +208,11 @@ def test_what_is_refused_before_anything_is_written(group, folder):
         ({"keep": 0}, ValueError, "at least 1"),
         ({"model": 3}, TypeError, "torch.nn.Module"),
         ({"hook_state": group}, TypeError, "hook_state must have state_dict"),
-        ({"model": run.model.module, "hook_state": Run(group, "powersgd").hook_state}, ValueError, "that it serves"),
+        (
+            {"model": run.model.module, "hook_state": Run(group, "powersgd").hook_state},
+            ValueError,
+            "that it serves",
+        ),
     ):
         arguments = {"step": 1, **state, **change}
         with pytest.raises(error, match=words):
@@ -168,7 +221,12 @@ def test_what_is_refused_before_anything_is_written(group, folder):
         raises_on_all(group, DisagreementError, lambda: save(folder, group.rank, **state), "step")
         wrong = Full(group.rank == 1)
         expected = RuntimeError if group.rank == 1 else DisagreementError
-        raises_on_all(group, expected, lambda: save(folder, 1, **{**state, "hook_state": wrong}), "no state today")
+        raises_on_all(
+            group,
+            expected,
+            lambda: save(folder, 1, **{**state, "hook_state": wrong}),
+            "no state today",
+        )
     agree(group, not list(folder.iterdir()))
 
 
@@ -184,5 +242,6 @@ def test_a_users_own_hook_state_and_scaler(group, folder):
     listing = json.loads((path / manifest.NAME).read_text())
     agree(
         group,
-        listing["contents"]["hook"] == "state" and set(listing["files"]) | {manifest.NAME} == {p.name for p in path.iterdir()},
+        listing["contents"]["hook"] == "state"
+        and set(listing["files"]) | {manifest.NAME} == {p.name for p in path.iterdir()},
     )

@@ -9,18 +9,37 @@ from mpidist.errors import LaunchError
 
 def test_a_benchmark_writes_into_the_folder(tmp_path):
     found = bench.program("collectives", tmp_path / "a" / "b", ["--quick"], lambda name: True)
-    assert found == (str(shipped.folder("benchmarks") / "bench_collectives.py"), "--quick", "--output", str(tmp_path / "a" / "b"))
+    assert found == (
+        str(shipped.folder("benchmarks") / "bench_collectives.py"),
+        "--quick",
+        "--output",
+        str(tmp_path / "a" / "b"),
+    )
     assert (tmp_path / "a" / "b").is_dir()
 
 
 def test_what_is_no_job_is_started_by_itself(tmp_path, monkeypatch):
     (tmp_path / "bench_scaling.py").write_text("")
     monkeypatch.setattr(shipped, "folder", lambda name: tmp_path)
-    assert bench.is_job("scaling", []) and bench.is_job("scaling", ["--quick"]) and bench.is_job("scaling", ["measure"])
+    assert (
+        bench.is_job("scaling", [])
+        and bench.is_job("scaling", ["--quick"])
+        and bench.is_job("scaling", ["measure"])
+    )
     assert bench.is_job("ddp", ["sweep"]) and not bench.is_job("scaling", ["sweep", "--links"])
     path = str(tmp_path / "bench_scaling.py")
-    assert bench.program("scaling", tmp_path, ["sweep"], lambda name: True) == (path, "sweep", "--output", str(tmp_path))
-    assert bench.program("scaling", tmp_path, ["advise", "--ranks", "8"], lambda name: True) == (path, "advise", "--ranks", "8")
+    assert bench.program("scaling", tmp_path, ["sweep"], lambda name: True) == (
+        path,
+        "sweep",
+        "--output",
+        str(tmp_path),
+    )
+    assert bench.program("scaling", tmp_path, ["advise", "--ranks", "8"], lambda name: True) == (
+        path,
+        "advise",
+        "--ranks",
+        "8",
+    )
 
 
 def test_every_benchmark_takes_a_folder():

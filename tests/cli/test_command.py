@@ -27,7 +27,9 @@ SITE = Site("openmpi", "Open MPI v5.0.11", "/m/lib/libmpi.so", "/m/bin/mpirun", 
 @pytest.fixture
 def call(monkeypatch):
     """Run a command line in this process on a machine with one Open MPI and no Slurm."""
-    for name in [name for name in os.environ if name.startswith(("OMPI_COMM", "PMI", "SLURM", "MPI_LOCAL"))]:
+    for name in [
+        name for name in os.environ if name.startswith(("OMPI_COMM", "PMI", "SLURM", "MPI_LOCAL"))
+    ]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(run, "site", lambda environ: SITE)
@@ -47,7 +49,10 @@ def test_every_help_has_examples_that_parse(call):
             group = get_command(cli.app)
             with group.commands[name].make_context(name, words[1:]) as context:
                 assert context.info_name == name
-    assert "mpidist run -n 4 train.py" in call("--help").output and "--install-completion" in call("--help").output
+    assert (
+        "mpidist run -n 4 train.py" in call("--help").output
+        and "--install-completion" in call("--help").output
+    )
 
 
 def test_command_lines_are_planned(call, tmp_path, monkeypatch):
@@ -60,16 +65,20 @@ def test_command_lines_are_planned(call, tmp_path, monkeypatch):
     start = "/m/bin/mpirun -n 4 --bind-to"
     cases = {
         "run -n 4 --dry-run train.py -n 3": f"{start} none {python} train.py -n 3",
-        "run --bind-to core --tag-output --ft -n 4 --dry-run -m a.b": f"{start} core --output tag --with-ft ulfm {python} -m a.b",
+        "run --bind-to core --tag-output --ft -n 4 --dry-run -m a.b": f"{start} core --output tag "
+        f"--with-ft ulfm {python} -m a.b",
         "run -n 4 --hosts a,b --dry-run sh": f"{start} none --host a,b -x OMP_NUM_THREADS sh",
-        "tune --device host -n 4 --dry-run --rounds 3": f"{start} none {python} -m mpidist.tune --device host --rounds 3",
+        "tune --device host -n 4 --dry-run --rounds 3": f"{start} none {python} -m mpidist.tune "
+        "--device host --rounds 3",
     }
     for line, expected in cases.items():
         done = call(*shlex.split(line))
         assert (done.exit_code, done.stdout) == (0, f"{expected}\n"), line
     done = call("bench", "kernels", "--output", "out", "--dry-run", "--", "--quick")
     assert re.fullmatch(
-        rf"/m/bin/mpirun -n 1 --bind-to none {python} .*/bench_kernels.py --quick --output {tmp_path}/out\n", done.stdout
+        rf"/m/bin/mpirun -n 1 --bind-to none {python} .*/bench_kernels.py --quick --output "
+        rf"{tmp_path}/out\n",
+        done.stdout,
     )
     assert call("--version").stdout == f"{mpidist.__version__}\n"
 
@@ -92,7 +101,9 @@ def test_what_cannot_be_done_ends_with_status_2_and_words(call, tmp_path, monkey
         if line.startswith("submit ddp"):
             monkeypatch.setattr(submit, "names", lambda: ["ddp"])
             monkeypatch.setattr(submit.shipped, "folder", lambda name: tmp_path)
-            (tmp_path / "ddp.sbatch").write_text('#!/bin/bash\n#SBATCH --nodes=1\nsource "$MPIDIST_SLURM/env.sh"\n')
+            (tmp_path / "ddp.sbatch").write_text(
+                '#!/bin/bash\n#SBATCH --nodes=1\nsource "$MPIDIST_SLURM/env.sh"\n'
+            )
             (tmp_path / "env.sh").write_text("")
         done = call(*shlex.split(line))
         assert done.exit_code == 2 and words in done.stderr, f"{line}: {done.output} {done.stderr}"
@@ -101,11 +112,21 @@ def test_what_cannot_be_done_ends_with_status_2_and_words(call, tmp_path, monkey
 
 def test_submit_prints_or_hands_over(call, monkeypatch):
     seen = []
-    monkeypatch.setattr(submit, "text_of", lambda *args: seen.append(args) or ("the text\n", args[1]))
-    line = "submit ddp --nodes 2 --gpus-per-node 4 --name x --sbatch qos=low --set A=b=c --dry-run -- train.py --epochs 3"
+    monkeypatch.setattr(
+        submit, "text_of", lambda *args: seen.append(args) or ("the text\n", args[1])
+    )
+    line = (
+        "submit ddp --nodes 2 --gpus-per-node 4 --name x --sbatch qos=low --set A=b=c --dry-run "
+        "-- train.py --epochs 3"
+    )
     assert call(*line.split()).stdout == "the text\n"
     name, options, env, _ = seen[0]
-    assert (name, env, options.settings, options.arguments) == ("ddp", None, {"A": "b=c"}, ("train.py", "--epochs", "3"))
+    assert (name, env, options.settings, options.arguments) == (
+        "ddp",
+        None,
+        {"A": "b=c"},
+        ("train.py", "--epochs", "3"),
+    )
     assert options.header == {"job-name": "x", "nodes": "2", "gpus-per-node": "4", "qos": "low"}
     monkeypatch.setattr(submit, "submit", lambda text, options: 5)
     assert call("submit", "ddp").exit_code == 5
@@ -119,16 +140,24 @@ def test_doctors_report_is_printed_plainly_and_written(call, monkeypatch, tmp_pa
         "fine": (doctor.Report(alone(), [], True), 0, 0),
         "no mpi": (doctor.Report([replace(alone()[0], mpi=None)], found[:1], True), 1, 1),
         "another rank's": (doctor.Report(job(), found, False), 1, 1),
-        "no mpi on another rank": (doctor.Report([replace(alone()[0], rank=3, mpi=None, problem="why")], found, False), 1, 1),
+        "no mpi on another rank": (
+            doctor.Report([replace(alone()[0], rank=3, mpi=None, problem="why")], found, False),
+            1,
+            1,
+        ),
     }
     for name, (report, status, strict_status) in reports.items():
         monkeypatch.setattr(doctor, "examine", lambda *args, report=report: report)
         done = call("doctor")
-        assert (done.exit_code, call("doctor", "--strict").exit_code) == (status, strict_status), name
+        assert (done.exit_code, call("doctor", "--strict").exit_code) == (status, strict_status), (
+            name
+        )
         assert "\x1b" not in done.output
         assert ("it [breaks]" in done.output) == (name in ("problem", "no mpi")), done.output
         assert (done.stdout == "") == name.endswith(("another rank's", "another rank")), name
-        assert (done.stderr == "[rank 3] mpidist doctor: why\n") == (name == "no mpi on another rank")
+        assert (done.stderr == "[rank 3] mpidist doctor: why\n") == (
+            name == "no mpi on another rank"
+        )
     monkeypatch.setattr(doctor, "examine", lambda *args: reports["problem"][0])
     assert call("doctor", "--json", str(tmp_path / "gone" / "found.json")).exit_code == 2
     call("doctor", "--json", str(tmp_path / "found.json"))
@@ -140,11 +169,18 @@ def test_doctors_report_is_printed_plainly_and_written(call, monkeypatch, tmp_pa
 
 def test_a_terminal_gets_colours_and_a_rank_does_not(monkeypatch):
     terminal = SimpleNamespace(
-        isatty=lambda: True, write=lambda text: None, flush=lambda: None, encoding="utf-8", fileno=lambda: 1
+        isatty=lambda: True,
+        write=lambda text: None,
+        flush=lambda: None,
+        encoding="utf-8",
+        fileno=lambda: 1,
     )
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert tables.console(terminal).is_terminal and not tables.console(terminal, is_rank=True).is_terminal
+    assert (
+        tables.console(terminal).is_terminal
+        and not tables.console(terminal, is_rank=True).is_terminal
+    )
     monkeypatch.setenv("NO_COLOR", "1")
     assert tables.console(terminal).no_color
 

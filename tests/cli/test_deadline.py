@@ -16,10 +16,18 @@ def test_a_block_that_ends_or_raises_is_no_matter(capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("body", "status", "word"), [("os.kill(os.getpid(), 19)", -9, "late"), ("os._exit(5)", 5, "died")])
+@pytest.mark.parametrize(
+    ("body", "status", "word"),
+    [("os.kill(os.getpid(), 19)", -9, "late"), ("os._exit(5)", 5, "died")],
+)
 def test_a_block_that_hangs_or_dies_is_told(body, status, word):
     """The stopped process stands for one that hangs in a library, with Python's lock."""
-    script = f"import os\nfrom mpidist.cli.deadline import deadline\nwith deadline(0.5, 'late', 'died'):\n    {body}"
+    script = (
+        "import os\nfrom mpidist.cli.deadline import deadline\nwith deadline(0.5, 'late', "
+        f"'died'):\n    {body}"
+    )
     # The watcher holds stderr until it has written.
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (status, f"{word}\n")

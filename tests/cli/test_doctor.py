@@ -22,14 +22,22 @@ def own(world):
 def test_a_job_is_examined_by_all_ranks(world, own):
     report = doctor.report_of(own, {}, 30.0, False)
     size = world.size
-    assert [one.rank for one in report.ranks] == list(range(size)) and report.is_mine == (world.rank == 0)
+    assert [one.rank for one in report.ranks] == list(range(size)) and report.is_mine == (
+        world.rank == 0
+    )
     for one in report.ranks:
         assert one.mpi.size == size and one.mpi.local_size <= size and one.mpi.file
         assert len(one.checks) >= 6 and not any(one.checks.values())
-        assert one.mpi.abi in ("openmpi", "mpich") and one.mpi.thread_level.startswith("MPI_THREAD_")
+        assert one.mpi.abi in ("openmpi", "mpich") and one.mpi.thread_level.startswith(
+            "MPI_THREAD_"
+        )
         assert one.mpi.transports.component or one.mpi.transports.device
     # One Python, one machine; how many cores it has is its own matter.
-    agree(world, report.exit_code() == 0, str([one for one in report.findings if one.level == PROBLEM]))
+    agree(
+        world,
+        report.exit_code() == 0,
+        str([one for one in report.findings if one.level == PROBLEM]),
+    )
     assert world.all_gather_object(report.findings) == [report.findings] * size
     if report.ranks[0].mpi.local_size > 1:
         assert report.ranks[0].mpi.shares_memory is True
@@ -40,8 +48,15 @@ def test_a_job_is_examined_by_all_ranks(world, own):
 def test_what_one_rank_alone_has_is_told_on_all(world, own, monkeypatch):
     last = world.size - 1
     if world.rank == last:
-        own = replace(own, versions={**own.versions, "torch": "2.1"}, settings={**own.settings, "UCX_TLS": "tcp"})
-    checks = [("fine", lambda: ""), ("wrong", lambda: "expected 1, got 2" if world.rank == last else "")]
+        own = replace(
+            own,
+            versions={**own.versions, "torch": "2.1"},
+            settings={**own.settings, "UCX_TLS": "tcp"},
+        )
+    checks = [
+        ("fine", lambda: ""),
+        ("wrong", lambda: "expected 1, got 2" if world.rank == last else ""),
+    ]
     monkeypatch.setattr(questions, "_checks", lambda group: checks)
     report = doctor.report_of(own, {"before": ""}, 30.0, False)
     texts = " | ".join(finding.text for finding in report.findings)
@@ -56,8 +71,14 @@ def test_after_an_exception_nothing_is_tried(world, monkeypatch):
     def breaks():
         raise RuntimeError("no\n way")
 
-    monkeypatch.setattr(questions, "_checks", lambda group: [("a", lambda: ""), ("b", breaks), ("c", lambda: "")])
-    assert questions.check(world) == {"a": "", "b": "RuntimeError: no way", "c": questions.NOT_TRIED}
+    monkeypatch.setattr(
+        questions, "_checks", lambda group: [("a", lambda: ""), ("b", breaks), ("c", lambda: "")]
+    )
+    assert questions.check(world) == {
+        "a": "",
+        "b": "RuntimeError: no way",
+        "c": questions.NOT_TRIED,
+    }
     assert "expected 2, got 1" in questions._compared(torch.ones(3), 2)
 
 
@@ -67,7 +88,11 @@ def test_a_start_that_fails_is_a_problem_and_one_rank_prints_it(monkeypatch):
 
     monkeypatch.setattr(installed, "installed", fails)
     ranked = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
-    for environ, is_mine in (({}, True), (ranked, False), ({**ranked, "OMPI_COMM_WORLD_RANK": "0"}, True)):
+    for environ, is_mine in (
+        ({}, True),
+        (ranked, False),
+        ({**ranked, "OMPI_COMM_WORLD_RANK": "0"}, True),
+    ):
         report = doctor.examine(environ, 5.0, True, False)
         assert (report.exit_code(), report.is_mine, report.ranks[0].mpi) == (1, is_mine, None)
         assert report.findings[0].remedy == "load it"

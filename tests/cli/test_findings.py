@@ -93,7 +93,14 @@ ONE_GPU = Device(0, "H100", "GPU-0", GPUS)
 # name: (the ranks, level, ranks concerned, words of the text, word of the remedy)
 BROKEN = {
     "no mpi": (
-        [replace(FINE, mpi=None, device=None, problem="no MPI library could be loaded (x); load your module")],
+        [
+            replace(
+                FINE,
+                mpi=None,
+                device=None,
+                problem="no MPI library could be loaded (x); load your module",
+            )
+        ],
         PROBLEM,
         (0,),
         "no MPI library",
@@ -106,10 +113,34 @@ BROKEN = {
         "torchrun",
         "Start it with mpirun",
     ),
-    "check": (job(2, checks={"all_reduce": "CommTimeout: x"}), PROBLEM, (2,), "all_reduce fails: CommTimeout", "transports"),
-    "torch differs": (job(1, versions={**VERSIONS, "torch": "2.12.0"}), PROBLEM, (0, 2, 3, 1), "2.12.0 on rank 1", "environment"),
-    "numpy differs": (job(1, versions={**VERSIONS, "numpy": ""}), WARNING, (0, 2, 3, 1), "missing on rank 1", "environment"),
-    "library differs": (job(3, {"library": "MPICH"}), PROBLEM, ALL, "the MPI library differs", "modules"),
+    "check": (
+        job(2, checks={"all_reduce": "CommTimeout: x"}),
+        PROBLEM,
+        (2,),
+        "all_reduce fails: CommTimeout",
+        "transports",
+    ),
+    "torch differs": (
+        job(1, versions={**VERSIONS, "torch": "2.12.0"}),
+        PROBLEM,
+        (0, 2, 3, 1),
+        "2.12.0 on rank 1",
+        "environment",
+    ),
+    "numpy differs": (
+        job(1, versions={**VERSIONS, "numpy": ""}),
+        WARNING,
+        (0, 2, 3, 1),
+        "missing on rank 1",
+        "environment",
+    ),
+    "library differs": (
+        job(3, {"library": "MPICH"}),
+        PROBLEM,
+        ALL,
+        "the MPI library differs",
+        "modules",
+    ),
     "setting differs": (
         job(0, settings={"OMP_NUM_THREADS": "1", "UCX_TLS": "tcp"}),
         WARNING,
@@ -117,19 +148,49 @@ BROKEN = {
         "UCX_TLS differs: tcp on rank 0; unset on ranks 1-3",
         "--export",
     ),
-    "limits differ": (job(0, memlock_bytes=1 << 40), WARNING, ALL, "locked memory differs", "limits"),
+    "limits differ": (
+        job(0, memlock_bytes=1 << 40),
+        WARNING,
+        ALL,
+        "locked memory differs",
+        "limits",
+    ),
     "containers": (
-        job(mpi={"nodes": (0, 1, 2, 3)}, host="n0", device=None, has_nvidia_driver=False, driver_cuda=0),
+        job(
+            mpi={"nodes": (0, 1, 2, 3)},
+            host="n0",
+            device=None,
+            has_nvidia_driver=False,
+            driver_cuda=0,
+        ),
         WARNING,
         ALL,
         "share no memory",
         "container",
     ),
-    "serialized": (job(mpi={"thread_level": "MPI_THREAD_SERIALIZED"}), WARNING, ALL, "SERIALIZED", "MPI4PY_RC_THREAD_LEVEL"),
+    "serialized": (
+        job(mpi={"thread_level": "MPI_THREAD_SERIALIZED"}),
+        WARNING,
+        ALL,
+        "SERIALIZED",
+        "MPI4PY_RC_THREAD_LEVEL",
+    ),
     "no mpirun": (alone({"mpirun": ""}), WARNING, (), "no mpirun", "srun"),
-    "another mpirun": (alone(path_mpirun="/other/mpirun"), WARNING, (), "the shell's mpirun is /other/mpirun", "mpidist run"),
+    "another mpirun": (
+        alone(path_mpirun="/other/mpirun"),
+        WARNING,
+        (),
+        "the shell's mpirun is /other/mpirun",
+        "mpidist run",
+    ),
     "root": (alone(is_root=True), NOTE, (), "refuses to run as root", "OMPI_ALLOW_RUN_AS_ROOT=1"),
-    "one of an allocation": ([replace(alone()[0], in_allocation=True)], NOTE, (), "one process", "mpidist run"),
+    "one of an allocation": (
+        [replace(alone()[0], in_allocation=True)],
+        NOTE,
+        (),
+        "one process",
+        "mpidist run",
+    ),
     "one core": (job(bound_to=(0,)), WARNING, (0, 1), "all bound to core 0", "--bind-to none"),
     "few cores": (
         [
@@ -149,21 +210,53 @@ BROKEN = {
         "share 2 cores",
         "fewer ranks",
     ),
-    "threads": (job(settings={}, torch_threads=8), WARNING, (0, 1), "compute with 16 threads on 4 cores", "OMP_NUM_THREADS=2"),
-    "threads on a core": (job(1, bound_to=(7,), torch_threads=2), WARNING, (1,), "bound to one core", "--bind-to none"),
+    "threads": (
+        job(settings={}, torch_threads=8),
+        WARNING,
+        (0, 1),
+        "compute with 16 threads on 4 cores",
+        "OMP_NUM_THREADS=2",
+    ),
+    "threads on a core": (
+        job(1, bound_to=(7,), torch_threads=2),
+        WARNING,
+        (1,),
+        "bound to one core",
+        "--bind-to none",
+    ),
     "no yield": (
-        job(1, bound_to=(7,), settings={"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "0"}),
+        job(
+            1, bound_to=(7,), settings={"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "0"}
+        ),
         WARNING,
         (1,),
         "yield",
         "unset",
     ),
     "shared device": (job(device=ONE_GPU), WARNING, (0, 1), "use one device (GPU-0)", "set_device"),
-    "few devices": (job(device=Device(0, "H100", "GPU-0", ("GPU-0",))), WARNING, (0, 1), "too few devices, 1 for 2 ranks", "MPS"),
-    "cpu torch": (job(device=None, versions={**VERSIONS, "torch's CUDA": ""}), WARNING, ALL, "built without CUDA", "pytorch.org"),
+    "few devices": (
+        job(device=Device(0, "H100", "GPU-0", ("GPU-0",))),
+        WARNING,
+        (0, 1),
+        "too few devices, 1 for 2 ranks",
+        "MPS",
+    ),
+    "cpu torch": (
+        job(device=None, versions={**VERSIONS, "torch's CUDA": ""}),
+        WARNING,
+        ALL,
+        "built without CUDA",
+        "pytorch.org",
+    ),
     "old driver": (job(driver_cuda=12040), PROBLEM, ALL, "supports up to 12.4", "newer driver"),
     "no device": (job(device=None), WARNING, ALL, "sees no device", "--gpus-per-node"),
-    "no cupy": (job(versions={**VERSIONS, "cupy": ""}), WARNING, ALL, "CuPy is missing", "mpidist[cuda13]"),
+    "no cupy": (
+        job(versions={**VERSIONS, "cupy": ""}),
+        WARNING,
+        ALL,
+        "CuPy is missing",
+        "mpidist[cuda13]",
+    ),
     "other cupy": (
         job(versions={**VERSIONS, "cupy": "cupy-cuda12x 13.1"}),
         WARNING,
@@ -171,12 +264,36 @@ BROKEN = {
         "built for CUDA 12",
         "uninstall cupy-cuda12x",
     ),
-    "mpi first": (job(mpi={"cuda_before_mpi": False}), WARNING, ALL, "no CUDA context", "mpidist.comm.init()"),
-    "not tried": (job(mpi={"operations": {"Bcast": "unknown"}}), NOTE, ALL, "nobody has tried", "--try-device"),
+    "mpi first": (
+        job(mpi={"cuda_before_mpi": False}),
+        WARNING,
+        ALL,
+        "no CUDA context",
+        "mpidist.comm.init()",
+    ),
+    "not tried": (
+        job(mpi={"operations": {"Bcast": "unknown"}}),
+        NOTE,
+        ALL,
+        "nobody has tried",
+        "--try-device",
+    ),
     "no shm": (job(shm_bytes=-1), WARNING, (0, 1), "has no /dev/shm", "tmpfs"),
-    "small shm": (job(shm_bytes=64 << 20, shm_free_bytes=64 << 20), WARNING, (0, 1), "64 MiB of 64 MiB left", "--shm-size"),
+    "small shm": (
+        job(shm_bytes=64 << 20, shm_free_bytes=64 << 20),
+        WARNING,
+        (0, 1),
+        "64 MiB of 64 MiB left",
+        "--shm-size",
+    ),
     "full shm": (job(shm_free_bytes=1 << 20), WARNING, (2, 3), "1 MiB of 64 GiB left", "remove"),
-    "apart": (job(mpi={"shares_memory": False}), WARNING, (0, 1), "cannot map each other's memory", "container"),
+    "apart": (
+        job(mpi={"shares_memory": False}),
+        WARNING,
+        (0, 1),
+        "cannot map each other's memory",
+        "container",
+    ),
     "memlock": (
         job(memlock_bytes=8 << 20, mpi={"transports": replace(RDMA, libraries=("libucp",))}),
         WARNING,
@@ -185,8 +302,20 @@ BROKEN = {
         "ulimit -l",
     ),
     "no rdma library": (job(mpi={"transports": RDMA}), WARNING, ALL, "has mlx5_0", "module"),
-    "fork": (job(mpi={"transports": RDMA}), NOTE, ALL, "forked DataLoader worker", "RDMAV_FORK_SAFE"),
-    "old torch": (job(versions={**VERSIONS, "torch": "2.8.1"}), PROBLEM, ALL, "torch is 2.8.1", "torch>=2.9"),
+    "fork": (
+        job(mpi={"transports": RDMA}),
+        NOTE,
+        ALL,
+        "forked DataLoader worker",
+        "RDMAV_FORK_SAFE",
+    ),
+    "old torch": (
+        job(versions={**VERSIONS, "torch": "2.8.1"}),
+        PROBLEM,
+        ALL,
+        "torch is 2.8.1",
+        "torch>=2.9",
+    ),
     "wrong value": (
         job(settings={"OMP_NUM_THREADS": "1", "MPIDIST_CUDA_AWARE": "yes"}),
         PROBLEM,
@@ -194,8 +323,20 @@ BROKEN = {
         "MPIDIST_CUDA_AWARE=yes",
         "unset",
     ),
-    "unread": (job(settings={"OMP_NUM_THREADS": "1", "MPIDIST_DEBGU": "1"}), WARNING, ALL, "MPIDIST_DEBGU", "MPIDIST_DEBUG"),
-    "debug": (job(settings={"OMP_NUM_THREADS": "1", "MPIDIST_DEBUG": "1"}), NOTE, ALL, "compare each collective", ""),
+    "unread": (
+        job(settings={"OMP_NUM_THREADS": "1", "MPIDIST_DEBGU": "1"}),
+        WARNING,
+        ALL,
+        "MPIDIST_DEBGU",
+        "MPIDIST_DEBUG",
+    ),
+    "debug": (
+        job(settings={"OMP_NUM_THREADS": "1", "MPIDIST_DEBUG": "1"}),
+        NOTE,
+        ALL,
+        "compare each collective",
+        "",
+    ),
 }
 
 
@@ -204,7 +345,9 @@ def test_what_is_wrong_is_found_with_its_remedy(case):
     ranks, level, where, words, remedy = BROKEN[case]
     found = [finding for finding in findings(ranks) if words in finding.text]
     assert found, findings(ranks)
-    assert any((one.level, one.ranks) == (level, where) and remedy in one.remedy for one in found), found
+    assert any(
+        (one.level, one.ranks) == (level, where) and remedy in one.remedy for one in found
+    ), found
 
 
 def test_devices_that_others_do_not_see():
@@ -212,7 +355,11 @@ def test_devices_that_others_do_not_see():
     ranks[1] = replace(ranks[1], device=Device(0, "H100", "GPU-1", ("GPU-1",)))
     ranks[0] = replace(ranks[0], device=Device(0, "H100", "GPU-0", ("GPU-0",)))
     (found,) = findings(ranks)
-    assert found.ranks == (0, 1) and "do not see each other's devices" in found.text and "--gpu-bind=none" in found.remedy
+    assert (
+        found.ranks == (0, 1)
+        and "do not see each other's devices" in found.text
+        and "--gpu-bind=none" in found.remedy
+    )
 
 
 def test_the_worst_comes_first():
@@ -222,8 +369,14 @@ def test_the_worst_comes_first():
 
 
 def test_ranks_nodes_and_sizes_are_named():
-    assert [ranks_of(numbers) for numbers in ([3], [0, 1, 2, 8], [5, 4])] == ["rank 3", "ranks 0-2, 8", "ranks 4-5"]
-    assert {node: [facts.rank for facts in members] for node, members in by_node(job()).items()} == {0: [0, 1], 1: [2, 3]}
+    assert [ranks_of(numbers) for numbers in ([3], [0, 1, 2, 8], [5, 4])] == [
+        "rank 3",
+        "ranks 0-2, 8",
+        "ranks 4-5",
+    ]
+    assert {
+        node: [facts.rank for facts in members] for node, members in by_node(job()).items()
+    } == {0: [0, 1], 1: [2, 3]}
     assert values(job(), lambda facts: facts.host) == {"n0": (0, 1), "n1": (2, 3)}
     assert [size(count) for count in (-1, 0, 2048, 3 << 20, 5 << 30, 1 << 40)] == [
         "unlimited",

@@ -36,7 +36,9 @@ OPTIONS = Options({}, folder="/shipped/slurm", env_file="/site/env.sh")
 
 
 def options(**header):
-    return dataclasses.replace(OPTIONS, header={name.replace("_", "-"): text for name, text in header.items()})
+    return dataclasses.replace(
+        OPTIONS, header={name.replace("_", "-"): text for name, text in header.items()}
+    )
 
 
 def test_lines_of_the_header_are_replaced_added_and_taken_out():
@@ -53,7 +55,9 @@ def test_lines_of_the_header_are_replaced_added_and_taken_out():
     # sbatch reads no header behind the first command.
     lines = text.splitlines()
     first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
-    assert lines[0] == "#!/bin/bash" and not any(line.startswith("#SBATCH") for line in lines[first:])
+    assert lines[0] == "#!/bin/bash" and not any(
+        line.startswith("#SBATCH") for line in lines[first:]
+    )
     assert render(SCRIPT, OPTIONS).count("#SBATCH") == SCRIPT.count("#SBATCH")
 
 
@@ -69,7 +73,13 @@ def test_a_rendered_script_runs_without_a_path_of_its_own(tmp_path):
         str(tmp_path / "env.sh"),
     )
     done = subprocess.run(
-        ["bash"], input=render(SCRIPT, made), text=True, capture_output=True, cwd="/", timeout=20, env={"PATH": "/bin:/usr/bin"}
+        ["bash"],
+        input=render(SCRIPT, made),
+        text=True,
+        capture_output=True,
+        cwd="/",
+        timeout=20,
+        env={"PATH": "/bin:/usr/bin"},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path}|it's ours|/x/train.py|--name|two words|$HOME|"
@@ -78,14 +88,20 @@ def test_a_rendered_script_runs_without_a_path_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("header", "words"),
     [
-        *(({"time": text}, "--time takes") for text in ("1h", "1:2:3:4", "0", "00:00:00", "1:99", "", "-1")),
+        *(
+            ({"time": text}, "--time takes")
+            for text in ("1h", "1:2:3:4", "0", "00:00:00", "1:99", "", "-1")
+        ),
         *(({"nodes": text}, "positive number") for text in ("0", "-1", "two", "1.5", "")),
         ({"cpus-per-task": "0"}, "positive number"),
         ({"gpus-per-node": "many"}, "TYPE:NUMBER"),
         *(({"array": text}, "--array takes") for text in ("a", "1-", "1-3%", "%4")),
         ({"account": "two words"}, "one word"),
         ({"job-name": "a\n#SBATCH --x"}, "one word"),
-        *(({key: "5\n"}, words) for key, words in (("job-name", "one word"), ("time", "--time"), ("array", "--array"))),
+        *(
+            ({key: "5\n"}, words)
+            for key, words in (("job-name", "one word"), ("time", "--time"), ("array", "--array"))
+        ),
         ({"Bad_key": "1"}, "long options"),
     ],
 )
@@ -95,7 +111,17 @@ def test_values_that_sbatch_would_refuse_are_refused_before(header, words):
 
 
 def test_values_that_sbatch_takes():
-    for text in ("30", "30:00", "1:00:00", "01:00:00", "2-0", "1-12", "1-12:30", "1-12:30:15", "UNLIMITED"):
+    for text in (
+        "30",
+        "30:00",
+        "1:00:00",
+        "01:00:00",
+        "2-0",
+        "1-12",
+        "1-12:30",
+        "1-12:30:15",
+        "UNLIMITED",
+    ):
         validate(options(time=text))
     for text in ("0-7", "1,3,5", "0-99%4", "0-8:2", "5"):
         validate(options(array=text))
@@ -143,5 +169,13 @@ if true; then export SBATCH_X=1; fi
 
 
 def test_variables_that_win_over_the_header_are_taken_out():
-    environ = {"SBATCH_ACCOUNT": "a", "SBATCH_TIMELIMIT": "1", "SBATCH_GPUS_PER_NODE": "4", "PATH": "/bin"}
-    assert without_overrides(environ, {"account": "b", "gpus-per-node": None}) == {"SBATCH_TIMELIMIT": "1", "PATH": "/bin"}
+    environ = {
+        "SBATCH_ACCOUNT": "a",
+        "SBATCH_TIMELIMIT": "1",
+        "SBATCH_GPUS_PER_NODE": "4",
+        "PATH": "/bin",
+    }
+    assert without_overrides(environ, {"account": "b", "gpus-per-node": None}) == {
+        "SBATCH_TIMELIMIT": "1",
+        "PATH": "/bin",
+    }

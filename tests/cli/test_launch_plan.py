@@ -5,12 +5,31 @@ import itertools
 
 import pytest
 
-from mpidist.cli.launch_plan import BINDINGS, Request, Site, choose_mpi_type, parse_mpi_types, plan, program_of
+from mpidist.cli.launch_plan import (
+    BINDINGS,
+    Request,
+    Site,
+    choose_mpi_type,
+    parse_mpi_types,
+    plan,
+    program_of,
+)
 from mpidist.errors import LaunchError
 
-OPEN = Site("openmpi", "Open MPI v5.0.11, package: x", "/m/lib/libmpi.so.40", "/m/bin/mpirun", "", (), 4, False)
+OPEN = Site(
+    "openmpi",
+    "Open MPI v5.0.11, package: x",
+    "/m/lib/libmpi.so.40",
+    "/m/bin/mpirun",
+    "",
+    (),
+    4,
+    False,
+)
 OLD = dataclasses.replace(OPEN, library="Open MPI v4.1.6, package: x")
-MPICH = dataclasses.replace(OPEN, abi="mpich", library="MPICH Version: 5.0", mpirun="/m/bin/mpiexec.hydra")
+MPICH = dataclasses.replace(
+    OPEN, abi="mpich", library="MPICH Version: 5.0", mpirun="/m/bin/mpiexec.hydra"
+)
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "8"}
 SRUN = {"srun": "/s/srun", "mpi_types": ("none", "pmi2", "pmix", "pmix_v4")}
 TRAIN = ("python", "train.py", "--epochs", "3")
@@ -25,13 +44,33 @@ def argv(request, site, environ=(), **wish):
     [
         (OPEN, {"ranks": 2}, "/m/bin/mpirun -n 2 --bind-to none"),
         (OPEN, {"ranks": 5}, "/m/bin/mpirun -n 5 --oversubscribe --bind-to none"),
-        (OPEN, {"ranks": 4, "tags": True, "ulfm": True}, "/m/bin/mpirun -n 4 --bind-to none --output tag --with-ft ulfm"),
-        (OLD, {"ranks": 4, "tags": True, "binding": "socket"}, "/m/bin/mpirun -n 4 --bind-to socket --tag-output"),
+        (
+            OPEN,
+            {"ranks": 4, "tags": True, "ulfm": True},
+            "/m/bin/mpirun -n 4 --bind-to none --output tag --with-ft ulfm",
+        ),
+        (
+            OLD,
+            {"ranks": 4, "tags": True, "binding": "socket"},
+            "/m/bin/mpirun -n 4 --bind-to socket --tag-output",
+        ),
         (OPEN, {"ranks": 4, "binding": "socket"}, "/m/bin/mpirun -n 4 --bind-to package"),
-        (OPEN, {"ranks": 8, "hosts": ("a:4", "b:4")}, "/m/bin/mpirun -n 8 --bind-to none --host a:4,b:4 -x OMP_NUM_THREADS"),
-        (OPEN, {"ranks": 8, "hostfile": "h"}, "/m/bin/mpirun -n 8 --bind-to none --hostfile h -x OMP_NUM_THREADS"),
+        (
+            OPEN,
+            {"ranks": 8, "hosts": ("a:4", "b:4")},
+            "/m/bin/mpirun -n 8 --bind-to none --host a:4,b:4 -x OMP_NUM_THREADS",
+        ),
+        (
+            OPEN,
+            {"ranks": 8, "hostfile": "h"},
+            "/m/bin/mpirun -n 8 --bind-to none --hostfile h -x OMP_NUM_THREADS",
+        ),
         (MPICH, {"ranks": 9}, "/m/bin/mpiexec.hydra -n 9"),
-        (MPICH, {"ranks": 2, "tags": True, "binding": "core"}, "/m/bin/mpiexec.hydra -n 2 -bind-to core -prepend-rank"),
+        (
+            MPICH,
+            {"ranks": 2, "tags": True, "binding": "core"},
+            "/m/bin/mpiexec.hydra -n 2 -bind-to core -prepend-rank",
+        ),
         (MPICH, {"ranks": 2, "hosts": ("a", "b")}, "/m/bin/mpiexec.hydra -n 2 -hosts a,b"),
         (MPICH, {"ranks": 2, "hostfile": "h"}, "/m/bin/mpiexec.hydra -n 2 -f h"),
     ],
@@ -44,22 +83,50 @@ def test_mpirun_outside_slurm(site, wish, expected):
     ("site", "environ", "wish", "expected"),
     [
         (OPEN, {}, {}, "--mpi=pmix --kill-on-bad-exit=1"),
-        (MPICH, {}, {"ranks": 4, "nodes": 2}, "--mpi=pmi2 --ntasks=4 --nodes=2 --kill-on-bad-exit=1"),
-        (OPEN, {"SLURM_MPI_TYPE": "pmix_v3"}, {"tags": True}, "--mpi=pmix_v3 --label --kill-on-bad-exit=1"),
-        (OPEN, {"SLURM_MPI_TYPE": "pmix_v3"}, {"mpi_type": "pmix_v4"}, "--mpi=pmix_v4 --kill-on-bad-exit=1"),
+        (
+            MPICH,
+            {},
+            {"ranks": 4, "nodes": 2},
+            "--mpi=pmi2 --ntasks=4 --nodes=2 --kill-on-bad-exit=1",
+        ),
+        (
+            OPEN,
+            {"SLURM_MPI_TYPE": "pmix_v3"},
+            {"tags": True},
+            "--mpi=pmix_v3 --label --kill-on-bad-exit=1",
+        ),
+        (
+            OPEN,
+            {"SLURM_MPI_TYPE": "pmix_v3"},
+            {"mpi_type": "pmix_v4"},
+            "--mpi=pmix_v4 --kill-on-bad-exit=1",
+        ),
         (
             OPEN,
             {"SLURM_CPUS_PER_TASK": "8"},
             {"binding": "numa"},
             "--mpi=pmix --cpu-bind=ldoms --cpus-per-task=8 --kill-on-bad-exit=1",
         ),
-        (OPEN, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, {}, "--mpi=pmix --overlap --kill-on-bad-exit=1"),
-        (OPEN, {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, {}, "--mpi=pmix --kill-on-bad-exit=1"),
+        (
+            OPEN,
+            {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+            {},
+            "--mpi=pmix --overlap --kill-on-bad-exit=1",
+        ),
+        (
+            OPEN,
+            {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
+            {},
+            "--mpi=pmix --kill-on-bad-exit=1",
+        ),
     ],
 )
 def test_srun_inside_slurm(site, environ, wish, expected):
     site = dataclasses.replace(site, **SRUN)
-    assert argv(Request(TRAIN), site, SLURM | environ, **wish) == f"/s/srun {expected} {' '.join(TRAIN)}"
+    assert (
+        argv(Request(TRAIN), site, SLURM | environ, **wish)
+        == f"/s/srun {expected} {' '.join(TRAIN)}"
+    )
 
 
 def test_mpirun_inside_slurm_where_srun_cannot():
@@ -68,17 +135,29 @@ def test_mpirun_inside_slurm_where_srun_cannot():
         (dataclasses.replace(OPEN, srun="/s/srun", mpi_types=("none", "pmi2")), SLURM),
     ]:
         planned = plan(Request(TRAIN, nodes=2), site, environ)
-        assert planned.argv[:4] == ("/m/bin/mpirun", "-n", "8", "--bind-to") and "ppr:4:node" in planned.argv
+        assert (
+            planned.argv[:4] == ("/m/bin/mpirun", "-n", "8", "--bind-to")
+            and "ppr:4:node" in planned.argv
+        )
         assert "mpirun" in planned.notes[0]
     planned = plan(Request(TRAIN, ranks=2, ulfm=True), dataclasses.replace(OPEN, **SRUN), SLURM)
-    assert planned.argv[0] == "/m/bin/mpirun" and "ulfm" in planned.argv and "whose rank dies" in planned.notes[0]
+    assert (
+        planned.argv[0] == "/m/bin/mpirun"
+        and "ulfm" in planned.argv
+        and "whose rank dies" in planned.notes[0]
+    )
     assert "-ppn 4" in argv(Request(TRAIN, nodes=2), MPICH, SLURM)
 
 
 @pytest.mark.parametrize(
     ("site", "environ", "wish", "words"),
     [
-        (OPEN, {"OMPI_COMM_WORLD_SIZE": "4"}, {"ranks": 2}, "already one of 4 ranks that mpirun (Open MPI)"),
+        (
+            OPEN,
+            {"OMPI_COMM_WORLD_SIZE": "4"},
+            {"ranks": 2},
+            "already one of 4 ranks that mpirun (Open MPI)",
+        ),
         (OPEN, {"SLURM_STEP_NUM_TASKS": "2", **SLURM}, {}, "already one of 2 ranks that srun"),
         (dataclasses.replace(OPEN, mpirun=""), {}, {"ranks": 2}, "no mpirun or mpiexec was found"),
         (OPEN, {}, {}, "how many ranks"),
@@ -101,15 +180,25 @@ def test_variables_are_set_unless_the_user_has():
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     assert plan(Request(TRAIN, 2), root, {}).variables == {"OMP_NUM_THREADS": "1", **allowed}
     assert plan(Request(TRAIN, 2), root, {"OMP_NUM_THREADS": "8", **allowed}).variables == {}
-    assert plan(Request(TRAIN, 2), dataclasses.replace(MPICH, is_root=True), {}).variables == {"OMP_NUM_THREADS": "1"}
-    far = argv(Request(TRAIN, 2, hosts=("a", "b")), root, {"MPIDIST_DEBUG": "1", "OMP_NUM_THREADS": "2"})
+    assert plan(Request(TRAIN, 2), dataclasses.replace(MPICH, is_root=True), {}).variables == {
+        "OMP_NUM_THREADS": "1"
+    }
+    far = argv(
+        Request(TRAIN, 2, hosts=("a", "b")), root, {"MPIDIST_DEBUG": "1", "OMP_NUM_THREADS": "2"}
+    )
     assert "-x MPIDIST_DEBUG -x OMP_NUM_THREADS python" in far
 
 
 def test_every_wish_ends_with_the_program_or_an_error():
     """Over all combinations: a plan ends with the program, and srun is chosen inside Slurm alone."""
     planned = 0
-    sites = [OPEN, OLD, MPICH, dataclasses.replace(OPEN, **SRUN), dataclasses.replace(MPICH, **SRUN)]
+    sites = [
+        OPEN,
+        OLD,
+        MPICH,
+        dataclasses.replace(OPEN, **SRUN),
+        dataclasses.replace(MPICH, **SRUN),
+    ]
     for site, environ, ranks, binding, tags, ulfm in itertools.product(
         sites, ({}, SLURM), (None, 1, 4, 64), ("", *BINDINGS), (False, True), (False, True)
     ):
@@ -125,13 +214,18 @@ def test_every_wish_ends_with_the_program_or_an_error():
 
 
 def test_types_of_srun_are_read_and_chosen():
-    text = "MPI plugin types are...\n\tnone\n\tpmi2\n\tcray_shasta\n\tpmix\nspecific pmix plugin versions available: "
+    text = (
+        "MPI plugin types are...\n\tnone\n\tpmi2\n\tcray_shasta\n\tpmix\nspecific pmix plugin "
+        "versions available: "
+    )
     text += "pmix_v3,pmix_v4\n"
     types = parse_mpi_types(text)
     assert types == ("none", "pmi2", "cray_shasta", "pmix", "pmix_v3", "pmix_v4")
     assert parse_mpi_types("srun: MPI types are...\nsrun: none\nsrun: pmi2\n") == ("none", "pmi2")
     assert parse_mpi_types("srun: fatal error without a list") == ()
-    cray = dataclasses.replace(MPICH, library="MPI VERSION : CRAY MPICH version 8.1", mpi_types=types)
+    cray = dataclasses.replace(
+        MPICH, library="MPI VERSION : CRAY MPICH version 8.1", mpi_types=types
+    )
     for site, expected in [
         (dataclasses.replace(OPEN, mpi_types=types), "pmix"),
         (dataclasses.replace(OPEN, mpi_types=("pmix_v3", "pmix_v4")), "pmix_v4"),
@@ -150,6 +244,10 @@ def test_a_program_is_found_or_named():
     assert program_of(["train.py", "-n", "3"], "", "py", there) == ("py", "train.py", "-n", "3")
     assert program_of(["ls", "-l"], "", "py", there) == ("ls", "-l")
     assert program_of(["--x"], "a.b", "py", there) == ("py", "-m", "a.b", "--x")
-    for words, said in [([], "what shall run"), (["gone.py"], "gone.py: no such file"), (["gone"], "gone: no such program")]:
+    for words, said in [
+        ([], "what shall run"),
+        (["gone.py"], "gone.py: no such file"),
+        (["gone"], "gone: no such program"),
+    ]:
         with pytest.raises(LaunchError, match=said):
             program_of(words, "", "py", there)

@@ -40,15 +40,23 @@ def test_srun_is_asked_inside_a_job_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert run.site({}).srun == "" and run.site({}).mpi_types == ()
     inside = run.site({"SLURM_JOB_ID": "1"})
-    assert (inside.srun, inside.mpi_types, inside.mpirun) == (str(srun), ("none", "pmi2"), "/m/mpiexec")
+    assert (inside.srun, inside.mpi_types, inside.mpirun) == (
+        str(srun),
+        ("none", "pmi2"),
+        "/m/mpiexec",
+    )
     assert run._mpi_types(str(tmp_path / "gone")) == ()
 
 
 def test_hardware_threads_of_a_core_are_one(tmp_path):
     for thread, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
         (tmp_path / f"cpu{thread}" / "topology").mkdir(parents=True)
-        (tmp_path / f"cpu{thread}" / "topology" / "thread_siblings_list").write_text(f"{siblings}\n")
-    assert [run.physical_cores(threads, tmp_path) for threads in ([0, 1, 2, 3], [0, 2], [0, 7])] == [2, 1, 2]
+        (tmp_path / f"cpu{thread}" / "topology" / "thread_siblings_list").write_text(
+            f"{siblings}\n"
+        )
+    assert [
+        run.physical_cores(threads, tmp_path) for threads in ([0, 1, 2, 3], [0, 2], [0, 7])
+    ] == [2, 1, 2]
 
 
 @pytest.mark.slow
@@ -57,16 +65,25 @@ def test_the_exit_status_is_the_jobs_and_a_signal_ends_it(tmp_path):
     if not installed.installed().mpirun:
         missing("no mpirun belongs to the MPI library")
     (tmp_path / "train.py").write_text(
-        "from mpidist.comm.mpi import runtime\nworld = runtime.world()\nprint('rank', world.rank, world.size)"
+        "from mpidist.comm.mpi import runtime\nworld = runtime.world()\nprint('rank', world.rank, "
+        "world.size)"
     )
     command = [sys.executable, "-m", "mpidist", "run", "-n", "2"]
     met = started([*command, str(tmp_path / "train.py")], 60, {"MPIDIST_CUDA_AWARE": "0"})
-    assert met.returncode == 0 and sorted(met.stdout.split("\n")) == ["", "rank 0 2", "rank 1 2"], met.stdout + met.stderr
+    assert met.returncode == 0 and sorted(met.stdout.split("\n")) == ["", "rank 0 2", "rank 1 2"], (
+        met.stdout + met.stderr
+    )
     done = started([*command, "sh", "-c", "exit 7"], 60)
     assert done.returncode == 7, done.stdout + done.stderr
-    environ = {name: text for name, text in without_launcher(os.environ).items() if name != "OMP_NUM_THREADS"}
+    environ = {
+        name: text
+        for name, text in without_launcher(os.environ).items()
+        if name != "OMP_NUM_THREADS"
+    }
     hangs = ["sh", "-c", "echo $$ $OMP_NUM_THREADS; exec sleep 600"]
-    with subprocess.Popen([*command, *hangs], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*command, *hangs], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         told = [process.stdout.readline().split() for _ in range(2)]
         assert [threads for _, threads in told] == ["1", "1"]

@@ -31,7 +31,9 @@ def site(tmp_path, monkeypatch):
     for name in ("array", "bench", "ddp", "test"):
         (scripts / f"{name}.sbatch").write_text(_DDP)
     (scripts / "env.sh").write_text('MPIDIST_GPUS_PER_NODE="4"\nMPIDIST_VENV=""\n')
-    (here / "env.sh").write_text('MPIDIST_ACCOUNT="mine"\nMPIDIST_GPUS_PER_NODE="2"\nMPIDIST_VENV="$HOME/venv"\n')
+    (here / "env.sh").write_text(
+        'MPIDIST_ACCOUNT="mine"\nMPIDIST_GPUS_PER_NODE="2"\nMPIDIST_VENV="$HOME/venv"\n'
+    )
     (here / "train.py").write_text("")
     (here / "collectives").write_text("a file of a benchmark's name")
     (here / "crlf.sh").write_bytes(b'MPIDIST_GPUS_PER_NODE="2"\r\n')
@@ -42,9 +44,16 @@ def site(tmp_path, monkeypatch):
 
 
 def test_the_sites_values_and_the_users_options_meet(site):
-    text, filled = submit.text_of("ddp", Options({"nodes": "2"}, {}, ("train.py", "--epochs", "3")), Path("env.sh"), {})
+    text, filled = submit.text_of(
+        "ddp", Options({"nodes": "2"}, {}, ("train.py", "--epochs", "3")), Path("env.sh"), {}
+    )
     lines = text.splitlines()
-    wanted = ["#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=2", "#SBATCH --gpus-per-node=2", "#SBATCH --account=mine"]
+    wanted = [
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=2",
+        "#SBATCH --gpus-per-node=2",
+        "#SBATCH --account=mine",
+    ]
     assert [line for line in lines if line.startswith("#SBATCH")] == wanted
     assert f"export MPIDIST_SLURM={site}/scripts" in lines and f"source {site}/here/env.sh" in lines
     assert f"set -- {site}/here/train.py --epochs 3" in lines
@@ -54,10 +63,21 @@ def test_the_sites_values_and_the_users_options_meet(site):
 
 def test_no_gpus_and_ranks_of_ones_own(site):
     text, _ = submit.text_of("ddp", Options({"gpus-per-node": "0"}), None, {})
-    assert "gpus-per-node" not in text and "#SBATCH --ntasks-per-node=4" in text and "MPIDIST_GPUS_PER_NODE=0" in text
-    text, _ = submit.text_of("ddp", Options({"gpus-per-node": "a100:2", "ntasks-per-node": "8"}), None, {})
+    assert (
+        "gpus-per-node" not in text
+        and "#SBATCH --ntasks-per-node=4" in text
+        and "MPIDIST_GPUS_PER_NODE=0" in text
+    )
+    text, _ = submit.text_of(
+        "ddp", Options({"gpus-per-node": "a100:2", "ntasks-per-node": "8"}), None, {}
+    )
     assert "#SBATCH --gpus-per-node=a100:2" in text and "#SBATCH --ntasks-per-node=8" in text
-    text, _ = submit.text_of("ddp", Options({}, {"MPIDIST_GPUS_PER_NODE": "1"}), None, {"MPIDIST_SLURM": str(site / "here")})
+    text, _ = submit.text_of(
+        "ddp",
+        Options({}, {"MPIDIST_GPUS_PER_NODE": "1"}),
+        None,
+        {"MPIDIST_SLURM": str(site / "here")},
+    )
     assert "#SBATCH --gpus-per-node=1" in text and "#SBATCH --account=mine" in text
 
 
@@ -68,7 +88,12 @@ def test_no_gpus_and_ranks_of_ones_own(site):
         ("ddp", Options({}), Path("gone.sh"), "gone.sh: no such file"),
         ("ddp", Options({}, {}, ("gone.py",)), None, "gone.py: no such file"),
         # What would fail once the job has waited for its nodes.
-        ("ddp", Options({}, {}, ("python", "train.py")), None, "python: no such file from here.*without 'python'"),
+        (
+            "ddp",
+            Options({}, {}, ("python", "train.py")),
+            None,
+            "python: no such file from here.*without 'python'",
+        ),
         ("bench", Options({}, {}, ("gone",)), None, "name of a benchmark.*collectives"),
         ("test", Options({}, {}, ("train.py",)), None, "takes no program; got train.py"),
         ("array", Options({}), None, "a file of arguments"),
@@ -84,7 +109,11 @@ def test_what_is_not_there_is_named(site, name, options, env, words):
 
 
 def test_settings_and_arguments_that_are_no_files_here_go_on_as_they_are(site):
-    settings = {"UCX_NET_DEVICES": "mlx5_1:1", "MPIDIST_CHECKPOINT": "old", "MPIDIST_IMAGE": "x.sif"}
+    settings = {
+        "UCX_NET_DEVICES": "mlx5_1:1",
+        "MPIDIST_CHECKPOINT": "old",
+        "MPIDIST_IMAGE": "x.sif",
+    }
     text, _ = submit.text_of("ddp", Options({}, settings, ("/app/train.py",)), None, {})
     assert "\nset -- /app/train.py\n" in text and "\nexport UCX_NET_DEVICES=mlx5_1:1\n" in text
     text, _ = submit.text_of("bench", Options({}, {}, ("collectives",)), None, {})
@@ -115,12 +144,18 @@ def test_sbatch_gets_the_text_and_its_status_is_passed_on(site, monkeypatch, cap
 def test_every_shipped_script_can_be_rendered():
     for name in submit.names():
         if name == "rpc-het":
-            with pytest.raises(ValueError, match="heterogeneous job has a header for each component"):
+            with pytest.raises(
+                ValueError, match="heterogeneous job has a header for each component"
+            ):
                 submit.text_of(name, Options({"nodes": "2"}), None, {})
             continue
         arguments = (__file__,) if name == "array" else ()
-        text, _ = submit.text_of(name, Options({"nodes": "2", "time": "10"}, {}, arguments), None, {})
+        text, _ = submit.text_of(
+            name, Options({"nodes": "2", "time": "10"}, {}, arguments), None, {}
+        )
         assert "#SBATCH --nodes=2" in text and "#SBATCH --time=10" in text
         assert not re.search(r"^#SBATCH", text.split("set -", 1)[1], re.MULTILINE), name
-        done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=20, check=False)
+        done = subprocess.run(
+            ["bash", "-n"], input=text, text=True, capture_output=True, timeout=20, check=False
+        )
         assert done.returncode == 0, done.stderr

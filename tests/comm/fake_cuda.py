@@ -35,8 +35,13 @@ class FakeCuda:
         put(cuda, "set_device", self.set_device)
         put(cuda, "synchronize", lambda device=None: None)
         put(cuda, "device", lambda device: _Selected(self, _index(device)))
-        put(cuda, "Stream", lambda device: SimpleNamespace(record_event=lambda: self.use(_index(device))))
-        put(torch._C, "_cuda_hasPrimaryContext", self.contexts.__contains__)  # not in a torch without CUDA
+        put(
+            cuda,
+            "Stream",
+            lambda device: SimpleNamespace(record_event=lambda: self.use(_index(device))),
+        )
+        # not in a torch without CUDA
+        put(torch._C, "_cuda_hasPrimaryContext", self.contexts.__contains__)
         put(torch, "zeros", lambda *shape, device: self.use(_index(device)))
 
     def set_device(self, device: Any) -> None:

@@ -20,8 +20,15 @@ class WatchedComm:
         "Waitall", "Cancel",
     })  # fmt: skip
 
-    def __init__(self, real: Any, device: LazyDevice, seen: list[tuple[str, bool]], watches_results: bool) -> None:
-        self._real, self._device, self._seen, self._watches_results = real, device, seen, watches_results
+    def __init__(
+        self, real: Any, device: LazyDevice, seen: list[tuple[str, bool]], watches_results: bool
+    ) -> None:
+        self._real, self._device, self._seen, self._watches_results = (
+            real,
+            device,
+            seen,
+            watches_results,
+        )
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._real, name)
@@ -33,7 +40,11 @@ class WatchedComm:
                 self._seen.append((name, self._device.is_current()))
             made = value(*args, **kwargs)
             is_object = made is not None and not isinstance(made, bool)
-            return WatchedComm(made, self._device, self._seen, True) if is_object and self._watches_results else made
+            return (
+                WatchedComm(made, self._device, self._seen, True)
+                if is_object and self._watches_results
+                else made
+            )
 
         return call
 
@@ -80,7 +91,8 @@ class LazyStream:
             return event
 
     def keep(self, tensor: torch.Tensor) -> None:
-        # The host's memory is kept by those who refer to it; a test looks at what the device would be told.
+        # The host's memory is kept by those who refer to it; a test looks at what the device would
+        # be told.
         self.kept[tensor.data_ptr()] = len(self.queue)
 
     def run_to(self, place: int) -> None:
@@ -96,7 +108,8 @@ class LazyDevice:
     def __init__(self, seed: int | None) -> None:
         self.lock = threading.RLock()
         self.streams: list[LazyStream] = []
-        self.strays: list[str] = []  # threads that queued work on our streams while another device was current
+        # threads that queued work on our streams while another device was current
+        self.strays: list[str] = []
         self.own: list[LazyStream] = []
         self.down, self.up = LazyStream(self), LazyStream(self)
         self._of_thread = threading.local()

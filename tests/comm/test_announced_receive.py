@@ -100,7 +100,9 @@ def test_memory_for_what_is_announced_is_zeroed_and_writable():
 
 
 def send(group, part, dst, tag):
-    group._mpi.Send((part, memoryview(part).nbytes, objects.MPI.BYTE), dst, group._comm.own_tag(tag))
+    group._mpi.Send(
+        (part, memoryview(part).nbytes, objects.MPI.BYTE), dst, group._comm.own_tag(tag)
+    )
 
 
 @pytest.mark.mpi(min_size=2)
@@ -143,8 +145,12 @@ def test_a_part_of_another_length_than_announced_is_a_frame_error(group, sent):
 def test_a_gathered_part_of_another_length_than_announced_is_a_frame_error(group):
     comm = group._comm
     if group.rank == 1:
-        comm.mpi.Send((header(100_000), frame.HEADER_BYTES, objects.MPI.BYTE), 0, comm.own_tag(objects._TAG))
-        comm.mpi.Send((bytes(7), 7, objects.MPI.BYTE), 0, comm.own_tag(objects._TAG + objects._REST))
+        comm.mpi.Send(
+            (header(100_000), frame.HEADER_BYTES, objects.MPI.BYTE), 0, comm.own_tag(objects._TAG)
+        )
+        comm.mpi.Send(
+            (bytes(7), 7, objects.MPI.BYTE), 0, comm.own_tag(objects._TAG + objects._REST)
+        )
     elif group.rank == 0:
         with pytest.raises(FrameError, match="sent 7 bytes"):
             objects.Incoming().receive(comm, 1, objects._TAG)

@@ -16,13 +16,23 @@ def cases(W):
         ("no tensor", lambda g: g.all_reduce([1.0]), TypeError, "tensor; got list"),
         ("sparse", lambda g: g.broadcast(F(3).to_sparse(), 0), TypeError, "dense"),
         ("meta", lambda g: g.broadcast(torch.empty(3, device="meta"), 0), ValueError, "meta"),
-        ("leaf", lambda g: g.all_reduce(torch.ones(2, requires_grad=True)), ValueError, "requires grad"),
+        (
+            "leaf",
+            lambda g: g.all_reduce(torch.ones(2, requires_grad=True)),
+            ValueError,
+            "requires grad",
+        ),
         ("op", lambda g: g.all_reduce(F(2), "mean"), ValueError, "unknown reduction 'mean'"),
         ("op and dtype", lambda g: g.all_reduce(F(2), "band"), TypeError, "integers"),
         ("root", lambda g: g.broadcast(F(2), W), ValueError, rf"src in 0 \.\.\. {W - 1}; got {W}"),
         ("negative root", lambda g: g.reduce(F(2), -1), ValueError, "dst in 0"),
         ("root type", lambda g: g.broadcast(F(2), "0"), TypeError, "rank"),
-        ("list length", lambda g: g.all_gather([F(2)] * (W + 1), F(2)), ValueError, f"hold {W} tensors, one a rank; got {W + 1}"),
+        (
+            "list length",
+            lambda g: g.all_gather([F(2)] * (W + 1), F(2)),
+            ValueError,
+            f"hold {W} tensors, one a rank; got {W + 1}",
+        ),
         ("own size", lambda g: g.all_gather([F(3)] * W, F(2)), ValueError, "of 2 elements"),
         (
             "dtypes",
@@ -30,11 +40,36 @@ def cases(W):
             TypeError,
             "one dtype; got torch.float32 and torch.float64",
         ),
-        ("output", lambda g: g.all_gather_into_tensor(F(2 * W + 1), F(2)), ValueError, f"output of {2 * W} elements"),
-        ("output", lambda g: g.reduce_scatter_tensor(F(3), F(2 * W)), ValueError, "output of 2 elements"),
-        ("list entry", lambda g: g.reduce_scatter(F(2), [F(3)] * W), ValueError, "output of 3 elements"),
-        ("splits", lambda g: g.all_to_all_single(F(W), F(W), None, [W + 1] + [0] * (W - 1)), ValueError, "add up"),
-        ("negative", lambda g: g.all_to_all_single(F(W), F(W), None, [-1] * W), ValueError, "none negative"),
+        (
+            "output",
+            lambda g: g.all_gather_into_tensor(F(2 * W + 1), F(2)),
+            ValueError,
+            f"output of {2 * W} elements",
+        ),
+        (
+            "output",
+            lambda g: g.reduce_scatter_tensor(F(3), F(2 * W)),
+            ValueError,
+            "output of 2 elements",
+        ),
+        (
+            "list entry",
+            lambda g: g.reduce_scatter(F(2), [F(3)] * W),
+            ValueError,
+            "output of 3 elements",
+        ),
+        (
+            "splits",
+            lambda g: g.all_to_all_single(F(W), F(W), None, [W + 1] + [0] * (W - 1)),
+            ValueError,
+            "add up",
+        ),
+        (
+            "negative",
+            lambda g: g.all_to_all_single(F(W), F(W), None, [-1] * W),
+            ValueError,
+            "none negative",
+        ),
         ("tag", lambda g: g.isend(F(1), 0, tag=-1), ValueError, "tag in 0"),
         ("huge tag", lambda g: g.isend(F(1), 0, tag=1 << 40), ValueError, "tag in 0"),
         ("peer", lambda g: g.isend(F(1), W), ValueError, "dst in 0"),
@@ -54,7 +89,11 @@ def test_bad_arguments(group):
 
             if not re.search(words, str(raised)):
                 wrong.append((what, str(raised)))
-            if what not in ("timeout", "op", "op and dtype") and f'rank {group.rank} of {group.size} (group "' not in str(raised):
+            if what not in (
+                "timeout",
+                "op",
+                "op and dtype",
+            ) and f'rank {group.rank} of {group.size} (group "' not in str(raised):
                 wrong.append((what, "does not say where", str(raised)))
         else:
             wrong.append((what, "nothing raised"))

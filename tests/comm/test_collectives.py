@@ -93,7 +93,11 @@ def test_large_lists_go_from_and_to_their_own_memory(group):
         group.gather(torch.full((numel,), 10.0 + rank), outs if rank == root else None, root)
         ok &= rank != root or all((outs[r] == 10 + r).all() for r in range(W))
         target = torch.zeros(numel)
-        group.scatter(target, [torch.full((numel,), 20.0 + r) for r in range(W)] if rank == root else None, root)
+        group.scatter(
+            target,
+            [torch.full((numel,), 20.0 + r) for r in range(W)] if rank == root else None,
+            root,
+        )
         ok &= bool((target == 20 + rank).all())
     agree(group, ok)
 
@@ -104,7 +108,8 @@ def test_lists_that_are_chunks_of_one_tensor(group):
         whole = torch.zeros(W, numel)
         group.all_gather(list(whole), torch.full((numel,), float(rank)))
         agree(group, bool((whole == torch.arange(W)[:, None]).all()), f"{numel}")
-        # One rank's list is in one piece and the others' are not: the choice of algorithm must not differ.
+        # One rank's list is in one piece and the others' are not: the choice of algorithm must not
+        # differ.
         outs = list(torch.zeros(W, numel)) if rank == 0 else [torch.zeros(numel) for _ in range(W)]
         group.all_gather(outs, torch.full((numel,), float(rank)))
         agree(group, all((outs[r] == r).all() for r in range(W)), f"mixed {numel}")
@@ -129,7 +134,12 @@ def test_uneven_all_to_all_single(group, width):
     agree(group, torch.equal(target, expected))
     even_in, even_out = torch.full((2 * W, width), float(rank)), torch.zeros(2 * W, width)
     group.all_to_all_single(even_out, even_in)
-    agree(group, torch.equal(even_out, torch.arange(W).repeat_interleave(2)[:, None].expand(-1, width).float()))
+    agree(
+        group,
+        torch.equal(
+            even_out, torch.arange(W).repeat_interleave(2)[:, None].expand(-1, width).float()
+        ),
+    )
 
 
 def test_strided_and_expanded_tensors(group):
@@ -141,7 +151,12 @@ def test_strided_and_expanded_tensors(group):
     group.all_gather(outs, sliced + rank)
     wide = torch.full((1, 1), float(rank)).expand(4, 2)
     group.broadcast(wide, 0)
-    agree(group, bool((transposed == W - 1).all()) and all((outs[r] == r).all() for r in range(W)) and bool((wide == 0).all()))
+    agree(
+        group,
+        bool((transposed == W - 1).all())
+        and all((outs[r] == r).all() for r in range(W))
+        and bool((wide == 0).all()),
+    )
 
 
 def test_one_rank_counts_in_larger_units_than_the_others(group, monkeypatch):
@@ -152,7 +167,9 @@ def test_one_rank_counts_in_larger_units_than_the_others(group, monkeypatch):
     source = torch.cat([torch.full((n, 25), 10.0 * group.rank + to) for to, n in enumerate(rows)])
     target = torch.zeros(sum(rows), 25)
     group.all_to_all_single(target, source, rows, rows)
-    wanted = torch.cat([torch.full((n, 25), 10.0 * source_rank + group.rank) for source_rank, n in enumerate(rows)])
+    wanted = torch.cat(
+        [torch.full((n, 25), 10.0 * source_rank + group.rank) for source_rank, n in enumerate(rows)]
+    )
     agree(group, torch.equal(target, wanted), str(target[:, 0]))
 
 
@@ -207,4 +224,6 @@ def test_lists_that_hold_the_own_part_already(group, numel):
     whole = torch.zeros(group.size, numel)
     whole[group.rank] = group.rank + 1.0
     group.all_gather(list(whole), whole[group.rank])
-    agree(group, torch.equal(whole, torch.arange(1.0, group.size + 1).view(-1, 1).expand(-1, numel)))
+    agree(
+        group, torch.equal(whole, torch.arange(1.0, group.size + 1).view(-1, 1).expand(-1, numel))
+    )

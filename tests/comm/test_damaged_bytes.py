@@ -38,6 +38,9 @@ def check_of(check):
 
 
 @settings(max_examples=CASES, deadline=None)
-@given(sections.damaged(sections.section_samples()), st.lists(st.integers(0, 50), max_size=3).map(tuple))
+@given(
+    sections.damaged(sections.section_samples()),
+    st.lists(st.integers(0, 50), max_size=3).map(tuple),
+)
 def test_sections_beside_payloads(case, payloads):
     sections.check_section(case, payloads)

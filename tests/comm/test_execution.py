@@ -1,4 +1,7 @@
-"""One operation's way through a group: checks, order, journal, errors. MPI is not started: the operations are the test's own."""
+"""One operation's way through a group: checks, order, journal, errors.
+
+MPI is not started: the operations are the test's own.
+"""
 
 import threading
 import warnings
@@ -17,7 +20,12 @@ from mpidist.errors import CommTimeout, GroupError
 def group_of(size=4, is_single_node=True):
     far = SimpleNamespace(name="far")
     comm = SimpleNamespace(
-        rank=1, size=size, plain=SimpleNamespace(), is_single_node=is_single_node, patient=lambda: far, name="near"
+        rank=1,
+        size=size,
+        plain=SimpleNamespace(),
+        is_single_node=is_single_node,
+        patient=lambda: far,
+        name="near",
     )
     return Execution(comm, "test", "key", [10, 11, 12, 13][:size], 600)
 
@@ -35,7 +43,17 @@ def test_a_synchronous_operation_runs_in_the_caller_with_its_arguments(group):
 
     def operation(comm, inputs, outputs, *args):
         entered = group.journal.snapshot()[0]
-        seen.append((comm.name, inputs, outputs, args, threading.current_thread(), entered.operation, entered.shape))
+        seen.append(
+            (
+                comm.name,
+                inputs,
+                outputs,
+                args,
+                threading.current_thread(),
+                entered.operation,
+                entered.shape,
+            )
+        )
 
     assert group._launch("name", operation, (x,), (y,), (3, "four")) is None
     assert seen == [("near", (x,), (y,), (3, "four"), threading.current_thread(), "name", (3,))]
@@ -44,7 +62,9 @@ def test_a_synchronous_operation_runs_in_the_caller_with_its_arguments(group):
 
 def test_an_asynchronous_one_runs_in_the_groups_thread(group):
     seen, y = [], torch.zeros(3)
-    work = group._launch("name", lambda *_: seen.append(threading.current_thread().name), (), (y,), async_op=True)
+    work = group._launch(
+        "name", lambda *_: seen.append(threading.current_thread().name), (), (y,), async_op=True
+    )
     assert work.wait(10) and seen == ["mpidist-test"]
     assert work.operation == "name" and work.result() == (y,) and group.journal.queued == 0
 
@@ -107,7 +127,9 @@ def test_a_lost_group_refuses_later_calls_and_those_that_are_queued(group):
 
 def test_a_closed_group_says_which_call_came_too_late(group):
     group._closed = True
-    with pytest.raises(GroupError, match=r'rank 1 of 4 \(group "test"\): scatter was called on a closed group'):
+    with pytest.raises(
+        GroupError, match=r'rank 1 of 4 \(group "test"\): scatter was called on a closed group'
+    ):
         group._launch("scatter", lambda *_: None, (), ())
     assert group.is_closed
 

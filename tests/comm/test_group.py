@@ -46,7 +46,11 @@ def test_new_group_is_for_its_members_and_in_their_order(group):
     agree(group, (child is not None) == (group.rank in ranks))
     ok = True
     if child is not None:
-        ok = child.world_ranks == tuple(ranks) and ranks[child.rank] == group.rank and child.name == "some"
+        ok = (
+            child.world_ranks == tuple(ranks)
+            and ranks[child.rank] == group.rank
+            and child.name == "some"
+        )
         tensor = torch.tensor([float(group.rank)])
         child.broadcast(tensor, 0)
         ok &= tensor.item() == ranks[0]
@@ -95,7 +99,9 @@ def test_closing_waits_for_what_is_queued(group):
     tensors = [torch.full((1000,), float(turn)) for turn in range(20)]
     works = [child.all_reduce(tensor, async_op=True) for tensor in tensors]
     child.close()
-    ok = all(work.is_completed() for work in works) and all((t == i * group.size).all() for i, t in enumerate(tensors))
+    ok = all(work.is_completed() for work in works) and all(
+        (t == i * group.size).all() for i, t in enumerate(tensors)
+    )
     agree(group, ok)
 
 
@@ -153,9 +159,13 @@ def test_messages_that_nobody_received_do_not_reach_the_next_group(world):
         root = world.size - 1
         if world.rank == 0:
             with pytest.raises(ValueError, match="object_list"):
-                group.scatter_object([1] * (group.size + 1), 0)  # refused here alone; the others were told
+                # refused here alone; the others were told
+                group.scatter_object([1] * (group.size + 1), 0)
         world.barrier()
-        with pytest.warns(ResourceWarning, match=rf"from rank {left} \(tag 5, {4 * numel} bytes\) was never received"):
+        with pytest.warns(
+            ResourceWarning,
+            match=rf"from rank {left} \(tag 5, {4 * numel} bytes\) was never received",
+        ):
             group.close()
         world.barrier()
         after = world.clone("next")

@@ -1,7 +1,8 @@
 """Groups that communicate at the same time, each from a thread of its own.
 
-In jobs of their own: behind some hundred other tests in one process, with communicators on which collectives were given up,
-such a test on 4 ranks has hung within Open MPI's MPI_Allreduce (twice in six runs; never in 100,000 rounds of a fresh job).
+In jobs of their own: behind some hundred other tests in one process, with communicators on which
+collectives were given up, such a test on 4 ranks has hung within Open MPI's MPI_Allreduce (twice in
+six runs; never in 100,000 rounds of a fresh job).
 """
 
 import pytest

@@ -26,5 +26,7 @@ def test_more_elements_than_a_c_int_counts(group):
     ok &= bool(booleans[-5:].all()) and bool(booleans[2**30 - 2 : 2**30 + 2].all())
     tensor.fill_(3)
     group.all_reduce(tensor)  # by shards
-    ok &= all(int(tensor[place]) == 3 * group.size for place in (0, 2**30, 2**31 - 1, 2**31, NUMEL - 1))
+    ok &= all(
+        int(tensor[place]) == 3 * group.size for place in (0, 2**30, 2**31 - 1, 2**31, NUMEL - 1)
+    )
     agree(group, ok)

@@ -17,7 +17,13 @@ pytestmark = pytest.mark.mpi
 
 def something(rank, large=False):
     n = 50_000 if large else 3
-    return {"rank": rank, "tensor": torch.full((n,), float(rank)), "array": np.arange(n) + rank, "text": "ä" * rank, "none": None}
+    return {
+        "rank": rank,
+        "tensor": torch.full((n,), float(rank)),
+        "array": np.arange(n) + rank,
+        "text": "ä" * rank,
+        "none": None,
+    }
 
 
 def is_something(obj, rank, large=False):
@@ -40,7 +46,9 @@ def test_all_directions(group, large):
         if not is_something(group.broadcast_object(mine, root), root, large):
             wrong.append(f"broadcast from {root}")
         got = group.gather_object(mine, root)
-        if (rank == root and not all(is_something(got[r], r, large) for r in range(W))) or (rank != root and got is not None):
+        if (rank == root and not all(is_something(got[r], r, large) for r in range(W))) or (
+            rank != root and got is not None
+        ):
             wrong.append(f"gather to {root}")
         parts = [something(r + 10, large) for r in range(W)] if rank == root else None
         if not is_something(group.scatter_object(parts, root), rank + 10, large):
@@ -59,7 +67,9 @@ def test_objects_past_the_limit_of_mpi(group, monkeypatch):
     monkeypatch.setattr(objects, "_SMALL_BYTES", 500)
     got = group.all_gather_object(something(group.rank, True))
     ok = all(is_something(obj, r, True) for r, obj in enumerate(got))
-    ok &= is_something(group.broadcast_object(something(group.rank, True), group.size - 1), group.size - 1, True)
+    ok &= is_something(
+        group.broadcast_object(something(group.rank, True), group.size - 1), group.size - 1, True
+    )
     gathered = group.gather_object(something(group.rank, True), 0)
     ok &= group.rank != 0 or all(is_something(obj, r, True) for r, obj in enumerate(gathered))
     agree(group, ok)
@@ -72,7 +82,9 @@ def test_messages_of_objects(group):
         for peer in range(1, group.size):
             group.send_object(something(peer, large=peer % 2 == 0), peer)
         seen = [group.recv_object() for _ in range(1, group.size)]
-        ok = sorted(source for _, source in seen) == list(range(1, group.size)) and all(obj == s * 2 for obj, s in seen)
+        ok = sorted(source for _, source in seen) == list(range(1, group.size)) and all(
+            obj == s * 2 for obj, s in seen
+        )
     else:
         obj, source = group.recv_object(0)
         ok = source == 0 and is_something(obj, group.rank, large=group.rank % 2 == 0)
@@ -119,7 +131,8 @@ def test_an_object_that_never_comes(group):
 )
 def test_what_one_rank_cannot_send_is_told_to_all(group, call):
     raises_on_all(group, Exception, lambda: call(group))
-    agree(group, group.all_gather_object(group.rank) == list(range(group.size)))  # and the group goes on
+    # and the group goes on
+    agree(group, group.all_gather_object(group.rank) == list(range(group.size)))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -136,7 +149,9 @@ def test_threads_that_send_and_receive_objects_at_once_do_not_mix_parts(group):
     def receive():
         for _ in range(each):
             (value, tensors), _ = group.recv_object(None if group.size == 2 else 1)
-            if [t.numel() for t in tensors] != [30_000, 7, 20_000] or not all(bool((t == value).all()) for t in tensors):
+            if [t.numel() for t in tensors] != [30_000, 7, 20_000] or not all(
+                bool((t == value).all()) for t in tensors
+            ):
                 wrong.append(value)
 
     work = {0: receive, 1: send}.get(group.rank)
@@ -166,7 +181,9 @@ def test_a_sender_that_stops_between_two_parts(group):
     parts = list(objects._parts(frame.encode(torch.zeros(100_000)), objects._OBJECT_TAG))
 
     def send(part, number):
-        group._mpi.Send((part, memoryview(part).nbytes, objects.MPI.BYTE), 0, group._comm.own_tag(number))
+        group._mpi.Send(
+            (part, memoryview(part).nbytes, objects.MPI.BYTE), 0, group._comm.own_tag(number)
+        )
 
     if group.rank == 1:
         send(*parts[0])
@@ -176,7 +193,8 @@ def test_a_sender_that_stops_between_two_parts(group):
             group.recv_object(1)
         group.timeout_s = None
     group.barrier()
-    # The rest arrives where it was expected: memory of a receive that was given up is kept until then.
+    # The rest arrives where it was expected: memory of a receive that was given up is kept until
+    # then.
     if group.rank == 1:
         for part in parts[1:]:
             send(*part)
@@ -206,9 +224,15 @@ def test_all_directions_as_data(group, monkeypatch, large, by):
     got = group.gather_object(mine, last, **told)
     ok &= rank != last or all(is_something(obj, r, large) for r, obj in enumerate(got))
     ok &= is_something(
-        group.scatter_object([something(r, large) for r in range(W)] if rank == last else None, last, **told), rank, large
+        group.scatter_object(
+            [something(r, large) for r in range(W)] if rank == last else None, last, **told
+        ),
+        rank,
+        large,
     )
-    ok &= all(is_something(obj, r, large) for r, obj in enumerate(group.all_gather_object(mine, **told)))
+    ok &= all(
+        is_something(obj, r, large) for r, obj in enumerate(group.all_gather_object(mine, **told))
+    )
     listed = [mine, (rank,)]
     group.broadcast_object_list(listed, last, **told)
     ok &= is_something(listed[0], last, large) and listed[1] == (last,)
@@ -223,15 +247,23 @@ def test_all_directions_as_data(group, monkeypatch, large, by):
     "call",
     [
         lambda g: g.broadcast_object({"x": [1, Own()]}, data_only=True),
-        lambda g: g.scatter_object([{"x": [1, Own()]}] * g.size if g.rank == 0 else None, data_only=True),
+        lambda g: g.scatter_object(
+            [{"x": [1, Own()]}] * g.size if g.rank == 0 else None, data_only=True
+        ),
         lambda g: g.all_gather_object({"x": [1, Own()]} if g.rank == 0 else 1, data_only=True),
     ],
     ids=["broadcast", "scatter", "all_gather"],
 )
 def test_what_is_no_data_is_told_to_all_with_its_place(group, call):
-    told = raises_on_all(group, MpidistError, lambda: call(group), "['x'][1]: a tests.comm.test_objects.Own is no plain data")
+    told = raises_on_all(
+        group,
+        MpidistError,
+        lambda: call(group),
+        "['x'][1]: a tests.comm.test_objects.Own is no plain data",
+    )
     agree(group, (group.rank != 0) == ("could not send its object" in told))
-    agree(group, group.all_gather_object(group.rank) == list(range(group.size)))  # and the group goes on
+    # and the group goes on
+    agree(group, group.all_gather_object(group.rank) == list(range(group.size)))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -254,9 +286,13 @@ def test_a_rank_that_asks_for_data_refuses_the_others_pickles(group):
         lambda: group.all_gather_object({1}, data_only=is_last),
         lambda: group.broadcast_object({1}, 0, data_only=is_last),
         lambda: group.gather_object({1}, last, data_only=is_last),
-        lambda: group.scatter_object([{1}] * group.size if group.rank == 0 else None, 0, data_only=is_last),
+        lambda: group.scatter_object(
+            [{1}] * group.size if group.rank == 0 else None, 0, data_only=is_last
+        ),
         lambda: (
-            group.send_object({1}, last, data_only=False) if group.rank == 0 else is_last and group.recv_object(0, data_only=True)
+            group.send_object({1}, last, data_only=False)
+            if group.rank == 0
+            else is_last and group.recv_object(0, data_only=True)
         ),
     ]
     for call in calls:
@@ -265,7 +301,11 @@ def test_a_rank_that_asks_for_data_refuses_the_others_pickles(group):
             told = ""
         except FrameError as error:
             told = str(error)
-        agree(group, ("a pickle came" in told and f"rank {last} of {group.size}" in told) == is_last, told)
+        agree(
+            group,
+            ("a pickle came" in told and f"rank {last} of {group.size}" in told) == is_last,
+            told,
+        )
 
 
 @pytest.mark.mpi(min_size=2)

@@ -19,17 +19,30 @@ def clock(monkeypatch):
 
 def test_an_operation_is_told_with_its_number_shape_dtype_and_time(clock):
     journal = Journal("world", "key")
-    assert str(journal.snapshot()[0]) == 'outside any collective of group "world"; there was none yet'
+    assert (
+        str(journal.snapshot()[0]) == 'outside any collective of group "world"; there was none yet'
+    )
     journal.enter("all_reduce", torch.zeros(2, 3))
     assert journal.observe() == 0.0
     clock[0] += 2.5
     assert journal.observe() == 2.5
     entry = journal.snapshot()[0]
-    assert (entry.operation, entry.sequence, entry.shape, entry.dtype) == ("all_reduce", 1, (2, 3), "torch.float32")
-    assert 'in number 1 all_reduce(shape=(2, 3), dtype=torch.float32) of group "world" for 2.5 s' in str(entry)
+    assert (entry.operation, entry.sequence, entry.shape, entry.dtype) == (
+        "all_reduce",
+        1,
+        (2, 3),
+        "torch.float32",
+    )
+    assert (
+        'in number 1 all_reduce(shape=(2, 3), dtype=torch.float32) of group "world" for 2.5 s'
+        in str(entry)
+    )
     journal.leave()
     assert journal.observe() == 0.0
-    assert str(journal.snapshot()[0]) == 'outside any collective of group "world"; the last was number 1, all_reduce'
+    assert (
+        str(journal.snapshot()[0])
+        == 'outside any collective of group "world"; the last was number 1, all_reduce'
+    )
 
 
 def test_the_clock_starts_anew_with_each_operation(clock):

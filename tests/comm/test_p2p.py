@@ -69,7 +69,10 @@ def test_a_batch_in_any_order_does_not_deadlock(group):
     right, left = ring(group)
     into = torch.zeros(200_000)
     works = group.batch_isend_irecv(
-        [P2POp("isend", torch.full((200_000,), float(group.rank)), right), P2POp("irecv", into, left)]
+        [
+            P2POp("isend", torch.full((200_000,), float(group.rank)), right),
+            P2POp("irecv", into, left),
+        ]
     )
     for work in works:
         work.wait()
@@ -159,4 +162,8 @@ def test_a_message_whose_handle_was_dropped_arrives_whole(group):
         time.sleep(0.01)
         got = torch.zeros(numel)
         group.recv(got, left)
-        agree(group, bool((got == left + 10.0 * turn).all()) and len(junk) == 3, f"turn {turn}: {got[:3]}")
+        agree(
+            group,
+            bool((got == left + 10.0 * turn).all()) and len(junk) == 3,
+            f"turn {turn}: {got[:3]}",
+        )

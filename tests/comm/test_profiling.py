@@ -21,20 +21,28 @@ PREFIX = "mpidist:"
 def profiled(all_threads=False):
     """Return a profiler of this thread, or of all."""
     config = _ExperimentalConfig(profile_all_threads=all_threads)
-    return profile(activities=[ProfilerActivity.CPU], record_shapes=True, experimental_config=config)
+    return profile(
+        activities=[ProfilerActivity.CPU], record_shapes=True, experimental_config=config
+    )
 
 
 def trace(done, tmp_path):
     """Return our events of a trace in the order of their beginning, as Chrome's format has them."""
     path = tmp_path / "trace.json"
     done.export_chrome_trace(str(path))
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X" and e["name"].startswith(PREFIX)]
+    events = [
+        e
+        for e in json.loads(path.read_text())["traceEvents"]
+        if e.get("ph") == "X" and e["name"].startswith(PREFIX)
+    ]
     return sorted(events, key=lambda event: event["ts"])
 
 
 def counts(done):
     """Return how often each of our events came, without those that wait."""
-    ours = {e.key.removeprefix(PREFIX): e.count for e in done.key_averages() if e.key.startswith(PREFIX)}
+    ours = {
+        e.key.removeprefix(PREFIX): e.count for e in done.key_averages() if e.key.startswith(PREFIX)
+    }
     return {name: count for name, count in ours.items() if not name.endswith(":wait")}
 
 
@@ -46,7 +54,8 @@ def test_every_operation_is_one_event(group, all_threads):
     memory = shared_memory.share(group, 64)
     shards = shard_memory.allocate(group, 8 * size)
     parts = [[(8 * place, 8 * place + 8)] for place in range(size)]
-    group.all_reduce(t)  # of known memory from now on: the shortest path must not go past the profiler
+    # of known memory from now on: the shortest path must not go past the profiler
+    group.all_reduce(t)
     with profiled(all_threads) as done:
         for asynchronous in (False, True):
             works = [
@@ -87,17 +96,28 @@ def test_every_operation_is_one_event(group, all_threads):
     expected = dict.fromkeys(twice.split(), 2) | dict.fromkeys(once.split(), 1)
     if memory is not None:
         expected["average"] = 1
-    wrong = {name: (found.get(name), count) for name, count in expected.items() if found.get(name) != count}
-    # What consists of others (a sparse sum, an average) shows those as well, where its thread is recorded.
+    wrong = {
+        name: (found.get(name), count)
+        for name, count in expected.items()
+        if found.get(name) != count
+    }
+    # What consists of others (a sparse sum, an average) shows those as well, where its thread is
+    # recorded.
     least = {"all_reduce": 4, "all_gather": 2, "all_gather_into_tensor": 2, "barrier": 2}
-    wrong |= {name: (found.get(name), f">= {count}") for name, count in least.items() if found.get(name, 0) < count}
+    wrong |= {
+        name: (found.get(name), f">= {count}")
+        for name, count in least.items()
+        if found.get(name, 0) < count
+    }
     agree(group, not wrong, f"events, found and expected: {wrong}")
 
 
 @mpi
 def test_an_event_has_shapes_and_the_fields_of_nccl_in_the_thread_that_calls(group, tmp_path):
     with profiled() as done:
-        group.all_gather_into_tensor(torch.ones(group.size * 6, dtype=torch.bfloat16), torch.ones(2, 3, dtype=torch.bfloat16))
+        group.all_gather_into_tensor(
+            torch.ones(group.size * 6, dtype=torch.bfloat16), torch.ones(2, 3, dtype=torch.bfloat16)
+        )
         group.all_reduce(torch.ones(5, dtype=torch.int64), async_op=True).wait()
         group.barrier()
     events = [e for e in trace(done, tmp_path) if not e["name"].endswith(":wait")]
@@ -116,8 +136,16 @@ def test_an_event_has_shapes_and_the_fields_of_nccl_in_the_thread_that_calls(gro
         "Seq": 1,
     }
     agree(group, {name: gathered.get(name) for name in fields} == fields, str(gathered))
-    agree(group, gathered["Input Dims"] == [[2, 3]] and reduced["Input Dims"] == [[5]], f"{gathered} {reduced}")
-    agree(group, (reduced["Collective name"], reduced["Is asynchronized op"]) == ("allreduce", "True"), str(reduced))
+    agree(
+        group,
+        gathered["Input Dims"] == [[2, 3]] and reduced["Input Dims"] == [[5]],
+        f"{gathered} {reduced}",
+    )
+    agree(
+        group,
+        (reduced["Collective name"], reduced["Is asynchronized op"]) == ("allreduce", "True"),
+        str(reduced),
+    )
     agree(group, "dtype" not in barrier and len({e["tid"] for e in events}) == 1, str(events))
 
 
@@ -125,7 +153,10 @@ def test_an_event_has_shapes_and_the_fields_of_nccl_in_the_thread_that_calls(gro
 def test_a_profile_of_all_threads_has_the_events_in_the_group_s_thread(group, tmp_path):
     gate = threading.Event()
     with profiled(all_threads=True) as done:
-        works = [group.in_order(gate.wait, operation="first"), group.all_reduce(torch.ones(2), async_op=True)]
+        works = [
+            group.in_order(gate.wait, operation="first"),
+            group.all_reduce(torch.ones(2), async_op=True),
+        ]
         threading.Timer(0.02, gate.set).start()
         for work in works:
             work.wait()
@@ -135,7 +166,11 @@ def test_a_profile_of_all_threads_has_the_events_in_the_group_s_thread(group, tm
     agree(group, threads[0] == threads[1] != threads[2] == threads[3], str(threads))
     # It ran when its turn came, not when it was called.
     first, second = events["first"], events["all_reduce"]
-    agree(group, second["ts"] >= first["ts"] + first["dur"] and first["dur"] >= 1e4, f"{first} {second}")
+    agree(
+        group,
+        second["ts"] >= first["ts"] + first["dur"] and first["dur"] >= 1e4,
+        f"{first} {second}",
+    )
 
 
 @pytest.mark.mpi(min_size=2)
@@ -152,18 +187,34 @@ def test_messages(group, tmp_path):
             group.send(t, peer)
             group.recv_object(peer)
         if takes_part:
-            for work in group.batch_isend_irecv([P2POp("isend", t, peer, 1), P2POp("irecv", t.clone(), peer, 1)]):
+            for work in group.batch_isend_irecv(
+                [P2POp("isend", t, peer, 1), P2POp("irecv", t.clone(), peer, 1)]
+            ):
                 work.wait()
     events = [e for e in trace(done, tmp_path) if not e["name"].endswith(":wait")]
     found = Counter(e["name"].removeprefix(PREFIX) for e in events)
-    expected = {"send": 2, "recv": 2, "send_object" if group.rank < peer else "recv_object": 1} if takes_part else {}
+    expected = (
+        {"send": 2, "recv": 2, "send_object" if group.rank < peer else "recv_object": 1}
+        if takes_part
+        else {}
+    )
     agree(group, found == expected, f"{found}, not {expected}")
-    ends = {(e["name"], e["args"]["Src Rank"], e["args"]["Dst Rank"]) for e in events if "Src Rank" in e["args"]}
+    ends = {
+        (e["name"], e["args"]["Src Rank"], e["args"]["Dst Rank"])
+        for e in events
+        if "Src Rank" in e["args"]
+    }
     other = group.world_ranks[peer] if takes_part else None
     from_any = "any" if group.rank < peer else other
-    wanted = {(PREFIX + "send", own, other), (PREFIX + "recv", other, own), (PREFIX + "recv", from_any, own)}
+    wanted = {
+        (PREFIX + "send", own, other),
+        (PREFIX + "recv", other, own),
+        (PREFIX + "recv", from_any, own),
+    }
     agree(group, ends == (wanted if takes_part else set()), str(ends))
-    shown = [e["args"]["Input Dims"] for e in events if e["name"] in (PREFIX + "send", PREFIX + "recv")]
+    shown = [
+        e["args"]["Input Dims"] for e in events if e["name"] in (PREFIX + "send", PREFIX + "recv")
+    ]
     agree(group, all(dims == [[4, 2]] for dims in shown), str(shown))
 
 
@@ -182,7 +233,11 @@ def test_an_error_within_an_operation_ends_its_event(group, tmp_path, all_thread
             except OSError as error:
                 raised.append(str(error))
         # Refused as ever, and no event: nothing has been sent.
-        for call in (lambda: group.send("text", 0), lambda: group.send(torch.ones(1), group.size), lambda: group.irecv([], 0)):
+        for call in (
+            lambda: group.send("text", 0),
+            lambda: group.send(torch.ones(1), group.size),
+            lambda: group.irecv([], 0),
+        ):
             try:
                 call()
             except (TypeError, ValueError) as error:
@@ -190,7 +245,11 @@ def test_an_error_within_an_operation_ends_its_event(group, tmp_path, all_thread
         group.barrier()
     agree(group, raised[:2] == ["on purpose"] * 2 and len(raised) == 5, str(raised))
     events = [e for e in trace(done, tmp_path) if not e["name"].endswith(":wait")]
-    agree(group, [e["name"] for e in events] == [PREFIX + n for n in ("failing", "failing", "barrier")], str(events))
+    agree(
+        group,
+        [e["name"] for e in events] == [PREFIX + n for n in ("failing", "failing", "barrier")],
+        str(events),
+    )
     agree(group, all(e["args"].get("finished", True) for e in events), str(events))
     ends = [e["ts"] + e["dur"] for e in events[:2]]
     agree(group, all(end <= events[2]["ts"] for end in ends), f"still open: {events}")

@@ -25,7 +25,9 @@ def test_queued_operations_end_in_their_order_in_one_thread(progress):
     ran = []
     works = [work(number) for number in range(50)]
     for number, one in enumerate(works):
-        progress.submit(one, lambda number: ran.append((number, threading.current_thread().name)), (number,))
+        progress.submit(
+            one, lambda number: ran.append((number, threading.current_thread().name)), (number,)
+        )
     for one in works:
         assert one.wait(10)
     assert ran == [(number, "mpidist-test") for number in range(50)] and progress.pending == 0
@@ -40,7 +42,9 @@ def test_a_synchronous_call_enters_only_when_nothing_is_queued(progress):
     assert not progress.try_enter()
     ran = []
     behind = work()
-    waiting = threading.Thread(target=progress.run, args=(behind, ran.append, (threading.get_ident(),)))
+    waiting = threading.Thread(
+        target=progress.run, args=(behind, ran.append, (threading.get_ident(),))
+    )
     waiting.start()
     time.sleep(0.02)
     assert ran == []

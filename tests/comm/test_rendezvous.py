@@ -21,7 +21,12 @@ def test_the_tables_verbs_are_torchs():
     ours, theirs = KeyValueTable(), dist.HashStore()
     ours.set("a", b"1")
     theirs.set("a", "1")
-    for key, expected, desired in (("a", "0", "9"), ("a", "1", "2"), ("new", "", "first"), ("missing", "x", "y")):
+    for key, expected, desired in (
+        ("a", "0", "9"),
+        ("a", "1", "2"),
+        ("new", "", "first"),
+        ("missing", "x", "y"),
+    ):
         mine = ours.compare_set(key, expected.encode(), desired.encode())
         assert mine == theirs.compare_set(key, expected, desired)
     assert ours.add("n", 5) == theirs.add("n", 5)
@@ -66,7 +71,9 @@ def test_get_waits_for_a_key_that_comes_later(group, store):
 @pytest.mark.mpi
 def test_waits_of_several_threads_do_not_stop_each_other(group, store):
     got = []
-    threads = [threading.Thread(target=lambda k=k: got.append(store.get(f"k{k}"))) for k in range(4)]
+    threads = [
+        threading.Thread(target=lambda k=k: got.append(store.get(f"k{k}"))) for k in range(4)
+    ]
     for thread in threads:
         thread.start()
     time.sleep(0.05)
@@ -130,7 +137,9 @@ FOREIGN = {
     "nothing": b"",
     "text": b"GET / HTTP/1.1",
     "a pickle": bytes(frame.to_bytes((TAG, "read", (Runs(),)))),
-    "a pickle under the number of data": bytes(frame.to_bytes(Runs())).replace(b"\x03\0\0\0", b"\x03\0\1\0", 1),
+    "a pickle under the number of data": bytes(frame.to_bytes(Runs())).replace(
+        b"\x03\0\0\0", b"\x03\0\1\0", 1
+    ),
     "an unknown verb": written(TAG, "__init__", []),
     "a verb that is no text": written(TAG, 3, []),
     "a tag beyond": written(REPLY_TAGS[-1] + 1, "count", []),
@@ -157,7 +166,9 @@ def test_what_is_no_request_is_refused(name):
         key_value_table.request_of(FOREIGN[name])
 
 
-@pytest.mark.parametrize("data", [b"", written(1), written(1, 2), bytes(frame.to_bytes([Runs(), None]))])
+@pytest.mark.parametrize(
+    "data", [b"", written(1), written(1, 2), bytes(frame.to_bytes([Runs(), None]))]
+)
 def test_what_is_no_reply_is_refused(data):
     with pytest.raises(FrameError):
         key_value_table.answer_of(data)
@@ -172,8 +183,15 @@ def test_the_server_drops_what_is_no_request_and_goes_on(group, store, caplog):
                 server._mpi.Send((data, len(data), MPI.BYTE), 0, rendezvous._REQUEST_TAG)
             store.set("still", "there")
         agree(group, store.get("still") == b"there")
-    told = [record.getMessage() for record in caplog.records if "is no request" in record.getMessage()]
-    agree(group, group.rank != 0 or (len(told) == len(FOREIGN) and all("of rank 1, " in text for text in told)), str(told))
+    told = [
+        record.getMessage() for record in caplog.records if "is no request" in record.getMessage()
+    ]
+    agree(
+        group,
+        group.rank != 0
+        or (len(told) == len(FOREIGN) and all("of rank 1, " in text for text in told)),
+        str(told),
+    )
 
 
 @pytest.mark.mpi(min_size=2)

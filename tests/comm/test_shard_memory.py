@@ -33,7 +33,11 @@ def on_nodes(world, monkeypatch):
 
     def make(layout, **options):
         nodes = [LAYOUTS[layout](rank, world.size) for rank in range(world.size)]
-        monkeypatch.setattr(runtime.World, "nodes_of", lambda self, ranks: runtime._numbered(nodes[r] for r in ranks))
+        monkeypatch.setattr(
+            runtime.World,
+            "nodes_of",
+            lambda self, ranks: runtime._numbered(nodes[r] for r in ranks),
+        )
         made.append(world.clone(layout, **options))
         return made[-1]
 
@@ -45,7 +49,11 @@ def on_nodes(world, monkeypatch):
 def ranges_of(size, seed):
     """Return two parts a rank, which together are all bytes; some are empty."""
     generator = torch.Generator().manual_seed(seed)
-    bounds = [0, *sorted(torch.randint(0, NBYTES, (2 * size - 1,), generator=generator).tolist()), NBYTES]
+    bounds = [
+        0,
+        *sorted(torch.randint(0, NBYTES, (2 * size - 1,), generator=generator).tolist()),
+        NBYTES,
+    ]
     parts = [(bounds[place], bounds[place + 1]) for place in range(2 * size)]
     return [[parts[rank], parts[size + rank]] for rank in range(size)]
 
@@ -89,7 +97,9 @@ def test_all_get_all_parts(world, on_nodes, monkeypatch, layout, one_copy, share
 
 @pytest.mark.parametrize("one_copy", [False, True], ids=["copies", "one copy"])
 @pytest.mark.parametrize("layout", ["one node", "uneven"])
-def test_where_one_rank_cannot_share_all_send_messages(world, on_nodes, monkeypatch, layout, one_copy):
+def test_where_one_rank_cannot_share_all_send_messages(
+    world, on_nodes, monkeypatch, layout, one_copy
+):
     """A node of one rank needs nobody's memory, and yet must take the way that the others take."""
     group = on_nodes(layout)
     true_maps = shard_memory.shared_maps
@@ -117,7 +127,9 @@ def test_under_other_defaults(world, on_nodes):
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"), torch.inference_mode():
-            memories = [shard_memory.allocate(group, NBYTES, one_copy) for one_copy in (False, True)]
+            memories = [
+                shard_memory.allocate(group, NBYTES, one_copy) for one_copy in (False, True)
+            ]
             memories.append(shard_memory.on_device(group, NBYTES, torch.device("cpu")))
         for memory in memories:
             agree(world, memory.own.device.type == "cpu" and not memory.own.is_inference())
@@ -156,7 +168,9 @@ def test_it_outlives_its_group_and_leaves_nothing(world, on_nodes):
     memories[0].own.fill_(group.rank + 1)
     view = memories[0].own[10:20]
     group.close()
-    raises_on_all(world, GroupError, functools.partial(memories[0].gather, [[]] * world.size), "closed")
+    raises_on_all(
+        world, GroupError, functools.partial(memories[0].gather, [[]] * world.size), "closed"
+    )
     del memories, group
     gc.collect()
     agree(world, bool((view == world.rank + 1).all()))

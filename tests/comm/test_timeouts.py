@@ -1,6 +1,7 @@
 """Groups that raise on a timeout; jobs that end by one are in tests/integration/test_lost_ranks.py."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -18,8 +19,12 @@ _WAITS = {
     "large all_reduce": lambda group: group.all_reduce(torch.ones(300_000)),
     "bf16": lambda group: group.all_reduce(torch.ones(3, dtype=torch.bfloat16)),
     "asynchronous": lambda group: group.all_reduce(torch.ones(3), async_op=True).wait(),
-    "queued": lambda group: [group.all_reduce(torch.ones(3), async_op=True) for _ in range(3)][-1].wait(),
-    "all_to_all_single": lambda group: group.all_to_all_single(torch.ones(group.size), torch.ones(group.size)),
+    "queued": lambda group: [group.all_reduce(torch.ones(3), async_op=True) for _ in range(3)][
+        -1
+    ].wait(),
+    "all_to_all_single": lambda group: group.all_to_all_single(
+        torch.ones(group.size), torch.ones(group.size)
+    ),
     "scatter_object": lambda group: group.scatter_object(None, group.size - 1),
     "all_gather_object": lambda group: group.all_gather_object("x"),
     "split": lambda group: group.split(0),
@@ -45,9 +50,15 @@ def test_a_timeout_raises_on_every_rank_and_the_group_has_failed(world):
         while group._failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
         text = str(group._failure)
-        fine = world.rank == last or ("is past its timeout of 0.2 s" in told and f"rank {last}: " in told)
+        fine = world.rank == last or (
+            "is past its timeout of 0.2 s" in told and f"rank {last}: " in told
+        )
         agree(world, fine and "is past its timeout" in text, f"{name}: {told}; {text}")
-        for call in (lambda: group.barrier(), lambda: group.isend(torch.ones(1), 0), lambda: group.split(0)):  # noqa: B023
+        for call in (
+            partial(group.barrier),
+            partial(group.isend, torch.ones(1), 0),
+            partial(group.split, 0),
+        ):
             with pytest.raises(CommTimeout, match="is past its timeout"):
                 call()
         group.close()
@@ -56,18 +67,28 @@ def test_a_timeout_raises_on_every_rank_and_the_group_has_failed(world):
 
 def test_what_can_be_left_computes_the_same(world):
     leavable, plain = world.clone("leavable", on_timeout="raise"), world.clone("plain")
-    assert isinstance(leavable._comm.mpi, LeavableComm) and not isinstance(plain._comm.mpi, LeavableComm)
+    assert isinstance(leavable._comm.mpi, LeavableComm) and not isinstance(
+        plain._comm.mpi, LeavableComm
+    )
     for numel in (1, 100_000):
-        for (name, call, result), (_, other, expected) in zip(calls(leavable, numel), calls(plain, numel), strict=True):
+        for (name, call, result), (_, other, expected) in zip(
+            calls(leavable, numel), calls(plain, numel), strict=True
+        ):
             call().wait()
             other().wait()
-            agree(world, all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), name)
+            agree(
+                world, all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), name
+            )
     tensor = torch.ones(5)
     leavable.all_reduce(tensor)
     objects = leavable.all_gather_object({"rank": world.rank})
     children = [leavable.clone(), leavable.split(0), leavable.new_group(range(world.size))]
     inherited = [child.on_timeout for child in children]
-    agree(world, tensor.tolist() == [float(world.size)] * 5 and objects == [{"rank": r} for r in range(world.size)])
+    agree(
+        world,
+        tensor.tolist() == [float(world.size)] * 5
+        and objects == [{"rank": r} for r in range(world.size)],
+    )
     agree(world, inherited == ["raise"] * 3, str(inherited))
     for group in (*children, leavable, plain):
         group.close()
@@ -76,7 +97,12 @@ def test_what_can_be_left_computes_the_same(world):
 @pytest.mark.mpi(min_size=2)
 def test_ranks_must_agree_on_what_a_timeout_does(group):
     mine = "raise" if group.rank == 0 else "abort"
-    text = raises_on_all(group, DisagreementError, lambda: group.clone(on_timeout=mine), "must be the same on all ranks")
+    text = raises_on_all(
+        group,
+        DisagreementError,
+        lambda: group.clone(on_timeout=mine),
+        "must be the same on all ranks",
+    )
     agree(group, "abort on rank 1, " in text and "raise on rank 0" in text, text)
     raises_on_all(group, ValueError, lambda: group.clone(on_timeout="ignore"), "got 'ignore'")
     group.barrier()

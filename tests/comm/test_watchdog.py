@@ -21,7 +21,9 @@ from tests.support import agree, printed, short_job
 def clock(monkeypatch):
     """Return a list whose one number is what the journals' and the watchdog's clock says, in seconds."""
     now = [1000.0]
-    time = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    time = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
+    )
     for module in (journals, watchdog):
         monkeypatch.setattr(module, "time", time)
     return now
@@ -31,7 +33,12 @@ class Group:
     """What the watchdog knows of a group."""
 
     def __init__(self, world_ranks, timeout_s=5.0, name="test"):
-        self.name, self.key, self.world_ranks, self.timeout_s = name, f"key of {name}", world_ranks, timeout_s
+        self.name, self.key, self.world_ranks, self.timeout_s = (
+            name,
+            f"key of {name}",
+            world_ranks,
+            timeout_s,
+        )
         self.journal = Journal(name, self.key)
         self.is_closed, self.on_timeout = False, "abort"
         self.failure, self.revoked = None, 0
@@ -48,7 +55,9 @@ def dog(monkeypatch, clock):
     """A watchdog of rank 0 without a thread, whose messages go nowhere; and what it has written and aborted with."""
     monkeypatch.setattr(watchdog.Watchdog, "_serve", lambda self: None)
     said = SimpleNamespace(sent=[], written=[], aborted=[])
-    monkeypatch.setattr(watchdog.Watchdog, "_send", lambda self, rank, content: said.sent.append((rank, content[0])))
+    monkeypatch.setattr(
+        watchdog.Watchdog, "_send", lambda self, rank, content: said.sent.append((rank, content[0]))
+    )
     monkeypatch.setattr(watchdog.runtime, "write_stderr", said.written.append)
     monkeypatch.setattr(watchdog.runtime, "abort", said.aborted.append)
     world = SimpleNamespace(comm=SimpleNamespace(Dup=lambda: None), size=1, rank=0)
@@ -82,7 +91,11 @@ def test_a_late_collective_is_reported_once_then_the_job_ends(dog, clock):
     watching._look_at(group)
     clock[0] += 6
     watching._look_at(group)
-    assert said.sent == [(1, "ask"), (1, "printed")] and group.revoked == 1 and isinstance(group.failure, CommTimeout)
+    assert (
+        said.sent == [(1, "ask"), (1, "printed")]
+        and group.revoked == 1
+        and isinstance(group.failure, CommTimeout)
+    )
     (text,) = said.written
     assert 'barrier number 1 of group "test" is past its timeout of 5 s' in text
     assert "rank 0: in number 1 barrier()" in text and "rank 1: no answer within 1 s" in text
@@ -90,7 +103,11 @@ def test_a_late_collective_is_reported_once_then_the_job_ends(dog, clock):
     assert len(said.written) == 1 and said.aborted == []
     clock[0] += 2.1
     watching._look_at(group)
-    assert len(said.written) == 1 and len(said.aborted) == 1 and 'barrier number 1 of group "test"' in said.aborted[0]
+    assert (
+        len(said.written) == 1
+        and len(said.aborted) == 1
+        and 'barrier number 1 of group "test"' in said.aborted[0]
+    )
 
 
 def test_a_call_that_came_back_ends_no_job(dog, clock):
@@ -111,7 +128,8 @@ def test_a_call_that_came_back_ends_no_job(dog, clock):
 def test_a_rank_that_has_left_is_waited_for_two_seconds_alone(dog, clock):
     watching, said = dog
     group = Group((0, 3), timeout_s=1800.0)
-    # Rank 3 ended after its first collective of this group; a group that it had closed is not in its list.
+    # Rank 3 ended after its first collective of this group; a group that it had closed is not in
+    # its list.
     watching._left[3] = {group.key: 1}
     closed = Group((0, 3), timeout_s=1800.0, name="closed")
     for one in (group, closed):
@@ -141,7 +159,8 @@ def test_another_rank_that_is_late_prints_if_it_was_the_first_to_ask(dog, clock)
     watching._printers[subject] = -1
     watching._look_at(group)
     waited = clock[0] - 1006
-    assert len(said.written) == 1 and waited >= watchdog._PRINTED_S  # the other did not print in time
+    # the other did not print in time
+    assert len(said.written) == 1 and waited >= watchdog._PRINTED_S
     again = Group((0, 1), name="again")
     again.journal.enter("barrier", None)
     watching._look_at(again)
@@ -178,7 +197,9 @@ FOREIGN = {
     "a kind that is no text": bytes_of([], 0, ()),
     "a number that is none": bytes_of("printed", "0", ("a", "b")),
     "a question without a subject": bytes_of("ask", 1, (("a",), 0)),
-    "an answer without entries": bytes_of("answer", 1, [("group", "key", 3, "barrier", [], None, None, 0)]),
+    "an answer without entries": bytes_of(
+        "answer", 1, [("group", "key", 3, "barrier", [], None, None, 0)]
+    ),
     "an answer that is cut": bytes_of("answer", 1, [("group",)]),
     "a failure of no group": bytes_of("failed", 0, ("key", "text", ["a"])),
     "an end with other values": bytes_of("left", 0, {"group": "3"}),
@@ -196,7 +217,11 @@ FOREIGN = {
     ],
 )
 def test_messages_come_back(kind, content):
-    assert watchdog_messages.decoded(watchdog_messages.encoded(kind, 7, content)) == (kind, 7, content)
+    assert watchdog_messages.decoded(watchdog_messages.encoded(kind, 7, content)) == (
+        kind,
+        7,
+        content,
+    )
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -212,9 +237,15 @@ def test_the_thread_drops_what_is_no_message_and_goes_on(group, caplog):
         for data in FOREIGN.values():
             dog._mpi.Send((data, len(data), MPI.BYTE), 0, watchdog._TAG)
     deadline = time.monotonic() + 30
-    while group.rank == 0 and time.monotonic() < deadline and caplog.text.count("the watchdog drops") < len(FOREIGN):
+    while (
+        group.rank == 0
+        and time.monotonic() < deadline
+        and caplog.text.count("the watchdog drops") < len(FOREIGN)
+    ):
         time.sleep(0.01)
-    ok = group.rank != 0 or (caplog.text.count("the watchdog drops") == len(FOREIGN) and dog._thread.is_alive())
+    ok = group.rank != 0 or (
+        caplog.text.count("the watchdog drops") == len(FOREIGN) and dog._thread.is_alive()
+    )
     agree(group, ok, caplog.text)
 
 
@@ -225,7 +256,9 @@ def test_a_report_says_what_each_rank_is_in(clock, monkeypatch):
     clock[0] += 6
     late = group.journal.snapshot()
     text = watchdog._describe(group, "barrier", "is late", {2: late, 4: late}, [], 4)
-    assert text.index("rank 0 (world rank 4): in number 1") < text.index("rank 1 (world rank 0): no answer")
+    assert text.index("rank 0 (world rank 4): in number 1") < text.index(
+        "rank 1 (world rank 0): no answer"
+    )
     text = watchdog._describe(group, "barrier", "is late", {2: late, 4: late, 0: []}, [], 4)
     assert "rank 1 (world rank 0): does not know this group" in text
     monkeypatch.setattr(exited_ranks, "_left", {0: clock[0]})
@@ -255,10 +288,22 @@ def test_a_rank_that_never_comes_is_reported_and_the_job_ends():
     )
     assert done.returncode != 0
     report = done.stderr
-    number = int(re.search(r'all_reduce number (\d+) of group "world" is past its timeout of 1 s', report)[1])
-    assert re.search(rf"rank 0: in number {number} all_reduce\(shape=\(3, 2\), dtype=torch.float64\) of group", report)
-    assert re.search(rf'rank 1: outside any collective of group "world"; the last was number {number - 1}, all_reduce', report)
-    assert re.search(r'rank 1: in number 1 broadcast\(shape=\(7,\), dtype=torch.int16\) of group "elsewhere"', report)
+    number = int(
+        re.search(r'all_reduce number (\d+) of group "world" is past its timeout of 1 s', report)[1]
+    )
+    assert re.search(
+        rf"rank 0: in number {number} all_reduce\(shape=\(3, 2\), dtype=torch.float64\) of group",
+        report,
+    )
+    assert re.search(
+        rf'rank 1: outside any collective of group "world"; the last was number {number - 1}, '
+        r"all_reduce",
+        report,
+    )
+    assert re.search(
+        r'rank 1: in number 1 broadcast\(shape=\(7,\), dtype=torch.int16\) of group "elsewhere"',
+        report,
+    )
     assert "no return from MPI within 2 s of the report" in report
 
 
@@ -289,8 +334,14 @@ except RankFailureError as error:
 """
 _ENDS = {
     # what a rank does after rank 1 has come to its end: what it is told
-    "recv": ("world.recv(torch.zeros(2), 1)", "recv waits for world rank 1, which came to the end of the program"),
-    "recv_object": ("world.recv_object(1)", "recv_object waits for world rank 1, which came to the end of the program"),
+    "recv": (
+        "world.recv(torch.zeros(2), 1)",
+        "recv waits for world rank 1, which came to the end of the program",
+    ),
+    "recv_object": (
+        "world.recv_object(1)",
+        "recv_object waits for world rank 1, which came to the end of the program",
+    ),
     # The last, because it stays under way.
     "send_object": (
         "world.send_object(torch.zeros(5_000_000), 1)",
@@ -388,7 +439,11 @@ def test_a_group_that_a_member_does_not_make_ends_the_job_after_the_timeout():
 @pytest.mark.slow
 def test_with_ulfm_the_others_outlive_a_rank_that_ends_early():
     done = short_job(3, _LEAVES.format(calls={}), *_ULFM)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{") and "ranks" in line]
+    lines = [
+        json.loads(line)
+        for line in done.stdout.splitlines()
+        if line.startswith("{") and "ranks" in line
+    ]
     assert sorted(line["rank"] for line in lines) == [0, 2], done.stdout + done.stderr
     # The slower of the two may find that the other has ended as well.
     assert all(1 in line["ranks"] for line in lines), done.stdout
@@ -430,7 +485,8 @@ def test_with_ulfm_a_rank_left_alone_goes_on():
     facts = printed(done)
     assert "past its timeout of 1 s" in facts[0]["raised"]
     assert "rank 1: outside any collective" in facts[0]["raised"]
-    assert (facts[0]["again"], facts[1]["again"]) == ("CommTimeout", "RankFailureError")  # the group is lost on both
+    # the group is lost on both
+    assert (facts[0]["again"], facts[1]["again"]) == ("CommTimeout", "RankFailureError")
     assert facts[0]["sum"] == facts[1]["sum"] == [3.0] * 3
 
 

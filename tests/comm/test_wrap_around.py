@@ -12,7 +12,8 @@ from tests.support import agree
 pytestmark = pytest.mark.mpi
 
 DTYPES = [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64]
-# Vector instructions take 16 or 32 bytes and leave the rest to others; the longest is past the eager messages.
+# Vector instructions take 16 or 32 bytes and leave the rest to others; the longest is past the
+# eager messages.
 NUMELS = (1, 8, 16, 33, 1000, 70_001)
 FACTOR = 3
 
@@ -38,7 +39,9 @@ def computed_by_torch(parts, op):
         total = total * op.factor
     total = total.to(parts[0].dtype)
     if op == AVG:
-        total = torch.div(total.to(torch.int64), len(parts), rounding_mode="trunc").to(parts[0].dtype)
+        total = torch.div(total.to(torch.int64), len(parts), rounding_mode="trunc").to(
+            parts[0].dtype
+        )
     return total
 
 
@@ -55,7 +58,16 @@ def test_every_reduction(group, dtype):
     def check(what, got, expected):
         if not torch.equal(got, expected):
             place = int((got != expected).flatten().to(torch.uint8).argmax())
-            wrong.append((what, op, numel, place, got.flatten()[place].item(), expected.flatten()[place].item()))
+            wrong.append(
+                (
+                    what,
+                    op,
+                    numel,
+                    place,
+                    got.flatten()[place].item(),
+                    expected.flatten()[place].item(),
+                )
+            )
 
     for op in (SUM, AVG, PRODUCT, PremulSum(FACTOR)):
         for numel in NUMELS:
@@ -72,7 +84,9 @@ def test_every_reduction(group, dtype):
                 check(f"all_reduce of a column, async {is_async}", strided, expected)
                 several = [mine.clone(), mine.clone()]
                 finished(group.all_reduce_coalesced(several, op, async_op=is_async))
-                check("all_reduce_coalesced", torch.stack(several), torch.stack([expected, expected]))
+                check(
+                    "all_reduce_coalesced", torch.stack(several), torch.stack([expected, expected])
+                )
                 tensor = mine.clone()
                 finished(group.reduce(tensor, W - 1, op, async_op=is_async))
                 check("reduce", tensor, expected if rank == W - 1 else mine)
@@ -80,7 +94,11 @@ def test_every_reduction(group, dtype):
                 finished(group.reduce_scatter_tensor(target, rows[rank], op, async_op=is_async))
                 check("reduce_scatter_tensor", target, own)
                 target = torch.zeros(numel, dtype=dtype)
-                finished(group.reduce_scatter(target, list(rows[rank].split(numel)), op, async_op=is_async))
+                finished(
+                    group.reduce_scatter(
+                        target, list(rows[rank].split(numel)), op, async_op=is_async
+                    )
+                )
                 check("reduce_scatter", target, own)
     agree(group, not wrong, str(wrong[:4]))
 
@@ -104,7 +122,8 @@ def test_by_shards_and_in_pieces(group, dtype, monkeypatch):
     for from_bytes, limit in ((64, 1 << 30), (1 << 30, 100)):
         monkeypatch.setattr(pairwise, "FROM_BYTES", from_bytes)
         monkeypatch.setattr(buffer, "MAX_COUNT", limit)
-        group._shortcut.forget()  # calls by the other limits, which a rank may hold for an address and another not
+        # calls by the other limits, which a rank may hold for an address and another not
+        group._shortcut.forget()
         for op in (SUM, AVG, PRODUCT):
             tensor, kept = parts[group.rank].clone(), parts[group.rank].clone()
             scattered = torch.zeros(1001, dtype=dtype)

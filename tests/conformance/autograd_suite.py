@@ -21,7 +21,10 @@ class OnAutograd(suite.OnMpidist):
     def surroundings(self):
         """Undo what a test does to its module."""
         fresh = {"rpc_done": [False] * 4, "ctx_ids": [-1] * 4, "known_context_ids": set()}
-        with mock.patch.dict(autograd_test.__dict__, fresh), PREPARED.get(self._testMethodName, contextlib.nullcontext)():
+        with (
+            mock.patch.dict(autograd_test.__dict__, fresh),
+            PREPARED.get(self._testMethodName, contextlib.nullcontext)(),
+        ):
             yield
 
 
@@ -38,7 +41,9 @@ class FaultySuite(OnAutograd, autograd_test.FaultyAgentDistAutogradTest, common_
 
     @property
     def rpc_backend_options(self) -> FaultyOptions:
-        return FaultyOptions(self.init_method, suite.TIMEOUT_S, ["CLEANUP_AUTOGRAD_CONTEXT_REQ"], {})
+        return FaultyOptions(
+            self.init_method, suite.TIMEOUT_S, ["CLEANUP_AUTOGRAD_CONTEXT_REQ"], {}
+        )
 
     @contextlib.contextmanager
     def surroundings(self):

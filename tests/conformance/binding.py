@@ -36,16 +36,24 @@ def counterpart(name: str, found: Any) -> Any:
     """Return what a suite's global name is bound to here; None if torch's own object stays."""
     if isinstance(found, types.ModuleType):
         ours = PLACES.get(found.__name__)
-        return bound(ours) if ours is not None and importlib.util.find_spec(ours) is not None else None
+        return (
+            bound(ours) if ours is not None and importlib.util.find_spec(ours) is not None else None
+        )
     for theirs, ours in PLACES.items():
         module = sys.modules.get(theirs)
-        if module is not None and getattr(module, name, None) is found and importlib.util.find_spec(ours) is not None:
+        if (
+            module is not None
+            and getattr(module, name, None) is found
+            and importlib.util.find_spec(ours) is not None
+        ):
             return getattr(importlib.import_module(ours), name, None)
     return None
 
 
 @contextlib.contextmanager
-def ours_in_place_of_torchs(modules: Iterable[types.ModuleType], more: Mapping[str, Any]) -> Iterator[None]:
+def ours_in_place_of_torchs(
+    modules: Iterable[types.ModuleType], more: Mapping[str, Any]
+) -> Iterator[None]:
     """Bind the names by which suites reach torch's modules to ours.
 
     Args:
@@ -54,7 +62,11 @@ def ours_in_place_of_torchs(modules: Iterable[types.ModuleType], more: Mapping[s
     """
     with contextlib.ExitStack() as stack:
         for module in modules:
-            names = {name: counterpart(name, found) for name, found in vars(module).items() if not name.startswith("__")}
+            names = {
+                name: counterpart(name, found)
+                for name, found in vars(module).items()
+                if not name.startswith("__")
+            }
             names |= {name: found for name, found in more.items() if hasattr(module, name)}
             for name, found in names.items():
                 if found is not None:
@@ -63,7 +75,8 @@ def ours_in_place_of_torchs(modules: Iterable[types.ModuleType], more: Mapping[s
             parent, _, attribute = name.rpartition(".")
             ours_here = importlib.import_module(PLACES[name])
             stack.enter_context(mock.patch.object(sys.modules[parent], attribute, ours_here))
-            # mock.patch.dict would take out of sys.modules what a test imports, torch._dynamo among it.
+            # mock.patch.dict would take out of sys.modules what a test imports, torch._dynamo among
+            # it.
             stack.callback(sys.modules.__setitem__, name, sys.modules[name])
             sys.modules[name] = ours_here
         yield

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 _GLOOS_BARRIER = "asks for Gloo's own monitored_barrier: torch refuses every other backend by name"
 _LOGGER = "reads _get_ddp_logging_data, which torch's C++ reducer fills"
-_TEXTS = "asks for texts of torch's C++ reducer, raised in the pass after the one that lacks a gradient, and kept in its log"
+_TEXTS = (
+    "asks for texts of torch's C++ reducer, raised in the pass after the one that lacks a "
+    "gradient, and kept in its log"
+)
 _USED_MAP = "reads reducer._get_local_used_map of torch's C++ reducer"
-_NAMES = "calls _build_params_for_reducer and _build_debug_param_to_name_mapping, which prepare torch's C++ reducer"
+_NAMES = (
+    "calls _build_params_for_reducer and _build_debug_param_to_name_mapping, which prepare "
+    "torch's C++ reducer"
+)
 
 _OF_GROUP = {
     "test_monitored_barrier_allreduce_hang": _GLOOS_BARRIER,
@@ -27,7 +33,8 @@ _OF_OUR_DDP = {
     "test_ddp_logging_data_gpu": _LOGGER,
     "test_ddp_multiple_nested_unused_params_err_ignore_params": _TEXTS,
     "test_ddp_multiple_nested_unused_params_error": _TEXTS,
-    "test_ddp_native_mixed_precision_ignored_params": "reads _mp_param and _fp_param, which torch's module gives parameters",
+    "test_ddp_native_mixed_precision_ignored_params": "reads _mp_param and _fp_param, which "
+    "torch's module gives parameters",
     "test_ddp_python_error_logged": _LOGGER,
     "test_ddp_unused_params_rebuild_buckets_exception": _TEXTS,
     "test_detect_ddp_is_actually_static": "reads reducer._ddp_graph_static of torch's C++ reducer",
@@ -40,7 +47,8 @@ NOT_APPLICABLE = {"group": _OF_GROUP, "torch_ddp": {}, "our_ddp": _OF_OUR_DDP}
 # Tests that fail, and why.
 _ASYNC = {
     "test_ddp_profiling_torch_profiler": (
-        "wants events that begin in one thread and end in another, as Gloo's do; torch writes the end of one into memory that it "
+        "wants events that begin in one thread and end in another, as Gloo's do; torch writes the "
+        "end of one into memory that it "
         "has freed if the profiler ends first, so ours stay within a thread"
     )
 }
@@ -51,7 +59,8 @@ LONG = {
     "test_barrier_timeout_group": "waits for a timeout",
     "test_ddp_hook_parity_post_localSGD": "Gloo fails it on the host, too",
     "test_ddp_apply_optim_in_backward": "a million parameters, six optimizers",
-    "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false": "a million parameters, six optimizers",
+    "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false": "a million parameters, six "
+    "optimizers",
     "test_ddp_compile_static_graph": "two compilers at work in each rank",
     "test_ddp_uneven_inputs": "1500 passes",
 }

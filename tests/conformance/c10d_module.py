@@ -1,7 +1,8 @@
 """PyTorch's distributed_test, imported so that its conditions become data: CUDA, numbers of ranks, torch's own reasons to skip.
 
-The module decides at its import, by the environment, which tests a backend may run. The decorators that would skip note their
-reasons on the function instead, and the test runs, whatever backend it was written for.
+The module decides at its import, by the environment, which tests a backend may run. The decorators
+that would skip note their reasons on the function instead, and the test runs, whatever backend it
+was written for.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def _noting_if(condition: bool, reason: str) -> Callable[[Any], Any]:
 def distributed_test() -> types.ModuleType:
     """Import the module."""
     # One rank: the decorators compare with it, and then say how many they want.
-    environment = mock.patch.dict(os.environ, {"BACKEND": "gloo", "WORLD_SIZE": "1", "INIT_METHOD": "file://"})
+    environment = mock.patch.dict(
+        os.environ, {"BACKEND": "gloo", "WORLD_SIZE": "1", "INIT_METHOD": "file://"}
+    )
     decorators = mock.patch.multiple(
         common_distributed,
         skip_if_no_gpu=_noting("needs a GPU"),
@@ -70,7 +73,9 @@ def distributed_test() -> types.ModuleType:
         skip_if_small_worldsize=_noting(_SMALL),
         skip_if_odd_worldsize=_noting(_ODD),
     )
-    skips = mock.patch.multiple(common_utils, skip_but_pass_in_sandcastle=_noting, skip_but_pass_in_sandcastle_if=_noting_if)
+    skips = mock.patch.multiple(
+        common_utils, skip_but_pass_in_sandcastle=_noting, skip_but_pass_in_sandcastle_if=_noting_if
+    )
     with environment, decorators, skips:
         return importlib.import_module(_NAME)
 
@@ -78,7 +83,9 @@ def distributed_test() -> types.ModuleType:
 def names() -> list[str]:
     """Return the names of all tests, sorted."""
     base = distributed_test().DistributedTest._DistTestBase
-    return sorted(name for name, _ in inspect.getmembers(base, inspect.isfunction) if name.startswith("test_"))
+    return sorted(
+        name for name, _ in inspect.getmembers(base, inspect.isfunction) if name.startswith("test_")
+    )
 
 
 @functools.cache
@@ -98,7 +105,9 @@ def needs(name: str) -> Needs:
         else:
             others.append(note)
     cuda = any(_GPU.search(note) for note in others)
-    skipped = function.__unittest_skip_why__ if getattr(function, "__unittest_skip__", False) else ""
+    skipped = (
+        function.__unittest_skip_why__ if getattr(function, "__unittest_skip__", False) else ""
+    )
     skipped = skipped or next((note for note in others if note == "no torchvision"), "")
     return Needs(cuda, tuple(sorted(sizes)), skipped, _constructs_ddp(base, function, set()))
 
@@ -117,4 +126,6 @@ def _constructs_ddp(base: Any, function: Any, seen: set[str]) -> bool:
     called = set(re.findall(r"\bself\.(_\w+)", text)) - seen
     seen |= called
     methods = [getattr(base, name, None) for name in sorted(called)]
-    return any(_constructs_ddp(base, method, seen) for method in methods if inspect.isfunction(method))
+    return any(
+        _constructs_ddp(base, method, seen) for method in methods if inspect.isfunction(method)
+    )

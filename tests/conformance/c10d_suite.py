@@ -1,8 +1,9 @@
 """PyTorch's own tests of process groups and of ``DistributedDataParallel``, with Gloo as the peer.
 
-Three modes: ``group`` runs the tests of collectives on our backend, ``torch_ddp`` those of data parallelism with torch's module
-on it, ``our_ddp`` the same with ``mpidist.ddp.DistributedDataParallel`` in its place. A test that fails is repeated on Gloo, on
-the same ranks in the same way: one that Gloo fails, too, says nothing of us.
+Three modes: ``group`` runs the tests of collectives on our backend, ``torch_ddp`` those of data
+parallelism with torch's module on it, ``our_ddp`` the same with
+``mpidist.ddp.DistributedDataParallel`` in its place. A test that fails is repeated on Gloo, on the
+same ranks in the same way: one that Gloo fails, too, says nothing of us.
 """
 
 from __future__ import annotations
@@ -55,14 +56,28 @@ class Alias(str):
 class TorchOnHost(TorchDdp):
     """torch's module without its arguments that name devices: there is only the host."""
 
-    def __init__(self, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        module: Any,
+        device_ids: Any = None,
+        output_device: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(module, None, None, *args, **kwargs)
 
 
 class OurOnHost(OurDdp):
     """Ours likewise."""
 
-    def __init__(self, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        module: Any,
+        device_ids: Any = None,
+        output_device: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(module, None, None, *args, **kwargs)
 
 
@@ -136,7 +151,9 @@ class Runner:
         folder = self._group.broadcast_object(tempfile.mkdtemp() if self._group.rank == 0 else None)
         self._attempts += 1
         store = dist.PrefixStore(f"{self._attempts}", self._server)
-        ended = self._group.all_gather_object(_attempt(name, backend, ddp, self._group.rank, self._group.size, store, folder))
+        ended = self._group.all_gather_object(
+            _attempt(name, backend, ddp, self._group.rank, self._group.size, store, folder)
+        )
         shutil.rmtree(folder, ignore_errors=True)
         return together(ended)
 
@@ -144,11 +161,15 @@ class Runner:
 def together(ended: Sequence[Outcome]) -> Outcome:
     """Return one outcome of all ranks': failed if any has, else skipped if any was."""
     kinds = {outcome.kind for outcome in ended}
-    text = "\n".join(f"rank {rank}: {outcome.text}" for rank, outcome in enumerate(ended) if outcome.text)
+    text = "\n".join(
+        f"rank {rank}: {outcome.text}" for rank, outcome in enumerate(ended) if outcome.text
+    )
     return Outcome(next(kind for kind in ("failed", "skipped", "passed") if kind in kinds), text)
 
 
-def _attempt(name: str, backend: str, ddp: Any, rank: int, size: int, store: Any, folder: str) -> Outcome:
+def _attempt(
+    name: str, backend: str, ddp: Any, rank: int, size: int, store: Any, folder: str
+) -> Outcome:
     for inner in ("barrier", "test_dir"):
         os.makedirs(os.path.join(folder, inner), exist_ok=True)
     is_cuda = needs(name).cuda
@@ -158,7 +179,10 @@ def _attempt(name: str, backend: str, ddp: Any, rank: int, size: int, store: Any
     common_utils.set_rng_seed()
     faulthandler.dump_traceback_later(_HANG_S, exit=True)
     try:
-        with PREPARED.get(name, contextlib.nullcontext)(), _names_bound(backend, ddp, is_cuda, size, folder):
+        with (
+            PREPARED.get(name, contextlib.nullcontext)(),
+            _names_bound(backend, ddp, is_cuda, size, folder),
+        ):
             _init(backend, rank, size, dist.PrefixStore("group", store))
             getattr(test, name)()
             # Who is through destroys its group; the others may still be in it.
@@ -188,14 +212,22 @@ def _init(backend: str, rank: int, size: int, store: Any) -> None:
 def _names_bound(backend: str, ddp: Any, is_cuda: bool, size: int, folder: str) -> Iterator[None]:
     url = f"file://{folder}/init"
     names = {"BACKEND": Alias(backend), "INIT_METHOD": url, "DistributedDataParallel": ddp}
-    environment = {"BACKEND": backend, "WORLD_SIZE": str(size), "TEMP_DIR": folder, "INIT_METHOD": url}
+    environment = {
+        "BACKEND": backend,
+        "WORLD_SIZE": str(size),
+        "TEMP_DIR": folder,
+        "INIT_METHOD": url,
+    }
     with contextlib.ExitStack() as stack:
         if is_cuda:
             ddp = _ON_HOST[ddp]
             names |= {"init_multigpu_helper": devices_of, "DistributedDataParallel": ddp}
             stack.enter_context(cuda_on_host())
-        # A collective that waits for a rank whose test has failed ends in an error, and the job goes on.
-        stack.enter_context(mock.patch.dict(os.environ, {**environment, "MPIDIST_ON_TIMEOUT": "raise"}))
+        # A collective that waits for a rank whose test has failed ends in an error, and the job
+        # goes on.
+        stack.enter_context(
+            mock.patch.dict(os.environ, {**environment, "MPIDIST_ON_TIMEOUT": "raise"})
+        )
         stack.enter_context(mock.patch.multiple(_module, **names))
         stack.enter_context(mock.patch.object(torch.nn.parallel, "DistributedDataParallel", ddp))
         # pytest's handlers; torch runs each test in a process of its own.
@@ -204,7 +236,8 @@ def _names_bound(backend: str, ddp: Any, is_cuda: bool, size: int, folder: str) 
 
 
 def _strided() -> Any:
-    # Its convolutions of 1000 x 1000 pixels take a CPU seconds each, in hundreds of passes; their parameters are what matters.
+    # Its convolutions of 1000 x 1000 pixels take a CPU seconds each, in hundreds of passes; their
+    # parameters are what matters.
     return mock.patch.object(torch.nn, "Conv2d", functools.partial(torch.nn.Conv2d, stride=8))
 
 

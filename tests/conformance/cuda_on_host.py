@@ -1,7 +1,7 @@
 """torch's CUDA names bound to the host: tests of CUDA tensors run on machines without a GPU.
 
-Devices named cuda, or by a number, become the CPU; streams, events and the current device do nothing. What a test asks of a real
-GPU beside that, it fails on any backend.
+Devices named cuda, or by a number, become the CPU; streams, events and the current device do
+nothing. What a test asks of a real GPU beside that, it fails on any backend.
 """
 
 from __future__ import annotations
@@ -66,10 +66,19 @@ class _Nothing:
 @contextlib.contextmanager
 def cuda_on_host() -> Iterator[None]:
     """Bind the names."""
-    names = {name: _Nothing for name in ("Stream", "Event", "stream", "device", "current_stream", "default_stream")}
-    calls = {name: lambda *args, **kwargs: None for name in ("set_device", "synchronize", "empty_cache")}
+    names = {
+        name: _Nothing
+        for name in ("Stream", "Event", "stream", "device", "current_stream", "default_stream")
+    }
+    calls = {
+        name: lambda *args, **kwargs: None for name in ("set_device", "synchronize", "empty_cache")
+    }
     module = mock.patch.object(torch.nn.Module, "cuda", lambda self, device=None: self)
-    with mock.patch.multiple(torch.cuda, **names, **calls, current_device=lambda: 0), module, _OnHost():
+    with (
+        mock.patch.multiple(torch.cuda, **names, **calls, current_device=lambda: 0),
+        module,
+        _OnHost(),
+    ):
         yield
 
 

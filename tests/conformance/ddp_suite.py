@@ -19,7 +19,8 @@ _init_process_group = dist.init_process_group
 def _init_on_mpi(backend: str, **kwargs: Any) -> None:
     """Have the default group be ours, whatever backend a test asks for; its ranks are the job's."""
     _init_process_group("mpidist")
-    dist.barrier()  # a test takes it that all others have come so far, as with a store that all must reach
+    # a test takes it that all others have come so far, as with a store that all must reach
+    dist.barrier()
 
 
 class OnDdp(suite.OnMpidist):
@@ -30,7 +31,9 @@ class OnDdp(suite.OnMpidist):
 
     def surroundings(self):
         """Return what a test runs in: a fresh signal, for it is notified once, and a default group of ours."""
-        return mock.patch.multiple(ddp_test, shutdown_signal=threading.Condition(), dist=_Distributed())
+        return mock.patch.multiple(
+            ddp_test, shutdown_signal=threading.Condition(), dist=_Distributed()
+        )
 
 
 class _Distributed:

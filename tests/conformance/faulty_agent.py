@@ -23,7 +23,8 @@ KINDS = {
     "RREF_FORK_REQUEST": (Kind.RREF_FORK,),
     "RREF_USER_DELETE": (Kind.RREF_USER_DELETE,),
     "RREF_CHILD_ACCEPT": (),
-    "CLEANUP_AUTOGRAD_CONTEXT_REQ": (),  # one way, sent once: MPI loses nothing, so there is nothing to send again
+    # one way, sent once: MPI loses nothing, so there is nothing to send again
+    "CLEANUP_AUTOGRAD_CONTEXT_REQ": (),
 }
 
 
@@ -50,10 +51,15 @@ def faults() -> Iterator[None]:
         if kind in {faulty for name in options.messages_to_fail for faulty in KINDS[name]}:
             agent.calls.fail(sequence, CommTimeout("the message was dropped"), to)
             return
-        delay = max((s for name, s in options.messages_to_delay.items() if kind in KINDS[name]), default=0.0)
+        delay = max(
+            (s for name, s in options.messages_to_delay.items() if kind in KINDS[name]), default=0.0
+        )
         if delay:
             # Later messages overtake it, as they do torch's.
-            timer = threading.Timer(delay, lambda: agent.wire.is_stopped or send(self, to, kind, sequence, *args, **kwargs))
+            timer = threading.Timer(
+                delay,
+                lambda: agent.wire.is_stopped or send(self, to, kind, sequence, *args, **kwargs),
+            )
             timer.daemon = True
             timer.start()
         else:

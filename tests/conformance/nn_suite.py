@@ -20,7 +20,9 @@ class RemoteModuleSuite(OnNn, remote_module_test.RemoteModuleTest, common_utils.
     """The tests of two workers."""
 
 
-class ThreeWorkersSuite(OnNn, remote_module_test.ThreeWorkersRemoteModuleTest, common_utils.TestCase):
+class ThreeWorkersSuite(
+    OnNn, remote_module_test.ThreeWorkersRemoteModuleTest, common_utils.TestCase
+):
     """The tests of three."""
 
 

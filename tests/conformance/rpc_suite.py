@@ -39,11 +39,17 @@ class FaultySuite(OnRpc, faulty_test.FaultyAgentRpcTest, common_utils.TestCase):
 
     def setup_fault_injection(self, faulty_messages, messages_to_delay):
         self.messages_to_fail = faulty_messages if faulty_messages is not None else []
-        self.messages_to_delay = messages_to_delay if messages_to_delay is not None else {"PYTHON_CALL": 1.5, "SCRIPT_CALL": 1.5}
+        self.messages_to_delay = (
+            messages_to_delay
+            if messages_to_delay is not None
+            else {"PYTHON_CALL": 1.5, "SCRIPT_CALL": 1.5}
+        )
 
     @property
     def rpc_backend_options(self) -> FaultyOptions:
-        return FaultyOptions(self.init_method, suite.TIMEOUT_S, self.messages_to_fail, self.messages_to_delay)
+        return FaultyOptions(
+            self.init_method, suite.TIMEOUT_S, self.messages_to_fail, self.messages_to_delay
+        )
 
 
 def _nothing_deleted():
@@ -56,7 +62,8 @@ def _as_torchs(self, init_method):
 
 
 def _options_of_torchs():
-    # The class is derived from torch's options, and calls the initializer of what the name stands for now.
+    # The class is derived from torch's options, and calls the initializer of what the name stands
+    # for now.
     return mock.patch.object(rpc_test.FooBackendOptions, "__init__", _as_torchs)
 
 

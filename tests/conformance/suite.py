@@ -74,7 +74,11 @@ def made(suite, name, rank, size, file_name):
 def names_of(suite) -> list[str]:
     """Return the names of a suite's own tests."""
     source = suite.__bases__[1]
-    return [name for name, _ in inspect.getmembers(source, inspect.isfunction) if name.startswith("test_")]
+    return [
+        name
+        for name, _ in inspect.getmembers(source, inspect.isfunction)
+        if name.startswith("test_")
+    ]
 
 
 def run(suite, name: str, group) -> None:
@@ -86,9 +90,14 @@ def run(suite, name: str, group) -> None:
     test = made(suite, name, group.rank, group.size, file_name)
     faulthandler.dump_traceback_later(100, exit=True)
     leaks = api._ignore_rref_leak
-    no_log = mock.patch.object(logging.getLogger(), "handlers", [])  # pytest's; torch runs each test in a process of its own
+    # pytest's; torch runs each test in a process of its own
+    no_log = mock.patch.object(logging.getLogger(), "handlers", [])
     try:
-        with ours_in_place_of_torchs((dist_utils, *suite.modules), suite.more), no_log, test.surroundings():
+        with (
+            ours_in_place_of_torchs((dist_utils, *suite.modules), suite.more),
+            no_log,
+            test.surroundings(),
+        ):
             getattr(test, name)()
     finally:
         api._ignore_rref_leak = leaks

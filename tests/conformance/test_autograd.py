@@ -12,9 +12,12 @@ pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.filterwarnings("ignore")]
 
 # Exact names of tests, and why they say nothing of us.
 NOT_APPLICABLE = {
-    "test_dist_autograd_profiling": "reads events that torch's C++ engine writes into the legacy autograd profiler",
-    "test_post_hooks": "hooks on AccumulateGrad nodes: gradients are taken in front of them, so that nothing touches .grad",
-    "test_trainer_ps_torchscript_functions": "passes a reference to a script function, whose RRef type is torch's C++ class",
+    "test_dist_autograd_profiling": "reads events that torch's C++ engine writes into the legacy "
+    "autograd profiler",
+    "test_post_hooks": "hooks on AccumulateGrad nodes: gradients are taken in front of them, so "
+    "that nothing touches .grad",
+    "test_trainer_ps_torchscript_functions": "passes a reference to a script function, whose RRef "
+    "type is torch's C++ class",
     "test_verify_backend_options": "reads the options of torch's faulty agent",
 }
 
@@ -23,7 +26,13 @@ def chosen(suite_name: str) -> list[str]:
     """Return the tests that run here."""
     from tests.conformance import autograd_suite, suite
 
-    return suite.selected([name for name in suite.names_of(getattr(autograd_suite, suite_name)) if name not in NOT_APPLICABLE])
+    return suite.selected(
+        [
+            name
+            for name in suite.names_of(getattr(autograd_suite, suite_name))
+            if name not in NOT_APPLICABLE
+        ]
+    )
 
 
 def pytest_generate_tests(metafunc):

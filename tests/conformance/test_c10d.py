@@ -1,7 +1,8 @@
 """PyTorch's distributed_test at 2, 3 and 4 ranks: our group, torch's DDP on it, our DDP in torch's place.
 
-Here each test runs at one of the three numbers of ranks, as a checksum of its name says; with MPIDIST_CONFORMANCE=all at all
-three. One that fails is repeated on Gloo, and excluded if Gloo fails it, too.
+Here each test runs at one of the three numbers of ranks, as a checksum of its name says; with
+MPIDIST_CONFORMANCE=all at all three. One that fails is repeated on Gloo, and excluded if Gloo fails
+it, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import pytest
 from mpidist.comm.mpi.launcher_env import from_environment
 from tests.conformance.c10d_lists import KNOWN_FAILURES, LONG, NOT_APPLICABLE
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.every_case, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.mpi(min_size=2),
+    pytest.mark.every_case,
+    pytest.mark.filterwarnings("ignore"),
+]
 _SHORT = os.environ.get("MPIDIST_CONFORMANCE") != "all"
 
 

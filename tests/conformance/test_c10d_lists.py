@@ -18,10 +18,16 @@ def test_listed_tests_exist_and_most_of_what_applies_is_to_pass():
     for mode, listed in NOT_APPLICABLE.items():
         failing = KNOWN_FAILURES[mode]
         assert not set(listed) & set(failing)
-        assert not [name for name in [*listed, *failing] if name not in names or c10d_module.needs(name).ddp is (mode == "group")]
+        assert not [
+            name
+            for name in [*listed, *failing]
+            if name not in names or c10d_module.needs(name).ddp is (mode == "group")
+        ]
     # Nineteen more at most need a GPU, as Gloo tells in the run.
     for size in c10d_module.SIZES:
-        applicable = len(sorted_out("our_ddp", size, short=False)[0]) + len(KNOWN_FAILURES["our_ddp"])
+        applicable = len(sorted_out("our_ddp", size, short=False)[0]) + len(
+            KNOWN_FAILURES["our_ddp"]
+        )
         assert len(KNOWN_FAILURES["our_ddp"]) <= 0.02 * (applicable - 19)
 
 
@@ -30,19 +36,28 @@ def test_each_test_is_run_at_one_number_of_ranks_or_counted_with_the_reason():
     from tests.conformance.test_c10d import sorted_out
 
     for mode, listed in NOT_APPLICABLE.items():
-        of_mode = [name for name in c10d_module.names() if c10d_module.needs(name).ddp is (mode != "group")]
+        of_mode = [
+            name for name in c10d_module.names() if c10d_module.needs(name).ddp is (mode != "group")
+        ]
         run = []
         for size in c10d_module.SIZES:
             chosen, others = sorted_out(mode, size, short=True)
             assert len(chosen) + sum(others.values()) == len(of_mode)
             run += chosen
-        left = {name for name in of_mode if c10d_module.needs(name).skipped} | set(listed) | set(KNOWN_FAILURES[mode]) | set(LONG)
+        left = (
+            {name for name in of_mode if c10d_module.needs(name).skipped}
+            | set(listed)
+            | set(KNOWN_FAILURES[mode])
+            | set(LONG)
+        )
         assert sorted(run) == [name for name in of_mode if name not in left]
 
 
 def test_one_rank_that_fails_is_the_verdict():
     from tests.conformance.c10d_suite import Outcome, together
 
-    assert together([Outcome("passed"), Outcome("skipped", "why")]) == Outcome("skipped", "rank 1: why")
+    assert together([Outcome("passed"), Outcome("skipped", "why")]) == Outcome(
+        "skipped", "rank 1: why"
+    )
     assert together([Outcome("skipped", "why"), Outcome("failed", "wrong")]).kind == "failed"
     assert together([Outcome("passed")] * 2) == Outcome("passed")

@@ -21,8 +21,13 @@ def names_of(suite_name: str) -> list[str]:
 def pytest_generate_tests(metafunc):
     # Only within a job of the right size: importing torch's suites takes seconds on each rank.
     if "name" in metafunc.fixturenames:
-        suite_name, needs = {"comparison": ("ComparisonSuite", 4), "hybrid": ("HybridSuite", 6)}[metafunc.function.suite]
-        runs = metafunc.config.getoption("--only-mpi", False) and (from_environment(os.environ).size or 1) == needs
+        suite_name, needs = {"comparison": ("ComparisonSuite", 4), "hybrid": ("HybridSuite", 6)}[
+            metafunc.function.suite
+        ]
+        runs = (
+            metafunc.config.getoption("--only-mpi", False)
+            and (from_environment(os.environ).size or 1) == needs
+        )
         metafunc.parametrize("name", names_of(suite_name) if runs else [])
 
 

@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.filterwarnings("ignore")]
 # Exact names of tests, and why they say nothing of us.
 NOT_APPLICABLE = {
     "test_unsupported_methods": (
-        "asks that state_dict, load_state_dict, parameters and named_parameters raise, too; tests/nn asks it of the others"
+        "asks that state_dict, load_state_dict, parameters and named_parameters raise, too; "
+        "tests/nn asks it of the others"
     ),
 }
 
@@ -22,13 +23,18 @@ def chosen(suite_name: str) -> list[str]:
     """Return the tests that run here."""
     from tests.conformance import nn_suite, suite
 
-    return [name for name in suite.names_of(getattr(nn_suite, suite_name)) if name not in NOT_APPLICABLE]
+    return [
+        name for name in suite.names_of(getattr(nn_suite, suite_name)) if name not in NOT_APPLICABLE
+    ]
 
 
 def pytest_generate_tests(metafunc):
     # Only within a job that is large enough: importing torch's suites takes seconds on each rank.
     if "name" in metafunc.fixturenames:
-        runs = metafunc.config.getoption("--only-mpi", False) and (from_environment(os.environ).size or 1) >= 3
+        runs = (
+            metafunc.config.getoption("--only-mpi", False)
+            and (from_environment(os.environ).size or 1) >= 3
+        )
         metafunc.parametrize("name", chosen(metafunc.function.suite) if runs else [])
 
 

@@ -14,7 +14,10 @@ pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.filterwarnings("ignore")]
 def pytest_generate_tests(metafunc):
     # Only within a job that is large enough: importing torch's suites takes seconds on each rank.
     names = []
-    if metafunc.config.getoption("--only-mpi", False) and (from_environment(os.environ).size or 1) >= 4:
+    if (
+        metafunc.config.getoption("--only-mpi", False)
+        and (from_environment(os.environ).size or 1) >= 4
+    ):
         from tests.conformance import optimizer_suite, suite
 
         names = suite.names_of(optimizer_suite.OptimizerSuite)

@@ -1,4 +1,7 @@
-"""PyTorch's RPC tests on mpidist.rpc, all in one job of 4 ranks. A fixed third of them; all with MPIDIST_CONFORMANCE=all."""
+"""PyTorch's RPC tests on mpidist.rpc, all in one job of 4 ranks.
+
+A fixed third of them; all with MPIDIST_CONFORMANCE=all.
+"""
 
 from __future__ import annotations
 
@@ -49,21 +52,27 @@ NOT_APPLICABLE = {
     "test_rref_type_non_blocking": _PROFILER,
     "test_server_process_global_profiler": _PROFILER,
     "test_register_rpc_backend_and_set_and_start_rpc_backend": (
-        "registers a backend in torch's rpc.backend_registry, and replaces torch's own api._set_and_start_rpc_agent"
+        "registers a backend in torch's rpc.backend_registry, and replaces torch's own "
+        "api._set_and_start_rpc_agent"
     ),
     "test_verify_backend_options": (
-        "reads torch's rpc.backend_registry.BackendType.FAULTY_TENSORPIPE and num_fail_sends of its faulty agent's options"
+        "reads torch's rpc.backend_registry.BackendType.FAULTY_TENSORPIPE and num_fail_sends of "
+        "its faulty agent's options"
     ),
     "test_duplicate_name": (
-        "calls torch's private rpc._init_rpc_backend with a store of torch's; test_duplicate_name_2 asks the same of init_rpc"
+        "calls torch's private rpc._init_rpc_backend with a store of torch's; "
+        "test_duplicate_name_2 asks the same of init_rpc"
     ),
-    "test_use_rpc_pickler": "reads torch's private api._default_pickler, which api._use_rpc_pickler of torch's module replaces",
+    "test_use_rpc_pickler": "reads torch's private api._default_pickler, which "
+    "api._use_rpc_pickler of torch's module replaces",
     "test_shutdown_errors": (
-        "replaces torch's private api._broadcast_to_followers, and asks for the words of the gathering that is torch's shutdown"
+        "replaces torch's private api._broadcast_to_followers, and asks for the words of the "
+        "gathering that is torch's shutdown"
     ),
 }
 _WAIT_ALL = (
-    "torch.futures.wait_all gives up early on errors that C++ has set; Python can set none on a torch.futures.Future, "
+    "torch.futures.wait_all gives up early on errors that C++ has set; Python can set none on a "
+    "torch.futures.Future, "
     "so ours ends with the slowest future"
 )
 KNOWN_FAILURES = {
@@ -82,7 +91,11 @@ def applicable(suite_name: str) -> list[str]:
     """Return the tests of a suite that apply."""
     from tests.conformance import rpc_suite, suite
 
-    return [name for name in suite.names_of(getattr(rpc_suite, suite_name)) if reason_against(name) is None]
+    return [
+        name
+        for name in suite.names_of(getattr(rpc_suite, suite_name))
+        if reason_against(name) is None
+    ]
 
 
 def chosen(suite_name: str) -> list[str]:

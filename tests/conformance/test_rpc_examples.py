@@ -10,7 +10,9 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.filterwarnings("ignore")]
 def test_parameter_server(group):
     from tests.conformance import example_suite, suite
 
-    suite.run_on_all(example_suite.ParameterServerSuite, "test_batch_updating_parameter_server", group)
+    suite.run_on_all(
+        example_suite.ParameterServerSuite, "test_batch_updating_parameter_server", group
+    )
 
 
 def test_reinforcement_learning(group):

@@ -13,7 +13,9 @@ def test_listed_tests_exist():
     from tests.conformance import rpc_suite, suite
 
     names = suite.names_of(rpc_suite.RpcSuite) + suite.names_of(rpc_suite.FaultySuite)
-    assert sorted(set(NOT_APPLICABLE) - set(names)) == [] == sorted(set(KNOWN_FAILURES) - set(names))
+    assert (
+        sorted(set(NOT_APPLICABLE) - set(names)) == [] == sorted(set(KNOWN_FAILURES) - set(names))
+    )
     assert not set(NOT_APPLICABLE) & set(KNOWN_FAILURES)
 
 

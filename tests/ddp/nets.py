@@ -28,7 +28,11 @@ class Net(torch.nn.Module):
     def forward(self, x, with_extra=False):
         h = torch.tanh(self.first(x))
         h = h + torch.tanh(self.frozen(h))
-        h = self.body(h) if self.checkpointing is None else checkpoint(self.body, h, use_reentrant=self.checkpointing)
+        h = (
+            self.body(h)
+            if self.checkpointing is None
+            else checkpoint(self.body, h, use_reentrant=self.checkpointing)
+        )
         image = self.conv(h.view(-1, 1, 4, 4))
         y = self.wide(image.flatten(1).double())
         if with_extra:
@@ -38,7 +42,9 @@ class Net(torch.nn.Module):
 
 def data(rank, step):
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 3, generator=generator).double()
+    return torch.randn(BATCH, 6, generator=generator), torch.randn(
+        BATCH, 3, generator=generator
+    ).double()
 
 
 def loss_of(output, target):

@@ -46,7 +46,9 @@ def test_what_stands_is_weighed_once(create_graph):
     case = Case()
     for passes in range(1, 3):
         case.add(False, create_graph)
-        assert float(case.parameter.grad[0]) == 5 + passes, "a pass of its own finds the average as it is"
+        assert float(case.parameter.grad[0]) == 5 + passes, (
+            "a pass of its own finds the average as it is"
+        )
     case.add(True, create_graph)
     assert case.contribution() == 5 * SIZE + 3
     case = Case()
@@ -89,7 +91,8 @@ def test_what_adds_nothing_changes_nothing():
     case.parameter.grad = None
     case.add(True)
     assert case.contribution() == 1
-    # Under other owners what stands is still weighed; what was cleared is not taken for another gradient at its address.
+    # Under other owners what stands is still weighed; what was cleared is not taken for another
+    # gradient at its address.
     case.standing.hold(0, case.parameter.grad)
     case.standing = Standing([case.parameter], [], SIZE, lambda: True, case.standing)
     case.add(True)

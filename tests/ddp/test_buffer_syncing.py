@@ -41,7 +41,9 @@ def test_sums_in_the_place_of_the_broadcast(group, location, returns):
     def hook(state, buffers):
         state.append(sorted(buffers))
         if returns == "futures of torch":
-            return [dist.all_reduce(buffer, async_op=True).get_future() for buffer in buffers.values()]
+            return [
+                dist.all_reduce(buffer, async_op=True).get_future() for buffer in buffers.values()
+            ]
         work = group.all_reduce(buffers["count"], async_op=True)
         if returns == "a future":
             return work.get_future()
@@ -72,14 +74,22 @@ def test_the_broadcast_by_a_hook_is_the_default(group):
     names = {}
     for name in ("plain", "hooked"):
         ddp = DistributedDataParallel(Counting(0), process_group=group)
-        ddp.module.count.fill_(10.0 * group.rank)  # after construction: the forward pass synchronises
+        # after construction: the forward pass synchronises
+        ddp.module.count.fill_(10.0 * group.rank)
         if name == "hooked":
             ddp._register_buffer_comm_hook(
-                ddp, lambda ddp, named: ddp._default_broadcast_coalesced(list(named.values())), "PRE_FORWARD"
+                ddp,
+                lambda ddp, named: ddp._default_broadcast_coalesced(list(named.values())),
+                "PRE_FORWARD",
             )
         names[name] = seen_by(ddp, group)
     agree(group, names["plain"] == names["hooked"] == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0], str(names))
-    agree(group, ddp.will_sync_module_buffers() and ddp._check_sync_bufs_pre_fwd() and not ddp._check_sync_bufs_post_fwd())
+    agree(
+        group,
+        ddp.will_sync_module_buffers()
+        and ddp._check_sync_bufs_pre_fwd()
+        and not ddp._check_sync_bufs_post_fwd(),
+    )
     agree(group, list(ddp.named_module_buffers) == ["count"] and len(ddp.modules_buffers) == 1)
     ddp.broadcast_buffers = False
     agree(group, not ddp.forward_sync_buffers and not ddp.will_sync_module_buffers())
@@ -87,7 +97,9 @@ def test_the_broadcast_by_a_hook_is_the_default(group):
 
 def test_ranks_without_inputs_take_part(group):
     ddp = DistributedDataParallel(Counting(0), process_group=group)
-    ddp._register_buffer_comm_hook(None, lambda state, named: group.all_reduce(named["count"]) or None, Location.POST_FORWARD)
+    ddp._register_buffer_comm_hook(
+        None, lambda state, named: group.all_reduce(named["count"]) or None, Location.POST_FORWARD
+    )
     with ddp.join():
         for _ in range(1 + group.rank):
             ddp(torch.ones(())).backward()
@@ -98,7 +110,9 @@ def test_ranks_without_inputs_take_part(group):
 
 def test_bad_hooks(group):
     ddp = DistributedDataParallel(Counting(0), process_group=group)
-    raises_on_all(group, TypeError, lambda: ddp._register_buffer_comm_hook(None, 3), "needs a callable")
+    raises_on_all(
+        group, TypeError, lambda: ddp._register_buffer_comm_hook(None, 3), "needs a callable"
+    )
     call = lambda: ddp._register_buffer_comm_hook(None, print, "BESIDE")  # noqa: E731
     raises_on_all(group, ValueError, call, "PRE_FORWARD or POST_FORWARD")
     ddp._register_buffer_comm_hook(None, lambda state, named: 3, "PRE_FORWARD")

@@ -19,7 +19,9 @@ def test_they_step_with_the_average(group, view, when):
     trained = [p for p in net.parameters() if p.requires_grad]
     if when == "before":
         _apply_optimizer_in_backward(torch.optim.SGD, trained, {"lr": 0.1})
-    ddp = DistributedDataParallel(net, process_group=group, gradient_as_bucket_view=view, find_unused_parameters=True)
+    ddp = DistributedDataParallel(
+        net, process_group=group, gradient_as_bucket_view=view, find_unused_parameters=True
+    )
     if when == "after":
         _apply_optimizer_in_backward(torch.optim.SGD, trained, {"lr": 0.1})
     for step in range(3):
@@ -39,7 +41,9 @@ def test_they_wait_while_gradients_add_up(group):
         ddp(x).sum().backward()
     agree(group, net.weight.item() == 0 and float(net.weight.grad) == group.rank + 1)
     ddp(x).sum().backward()
-    agree(group, net.weight.item() == -(group.size + 1) and net.weight.grad is None, str(net.weight))
+    agree(
+        group, net.weight.item() == -(group.size + 1) and net.weight.grad is None, str(net.weight)
+    )
 
 
 def test_optimizers_of_one_rank_alone_are_refused_on_all(group):
@@ -61,4 +65,8 @@ def test_a_rank_without_inputs_does_not_step(group):
         for _ in range(1 + group.rank):
             ddp(torch.ones(1, 1)).sum().backward()
         stepped = net.weight.item()
-    agree(group, stepped == -(1 + group.rank) and net.weight.item() == -group.size, f"{stepped} {net.weight}")
+    agree(
+        group,
+        stepped == -(1 + group.rank) and net.weight.item() == -group.size,
+        f"{stepped} {net.weight}",
+    )

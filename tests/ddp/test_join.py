@@ -45,14 +45,22 @@ def test_uneven_inputs(group, by_initial, order, in_thread, monkeypatch):
                 backward(ddp, group.rank, step + 10 * epoch)
                 optimizer.step()
         agree(group, same_everywhere(group, ddp.module), f"ranks differ after epoch {epoch}")
-    agree(group, close(ddp.module, reference(group.size, order, by_initial, 3)), "differs from one process")
+    agree(
+        group,
+        close(ddp.module, reference(group.size, order, by_initial, 3)),
+        "differs from one process",
+    )
 
 
 @pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}])
 @pytest.mark.parametrize("skip", [False, True])
 def test_unused_parameters_and_a_rank_without_inputs(group, options, skip):
     ddp = DistributedDataParallel(
-        Net(with_unused=True), process_group=group, bucket_cap_mb=1e-5, skip_all_reduce_unused_params=skip, **options
+        Net(with_unused=True),
+        process_group=group,
+        bucket_cap_mb=1e-5,
+        skip_all_reduce_unused_params=skip,
+        **options,
     )
     optimizer = sgd(ddp)
     for epoch in range(2):
@@ -72,7 +80,11 @@ def test_buffers_come_from_a_rank_that_goes_on(group, order):
             ddp(torch.full((BATCH, 2), float(step)) + torch.randn(BATCH, 2)).sum().backward()
     last = group.size - 1 if order == "rising" else 0
     expected = inputs_of(last, group.size, order)
-    agree(group, int(ddp.module.num_batches_tracked) == expected, f"{ddp.module.num_batches_tracked} of {expected}")
+    agree(
+        group,
+        int(ddp.module.num_batches_tracked) == expected,
+        f"{ddp.module.num_batches_tracked} of {expected}",
+    )
     told = group.all_gather_object(ddp.module.running_mean)
     agree(group, all(torch.equal(mean, told[0]) for mean in told), "buffers differ")
 
@@ -103,7 +115,12 @@ def test_throw_on_early_termination(group):
     text = raises_on_all(group, RuntimeError, run, "exhausted")
     agree(
         group,
-        ("Detected at least one rank that exhausted inputs." if group.rank else "Rank 0 exhausted all inputs") in text,
+        (
+            "Detected at least one rank that exhausted inputs."
+            if group.rank
+            else "Rank 0 exhausted all inputs"
+        )
+        in text,
         text,
     )
     backward(ddp, group.rank, 0)  # the context is over, and a pass needs nobody's telling
@@ -152,7 +169,9 @@ def test_torchs_join_with_a_sharded_optimizer(group, by_initial):
     net = Net()
     net.wide.requires_grad_(False)  # this optimizer wants parameters of one dtype
     ddp = DistributedDataParallel(net)
-    optimizer = ZeroRedundancyOptimizer([p for p in net.parameters() if p.requires_grad], torch.optim.SGD, lr=0.1)
+    optimizer = ZeroRedundancyOptimizer(
+        [p for p in net.parameters() if p.requires_grad], torch.optim.SGD, lr=0.1
+    )
     for epoch in range(2):
         with Join([ddp, optimizer], divide_by_initial_world_size=by_initial):
             for step in range(inputs_of(group.rank, group.size, "rising")):
@@ -164,9 +183,20 @@ def test_torchs_join_with_a_sharded_optimizer(group, by_initial):
     plain = sgd(expected)
     for epoch in range(2):
         for step in range(inputs_of(group.size - 1, group.size, "rising")):
-            ranks = [rank for rank in range(group.size) if step < inputs_of(rank, group.size, "rising")]
+            ranks = [
+                rank for rank in range(group.size) if step < inputs_of(rank, group.size, "rising")
+            ]
             plain.zero_grad()
             for rank in ranks:
-                backward(expected, rank, step + 10 * epoch, 1 / (group.size if by_initial else len(ranks)))
+                backward(
+                    expected,
+                    rank,
+                    step + 10 * epoch,
+                    1 / (group.size if by_initial else len(ranks)),
+                )
             plain.step()
-    agree(group, same_everywhere(group, ddp.module) and close(ddp.module, expected), "differs from one process")
+    agree(
+        group,
+        same_everywhere(group, ddp.module) and close(ddp.module, expected),
+        "differs from one process",
+    )

@@ -9,7 +9,17 @@ from mpidist.comm import init
 from mpidist.ddp.layout import Layout, Settings
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.ddp.plan import limits_of
-from tests.ddp.nets import Net, backward, close, data, loss_of, reference, same_everywhere, sgd, train
+from tests.ddp.nets import (
+    Net,
+    backward,
+    close,
+    data,
+    loss_of,
+    reference,
+    same_everywhere,
+    sgd,
+    train,
+)
 from tests.support import agree
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
@@ -18,7 +28,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
 def test_a_forward_pass_of_one_rank_alone_communicates_nothing(group, options):
     """Evaluation on rank 0 before the first step and after each, with gradients enabled."""
-    ddp = DistributedDataParallel(Net(), process_group=group, broadcast_buffers=False, bucket_cap_mb=0.0005, **options)
+    ddp = DistributedDataParallel(
+        Net(), process_group=group, broadcast_buffers=False, bucket_cap_mb=0.0005, **options
+    )
     optimizer = sgd(ddp)
     for step in range(4):
         if group.rank == 0:
@@ -48,8 +60,14 @@ def test_a_copy_on_one_rank_alone_communicates_nothing(world, options):
         optimizer.zero_grad()
         backward(again, world.rank, step)
         optimizer.step()
-    agree(world, same_everywhere(world, again.module) and close(again.module, reference(world.size, 5)))
-    memories = [[bucket.node_tensor is not None for bucket in net.reducer._layout.buckets] for net in (ddp, again)]
+    agree(
+        world,
+        same_everywhere(world, again.module) and close(again.module, reference(world.size, 5)),
+    )
+    memories = [
+        [bucket.node_tensor is not None for bucket in net.reducer._layout.buckets]
+        for net in (ddp, again)
+    ]
     agree(world, memories[0] == memories[1], str(memories))
 
 
@@ -61,17 +79,27 @@ def test_gradients_keep_their_values_when_buckets_are_laid_out_again(group):
     expected = Net()
     for rank in range(group.size):
         backward(expected, rank, 0, 1 / group.size)
-    pairs = [(p, q) for p, q in zip(ddp.module.parameters(), expected.parameters(), strict=True) if p.requires_grad]
+    pairs = [
+        (p, q)
+        for p, q in zip(ddp.module.parameters(), expected.parameters(), strict=True)
+        if p.requires_grad
+    ]
     agree(group, all(torch.allclose(p.grad, q.grad, atol=1e-5) for p, q in pairs))
     views = ddp.reducer._layout.views
-    agree(group, all(p.grad is views[place] for place, (p, _) in enumerate(pairs)), "gradients are views of the new buckets")
+    agree(
+        group,
+        all(p.grad is views[place] for place, (p, _) in enumerate(pairs)),
+        "gradients are views of the new buckets",
+    )
 
 
 def test_a_saved_layout_is_used(group):
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 4, 5)]
     names = ["a", "b", "c"]
     layout = Layout(parameters, names, [False, False, True], group, Settings(limits_of(1e-5)))
-    agree(group, (2,) in layout.plan and layout.sparse == {layout.plan.index((2,))}, str(layout.plan))
+    agree(
+        group, (2,) in layout.plan and layout.sparse == {layout.plan.index((2,))}, str(layout.plan)
+    )
     saved = layout.saved()
     layout.settle([0, 1, 2])
     agree(group, layout.is_settled and layout.plan != saved["buckets"], str(layout.plan))

@@ -11,7 +11,17 @@ from mpidist.ddp.hooks.powersgd import powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.errors import DisagreementError
-from tests.ddp.nets import Net, backward, close, data, loss_of, reference, same_everywhere, sgd, train
+from tests.ddp.nets import (
+    Net,
+    backward,
+    close,
+    data,
+    loss_of,
+    reference,
+    same_everywhere,
+    sgd,
+    train,
+)
 from tests.support import agree, raises_on_all
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
@@ -19,16 +29,22 @@ pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 HOOKS = {
     "none": None,
     "bf16": lambda group: (group, bf16_compress_wrapper(allreduce_hook)),
-    "powersgd": lambda group: (PowerSGDState(group, 32, start_powerSGD_iter=1, min_compression_rate=0.01), powerSGD_hook),
+    "powersgd": lambda group: (
+        PowerSGDState(group, 32, start_powerSGD_iter=1, min_compression_rate=0.01),
+        powerSGD_hook,
+    ),
 }
 
 
-@pytest.mark.parametrize(("view", "find", "static"), list(itertools.product([True, False], repeat=3)))
+@pytest.mark.parametrize(
+    ("view", "find", "static"), list(itertools.product([True, False], repeat=3))
+)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_combination_of_options(group, view, find, static, hook):
     """Compare with one process; full-rank PowerSGD is the average. Both ways to clear gradients are within.
 
-    The whole product on two ranks of Open MPI; elsewhere a quarter that holds every pair of options.
+    The whole product on two ranks of Open MPI; elsewhere a quarter that holds every pair of
+    options.
     """
     tolerance = {"none": 1e-5, "bf16": 3e-2, "powersgd": 1e-3}[hook]
     is_whole = group.size == 2 and "Open MPI" in library_name()
@@ -73,9 +89,14 @@ def test_every_combination_of_options(group, view, find, static, hook):
 
 @pytest.mark.parametrize("view", [True, False])
 def test_reentrant_checkpoints(group, view):
-    ddp = DistributedDataParallel(Net(True), process_group=group, gradient_as_bucket_view=view, bucket_cap_mb=0.0005)
+    ddp = DistributedDataParallel(
+        Net(True), process_group=group, gradient_as_bucket_view=view, bucket_cap_mb=0.0005
+    )
     net = train(group, ddp, 5, True)
-    agree(group, same_everywhere(group, net) and close(net, reference(group.size, 5, checkpointing=True)))
+    agree(
+        group,
+        same_everywhere(group, net) and close(net, reference(group.size, 5, checkpointing=True)),
+    )
 
 
 @pytest.mark.parametrize("view", [True, False])
@@ -83,7 +104,10 @@ def test_reentrant_checkpoints(group, view):
 def test_unused_parameters(group, view, who):
     ranks = {"nobody": (), "rank 0": (0,), "everybody": tuple(range(group.size))}[who]
     ddp = DistributedDataParallel(
-        Net(with_unused=True), process_group=group, gradient_as_bucket_view=view, find_unused_parameters=True
+        Net(with_unused=True),
+        process_group=group,
+        gradient_as_bucket_view=view,
+        find_unused_parameters=True,
     )
     net = train(group, ddp, 4, True, ranks)
     expected = reference(group.size, 4, ranks, with_unused=True)
@@ -100,7 +124,12 @@ def test_an_unused_parameter_is_named_with_its_ranks(group):
         loss_of(ddp(x, group.rank in ranks), target).backward()
 
     text = raises_on_all(group, RuntimeError, step, "received no gradient")
-    agree(group, f"rank {group.size - 1}: extra.weight, extra.bias" in text and "find_unused_parameters=True" in text, text)
+    agree(
+        group,
+        f"rank {group.size - 1}: extra.weight, extra.bias" in text
+        and "find_unused_parameters=True" in text,
+        text,
+    )
 
 
 @pytest.mark.parametrize("find", [False, True])
@@ -112,7 +141,9 @@ def test_autograd_grad_of_parameters_is_refused_with_the_reason(group, find):
         torch.autograd.grad(loss_of(ddp(x), target), [ddp.module.first.weight])
 
     raises_on_all(group, RuntimeError, call, "torch.autograd.grad() of parameters is not supported")
-    agree(group, close(train(group, ddp, 2), reference(group.size, 2)), "and the next step is right")
+    agree(
+        group, close(train(group, ddp, 2), reference(group.size, 2)), "and the next step is right"
+    )
 
 
 @pytest.mark.parametrize("find", [False, True])
@@ -120,7 +151,9 @@ def test_autograd_grad_of_parameters_is_refused_with_the_reason(group, find):
 def test_gradients_of_inputs_pass_through(group, find, static):
     """A gradient penalty (WGAN-GP), saliency, and a generator's step through a frozen discriminator."""
     options = {"find_unused_parameters": find, "static_graph": static}
-    ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh()), process_group=group, **options)
+    ddp = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh()), process_group=group, **options
+    )
     alone = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh())
     alone.load_state_dict(ddp.module.state_dict())
 
@@ -150,7 +183,9 @@ def test_gradients_of_inputs_pass_through(group, find, static):
 
 @pytest.mark.parametrize("view", [True, False])
 def test_no_sync_adds_up_and_the_next_pass_averages(group, view):
-    ddp = DistributedDataParallel(Net(), process_group=group, gradient_as_bucket_view=view, bucket_cap_mb=0.0005)
+    ddp = DistributedDataParallel(
+        Net(), process_group=group, gradient_as_bucket_view=view, bucket_cap_mb=0.0005
+    )
     expected = Net()
     for step in range(0, 6, 3):
         for part in range(3):
@@ -163,8 +198,14 @@ def test_no_sync_adds_up_and_the_next_pass_averages(group, view):
             for rank in range(group.size):
                 x, target = data(rank, step + part)
                 (loss_of(expected(x), target) / group.size).backward()
-        pairs = [(p.grad, q.grad) for p, q in zip(ddp.module.parameters(), expected.parameters(), strict=True) if p.requires_grad]
-        agree(group, all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs), f"step {step}")
+        pairs = [
+            (p.grad, q.grad)
+            for p, q in zip(ddp.module.parameters(), expected.parameters(), strict=True)
+            if p.requires_grad
+        ]
+        agree(
+            group, all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs), f"step {step}"
+        )
         ddp.zero_grad()
         expected.zero_grad()
 
@@ -205,7 +246,9 @@ def differing(kind, rank):
     elif kind == "buffer shape":
         module.register_buffer("extra", torch.zeros(2 + rank))
     elif kind == "buffer dtype":
-        module.register_buffer("extra", torch.zeros(2, dtype=torch.float64 if rank else torch.float32))
+        module.register_buffer(
+            "extra", torch.zeros(2, dtype=torch.float64 if rank else torch.float32)
+        )
     elif kind == "one buffer more":
         module.register_buffer("first", torch.zeros(2))
         if rank:
@@ -217,10 +260,17 @@ def differing(kind, rank):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("kind", ["shape", "frozen shape", "buffer shape", "buffer dtype", "one buffer more", "order"])
+@pytest.mark.parametrize(
+    "kind", ["shape", "frozen shape", "buffer shape", "buffer dtype", "one buffer more", "order"]
+)
 def test_what_differs_is_named(group, kind):
     module = differing(kind, group.rank)
-    text = raises_on_all(group, DisagreementError, lambda: DistributedDataParallel(module, process_group=group), "rank 1: ")
+    text = raises_on_all(
+        group,
+        DisagreementError,
+        lambda: DistributedDataParallel(module, process_group=group),
+        "rank 1: ",
+    )
     agree(group, ("weight (4, 3)" if kind == "shape" else "extra") in text, text)
 
 
@@ -259,7 +309,12 @@ def test_without_any_gradient_the_reason_is_named_not_an_option_that_is_set(grou
             return Swallows.apply(self.weight)
 
     ddp = DistributedDataParallel(Module(), process_group=group, static_graph=True)
-    text = raises_on_all(group, RuntimeError, lambda: ddp().sum().backward(), "no parameter received a gradient on any rank")
+    text = raises_on_all(
+        group,
+        RuntimeError,
+        lambda: ddp().sum().backward(),
+        "no parameter received a gradient on any rank",
+    )
     agree(group, "find_unused_parameters=True" not in text and "returns None" in text, text)
     # torch's module lets a pass end in which all are unused; so does ours, with a warning.
     ddp = DistributedDataParallel(Module(), process_group=group, find_unused_parameters=True)
@@ -272,27 +327,42 @@ def test_a_static_graph_that_changes_is_told_so(group):
     class Module(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight, self.other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+            self.weight, self.other = (
+                torch.nn.Parameter(torch.ones(2)),
+                torch.nn.Parameter(torch.ones(2)),
+            )
 
         def forward(self, with_other):
             return self.weight * self.other if with_other else self.weight * 2
 
     ddp = DistributedDataParallel(Module(), process_group=group, static_graph=True)
     ddp(False).sum().backward()
-    text = raises_on_all(group, RuntimeError, lambda: ddp(True).sum().backward(), "the graph is not static")
+    text = raises_on_all(
+        group, RuntimeError, lambda: ddp(True).sum().backward(), "the graph is not static"
+    )
     agree(group, "'other'" in text and "Leave static_graph=True out" in text, text)
 
 
 def test_no_sync_after_a_forward_pass_without_a_backward_pass(group):
     alone = torch.nn.Linear(3, 2)
-    ddp = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group, broadcast_buffers=False)
+    ddp = DistributedDataParallel(
+        torch.nn.Linear(3, 2), process_group=group, broadcast_buffers=False
+    )
     alone.load_state_dict(ddp.module.state_dict())
     x = torch.full((2, 3), float(group.rank))
     unused = ddp(x)  # an evaluation without no_grad
     alone(x).sum().backward()
     with ddp.no_sync():
         ddp(x).sum().backward()
-    agree(group, torch.equal(ddp.module.weight.grad, alone.weight.grad), f"not this rank's own: {ddp.module.weight.grad}")
+    agree(
+        group,
+        torch.equal(ddp.module.weight.grad, alone.weight.grad),
+        f"not this rank's own: {ddp.module.weight.grad}",
+    )
     unused.sum().backward()  # its backward pass averages what has added up
     want = torch.full((2, 3), 2.0 * (group.size - 1))  # 2 rows, 2 passes, the mean of 0 … W - 1
-    agree(group, torch.allclose(ddp.module.weight.grad, want), f"expected {want}, got {ddp.module.weight.grad}")
+    agree(
+        group,
+        torch.allclose(ddp.module.weight.grad, want),
+        f"expected {want}, got {ddp.module.weight.grad}",
+    )

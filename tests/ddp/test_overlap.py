@@ -46,7 +46,9 @@ class Branches(torch.nn.Module):
     def forward(self, order, event=None):
         total = torch.zeros(())
         for number, place in enumerate(order):
-            total = total + Slow.apply(self.weights[place], event if number == 0 else None).square().sum() * (place + 1)
+            total = total + Slow.apply(
+                self.weights[place], event if number == 0 else None
+            ).square().sum() * (place + 1)
         return total
 
 
@@ -77,7 +79,10 @@ def expected(size):
 
 
 def right(ddp, size):
-    return all(torch.allclose(w.grad, e, rtol=1e-5) for w, e in zip(ddp.module.weights, expected(size), strict=True))
+    return all(
+        torch.allclose(w.grad, e, rtol=1e-5)
+        for w, e in zip(ddp.module.weights, expected(size), strict=True)
+    )
 
 
 def test_bucket_0_is_reduced_before_backward_ends(group, record):
@@ -89,9 +94,14 @@ def test_bucket_0_is_reduced_before_backward_ends(group, record):
     for old in (noted, ended, Slow.waits):
         old.clear()
     ddp.zero_grad()
-    # The last branch goes on only when a reduction has ended; without overlap there is none to wait for.
+    # The last branch goes on only when a reduction has ended; without overlap there is none to wait
+    # for.
     ddp(range(PARTS), ended).backward()
-    agree(group, Slow.waits == [True] and len(noted) == 2 * PARTS and len(ddp.reducer.buckets()) == PARTS, str(noted))
+    agree(
+        group,
+        Slow.waits == [True] and len(noted) == 2 * PARTS and len(ddp.reducer.buckets()) == PARTS,
+        str(noted),
+    )
     agree(group, noted == ["begin", "end"] * PARTS and right(ddp, group.size))
 
 
@@ -107,6 +117,8 @@ def test_one_rank_in_reverse_holds_no_other_up(group, record):
         old.clear()
     ddp.zero_grad()
     ddp(order, None if is_reversed else began).backward()
-    agree(group, Slow.waits == ([] if is_reversed else [True]) and right(ddp, group.size), str(noted))
+    agree(
+        group, Slow.waits == ([] if is_reversed else [True]) and right(ddp, group.size), str(noted)
+    )
     told = group.all_gather_object(ddp.bucket_plan())
     agree(group, all(plan == told[0] for plan in told), "other buckets")

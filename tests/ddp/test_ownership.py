@@ -21,27 +21,46 @@ def test_each_element_of_a_bucket_has_its_owner(size):
         numels, bounds, expected = [], [], []
         for _ in range(choose.randrange(6)):
             numel = choose.randrange(5)
-            cuts = sorted([0, numel, *(choose.randrange(numel + 1) for _ in range(choose.randrange(3)))])
-            owners = [(choose.randrange(size), start, stop) for start, stop in itertools.pairwise(cuts)]
+            cuts = sorted(
+                [0, numel, *(choose.randrange(numel + 1) for _ in range(choose.randrange(3)))]
+            )
+            owners = [
+                (choose.randrange(size), start, stop) for start, stop in itertools.pairwise(cuts)
+            ]
             is_common = choose.random() < 0.3
             numels.append(numel)
             bounds.append(None if is_common else tuple(owners))
-            expected += [-1] * numel if is_common else [rank for rank, start, stop in owners for _ in range(start, stop)]
+            expected += (
+                [-1] * numel
+                if is_common
+                else [rank for rank, start, stop in owners for _ in range(start, stop)]
+            )
         parts = split(numels, bounds, size)
         found = [None] * len(expected)
         for rank, ranges in [*enumerate(parts.by_rank), (-1, parts.common)]:
             for start, stop in ranges:
                 assert found[start:stop] == [None] * (stop - start), "no element has two owners"
                 found[start:stop] = [rank] * (stop - start)
-            assert all(one[1] < other[0] for one, other in itertools.pairwise(ranges)), "neighbours are one range"
+            assert all(one[1] < other[0] for one, other in itertools.pairwise(ranges)), (
+                "neighbours are one range"
+            )
         assert found == expected
 
 
 def test_bounds_are_taken_by_place():
     own = parameters()
     frozen = torch.nn.Parameter(torch.zeros(7), requires_grad=False)
-    bounds = {own[3]: [(1, 0, 2), (0, 2, 5)], own[2]: (), own[1]: ((1, 0, 0), (1, 0, 1)), frozen: ((0, 0, 7),)}
-    assert resolve(Ownership(bounds), own, "abcd", 2) == {3: ((1, 0, 2), (0, 2, 5)), 2: (), 1: ((1, 0, 0), (1, 0, 1))}
+    bounds = {
+        own[3]: [(1, 0, 2), (0, 2, 5)],
+        own[2]: (),
+        own[1]: ((1, 0, 0), (1, 0, 1)),
+        frozen: ((0, 0, 7),),
+    }
+    assert resolve(Ownership(bounds), own, "abcd", 2) == {
+        3: ((1, 0, 2), (0, 2, 5)),
+        2: (),
+        1: ((1, 0, 0), (1, 0, 1)),
+    }
 
 
 @pytest.mark.parametrize(
@@ -68,7 +87,9 @@ def test_what_covers_no_parameter_is_refused(owners, error, words):
 
 def test_what_is_no_mapping_of_this_module_is_refused():
     own, other = parameters(), parameters()
-    with pytest.raises(ValueError, match=r"shape \(5,\) whose gradients this module does not reduce"):
+    with pytest.raises(
+        ValueError, match=r"shape \(5,\) whose gradients this module does not reduce"
+    ):
         resolve(Ownership({other[3]: ((0, 0, 5),)}), own, "abcd", 2)
     with pytest.raises(TypeError, match="must be a mapping"):
         resolve(Ownership([(own[0], 0)]), own, "abcd", 2)

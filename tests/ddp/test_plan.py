@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import _compute_bucket_assignment_by_size as torch_assignment
 
-from mpidist.ddp.plan import Assignment, assign, compute_bucket_assignment_by_size, limits_of, merge, size_bytes
+from mpidist.ddp.plan import (
+    Assignment,
+    assign,
+    compute_bucket_assignment_by_size,
+    limits_of,
+    merge,
+    size_bytes,
+)
 
 MIB = 1 << 20
 F, D = torch.float32, torch.float64
@@ -24,14 +31,20 @@ def tensors_of(*kinds):
         ([(F, 100), (F, 200), (F, 100), (F, 50)], [400], [[0], [1], [2], [3]]),
         ([(F, 50), (D, 25), (F, 50), (D, 25), (F, 50), (D, 25)], [400], [[0, 2], [1, 3], [4], [5]]),
         ([(F, 10), (F, 10), (F, 10), (F, 10)], [40, 80], [[0], [1, 2], [3]]),
-        ([(F, 50), (D, 25), (F, 50), (D, 25), (F, 50), (D, 25)], [200, 400], [[0], [1], [2, 4], [3, 5]]),
+        (
+            [(F, 50), (D, 25), (F, 50), (D, 25), (F, 50), (D, 25)],
+            [200, 400],
+            [[0], [1], [2, 4], [3, 5]],
+        ),
     ],
 )
 def test_published_cases(kinds, limits, buckets):
     assert compute_bucket_assignment_by_size(tensors_of(*kinds), limits) == buckets
 
 
-KINDS = st.lists(st.tuples(st.sampled_from([F, D, torch.float16]), st.integers(0, 60)), min_size=1, max_size=30)
+KINDS = st.lists(
+    st.tuples(st.sampled_from([F, D, torch.float16]), st.integers(0, 60)), min_size=1, max_size=30
+)
 LIMITS = st.lists(st.integers(1, 400), min_size=1, max_size=4)
 
 
@@ -55,7 +68,8 @@ def test_equal_to_torchs_own_in_a_given_order(kinds, limits, random):
     theirs, _ = torch_assignment([tensors[place] for place in order], limits, [], order)
     closed = sum(size_bytes(tensors, b) >= b.limit_bytes for b in assign(tensors, limits, order))
     assert ours[:closed] == theirs[:closed]
-    assert sorted(ours[closed:]) == sorted(theirs[closed:])  # what is left over lies in a hash table there
+    # what is left over lies in a hash table there
+    assert sorted(ours[closed:]) == sorted(theirs[closed:])
 
 
 @settings(max_examples=300, deadline=None)
@@ -64,9 +78,13 @@ def test_merged_buckets_hold_the_same_tensors_of_one_kind(kinds, limits, most):
     tensors = tensors_of(*kinds)
     buckets = assign(tensors, limits)
     merged = merge(tensors, buckets, most)
-    assert [place for b in merged for place in b.indices] == [place for b in buckets for place in b.indices]
+    assert [place for b in merged for place in b.indices] == [
+        place for b in buckets for place in b.indices
+    ]
     assert all(len({tensors[place].dtype for place in b.indices}) == 1 for b in merged)
-    neighbours = [(tensors[a.indices[0]].dtype, tensors[b.indices[0]].dtype) for a, b in pairwise(merged)]
+    neighbours = [
+        (tensors[a.indices[0]].dtype, tensors[b.indices[0]].dtype) for a, b in pairwise(merged)
+    ]
     assert len(merged) <= max(most, 1) or all(left != right for left, right in neighbours)
 
 
@@ -110,11 +128,15 @@ def test_sparse_gradients_have_buckets_of_their_own_as_torch_plans_them(kinds, l
     order = list(range(len(tensors)))
     theirs, their_limits = torch_assignment(tensors, limits, sparse)
     buckets = assign(tensors, limits, None, sparse)
-    assert [list(bucket.indices) for bucket in buckets] == theirs and [b.limit_bytes for b in buckets] == their_limits
+    assert [list(bucket.indices) for bucket in buckets] == theirs and [
+        b.limit_bytes for b in buckets
+    ] == their_limits
     random.shuffle(order)
     ours = assign(tensors, limits, order, sparse)
     theirs, _ = torch_assignment([tensors[place] for place in order], limits, sparse, order)
     assert sorted(list(b.indices) for b in ours) == sorted(theirs)
     for few in (merge(tensors, ours, 1, sparse), ours):
-        assert sorted(b.indices[0] for b in few if sparse[b.indices[0]]) == [i for i, one in enumerate(sparse) if one]
+        assert sorted(b.indices[0] for b in few if sparse[b.indices[0]]) == [
+            i for i, one in enumerate(sparse) if one
+        ]
         assert all(len(b.indices) == 1 for b in few if any(sparse[place] for place in b.indices))

@@ -45,7 +45,9 @@ def test_random_plans_against_the_twin():
         cuts = sorted(random.sample(range(1, count), random.randint(0, count - 1)))
         buckets = [tuple(places[a:b]) for a, b in itertools.pairwise([0, *cuts, count])]
         expected = [random.randint(0, 3) for _ in range(count)]
-        unused = [index for index, bucket in enumerate(buckets) if not any(expected[p] for p in bucket)]
+        unused = [
+            index for index, bucket in enumerate(buckets) if not any(expected[p] for p in bucket)
+        ]
         skipped = frozenset(random.sample(unused, random.randint(0, len(unused))))
         order = [place for place, times in enumerate(expected) for _ in range(times)]
         random.shuffle(order)
@@ -57,7 +59,9 @@ def test_random_plans_against_the_twin():
                 assert gone == wanted
         gone += arrivals.take_rest()
         assert gone == [index for index in range(len(buckets)) if index not in skipped]
-        assert [arrivals.is_last(index) for index in gone] == [False] * (len(gone) - 1) + [True] * bool(gone)
+        assert [arrivals.is_last(index) for index in gone] == [False] * (len(gone) - 1) + [
+            True
+        ] * bool(gone)
 
 
 def test_a_surplus_is_told():

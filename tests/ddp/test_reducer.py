@@ -17,7 +17,9 @@ ONE_EACH = Settings(limits=(40,))  # bytes: a bucket closes with each parameter
 
 
 def parameters(numel=10):
-    return [torch.full((numel,), float(place + 1), requires_grad=True) for place in range(len(NAMES))]
+    return [
+        torch.full((numel,), float(place + 1), requires_grad=True) for place in range(len(NAMES))
+    ]
 
 
 def loss_of(own, rank, places=(0, 1, 2, 3)):
@@ -41,7 +43,9 @@ def is_mean(own, size, factor=1.0):
 @pytest.mark.parametrize("as_views", [True, False])
 def test_gradients_are_averaged_pass_by_pass(group, as_views):
     own = parameters()
-    reducer = Reducer(own, NAMES, DENSE, group, Settings(limits=(40,), gradient_as_bucket_view=as_views))
+    reducer = Reducer(
+        own, NAMES, DENSE, group, Settings(limits=(40,), gradient_as_bucket_view=as_views)
+    )
     for turn in range(3):
         for parameter in own:
             parameter.grad = None
@@ -56,7 +60,8 @@ def test_buckets_go_in_reverse_first_and_then_as_rank_0s_gradients_arrive(group)
     own = parameters()
     reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
     assert reducer.buckets() == [(3,), (2,), (1,), (0,)]
-    # A chain: the gradient of the parameter that is used first arrives last. Rank 0 alone uses them in reverse.
+    # A chain: the gradient of the parameter that is used first arrives last. Rank 0 alone uses them
+    # in reverse.
     order = (3, 1, 0, 2) if group.rank == 0 else (0, 1, 2, 3)
     total = torch.zeros(10)
     for place in order:
@@ -97,7 +102,9 @@ def test_a_pass_that_is_not_armed_stays_local(group):
     own = parameters()
     reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
     loss_of(own, group.rank).backward()
-    local = all(bool((p.grad == (place + 1) * (group.rank + 1)).all()) for place, p in enumerate(own))
+    local = all(
+        bool((p.grad == (place + 1) * (group.rank + 1)).all()) for place, p in enumerate(own)
+    )
     agree(group, local and len(reducer.buckets()) == 4, f"{[p.grad[0].item() for p in own]}")
 
 
@@ -111,7 +118,9 @@ def test_what_is_missing_is_named_or_reduced(group):
     reducer = Reducer(own, NAMES, DENSE, group, settings)
     backward(reducer, own, group.rank, (0, 1, 3) if group.rank == 0 else (0, 1))
     agree(group, own[2].grad is None, "used by nobody")
-    agree(group, bool((own[3].grad == 4 / group.size).all()), f"used by rank 0 alone: {own[3].grad}")
+    agree(
+        group, bool((own[3].grad == 4 / group.size).all()), f"used by rank 0 alone: {own[3].grad}"
+    )
 
 
 def test_a_plan_is_told_by_names_and_used_again(group):
@@ -119,7 +128,10 @@ def test_a_plan_is_told_by_names_and_used_again(group):
     reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
     backward(reducer, own, group.rank)
     saved = reducer.plan()
-    assert sorted(name for bucket in saved["buckets"] for name in bucket) == NAMES and saved["is_rebuilt"]
+    assert (
+        sorted(name for bucket in saved["buckets"] for name in bucket) == NAMES
+        and saved["is_rebuilt"]
+    )
     again = parameters()
     other = Reducer(again, NAMES, DENSE, group, Settings(limits=(1 << 20,)))
     assert other.buckets() == [(3, 2, 1, 0)]
@@ -150,4 +162,7 @@ def test_a_reducer_that_is_gone_touches_no_gradient(group):
     for parameter in own:
         parameter.grad = None
     loss_of(own, group.rank).backward()
-    agree(group, all(bool((p.grad == (place + 1) * (group.rank + 1)).all()) for place, p in enumerate(own)))
+    agree(
+        group,
+        all(bool((p.grad == (place + 1) * (group.rank + 1)).all()) for place, p in enumerate(own)),
+    )

@@ -47,11 +47,17 @@ def gradients_of(group, context, ddp, set_to_none, accumulates=False):
 @pytest.mark.parametrize("is_torchs", [False, True])
 def test_the_next_epoch_begins_with_the_gradients_that_the_last_one_left(group, view, is_torchs):
     def context(ddp):
-        return Join([ddp], divide_by_initial_world_size=False) if is_torchs else ddp.join(divide_by_initial_world_size=False)
+        return (
+            Join([ddp], divide_by_initial_world_size=False)
+            if is_torchs
+            else ddp.join(divide_by_initial_world_size=False)
+        )
 
     kinds = [{"find_unused_parameters": True}, {"static_graph": True}]
     kinds.append({"find_unused_parameters": True, "skip_all_reduce_unused_params": True})
-    for options, hooked, accumulates, set_to_none in itertools.product(kinds, [False, True], [False, True], [False, True]):
+    for options, hooked, accumulates, set_to_none in itertools.product(
+        kinds, [False, True], [False, True], [False, True]
+    ):
         ddp = DistributedDataParallel(Two(), gradient_as_bucket_view=view, **options)
         if hooked:  # a hook divides by the number of ranks
             ddp.register_comm_hook(None, allreduce_hook)
@@ -60,8 +66,13 @@ def test_the_next_epoch_begins_with_the_gradients_that_the_last_one_left(group, 
         if not hooked:
             wanted = [torch.full((3,), weight)] * len(seen)
         else:
-            wanted = [torch.full((3,), weight * (group.size - step) / group.size) for step in range(1 + group.rank)] * 2
-        text = f"{options} hooked {hooked} accumulates {accumulates} set_to_none {set_to_none}: {seen}"
+            wanted = [
+                torch.full((3,), weight * (group.size - step) / group.size)
+                for step in range(1 + group.rank)
+            ] * 2
+        text = (
+            f"{options} hooked {hooked} accumulates {accumulates} set_to_none {set_to_none}: {seen}"
+        )
         agree(group, all(torch.allclose(a, b) for a, b in zip(seen, wanted, strict=True)), text)
         agree(group, ddp.module.never.grad is None, text)
 
@@ -72,9 +83,12 @@ def test_a_gradient_stays_the_tensor_it_was(group, view):
     if group.size == 1:
         return
     for kind, rebuilt in itertools.product(["none", "own", "local"], [False, True]):
-        ddp = DistributedDataParallel(Two(), process_group=group, gradient_as_bucket_view=view, find_unused_parameters=True)
+        ddp = DistributedDataParallel(
+            Two(), process_group=group, gradient_as_bucket_view=view, find_unused_parameters=True
+        )
         if rebuilt:
-            ddp._set_static_graph()  # its first pass, which rank 0 mirrors, lays the buckets out once more
+            # its first pass, which rank 0 mirrors, lays the buckets out once more
+            ddp._set_static_graph()
         own = torch.full((3,), 7.0)
         with ddp.join():
             if kind == "local":
@@ -90,5 +104,9 @@ def test_a_gradient_stays_the_tensor_it_was(group, view):
             right = gradient is None if kind == "none" else bool((gradient == 7).all())
             right = right and (kind != "own" or gradient is own)
         else:
-            right = bool(torch.allclose(ddp.module.weight.grad, torch.full((3,), (group.size - 1) / group.size)))
+            right = bool(
+                torch.allclose(
+                    ddp.module.weight.grad, torch.full((3,), (group.size - 1) / group.size)
+                )
+            )
         agree(group, right, f"{kind}: {ddp.module.weight.grad}")

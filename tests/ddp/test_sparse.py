@@ -35,7 +35,9 @@ class Words(torch.nn.Module):
 
 def words_of(rank, step):
     # Ranks share some words, and have others alone; some come twice.
-    return torch.randint(0, WORDS, (4, 3), generator=torch.Generator().manual_seed(100 * step + rank)) // (1 + rank % 2)
+    return torch.randint(
+        0, WORDS, (4, 3), generator=torch.Generator().manual_seed(100 * step + rank)
+    ) // (1 + rank % 2)
 
 
 def loss_of(net, rank, step):
@@ -71,18 +73,29 @@ def reference(inputs, accumulates=False, **options):
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_training(group, view, in_thread, monkeypatch):
     monkeypatch.setattr(type(group), "is_single_node", not in_thread)
-    options = [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"bucket_cap_mb": 1e-5, "most_buckets": 3}]
+    options = [
+        {},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"bucket_cap_mb": 1e-5, "most_buckets": 3},
+    ]
     for chosen, accumulates, joins in itertools.product(options, [False, True], [False, True]):
-        ddp = DistributedDataParallel(Words(), process_group=group, gradient_as_bucket_view=view, **chosen)
+        ddp = DistributedDataParallel(
+            Words(), process_group=group, gradient_as_bucket_view=view, **chosen
+        )
         inputs = [2 + rank if joins else 3 for rank in range(group.size)]
         net = train(group, ddp, inputs, accumulates, set_to_none=not joins, joins=joins)
         text = f"{chosen} no_sync {accumulates} join {joins}"
         agree(group, same_everywhere(group, net), f"ranks differ: {text}")
-        agree(group, close(net, reference(inputs, accumulates)), f"differs from one process: {text}")
+        agree(
+            group, close(net, reference(inputs, accumulates)), f"differs from one process: {text}"
+        )
 
 
 def test_the_average_is_sparse_and_the_same_on_all_ranks(group):
-    ddp = DistributedDataParallel(Words(with_unused=True), process_group=group, find_unused_parameters=True)
+    ddp = DistributedDataParallel(
+        Words(with_unused=True), process_group=group, find_unused_parameters=True
+    )
     loss_of(ddp, group.rank, 0).backward()
     net = ddp.module
     gradient = net.table.weight.grad
@@ -107,14 +120,26 @@ def test_hooks_get_the_dense_buckets_alone(group):
         ddp = DistributedDataParallel(Words(), process_group=group, bucket_cap_mb=1e-5)
         ddp.register_comm_hook(group, spy)
         net = train(group, ddp, [2] * group.size)
-        agree(group, same_everywhere(group, net) and close(net, reference([2] * group.size), tolerance))
+        agree(
+            group,
+            same_everywhere(group, net) and close(net, reference([2] * group.size), tolerance),
+        )
         names = [name for bucket, _ in seen for name in bucket]
-        agree(group, not any("table" in name or "bags" in name for name in names) and [last for _, last in seen].count(True) == 2)
+        agree(
+            group,
+            not any("table" in name or "bags" in name for name in names)
+            and [last for _, last in seen].count(True) == 2,
+        )
     ddp = DistributedDataParallel(Words(), process_group=group, bucket_cap_mb=1e-5)
     state = PowerSGDState(group, 8, start_powerSGD_iter=1, min_compression_rate=0.01)
     ddp.register_comm_hook(state, powerSGD_hook)
     net = train(group, ddp, [3] * group.size)
-    agree(group, same_everywhere(group, net) and close(net, reference([3] * group.size), 1e-3) and state.iter == 3)
+    agree(
+        group,
+        same_everywhere(group, net)
+        and close(net, reference([3] * group.size), 1e-3)
+        and state.iter == 3,
+    )
     agree(group, bool(state.error_dict) and not any("table" in name for name in state.error_dict))
 
 
@@ -142,16 +167,26 @@ def test_a_layout_that_the_module_does_not_announce_raises_on_all_ranks(group):
 
     last = group.size - 1
     for announced, view in itertools.product([True, False], [True, False]):
-        ddp = DistributedDataParallel(Shared(announced), process_group=group, gradient_as_bucket_view=view)
+        ddp = DistributedDataParallel(
+            Shared(announced), process_group=group, gradient_as_bucket_view=view
+        )
         wrong = not announced
 
         def step(ddp=ddp, wrong=wrong, announced=announced):
             ddp.zero_grad()
             ddp(torch.tensor([1, 2]), wrong if group.rank == last else announced).backward()
 
-        match = "is dense, but its module announces sparse" if announced else "its module does not announce it"
+        match = (
+            "is dense, but its module announces sparse"
+            if announced
+            else "its module does not announce it"
+        )
         text = raises_on_all(group, RuntimeError, step, match)
         agree(group, f"rank {last}: " in text and "table.weight" in text, text)
         ddp.zero_grad()
         ddp(torch.tensor([1, 2]), announced).backward()
-        agree(group, (ddp.module.table.weight.grad.layout is torch.sparse_coo) == announced, "and the next step is right")
+        agree(
+            group,
+            (ddp.module.table.weight.grad.layout is torch.sparse_coo) == announced,
+            "and the next step is right",
+        )

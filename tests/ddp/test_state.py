@@ -41,7 +41,10 @@ def test_a_copy_trains_on(world, way, static):
         optimizer.zero_grad()
         backward(again, world.rank, step)
         optimizer.step()
-    agree(world, same_everywhere(world, again.module) and close(again.module, reference(world.size, 4)))
+    agree(
+        world,
+        same_everywhere(world, again.module) and close(again.module, reference(world.size, 4)),
+    )
     agree(world, not close(again.module, ddp.module), "the copy has weights of its own")
 
 
@@ -68,22 +71,34 @@ def test_a_module_is_free_when_its_wrapper_goes(group):
 @pytest.mark.parametrize("view", [True, False])
 def test_two_backward_passes_of_one_forward_pass(group, view):
     """Each is averaged: the second adds to the average of the first."""
-    ddp = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group, gradient_as_bucket_view=view)
+    ddp = DistributedDataParallel(
+        torch.nn.Linear(2, 1), process_group=group, gradient_as_bucket_view=view
+    )
     loss = (ddp(torch.ones(1, 2)) * (group.rank + 1)).sum()
     loss.backward(retain_graph=True)
     loss.backward()
-    agree(group, bool((ddp.module.weight.grad == group.size + 1).all()), str(ddp.module.weight.grad))
+    agree(
+        group, bool((ddp.module.weight.grad == group.size + 1).all()), str(ddp.module.weight.grad)
+    )
 
 
 @pytest.mark.parametrize("view", [True, False])
 def test_two_forward_passes_then_their_backward_passes(group, view):
-    ddp = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group, gradient_as_bucket_view=view)
+    ddp = DistributedDataParallel(
+        torch.nn.Linear(2, 1), process_group=group, gradient_as_bucket_view=view
+    )
     losses = [(ddp(torch.ones(1, 2)) * (group.rank + 1)).sum() for _ in range(2)]
     for loss in losses:
         loss.backward()
-    agree(group, bool((ddp.module.weight.grad == group.size + 1).all()), str(ddp.module.weight.grad))
+    agree(
+        group, bool((ddp.module.weight.grad == group.size + 1).all()), str(ddp.module.weight.grad)
+    )
     sum((ddp(torch.ones(1, 2)) * (group.rank + 1)).sum() for _ in range(2)).backward()
-    agree(group, bool((ddp.module.weight.grad == 2 * (group.size + 1)).all()), str(ddp.module.weight.grad))
+    agree(
+        group,
+        bool((ddp.module.weight.grad == 2 * (group.size + 1)).all()),
+        str(ddp.module.weight.grad),
+    )
 
 
 def test_gradients_cleared_between_forward_and_backward(group):
@@ -92,7 +107,11 @@ def test_gradients_cleared_between_forward_and_backward(group):
         loss = (ddp(torch.ones(1, 2)) * (group.rank + 1)).sum()
         ddp.zero_grad(set_to_none)
         loss.backward()
-        agree(group, bool((ddp.module.weight.grad == (group.size + 1) / 2).all()), str(ddp.module.weight.grad))
+        agree(
+            group,
+            bool((ddp.module.weight.grad == (group.size + 1) / 2).all()),
+            str(ddp.module.weight.grad),
+        )
 
 
 @pytest.mark.parametrize("view", [True, False])
@@ -109,15 +128,23 @@ def test_gradients_whose_memory_a_cast_has_replaced_are_averaged(group, view):
             ddp.float()
         ddp.zero_grad(set_to_none=place > 1)
     ddp.double()
-    raises_on_all(group, RuntimeError, lambda: ddp(x.double()).sum().backward(), "was torch.float32")
+    raises_on_all(
+        group, RuntimeError, lambda: ddp(x.double()).sum().backward(), "was torch.float32"
+    )
 
 
 def test_frameworks_find_torchs_own_methods(group):
     net = Net(with_unused=True)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["extra.weight", "extra.bias"])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        net, ["extra.weight", "extra.bias"]
+    )
     ddp = DistributedDataParallel(net, process_group=group)
     ddp._set_static_graph()
-    agree(group, ddp.settings.static_graph and not any("extra.weight" in names for names in ddp.bucket_plan()["buckets"]))
+    agree(
+        group,
+        ddp.settings.static_graph
+        and not any("extra.weight" in names for names in ddp.bucket_plan()["buckets"]),
+    )
     agree(group, close(train(group, ddp, 2), reference(group.size, 2, with_unused=True)))
 
 
@@ -139,14 +166,27 @@ def test_unused_buckets_do_not_travel(group, static):
 
     ddp.register_comm_hook(None, hook)
     net = train(group, ddp, 3)
-    agree(group, same_everywhere(group, net) and close(net, reference(group.size, 3, with_unused=True)))
+    agree(
+        group,
+        same_everywhere(group, net) and close(net, reference(group.size, 3, with_unused=True)),
+    )
     sent = [name for bucket in names for name in bucket]
     agree(group, sent.count("extra.weight") == 1 and sent.count("first.weight") == 3, str(sent))
     agree(group, net.extra.weight.grad is None)
     if not static:
         extra = tuple(range(group.size))
-        raises_on_all(group, RuntimeError, lambda: train(group, ddp, 1, True, extra), "no rank used it in the first")
-        raises_on_all(group, RuntimeError, lambda: train(group, ddp, 1, True, (0,)), "rank 0: parameter 'extra.")
+        raises_on_all(
+            group,
+            RuntimeError,
+            lambda: train(group, ddp, 1, True, extra),
+            "no rank used it in the first",
+        )
+        raises_on_all(
+            group,
+            RuntimeError,
+            lambda: train(group, ddp, 1, True, (0,)),
+            "rank 0: parameter 'extra.",
+        )
         agree(group, same_everywhere(group, train(group, ddp, 2)), "and the next step is right")
 
 

@@ -20,7 +20,8 @@ def test_every_argument_of_torch_is_accepted():
     places = [name for name, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert places[: len(theirs)] == list(theirs), "arguments given by place must mean the same"
     differing = {name for name, p in theirs.items() if p.default != ours[name].default}
-    assert differing <= {"gradient_as_bucket_view", "broadcast_buffers"}  # the latter was True before torch 2.13
+    # the latter was True before torch 2.13
+    assert differing <= {"gradient_as_bucket_view", "broadcast_buffers"}
 
 
 REFUSED = {
@@ -28,7 +29,10 @@ REFUSED = {
     "a device for the CPU": ({"device_ids": [0]}, "leave them out"),
     "an output device": ({"output_device": 0}, "leave them out"),
     "mixed precision": ({"mixed_precision": object()}, "torch.autocast"),
-    "delayed": ({"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": None}, "bucket_cap_mb_list"),
+    "delayed": (
+        {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": None},
+        "bucket_cap_mb_list",
+    ),
     "no bytes": ({"bucket_cap_mb": 0}, "must be positive"),
     "no buckets": ({"most_buckets": 0}, "at least 1"),
     "negative": ({"bucket_cap_mb_list": [1, -1]}, "must be positive"),
@@ -37,11 +41,14 @@ REFUSED = {
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("arguments", "match"), [({"bucket_cap_mb": "25"}, "a number of MiB"), ({"device_mesh": 3}, "DeviceMesh; got int")]
+    ("arguments", "match"),
+    [({"bucket_cap_mb": "25"}, "a number of MiB"), ({"device_mesh": 3}, "DeviceMesh; got int")],
 )
 def test_wrong_types(group, arguments, match):
     options = arguments if "device_mesh" in arguments else {"process_group": group, **arguments}
-    raises_on_all(group, TypeError, lambda: DistributedDataParallel(torch.nn.Linear(2, 2), **options), match)
+    raises_on_all(
+        group, TypeError, lambda: DistributedDataParallel(torch.nn.Linear(2, 2), **options), match
+    )
 
 
 @pytest.mark.mpi
@@ -49,13 +56,19 @@ def test_wrong_types(group, arguments, match):
 def test_refused_values(group, name):
     arguments, match = REFUSED[name]
     raises_on_all(
-        group, ValueError, lambda: DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group, **arguments), match
+        group,
+        ValueError,
+        lambda: DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group, **arguments),
+        match,
     )
 
 
 MODULES = {
     "lazy": (lambda: torch.nn.LazyLinear(2), "no shape yet"),
-    "two types of device": (lambda: torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, device="meta")), "one type"),
+    "two types of device": (
+        lambda: torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, device="meta")),
+        "one type",
+    ),
 }
 
 
@@ -63,7 +76,9 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_refused_modules(group, name):
     make, match = MODULES[name]
-    raises_on_all(group, ValueError, lambda: DistributedDataParallel(make(), process_group=group), match)
+    raises_on_all(
+        group, ValueError, lambda: DistributedDataParallel(make(), process_group=group), match
+    )
 
 
 @pytest.mark.mpi
@@ -71,7 +86,11 @@ def test_a_refusal_on_one_rank_reaches_all(group):
     last = group.size - 1
     caught = None
     try:
-        DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group, bucket_cap_mb=-1 if group.rank == last else None)
+        DistributedDataParallel(
+            torch.nn.Linear(2, 2),
+            process_group=group,
+            bucket_cap_mb=-1 if group.rank == last else None,
+        )
     except (ValueError, DisagreementError) as error:
         caught = error
     expected = ValueError if group.rank == last else DisagreementError
@@ -90,7 +109,9 @@ def test_sparse_gradients_of_a_users_own_are_refused(group):
 
     for view in (True, False):
         ddp = DistributedDataParallel(Sparse(), process_group=group, gradient_as_bucket_view=view)
-        raises_on_all(group, RuntimeError, lambda ddp=ddp: ddp(torch.tensor([1])).sum().backward(), "sparse")
+        raises_on_all(
+            group, RuntimeError, lambda ddp=ddp: ddp(torch.tensor([1])).sum().backward(), "sparse"
+        )
 
 
 @pytest.mark.mpi
@@ -98,10 +119,26 @@ def test_values_without_effect(group):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         ddp = DistributedDataParallel(
-            torch.nn.Linear(2, 2), [], None, 0, True, True, group, 1, False, True, False, batched_grad_copy=True
+            torch.nn.Linear(2, 2),
+            [],
+            None,
+            0,
+            True,
+            True,
+            group,
+            1,
+            False,
+            True,
+            False,
+            batched_grad_copy=True,
         )
     agree(group, any("check_reduction" in str(w.message) for w in told))
-    agree(group, ddp.device_ids is None and ddp.broadcast_buffers and not ddp.settings.gradient_as_bucket_view)
+    agree(
+        group,
+        ddp.device_ids is None
+        and ddp.broadcast_buffers
+        and not ddp.settings.gradient_as_bucket_view,
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +170,12 @@ class Counting(torch.nn.Module):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("options", "expected"), [({}, "rank 0"), ({"forward_sync_buffers": False}, "init"), ({"broadcast_buffers": False}, "own")]
+    ("options", "expected"),
+    [
+        ({}, "rank 0"),
+        ({"forward_sync_buffers": False}, "init"),
+        ({"broadcast_buffers": False}, "own"),
+    ],
 )
 def test_buffers(group, options, expected):
     module = Counting(10 * group.rank)
@@ -168,7 +210,11 @@ def test_ignored_parameters_are_each_ranks_own(group):
     module._ddp_params_and_buffers_to_ignore = ["1.bias"]
     ddp = DistributedDataParallel(module, process_group=group)
     (ddp(torch.ones(1, 2)) * (group.rank + 1)).sum().backward()
-    agree(group, bool((module[1].bias == group.rank).all()) and bool((module[1].bias.grad == group.rank + 1).all()))
+    agree(
+        group,
+        bool((module[1].bias == group.rank).all())
+        and bool((module[1].bias.grad == group.rank + 1).all()),
+    )
     agree(group, bool((module[1].weight.grad[0] == module[1].weight.grad[1]).all()))
 
 
@@ -184,18 +230,27 @@ def test_a_mesh_and_torch_groups(group):
         mean = (group.size + 1) / 2
         agree(group, float(ddp.module.bias.grad) == mean, str(ddp.module.bias.grad))
     both = {"device_mesh": mesh, "process_group": mesh.get_group()}
-    wanted = "Cannot specify both process_group and device_mesh arguments."  # torch's class of error, and its words
-    raises_on_all(group, RuntimeError, lambda: DistributedDataParallel(torch.nn.Linear(1, 1), **both), wanted)
+    # torch's class of error, and its words
+    wanted = "Cannot specify both process_group and device_mesh arguments."
+    raises_on_all(
+        group, RuntimeError, lambda: DistributedDataParallel(torch.nn.Linear(1, 1), **both), wanted
+    )
     wide = {"device_mesh": init_device_mesh("cpu", (1, group.size))}
     raises_on_all(
-        group, RuntimeError, lambda: DistributedDataParallel(torch.nn.Linear(1, 1), **wide), "Only 1D device mesh is supported,"
+        group,
+        RuntimeError,
+        lambda: DistributedDataParallel(torch.nn.Linear(1, 1), **wide),
+        "Only 1D device mesh is supported,",
     )
 
 
 @pytest.mark.mpi
 def test_another_backends_group_is_refused(group):
     raises_on_all(
-        group, TypeError, lambda: DistributedDataParallel(torch.nn.Linear(1, 1), process_group=object()), "needs a group"
+        group,
+        TypeError,
+        lambda: DistributedDataParallel(torch.nn.Linear(1, 1), process_group=object()),
+        "needs a group",
     )
 
 
@@ -207,7 +262,10 @@ def test_a_module_with_nothing_to_average_is_refused_on_all_ranks(group):
     raises_on_all(group, RuntimeError, call, "a parameter that requires a gradient")
     module = frozen if group.rank == 0 else torch.nn.Linear(1, 1)
     raises_on_all(
-        group, RuntimeError, lambda: DistributedDataParallel(module, process_group=group), "a parameter that requires a gradient"
+        group,
+        RuntimeError,
+        lambda: DistributedDataParallel(module, process_group=group),
+        "a parameter that requires a gradient",
     )
 
 
@@ -234,7 +292,10 @@ def test_broadcast_buffers_is_deprecated_where_it_is_in_torch(group):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group, **options)
-        return any(issubclass(w.category, FutureWarning) and "broadcast_buffers" in str(w.message) for w in caught)
+        return any(
+            issubclass(w.category, FutureWarning) and "broadcast_buffers" in str(w.message)
+            for w in caught
+        )
 
     is_deprecated = TorchVersion(torch.__version__) >= "2.13"
     agree(group, warned(broadcast_buffers=True) is is_deprecated)

@@ -35,36 +35,79 @@ def averaged(group, members=None):
 
 
 def test_settings_by_torchs_names(group):
-    ddp = DistributedDataParallel(net(), process_group=group, find_unused_parameters=True, bucket_cap_mb_list=[1, 2])
-    agree(group, ddp.find_unused_parameters and not ddp.static_graph and ddp.gradient_as_bucket_view and ddp.broadcast_buffers)
+    ddp = DistributedDataParallel(
+        net(), process_group=group, find_unused_parameters=True, bucket_cap_mb_list=[1, 2]
+    )
+    agree(
+        group,
+        ddp.find_unused_parameters
+        and not ddp.static_graph
+        and ddp.gradient_as_bucket_view
+        and ddp.broadcast_buffers,
+    )
     agree(group, (ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_list) == (2 << 20, [1 << 20, 2 << 20]))
-    agree(group, ddp.device_type == "cpu" and ddp._distributed_rank == group.rank and ddp.mixed_precision is None)
-    agree(group, len(ddp._module_parameters) == len(list(ddp._get_data_parallel_params(ddp.module))) == 4)
+    agree(
+        group,
+        ddp.device_type == "cpu"
+        and ddp._distributed_rank == group.rank
+        and ddp.mixed_precision is None,
+    )
+    agree(
+        group,
+        len(ddp._module_parameters) == len(list(ddp._get_data_parallel_params(ddp.module))) == 4,
+    )
     ddp._set_static_graph()
     with pytest.warns(UserWarning, match="static_graph is set already"):
         ddp._set_static_graph()
     agree(group, ddp.static_graph and ddp._comm_hooks == [])
     ddp._set_ddp_sink_clone(False)
     ddp._set_ddp_runtime_logging_sample_rate(2)
-    raises_on_all(group, ValueError, lambda: ddp._set_ddp_runtime_logging_sample_rate(0), "equal or greater than 1")
+    raises_on_all(
+        group,
+        ValueError,
+        lambda: ddp._set_ddp_runtime_logging_sample_rate(0),
+        "equal or greater than 1",
+    )
     module = torch.nn.Linear(2, 2)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
-    agree(group, [name for name, _ in DistributedDataParallel._get_data_parallel_params(module, True)] == ["weight"])
+    agree(
+        group,
+        [name for name, _ in DistributedDataParallel._get_data_parallel_params(module, True)]
+        == ["weight"],
+    )
 
 
 def test_logging_data(group):
     ddp = DistributedDataParallel(net().double(), process_group=group)
     before = ddp._get_ddp_logging_data()
     agree(group, before["comm_hook"] is None if "comm_hook" in before else True)
-    agree(group, (before["world_size"], before["rank"], before["backend_name"]) == (group.size, group.rank, "mpidist"))
+    agree(
+        group,
+        (before["world_size"], before["rank"], before["backend_name"])
+        == (group.size, group.rank, "mpidist"),
+    )
     sizes = sum(p.numel() for p in ddp.parameters()) * 8
-    agree(group, (before["total_parameter_size_bytes"], before["dtypes"], before["has_rebuilt_buckets"]) == (sizes, "double", 0))
+    agree(
+        group,
+        (before["total_parameter_size_bytes"], before["dtypes"], before["has_rebuilt_buckets"])
+        == (sizes, "double", 0),
+    )
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     ddp(batch(group.rank).double()).sum().backward()
     after = ddp._get_ddp_logging_data()
-    agree(group, after["comm_hook"] == "fp16_compress_hook" and ddp._comm_hooks[0][0] is fp16_compress_hook, str(after))
-    agree(group, after["has_rebuilt_buckets"] == 1 and after["rebuilt_bucket_sizes"] == str(sizes), str(after))
-    raises_on_all(group, TypeError, lambda: ddp._register_builtin_comm_hook("fp16"), "BuiltinCommHookType")
+    agree(
+        group,
+        after["comm_hook"] == "fp16_compress_hook" and ddp._comm_hooks[0][0] is fp16_compress_hook,
+        str(after),
+    )
+    agree(
+        group,
+        after["has_rebuilt_buckets"] == 1 and after["rebuilt_bucket_sizes"] == str(sizes),
+        str(after),
+    )
+    raises_on_all(
+        group, TypeError, lambda: ddp._register_builtin_comm_hook("fp16"), "BuiltinCommHookType"
+    )
 
 
 def test_training_within_the_forward_pass_as_lightning_does(group):
@@ -92,7 +135,11 @@ def test_training_within_the_forward_pass_as_lightning_does(group):
         ddp(batch(group.rank))
         ddp.require_backward_grad_sync = True
         ddp._check_reducer_finalized()
-        agree(group, torch.allclose(gradients(ddp.module), averaged(group), atol=1e-6), "not the average")
+        agree(
+            group,
+            torch.allclose(gradients(ddp.module), averaged(group), atol=1e-6),
+            "not the average",
+        )
 
 
 def test_hooks_removed_and_passes_interrupted(group):
@@ -122,21 +169,37 @@ def test_hooks_removed_and_passes_interrupted(group):
     other = DistributedDataParallel(net(), process_group=group)
     other._remove_autograd_hooks()
     other.module(batch(group.rank)).square().sum().backward()
-    agree(group, torch.allclose(gradients(other.module), averaged(group, [group.rank]), atol=1e-6), "averaged all the same")
+    agree(
+        group,
+        torch.allclose(gradients(other.module), averaged(group, [group.rank]), atol=1e-6),
+        "averaged all the same",
+    )
 
 
 def test_another_group(group):
     ddp = DistributedDataParallel(net(), process_group=group)
-    ddp.register_comm_hook(None, lambda state, bucket: fp16_compress_hook(ddp.process_group, bucket))
+    ddp.register_comm_hook(
+        None, lambda state, bucket: fp16_compress_hook(ddp.process_group, bucket)
+    )
     members = [rank for rank in range(group.size) if rank % 2 == group.rank % 2]
     part = group.new_group(members)
     ddp._update_process_group(part)
     ddp._update_process_group(dist.GroupMember.NON_GROUP_MEMBER)
     ddp(batch(group.rank)).square().sum().backward()
     want = averaged(group, members)
-    agree(group, torch.allclose(gradients(ddp.module), want, atol=1e-2) and ddp.process_group is part, "not the part's average")
-    agree(group, len(ddp._comm_hooks) == 1 and not torch.equal(gradients(ddp.module), want), "the hook was lost")
-    raises_on_all(group, TypeError, lambda: ddp._update_process_group(3), "needs a group of mpidist")
+    agree(
+        group,
+        torch.allclose(gradients(ddp.module), want, atol=1e-2) and ddp.process_group is part,
+        "not the part's average",
+    )
+    agree(
+        group,
+        len(ddp._comm_hooks) == 1 and not torch.equal(gradients(ddp.module), want),
+        "the hook was lost",
+    )
+    raises_on_all(
+        group, TypeError, lambda: ddp._update_process_group(3), "needs a group of mpidist"
+    )
     part.close()
 
 
@@ -151,7 +214,11 @@ def test_fused_optimizer(group):
             module(batch(group.rank + step)).square().sum().backward()
         optimizer.step()
     both = list(zip(fused.parameters(), plain.parameters(), strict=True))
-    agree(group, all(torch.allclose(a, b, atol=1e-6) for a, b in both), "differs from a step behind the backward pass")
+    agree(
+        group,
+        all(torch.allclose(a, b, atol=1e-6) for a, b in both),
+        "differs from a step behind the backward pass",
+    )
 
 
 @pytest.mark.mpi(min_size=4)
@@ -161,10 +228,19 @@ def test_data_parallel_over_tensor_parallel(group):
     if group.size != 4:
         pytest.skip("a mesh of 2 × 2")
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    raises_on_all(group, RuntimeError, lambda: DistributedDataParallel(net(), device_mesh=mesh), "slice it first")
+    raises_on_all(
+        group,
+        RuntimeError,
+        lambda: DistributedDataParallel(net(), device_mesh=mesh),
+        "slice it first",
+    )
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     whole = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
@@ -176,8 +252,12 @@ def test_data_parallel_over_tensor_parallel(group):
         out = ddp(batch(2 * step + row))
         out.square().mean().backward()
     for step in range(2):
-        torch.stack([whole(batch(2 * step + rank)).square().mean() for rank in range(2)]).mean().backward()
+        torch.stack(
+            [whole(batch(2 * step + rank)).square().mean() for rank in range(2)]
+        ).mean().backward()
     agree(group, ddp.device_mesh == mesh["dp"])
     shard = whole[0].weight.grad.chunk(2)[group.rank % 2]
-    found = next(parameter for parameter in ddp.reducer.parameters if parameter.shape == shard.shape).grad
+    found = next(
+        parameter for parameter in ddp.reducer.parameters if parameter.shape == shard.shape
+    ).grad
     agree(group, torch.allclose(found, shard, atol=1e-6), f"{found} and not {shard}")

@@ -30,7 +30,9 @@ def net():
 
 def batches(rank, step):
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(BATCH, 1, 8, 8, generator=generator), torch.randint(5, (BATCH,), generator=generator)
+    return torch.randn(BATCH, 1, 8, 8, generator=generator), torch.randint(
+        5, (BATCH,), generator=generator
+    )
 
 
 def hash_of(module):
@@ -43,20 +45,30 @@ def test_k_ranks_are_one_with_k_batches(group, optimizer, in_thread, monkeypatch
     monkeypatch.setattr(type(group), "is_single_node", not in_thread)
     ddp = DistributedDataParallel(net(), process_group=group, bucket_cap_mb=0.005)
     alone = net()
-    ours, theirs = OPTIMIZERS[optimizer](ddp.parameters()), OPTIMIZERS[optimizer](alone.parameters())
+    ours, theirs = (
+        OPTIMIZERS[optimizer](ddp.parameters()),
+        OPTIMIZERS[optimizer](alone.parameters()),
+    )
     for step in range(STEPS):
         images, labels = batches(group.rank, step)
         ours.zero_grad()
         torch.nn.functional.cross_entropy(ddp(images), labels).backward()
         ours.step()
-        images, labels = [torch.cat(parts) for parts in zip(*(batches(rank, step) for rank in range(group.size)), strict=True)]
+        images, labels = [
+            torch.cat(parts)
+            for parts in zip(*(batches(rank, step) for rank in range(group.size)), strict=True)
+        ]
         theirs.zero_grad()
         torch.nn.functional.cross_entropy(alone(images), labels).backward()
         theirs.step()
         hashes = group.all_gather_object(hash_of(ddp))
         agree(group, len(set(hashes)) == 1, f"other bits after step {step}")
         pairs = list(zip(ddp.parameters(), alone.parameters(), strict=True))
-        agree(group, all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs), f"other weights after step {step}")
+        agree(
+            group,
+            all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs),
+            f"other weights after step {step}",
+        )
 
 
 HOOKS = {
@@ -74,7 +86,11 @@ def test_the_same_bits_with_every_hook(group, name, in_thread, monkeypatch):
     monkeypatch.setattr(type(group), "is_single_node", not in_thread)
     rank, hook = HOOKS[name]
     ddp = DistributedDataParallel(net(), process_group=group, bucket_cap_mb=0.005)
-    state = group if rank is None else mddp.PowerSGDState(group, rank, start_powerSGD_iter=2, min_compression_rate=1)
+    state = (
+        group
+        if rank is None
+        else mddp.PowerSGDState(group, rank, start_powerSGD_iter=2, min_compression_rate=1)
+    )
     ddp.register_comm_hook(state, hook)
     optimizer = OPTIMIZERS["sgd"](ddp.parameters())
     for step in range(STEPS):
@@ -92,7 +108,9 @@ def test_gradients_that_autograd_leaves_conjugated(group):
         module = torch.nn.Module()
         module.w = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
         module.v = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
-        module.forward = lambda x, own=module: (own.w * x).sum().real + (own.v.conj() * x[:2]).sum().imag
+        module.forward = lambda x, own=module: (
+            (own.w * x).sum().real + (own.v.conj() * x[:2]).sum().imag
+        )
         averaged = DistributedDataParallel(module, gradient_as_bucket_view=is_view)
         wanted = torch.full((3,), 1 - 1j * (group.size + 1) / 2, dtype=torch.complex64)
         for _ in range(2):

@@ -8,7 +8,10 @@ from pathlib import Path
 
 from tests.support import ROOT
 
-_RUN = re.compile(r"^ *<!-- run(?:: (?P<ranks>\d+))? -->\n+(?P<indent> *)```python[^\n]*\n(?P<code>.*?)^ *```$", re.M | re.S)
+_RUN = re.compile(
+    r"^ *<!-- run(?:: (?P<ranks>\d+))? -->\n+(?P<indent> *)```python[^\n]*\n(?P<code>.*?)^ *```$",
+    re.M | re.S,
+)
 
 
 @dataclass(frozen=True)
@@ -46,4 +49,8 @@ def examples_of(text: str, page: str) -> list[Example]:
 def all_examples() -> list[Example]:
     """Return the marked blocks of all pages."""
     pages = sorted(Path(ROOT, "docs").rglob("*.md"))
-    return [one for page in pages for one in examples_of(page.read_text(encoding="utf-8"), str(page.relative_to(ROOT)))]
+    return [
+        one
+        for page in pages
+        for one in examples_of(page.read_text(encoding="utf-8"), str(page.relative_to(ROOT)))
+    ]

@@ -7,7 +7,15 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlparse
 
 # What a browser loads by itself, and by which attribute.
-_LOADED = {"img": "src", "script": "src", "link": "href", "iframe": "src", "source": "src", "video": "src", "audio": "src"}
+_LOADED = {
+    "img": "src",
+    "script": "src",
+    "link": "href",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "audio": "src",
+}
 
 
 class Page(HTMLParser):
@@ -26,7 +34,11 @@ class Page(HTMLParser):
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
         # A canonical or an alternate address is not fetched.
-        if tag in _LOADED and _LOADED[tag] in values and values.get("rel") not in ("canonical", "next", "prev", "alternate"):
+        if (
+            tag in _LOADED
+            and _LOADED[tag] in values
+            and values.get("rel") not in ("canonical", "next", "prev", "alternate")
+        ):
             self.loads.append(values[_LOADED[tag]])
         if tag == "link" and values.get("rel") in ("next", "prev"):
             self.links.append(values["href"])
@@ -37,8 +49,15 @@ def is_external(address: str) -> bool:
 
 
 def pages_of(site: Path) -> dict[Path, Page]:
-    """Return the pages of a built site by their files. The page for a wrong address is served from anywhere, and left out."""
-    return {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html")) if path.name != "404.html"}
+    """Return the pages of a built site by their files.
+
+    The page for a wrong address is served from anywhere, and left out.
+    """
+    return {
+        path: Page(path.read_text(encoding="utf-8"))
+        for path in sorted(site.rglob("*.html"))
+        if path.name != "404.html"
+    }
 
 
 def broken(pages: dict[Path, Page]) -> list[str]:
@@ -52,6 +71,8 @@ def broken(pages: dict[Path, Page]) -> list[str]:
             place = (path.parent / unquote(target)).resolve() if target else path.resolve()
             if place.is_dir():
                 place /= "index.html"
-            if not place.is_file() or (anchor and place in pages and unquote(anchor) not in pages[place].anchors):
+            if not place.is_file() or (
+                anchor and place in pages and unquote(anchor) not in pages[place].anchors
+            ):
                 wrong.append(f"{path.name}: {address}")
     return wrong

@@ -14,7 +14,10 @@ import torch.distributed as dist
 from tests.docs.fences import all_examples, examples_of
 from tests.support import ROOT
 
-EXAMPLES = [pytest.param(one, id=one.place, marks=pytest.mark.mpi(min_size=one.ranks)) for one in all_examples()]
+EXAMPLES = [
+    pytest.param(one, id=one.place, marks=pytest.mark.mpi(min_size=one.ranks))
+    for one in all_examples()
+]
 
 
 @pytest.mark.mpi
@@ -27,7 +30,9 @@ def test_programs_of_the_pages_run(example, world, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     environment = dict(os.environ)
     try:
-        exec(compile("\n" * (example.line - 1) + example.code, example.page, "exec"), module.__dict__)
+        exec(
+            compile("\n" * (example.line - 1) + example.code, example.page, "exec"), module.__dict__
+        )
         world.barrier()
     finally:
         if dist.is_initialized():
@@ -38,7 +43,11 @@ def test_programs_of_the_pages_run(example, world, tmp_path, monkeypatch):
 
 def test_pages_have_programs():
     pages = {one.page for one in all_examples()}
-    assert len(EXAMPLES) >= 18 and {f"docs/{name}.md" for name in ("index", "rpc", "checkpoints", "migration/horovod")} <= pages
+    assert (
+        len(EXAMPLES) >= 18
+        and {f"docs/{name}.md" for name in ("index", "rpc", "checkpoints", "migration/horovod")}
+        <= pages
+    )
 
 
 def test_marked_blocks_are_found_with_their_ranks_and_lines():
@@ -52,7 +61,9 @@ def test_marked_blocks_are_found_with_their_ranks_and_lines():
 def test_all_python_blocks_of_the_pages_are_programs():
     # Those that are not run are parsed: a page cannot show what is no Python.
     for page in sorted(Path(ROOT, "docs").rglob("*.md")):
-        for block in re.findall(r"^( *)```python[^\n]*\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.M | re.S):
+        for block in re.findall(
+            r"^( *)```python[^\n]*\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.M | re.S
+        ):
             code = "\n".join(line[len(block[0]) :] for line in block[1].splitlines())
             compile(code, str(page), "exec")
 
@@ -72,11 +83,22 @@ def test_commands_of_the_pages_exist_with_their_options():
     for line in lines:
         # Behind -- and behind the program stand arguments of others.
         name, *rest = line.partition("#")[0].split()
-        own = rest[: next((place for place, word in enumerate(rest) if word == "--" or word.endswith(".py")), len(rest))]
-        known = {option for parameter in commands[name].params for option in (*parameter.opts, *parameter.secondary_opts)}
+        own = rest[
+            : next(
+                (place for place, word in enumerate(rest) if word == "--" or word.endswith(".py")),
+                len(rest),
+            )
+        ]
+        known = {
+            option
+            for parameter in commands[name].params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+        }
         assert {word for word in own if word.startswith("-")} <= known, line
 
 
 def _consoles(page: Path) -> str:
     blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-    return "\n".join(line for block in blocks for line in block.splitlines() if line.startswith("$"))
+    return "\n".join(
+        line for block in blocks for line in block.splitlines() if line.startswith("$")
+    )

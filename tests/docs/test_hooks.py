@@ -17,20 +17,33 @@ def hook(monkeypatch):
 
 def test_links_of_the_repository_lead_to_pages(hook):
     links = hook("repository_links")
-    site = {"docs/a.md": "a.md", "CHANGELOG.md": "changelog.md", "examples/x.py": "examples/x.md", "slurm": "slurm.md"}
+    site = {
+        "docs/a.md": "a.md",
+        "CHANGELOG.md": "changelog.md",
+        "examples/x.py": "examples/x.md",
+        "slurm": "slurm.md",
+    }
 
     def changed(text, source="docs/deep/p.md", page="deep/p.md"):
         return links.rewrite(text, source, page, site, ROOT)
 
     assert changed("[c](../../CHANGELOG.md#1)") == "[c](../changelog.md#1)"
-    assert changed("[x](examples/x.py) and [s](slurm/)", "README.md", "index.md") == "[x](examples/x.md) and [s](slurm.md)"
+    assert (
+        changed("[x](examples/x.py) and [s](slurm/)", "README.md", "index.md")
+        == "[x](examples/x.md) and [s](slurm.md)"
+    )
     # A file without a page stays as its text; what is nowhere stays a link, which fails the build.
     assert changed("[m](../../Makefile) [n](nowhere.md)") == "m [n](nowhere.md)"
     assert (
-        links.rebased("[d](../docs/a.md#x) [l](job.sh)", "slurm/README.md", "docs/slurm.md") == "[d](a.md#x) [l](../slurm/job.sh)"
+        links.rebased("[d](../docs/a.md#x) [l](job.sh)", "slurm/README.md", "docs/slurm.md")
+        == "[d](a.md#x) [l](../slurm/job.sh)"
     )
-    named = links.named(ROOT / "examples" / "README.md", {"examples/demo_digits.py": "examples/demo_digits.md"})
-    assert "| [`demo_digits.py`](demo_digits.py) |" in named and named.endswith("\n- [demo_digits.py](demo_digits.py)\n")
+    named = links.named(
+        ROOT / "examples" / "README.md", {"examples/demo_digits.py": "examples/demo_digits.md"}
+    )
+    assert "| [`demo_digits.py`](demo_digits.py) |" in named and named.endswith(
+        "\n- [demo_digits.py](demo_digits.py)\n"
+    )
     for kept in ("[w](https://example.org/a.md)", "[t](#top)", "```\n[c](../../CHANGELOG.md)\n```"):
         assert changed(kept) == kept
 
@@ -50,9 +63,14 @@ def test_tables_have_the_numbers_of_the_record(hook):
     }  # fmt: skip
     text = tables.section("n", record, True)
     assert "2 ranks, over a simulated link of 1 Gbit/s, M, torch 2, C, 2 cores, 2026-01-02" in text
-    assert "| a, 2 KiB | 1.23 ms | 0.5 µs |" in text and "| b | 2.5 s |  |" in text and "n.png" in text
+    assert (
+        "| a, 2 KiB | 1.23 ms | 0.5 µs |" in text and "| b | 2.5 s |  |" in text and "n.png" in text
+    )
     name, choice = tables.parse('n operations=b,c models="MLP 8.4 M, batch 64;m"')
-    assert (name, choice) == ("n", {"operations": ["b", "c"], "models": ["MLP 8.4 M, batch 64", "m"]})
+    assert (name, choice) == (
+        "n",
+        {"operations": ["b", "c"], "models": ["MLP 8.4 M, batch 64", "m"]},
+    )
     assert "| a," not in tables.tables(record, choice)
     assert "µs" not in tables.tables(record, {"contenders": ["x"]})
     assert "n.png" not in tables.section("n", record, True, {"plot": ["no"]})
@@ -60,7 +78,10 @@ def test_tables_have_the_numbers_of_the_record(hook):
         tables.tables(record, {"operations": ["z"]})
     with pytest.raises(ValueError, match="no table"):
         tables.tables({"other": 1})
-    steps = {"model": "m", "contenders": {"bare": one | {"bytes_sent": 0}, "hook": one | {"bytes_sent": 3 << 20}}}
+    steps = {
+        "model": "m",
+        "contenders": {"bare": one | {"bytes_sent": 0}, "hook": one | {"bytes_sent": 3 << 20}},
+    }
     assert "| hook | 1.23 ms | 3 MiB |" in tables.tables({"results": [steps]})
 
 
@@ -69,7 +90,11 @@ def test_each_recorded_result_that_a_page_names_has_a_table(hook):
     import re
 
     tables = hook("result_tables")
-    named = [text for page in (ROOT / "docs").rglob("*.md") for text in re.findall(r"<!-- results: (.*?) -->", page.read_text())]
+    named = [
+        text
+        for page in (ROOT / "docs").rglob("*.md")
+        for text in re.findall(r"<!-- results: (.*?) -->", page.read_text())
+    ]
     assert len(named) > 10
     for name, choice in map(tables.parse, named):
         record = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
@@ -100,8 +125,14 @@ def test_scaling_reports_have_their_tables(hook):
     }  # fmt: skip
     assert tables.is_scaling(record) and not tables.is_startup(record)
     text = tables.tables(record)
-    assert "| 1 Gbit/s, net, weak, bf16 | 4 \\* | 250 ms | 50 ms | 0.80 | 200 ms |" in text and "**12%**" in text
-    assert "| 1 Gbit/s, net | 4 \\* | bf16 | none | 3% |" in text and "Beyond 4 ranks nothing was measured" in text
+    assert (
+        "| 1 Gbit/s, net, weak, bf16 | 4 \\* | 250 ms | 50 ms | 0.80 | 200 ms |" in text
+        and "**12%**" in text
+    )
+    assert (
+        "| 1 Gbit/s, net | 4 \\* | bf16 | none | 3% |" in text
+        and "Beyond 4 ranks nothing was measured" in text
+    )
     assert "| cpu, net | bf16 ×1.5 | none |" in text and "|  | 200 ms (0.80) |" in text
     job = {
         "ranks": 2,
@@ -113,12 +144,19 @@ def test_scaling_reports_have_their_tables(hook):
         "threads": 4,
     }
     text = tables.startup({"jobs": [job | {"group_messages": 3.0}], "growth": {"files": "flat"}})
-    assert "| 2 | 0.50 s | 1.00 s | 14.2 MiB | 17 | 4 | 3 |" in text and "| growth |  |  |  | flat |" in text
+    assert (
+        "| 2 | 0.50 s | 1.00 s | 14.2 MiB | 17 | 4 | 3 |" in text
+        and "| growth |  |  |  | flat |" in text
+    )
 
 
 def test_directives_name_the_module_that_defines(hook):
     pages = hook("api_pages")
     text = pages.directives("mpidist.comm", ["init", "SUM"])
-    assert "::: mpidist.comm.group.init\n" in text and "{#mpidist.comm.init}" in text and 'id="mpidist.comm.SUM"' in text
+    assert (
+        "::: mpidist.comm.group.init\n" in text
+        and "{#mpidist.comm.init}" in text
+        and 'id="mpidist.comm.SUM"' in text
+    )
     with pytest.raises(ValueError, match="no public nothing"):
         pages.directives("mpidist.comm", ["nothing"])

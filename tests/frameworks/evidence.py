@@ -20,7 +20,8 @@ _make = c10d._new_process_group_helper
 
 def _noted(*args: Any, **kwargs: Any) -> Any:
     made = _make(*args, **kwargs)
-    # "fake" is a backend of torch that communicates nothing: the groups of one rank that torchtitan makes.
+    # "fake" is a backend of torch that communicates nothing: the groups of one rank that torchtitan
+    # makes.
     if made[0] is not c10d.GroupMember.NON_GROUP_MEMBER and str(args[3]) != "fake":
         groups.append(f"{type(made[0]).__module__}.{type(made[0]).__name__}")
     return made
@@ -40,7 +41,9 @@ def examples(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the inputs and targets of one epoch: ``STEPS_AN_EPOCH`` batches of all ranks."""
     drawn = torch.Generator().manual_seed(2)
     count = ranks * LOCAL_BATCH * STEPS_AN_EPOCH
-    return torch.randn(count, FEATURES, generator=drawn), torch.randn(count, CLASSES, generator=drawn)
+    return torch.randn(count, FEATURES, generator=drawn), torch.randn(
+        count, CLASSES, generator=drawn
+    )
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:

@@ -15,10 +15,14 @@ OUR_DDP, TORCHS_DDP = "mpidist.ddp.module", "torch.nn.parallel.distributed"
 CLOSE = 1e-6  # float32, sums in another order
 
 
-# Lightning's own strategies, by the words of MPIDIST_REPLACE and the module that then has the class they wrap with.
+# Lightning's own strategies, by the words of MPIDIST_REPLACE and the module that then has the class
+# they wrap with.
 each_class_of_theirs = pytest.mark.parametrize(
     ("words", "module"),
-    [("gloo,nccl,mpi", TORCHS_DDP), pytest.param("gloo,nccl,mpi,ddp", OUR_DDP, marks=pytest.mark.long)],
+    [
+        ("gloo,nccl,mpi", TORCHS_DDP),
+        pytest.param("gloo,nccl,mpi,ddp", OUR_DDP, marks=pytest.mark.long),
+    ],
 )
 
 
@@ -28,7 +32,9 @@ def require(library: str) -> None:
         missing(f"{library} is not installed (pip install 'mpidist[frameworks]')")
 
 
-def ranks_of(program: str, words: str | None, *arguments: str, **variables: str) -> list[dict[str, Any]]:
+def ranks_of(
+    program: str, words: str | None, *arguments: str, **variables: str
+) -> list[dict[str, Any]]:
     """Run ``tests.frameworks.<program>`` on two ranks and return their reports; all groups in them were mpidist's.
 
     Args:
@@ -40,7 +46,9 @@ def ranks_of(program: str, words: str | None, *arguments: str, **variables: str)
     command = [*launcher(2), sys.executable, "-m", f"tests.frameworks.{program}", *arguments]
     done = started(command, 180, environment)
     if done.returncode == 0:  # the Trainer prints dicts, too
-        done.stdout = "\n".join(line for line in done.stdout.splitlines() if line.startswith('{"rank"'))
+        done.stdout = "\n".join(
+            line for line in done.stdout.splitlines() if line.startswith('{"rank"')
+        )
     told = printed(done)
     assert sorted(told) == [0, 1]
     for rank in told.values():

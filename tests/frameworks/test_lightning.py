@@ -13,16 +13,27 @@ pytestmark = pytest.mark.slow
 def test_training_equals_that_of_one_process(tmp_path, words, module):
     require("lightning")
     for rank, facts in enumerate(ranks_of("with_lightning", words, str(tmp_path))):
-        for name, wrapped in (("named", module), ("ours", OUR_DDP), ("sharded", "tests.frameworks.with_lightning")):
+        for name, wrapped in (
+            ("named", module),
+            ("ours", OUR_DDP),
+            ("sharded", "tests.frameworks.with_lightning"),
+        ):
             course = facts[name]
             assert course["wrapped"] in (wrapped, "__main__"), facts
-            assert max(abs(course[what]) for what in ("trained", "loss", "resumed")) < CLOSE, (name, facts)
+            assert max(abs(course[what]) for what in ("trained", "loss", "resumed")) < CLOSE, (
+                name,
+                facts,
+            )
         assert max(*facts["by_hand"].values(), facts["accumulated"]) < CLOSE, facts
         hooks = facts["hooks"]
-        assert hooks["full_rank"] < 1e-4 < hooks["rank_1"] and CLOSE < hooks["wrapped"] < 1e-2, hooks
+        assert hooks["full_rank"] < 1e-4 < hooks["rank_1"] and CLOSE < hooks["wrapped"] < 1e-2, (
+            hooks
+        )
         assert hooks["theirs"] < CLOSE, hooks
         assert facts["environment"] == [rank, rank, 0, True]
         wrong = facts["wrong"]
         assert "process_group_backend='gloo'. Leave it out" in wrong["backend"]
         assert "leave start_method='fork' out" in wrong["start"]
-        assert "write devices=2, num_nodes=1, or start 3 with mpirun or srun" in wrong["devices"], wrong
+        assert "write devices=2, num_nodes=1, or start 3 with mpirun or srun" in wrong["devices"], (
+            wrong
+        )

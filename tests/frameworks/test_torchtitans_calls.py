@@ -11,7 +11,8 @@ pytestmark = pytest.mark.slow
 
 def test_they_shard_train_and_save_beside_the_training(tmp_path):
     first, second = ranks_of("with_torchtitans_calls", "gloo,nccl,mpi", str(tmp_path))
-    assert first["groups"] == [OURS] * 2  # the world, which is the mesh, and the one for checkpoints
+    # the world, which is the mesh, and the one for checkpoints
+    assert first["groups"] == [OURS] * 2
     assert first["norms"] == second["norms"] and first["means"] == second["means"]
     assert len(set(first["means"])) == 1
     for facts in (first, second):

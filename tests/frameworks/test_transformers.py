@@ -24,4 +24,5 @@ def test_training_equals_that_of_one_process(tmp_path, words, module):
         for what in ("trained", "loss", "logits", "resumed", "named"):
             assert abs(facts[what]) < 10 * CLOSE, (what, facts)
         assert facts["before"] == 0  # the checkpoint had something to bring
-        assert "mpidist is not available, please use gloo" in facts["wrong"], facts["wrong"]  # which is ours here
+        # which is ours here
+        assert "mpidist is not available, please use gloo" in facts["wrong"], facts["wrong"]

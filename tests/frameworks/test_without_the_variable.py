@@ -15,5 +15,7 @@ def test_the_error_names_it(monkeypatch, size, is_told):
     # As Accelerate does, with the rank and the size that it has read of mpirun's variables.
     with pytest.raises(ValueError, match="MASTER_ADDR expected, but not set") as caught:
         dist.init_process_group("gloo", rank=0, world_size=int(size))
-    told = "mpirun (Open MPI) started 2 ranks: set MPIDIST_REPLACE=gloo,nccl,mpi" in str(caught.value)
+    told = "mpirun (Open MPI) started 2 ranks: set MPIDIST_REPLACE=gloo,nccl,mpi" in str(
+        caught.value
+    )
     assert told is is_told, str(caught.value)

@@ -6,7 +6,11 @@ import sys
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,9 +23,13 @@ EPOCHS = 2
 
 def fresh(handlers=(), accumulate=1):
     Accelerator._shared_state = {}
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, kwargs_handlers=list(handlers))
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=accumulate, kwargs_handlers=list(handlers)
+    )
     model = evidence.model()
-    loader = DataLoader(TensorDataset(*evidence.examples(accelerator.num_processes)), batch_size=LOCAL_BATCH)
+    loader = DataLoader(
+        TensorDataset(*evidence.examples(accelerator.num_processes)), batch_size=LOCAL_BATCH
+    )
     return accelerator, *accelerator.prepare(model, evidence.optimizer(model.parameters()), loader)
 
 
@@ -41,14 +49,22 @@ def evaluate(accelerator, model, loader):
     """Return the mean loss over all examples, which each rank computes for its own."""
     model.eval()
     with torch.no_grad():
-        losses = [accelerator.gather_for_metrics(loss_of(model, *batch).reshape(1)) for batch in loader]
+        losses = [
+            accelerator.gather_for_metrics(loss_of(model, *batch).reshape(1)) for batch in loader
+        ]
     model.train()
     return float(torch.cat(losses).mean())
 
 
 def power_sgd(rank_of_approximation):
-    options = {"matrix_approximation_rank": rank_of_approximation, "start_powerSGD_iter": 2, "min_compression_rate": 0}
-    return DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD, comm_state_option=options)
+    options = {
+        "matrix_approximation_rank": rank_of_approximation,
+        "start_powerSGD_iter": 2,
+        "min_compression_rate": 0,
+    }
+    return DistributedDataParallelKwargs(
+        comm_hook=DDPCommunicationHookType.POWER_SGD, comm_state_option=options
+    )
 
 
 def sharded(ranks):
@@ -66,11 +82,17 @@ def main(folder: str) -> None:
     accelerator, model, optimizer, loader = fresh()
     ranks, rank = accelerator.num_processes, accelerator.process_index
     expected = evidence.reference(ranks, EPOCHS)
-    facts = {"wrapped": type(model).__module__, "device": str(accelerator.device), "backend": accelerator.state.backend}
+    facts = {
+        "wrapped": type(model).__module__,
+        "device": str(accelerator.device),
+        "backend": accelerator.state.backend,
+    }
 
     trained = train(accelerator, model, optimizer, loader)
     facts["trained"] = evidence.distance(trained, expected)
-    facts["loss"] = evaluate(accelerator, model, loader) - float(loss_of(expected, *evidence.examples(ranks)))
+    facts["loss"] = evaluate(accelerator, model, loader) - float(
+        loss_of(expected, *evidence.examples(ranks))
+    )
 
     # After the first epoch into a checkpoint; the second by a script that starts anew.
     train(*(first := fresh()), epochs=1)
@@ -80,13 +102,19 @@ def main(folder: str) -> None:
     resumed[0].load_state(folder)
     facts["resumed"] = evidence.distance(train(*resumed, epochs=1), expected)
 
-    facts["accumulated"] = evidence.distance(train(*fresh(accumulate=3)), evidence.reference(ranks, EPOCHS, 3))
-    facts["unused"] = evidence.distance(train(*fresh([DistributedDataParallelKwargs(find_unused_parameters=True)])), expected)
+    facts["accumulated"] = evidence.distance(
+        train(*fresh(accumulate=3)), evidence.reference(ranks, EPOCHS, 3)
+    )
+    facts["unused"] = evidence.distance(
+        train(*fresh([DistributedDataParallelKwargs(find_unused_parameters=True)])), expected
+    )
     facts["full_rank"] = evidence.distance(train(*fresh([power_sgd(8)])), expected)
     facts["rank_1"] = evidence.distance(train(*fresh([power_sgd(1)])), expected)
     if isinstance(model, DistributedDataParallel):
         hooked = fresh()
-        state = PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2, min_compression_rate=0)
+        state = PowerSGDState(
+            None, matrix_approximation_rank=8, start_powerSGD_iter=2, min_compression_rate=0
+        )
         hooked[1].register_comm_hook(state, powerSGD_hook)
         facts["our_hook"] = evidence.distance(train(*hooked), expected)
     facts["sharded"] = evidence.distance(sharded(ranks), expected)
@@ -99,7 +127,9 @@ def main(folder: str) -> None:
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(loss)
     gradient = next(model.parameters()).grad
-    facts["triggered"] = float((accelerator.reduce(gradient.clone(), "mean") - gradient).abs().max())
+    facts["triggered"] = float(
+        (accelerator.reduce(gradient.clone(), "mean") - gradient).abs().max()
+    )
 
     Accelerator._shared_state = {}
     accelerator.state._reset_state(reset_partial_state=True)

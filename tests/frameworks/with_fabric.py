@@ -58,7 +58,9 @@ def course(strategy, folder, expected):
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
     fabric.load(folder, state)
     facts["epoch"] = state["epoch"]
-    facts["resumed"] = evidence.distance(train(fabric, model, optimizer, loader, epochs=1), expected)
+    facts["resumed"] = evidence.distance(
+        train(fabric, model, optimizer, loader, epochs=1), expected
+    )
     return facts
 
 
@@ -70,7 +72,12 @@ def sharded():
 
 
 def hooked(rank_of_approximation):
-    state = PowerSGDState(None, matrix_approximation_rank=rank_of_approximation, start_powerSGD_iter=2, min_compression_rate=0)
+    state = PowerSGDState(
+        None,
+        matrix_approximation_rank=rank_of_approximation,
+        start_powerSGD_iter=2,
+        min_compression_rate=0,
+    )
     return ours.DDPStrategy(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook)
 
 
@@ -83,13 +90,18 @@ def main(folder: str) -> None:
     }
     thirds = evidence.reference(RANKS, EPOCHS, 3)
     facts["accumulated"] = [
-        evidence.distance(train(*fresh(strategy()), accumulate=3), thirds) for strategy in (DDPStrategy, ours.DDPStrategy)
+        evidence.distance(train(*fresh(strategy()), accumulate=3), thirds)
+        for strategy in (DDPStrategy, ours.DDPStrategy)
     ]
     facts["hooks"] = [evidence.distance(train(*fresh(hooked(rank))), expected) for rank in (8, 1)]
-    facts["wrong"] = evidence.text_of_error(Fabric(accelerator="cpu", devices=3, strategy=ours.DDPStrategy()).launch)
+    facts["wrong"] = evidence.text_of_error(
+        Fabric(accelerator="cpu", devices=3, strategy=ours.DDPStrategy()).launch
+    )
     made = fresh(ours.DDPStrategy())
     plain = evidence.model()
-    facts["unwrapped"] = evidence.text_of_error(lambda: made[0].strategy._backward_sync_control.no_backward_sync(plain, True))
+    facts["unwrapped"] = evidence.text_of_error(
+        lambda: made[0].strategy._backward_sync_control.no_backward_sync(plain, True)
+    )
     evidence.report(made[0].global_rank, **facts)
 
 

@@ -52,17 +52,34 @@ class Module(L.LightningModule):
 
 
 def trainer(strategy, folder, epochs=EPOCHS, devices=RANKS, **options):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     made = L.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=epochs, default_root_dir=folder, **quiet, **options
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_epochs=epochs,
+        default_root_dir=folder,
+        **quiet,
+        **options,
     )
-    assert made.world_size == RANKS and made.strategy.cluster_environment.creates_processes_externally
+    assert (
+        made.world_size == RANKS and made.strategy.cluster_environment.creates_processes_externally
+    )
     return made
 
 
 def loader(rank):
     examples = TensorDataset(*evidence.examples(RANKS))
-    return DataLoader(examples, evidence.LOCAL_BATCH, sampler=DistributedSampler(examples, RANKS, rank, shuffle=False))
+    return DataLoader(
+        examples,
+        evidence.LOCAL_BATCH,
+        sampler=DistributedSampler(examples, RANKS, rank, shuffle=False),
+    )
 
 
 def fit(strategy, folder, epochs=EPOCHS, ckpt_path=None, **options):
@@ -80,13 +97,22 @@ def course(strategy, folder, expected, **kinds):
     facts["loss"] = loss - float(evidence.loss_of(expected, *evidence.examples(RANKS)))
     half, module = fit(strategy(), folder, epochs=1, **kinds)
     half.save_checkpoint(f"{folder}/half.ckpt")
-    facts["resumed"] = evidence.distance(fit(strategy(), folder, ckpt_path=f"{folder}/half.ckpt", **kinds)[1].net, expected)
+    facts["resumed"] = evidence.distance(
+        fit(strategy(), folder, ckpt_path=f"{folder}/half.ckpt", **kinds)[1].net, expected
+    )
     return facts
 
 
 def hooked(rank_of_approximation, wrapper=None):
-    state = PowerSGDState(None, matrix_approximation_rank=rank_of_approximation, start_powerSGD_iter=2, min_compression_rate=0)
-    return ours.DDPStrategy(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook, ddp_comm_wrapper=wrapper)
+    state = PowerSGDState(
+        None,
+        matrix_approximation_rank=rank_of_approximation,
+        start_powerSGD_iter=2,
+        min_compression_rate=0,
+    )
+    return ours.DDPStrategy(
+        ddp_comm_state=state, ddp_comm_hook=powerSGD_hook, ddp_comm_wrapper=wrapper
+    )
 
 
 def main(folder: str) -> None:
@@ -98,7 +124,9 @@ def main(folder: str) -> None:
     facts = {
         "named": course(lambda: "ddp", f"{folder}/named", expected),
         "ours": course(ours.DDPStrategy, f"{folder}/ours", expected),
-        "sharded": course(lambda: ModelParallelStrategy(RANKS, 1), f"{folder}/sharded", expected, shards=True),
+        "sharded": course(
+            lambda: ModelParallelStrategy(RANKS, 1), f"{folder}/sharded", expected, shards=True
+        ),
     }
     rank = dist.get_rank()
     by_hand = {
@@ -112,7 +140,12 @@ def main(folder: str) -> None:
         "rank_1": away(hooked(1)),
         "wrapped": away(hooked(8, fp16_compress_wrapper)),
         # Lightning's own strategy registers no hook on the CPU: docs/frameworks.md says so.
-        "theirs": away(DDPStrategy(ddp_comm_state=torch_hooks.PowerSGDState(None, 1), ddp_comm_hook=torch_hooks.powerSGD_hook)),
+        "theirs": away(
+            DDPStrategy(
+                ddp_comm_state=torch_hooks.PowerSGDState(None, 1),
+                ddp_comm_hook=torch_hooks.powerSGD_hook,
+            )
+        ),
     }
     accumulated = fit(ours.DDPStrategy(), folder, accumulate_grad_batches=3)[1].net
     facts["accumulated"] = evidence.distance(accumulated, evidence.reference(RANKS, EPOCHS, 3))
@@ -122,10 +155,21 @@ def main(folder: str) -> None:
         "devices": evidence.text_of_error(lambda: fit(ours.DDPStrategy(), folder, devices=3)),
     }
     # As mpirun leaves them in a batch job of Slurm: the batch shell's, the same for every rank.
-    os.environ.update(SLURM_NTASKS="2", SLURM_JOB_NAME="train", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
+    os.environ.update(
+        SLURM_NTASKS="2",
+        SLURM_JOB_NAME="train",
+        SLURM_PROCID="0",
+        SLURM_LOCALID="0",
+        SLURM_NODEID="0",
+    )
     in_batch = trainer(ours.DDPStrategy(), folder)
     environment = in_batch.strategy.cluster_environment
-    facts["environment"] = [in_batch.global_rank, in_batch.local_rank, environment.node_rank(), environment.detect()]
+    facts["environment"] = [
+        in_batch.global_rank,
+        in_batch.local_rank,
+        environment.node_rank(),
+        environment.detect(),
+    ]
     evidence.report(rank, by_hand=by_hand, hooks=hooks, wrong=wrong, **facts)
 
 

@@ -1,6 +1,7 @@
 """The calls by which torchtitan uses torch.distributed, in its order; run as a job, with a folder for checkpoints.
 
-Source: torchtitan's distributed/utils.py, distributed/parallel_dims.py and components/checkpointer/dcp.py, of August 2026.
+Source: torchtitan's distributed/utils.py, distributed/parallel_dims.py and
+components/checkpointer/dcp.py, of August 2026.
 """
 
 from __future__ import annotations
@@ -45,9 +46,13 @@ def train(model, rank, ranks):
     for _ in range(EPOCHS):
         for start in range(rank * size, len(inputs), ranks * size):
             optimizer.zero_grad()
-            loss = evidence.loss_of(model, inputs[start : start + size], targets[start : start + size])
+            loss = evidence.loss_of(
+                model, inputs[start : start + size], targets[start : start + size]
+            )
             loss.backward()
-            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+            norm = torch.nn.utils.get_total_norm(
+                [parameter.grad for parameter in model.parameters()]
+            )
             norms.append(float(norm.full_tensor()))
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1e6, norm.full_tensor())
             optimizer.step()
@@ -64,7 +69,9 @@ def saved_and_loaded(model, mesh, folder, **how):
 
 
 def main(folder: str) -> None:
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=300), _ranks=[], device_id=None)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=300), _ranks=[], device_id=None
+    )
     rank, ranks = dist.get_rank(), dist.get_world_size()
     world, dense = meshes(ranks)
     mesh = dense["fsdp"]
@@ -74,7 +81,10 @@ def main(folder: str) -> None:
     facts = {"trained": evidence.distance(model, expected), "norms": norms}
 
     loss_mesh = dense["fsdp", "tp"]._flatten("loss_mesh")
-    means = [funcol.all_reduce(loss, reduceOp="avg", group=group) for group in (world, loss_mesh, (dense, 2))]
+    means = [
+        funcol.all_reduce(loss, reduceOp="avg", group=group)
+        for group in (world, loss_mesh, (dense, 2))
+    ]
     facts["means"] = [float(mean) for mean in means]
 
     dist.barrier()
@@ -82,9 +92,13 @@ def main(folder: str) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=100), group)
 
     beside = dist.new_group(backend="gloo")
-    facts["in_thread"] = evidence.distance(saved_and_loaded(model, mesh, f"{folder}/thread", process_group=beside), expected)
+    facts["in_thread"] = evidence.distance(
+        saved_and_loaded(model, mesh, f"{folder}/thread", process_group=beside), expected
+    )
     how = {"process_group": beside, "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
-    facts["in_process"] = evidence.distance(saved_and_loaded(model, mesh, f"{folder}/process", **how), expected)
+    facts["in_process"] = evidence.distance(
+        saved_and_loaded(model, mesh, f"{folder}/process", **how), expected
+    )
     evidence.report(rank, **facts)
     dist.destroy_process_group()
 

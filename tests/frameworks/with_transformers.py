@@ -29,7 +29,8 @@ class Sentences(Dataset):
 
 
 def labels_of(tokens):
-    # The Trainer divides by the number of labels, the model's own loss by that of predictions, which the first word has none of.
+    # The Trainer divides by the number of labels, the model's own loss by that of predictions,
+    # which the first word has none of.
     labels = tokens.clone()
     labels[..., 0] = -100
     return labels
@@ -39,7 +40,11 @@ def gpt2():
     torch.manual_seed(1)
     ends = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM"}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=1, n_head=2, **ends, **dropout))
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=1, n_head=2, **ends, **dropout
+        )
+    )
 
 
 def trainer(folder, ranks, **arguments):
@@ -60,7 +65,9 @@ def trainer(folder, ranks, **arguments):
         disable_tqdm=True,
         **arguments,
     )
-    return Trainer(model=gpt2(), args=settings, train_dataset=Sentences(ranks), eval_dataset=Sentences(ranks))
+    return Trainer(
+        model=gpt2(), args=settings, train_dataset=Sentences(ranks), eval_dataset=Sentences(ranks)
+    )
 
 
 def reference(ranks):
@@ -79,19 +86,29 @@ def main(folder: str) -> None:
     ranks, rank = first.args.world_size, first.args.process_index
     expected, outputs = reference(ranks)
     first.train()
-    facts = {"wrapped": type(first.model_wrapped).__module__, "ranks": ranks, "mode": first.args.parallel_mode.value}
+    facts = {
+        "wrapped": type(first.model_wrapped).__module__,
+        "ranks": ranks,
+        "mode": first.args.parallel_mode.value,
+    }
     facts["trained"] = evidence.distance(first.model, expected)
     facts["loss"] = first.evaluate()["eval_loss"] - float(outputs.loss)
-    facts["logits"] = float((torch.from_numpy(first.predict(Sentences(ranks)).predictions) - outputs.logits).abs().max())
+    facts["logits"] = float(
+        (torch.from_numpy(first.predict(Sentences(ranks)).predictions) - outputs.logits).abs().max()
+    )
 
     second = trainer(folder, ranks)
     facts["before"] = evidence.distance(second.model, gpt2())
     second.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}")
     facts["resumed"] = evidence.distance(second.model, expected)
 
-    facts["named"] = evidence.distance(_trained(trainer(f"{folder}/named", ranks, ddp_backend="gloo")), expected)
+    facts["named"] = evidence.distance(
+        _trained(trainer(f"{folder}/named", ranks, ddp_backend="gloo")), expected
+    )
     dist.barrier()
-    facts["wrong"] = evidence.text_of_error(lambda: TrainingArguments(folder, use_cpu=True, ddp_backend="mpidist").device)
+    facts["wrong"] = evidence.text_of_error(
+        lambda: TrainingArguments(folder, use_cpu=True, ddp_backend="mpidist").device
+    )
     evidence.report(rank, **facts)
 
 

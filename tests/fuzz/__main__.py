@@ -1,7 +1,8 @@
 """Command: ``mpirun -n 3 python -m tests.fuzz programs --count 10000 --seed 0``, and the same with ``models``.
 
-Each seed is a program or a model. The first that fails is reported with how to repeat it and, if all ranks got to its end, with
-the fewest steps that still fail; the exit status is then 1 on all ranks.
+Each seed is a program or a model. The first that fails is reported with how to repeat it and, if
+all ranks got to its end, with the fewest steps that still fail; the exit status is then 1 on all
+ranks.
 """
 
 from __future__ import annotations
@@ -24,11 +25,21 @@ def main() -> int:
     parser.add_argument("what", choices=("programs", "models"))
     parser.add_argument("--count", type=int, default=100, help="programs or models")
     parser.add_argument("--seed", type=int, default=0, help="the first one's seed")
-    parser.add_argument("--without", default="", help="features to leave out, by their names in programs.py and models.py")
-    parser.add_argument("--only", default="", help="steps of the program to keep, separated by commas")
+    parser.add_argument(
+        "--without",
+        default="",
+        help="features to leave out, by their names in programs.py and models.py",
+    )
+    parser.add_argument(
+        "--only", default="", help="steps of the program to keep, separated by commas"
+    )
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for one of them")
-    parser.add_argument("--keep-going", action="store_true", help="do not stop at the first that fails")
-    parser.add_argument("--show", action="store_true", help="print the program in place of running it")
+    parser.add_argument(
+        "--keep-going", action="store_true", help="do not stop at the first that fails"
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="print the program in place of running it"
+    )
     options = parser.parse_args()
     known = (*programs.FEATURES, *models.FEATURES)
     without = tuple(filter(None, options.without.split(",")))
@@ -61,7 +72,10 @@ class _Fuzzer:
         for seed in range(first, first + count):
             if self._world.rank == 0 and time.monotonic() - told_at > 10:
                 told_at = time.monotonic()
-                self._tell(f"{seed - first} of {count} {self._options.what}, now seed {seed}, {told_at - start:.0f} s")
+                self._tell(
+                    f"{seed - first} of {count} {self._options.what}, now seed {seed}, "
+                    f"{told_at - start:.0f} s"
+                )
             failures = self._one(seed, self._only)
             if not failures:
                 continue
@@ -69,14 +83,19 @@ class _Fuzzer:
             self._report(seed, failures)
             if not self._options.keep_going:
                 break
-        self._tell(f"{failed} failed; seeds {first} to {seed}, {self._world.size} ranks, {time.monotonic() - start:.0f} s")
+        self._tell(
+            f"{failed} failed; seeds {first} to {seed}, {self._world.size} ranks, "
+            f"{time.monotonic() - start:.0f} s"
+        )
         return 1 if failed else 0
 
     def _one(self, seed: int, only: tuple[int, ...] = (), is_quiet: bool = False) -> list[str]:
         self._deadline.start(self._repeat(seed, only))
         try:
             if self._options.what == "models":
-                return run_models.run(models.model(seed, self._world.size, self._without), self._world, self._deadline)
+                return run_models.run(
+                    models.model(seed, self._world.size, self._without), self._world, self._deadline
+                )
             given = programs.program(seed, self._world.size, self._without)
             given = programs.kept(given, only) if only else given
             return run_programs.run(given, self._world, self._deadline, is_quiet)
@@ -89,7 +108,9 @@ class _Fuzzer:
             self._tell(f"  {failure}")
         self._tell(f"  repeat: {self._repeat(seed, self._only)}")
         if self._options.what == "models":
-            self._tell(f"  {run_programs.described(models.model(seed, self._world.size, self._without))}")
+            self._tell(
+                f"  {run_programs.described(models.model(seed, self._world.size, self._without))}"
+            )
         else:
             only = self._shrunk(seed)
             given = programs.kept(programs.program(seed, self._world.size, self._without), only)
@@ -103,7 +124,9 @@ class _Fuzzer:
         """Drop steps one by one while the program still fails."""
         steps = programs.program(seed, self._world.size, self._without).steps
         only = self._only or tuple(range(len(steps)))
-        only = tuple(place for place in only if not isinstance(steps[place], (programs.Make, programs.Close)))
+        only = tuple(
+            place for place in only if not isinstance(steps[place], (programs.Make, programs.Close))
+        )
         for place in reversed(only):
             rest = tuple(other for other in only if other != place)
             if rest and self._one(seed, rest, is_quiet=True):
@@ -111,7 +134,10 @@ class _Fuzzer:
         return only
 
     def _repeat(self, seed: int, only: tuple[int, ...]) -> str:
-        words = f"mpirun -n {self._world.size} python -m tests.fuzz {self._options.what} --seed {seed} --count 1"
+        words = (
+            f"mpirun -n {self._world.size} python -m tests.fuzz {self._options.what} --seed "
+            f"{seed} --count 1"
+        )
         words += f" --without {','.join(self._without)}" if self._without else ""
         return words + (f" --only {','.join(map(str, only))}" if only else "")
 

@@ -39,7 +39,8 @@ class Deadline:
             if until is None or time.monotonic() < until:
                 continue
             sys.stderr.write(
-                f"world rank {self._rank}: {self._what} did not end within {self._limit_s:g} s; it is in {self._where}\n"
+                f"world rank {self._rank}: {self._what} did not end within {self._limit_s:g} s; it "
+                f"is in {self._where}\n"
             )
             faulthandler.dump_traceback(all_threads=True)
             sys.stderr.flush()

@@ -47,7 +47,9 @@ def issue(handle: Handle, call: Call, inputs: list[Any], outputs: list[Any]) -> 
     return _native(handle, call, inputs, outputs, is_async)
 
 
-def _native(handle: Handle, call: Call, inputs: list[Any], outputs: list[Any], is_async: bool) -> Any:
+def _native(
+    handle: Handle, call: Call, inputs: list[Any], outputs: list[Any], is_async: bool
+) -> Any:
     group, kind, root, rank = handle.native, call.kind, call.root, handle.rank
     op: Any = PremulSum(call.factors[rank]) if call.factors else call.op
     is_root = rank == root
@@ -85,20 +87,30 @@ def _native(handle: Handle, call: Call, inputs: list[Any], outputs: list[Any], i
     return group.all_to_all_single(outputs[0], inputs[0], *_splits(handle, call), is_async)
 
 
-def _torch(handle: Handle, call: Call, inputs: list[Any], outputs: list[Any], is_async: bool) -> Any:
+def _torch(
+    handle: Handle, call: Call, inputs: list[Any], outputs: list[Any], is_async: bool
+) -> Any:
     group, kind, root, rank = handle.torch, call.kind, call.root, handle.rank
-    op: Any = dist._make_nccl_premul_sum(float(call.factors[rank])) if call.factors else _TORCH_OPS[call.op]
+    op: Any = (
+        dist._make_nccl_premul_sum(float(call.factors[rank]))
+        if call.factors
+        else _TORCH_OPS[call.op]
+    )
     is_root = rank == root
     if kind == "barrier":
         return dist.barrier(group, is_async)
     if kind == "all_reduce":
         return dist.all_reduce(inputs[0], op, group, is_async)
     if kind == "all_reduce_coalesced":
-        return _coalesced(group, is_async, lambda: [dist.all_reduce(tensor, op, group) for tensor in inputs])
+        return _coalesced(
+            group, is_async, lambda: [dist.all_reduce(tensor, op, group) for tensor in inputs]
+        )
     if kind == "reduce":
         return dist.reduce(inputs[0], group_dst=root, op=op, group=group, async_op=is_async)
     if kind == "broadcast":
-        return dist.broadcast((inputs or outputs)[0], group_src=root, group=group, async_op=is_async)
+        return dist.broadcast(
+            (inputs or outputs)[0], group_src=root, group=group, async_op=is_async
+        )
     if kind == "broadcast_coalesced":
         options = dist.BroadcastOptions()
         options.rootRank, options.asyncOp = root, is_async
@@ -111,19 +123,32 @@ def _torch(handle: Handle, call: Call, inputs: list[Any], outputs: list[Any], is
         return _all_gather_single(outputs[0], inputs[0], group, is_async)
     if kind == "all_gather_into_tensor_coalesced":
         return _coalesced(
-            group, is_async, lambda: [_all_gather_single(*pair, group) for pair in zip(outputs, inputs, strict=True)]
+            group,
+            is_async,
+            lambda: [
+                _all_gather_single(*pair, group) for pair in zip(outputs, inputs, strict=True)
+            ],
         )
     if kind == "gather":
-        return dist.gather(inputs[0], outputs if is_root else None, group_dst=root, group=group, async_op=is_async)
+        return dist.gather(
+            inputs[0], outputs if is_root else None, group_dst=root, group=group, async_op=is_async
+        )
     if kind == "scatter":
-        return dist.scatter(outputs[0], inputs if is_root else None, group_src=root, group=group, async_op=is_async)
+        return dist.scatter(
+            outputs[0], inputs if is_root else None, group_src=root, group=group, async_op=is_async
+        )
     if kind == "reduce_scatter":
         return dist.reduce_scatter(outputs[0], inputs, op, group, is_async)
     if kind == "reduce_scatter_tensor":
         return _reduce_scatter_single(outputs[0], inputs[0], op, group, is_async)
     if kind == "reduce_scatter_tensor_coalesced":
         return _coalesced(
-            group, is_async, lambda: [_reduce_scatter_single(*pair, op, group) for pair in zip(outputs, inputs, strict=True)]
+            group,
+            is_async,
+            lambda: [
+                _reduce_scatter_single(*pair, op, group)
+                for pair in zip(outputs, inputs, strict=True)
+            ],
         )
     if kind == "all_to_all":
         return dist.all_to_all(outputs, inputs, group, is_async)
@@ -151,7 +176,10 @@ def objects(handle: Handle, call: Call) -> str:
     """Execute a collective of objects; say what is wrong with its result."""
     rank, root, size = handle.rank, call.root, handle.size
     is_torch = call.apis[rank] == "torch"
-    given = [obj(f"{call.seed} {place}", call.counts[place], call.odd_strides, is_torch) for place in range(size)]
+    given = [
+        obj(f"{call.seed} {place}", call.counts[place], call.odd_strides, is_torch)
+        for place in range(size)
+    ]
     got = (_torch_objects if is_torch else _native_objects)(handle, call, given)
     if call.kind in ("broadcast_object", "broadcast_object_list"):
         want: Any = given[root] if call.kind == "broadcast_object" else [given[root], root]

@@ -65,8 +65,13 @@ class Memory:
                 _write(self._view(wanted, tensor), values.view(tensor.shape))
                 if tolerance is not None:
                     base = self._before[tensor.base]
-                    error = errors.setdefault(tensor.base, torch.zeros(base.numel(), dtype=torch.float64))
-                    _write(error.as_strided(tensor.shape, tensor.stride, tensor.offset), tolerance.view(tensor.shape))
+                    error = errors.setdefault(
+                        tensor.base, torch.zeros(base.numel(), dtype=torch.float64)
+                    )
+                    _write(
+                        error.as_strided(tensor.shape, tensor.stride, tensor.offset),
+                        tolerance.view(tensor.shape),
+                    )
             for number, base in self._bases.items():
                 wrong = _wrong(base, wanted[number], errors.get(number))
                 if len(wrong):
@@ -75,18 +80,29 @@ class Memory:
 
     def _view(self, bases: dict[int, torch.Tensor], tensor: Tensor) -> torch.Tensor:
         view = bases[tensor.base].as_strided(tensor.shape, tensor.stride, tensor.offset)
-        return view.conj() if tensor.bits == "conj" else torch._neg_view(view) if tensor.bits == "neg" else view
+        return (
+            view.conj()
+            if tensor.bits == "conj"
+            else torch._neg_view(view)
+            if tensor.bits == "neg"
+            else view
+        )
 
-    def _describe(self, number: int, wrong: list[int], base: torch.Tensor, wanted: torch.Tensor) -> str:
+    def _describe(
+        self, number: int, wrong: list[int], base: torch.Tensor, wanted: torch.Tensor
+    ) -> str:
         first = wrong[0]
-        places = [place for place, tensor in enumerate(self._operands.tensors) if tensor.base == number]
+        places = [
+            place for place, tensor in enumerate(self._operands.tensors) if tensor.base == number
+        ]
         views = ", ".join(
             f"{'in' if place in self._operands.inputs else ''}{'out' if place in self._operands.outputs else ''}put {place}: "
             f"offset {tensor.offset} shape {tensor.shape} stride {tensor.stride} {tensor.bits}"
             for place, tensor in ((place, self._operands.tensors[place]) for place in places[:4])
         )
         return (
-            f"{len(wrong)} of {base.numel()} elements of base {number} differ, the first at {first}: "
+            f"{len(wrong)} of {base.numel()} elements of base {number} differ, the first at "
+            f"{first}: "
             f"expected {wanted[first].item()}, got {base[first].item()} ({views})"
         )
 
@@ -103,7 +119,11 @@ def _anything(dtype: str, count: int, seed: str) -> torch.Tensor:
     if dtype == "bool":
         return torch.from_numpy(rng.integers(0, 2, count).astype(np.bool_)).clone()
     kind = getattr(torch, dtype)
-    return torch.from_numpy(rng.integers(0, 256, count * kind.itemsize, dtype=np.uint8)).view(kind).clone()
+    return (
+        torch.from_numpy(rng.integers(0, 256, count * kind.itemsize, dtype=np.uint8))
+        .view(kind)
+        .clone()
+    )
 
 
 def _wrong(base: torch.Tensor, wanted: torch.Tensor, error: torch.Tensor | None) -> list[int]:

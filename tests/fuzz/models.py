@@ -26,7 +26,15 @@ FEATURES = (
     "unused",
 )
 
-HOOKS = ("allreduce", "fp16_hook", "bf16_hook", "fp16_wrapper", "bf16_wrapper", "powersgd", "powersgd_fp16")
+HOOKS = (
+    "allreduce",
+    "fp16_hook",
+    "bf16_hook",
+    "fp16_wrapper",
+    "bf16_wrapper",
+    "powersgd",
+    "powersgd_fp16",
+)
 TORCH_HOOKS = ("allreduce", "fp16_hook", "powersgd")
 
 
@@ -35,9 +43,10 @@ class Block:
     """A part of a model, from the hidden state to the hidden state.
 
     Attributes:
-        kind: "linear", "shared" (block ``of`` once more), "frozen", "unused" (on no rank), "sometimes" (where ``Pass.uses``
-            says so), "scalar", "transposed", "one" (x[::4] of four elements), "empty", "conv" (channels last), "norm",
-            "complex", "single" (fp32), "embedding", "sparse", "counter" (a buffer).
+        kind: "linear", "shared" (block ``of`` once more), "frozen", "unused" (on no rank),
+            "sometimes" (where ``Pass.uses`` says so), "scalar", "transposed", "one" (x[::4] of four
+            elements), "empty", "conv" (channels last), "norm", "complex", "single" (fp32),
+            "embedding", "sparse", "counter" (a buffer).
         checkpoint: "", "reentrant" or "plain".
     """
 
@@ -78,7 +87,8 @@ class Model:
         epochs: By epoch, each rank's number of inputs, under join; empty for none.
         by_initial: ``divide_by_initial_world_size``.
         torch_join: torch's ``Join`` around ours.
-        checks_stale: Under join, compares the gradients of ranks without inputs at the end of an epoch.
+        checks_stale: Under join, compares the gradients of ranks without inputs at the end of an
+            epoch.
         may_refuse: An error alike on all ranks is as right as the result.
     """
 
@@ -124,25 +134,46 @@ class _Maker:
             blocks = (*blocks, Block(rng.choice(("unused", "sometimes"))))
         elif is_static and self.has("unused", 0.3):
             blocks = (*blocks, Block("unused"))
-        if not is_static and not any(block.checkpoint for block in blocks) and self.has("sparse", 0.02):
+        if (
+            not is_static
+            and not any(block.checkpoint for block in blocks)
+            and self.has("sparse", 0.02)
+        ):
             return self.made((*blocks, Block("sparse")), may_refuse=True)
         if self.has("in_backward", 0.02):
-            return self.made(tuple(b for b in blocks if not b.checkpoint), in_backward=True, may_refuse=True)
+            return self.made(
+                tuple(b for b in blocks if not b.checkpoint), in_backward=True, may_refuse=True
+            )
         return self.made(blocks, is_static, finds)
 
     def blocks(self, is_static: bool, finds: bool) -> tuple[Block, ...]:
         rng = self.rng
-        kinds = ["linear"] * 4 + ["shared", "frozen", "scalar", "transposed", "empty", "conv", "norm", "complex", "single"]
+        kinds = ["linear"] * 4 + [
+            "shared",
+            "frozen",
+            "scalar",
+            "transposed",
+            "empty",
+            "conv",
+            "norm",
+            "complex",
+            "single",
+        ]
         kinds += ["embedding", "counter"] + ["one"] * ("odd_strides" not in self.without)
         blocks = [Block("linear")]
         for _ in range(rng.randint(1, 6)):
             kind = rng.choice(kinds)
             checkpoint = ""
             if kind in ("linear", "norm", "shared", "scalar") and self.has("checkpoint", 0.3):
-                # Within a re-entrant segment a backward pass of its own runs: what find_unused_parameters cannot see.
+                # Within a re-entrant segment a backward pass of its own runs: what
+                # find_unused_parameters cannot see.
                 checkpoint = "plain" if finds else rng.choice(("plain", "reentrant"))
             of = rng.choice([i for i, block in enumerate(blocks) if block.kind == "linear"])
-            if kind == "shared" and not is_static and (checkpoint == "reentrant" or blocks[of].checkpoint == "reentrant"):
+            if (
+                kind == "shared"
+                and not is_static
+                and (checkpoint == "reentrant" or blocks[of].checkpoint == "reentrant")
+            ):
                 continue
             blocks.append(Block(kind, of if kind == "shared" else 0, checkpoint))
         return tuple(blocks)
@@ -174,17 +205,26 @@ class _Maker:
         zero_first, set_to_none = rng.random() < 0.5, rng.random() < 0.5
         # torch's own join does not mirror what torch's static graphs communicate.
         if is_plain and size > 1 and not (is_torch and is_static) and self.has("join", 0.25):
-            epochs = tuple(tuple(rng.randrange(4) for _ in range(size)) for _ in range(rng.randint(1, 3)))
+            epochs = tuple(
+                tuple(rng.randrange(4) for _ in range(size)) for _ in range(rng.randint(1, 3))
+            )
             if is_torch:
-                options["gradient_as_bucket_view"] = False  # else torch's own join writes into the gradients
+                # else torch's own join writes into the gradients
+                options["gradient_as_bucket_view"] = False
             if "stale_gradients" in self.without:
                 zero_first = True
         by_initial = rng.random() < 0.6
         hooks = is_plain and by_initial and self.has("hooks", 0.35)
         passes = self.passes(blocks, is_static, finds, is_torch, hooks, bool(epochs), is_plain)
         # The pass of one rank is not mirrored, so it must not communicate: no buffers.
-        may_be_alone = is_plain and not any(block.kind == "counter" for block in blocks) and not finds and not is_static
-        may_be_alone = may_be_alone and not is_torch  # torch's reducer would take the next backward pass for this one's
+        may_be_alone = (
+            is_plain
+            and not any(block.kind == "counter" for block in blocks)
+            and not finds
+            and not is_static
+        )
+        # torch's reducer would take the next backward pass for this one's
+        may_be_alone = may_be_alone and not is_torch
         return Model(
             seed=self.seed, size=size, width=rng.choice((2, 4, 6)), blocks=blocks, is_torch=is_torch,
             options=tuple(options.items()), passes=passes, zero_first=zero_first, set_to_none=set_to_none, epochs=epochs,
@@ -194,26 +234,47 @@ class _Maker:
         )  # fmt: skip
 
     def passes(
-        self, blocks: tuple[Block, ...], is_static: bool, finds: bool, is_torch: bool, hooks: bool, joins: bool, is_plain: bool
+        self,
+        blocks: tuple[Block, ...],
+        is_static: bool,
+        finds: bool,
+        is_torch: bool,
+        hooks: bool,
+        joins: bool,
+        is_plain: bool,
     ) -> tuple[Pass, ...]:
         rng, size = self.rng, self.size
         may_vary = is_plain and not is_static and not joins
         has_reentrant = any(block.checkpoint == "reentrant" for block in blocks)
         made = []
         count = 1 if joins else rng.randint(1, 4)
-        poisoned_at = rng.randrange(count) if is_plain and not joins and self.has("non_finite", 0.12) else None
+        poisoned_at = (
+            rng.randrange(count)
+            if is_plain and not joins and self.has("non_finite", 0.12)
+            else None
+        )
         for place in range(count):
             # torch's PowerSGD cannot take a complex parameter, nor one without elements.
             is_odd = any(block.kind in ("empty", "complex") for block in blocks)
             fits = "powersgd" not in self.without and not (is_torch and is_odd)
-            names = [hook for hook in (TORCH_HOOKS if is_torch else HOOKS) if fits or "powersgd" not in hook]
+            names = [
+                hook
+                for hook in (TORCH_HOOKS if is_torch else HOOKS)
+                if fits or "powersgd" not in hook
+            ]
             # torch takes one hook for a module's life, before the first pass.
-            hook = rng.choice(names) if hooks and (place == 0 or (not is_torch and rng.random() < 0.4)) else ""
+            hook = (
+                rng.choice(names)
+                if hooks and (place == 0 or (not is_torch and rng.random() < 0.4))
+                else ""
+            )
             made.append(
                 Pass(
                     uses=tuple(rng.random() < 0.5 for _ in range(size)),
                     micro=rng.choice((0, 0, 0, 1, 2)) if may_vary else 0,
-                    forwards=2 if may_vary and not finds and not has_reentrant and rng.random() < 0.15 else 1,
+                    forwards=2
+                    if may_vary and not finds and not has_reentrant and rng.random() < 0.15
+                    else 1,
                     poisoned=rng.randrange(size) if place == poisoned_at else None,
                     hook=hook,
                     keeps=may_vary and place != poisoned_at and rng.random() < 0.15,

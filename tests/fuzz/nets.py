@@ -23,7 +23,9 @@ class Net(torch.nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(model.seed)
-        self.blocks = torch.nn.ModuleList([_Part(block.kind, model.width, generator) for block in model.blocks])
+        self.blocks = torch.nn.ModuleList(
+            [_Part(block.kind, model.width, generator) for block in model.blocks]
+        )
         for place, block in enumerate(model.blocks):
             if block.kind == "shared":
                 self.blocks[place] = self.blocks[block.of]
@@ -61,15 +63,22 @@ class _Part(torch.nn.Module):
         elif kind == "empty":
             self.weight = torch.nn.Parameter(new(0))
         elif kind == "conv":
-            self.weight = torch.nn.Parameter(new(2, 1, 1, 3).contiguous(memory_format=torch.channels_last))
+            self.weight = torch.nn.Parameter(
+                new(2, 1, 1, 3).contiguous(memory_format=torch.channels_last)
+            )
         elif kind == "norm":
-            self.weight, self.bias = torch.nn.Parameter(1 + new(width)), torch.nn.Parameter(new(width))
+            self.weight, self.bias = (
+                torch.nn.Parameter(1 + new(width)),
+                torch.nn.Parameter(new(width)),
+            )
         elif kind == "complex":
             self.weight = torch.nn.Parameter(new(width, dtype=torch.complex128))
         elif kind == "single":
             self.weight = torch.nn.Parameter(new(width, dtype=torch.float32))
         elif kind in ("embedding", "sparse"):
-            self.table = torch.nn.Embedding(WORDS, width, sparse=kind == "sparse", _weight=new(WORDS, width))
+            self.table = torch.nn.Embedding(
+                WORDS, width, sparse=kind == "sparse", _weight=new(WORDS, width)
+            )
         elif kind == "counter":
             self.register_buffer("passes", torch.zeros(()))
 
@@ -84,7 +93,9 @@ class _Part(torch.nn.Module):
         if kind == "empty":
             return h + self.weight.sum()
         if kind == "conv":
-            image = torch.nn.functional.conv2d(h.view(len(h), 1, 1, -1), self.weight, padding=(0, 1))
+            image = torch.nn.functional.conv2d(
+                h.view(len(h), 1, 1, -1), self.weight, padding=(0, 1)
+            )
             return torch.tanh(image).sum((1, 2))
         if kind == "norm":
             return torch.nn.functional.layer_norm(h, h.shape[1:], self.weight, self.bias)
@@ -132,7 +143,9 @@ class Reference:
         self._model = model
         self.net = Net(model)
         self._parameters = {name: p for name, p in self.net.named_parameters() if p.requires_grad}
-        self.gradients: list[Gradients] = [dict.fromkeys(self._parameters) for _ in range(model.size)]
+        self.gradients: list[Gradients] = [
+            dict.fromkeys(self._parameters) for _ in range(model.size)
+        ]
         self.error = 1e-6 if any(block.kind == "single" for block in model.blocks) else 1e-9
         self._hook = ""
 
@@ -178,7 +191,9 @@ class Reference:
         """Do zero_grad on a rank."""
         own = self.gradients[rank]
         for name, gradient in own.items():
-            own[name] = None if self._model.set_to_none or gradient is None else torch.zeros_like(gradient)
+            own[name] = (
+                None if self._model.set_to_none or gradient is None else torch.zeros_like(gradient)
+            )
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the values of the parameters that are trained."""

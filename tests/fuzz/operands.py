@@ -1,6 +1,7 @@
 """Operands of a call: how each tensor lies in memory, and the values that it holds. Pure: data of a call and a rank.
 
-A tensor is a view of a base with guard elements around it and between its own, so that a write beside the view is seen.
+A tensor is a view of a base with guard elements around it and between its own, so that a write
+beside the view is seen.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Tensor:
     """A view of base ``base``.
 
     Attributes:
-        bits: "neg" or "conj": the view's elements are the negatives or conjugates of what lies in memory.
+        bits: "neg" or "conj": the view's elements are the negatives or conjugates of what lies in
+            memory.
         values: Seed of the values of an input; None for an output, whose memory holds anything.
     """
 
@@ -44,7 +46,11 @@ class Tensor:
         """Elements of the base up to the view's last."""
         if not self.numel:
             return self.offset
-        return self.offset + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return (
+            self.offset
+            + 1
+            + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        )
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,9 @@ class _Layout:
         elif kind == "all_to_all_single":
             sends, receives = exchanged(self.call, self.rank, self.size)
             self.add(sum(sends) * self.call.row, True, shape=(sum(sends), self.call.row))
-            self.add(sum(receives) * self.call.row, False, True, shape=(sum(receives), self.call.row))
+            self.add(
+                sum(receives) * self.call.row, False, True, shape=(sum(receives), self.call.row)
+            )
         return Operands(tuple(self.tensors), tuple(self.inputs), tuple(self.outputs))
 
     @property
@@ -156,7 +164,9 @@ class _Layout:
     def place(self, tensor: Tensor, is_input: bool, is_output: bool) -> None:
         number = len(self.tensors)
         values = f"{self.call.seed} {self.rank} {number}" if is_input else None
-        self.tensors.append(Tensor(tensor.base, tensor.offset, tensor.shape, tensor.stride, values=values))
+        self.tensors.append(
+            Tensor(tensor.base, tensor.offset, tensor.shape, tensor.stride, values=values)
+        )
         if is_input:
             self.inputs.append(number)
         if is_output:
@@ -166,18 +176,38 @@ class _Layout:
         for count in counts:
             self.add(count, is_input, not is_input)
 
-    def add(self, count: int, is_input: bool, is_output: bool = False, shape: tuple[int, ...] | None = None) -> None:
+    def add(
+        self,
+        count: int,
+        is_input: bool,
+        is_output: bool = False,
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
         number = len(self.tensors)
         alike = random.Random(f"shape {self.call.seed} {number}")  # debug mode compares shapes
         shape = shape or _shape(alike, count)
         is_changed = any(n > 1 for n in shape)
         stride = self.stride(shape, may_expand=is_input and not is_output and is_changed)
         bits = ""
-        if self.call.values != "bits" and self.rng.random() < 0.08 and self.call.apis[self.rank] == "native":
-            bits = "conj" if self.call.dtype in COMPLEX[:2] else "neg" if self.call.dtype in FLOATS else ""
+        if (
+            self.call.values != "bits"
+            and self.rng.random() < 0.08
+            and self.call.apis[self.rank] == "native"
+        ):
+            bits = (
+                "conj"
+                if self.call.dtype in COMPLEX[:2]
+                else "neg"
+                if self.call.dtype in FLOATS
+                else ""
+            )
         values = f"{self.call.seed} {self.rank} {number}" if is_input else None
         mode = self.call.modes[self.rank]
-        grad = self.call.requires_grad and mode == ("no_grad" if is_output else mode) != "inference" and self.rng.random() < 0.5
+        grad = (
+            self.call.requires_grad
+            and mode == ("no_grad" if is_output else mode) != "inference"
+            and self.rng.random() < 0.5
+        )
         offset = GUARD + self.rng.choice((0, 0, 1, 4))
         self.tensors.append(Tensor(number, offset, shape, stride, bits, values, grad))
         if is_input:
@@ -246,7 +276,8 @@ def numbers(dtype: str, style: str, op: str, seed: str, count: int) -> torch.Ten
     """Return ``count`` values of a dtype.
 
     Args:
-        style: As in ``Call.values``; whole numbers are so small that no reduction of four of them is rounded, but for fp8.
+        style: As in ``Call.values``; whole numbers are so small that no reduction of four of them
+            is rounded, but for fp8.
     """
     rng = np.random.default_rng(random.Random(f"values {seed}").getrandbits(64))
     kind = getattr(torch, dtype)
@@ -255,14 +286,20 @@ def numbers(dtype: str, style: str, op: str, seed: str, count: int) -> torch.Ten
     if dtype == "bool":
         return torch.from_numpy(rng.integers(0, 2, count).astype(np.bool_))
     if style in ("bits", "wide"):
-        return torch.from_numpy(rng.integers(0, 256, count * kind.itemsize, dtype=np.uint8)).view(kind)
+        return torch.from_numpy(rng.integers(0, 256, count * kind.itemsize, dtype=np.uint8)).view(
+            kind
+        )
     parts = 2 if dtype in COMPLEX else 1
     if style == "normal":
         real = rng.standard_normal(count * parts)
     elif op == "product":
-        real = rng.choice([1.0, 2.0] if dtype in UNSIGNED else [-2.0, -1.0, 1.0, 2.0], count * parts)
+        real = rng.choice(
+            [1.0, 2.0] if dtype in UNSIGNED else [-2.0, -1.0, 1.0, 2.0], count * parts
+        )
     else:
-        real = rng.integers(0 if dtype in UNSIGNED or "e8m0" in dtype else -8, 9, count * parts).astype(np.float64)
+        real = rng.integers(
+            0 if dtype in UNSIGNED or "e8m0" in dtype else -8, 9, count * parts
+        ).astype(np.float64)
     if style == "special" and dtype in SPECIALS:
         places = rng.random(count) < 0.1
         real[places] = rng.choice([np.nan, np.inf, -np.inf], int(places.sum()))

@@ -1,8 +1,8 @@
 """Random collective programs as plain data. Pure: a seed and a number of ranks give the same program on every rank.
 
-A program is a list of steps on groups that it creates and closes itself. Where ranks may differ without changing the meaning
-(asynchronous or not, native or torch's API, autograd mode, when to wait, how a tensor lies in memory), a step holds one choice
-for each rank.
+A program is a list of steps on groups that it creates and closes itself. Where ranks may differ
+without changing the meaning (asynchronous or not, native or torch's API, autograd mode, when to
+wait, how a tensor lies in memory), a step holds one choice for each rank.
 
 Letters: W ranks of a group; N elements of one contribution.
 """
@@ -21,7 +21,8 @@ FEATURES = (
     "requires_grad",  # leaves that require a gradient, as inputs, and under no_grad() as outputs
     "odd_strides",  # a stride other than 1 along a dimension of one element
     "premul",  # PremulSum
-    "premul_odd",  # PremulSum of fp8, by fractions on integers, and by inexact factors on narrow types
+    # PremulSum of fp8, by fractions on integers, and by inexact factors on narrow types
+    "premul_odd",
     "shared_objects",  # several threads of a rank send objects on one group
     "truncation",  # messages longer than the receive
     "uneven_reduce_scatter",
@@ -52,12 +53,24 @@ MOVING = (
     "broadcast", "broadcast_coalesced", "all_gather", "all_gather_into_tensor", "all_gather_into_tensor_coalesced", "gather",
     "scatter", "all_to_all", "all_to_all_single",
 )  # fmt: skip
-OBJECTS = ("broadcast_object", "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object")
+OBJECTS = (
+    "broadcast_object",
+    "broadcast_object_list",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object",
+)
 ROOTED = ("reduce", "broadcast", "broadcast_coalesced", "gather", "scatter", "broadcast_object", "gather_object",
           "scatter_object", "broadcast_object_list")  # fmt: skip
-PAIRS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
+PAIRS = (
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+)
 
-# Overlaps of input and output. MPI and torch name a layout for the first, so that one must be right; the others may be refused.
+# Overlaps of input and output. MPI and torch name a layout for the first, so that one must be
+# right; the others may be refused.
 IN_PLACE = {"all_gather_into_tensor": "own", "reduce_scatter_tensor": "own", "all_gather": "own", "gather": "own",
             "scatter": "own", "reduce_scatter": "own"}  # fmt: skip
 OVERLAPS = {
@@ -109,9 +122,11 @@ class Call:
     """One collective of tensors or objects.
 
     Attributes:
-        counts: Elements; of each tensor of a list, each rank's contribution, or each (sender, receiver) pair.
+        counts: Elements; of each tensor of a list, each rank's contribution, or each (sender,
+            receiver) pair.
         factors: Of PremulSum, by rank; empty for ``op``.
-        values: "whole" (small whole numbers), "normal", "special" (NaN, infinities), "wide" (all bits of integers), "bits".
+        values: "whole" (small whole numbers), "normal", "special" (NaN, infinities), "wide" (all
+            bits of integers), "bits".
         overlap: How input and output share memory.
         row: Elements of a row of ``all_to_all_single``.
         repeats: Executed so often on the same memory.
@@ -154,7 +169,10 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Then:
-    """A future's callback that issues a second collective. ``api``: "native" then(), "torch" then(), or "done" callback."""
+    """A future's callback that issues a second collective.
+
+    ``api``: "native" then(), "torch" then(), or "done" callback.
+    """
 
     first: Call
     second: Call
@@ -184,7 +202,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Messages:
-    """Point-to-point messages that are under way at once. ``way``: "single", "batch", or "blocking" (one message)."""
+    """Point-to-point messages that are under way at once.
+
+    ``way``: "single", "batch", or "blocking" (one message).
+    """
 
     group: int
     messages: tuple[Message, ...]
@@ -238,7 +259,12 @@ def kept(given: Program, places: Sequence[int]) -> Program:
     """Return the program with these steps alone, and with what creates and closes the groups that they need."""
     wanted = {place for place in places if not isinstance(given.steps[place], (Make, Close))}
     needed = {group for place in wanted for group in groups_of(given.steps[place])}
-    needed |= {group for place in places if isinstance(step := given.steps[place], Make) for group in (step.group,)}
+    needed |= {
+        group
+        for place in places
+        if isinstance(step := given.steps[place], Make)
+        for group in (step.group,)
+    }
     for group in sorted(needed, reverse=True):  # parents have lower numbers
         while (parent := given.groups[group].parent) is not None:
             needed.add(parent)
@@ -260,7 +286,8 @@ class _Maker:
         self.steps: list[Step] = []
 
     def has(self, feature: str, chance: float) -> bool:
-        # The draw is made in any case: without a feature the rest of a program stays as it was, as far as it can.
+        # The draw is made in any case: without a feature the rest of a program stays as it was, as
+        # far as it can.
         return self.rng.random() < chance and feature not in self.without
 
     def program(self) -> Program:
@@ -269,7 +296,8 @@ class _Maker:
         self.steps.append(Make(0))
         self.open.append(0)
         if self.has("torch", 0.5):
-            members = world if self.rng.random() < 0.6 else tuple(sorted(self.some_of(world)))  # torch sorts
+            # torch sorts
+            members = world if self.rng.random() < 0.6 else tuple(sorted(self.some_of(world)))
             self.groups.append(Group("torch", None, members, is_torch=True))
             self.steps.append(Make(1))
             self.open.append(1)
@@ -342,7 +370,11 @@ class _Maker:
         if not self.groups[group].is_torch:
             return ("native",) * size
         one = self.rng.choice(("native", "torch", "torch"))
-        return (one,) * size if uniform else tuple(self.rng.choice((one, one, "native", "torch")) for _ in range(size))
+        return (
+            (one,) * size
+            if uniform
+            else tuple(self.rng.choice((one, one, "native", "torch")) for _ in range(size))
+        )
 
     def modes(self, size: int) -> tuple[str, ...]:
         weights = (6, 1, 0 if "inference" in self.without else 1.5)
@@ -357,7 +389,18 @@ class _Maker:
         rng, size = self.rng, self.size_of(group)
         if not kinds:
             objects = () if "objects" in self.without else OBJECTS
-            kinds = rng.choice((REDUCING, REDUCING, REDUCING, MOVING, MOVING, MOVING, objects or MOVING, ("barrier",)))
+            kinds = rng.choice(
+                (
+                    REDUCING,
+                    REDUCING,
+                    REDUCING,
+                    MOVING,
+                    MOVING,
+                    MOVING,
+                    objects or MOVING,
+                    ("barrier",),
+                )
+            )
         kind = rng.choice(list(kinds))
         dtype = rng.choice(ADDS if kind in REDUCING else MOVES)
         if rng.random() < 0.3:
@@ -406,15 +449,26 @@ class _Maker:
         values = "whole"
         if dtype in SPECIALS and op != "avg" and rng.random() < 0.2:
             values = "special"
-        elif fractional and op in ("sum", "avg", "min", "max") and dtype not in FLOAT8 and rng.random() < 0.4:
+        elif (
+            fractional
+            and op in ("sum", "avg", "min", "max")
+            and dtype not in FLOAT8
+            and rng.random() < 0.4
+        ):
             values = "normal"
-        elif dtype in INTEGERS and op in ("min", "max", "band", "bor", "bxor") and rng.random() < 0.5:
+        elif (
+            dtype in INTEGERS and op in ("min", "max", "band", "bor", "bxor") and rng.random() < 0.5
+        ):
             values = "wide"
         factors: tuple[float, ...] = ()
         if op == "sum" and dtype not in COMPLEX and self.has("premul", 0.25):
             odd = dtype in FLOAT8
-            choices: tuple[float, ...] = (2, 3, 1) if dtype in INTEGERS or dtype == "bool" else (0.5, 2, -1.0)
-            if dtype in FLOATS and ("premul_odd" not in self.without or dtype in ("float32", "float64")):
+            choices: tuple[float, ...] = (
+                (2, 3, 1) if dtype in INTEGERS or dtype == "bool" else (0.5, 2, -1.0)
+            )
+            if dtype in FLOATS and (
+                "premul_odd" not in self.without or dtype in ("float32", "float64")
+            ):
                 choices = (*choices, 1 / 3)
             if dtype in INTEGERS and rng.random() < 0.2:
                 choices, odd = (0.5, 1.5), True
@@ -427,7 +481,12 @@ class _Maker:
                 return replace(made, factors=factors, must_refuse=True)
             if odd and "premul_odd" in self.without:
                 factors = ()
-            return replace(made, factors=factors, values=values if factors else "whole", may_refuse=odd and bool(factors))
+            return replace(
+                made,
+                factors=factors,
+                values=values if factors else "whole",
+                may_refuse=odd and bool(factors),
+            )
         return replace(made, op=op, values=values)
 
     def overlapping(self, made: Call) -> Call:
@@ -437,9 +496,15 @@ class _Maker:
             counts = made.counts
             if made.kind in ("all_to_all", "all_to_all_single", "all_gather"):  # parts of one size
                 counts = (counts[0],) * len(counts)
-            # Only one rank's memory overlaps under a root: a refusal there would leave the others waiting.
+            # Only one rank's memory overlaps under a root: a refusal there would leave the others
+            # waiting.
             may_refuse = made.kind not in ("gather", "scatter")
-            return replace(made, counts=counts, overlap=self.rng.choice(OVERLAPS[made.kind]), may_refuse=may_refuse)
+            return replace(
+                made,
+                counts=counts,
+                overlap=self.rng.choice(OVERLAPS[made.kind]),
+                may_refuse=may_refuse,
+            )
         return made
 
     def counts(self, made: Call) -> tuple[int, ...]:
@@ -461,7 +526,9 @@ class _Maker:
             if rng.random() < 0.5:
                 return (one,) * size**2
             return tuple(rng.choice((one, 0, rng.randrange(30))) for _ in range(size**2))
-        return (self.count(itemsize, is_largest=made.kind in ("all_reduce", "reduce", "broadcast")),)
+        return (
+            self.count(itemsize, is_largest=made.kind in ("all_reduce", "reduce", "broadcast")),
+        )
 
     def count(self, itemsize: int, large: float = 1.0, is_largest: bool = False) -> int:
         drawn = self.rng.random()
@@ -499,9 +566,15 @@ class _Maker:
         first, second = (replace(self.call(group, kinds), repeats=1) for _ in range(2))
         if first.may_refuse or first.must_refuse or second.may_refuse or second.must_refuse:
             return
-        api = self.rng.choice(("native", "torch", "done")) if self.groups[group].is_torch else self.rng.choice(("native", "done"))
+        api = (
+            self.rng.choice(("native", "torch", "done"))
+            if self.groups[group].is_torch
+            else self.rng.choice(("native", "done"))
+        )
         size = self.size_of(group)
-        first = replace(first, is_async=(True,) * size, apis=("torch" if api == "torch" else "native",) * size)
+        first = replace(
+            first, is_async=(True,) * size, apis=("torch" if api == "torch" else "native",) * size
+        )
         if first.dtype in COMPLEX and first.op == "product":
             first = replace(first, op="sum")
         self.steps.append(Then(first, second, api))
@@ -517,7 +590,8 @@ class _Maker:
                 continue  # torch refuses messages to oneself
             dtype = rng.choice(MOVES)
             count = self.count(getattr(torch, dtype).itemsize)
-            # The one receive from any source needs a tag of its own, or it may get another's message.
+            # The one receive from any source needs a tag of its own, or it may get another's
+            # message.
             any_source = rng.random() < 0.2
             tag = 100 + place if any_source else rng.randrange(3)
             expected = None
@@ -527,7 +601,15 @@ class _Maker:
         if messages:
             apis = self.apis(group, uniform=False)
             self.steps.append(
-                Messages(group, tuple(messages), way, apis, self.waits(size), rng.randrange(1 << 30), self.modes(size))
+                Messages(
+                    group,
+                    tuple(messages),
+                    way,
+                    apis,
+                    self.waits(size),
+                    rng.randrange(1 << 30),
+                    self.modes(size),
+                )
             )
 
     def add_object_messages(self) -> None:
@@ -539,5 +621,9 @@ class _Maker:
         threads = rng.randint(1, 3) if "shared_objects" not in self.without else 1
         for _ in range(rng.randint(1, 6)):
             src, dst = rng.sample(range(size), 2)
-            messages.append((src, rng.randrange(threads), dst, rng.choice((0, 3, 1000, 9000, 20000))))
-        self.steps.append(ObjectMessages(group, tuple(messages), rng.random() < 0.5, rng.randrange(1 << 30)))
+            messages.append(
+                (src, rng.randrange(threads), dst, rng.choice((0, 3, 1000, 9000, 20000)))
+            )
+        self.steps.append(
+            ObjectMessages(group, tuple(messages), rng.random() < 0.5, rng.randrange(1 << 30))
+        )

@@ -1,7 +1,7 @@
 """Expected results of a collective, from the data of all ranks, by NumPy and torch in one process. Pure.
 
-A result is (values, tolerance): None asks for equal bits (or equal numbers, where zeros have two signs and NaN many forms); a
-tensor is the absolute error that is allowed for each element.
+A result is (values, tolerance): None asks for equal bits (or equal numbers, where zeros have two
+signs and NaN many forms); a tensor is the absolute error that is allowed for each element.
 """
 
 from __future__ import annotations
@@ -59,10 +59,14 @@ def _reduced(call: Call, parts: list[torch.Tensor]) -> Result:
     dtype = getattr(torch, call.dtype)
     if call.factors:
         if dtype.is_floating_point:
-            scaled = [part.double() * factor for part, factor in zip(parts, call.factors, strict=True)]
+            scaled = [
+                part.double() * factor for part, factor in zip(parts, call.factors, strict=True)
+            ]
             values = reduced(scaled, "sum").to(dtype)
         else:
-            scaled = [_times(part, factor) for part, factor in zip(parts, call.factors, strict=True)]
+            scaled = [
+                _times(part, factor) for part, factor in zip(parts, call.factors, strict=True)
+            ]
             values = reduced(scaled, "sum")
         parts = scaled
     else:
@@ -76,14 +80,23 @@ def _times(part: torch.Tensor, factor: float) -> torch.Tensor:
 
 def _tolerance(call: Call, parts: list[torch.Tensor], values: torch.Tensor) -> torch.Tensor | None:
     exact = call.values != "normal" or call.op in ("min", "max")
-    if call.dtype not in (*FLOATS, *FLOAT8, *COMPLEX) or exact or (len(parts) == 1 and not call.factors):
+    if (
+        call.dtype not in (*FLOATS, *FLOAT8, *COMPLEX)
+        or exact
+        or (len(parts) == 1 and not call.factors)
+    ):
         return None
-    # Each of W - 1 sums rounds in the type of accumulation; the result is then rounded once to the tensor's own type.
+    # Each of W - 1 sums rounds in the type of accumulation; the result is then rounded once to the
+    # tensor's own type.
     wide = torch.finfo(ACCUMULATES_IN.get(call.dtype, torch.float32)).eps
     narrow = torch.finfo(getattr(torch, call.dtype)).eps
     total = sum(_magnitude(part) for part in parts)
     assert isinstance(total, torch.Tensor)
-    return 4 * len(parts) * wide * total + 2 * narrow * _magnitude(values) + torch.finfo(getattr(torch, call.dtype)).tiny
+    return (
+        4 * len(parts) * wide * total
+        + 2 * narrow * _magnitude(values)
+        + torch.finfo(getattr(torch, call.dtype)).tiny
+    )
 
 
 def _magnitude(part: torch.Tensor) -> torch.Tensor:

@@ -26,12 +26,18 @@ _REFUSALS = (TypeError, ValueError, RuntimeError, NotImplementedError)
 
 
 def warm_up() -> None:
-    """Have torch import what its module needs, which takes seconds, before any time is counted. Collective: as ``run``."""
+    """Have torch import what its module needs, which takes seconds, before any time is counted.
+
+    Collective: as ``run``.
+    """
     TorchDDP(torch.nn.Linear(1, 1))
 
 
 def run(model: Model, world: Any, deadline: Deadline) -> list[str]:
-    """Train a model and return what went wrong on any rank. Collective: over ``world``, on torch's default group, too."""
+    """Train a model and return what went wrong on any rank.
+
+    Collective: over ``world``, on torch's default group, too.
+    """
     trainer = _Trainer(model, world, deadline)
     outcomes = {}
     try:
@@ -59,7 +65,10 @@ class _Trainer:
         self.failures.append(what)
         if len(self.failures) > 1:
             return  # one mistake shows in many parameters
-        sys.stderr.write(f"seed {self._model.seed}, world rank {self._rank}: {what}\n  {described(self._model)}\n")
+        sys.stderr.write(
+            f"seed {self._model.seed}, world rank {self._rank}: {what}\n  "
+            f"{described(self._model)}\n"
+        )
         sys.stderr.flush()
 
     def train(self) -> None:
@@ -77,7 +86,9 @@ class _Trainer:
         else:
             if not model.torch_join:  # torch's Join knows torch's groups alone
                 self._group = self._world.clone(f"model {model.seed}")
-            self._ddp = DistributedDataParallel(net, process_group=self._group, **dict(model.options))
+            self._ddp = DistributedDataParallel(
+                net, process_group=self._group, **dict(model.options)
+            )
         trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
         if model.lone_forward and self._rank == 0:
@@ -100,7 +111,12 @@ class _Trainer:
         self._optimizer.zero_grad(set_to_none=self._model.set_to_none)
 
     def _pass(self, place: int) -> None:
-        model, step, reference, rank = self._model, self._model.passes[place], self._reference, self._rank
+        model, step, reference, rank = (
+            self._model,
+            self._model.passes[place],
+            self._reference,
+            self._rank,
+        )
         self._deadline.now(f"pass {place}")
         self._register(step.hook)
         if model.zero_first and not step.keeps and not model.in_backward:
@@ -109,18 +125,29 @@ class _Trainer:
                 reference.zero(other)
         with self._ddp.no_sync() if step.micro else contextlib.nullcontext():
             for micro in range(step.micro):
-                loss_of(self._ddp, model, rank, numbers_of(place, micro), step.uses[rank]).backward()
+                loss_of(
+                    self._ddp, model, rank, numbers_of(place, micro), step.uses[rank]
+                ).backward()
         losses = [
-            loss_of(self._ddp, model, rank, numbers_of(place, step.micro + i), step.uses[rank]) for i in range(step.forwards)
+            loss_of(self._ddp, model, rank, numbers_of(place, step.micro + i), step.uses[rank])
+            for i in range(step.forwards)
         ]
         loss = sum(losses)
         assert isinstance(loss, torch.Tensor)
         (loss * float("inf") if rank == step.poisoned else loss).backward()
         if step.poisoned is not None:
-            # A scaler's part: all ranks see that the gradients are not finite, and leave the step out.
-            bad = [name for name, p in self._trained() if p.grad is not None and not p.grad.isfinite().all()]
+            # A scaler's part: all ranks see that the gradients are not finite, and leave the step
+            # out.
+            bad = [
+                name
+                for name, p in self._trained()
+                if p.grad is not None and not p.grad.isfinite().all()
+            ]
             if not bad:
-                self.fail(f"pass {place}: rank {step.poisoned}'s gradients are infinite, and this rank's average is finite")
+                self.fail(
+                    f"pass {place}: rank {step.poisoned}'s gradients are infinite, and this rank's "
+                    "average is finite"
+                )
             self._optimizer.zero_grad()
             for other in range(model.size):
                 reference.gradients[other] = dict.fromkeys(reference.gradients[other])
@@ -150,7 +177,9 @@ class _Trainer:
             for place in range(counts[rank]):
                 if model.zero_first:
                     self._zero()
-                loss_of(self._ddp, model, rank, numbers_of(epoch * 10 + place, 0), uses[rank]).backward()
+                loss_of(
+                    self._ddp, model, rank, numbers_of(epoch * 10 + place, 0), uses[rank]
+                ).backward()
                 self._advance(epoch, counts, place)
                 self._compare_gradients(f"epoch {epoch}, input {place}")
                 self._optimizer.step()
@@ -194,14 +223,24 @@ class _Trainer:
                 )
                 register(state, torch_powersgd.powerSGD_hook)
                 return
-            register(None, torch_hooks.allreduce_hook if hook == "allreduce" else torch_hooks.fp16_compress_hook)
+            register(
+                None,
+                torch_hooks.allreduce_hook
+                if hook == "allreduce"
+                else torch_hooks.fp16_compress_hook,
+            )
             return
         if hook.startswith("powersgd"):
             ours = PowerSGDState(
                 self._group, matrix_approximation_rank=8, start_powerSGD_iter=self._model.seed % 3, min_compression_rate=0,
                 use_error_feedback=self._model.seed % 2 == 0, warm_start=self._model.seed % 5 > 0,
             )  # fmt: skip
-            register(ours, our_hooks.fp16_compress_wrapper(powerSGD_hook) if hook == "powersgd_fp16" else powerSGD_hook)
+            register(
+                ours,
+                our_hooks.fp16_compress_wrapper(powerSGD_hook)
+                if hook == "powersgd_fp16"
+                else powerSGD_hook,
+            )
             return
         register(self._group, {
             "allreduce": our_hooks.allreduce_hook, "fp16_hook": our_hooks.fp16_compress_hook,
@@ -213,30 +252,44 @@ class _Trainer:
     # --- comparison ---
 
     def _trained(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, parameter) for name, parameter in self._ddp.module.named_parameters() if parameter.requires_grad]
+        return [
+            (name, parameter)
+            for name, parameter in self._ddp.module.named_parameters()
+            if parameter.requires_grad
+        ]
 
     def _compare_gradients(self, where: str) -> None:
         right = self._reference.gradients[self._rank]
-        largest = max([1e-6, *(float(g.abs().max()) for g in right.values() if g is not None and g.numel())])
+        largest = max(
+            [1e-6, *(float(g.abs().max()) for g in right.values() if g is not None and g.numel())]
+        )
         for name, parameter in self._trained():
             got, want = parameter.grad, right[name]
             if (got is None) != (want is None):
-                # zero_grad() before the first step leaves nothing to be zero; a gradient of zeros is as good as none.
+                # zero_grad() before the first step leaves nothing to be zero; a gradient of zeros
+                # is as good as none.
                 present = got if got is not None else want
                 assert present is not None
                 if present.to_dense().count_nonzero():
                     self.fail(f"{where}: gradient of {name}: expected {want}, got {got}")
             elif got is not None and want is not None:
-                self._compare(f"{where}: gradient of {name}", got.detach().to_dense(), want, largest)
+                self._compare(
+                    f"{where}: gradient of {name}", got.detach().to_dense(), want, largest
+                )
 
     def _compare_parameters(self, where: str) -> None:
         right = self._reference.parameters()
         for name, parameter in self._trained():
-            self._compare(f"{where}: parameter {name}", parameter.detach(), right[name].detach(), 1.0)
+            self._compare(
+                f"{where}: parameter {name}", parameter.detach(), right[name].detach(), 1.0
+            )
 
     def _compare(self, where: str, got: torch.Tensor, want: torch.Tensor, scale: float) -> None:
         if not got.numel():
             return
         error = float((got - want).abs().max())
         if not error <= self._reference.error * max(scale, float(want.abs().max())):
-            self.fail(f"{where}: off by {error:.3g}, expected {want.flatten()[:4].tolist()}, got {got.flatten()[:4].tolist()}")
+            self.fail(
+                f"{where}: off by {error:.3g}, expected {want.flatten()[:4].tolist()}, got "
+                f"{got.flatten()[:4].tolist()}"
+            )

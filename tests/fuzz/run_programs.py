@@ -38,13 +38,20 @@ from tests.fuzz.programs import (
 )
 from tests.fuzz.references import expected
 
-_MODES: dict[str, Callable[[], Any]] = {"": contextlib.nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+_MODES: dict[str, Callable[[], Any]] = {
+    "": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
 _REFUSALS = (TypeError, ValueError, DisagreementError)
 
 
 @dataclass
 class Pending:
-    """What is under way. ``finish`` waits for it and checks it; ``blocks_close``: before its group is closed."""
+    """What is under way.
+
+    ``finish`` waits for it and checks it; ``blocks_close``: before its group is closed.
+    """
 
     due: int
     group: int
@@ -60,7 +67,9 @@ class Player:
         outcomes: "right" or "refused", by the place of each call that may be either.
     """
 
-    def __init__(self, given: Program, world_rank: int, deadline: Deadline, is_quiet: bool = False) -> None:
+    def __init__(
+        self, given: Program, world_rank: int, deadline: Deadline, is_quiet: bool = False
+    ) -> None:
         self._program = given
         self._me = world_rank
         self._deadline = deadline
@@ -90,7 +99,11 @@ class Player:
         works.release_orphans()
         if works._orphans:
             self._fail("the end", f"{len(works._orphans)} request(s) left")
-        left = [thread.name for thread in threading.enumerate() if thread.name in {f"mpidist-{name}" for name in names}]
+        left = [
+            thread.name
+            for thread in threading.enumerate()
+            if thread.name in {f"mpidist-{name}" for name in names}
+        ]
         if left:
             self._fail("the end", f"threads left: {left}")
 
@@ -107,7 +120,9 @@ class Player:
             sys.stderr.write("".join(traceback.format_exception(what)))
         sys.stderr.flush()
 
-    def _settle(self, where: str, call: Call, memory: Memory, error: Exception | None, rank: int, size: int) -> None:
+    def _settle(
+        self, where: str, call: Call, memory: Memory, error: Exception | None, rank: int, size: int
+    ) -> None:
         """Judge the end of a call: right, refused where that is allowed, or wrong."""
         if error is not None:
             if not (call.may_refuse or call.must_refuse) or not isinstance(error, _REFUSALS):
@@ -178,7 +193,9 @@ class Player:
         else:
             is_in = self._me in group.members
             other = None if seed % 2 else 1
-            native = parent.split(0 if is_in else other, group.members.index(self._me) if is_in else 0)
+            native = parent.split(
+                0 if is_in else other, group.members.index(self._me) if is_in else 0
+            )
             if is_in:
                 self._handles[number] = Handle(native)
             elif native is not None:
@@ -252,7 +269,9 @@ class Player:
     def _lanes(self, where: str, step: Lanes) -> None:
         def run(lane: int, calls: tuple[Call, ...]) -> None:
             try:
-                pending = [self._call(f"{where}.{lane}.{i}", call, 0) for i, call in enumerate(calls)]
+                pending = [
+                    self._call(f"{where}.{lane}.{i}", call, 0) for i, call in enumerate(calls)
+                ]
                 for item in pending:
                     if item is not None:
                         item.finish()
@@ -293,7 +312,9 @@ class Player:
 
         if step.api == "done":
             chained = None
-            (work.future if hasattr(work, "future") else work.get_future()).add_done_callback(callback)
+            (work.future if hasattr(work, "future") else work.get_future()).add_done_callback(
+                callback
+            )
         else:
             chained = work.get_future().then(callback)
 
@@ -310,7 +331,9 @@ class Player:
             for end in ends:
                 end()
 
-        self._pending.append(Pending(place + first.waits[rank], first.group, finish, blocks_close=True))
+        self._pending.append(
+            Pending(place + first.waits[rank], first.group, finish, blocks_close=True)
+        )
 
     def _in_order(self, where: str, step: InOrder, place: int) -> None:
         group = step.calls[0].group
@@ -337,7 +360,9 @@ class Player:
             for end in ends:
                 end()
 
-        self._pending.append(Pending(place + step.calls[0].waits[rank], group, finish, blocks_close=True))
+        self._pending.append(
+            Pending(place + step.calls[0].waits[rank], group, finish, blocks_close=True)
+        )
 
     # --- messages ---
 
@@ -346,7 +371,9 @@ class Player:
             return
         handle = self._handles[step.group]
         rank = handle.rank
-        posts: list[tuple[int, bool]] = [(i, True) for i, m in enumerate(step.messages) if m.src == rank]
+        posts: list[tuple[int, bool]] = [
+            (i, True) for i, m in enumerate(step.messages) if m.src == rank
+        ]
         receives = [(i, False) for i, m in enumerate(step.messages) if m.dst == rank]
         # Sends and receives keep an order of their own, by which they match.
         merged = sorted(posts + receives, key=lambda post: (post[0], post[1]))
@@ -359,21 +386,35 @@ class Player:
             except Exception as error:
                 begun = {post: error for post in merged}
         for post in merged:
-            finish = self._message_end(f"{where}.{post[0]}", step.messages[post[0]], post[1], memories[post], begun[post], handle)
-            self._pending.append(Pending(place + step.waits[rank], step.group, finish, blocks_close=True))
+            finish = self._message_end(
+                f"{where}.{post[0]}",
+                step.messages[post[0]],
+                post[1],
+                memories[post],
+                begun[post],
+                handle,
+            )
+            self._pending.append(
+                Pending(place + step.waits[rank], step.group, finish, blocks_close=True)
+            )
 
     def _message_memory(self, step: Messages, number: int, is_send: bool) -> tuple[Call, Memory]:
         message = step.messages[number]
         side = 0 if is_send else 1
-        call = _as_broadcast(message, step.seed + number, step.modes[message.src if is_send else message.dst])
+        call = _as_broadcast(
+            message, step.seed + number, step.modes[message.src if is_send else message.dst]
+        )
         ours = operands(call, side, 2)
         if not is_send and message.expected is not None:
-            # The receive is at the beginning of memory that holds the whole message: what is written behind it is seen.
+            # The receive is at the beginning of memory that holds the whole message: what is
+            # written behind it is seen.
             whole = Tensor(0, 0, (message.count + 8192,), (1,))
             ours = Operands((Tensor(0, 0, (message.expected,), (1,)), whole), (), (0,))
         return call, Memory(call, ours)
 
-    def _post(self, step: Messages, handle: Handle, merged: list[Any], memories: dict[Any, Any]) -> dict[Any, Any]:
+    def _post(
+        self, step: Messages, handle: Handle, merged: list[Any], memories: dict[Any, Any]
+    ) -> dict[Any, Any]:
         rank = handle.rank
         is_torch = step.apis[rank] == "torch"
         begun: dict[Any, Any] = {}
@@ -381,14 +422,28 @@ class Player:
             items = []
             for number, is_send in merged:
                 message, tensor = step.messages[number], memories[number, is_send][1].tensors[0]
-                peer = message.dst if is_send else None if message.any_source and not is_torch else message.src
+                peer = (
+                    message.dst
+                    if is_send
+                    else None
+                    if message.any_source and not is_torch
+                    else message.src
+                )
                 if is_torch:
                     operation = dist.isend if is_send else dist.irecv
-                    items.append(dist.P2POp(operation, tensor, group=handle.torch, tag=message.tag, group_peer=peer))
+                    items.append(
+                        dist.P2POp(
+                            operation, tensor, group=handle.torch, tag=message.tag, group_peer=peer
+                        )
+                    )
                 else:
                     items.append(P2POp("isend" if is_send else "irecv", tensor, peer, message.tag))
             if items:
-                batch = dist.batch_isend_irecv(items) if is_torch else handle.native.batch_isend_irecv(items)
+                batch = (
+                    dist.batch_isend_irecv(items)
+                    if is_torch
+                    else handle.native.batch_isend_irecv(items)
+                )
                 begun.update(zip(merged, batch, strict=True))
             return begun
         for number, is_send in merged:
@@ -414,7 +469,13 @@ class Player:
         return begun
 
     def _message_end(
-        self, where: str, message: Message, is_send: bool, held: tuple[Call, Memory], work: Any, handle: Handle
+        self,
+        where: str,
+        message: Message,
+        is_send: bool,
+        held: tuple[Call, Memory],
+        work: Any,
+        handle: Handle,
     ) -> Callable[[], None]:
         call, memory = held
         told = f"{where} {'send' if is_send else 'receive'}, {described(message)}"
@@ -428,9 +489,13 @@ class Player:
                 error = raised
             if message.expected is not None and not is_send:
                 # A truncated receive may hold anything, but nothing behind it may be touched.
-                memory.tensors[0].copy_(torch.zeros_like(memory.tensors[0])) if not memory.tensors[0].is_inference() else None
+                memory.tensors[0].copy_(torch.zeros_like(memory.tensors[0])) if not memory.tensors[
+                    0
+                ].is_inference() else None
                 zeros = torch.zeros(message.expected, dtype=memory.tensors[0].dtype)
-                wrong = "" if memory.tensors[0].is_inference() else memory.difference([(zeros, None)])
+                wrong = (
+                    "" if memory.tensors[0].is_inference() else memory.difference([(zeros, None)])
+                )
                 if not isinstance(error, MpidistError):
                     wrong = f"expected an MpidistError; got {error!r}; {wrong}"
             elif error is not None:
@@ -438,7 +503,11 @@ class Player:
                 return
             else:
                 wrong = memory.difference([] if is_send else expected(call, 1, 2))
-                source = work.source_rank() if not is_send and hasattr(work, "source_rank") else message.src
+                source = (
+                    work.source_rank()
+                    if not is_send and hasattr(work, "source_rank")
+                    else message.src
+                )
                 if source != message.src:
                     wrong += f" source_rank() says {source}"
             if wrong:
@@ -458,7 +527,9 @@ class Player:
             for number, (src, own, dst, count) in numbered:
                 if (src, own) == (rank, thread):
                     try:
-                        handle.native.send_object((number, obj(f"{step.seed} {number}", count)), dst)
+                        handle.native.send_object(
+                            (number, obj(f"{step.seed} {number}", count)), dst
+                        )
                     except Exception as error:
                         self._fail(f"{where} send_object {number}", error)
 
@@ -478,19 +549,28 @@ class Player:
                 continue
             message = due.pop(number, None)
             if message is None or message[0] != source:
-                self._fail(f"{where} recv_object", f"object {number} from rank {source}, which is not under way")
+                self._fail(
+                    f"{where} recv_object",
+                    f"object {number} from rank {source}, which is not under way",
+                )
                 continue
             if not equal(got, obj(f"{step.seed} {number}", message[3])):
                 self._fail(f"{where} recv_object", f"object {number} from rank {source} is damaged")
             if last.get(message[:2], -1) > number:
-                self._fail(f"{where} recv_object", f"object {number} of thread {message[1]} of rank {source} came late")
+                self._fail(
+                    f"{where} recv_object",
+                    f"object {number} of thread {message[1]} of rank {source} came late",
+                )
             last[message[:2]] = number
         for sender in senders:
             sender.join()
 
 
 def run(given: Program, verdicts: Any, deadline: Deadline, is_quiet: bool = False) -> list[str]:
-    """Run a program and return what went wrong on any rank. Collective: over ``verdicts``, the group of all ranks."""
+    """Run a program and return what went wrong on any rank.
+
+    Collective: over ``verdicts``, the group of all ranks.
+    """
     player = Player(given, verdicts.rank, deadline, is_quiet)
     player.play()
     deadline.now("the verdict of all ranks")
@@ -498,11 +578,20 @@ def run(given: Program, verdicts: Any, deadline: Deadline, is_quiet: bool = Fals
 
 
 def told_by_all(verdicts: Any, failures: list[str], outcomes: dict[str, str]) -> list[str]:
-    """Return what ranks report, and what one refused that another did. Collective: over ``verdicts``."""
+    """Return what ranks report, and what one refused that another did.
+
+    Collective: over ``verdicts``.
+    """
     everything = verdicts.all_gather_object((failures, outcomes))
-    told = [f"rank {rank}: {failure}" for rank, (found, _) in enumerate(everything) for failure in found]
+    told = [
+        f"rank {rank}: {failure}" for rank, (found, _) in enumerate(everything) for failure in found
+    ]
     for where in sorted({where for _, ends in everything for where in ends}):
-        ends = {rank: outcomes[where] for rank, (_, outcomes) in enumerate(everything) if where in outcomes}
+        ends = {
+            rank: outcomes[where]
+            for rank, (_, outcomes) in enumerate(everything)
+            if where in outcomes
+        }
         if len(set(ends.values())) > 1:
             told.append(f"{where}: not alike on all ranks: {ends}")
     return told
@@ -524,7 +613,11 @@ def torch_default_group() -> Iterator[None]:
 def described(step: Any) -> str:
     """Return a step as a Python expression, without what is as always."""
     if isinstance(step, tuple):
-        return f"({', '.join(map(described, step))},)" if step and hasattr(step[0], "__dataclass_fields__") else repr(step)
+        return (
+            f"({', '.join(map(described, step))},)"
+            if step and hasattr(step[0], "__dataclass_fields__")
+            else repr(step)
+        )
     if not hasattr(step, "__dataclass_fields__"):
         return repr(step)
     parts = [

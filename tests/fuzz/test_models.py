@@ -18,7 +18,19 @@ def test_a_seed_gives_one_model():
 def test_every_kind_of_block_and_every_hook_comes_up():
     drawn = [models.model(seed, 3) for seed in range(1500)]
     kinds = {block.kind for model in drawn for block in model.blocks}
-    assert kinds >= {"linear", "shared", "frozen", "unused", "sometimes", "scalar", "transposed", "one", "empty", "conv", "norm"}
+    assert kinds >= {
+        "linear",
+        "shared",
+        "frozen",
+        "unused",
+        "sometimes",
+        "scalar",
+        "transposed",
+        "one",
+        "empty",
+        "conv",
+        "norm",
+    }
     assert kinds >= {"complex", "single", "embedding", "sparse", "counter"}
     assert {step.hook for model in drawn for step in model.passes} == {"", *models.HOOKS}
     assert {model.is_torch for model in drawn if model.epochs} == {True, False}
@@ -30,11 +42,15 @@ def test_without_a_feature():
     drawn = [models.model(seed, 3, ("join", "hooks", "unused", "torch")) for seed in range(300)]
     assert not any(model.epochs or model.is_torch for model in drawn)
     assert not any(step.hook for model in drawn for step in model.passes)
-    assert not any(block.kind in ("unused", "sometimes") for model in drawn for block in model.blocks)
+    assert not any(
+        block.kind in ("unused", "sometimes") for model in drawn for block in model.blocks
+    )
 
 
 def test_the_reference_averages_what_autograd_gives():
-    model = models.Model(3, 2, 4, (models.Block("linear"),), False, (), (models.Pass((False, False)),), True, True)
+    model = models.Model(
+        3, 2, 4, (models.Block("linear"),), False, (), (models.Pass((False, False)),), True, True
+    )
     reference = nets.Reference(model)
     reference.pass_of(0, model.passes[0])
     net = nets.Net(model)
@@ -51,7 +67,9 @@ def test_random_models(world, capfd):
         with run_programs.torch_default_group():
             run_models.warm_up()
             for seed in range(COUNT.get(world.size, 8)):
-                deadline.start(f"mpirun -n {world.size} python -m tests.fuzz models --seed {seed} --count 1")
+                deadline.start(
+                    f"mpirun -n {world.size} python -m tests.fuzz models --seed {seed} --count 1"
+                )
                 failures = run_models.run(models.model(seed, world.size), world, deadline)
                 deadline.stop()
                 assert not failures, f"seed {seed}: " + "\n".join(failures)

@@ -22,23 +22,37 @@ def test_a_seed_gives_one_program():
 def test_every_kind_and_every_feature_comes_up():
     drawn = [programs.program(seed, 3) for seed in range(400)]
     calls = [call for given in drawn for call in calls_of(given)]
-    assert {call.kind for call in calls} == {*programs.REDUCING, *programs.MOVING, *programs.OBJECTS, "barrier"}
+    assert {call.kind for call in calls} == {
+        *programs.REDUCING,
+        *programs.MOVING,
+        *programs.OBJECTS,
+        "barrier",
+    }
     assert {call.dtype for call in calls} == set(programs.MOVES)
     assert {call.overlap for call in calls} >= {"own", "first", "last", "same", "shifted"}
     assert {type(step) for given in drawn for step in given.steps} >= set(programs.Step.__args__)
 
 
 def test_without_a_feature():
-    drawn = [programs.program(seed, 3, ("overlap", "inference", "premul", "debug", "torch")) for seed in range(200)]
+    drawn = [
+        programs.program(seed, 3, ("overlap", "inference", "premul", "debug", "torch"))
+        for seed in range(200)
+    ]
     calls = [call for given in drawn for call in calls_of(given)]
     assert {call.overlap for call in calls} == {"", "own"}
-    assert not any("inference" in call.modes or call.factors or "torch" in call.apis for call in calls)
+    assert not any(
+        "inference" in call.modes or call.factors or "torch" in call.apis for call in calls
+    )
     assert not any(group.is_debug or group.is_torch for given in drawn for group in given.groups)
 
 
 def test_kept_steps_keep_their_groups():
     given = next(p for p in (programs.program(seed, 3) for seed in range(100)) if len(p.groups) > 3)
-    place = max(i for i, step in enumerate(given.steps) if not isinstance(step, (programs.Make, programs.Close)))
+    place = max(
+        i
+        for i, step in enumerate(given.steps)
+        if not isinstance(step, (programs.Make, programs.Close))
+    )
     rest = programs.kept(given, (place,))
     made = {step.group for step in rest.steps if isinstance(step, programs.Make)}
     assert given.steps[place] in rest.steps
@@ -55,12 +69,19 @@ def test_an_expected_result_fits_each_output():
             for rank in range(size):
                 ours = operands.operands(call, rank, size)
                 results = references.expected(call, rank, size)
-                assert [values.numel() for values, _ in results] == [ours.tensors[i].numel for i in ours.outputs]
+                assert [values.numel() for values, _ in results] == [
+                    ours.tensors[i].numel for i in ours.outputs
+                ]
 
 
 def test_a_sum_of_whole_numbers():
-    call = programs.Call("all_reduce", 0, ("native",) * 2, (False,) * 2, ("",) * 2, (0,) * 2, seed=5, counts=(6,))
-    parts = [operands.values_of(call, operands.operands(call, rank, 2).tensors[0]).flatten() for rank in range(2)]
+    call = programs.Call(
+        "all_reduce", 0, ("native",) * 2, (False,) * 2, ("",) * 2, (0,) * 2, seed=5, counts=(6,)
+    )
+    parts = [
+        operands.values_of(call, operands.operands(call, rank, 2).tensors[0]).flatten()
+        for rank in range(2)
+    ]
     ((values, tolerance),) = references.expected(call, 0, 2)
     assert tolerance is None
     assert torch.equal(values, parts[0] + parts[1])
@@ -73,7 +94,9 @@ def test_random_programs(world, capfd):
         deadline = Deadline(LIMIT_S, world.rank)
         with run_programs.torch_default_group():
             for seed in range(COUNT.get(world.size, 20)):
-                deadline.start(f"mpirun -n {world.size} python -m tests.fuzz programs --seed {seed} --count 1")
+                deadline.start(
+                    f"mpirun -n {world.size} python -m tests.fuzz programs --seed {seed} --count 1"
+                )
                 failures = run_programs.run(programs.program(seed, world.size), world, deadline)
                 deadline.stop()
                 assert not failures, f"seed {seed}: " + "\n".join(failures)

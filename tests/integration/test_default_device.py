@@ -11,7 +11,11 @@ pytestmark = pytest.mark.mpi
 
 
 def test_collectives_and_training_beside_another_default_device(group):
-    tensors = [torch.full((n,), group.rank + 1.0, dtype=d) for n in (5, 70_000) for d in (torch.float32, torch.bfloat16)]
+    tensors = [
+        torch.full((n,), group.rank + 1.0, dtype=d)
+        for n in (5, 70_000)
+        for d in (torch.float32, torch.bfloat16)
+    ]
     net = torch.nn.Linear(30, 40)
     x = torch.randn(7, 30)
     with torch.device("meta"):
@@ -26,6 +30,9 @@ def test_collectives_and_training_beside_another_default_device(group):
         with ddp.join():
             for _ in range(2):
                 ddp(x).square().sum().backward()
-    agree(group, [one["rank"] for one in told] == list(range(group.size)) and not told[0]["tensor"].is_meta)
+    agree(
+        group,
+        [one["rank"] for one in told] == list(range(group.size)) and not told[0]["tensor"].is_meta,
+    )
     agree(group, not any(t.is_meta for t in tensors) and bool(net.weight.grad.isfinite().all()))
     agree(group, float(tensors[0][0]) == pytest.approx((group.size + 1) / 2 * group.size))

@@ -13,7 +13,14 @@ def run_program(ranks, program, tmp_path, *options):
     for name in ("matplotlib", "sklearn", "tabulate", "tqdm"):
         if importlib.util.find_spec(name) is None:
             missing(f"{name} is not installed")
-    command = [*launcher(ranks), sys.executable, f"examples/{program}", "--output", str(tmp_path), *options]
+    command = [
+        *launcher(ranks),
+        sys.executable,
+        f"examples/{program}",
+        "--output",
+        str(tmp_path),
+        *options,
+    ]
     done = started(command, timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
@@ -29,7 +36,9 @@ def run(tmp_path, *options):
 def accuracies_of(results):
     """Return the accuracy at the end by method, mean over seeds."""
     methods = dict.fromkeys(result["method"] for result in results)
-    by_method = {name: [r["accuracies"][-1] for r in results if r["method"] == name] for name in methods}
+    by_method = {
+        name: [r["accuracies"][-1] for r in results if r["method"] == name] for name in methods
+    }
     return {name: sum(values) / len(values) for name, values in by_method.items()}
 
 
@@ -37,21 +46,37 @@ def accuracies_of(results):
 def test_hooks_stand_side_by_side_and_powersgd_costs_no_accuracy(tmp_path):
     text, results = run(tmp_path, "--epochs", "8")
     by_method = {result["method"]: result for result in results}
-    assert list(by_method) == ["allreduce", "fp16", "powersgd-1", "powersgd-2", "powersgd-4", "allreduce, OSS"]
-    # The same bits, and two moments of fp32 for half of the parameters (and for each parameter a step count).
-    whole_state, shares = by_method["allreduce"]["state_bytes"], by_method["allreduce, OSS"]["state_bytes"]
+    assert list(by_method) == [
+        "allreduce",
+        "fp16",
+        "powersgd-1",
+        "powersgd-2",
+        "powersgd-4",
+        "allreduce, OSS",
+    ]
+    # The same bits, and two moments of fp32 for half of the parameters (and for each parameter a
+    # step count).
+    whole_state, shares = (
+        by_method["allreduce"]["state_bytes"],
+        by_method["allreduce, OSS"]["state_bytes"],
+    )
     assert by_method["allreduce"]["weights"] == by_method["allreduce, OSS"]["weights"]
     assert whole_state[0] == 8 * 151_306 + 4 * 8 and sum(shares) <= whole_state[0] + 4 * 8
     assert max(shares) <= 0.52 * whole_state[0]
     assert all(name in text for name in by_method)
     whole = by_method["allreduce"]["bytes_per_step"]
-    assert whole == by_method["allreduce"]["uncompressed_bytes"] == 4 * (320 + 18_496 + 131_200 + 1_290)
+    assert (
+        whole
+        == by_method["allreduce"]["uncompressed_bytes"]
+        == 4 * (320 + 18_496 + 131_200 + 1_290)
+    )
     assert by_method["fp16"]["bytes_per_step"] == whole / 2
     for rank in (1, 2, 4):
         result = by_method[f"powersgd-{rank}"]
         matrices = [(32, 9), (64, 288), (128, 1024), (10, 128)]
         elements = 32 + 64 + 128 + 10 + sum(min(n * m, (n + m) * rank) for n, m in matrices)
-        assert result["bytes_per_step"] == pytest.approx(4 * elements, rel=0.05)  # a matrix that would grow is sent whole
+        # a matrix that would grow is sent whole
+        assert result["bytes_per_step"] == pytest.approx(4 * elements, rel=0.05)
         assert result["compressed_steps"] >= 0.8 * result["steps"]
     end = accuracies_of(results)
     # One seed: 0.02 are seven of 360 images.
@@ -60,7 +85,9 @@ def test_hooks_stand_side_by_side_and_powersgd_costs_no_accuracy(tmp_path):
 
 @pytest.mark.long
 def test_powersgd_costs_no_accuracy(tmp_path):
-    _, results = run(tmp_path, "--hook", "allreduce", "powersgd-2", "--seeds", "5", "--epochs", "20")
+    _, results = run(
+        tmp_path, "--hook", "allreduce", "powersgd-2", "--seeds", "5", "--epochs", "20"
+    )
     end = accuracies_of(results)
     assert sum(result["method"] == "powersgd-2" for result in results) == 5
     assert end["powersgd-2"] > end["allreduce"] - 0.01, end
@@ -76,5 +103,7 @@ def test_two_trainers_and_a_server_learn_the_next_word(tmp_path):
     # 128 samples of 4 words: their numbers, and 64 columns of fp32; the dense part has two layers.
     assert result["numbers_bytes"] == 8 * 128 * 4 and result["rows_bytes"] == 4 * 128 * 4 * 64
     assert result["dense_bytes"] == 4 * (4 * 64 * 128 + 128 + 128 * 2000 + 2000)
-    assert all(repr(prompt) in done.stdout and more in done.stdout for prompt, more in result["samples"])
+    assert all(
+        repr(prompt) in done.stdout and more in done.stdout for prompt, more in result["samples"]
+    )
     assert len(result["samples"]) == 5 and "step/s" in done.stderr

@@ -21,7 +21,9 @@ def run(ranks, program, *options, env=None):
 
 @pytest.mark.parametrize(("ranks", "level"), [(1, None), (3, "serialized")])
 def test_trainers_find_the_servers_target(ranks, level):
-    text = run(ranks, "parameter_server.py", env={"MPI4PY_RC_THREAD_LEVEL": level} if level else None)
+    text = run(
+        ranks, "parameter_server.py", env={"MPI4PY_RC_THREAD_LEVEL": level} if level else None
+    )
     match = re.search(r"(\d) trainer\(s\), 200 steps: loss (\S+),", text)
     assert match and int(match[1]) == max(ranks - 1, 1) and float(match[2]) < 1e-6
 
@@ -31,39 +33,60 @@ def test_actors_win_by_the_learners_policy(ranks):
     text = run(ranks, "actor_learner.py")
     match = re.search(r"(\d) actor\(s\) won (\S+) of their plays; policy \[(.*)\]", text)
     assert match and int(match[1]) == max(ranks - 1, 1)
-    assert float(match[2]) > 0.65 and float(match[3].split(",")[2]) > 0.9  # the best arm wins 80 %, drawing at random 45 %
+    # the best arm wins 80 %, drawing at random 45 %
+    assert float(match[2]) > 0.65 and float(match[3].split(",")[2]) > 0.9
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 60), (3, 100)])
 def test_a_divided_transformer_learns_the_librarys_text(ranks, steps):
     text = run(ranks, "pipeline_transformer.py", f"--steps={steps}")
-    match = re.search(r"(\d) stage\(s\), (\d+) steps: loss (\S+) -> (\S+), on other text (\S+)", text)
+    match = re.search(
+        r"(\d) stage\(s\), (\d+) steps: loss (\S+) -> (\S+), on other text (\S+)", text
+    )
     assert match and (int(match[1]), int(match[2])) == (ranks, steps)
     first, last, elsewhere = (float(match[number]) for number in (3, 4, 5))
-    # The logarithm of 256 at first, within what random weights add; 3.2 for one who knows the bytes' frequencies alone.
+    # The logarithm of 256 at first, within what random weights add; 3.2 for one who knows the
+    # bytes' frequencies alone.
     assert 5 < first < 7 and max(last, elsewhere) < 2.9
 
 
 @pytest.mark.parametrize(("ranks", "trainers", "servers"), [(1, 1, 1), (4, 2, 2)])
 def test_trainers_learn_with_tables_on_servers(ranks, trainers, servers):
     text = run(ranks, "embedding_server.py", "--steps=200")
-    match = re.search(r"(\d) trainer\(s\), (\d) server\(s\), 200 steps: loss (\S+) -> (\S+) \((\S+) by", text)
+    match = re.search(
+        r"(\d) trainer\(s\), (\d) server\(s\), 200 steps: loss (\S+) -> (\S+) \((\S+) by", text
+    )
     assert match and (int(match[1]), int(match[2])) == (trainers, servers)
-    # The logarithm of 2000 words at first; then less than for one who knows their frequencies alone.
+    # The logarithm of 2000 words at first; then less than for one who knows their frequencies
+    # alone.
     assert 7 < float(match[3]) < 8 and float(match[4]) < 4.2 < float(match[5])
 
 
 @pytest.mark.parametrize(
     ("program", "options", "problem"),
     [
-        ("parameter_server.py", ["--steps", "0"], "argument --steps: must be a whole number above 0, not 0"),
-        ("actor_learner.py", ["--rounds", "many"], "argument --rounds: must be a whole number above 0, not many"),
+        (
+            "parameter_server.py",
+            ["--steps", "0"],
+            "argument --steps: must be a whole number above 0, not 0",
+        ),
+        (
+            "actor_learner.py",
+            ["--rounds", "many"],
+            "argument --rounds: must be a whole number above 0, not many",
+        ),
         ("pipeline_transformer.py", ["--dim", "30"], "--dim 30: no multiple of 4"),
-        ("embedding_server.py", ["--servers", "2"], "--servers 2 leaves no trainer among 2 rank(s)"),
+        (
+            "embedding_server.py",
+            ["--servers", "2"],
+            "--servers 2 leaves no trainer among 2 rank(s)",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_explained_once(program, options, problem):
-    done = started([*launcher(2), sys.executable, str(ROOT / "examples" / program), *options], timeout_s=100)
+    done = started(
+        [*launcher(2), sys.executable, str(ROOT / "examples" / program), *options], timeout_s=100
+    )
     assert done.returncode != 0
     assert done.stderr.count("usage:") == 1 and done.stderr.count(problem) == 1, done.stderr
     assert "Traceback" not in done.stderr
@@ -71,14 +94,21 @@ def test_a_wrong_command_line_is_explained_once(program, options, problem):
 
 @pytest.mark.parametrize(
     ("program", "lines"),
-    [("parameter_server.py", 100), ("actor_learner.py", 100), ("pipeline_transformer.py", 150), ("embedding_server.py", 150)],
+    [
+        ("parameter_server.py", 100),
+        ("actor_learner.py", 100),
+        ("pipeline_transformer.py", 150),
+        ("embedding_server.py", 150),
+    ],
 )
 def test_examples_are_short(program, lines):
     assert len((ROOT / "examples" / program).read_text().splitlines()) < lines
 
 
 def test_the_program_of_the_page_about_distributed_autograd(tmp_path):
-    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "distributed-autograd.md").read_text(), re.DOTALL)
+    (source,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "distributed-autograd.md").read_text(), re.DOTALL
+    )
     program = tmp_path / "program.py"
     program.write_text("import torch\ntorch.manual_seed(0)\n" + source)
     done = started([*launcher(2), sys.executable, str(program)], timeout_s=100)

@@ -1,4 +1,7 @@
-"""How jobs start and end: launchers, thread levels, forks, deaths. Each test has a job, or shares one."""
+"""How jobs start and end: launchers, thread levels, forks, deaths.
+
+Each test has a job, or shares one.
+"""
 
 import json
 import re
@@ -59,7 +62,10 @@ def test_an_uncaught_exception_ends_the_job(when):
     assert "KeyError: 'the culprit'" in done.stderr
     if when != "before MPI starts":  # then nothing of ours ran in that process
         assert "[rank 1] Traceback" in done.stderr
-        assert re.search(r"\[rank 1\] mpidist ends the job: KeyError (uncaught|in thread 'mpidist-test')", done.stderr)
+        assert re.search(
+            r"\[rank 1\] mpidist ends the job: KeyError (uncaught|in thread 'mpidist-test')",
+            done.stderr,
+        )
 
 
 # --- the beginning ---
@@ -105,7 +111,10 @@ _ALONE = {
         """,
     ),
     "another launcher's MPI": ({"OMPI_COMM_WORLD_SIZE": "2"}, _BEGIN),
-    "torchrun": ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, _BEGIN),
+    "torchrun": (
+        {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"},
+        _BEGIN,
+    ),
     "funneled": ({"MPI4PY_RC_THREAD_LEVEL": "funneled"}, _BEGIN),
     "single": ({"MPI4PY_RC_THREAD_LEVEL": "single"}, _BEGIN),
 }
@@ -170,7 +179,11 @@ def test_a_start_that_cannot_work_says_so(alone, name, words):
     status, output, errors = alone[name]
     assert status != 0
     assert "went on" not in output
-    (line,) = [line for line in errors.splitlines() if "LaunchError: " in line and not line.startswith("[rank")]
+    (line,) = [
+        line
+        for line in errors.splitlines()
+        if "LaunchError: " in line and not line.startswith("[rank")
+    ]
     assert all(word in line for word in words), line
 
 
@@ -297,12 +310,14 @@ dist.barrier()
 _JOBS = {
     "theirs": {
         "first": "from mpi4py import MPI\ndist.init_process_group('mpidist')",
-        "last": _FORKS + "dist.destroy_process_group()\nfacts['theirs after'] = MPI.COMM_WORLD.allreduce(1)",
+        "last": _FORKS
+        + "dist.destroy_process_group()\nfacts['theirs after'] = MPI.COMM_WORLD.allreduce(1)",
     },
     # The group is left as it is: a user's own Finalize has to stop our threads.
     "ours": {
         "first": "dist.init_process_group('mpidist')\nfrom mpi4py import MPI",
-        "last": "facts['theirs after'] = MPI.COMM_WORLD.allreduce(1)\nMPI.Finalize()\ntime.sleep(0.5)",
+        "last": "facts['theirs after'] = "
+        "MPI.COMM_WORLD.allreduce(1)\nMPI.Finalize()\ntime.sleep(0.5)",
     },
 }
 
@@ -324,7 +339,8 @@ def test_one_mpi_is_shared_with_the_users_own_code(ordinary, first):
         assert facts["early"] == facts["local_rank"] == rank
         assert facts["device"] == (f"cuda:{rank % facts['cuda']}" if facts["cuda"] else "cpu")
     assert len(told(done)) == 2
-    # A callback that raises is heard of, and neither stops its group nor the job: once a rank and way of adding it.
+    # A callback that raises is heard of, and neither stops its group nor the job: once a rank and
+    # way of adding it.
     assert done.stderr.count("KeyError: 'in a callback'") == 2
     assert done.stderr.count("never retrieved: KeyError('in a callback')") == 2
 
@@ -380,7 +396,8 @@ def test_data_loaders_start_no_mpi(tmp_path):
         """,
     )
     for facts in told(done).values():
-        # [MPI started, MPI's module there, it was the rank itself, rows of all ranks]; a fork inherits the module.
+        # [MPI started, MPI's module there, it was the rank itself, rows of all ranks]; a fork
+        # inherits the module.
         assert facts["fork"] == [False, True, False, 16]
         assert facts["spawn"] == [False, False, False, 16]
     assert len(told(done)) == 2
@@ -389,7 +406,9 @@ def test_data_loaders_start_no_mpi(tmp_path):
 def test_a_forked_child_is_told_that_it_cannot_communicate(ordinary):
     texts = told(ordinary["theirs"])[0]["forked"]
     assert len(texts) == 9
-    wrong = {name: text for name, text in texts.items() if "forked" not in text or "spawn" not in text}
+    wrong = {
+        name: text for name, text in texts.items() if "forked" not in text or "spawn" not in text
+    }
     assert not wrong
 
 
@@ -397,27 +416,59 @@ def test_a_forked_child_is_told_that_it_cannot_communicate(ordinary):
 
 # name: (what rank 0 does, what rank 1 does, what both must be told)
 _DISAGREEMENTS = {
-    "operation": ("w.barrier()", "w.all_reduce(t(3))", ["operation: barrier on rank 0, all_reduce on rank 1"]),
+    "operation": (
+        "w.barrier()",
+        "w.all_reduce(t(3))",
+        ["operation: barrier on rank 0, all_reduce on rank 1"],
+    ),
     "shape": ("w.all_reduce(t(3))", "w.all_reduce(t(4))", ["(3,) on rank 0", "(4,) on rank 1"]),
-    "rank of the shape": ("w.all_reduce(t(4))", "w.all_reduce(t(2, 2))", ["(4,) on rank 0", "(2, 2) on rank 1"]),
-    "dtype": ("w.all_reduce(t(3))", "w.all_reduce(t(3).double())", ["torch.float32 on rank 0, torch.float64 on rank 1"]),
-    "reduction": ("w.all_reduce(t(3), 'sum')", "w.all_reduce(t(3), 'max')", ["sum on rank 0, max on rank 1"]),
+    "rank of the shape": (
+        "w.all_reduce(t(4))",
+        "w.all_reduce(t(2, 2))",
+        ["(4,) on rank 0", "(2, 2) on rank 1"],
+    ),
+    "dtype": (
+        "w.all_reduce(t(3))",
+        "w.all_reduce(t(3).double())",
+        ["torch.float32 on rank 0, torch.float64 on rank 1"],
+    ),
+    "reduction": (
+        "w.all_reduce(t(3), 'sum')",
+        "w.all_reduce(t(3), 'max')",
+        ["sum on rank 0, max on rank 1"],
+    ),
     "root": ("w.broadcast(t(3), 0)", "w.broadcast(t(3), 1)", ["src: 0 on rank 0, 1 on rank 1"]),
     "destination": ("w.reduce(t(3), 0)", "w.reduce(t(3), 1)", ["dst: 0 on rank 0, 1 on rank 1"]),
-    "objects": ("w.broadcast_object(1, 0)", "w.all_gather_object(1)", ["broadcast_object on rank 0"]),
+    "objects": (
+        "w.broadcast_object(1, 0)",
+        "w.all_gather_object(1)",
+        ["broadcast_object on rank 0"],
+    ),
     "asynchronous": (
         "w.all_reduce(t(3), async_op=True).wait()",
         "w.all_reduce(t(5), async_op=True).wait()",
         ["(3,) on rank 0", "(5,) on rank 1"],
     ),
-    "through torch": ("dist.all_reduce(t(3))", "dist.broadcast(t(3), 0)", ["all_reduce on rank 0", "on rank 1"]),
+    "through torch": (
+        "dist.all_reduce(t(3))",
+        "dist.broadcast(t(3), 0)",
+        ["all_reduce on rank 0", "on rank 1"],
+    ),
     "split sizes": (
         "w.all_to_all_single(t(3), t(3), [1, 2], [1, 2])",
         "w.all_to_all_single(t(2), t(2), [1, 1], [1, 1])",
         ["rank 0 sends 2", "expects 1"],
     ),
-    "a root out of range on one": ("w.broadcast(t(3), 0)", "w.broadcast(t(3), 7)", ["src", "got 7", "rank 1"]),
-    "no tensor on one": ("w.all_reduce('three')", "w.all_reduce(t(3))", ["tensor", "got str", "rank 0"]),
+    "a root out of range on one": (
+        "w.broadcast(t(3), 0)",
+        "w.broadcast(t(3), 7)",
+        ["src", "got 7", "rank 1"],
+    ),
+    "no tensor on one": (
+        "w.all_reduce('three')",
+        "w.all_reduce(t(3))",
+        ["tensor", "got str", "rank 0"],
+    ),
     "a short list on one": (
         "w.all_gather([t(3), t(3)], t(3))",
         "w.all_gather([t(3)], t(3))",

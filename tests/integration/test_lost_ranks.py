@@ -175,7 +175,10 @@ def test_with_ulfm_calls_to_a_dead_worker_fail_and_the_living_go_on():
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert sorted(line.pop("rank") for line in lines) == [0, 1], done.stdout + done.stderr
     for line in lines:
-        assert line.pop("living") == [3.0] * 20 + [1e5 * (2 + 1e5)] * 20 and line.pop("reference") == [1.0] * 4
+        assert (
+            line.pop("living") == [3.0] * 20 + [1e5 * (2 + 1e5)] * 20
+            and line.pop("reference") == [1.0] * 4
+        )
         assert len(line) == 7
         for place, (name, text) in line.items():
             assert name == "RankFailureError" and "worker2" in text, (place, name, text)

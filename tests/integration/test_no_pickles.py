@@ -58,7 +58,9 @@ def test_nothing_is_unpickled_by_mpi4py_in_any_step_of_a_job():
 
 
 def test_with_data_alone_no_message_is_a_pickle():
-    own = "from mpidist.comm import tensor_pickle\ntensor_pickle.loads = tensor_pickle.dumps = refuse"
+    own = (
+        "from mpidist.comm import tensor_pickle\ntensor_pickle.loads = tensor_pickle.dumps = refuse"
+    )
     script = _EVERYTHING.format("pickle", own=own, data_only=None, rpc=False)
     assert printed(job(2, script, env={"MPIDIST_TRUST": "data"}, timeout_s=90)).keys() == {0, 1}
 
@@ -74,4 +76,7 @@ def test_ranks_with_other_settings_are_told_at_the_start():
     except LaunchError as error:
         print('{"rank": %s, "told": %d}' % (os.environ["OMPI_COMM_WORLD_RANK"], "'data' on rank 1" in str(error)), flush=True)
     """
-    assert {rank: told["told"] for rank, told in printed(job(2, script, timeout_s=60)).items()} == {0: 1, 1: 1}
+    assert {rank: told["told"] for rank, told in printed(job(2, script, timeout_s=60)).items()} == {
+        0: 1,
+        1: 1,
+    }

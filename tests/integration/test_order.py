@@ -39,9 +39,13 @@ class Operation:
             self.wanted = [torch.cat([torch.full((numel,), base + peer) for peer in range(size)])]
             self.arguments = (*self.got, self.given)
         elif kind == "all_to_all_single":
-            self.given = torch.cat([torch.full((numel,), base + 10 * rank + to) for to in range(size)])
+            self.given = torch.cat(
+                [torch.full((numel,), base + 10 * rank + to) for to in range(size)]
+            )
             self.got = [torch.zeros(numel * size)]
-            self.wanted = [torch.cat([torch.full((numel,), base + 10 * peer + rank) for peer in range(size)])]
+            self.wanted = [
+                torch.cat([torch.full((numel,), base + 10 * peer + rank) for peer in range(size)])
+            ]
             self.arguments = (*self.got, self.given)
         elif kind == "reduce_scatter_tensor":
             self.got, self.arguments = [torch.zeros(numel)], ()
@@ -78,7 +82,9 @@ def test_synchronous_here_and_asynchronous_there(world, seed):
             wrong.append((operation.number, operation.kind))
 
     for number in range(500):
-        operation = Operation(alike.choice(_KINDS), alike.choice(_SIZES), number, world.rank, world.size)
+        operation = Operation(
+            alike.choice(_KINDS), alike.choice(_SIZES), number, world.rank, world.size
+        )
         if own.random() < 0.5:
             under_way.append((operation, operation.start(async_op=True)))
             while under_way and own.random() < 0.45:
@@ -102,7 +108,9 @@ def test_a_synchronous_call_waits_behind_the_queue(world):
         else:
             dist.all_reduce(numbers)
         ended = all(work.is_completed() for work in works)
-        agree(world, ended and numbers.eq(world.size**6).all().item(), f"round {round_}: {numbers[0]}")
+        agree(
+            world, ended and numbers.eq(world.size**6).all().item(), f"round {round_}: {numbers[0]}"
+        )
 
 
 def test_a_callback_goes_ahead_of_the_queue(world):
@@ -111,7 +119,8 @@ def test_a_callback_goes_ahead_of_the_queue(world):
         first, second = torch.ones(100), torch.zeros(100)
 
         def chain(done, second=second):
-            # Needs what has just been reduced; the others of the queue come after it, on every rank.
+            # Needs what has just been reduced; the others of the queue come after it, on every
+            # rank.
             second.copy_(done.value()[0])
             return dist.all_reduce(second, async_op=True).get_future().wait()[0] + 0
 
@@ -123,7 +132,9 @@ def test_a_callback_goes_ahead_of_the_queue(world):
         got = future.wait()
         for work in works:
             work.wait()
-        ok = got.eq(world.size**2).all() and all(o.eq(i * world.size).all() for i, o in enumerate(others))
+        ok = got.eq(world.size**2).all() and all(
+            o.eq(i * world.size).all() for i, o in enumerate(others)
+        )
         agree(world, bool(ok), f"round {round_}: {got[0]}, {[o[0].item() for o in others]}")
 
 
@@ -143,7 +154,11 @@ def test_a_callback_of_a_callback_and_a_synchronous_call_in_it(world):
     work = dist.all_reduce(other, async_op=True)
     future.wait()
     work.wait()
-    agree(world, tensor.eq(world.size**4).all().item() and other.eq(world.size).all().item(), f"{tensor}, {other}")
+    agree(
+        world,
+        tensor.eq(world.size**4).all().item() and other.eq(world.size).all().item(),
+        f"{tensor}, {other}",
+    )
 
 
 class Delayed(nn.Module):
@@ -154,7 +169,9 @@ class Delayed(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         own = random.Random(seed)
         for layer in self.layers:
-            layer.register_full_backward_hook(lambda *_: time.sleep(own.random() * 1e-3 if own.random() < 0.3 else 0))
+            layer.register_full_backward_hook(
+                lambda *_: time.sleep(own.random() * 1e-3 if own.random() < 0.3 else 0)
+            )
 
     def forward(self, x):
         for layer in self.layers:
@@ -169,9 +186,12 @@ def fingerprint(model):
 @pytest.mark.slow
 def test_powersgd_of_many_buckets_with_ranks_out_of_step(world):
     torch.manual_seed(0)
-    # About one layer a bucket: each starts its second all-reduce from a callback, while the others are on their way.
+    # About one layer a bucket: each starts its second all-reduce from a callback, while the others
+    # are on their way.
     model = DistributedDataParallel(Delayed(world.rank), bucket_cap_mb=2e-3)
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3, min_compression_rate=1)
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=3, min_compression_rate=1
+    )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     update = torch.optim.SGD(model.parameters(), lr=0.05)
     data = torch.Generator().manual_seed(world.rank)
@@ -182,7 +202,11 @@ def test_powersgd_of_many_buckets_with_ranks_out_of_step(world):
         (model(x) - x.roll(1, 1)).square().mean().backward()
         update.step()
     prints = world.all_gather_object(fingerprint(model))
-    agree(world, len(set(prints)) == 1 and prints[0] != before, "weights differ between ranks, or did not move")
+    agree(
+        world,
+        len(set(prints)) == 1 and prints[0] != before,
+        "weights differ between ranks, or did not move",
+    )
     agree(world, len(state.error_dict) > 2, f"only {len(state.error_dict)} buckets were compressed")
 
 

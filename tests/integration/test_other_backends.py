@@ -40,7 +40,10 @@ def test_a_subgroup_of_another_backend(world, other):
     wrong = []
     for turn in range(10):
         mine, sums = torch.full((3000,), turn + 1.0), torch.full((5000,), world.rank + 1.0)
-        works = [dist.all_reduce(mine, group=own, async_op=True), dist.all_reduce(sums, async_op=True)]
+        works = [
+            dist.all_reduce(mine, group=own, async_op=True),
+            dist.all_reduce(sums, async_op=True),
+        ]
         for work in works[:: 1 if (turn + world.rank) % 2 else -1]:
             work.wait()
         # Each backend continues with what the other has left on the stream.
@@ -56,7 +59,9 @@ def test_a_subgroup_of_another_backend(world, other):
 
 @pytest.mark.usefixtures("destroyed")
 def test_our_groups_beside_a_default_group_of_another_backend(world, group, other):
-    dist.init_process_group(other, store=dist.TCPStore("localhost", 0, 1, True), rank=0, world_size=1)
+    dist.init_process_group(
+        other, store=dist.TCPStore("localhost", 0, 1, True), rank=0, world_size=1
+    )
     ours = mddp.DistributedDataParallel(net(), process_group=group)
     alone = torch.nn.parallel.DistributedDataParallel(net())
     updates = [sgd(model.parameters()) for model in (ours, alone)]
@@ -68,7 +73,11 @@ def test_our_groups_beside_a_default_group_of_another_backend(world, group, othe
             update.step()
     assert_trained(world, ours.parameters(), reference(world.size))
     same = [torch.equal(a, b) for a, b in zip(ours.parameters(), alone.parameters(), strict=True)]
-    agree(world, world.size == 1 or not any(same), "the other backend's model has the average of all ranks")
+    agree(
+        world,
+        world.size == 1 or not any(same),
+        "the other backend's model has the average of all ranks",
+    )
 
 
 @pytest.fixture
@@ -88,7 +97,9 @@ def shared(world, other, device, destroyed):
 
 
 def test_a_group_shared_by_device(world, shared, device, other, tmp_path):
-    place = torch.device(device.type, torch.cuda.current_device()) if device.type == "cuda" else device
+    place = (
+        torch.device(device.type, torch.cuda.current_device()) if device.type == "cuda" else device
+    )
     rank, size = shared.rank(), shared.size()
     taken = shared._get_backend(place)
     agree(world, taken.name() == other, f"{taken.name()} has the {place}")
@@ -101,11 +112,15 @@ def test_a_group_shared_by_device(world, shared, device, other, tmp_path):
         loss(model(x.to(place)), y.to(place)).backward()
         update.step()
     assert_trained(shared.native, model.parameters(), reference(size).to(place))
-    # Calls of each kind, one behind the other: a batch of messages, a barrier, objects, a checkpoint.
+    # Calls of each kind, one behind the other: a batch of messages, a barrier, objects, a
+    # checkpoint.
     right, left = (rank + 1) % size, (rank - 1) % size
     sent, got = torch.full((3,), float(rank), device=place), torch.empty(3, device=place)
     if size > 1:
-        ops = [dist.P2POp(dist.isend, sent, right, shared), dist.P2POp(dist.irecv, got, left, shared)]
+        ops = [
+            dist.P2POp(dist.isend, sent, right, shared),
+            dist.P2POp(dist.irecv, got, left, shared),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         agree(world, bool((got == left).all()), f"got {got} from {left}")
@@ -126,7 +141,11 @@ def test_a_group_shared_by_device(world, shared, device, other, tmp_path):
 @pytest.mark.usefixtures("shared")
 def test_rpc_and_subgroups_beside_a_group_shared_by_device(world, other):
     rpc.init_rpc(f"worker{world.rank}")
-    sums = rpc.rpc_sync(f"worker{(world.rank + 1) % world.size}", torch.add, (torch.ones(2, device="cpu"), world.rank))
+    sums = rpc.rpc_sync(
+        f"worker{(world.rank + 1) % world.size}",
+        torch.add,
+        (torch.ones(2, device="cpu"), world.rank),
+    )
     rpc.shutdown()
     agree(world, sums.tolist() == [1 + world.rank] * 2, str(sums))
     for backend in (None, "mpidist", other):

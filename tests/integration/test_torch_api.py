@@ -63,7 +63,9 @@ def test_all_reduce_of_complex_numbers(world, dtype):
         tensor = mine(world.rank, dtype)
         dist.all_reduce(tensor, OPERATIONS[op])
         same(world, tensor, reduced(parts(world, dtype), op), op)
-    raises_on_all(world, ValueError, lambda: dist.all_reduce(mine(world.rank, dtype), ReduceOp.MAX), "complex")
+    raises_on_all(
+        world, ValueError, lambda: dist.all_reduce(mine(world.rank, dtype), ReduceOp.MAX), "complex"
+    )
 
 
 @pytest.mark.parametrize("factor", [0.5, torch.tensor(3.0)], ids=["number", "tensor"])
@@ -71,7 +73,12 @@ def test_all_reduce_of_complex_numbers(world, dtype):
 def test_all_reduce_of_multiples(world, dtype, factor):
     tensor = mine(world.rank, dtype)
     dist.all_reduce(tensor, dist._make_nccl_premul_sum(factor))
-    same(world, tensor, reduced([part * float(factor) for part in parts(world, dtype)], "sum"), str(factor))
+    same(
+        world,
+        tensor,
+        reduced([part * float(factor) for part in parts(world, dtype)], "sum"),
+        str(factor),
+    )
 
 
 def test_all_reduce_of_a_parameter_and_of_odd_layouts(world):
@@ -126,7 +133,9 @@ def test_broadcast(world, dtype):
     same(world, tensor, mine(0, dtype), "async")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool], ids=str
+)
 def test_all_gather(world, dtype):
     got = [torch.zeros_like(part) for part in parts(world, dtype)]
     dist.all_gather(got, mine(world.rank, dtype))
@@ -173,7 +182,9 @@ def test_reduce_scatter(world, dtype):
     dist.reduce_scatter_tensor(got, torch.cat(given))
     same(world, got, wanted, "tensor")
     dist.reduce_scatter_tensor(got, torch.stack(given), op=ReduceOp.MAX, async_op=True).wait()
-    same(world, got, reduced([part * (world.rank + 1) for part in parts(world, dtype)], "max"), "max")
+    same(
+        world, got, reduced([part * (world.rank + 1) for part in parts(world, dtype)], "max"), "max"
+    )
 
 
 def test_all_to_all(world):
@@ -205,14 +216,24 @@ def test_barriers(world, default_group):
     dist.distributed_c10d.monitored_barrier()
 
 
-@pytest.mark.filterwarnings("ignore:.*will be deprecated.*:FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*will be deprecated.*:FutureWarning", "ignore::DeprecationWarning"
+)
 def test_coalesced_collectives(world):
     tensors = [mine(world.rank), mine(world.rank, numel=7)]
     dist.all_reduce_coalesced(tensors)
-    same(world, torch.cat(tensors), torch.cat([reduced(parts(world), "sum"), reduced(parts(world, numel=7), "sum")]))
+    same(
+        world,
+        torch.cat(tensors),
+        torch.cat([reduced(parts(world), "sum"), reduced(parts(world, numel=7), "sum")]),
+    )
     tensors = [mine(world.rank), mine(world.rank, numel=7)]
     dist.all_reduce_coalesced(tensors, op=ReduceOp.MAX, async_op=True).wait()
-    same(world, torch.cat(tensors), torch.cat([reduced(parts(world), "max"), reduced(parts(world, numel=7), "max")]))
+    same(
+        world,
+        torch.cat(tensors),
+        torch.cat([reduced(parts(world), "max"), reduced(parts(world, numel=7), "max")]),
+    )
     rows = [[torch.zeros(5), torch.zeros(7)] for _ in range(world.size)]
     dist.all_gather_coalesced(rows, [mine(world.rank), mine(world.rank, numel=7)])
     wanted = [torch.cat([mine(rank), mine(rank, numel=7)]) for rank in range(world.size)]
@@ -245,7 +266,10 @@ class TestCoalescingManager:
     def test_all_gather_into_tensor(self, world, device, async_ops):
         got = [torch.zeros(5 * world.size), torch.zeros(7 * world.size)]
         given = [mine(world.rank), mine(world.rank, numel=7)]
-        calls = [lambda o=o, i=i: dist.all_gather_into_tensor(o, i) for o, i in zip(got, given, strict=True)]
+        calls = [
+            lambda o=o, i=i: dist.all_gather_into_tensor(o, i)
+            for o, i in zip(got, given, strict=True)
+        ]
         self.collect(device, async_ops, calls)
         same(world, torch.cat(got), torch.cat([*parts(world), *parts(world, numel=7)]))
         self.after(world)
@@ -253,7 +277,10 @@ class TestCoalescingManager:
     def test_reduce_scatter_tensor(self, world, device, async_ops):
         got = [torch.zeros(5), torch.zeros(7)]
         given = [mine(world.rank).repeat(world.size), mine(world.rank, numel=7).repeat(world.size)]
-        calls = [lambda o=o, i=i: dist.reduce_scatter_tensor(o, i) for o, i in zip(got, given, strict=True)]
+        calls = [
+            lambda o=o, i=i: dist.reduce_scatter_tensor(o, i)
+            for o, i in zip(got, given, strict=True)
+        ]
         self.collect(device, async_ops, calls)
         wanted = [reduced(parts(world), "sum"), reduced(parts(world, numel=7), "sum")]
         same(world, torch.cat(got), torch.cat(wanted))
@@ -268,7 +295,12 @@ class TestCoalescingManager:
 def test_functional_collectives(world):
     group = dist.group.WORLD
     given = mine(world.rank)
-    same(world, functional.all_reduce(given, "sum", group).wait(), reduced(parts(world), "sum"), "all_reduce")
+    same(
+        world,
+        functional.all_reduce(given, "sum", group).wait(),
+        reduced(parts(world), "sum"),
+        "all_reduce",
+    )
     same(world, given, mine(world.rank), "all_reduce's argument")
     same(world, functional.all_reduce(given, "avg", group) + 0, reduced(parts(world), "avg"), "avg")
     gathered = functional.all_gather_tensor(given, 0, group)
@@ -285,7 +317,12 @@ def test_functional_collectives(world):
     same(world, functional.broadcast(given, root, group) + 0, mine(root), "broadcast")
     both = functional.all_reduce_coalesced([given, given * 2], "sum", group)
     total = reduced(parts(world), "sum")
-    same(world, torch.cat([one + 0 for one in both]), torch.cat([total, 2 * total]), "all_reduce_coalesced")
+    same(
+        world,
+        torch.cat([one + 0 for one in both]),
+        torch.cat([total, 2 * total]),
+        "all_reduce_coalesced",
+    )
 
 
 def test_functional_collectives_that_autograd_sees(world):

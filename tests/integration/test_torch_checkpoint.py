@@ -48,7 +48,9 @@ def test_training_goes_on_where_it_was_saved(world, folder):
     dcp.load({"weights": weights, "state": state}, checkpoint_id=folder)
     set_state_dict(fresh, again, model_state_dict=weights, optim_state_dict=state)
     train(world, fresh, again, range(STEPS // 2, STEPS))
-    assert_trained(world, [weight.full_tensor() for weight in fresh.parameters()], reference(world.size))
+    assert_trained(
+        world, [weight.full_tensor() for weight in fresh.parameters()], reference(world.size)
+    )
 
 
 def test_sharded_is_loaded_whole(world, folder):
@@ -61,9 +63,12 @@ def test_sharded_is_loaded_whole(world, folder):
 
 def test_saved_in_the_background(world, folder):
     model = sharded()
-    # Its thread talks to the other ranks while training goes on, so it needs a group, and so an order, of its own.
+    # Its thread talks to the other ranks while training goes on, so it needs a group, and so an
+    # order, of its own.
     own = dist.new_group()
-    pending = dcp.async_save({"weights": model.state_dict()}, checkpoint_id=folder, process_group=own)
+    pending = dcp.async_save(
+        {"weights": model.state_dict()}, checkpoint_id=folder, process_group=own
+    )
     # Training goes on meanwhile, and must not reach the file.
     train(world, model, sgd(model.parameters()), range(2))
     pending.result(timeout=60)

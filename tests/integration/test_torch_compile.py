@@ -42,7 +42,9 @@ def _fresh(request):
 @pytest.fixture(scope="module")
 def cache(world):
     """A folder of the ranks' own for what Inductor has compiled."""
-    folder = world.broadcast_object(tempfile.mkdtemp(prefix="inductor-") if world.rank == 0 else None, 0)
+    folder = world.broadcast_object(
+        tempfile.mkdtemp(prefix="inductor-") if world.rank == 0 else None, 0
+    )
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     yield folder
@@ -116,7 +118,10 @@ def test_compiled_around(world, default_group, backend, wrapped):
 
 
 @pytest.fixture(
-    params=[pytest.param(("cpu", "eager"), marks=pytest.mark.long), pytest.param(("cuda", "inductor"), marks=pytest.mark.gpu)],
+    params=[
+        pytest.param(("cpu", "eager"), marks=pytest.mark.long),
+        pytest.param(("cuda", "inductor"), marks=pytest.mark.gpu),
+    ],
     ids=" ".join,
 )
 def place(request):
@@ -133,7 +138,9 @@ def place(request):
 def test_compiled_inside(world, group, place):
     device, backend = place
     model = net().to(device)
-    wrapped = mddp.DistributedDataParallel(torch.compile(model, backend=backend), process_group=group)
+    wrapped = mddp.DistributedDataParallel(
+        torch.compile(model, backend=backend), process_group=group
+    )
     assert_trained(world, train(world, device, wrapped), reference(world.size))
 
 
@@ -141,7 +148,9 @@ def test_compiled_inside(world, group, place):
 def test_compiled_outside(world, group, place):
     device, backend = place
     model = mddp.DistributedDataParallel(net().to(device), process_group=group)
-    assert_trained(world, train(world, device, torch.compile(model, backend=backend)), reference(world.size))
+    assert_trained(
+        world, train(world, device, torch.compile(model, backend=backend)), reference(world.size)
+    )
 
 
 @pytest.mark.long
@@ -168,7 +177,8 @@ def test_a_whole_step_with_a_sharded_optimizer(world, default_group):
 
 
 def gathered(x, dim):
-    call = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor  # before torch 2.13
+    # before torch 2.13
+    call = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
     return call(x, dim, dist.group.WORLD)
 
 
@@ -176,7 +186,9 @@ def every_functional(x):
     """Call all functional collectives on ``x`` of W rows, and two columns."""
     group, ranks, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     to_next = [(rank + 1) % size for rank in range(size)]
-    scattered = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+    scattered = (
+        getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+    )
     uneven = [ranks + 1] * size, [rank + 1 for rank in range(size)]
     rows = sum(uneven[1])
     return [
@@ -200,14 +212,24 @@ def every_functional(x):
 def differentiable(x):
     """Return a loss of ``x`` that goes through the functional collectives with gradients, and a DTensor's redistributions."""
     group, size = dist.group.WORLD, dist.get_world_size()
-    gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
-    scatter = getattr(functional, "reduce_scatter_single_autograd", None) or functional.reduce_scatter_tensor_autograd
+    gather = (
+        getattr(functional, "all_gather_single_autograd", None)
+        or functional.all_gather_tensor_autograd
+    )
+    scatter = (
+        getattr(functional, "reduce_scatter_single_autograd", None)
+        or functional.reduce_scatter_tensor_autograd
+    )
     total = scatter(gather(x, 0, group).cos(), "sum", 0, group).square().sum()
-    total = total + functional.all_to_all_single_autograd(x, [1] * size, [1] * size, group).sin().sum()
+    total = (
+        total + functional.all_to_all_single_autograd(x, [1] * size, [1] * size, group).sin().sum()
+    )
     mesh = MESHES[size]
     rows = DTensor.from_local(x, mesh, [Shard(0)])
     moved = rows.redistribute(mesh, [Replicate()]).sin().redistribute(mesh, [Shard(1)]).to_local()
-    summed = DTensor.from_local(x.cos(), mesh, [Partial()]).redistribute(mesh, [Shard(0)]).to_local()
+    summed = (
+        DTensor.from_local(x.cos(), mesh, [Partial()]).redistribute(mesh, [Shard(0)]).to_local()
+    )
     return total + moved.square().sum() + summed.square().sum()
 
 
@@ -218,16 +240,26 @@ MESHES = {}  # by size; torch.compile takes a global one as it is
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_functional_collectives_and_redistribution(world, default_group, backend):
     MESHES[world.size] = init_device_mesh("cpu", (world.size,))
-    x = torch.randn(world.size, 2 * world.size, generator=torch.Generator().manual_seed(world.rank)).requires_grad_()
+    x = torch.randn(
+        world.size, 2 * world.size, generator=torch.Generator().manual_seed(world.rank)
+    ).requires_grad_()
     plain = [part.clone() for part in every_functional(x.detach())]
     differentiable(x).backward()
     slope, x.grad = x.grad, None
     for _ in range(2 if backend == "inductor" else 1):
         torch._dynamo.reset()
         got = torch.compile(every_functional, backend=backend, fullgraph=True)(x.detach())
-        far = [place for place, (one, other) in enumerate(zip(got, plain, strict=True)) if not torch.equal(one, other)]
+        far = [
+            place
+            for place, (one, other) in enumerate(zip(got, plain, strict=True))
+            if not torch.equal(one, other)
+        ]
         torch.compile(differentiable, backend=backend)(x).backward()
-        agree(world, not far and torch.allclose(x.grad, slope), f"wrong: {far}; gradient off by {(x.grad - slope).abs().max()}")
+        agree(
+            world,
+            not far and torch.allclose(x.grad, slope),
+            f"wrong: {far}; gradient off by {(x.grad - slope).abs().max()}",
+        )
         x.grad = None
 
 
@@ -255,7 +287,11 @@ def test_calls_within_a_compiled_function(world, default_group):
     for function in (in_place, native):
         expected, before = function(x), graphs()
         got = torch.compile(function, backend="aot_eager")(x)
-        agree(world, torch.equal(got, expected) and graphs() > before, f"{function.__name__}: {got}, not {expected}")
+        agree(
+            world,
+            torch.equal(got, expected) and graphs() > before,
+            f"{function.__name__}: {got}, not {expected}",
+        )
 
 
 # --- Inductor ---
@@ -267,7 +303,9 @@ def compiled_twice(function, inputs, settings):
     for _ in range(2):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        with torch._inductor.config.patch({"compile_threads": 1, "fx_graph_cache": True, **settings}):
+        with torch._inductor.config.patch(
+            {"compile_threads": 1, "fx_graph_cache": True, **settings}
+        ):
             result = torch.compile(function)(*inputs)
         outcome.append((result, torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]))
     return outcome
@@ -275,11 +313,15 @@ def compiled_twice(function, inputs, settings):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_second_compilation_takes_the_first_from_inductors_cache(world, default_group, cache):
-    """A warm cache has Inductor ask the group for its backend of CUDA. There is nothing to translate in a product of matrices."""
+    """A warm cache has Inductor ask the group for its backend of CUDA.
+
+    There is nothing to translate in a product of matrices.
+    """
     x = torch.ones(3, 3) * world.rank
     (first, cold), (second, warm) = compiled_twice(lambda x: gathered(x @ x, 0), [x], {})
     right = all(torch.equal(got, gathered(x @ x, 0)) for got in (first, second))
-    agree(world, right and warm == 1, f"{first}, {second}; hits {cold}, {warm}")  # the first may find another rank's
+    # the first may find another rank's
+    agree(world, right and warm == 1, f"{first}, {second}; hits {cold}, {warm}")
 
 
 @pytest.mark.long

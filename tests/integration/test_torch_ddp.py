@@ -63,7 +63,9 @@ def test_find_unused_parameters(world, view):
     def branch(step, part):
         return (step + part) % 3 == 0
 
-    model = DistributedDataParallel(net(), find_unused_parameters=True, gradient_as_bucket_view=view)
+    model = DistributedDataParallel(
+        net(), find_unused_parameters=True, gradient_as_bucket_view=view
+    )
     train(world, model, branch)
     assert_trained(world, model.parameters(), reference(world.size, branch=branch))
 
@@ -115,7 +117,9 @@ def test_stateless_hooks(world, hook, tolerance):
 
 def test_powersgd_of_full_rank_is_the_average(world):
     model = DistributedDataParallel(net())
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=64, start_powerSGD_iter=2, min_compression_rate=1e-6)
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=64, start_powerSGD_iter=2, min_compression_rate=1e-6
+    )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     train(world, model)
     assert_trained(world, model.parameters(), reference(world.size), 1e-8)
@@ -148,7 +152,9 @@ def test_batched_powersgd_of_full_rank_is_the_average(world, batched_hook):
 @pytest.mark.parametrize("batched", [False, True])
 def test_powersgd_of_rank_one_keeps_the_ranks_together(world, batched_hook, batched):
     model = DistributedDataParallel(net())
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
+    )
     model.register_comm_hook(state, batched_hook if batched else powerSGD_hook.powerSGD_hook)
     train(world, model)
     # A lossy gradient with error feedback: near the reference, not on it.
@@ -160,15 +166,22 @@ def test_powersgd_of_rank_one_keeps_the_ranks_together(world, batched_hook, batc
 def test_sparse_gradients(world, options):
     """An embedding's gradient travels by the sparse all-reduce, beside the dense buckets."""
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.EmbeddingBag(10, 4, mode="sum", sparse=True), torch.nn.Linear(4, 2)).double()
-    alone = torch.nn.Sequential(torch.nn.EmbeddingBag(10, 4, mode="sum"), torch.nn.Linear(4, 2)).double()
+    model = torch.nn.Sequential(
+        torch.nn.EmbeddingBag(10, 4, mode="sum", sparse=True), torch.nn.Linear(4, 2)
+    ).double()
+    alone = torch.nn.Sequential(
+        torch.nn.EmbeddingBag(10, 4, mode="sum"), torch.nn.Linear(4, 2)
+    ).double()
     alone.load_state_dict(model.state_dict())
     model = DistributedDataParallel(model, **options)
-    # Without momentum: its sparse buffer keeps elements twice, and a GPU adds those to the weights in any order.
+    # Without momentum: its sparse buffer keeps elements twice, and a GPU adds those to the weights
+    # in any order.
     update, its_update = (torch.optim.SGD(some.parameters(), lr=0.1) for some in (model, alone))
 
     def words(part, step):
-        return torch.randint(0, 10, (3, 2), generator=torch.Generator().manual_seed(10 * step + part))
+        return torch.randint(
+            0, 10, (3, 2), generator=torch.Generator().manual_seed(10 * step + part)
+        )
 
     for step in range(STEPS):
         update.zero_grad()

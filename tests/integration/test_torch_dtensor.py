@@ -21,7 +21,9 @@ def test_redistribute(world, device, source, target):
     mesh = init_device_mesh(device.type, (world.size,))
     whole = matrix(7, 5)  # divided evenly by no number of ranks in 2, 3, 4
     moved = distribute_tensor(whole, mesh, [source]).redistribute(placements=[target])
-    agree(world, moved.placements == (target,) and torch.equal(moved.full_tensor(), whole), f"{moved}")
+    agree(
+        world, moved.placements == (target,) and torch.equal(moved.full_tensor(), whole), f"{moved}"
+    )
 
 
 def test_partial_sums_become_whole(world, device):
@@ -32,7 +34,11 @@ def test_partial_sums_become_whole(world, device):
     expected = matrix(4, 3) * sum(range(1, world.size + 1))
     partial = DTensor.from_local(mine, mesh, [Partial()])
     for target in (Replicate(), Shard(0)):
-        agree(world, torch.equal(partial.redistribute(placements=[target]).full_tensor(), expected), str(target))
+        agree(
+            world,
+            torch.equal(partial.redistribute(placements=[target]).full_tensor(), expected),
+            str(target),
+        )
 
 
 @pytest.mark.parametrize("left", [Replicate(), Shard(0), Shard(1)], ids=str)
@@ -67,4 +73,8 @@ def test_two_dimensions(world, device):
         ok = torch.equal(product.full_tensor(), a @ b) and torch.equal(moved.full_tensor(), a)
         agree(world, ok, str(left))
     rows = mesh["rows"].get_group()
-    agree(world, rows.size() == 2 and mesh["columns"].size() == world.size // 2, "sub-meshes have wrong sizes")
+    agree(
+        world,
+        rows.size() == 2 and mesh["columns"].size() == world.size // 2,
+        "sub-meshes have wrong sizes",
+    )

@@ -39,13 +39,17 @@ def test_fully_shard(world, device, reshard):
 def test_sharded_in_rows_and_replicated_in_columns(world, device):
     if world.size % 2:
         pytest.skip("needs an even number of ranks")
-    mesh = init_device_mesh(device.type, (2, world.size // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        device.type, (2, world.size // 2), mesh_dim_names=("replicate", "shard")
+    )
     assert_trained(world, train(world, sharded(mesh)), reference(world.size))
 
 
 def test_mixed_precision(world, device):
     mesh = init_device_mesh(device.type, (world.size,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float64)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float64
+    )
     weights = train(world, sharded(mesh, mp_policy=policy))
     assert_trained(world, weights, reference(world.size), 5e-2)
 

@@ -41,11 +41,21 @@ def triangle(n):
     return n * (n + 1) / 2
 
 
-@pytest.mark.parametrize("options", [{}, {"init_method": "mpi://"}, {"timeout": timedelta(minutes=2)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"init_method": "mpi://"}, {"timeout": timedelta(minutes=2)}], ids=str
+)
 def test_no_environment_variable_is_needed(world, fresh, options):
     dist.init_process_group("mpidist", **options)
-    ok = (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (world.rank, world.size, "mpidist")
-    agree(world, ok and total(world) == triangle(world.size), f"{dist.get_rank()} of {dist.get_world_size()}")
+    ok = (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (
+        world.rank,
+        world.size,
+        "mpidist",
+    )
+    agree(
+        world,
+        ok and total(world) == triangle(world.size),
+        f"{dist.get_rank()} of {dist.get_world_size()}",
+    )
 
 
 def test_right_numbers_are_accepted(world, fresh):
@@ -62,14 +72,17 @@ def test_wrong_numbers_are_refused(world, fresh, wrong):
         dist.init_process_group("mpidist", init_method="mpi://", **numbers)
 
     text = raises_on_all(world, ValueError, begin, f"{wrong}={numbers[wrong]}")
-    assert f"{wrong}={getattr(world, 'rank' if wrong == 'rank' else 'size')}" in text  # and says what MPI knows
+    # and says what MPI knows
+    assert f"{wrong}={getattr(world, 'rank' if wrong == 'rank' else 'size')}" in text
     dist.init_process_group("mpidist")
     agree(world, total(world) == triangle(world.size), "the group after it")
 
 
 def test_a_store_of_the_users_own_with_a_wrong_size_is_refused(world, fresh):
     def begin():
-        dist.init_process_group("mpidist", store=dist.HashStore(), rank=world.rank, world_size=world.size + 1)
+        dist.init_process_group(
+            "mpidist", store=dist.HashStore(), rank=world.rank, world_size=world.size + 1
+        )
 
     raises_on_all(world, ValueError, begin, f"world_size={world.size + 1}")
 
@@ -85,7 +98,11 @@ def test_groups_are_made_again_and_again(world, fresh):
         dist.destroy_process_group()
         agree(world, ok and not dist.is_initialized())
     left = [t.name for t in set(threading.enumerate()) - before if t.name.startswith("mpidist-")]
-    agree(world, set(left) <= {"mpidist-watchdog", "mpidist-store", "mpidist-receives"}, f"threads left: {left}")
+    agree(
+        world,
+        set(left) <= {"mpidist-watchdog", "mpidist-store", "mpidist-receives"},
+        f"threads left: {left}",
+    )
 
 
 def test_a_destroyed_group_is_refused(world, default):
@@ -151,6 +168,10 @@ def test_subgroups_of_two(world, default):
 def test_names_and_backends(world, default):
     group = dist.group.WORLD
     ok = dist.get_backend(group) == "mpidist" and group.name() == "mpidist"
-    ok = ok and dist.is_backend_available("mpidist") and dist.get_global_rank(group, world.size - 1) == world.size - 1
+    ok = (
+        ok
+        and dist.is_backend_available("mpidist")
+        and dist.get_global_rank(group, world.size - 1) == world.size - 1
+    )
     config = dist.get_backend_config()
     agree(world, ok and "mpidist" in config, config)

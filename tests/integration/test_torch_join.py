@@ -21,8 +21,9 @@ def inputs_of(rank):
 def alone(world, optimizer, by_initial_size=False, owner_of=None):
     """One process that averages over the ranks that still have inputs (or over all that began).
 
-    ``owner_of``: rank that steps each parameter; torch's sharded optimizer goes on with the gradients of the last step that its
-    rank had inputs for, because DDP writes none on a rank that has joined.
+    ``owner_of``: rank that steps each parameter; torch's sharded optimizer goes on with the
+    gradients of the last step that its rank had inputs for, because DDP writes none on a rank that
+    has joined.
     """
     model = net()
     parameters = list(model.parameters())
@@ -57,7 +58,13 @@ def train(world, joinables, model, update, **options):
 def test_ddp(world, by_initial_size):
     model = DistributedDataParallel(net())
     # A joined rank does not step: it gets the weights of one that did at the end of the context.
-    train(world, [model], model, sgd_without_memory(model.parameters()), divide_by_initial_world_size=by_initial_size)
+    train(
+        world,
+        [model],
+        model,
+        sgd_without_memory(model.parameters()),
+        divide_by_initial_world_size=by_initial_size,
+    )
     assert_trained(world, model.parameters(), alone(world, sgd_without_memory, by_initial_size))
 
 
@@ -81,8 +88,14 @@ def adam(parameters):
 def test_ddp_with_sharded_optimizer(world):
     model = DistributedDataParallel(net())
     update = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-2)
-    shards = [[p for group in groups for p in group["params"]] for groups in update._partition_parameters()]
-    owner_of = [next(rank for rank, shard in enumerate(shards) if any(p is one for one in shard)) for p in model.parameters()]
+    shards = [
+        [p for group in groups for p in group["params"]]
+        for groups in update._partition_parameters()
+    ]
+    owner_of = [
+        next(rank for rank, shard in enumerate(shards) if any(p is one for one in shard))
+        for p in model.parameters()
+    ]
     train(world, [model, update], model, update, divide_by_initial_world_size=False)
     assert_trained(world, model.parameters(), alone(world, adam, owner_of=owner_of))
 

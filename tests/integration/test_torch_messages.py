@@ -32,14 +32,20 @@ def test_send_and_recv_around_a_ring(world):
     agree(world, source == left and torch.equal(got, words(left)), f"{got} from {source}")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.bool, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.complex64, torch.bool, torch.int64], ids=str
+)
 def test_isend_and_irecv_of_any_type(world, dtype):
     right, left = neighbours(world)
     got = torch.zeros(4, dtype=dtype)
     works = [dist.irecv(got, left), dist.isend(words(world.rank).to(dtype), right)]
     for work in works:
         work.wait()
-    agree(world, torch.equal(got, words(left).to(dtype)) and all(w.is_completed() for w in works), f"{got}")
+    agree(
+        world,
+        torch.equal(got, words(left).to(dtype)) and all(w.is_completed() for w in works),
+        f"{got}",
+    )
 
 
 def test_tags_keep_messages_apart(world):
@@ -59,7 +65,9 @@ def test_recv_from_anyone(world):
         for _ in range(1, world.size):
             tensor = torch.zeros(4)
             heard[dist.recv(tensor)] = tensor
-        ok = heard.keys() == set(range(1, world.size)) and all(torch.equal(t, words(r)) for r, t in heard.items())
+        ok = heard.keys() == set(range(1, world.size)) and all(
+            torch.equal(t, words(r)) for r, t in heard.items()
+        )
     else:
         dist.send(words(world.rank), 0)
         heard, ok = None, True
@@ -107,11 +115,18 @@ def test_ranks_of_a_subgroup_are_translated(world):
 
 
 def thing(rank):
-    return {"rank": rank, "tensor": torch.full((3,), rank), "text": "x" * rank, "large": b"y" * (100_000 * rank)}
+    return {
+        "rank": rank,
+        "tensor": torch.full((3,), rank),
+        "text": "x" * rank,
+        "large": b"y" * (100_000 * rank),
+    }
 
 
 def equal(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) if k == "tensor" else a[k] == b[k] for k in a)
+    return a.keys() == b.keys() and all(
+        torch.equal(a[k], b[k]) if k == "tensor" else a[k] == b[k] for k in a
+    )
 
 
 def test_collectives_of_objects(world):
@@ -122,10 +137,18 @@ def test_collectives_of_objects(world):
     for root in range(world.size):
         told = [thing(world.rank), world.rank]
         dist.broadcast_object_list(told, root)
-        agree(world, equal(told[0], all_things[root]) and told[1] == root, f"broadcast_object_list from {root}")
+        agree(
+            world,
+            equal(told[0], all_things[root]) and told[1] == root,
+            f"broadcast_object_list from {root}",
+        )
         gathered = [None] * world.size if world.rank == root else None
         dist.gather_object(thing(world.rank), gathered, root)
-        agree(world, gathered is None or all(map(equal, gathered, all_things)), f"gather_object to {root}")
+        agree(
+            world,
+            gathered is None or all(map(equal, gathered, all_things)),
+            f"gather_object to {root}",
+        )
         mine = [None]
         dist.scatter_object_list(mine, all_things if world.rank == root else None, root)
         agree(world, equal(mine[0], all_things[world.rank]), f"scatter_object_list from {root}")
@@ -140,7 +163,11 @@ def test_messages_of_objects(world):
     else:
         source = dist.recv_object_list(got, left)
         dist.send_object_list([thing(world.rank), "end"], right)
-    agree(world, source == left and equal(got[0], thing(left)) and got[1] == "end", f"{got} from {source}")
+    agree(
+        world,
+        source == left and equal(got[0], thing(left)) and got[1] == "end",
+        f"{got} from {source}",
+    )
 
 
 def test_a_message_that_never_comes_raises(world):
@@ -156,7 +183,11 @@ def test_a_message_that_never_comes_raises(world):
             receive()
         except CommTimeout as error:
             raised.append(str(error))
-    agree(world, len(raised) == 3 and all("recv" in text and "did not end" in text for text in raised), f"{raised}")
+    agree(
+        world,
+        len(raised) == 3 and all("recv" in text and "did not end" in text for text in raised),
+        f"{raised}",
+    )
     # The group is as good as before.
     tensor = torch.ones(2)
     dist.all_reduce(tensor, group=group)
@@ -180,7 +211,11 @@ def test_a_wait_that_ends_before_its_operation(world):
         dist.send(torch.zeros(1), world.size - 1)
     work.wait()
     ok = late or ("all_reduce" in raised and "0.1 s" in raised)
-    agree(world, ok and torch.equal(tensor, torch.full((4,), float(world.size))), f"{raised!r} {tensor}")
+    agree(
+        world,
+        ok and torch.equal(tensor, torch.full((4,), float(world.size))),
+        f"{raised!r} {tensor}",
+    )
 
 
 def test_a_receive_past_its_timeout_leaves_the_message_to_the_next(world):
@@ -196,5 +231,9 @@ def test_a_receive_past_its_timeout_leaves_the_message_to_the_next(world):
     elif world.rank == 0:
         dist.recv(got, 1, group=group)
     world.barrier()
-    agree(world, world.rank != 0 or ("did not end" in raised and torch.equal(got, words(1))), f"{raised!r} {got}")
+    agree(
+        world,
+        world.rank != 0 or ("did not end" in raised and torch.equal(got, words(1))),
+        f"{raised!r} {got}",
+    )
     dist.destroy_process_group(group)

@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from mpidist import ddp as mddp
 from tests.support import agree, raises_on_all
 
-pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.filterwarnings("ignore::FutureWarning")]  # torch renames its functions
+# torch renames its functions
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,11 @@ def own_events(done, tmp_path):
     """Return (name, shapes) of our events in a trace, without those that wait."""
     path = tmp_path / "trace.json"
     done.export_chrome_trace(str(path))
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X" and e["name"].startswith("mpidist:")]
+    events = [
+        e
+        for e in json.loads(path.read_text())["traceEvents"]
+        if e.get("ph") == "X" and e["name"].startswith("mpidist:")
+    ]
     events = [e for e in events if not e["name"].endswith(":wait")]
     return [(e["name"], e["args"].get("Input Dims")) for e in sorted(events, key=lambda e: e["ts"])]
 
@@ -58,7 +63,12 @@ def test_the_trace_of_torch_s_calls(world, groups, tmp_path):
         dist.barrier()
     found = own_events(done, tmp_path)
     shapes = [[2, 3]]
-    expected = [("all_reduce", shapes), ("all_reduce", shapes), ("all_gather", shapes), ("barrier", None)]
+    expected = [
+        ("all_reduce", shapes),
+        ("all_reduce", shapes),
+        ("all_gather", shapes),
+        ("barrier", None),
+    ]
     agree(world, found == [("mpidist:" + name, dims) for name, dims in expected], str(found))
 
 
@@ -74,7 +84,11 @@ def test_the_trace_of_data_parallel_passes(world, groups, tmp_path):
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as done:
         pass_through(ours)
     # Within a node the ranks average one bucket where it lies; a rank alone has nothing to average.
-    found = [dims for name, dims in own_events(done, tmp_path) if name in ("mpidist:average", "mpidist:all_reduce")]
+    found = [
+        dims
+        for name, dims in own_events(done, tmp_path)
+        if name in ("mpidist:average", "mpidist:all_reduce")
+    ]
     agree(world, world.size == 1 or [[40]] in found, f"ours: {found}")
 
 
@@ -102,7 +116,9 @@ def calls(group):
     with dist._coalescing_manager(group=group):
         dist.all_reduce(t, group=group)
         dist.all_reduce(one, group=group)
-    sums = functional.all_reduce(t, "sum", group) + functional.all_gather_tensor(one, 0, group).sum()
+    sums = (
+        functional.all_reduce(t, "sum", group) + functional.all_gather_tensor(one, 0, group).sum()
+    )
     if size > 1:
         works = [
             dist.isend(one, (rank + 1) % size, group=group),
@@ -117,7 +133,11 @@ def counted(work, group):
     """Return what CommDebugMode counts of ``work(group)``, and what that returns."""
     with CommDebugMode() as mode:
         result = work(group)
-    return {str(name): count for name, count in mode.get_comm_counts().items()}, mode.get_total_counts(), result
+    return (
+        {str(name): count for name, count in mode.get_comm_counts().items()},
+        mode.get_total_counts(),
+        result,
+    )
 
 
 def torch_ddp(group):
@@ -141,7 +161,9 @@ def dtensor(group):
 def test_comm_debug_mode_counts_as_on_gloo(world, groups, work):
     ours, gloo = (counted(work, group) for group in groups)
     agree(world, ours == gloo, f"{work.__name__}: ours {ours}, Gloo's {gloo}")
-    agree(world, ours[1] > 0 or (world.size == 1 and work in (fsdp, dtensor)), "nothing was counted")
+    agree(
+        world, ours[1] > 0 or (world.size == 1 and work in (fsdp, dtensor)), "nothing was counted"
+    )
 
 
 def test_errors_under_a_mode(world, groups):
@@ -157,7 +179,10 @@ def fake(group):
     size = dist.get_world_size(group)
     with FakeTensorMode():
         t = torch.ones(3)
-        works = [dist.all_reduce(t, group=group, async_op=True), dist.broadcast(t, 0, group=group, async_op=True)]
+        works = [
+            dist.all_reduce(t, group=group, async_op=True),
+            dist.broadcast(t, 0, group=group, async_op=True),
+        ]
         whole = torch.empty(3 * size)
         dist.all_gather_into_tensor(whole, t, group=group)
         return [type(work).__name__ for work in works], tuple(whole.shape), type(t).__name__
@@ -172,7 +197,10 @@ def traced(group):
 
 
 def tracked(group):
-    module, tracker = torch.nn.parallel.DistributedDataParallel(model(), process_group=group), MemTracker()
+    module, tracker = (
+        torch.nn.parallel.DistributedDataParallel(model(), process_group=group),
+        MemTracker(),
+    )
     tracker.track_external(module)
     with tracker:
         pass_through(module)
@@ -198,7 +226,8 @@ def test_other_modes_see_what_they_see_on_gloo(world, groups, work):
     for group in groups:
         try:
             seen.append(work(group))
-        except Exception as error:  # torch before 2.13 has no kernel of fake tensors for some operators: neither have we
+        # torch before 2.13 has no kernel of fake tensors for some operators: neither have we
+        except Exception as error:
             seen.append(type(error).__name__)
     agree(world, seen[0] == seen[1], f"ours {seen[0]}, Gloo's {seen[1]}")
     dist.all_reduce(t := torch.ones(2))

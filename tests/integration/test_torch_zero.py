@@ -26,7 +26,9 @@ def train(world, model, update, steps=range(STEPS)):
 @pytest.mark.parametrize("as_view", [False, True])
 def test_equals_adam(world, as_view):
     model = DistributedDataParallel(net())
-    update = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, parameters_as_bucket_view=as_view, lr=1e-2)
+    update = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.Adam, parameters_as_bucket_view=as_view, lr=1e-2
+    )
     train(world, model, update)
     assert_trained(world, model.parameters(), reference(world.size, adam))
 

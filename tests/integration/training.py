@@ -42,7 +42,10 @@ def sgd(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
 def batch(step: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of all ranks; the first ranks' rows are the same in any world."""
     source = torch.Generator().manual_seed(1000 + step)
-    rows = [torch.randn(PART, FEATURES + TARGETS, dtype=torch.float64, generator=source) for _ in range(parts)]
+    rows = [
+        torch.randn(PART, FEATURES + TARGETS, dtype=torch.float64, generator=source)
+        for _ in range(parts)
+    ]
     together = torch.cat(rows)
     return together[:, :FEATURES], together[:, FEATURES:]
 
@@ -78,7 +81,9 @@ def reference(
     return model
 
 
-def assert_trained(world, weights: Iterable[torch.Tensor], expected: nn.Module, tolerance: float = 1e-10) -> None:
+def assert_trained(
+    world, weights: Iterable[torch.Tensor], expected: nn.Module, tolerance: float = 1e-10
+) -> None:
     """Require the same bits on every rank, and values within ``tolerance`` of the reference's."""
     mine = torch.cat([w.detach().reshape(-1) for w in weights])
     wanted = torch.cat([w.detach().reshape(-1) for w in expected.parameters()])

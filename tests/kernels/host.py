@@ -25,18 +25,33 @@ _KEPT = ROOT / ".pytest_cache" / "host_kernels"  # `make clean` removes it
 
 
 def run(
-    file: str, name: str, blocks: int, args: Sequence[Any], threads: int = THREADS, defines: Sequence[str] = (), seed: int = 1
+    file: str,
+    name: str,
+    blocks: int,
+    args: Sequence[Any],
+    threads: int = THREADS,
+    defines: Sequence[str] = (),
+    seed: int = 1,
 ) -> None:
     """Do what ``kernels.launch`` does, at once and here.
 
     Args:
-        args: Tensors for pointers (None for a null pointer), NumPy scalars of the kernel's types for all else.
+        args: Tensors for pointers (None for a null pointer), NumPy scalars of the kernel's types
+            for all else.
         seed: Chooses the order in which threads run; 0 for their natural one.
     """
     held = [ctypes.c_void_p(_address(arg)) if _is_pointer(arg) else np.asarray(arg) for arg in args]
-    places = [ctypes.addressof(value) if isinstance(value, ctypes.c_void_p) else value.ctypes.data for value in held]
+    places = [
+        ctypes.addressof(value) if isinstance(value, ctypes.c_void_p) else value.ctypes.data
+        for value in held
+    ]
     launcher = getattr(_library(file, tuple(defines)), f"launch_{name}")
-    launcher(ctypes.c_uint(blocks), ctypes.c_uint(threads), ctypes.c_uint(seed), (ctypes.c_void_p * len(places))(*places))
+    launcher(
+        ctypes.c_uint(blocks),
+        ctypes.c_uint(threads),
+        ctypes.c_uint(seed),
+        (ctypes.c_void_p * len(places))(*places),
+    )
 
 
 def _is_pointer(arg: Any) -> bool:
@@ -51,7 +66,9 @@ def _address(arg: torch.Tensor | int | None) -> int:
 def _library(file: str, defines: tuple[str, ...]) -> ctypes.CDLL:
     expanded = _expanded(file, defines)
     names = re.findall(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", expanded)
-    text = "\n".join([f'#include "{_SHIM}"', f'#include "{load.folder() / file}"', *map(_launcher, names)])
+    text = "\n".join(
+        [f'#include "{_SHIM}"', f'#include "{load.folder() / file}"', *map(_launcher, names)]
+    )
     # Ranks, workers and later runs load what the first one has compiled. Two may compile at once:
     # each writes beside it and renames.
     common = (load.folder() / "common.cuh").read_text()
@@ -72,7 +89,10 @@ def _library(file: str, defines: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def _launcher(name: str) -> str:
-    head = f'extern "C" __attribute__((visibility("default"))) void launch_{name}(unsigned b, unsigned t, unsigned s, void** a)'
+    head = (
+        f'extern "C" __attribute__((visibility("default"))) void launch_{name}(unsigned b, '
+        "unsigned t, unsigned s, void** a)"
+    )
     return f"{head} {{ shim::Launcher<{name}>::launch(b, t, s, a); }}"
 
 
@@ -81,7 +101,14 @@ def _options(defines: Sequence[str]) -> list[str]:
     checks = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-ffp-contract=off"]
     # Libraries compiled for different ranks have variables of the same names and of other sizes.
     own = ["-fno-gnu-unique", "-fvisibility=hidden"]
-    return ["-std=c++17", "-O1", "-Wno-unknown-pragmas", *checks, *own, *(f"-D{define}" for define in defines)]
+    return [
+        "-std=c++17",
+        "-O1",
+        "-Wno-unknown-pragmas",
+        *checks,
+        *own,
+        *(f"-D{define}" for define in defines),
+    ]
 
 
 def _expanded(file: str, defines: Sequence[str]) -> str:
@@ -92,6 +119,13 @@ def _expanded(file: str, defines: Sequence[str]) -> str:
 
 
 def _compile(options: Sequence[str], text: str | None = None) -> str:
-    done = subprocess.run([require_tool("g++"), *options], input=text, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [require_tool("g++"), *options],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -28,7 +28,9 @@ def test_products_and_sums_are_rounded_once(device, dtypes):
         assert torch.equal(on_device.cpu(), expected(y, x, 0.37)), numel
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)], ids=str
+)
 def test_any_alignment_and_nothing_beside(device, dtypes):
     y, x = torch.randn(20_000).to(dtypes[0]), torch.randn(20_000).to(dtypes[1])
     for of_y, of_x, numel in [(1, 0, 9000), (3, 5, 9001), (2, 2, 8192), (7, 1, 5), (1, 9, 17_001)]:
@@ -41,7 +43,9 @@ def test_any_alignment_and_nothing_beside(device, dtypes):
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_special_values(device, dtype):
-    values = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 6e-8, 3e38, 1e-45, 65519.9, 65520.1]).to(dtype)
+    values = torch.tensor(
+        [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 6e-8, 3e38, 1e-45, 65519.9, 65520.1]
+    ).to(dtype)
     y = values.repeat_interleave(len(values)).to(device)
     x = values.repeat(len(values)).to(device)
     wanted = expected(y.cpu(), x.cpu(), 1)

@@ -22,11 +22,22 @@ def of_rank(rank, element):
     return (f"RANK={rank}", f"ELEMENT={element}")
 
 
-FILES = [("accumulate.cu", ()), ("pack.cu", ()), ("quantize.cu", ()), ("powersgd.cu", of_rank(4, "float"))]
-CASES = [(file, defines, architecture) for file, defines in FILES for architecture in ("sm_80", "sm_90")]
-# A compilation takes seconds. Half types differ from float in what they read and write; fp64 needs the most registers.
+FILES = [
+    ("accumulate.cu", ()),
+    ("pack.cu", ()),
+    ("quantize.cu", ()),
+    ("powersgd.cu", of_rank(4, "float")),
+]
+CASES = [
+    (file, defines, architecture) for file, defines in FILES for architecture in ("sm_80", "sm_90")
+]
+# A compilation takes seconds. Half types differ from float in what they read and write; fp64 needs
+# the most registers.
 CASES += [("powersgd.cu", of_rank(4, element), "sm_90") for element in ("bfloat16", "double")]
-CASES += [("powersgd.cu", of_rank(*case), "sm_90") for case in ((1, "float"), (32, "float16"), (32, "double"))]
+CASES += [
+    ("powersgd.cu", of_rank(*case), "sm_90")
+    for case in ((1, "float"), (32, "float16"), (32, "double"))
+]
 
 
 def test_every_file_is_compiled():
@@ -38,7 +49,9 @@ def test_every_file_is_compiled():
 def test_nvrtc(file, defines, architecture):
     """It compiles without a word, a block of the size that is launched finds room in a multiprocessor's registers, and no thread
     keeps anything in local memory, where what is chosen at run time among registers would lie."""
-    log, code = compiled_by_nvrtc(load._text(file), [f"--gpu-architecture={architecture}", *(f"-D{d}" for d in defines)])
+    log, code = compiled_by_nvrtc(
+        load._text(file), [f"--gpu-architecture={architecture}", *(f"-D{d}" for d in defines)]
+    )
     assert code[:4] == b"\x7fELF", log
     assert "warning" not in log, log
     found = attributes(code, REGISTERS)
@@ -46,23 +59,39 @@ def test_nvrtc(file, defines, architecture):
     for name, count in found.items():
         is_sweep = name.startswith(("orthogonalize", "normalize"))
         threads = powersgd_plan.SWEEP_THREADS if is_sweep else launch.THREADS
-        assert -(-count // 8) * 8 * threads <= 65536, f"{name}: {count} registers in {threads} threads"
+        assert -(-count // 8) * 8 * threads <= 65536, (
+            f"{name}: {count} registers in {threads} threads"
+        )
     assert not any(attributes(code, FRAME_BYTES).values()), attributes(code, FRAME_BYTES)
 
 
 def test_a_mistake_is_told_with_its_file_and_line():
-    log, code = compiled_by_nvrtc(load._text("pack.cu").replace("Part part =", "Part part +"), ["--gpu-architecture=sm_90"])
+    log, code = compiled_by_nvrtc(
+        load._text("pack.cu").replace("Part part =", "Part part +"), ["--gpu-architecture=sm_90"]
+    )
     lines = load.source("pack.cu").split("\n")
     line = next(number for number, text in enumerate(lines, 1) if "Part part =" in text)
     assert not code and f"{load.folder() / 'pack.cu'}({line})" in log
 
 
-# One architecture: NVRTC has seen the other, and this is the compiler of which a user reads the messages.
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed; NVRTC has compiled the same text")
+# One architecture: NVRTC has seen the other, and this is the compiler of which a user reads the
+# messages.
+@pytest.mark.skipif(
+    shutil.which("nvcc") is None, reason="nvcc is not installed; NVRTC has compiled the same text"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "defines"), FILES, ids=str)
 def test_nvcc(file, defines, tmp_path):
-    command = ["nvcc", "-arch=sm_90", "-std=c++17", "-Werror", "all-warnings", "-cubin", "-o", str(tmp_path / "out")]
+    command = [
+        "nvcc",
+        "-arch=sm_90",
+        "-std=c++17",
+        "-Werror",
+        "all-warnings",
+        "-cubin",
+        "-o",
+        str(tmp_path / "out"),
+    ]
     command += [*(f"-D{define}" for define in defines), str(load.folder() / file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -70,7 +99,9 @@ def test_nvcc(file, defines, tmp_path):
 
 def ptx_of(file, defines=()):
     """Return the PTX of each kernel of a file, by its name."""
-    log, code = compiled_by_nvrtc(load._text(file), ["--gpu-architecture=compute_90", *(f"-D{d}" for d in defines)])
+    log, code = compiled_by_nvrtc(
+        load._text(file), ["--gpu-architecture=compute_90", *(f"-D{d}" for d in defines)]
+    )
     assert code, log
     parts = re.split(r"\.entry (\w+)\(", code.decode())
     return dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -123,20 +154,24 @@ def test_a_block_of_int8_is_read_and_written_16_bytes_at_once():
 @pytest.mark.slow
 def test_powersgd_reads_and_writes_what_it_must_once():
     """For each width what a warp's loop reads and writes of four rows, and of Q at rank 4; and backproject's rows of P."""
-    kernels = ptx_of("powersgd.cu", of_rank(4, "float")) | ptx_of("powersgd.cu", of_rank(4, "bfloat16"))
+    kernels = ptx_of("powersgd.cu", of_rank(4, "float")) | ptx_of(
+        "powersgd.cu", of_rank(4, "bfloat16")
+    )
 
     def count(name, pattern):
         return len(re.findall(rf"\b{pattern}\b", kernels[name]))
 
     for width in (4, 2):
-        whole = 4 if width == 4 else 0  # of tensors that travel whole, for each of two alignments of their sources
+        # of tensors that travel whole, for each of two alignments of their sources
+        whole = 4 if width == 4 else 0
         loads, stores = rf"ld\.v{width}\.[fu]32", rf"st\.v{width}\.b32"
         assert count("project_float", loads) == 4 + 4 + 4 + whole, "M, E and Q"
         assert count("project_float", stores) == 4 + 2 * whole, "M"
         assert count("reconstruct_float", loads) == 4 + 4 + whole, "M and Q"
         assert count("reconstruct_float", stores) == 4 + 4 + 2 * whole, "M and E"
         assert count("backproject_float", loads) == 4 * (4 // width), "M"
-    # The four rows of P in flight, for each width: 16 and 8 bytes and one element; 8 bytes are the most of four bfloat16.
+    # The four rows of P in flight, for each width: 16 and 8 bytes and one element; 8 bytes are the
+    # most of four bfloat16.
     assert count("backproject_float", r"ld\.shared\.v4\.f32") == 3 * 4
     assert count("backproject_bfloat16", r"ld\.shared\.v4\.f32") == 2 * 4
     # 16 rows of 4 columns are read and written once; the rest is for matrices that stay in memory.
@@ -152,7 +187,10 @@ def test_an_unknown_source_is_named():
 def compiled_by_nvrtc(text: str, options: list[str]) -> tuple[str, bytes]:
     """Return the compiler's messages and the machine code; PTX for an architecture named ``compute_…``."""
     nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"text.cu", 0, None, None) == 0
+    assert (
+        nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"text.cu", 0, None, None)
+        == 0
+    )
     given = [option.encode() for option in ["--std=c++17", *options, *CUPY]]
     status = nvrtc.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*given))
     assert nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)) == 0
@@ -174,7 +212,10 @@ REGISTERS, FRAME_BYTES = 0x2F, 0x11  # of a thread: EIATTR_REGCOUNT, EIATTR_FRAM
 
 def attributes(cubin: bytes, wanted: int) -> dict[str, int]:
     """Return one attribute of each kernel, as the machine code's ELF file tells it."""
-    start, (size, count) = struct.unpack_from("<Q", cubin, 0x28)[0], struct.unpack_from("<HH", cubin, 0x3A)
+    start, (size, count) = (
+        struct.unpack_from("<Q", cubin, 0x28)[0],
+        struct.unpack_from("<HH", cubin, 0x3A),
+    )
     sections = [struct.unpack_from("<IIQQQQII", cubin, start + i * size) for i in range(count)]
     names = sections[struct.unpack_from("<H", cubin, 0x3E)[0]]
 
@@ -189,7 +230,9 @@ def attributes(cubin: bytes, wanted: int) -> dict[str, int]:
         form, attribute, length = struct.unpack_from("<BBH", cubin, at)
         if (form, attribute, length) == (4, wanted, 8):
             symbol, number = struct.unpack_from("<II", cubin, at + 4)
-            found[text(words[4], struct.unpack_from("<I", cubin, symbols[4] + 24 * symbol)[0])] = number
+            found[text(words[4], struct.unpack_from("<I", cubin, symbols[4] + 24 * symbol)[0])] = (
+                number
+            )
         at += 4 + (length if form == 4 else 0)
     return found
 

@@ -48,7 +48,10 @@ def test_a_forgotten_barrier_is_seen(tmp_path):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("if (threadIdx.x < 5) __shfl_xor_sync(~0u, 1, 1); else __syncthreads();", "wait for each other in vain"),
+        (
+            "if (threadIdx.x < 5) __shfl_xor_sync(~0u, 1, 1); else __syncthreads();",
+            "wait for each other in vain",
+        ),
         ("*(Pair*)((char*)out + 4) = Pair{1, 2};", ""),
     ],
     ids=["barriers that do not meet", "a misaligned vector"],
@@ -63,6 +66,11 @@ def test_what_would_hang_or_fault_ends_the_process(tmp_path, body, words):
         host.run({str(file)!r}, "bad", 1, [torch.zeros(8, dtype=torch.int32)], 32)
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode < 0 and words in done.stderr

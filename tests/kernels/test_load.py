@@ -70,7 +70,8 @@ def importing(monkeypatch, error):
 @pytest.mark.parametrize(
     "error",
     [
-        OSError(30, "Read-only file system", "/home/user/.cupy/kernel_cache"),  # CuPy makes its cache when it is imported
+        # CuPy makes its cache when it is imported
+        OSError(30, "Read-only file system", "/home/user/.cupy/kernel_cache"),
         ImportError("libnvrtc.so.13: cannot open shared object file"),
     ],
 )

@@ -94,8 +94,16 @@ def test_the_table_describes_each_chunk():
     parts = [torch.empty(n) for n in (10, 0, 4096, 4097, 1)]
     ten, _, whole, long, one = (part.data_ptr() for part in parts)
     rows = table(parts, 4096)
-    assert rows[:, 0].tolist() == [ten, whole, long, long + 4 * 4096, one] and rows.dtype == np.int64
-    assert rows[:, 1].tolist() == [0, 10, 4106, 8202, 8203] and rows[:, 2].tolist() == [10, 4096, 4096, 1, 1]
+    assert (
+        rows[:, 0].tolist() == [ten, whole, long, long + 4 * 4096, one] and rows.dtype == np.int64
+    )
+    assert rows[:, 1].tolist() == [0, 10, 4106, 8202, 8203] and rows[:, 2].tolist() == [
+        10,
+        4096,
+        4096,
+        1,
+        1,
+    ]
     assert table([], 4096).shape == (0, 3)
 
 
@@ -104,14 +112,18 @@ def test_tensors_are_checked_when_they_first_come(monkeypatch):
     use_cuda_text_on_the_cpu(monkeypatch)
     checked = []
     check = pack_module._checked
-    monkeypatch.setattr(pack_module, "_checked", lambda *args: (checked.append(args), check(*args))[1])
+    monkeypatch.setattr(
+        pack_module, "_checked", lambda *args: (checked.append(args), check(*args))[1]
+    )
     memory, flat = torch.randn(64), torch.empty(64)
     for _ in range(3):
-        for other in (flat, torch.empty(64)):  # another buffer of the same kind needs no other table
+        # another buffer of the same kind needs no other table
+        for other in (flat, torch.empty(64)):
             pack([memory[:32].view(4, 8), memory[32:]], other)
             assert torch.equal(other, memory)
     assert len(checked) == 1
-    pack([memory[:32].view(4, 8).t(), memory[32:]], flat)  # dense in another order, and so the same elements
+    # dense in another order, and so the same elements
+    pack([memory[:32].view(4, 8).t(), memory[32:]], flat)
     unpack(flat, [memory[:48], memory[48:]])
     assert len(checked) == 3
     wrong = [
@@ -146,7 +158,13 @@ def test_tensors_are_checked_when_they_first_come(monkeypatch):
         ([torch.zeros(2), torch.zeros(2).double()], torch.zeros(4), 1, ValueError, "one dtype"),
         ([torch.zeros(4)], torch.zeros(4).double(), 1, TypeError, "neither casts"),
         ([torch._neg_view(torch.zeros(4))], torch.zeros(4), 1, ValueError, "resolve_neg"),
-        ([torch.zeros(4, dtype=torch.complex64).conj()], torch.zeros(4, dtype=torch.complex64), 1, ValueError, "resolve_conj"),
+        (
+            [torch.zeros(4, dtype=torch.complex64).conj()],
+            torch.zeros(4, dtype=torch.complex64),
+            1,
+            ValueError,
+            "resolve_conj",
+        ),
         ([torch.zeros(4).int()], torch.zeros(4).int(), 2, TypeError, "neither casts"),
     ],
 )

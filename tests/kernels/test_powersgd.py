@@ -14,7 +14,9 @@ SHAPES = [(5, 7), (33, 150), (300, 64), (1, 40), (2, 1), (17, 129), (131, 36)]
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-def bucket_of(shapes, rank, dtype, device, feedback=True, whole=(40, 1, 5001), offset=0, batched=False):
+def bucket_of(
+    shapes, rank, dtype, device, feedback=True, whole=(40, 1, 5001), offset=0, batched=False
+):
     def thin(n, r):
         return torch.randn(n * r).to(dtype).to(device).view(r, n).t()
 
@@ -37,13 +39,20 @@ def doubles(tensors):
     return [t.double().cpu().clone() for t in tensors]
 
 
-CASES = [(rank, torch.float32) for rank in (1, 3, 4, 7, 16, 32)] + [(rank, dtype) for rank in (4, 32) for dtype in DTYPES[1:]]
+CASES = [(rank, torch.float32) for rank in (1, 3, 4, 7, 16, 32)] + [
+    (rank, dtype) for rank in (4, 32) for dtype in DTYPES[1:]
+]
 
 
 @pytest.mark.parametrize(("rank", "dtype"), CASES, ids=str)
 def test_the_stages_are_the_products_they_stand_for(device, rank, dtype):
     # Two elements further, fp32 may be read 8 bytes at once.
-    for feedback, scale, offset in [(True, 0.5, 0), (False, 1.0, 1), (False, 2.0, 0), (True, 1.0, 2)]:
+    for feedback, scale, offset in [
+        (True, 0.5, 0),
+        (False, 1.0, 1),
+        (False, 2.0, 0),
+        (True, 1.0, 2),
+    ]:
         check_stages(bucket_of(SHAPES, rank, dtype, device, feedback, offset=offset), scale)
 
 
@@ -61,9 +70,21 @@ def test_few_long_rows(device, dtype, is_busy, monkeypatch):
 def test_any_shapes(device, seed):
     generator = random.Random(seed)
     for _ in range(3):
-        shapes = [(generator.randint(1, 300), generator.choice([generator.randint(1, 1100), 4 * generator.randint(1, 80)]))]
-        shapes += [(generator.randint(1, 20), 2 * generator.randint(1, 900)) for _ in range(generator.randint(0, 3))]
-        dtype, rank, feedback = generator.choice(DTYPES), generator.randint(1, 8), generator.random() < 0.6
+        shapes = [
+            (
+                generator.randint(1, 300),
+                generator.choice([generator.randint(1, 1100), 4 * generator.randint(1, 80)]),
+            )
+        ]
+        shapes += [
+            (generator.randint(1, 20), 2 * generator.randint(1, 900))
+            for _ in range(generator.randint(0, 3))
+        ]
+        dtype, rank, feedback = (
+            generator.choice(DTYPES),
+            generator.randint(1, 8),
+            generator.random() < 0.6,
+        )
         bucket = bucket_of(shapes, rank, dtype, device, feedback, offset=generator.randint(0, 4))
         check_stages(bucket, generator.choice([1.0, 0.25]))
 
@@ -71,7 +92,10 @@ def test_any_shapes(device, seed):
 def check_stages(bucket, scale):
     """All stages against plain products in fp64, up to the rounding of the bucket's dtype."""
     feedback, dtype = bucket.matrices[0].e is not None, bucket.dtype
-    xs = [x.m.double().cpu() * scale + (x.e.double().cpu() if feedback else 0) for x in bucket.matrices]
+    xs = [
+        x.m.double().cpu() * scale + (x.e.double().cpu() if feedback else 0)
+        for x in bucket.matrices
+    ]
     qs, whole = doubles(x.q for x in bucket.matrices), doubles(bucket.whole)
     errors = [x.e.clone() for x in bucket.matrices if x.e is not None]
     powersgd.project(bucket, scale)
@@ -84,7 +108,9 @@ def check_stages(bucket, scale):
     powersgd.backproject(bucket, scale)  # what the first one left behind must not matter
     for x, wanted, p in zip(bucket.matrices, xs, ps, strict=True):
         assert is_close(x.q, wanted.t() @ p, dtype), x.m.shape
-    assert all(torch.equal(a, b.e) for a, b in zip(errors, bucket.matrices, strict=feedback)), "E changes at the end alone"
+    assert all(torch.equal(a, b.e) for a, b in zip(errors, bucket.matrices, strict=feedback)), (
+        "E changes at the end alone"
+    )
     for x in bucket.matrices:
         x.q.mul_(0.01)
     bucket.slots.mul_(3)
@@ -94,7 +120,10 @@ def check_stages(bucket, scale):
         assert is_close(x.m, p @ q.t(), dtype), x.m.shape
         if feedback:
             sizes = float(wanted.abs().max() + (p @ q.t()).abs().max())
-            assert float((x.m.double() + x.e.double()).cpu().sub(wanted).abs().max()) <= TOLERANCE[dtype] * sizes
+            assert (
+                float((x.m.double() + x.e.double()).cpu().sub(wanted).abs().max())
+                <= TOLERANCE[dtype] * sizes
+            )
     assert is_close(torch.cat(bucket.whole), torch.cat(whole) * scale * 3, dtype)
 
 
@@ -117,7 +146,9 @@ def test_columns_become_orthonormal_and_span_the_same(device, rank, dtype):
     powersgd.orthogonalize_p(bucket)
     powersgd.orthogonalize_q(bucket)
     limit = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
-    for olds, news in zip(before, ([x.p for x in bucket.matrices], [x.q for x in bucket.matrices]), strict=True):
+    for olds, news in zip(
+        before, ([x.p for x in bucket.matrices], [x.q for x in bucket.matrices]), strict=True
+    ):
         for old, new in zip(olds, doubles(news), strict=True):
             identity = torch.eye(new.shape[1], dtype=torch.float64)
             assert float((new.t() @ new - identity).abs().max()) < limit
@@ -149,13 +180,17 @@ def test_zeros_stay_finite(device, epsilon):
     assert not x.m.any() and not x.e.any() and bool(x.p.isfinite().all())
 
 
-on_kernels = pytest.mark.parametrize("device", ["text", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+on_kernels = pytest.mark.parametrize(
+    "device", ["text", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
 
 
 def thin_bucket(matrices, device):
     """A bucket whose Ps are these."""
     rank = matrices[0].shape[1]
-    bucket = bucket_of([(len(v), rank) for v in matrices], rank, matrices[0].dtype, device, whole=())
+    bucket = bucket_of(
+        [(len(v), rank) for v in matrices], rank, matrices[0].dtype, device, whole=()
+    )
     for x, v in zip(bucket.matrices, matrices, strict=True):
         x.p.copy_(v)
     return bucket
@@ -181,7 +216,9 @@ ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, tor
 
 
 # Every width of the compiled kernel; every type at a small and a large one.
-THIN = [(rank, torch.float32) for rank in (1, 2, 3, 8, 11, 32)] + [(rank, dtype) for dtype in DTYPES[1:] for rank in (3, 11)]
+THIN = [(rank, torch.float32) for rank in (1, 2, 3, 8, 11, 32)] + [
+    (rank, dtype) for dtype in DTYPES[1:] for rank in (3, 11)
+]
 
 
 @on_kernels
@@ -189,17 +226,27 @@ THIN = [(rank, torch.float32) for rank in (1, 2, 3, 8, 11, 32)] + [(rank, dtype)
 def test_rows_in_registers(device, rank, dtype):
     """Around the ends of warps, of a block's threads, and of what a block holds."""
     torch.manual_seed(rank)
-    held = powersgd_plan.held_rows(powersgd_plan.compiled_rank(rank), 8 if dtype is torch.float64 else 4)
+    held = powersgd_plan.held_rows(
+        powersgd_plan.compiled_rank(rank), 8 if dtype is torch.float64 else 4
+    )
     rows = {rank, 31, 33, 513, 2049, held} if rank < 32 else {100, held}
-    matrices = [torch.randn(n, rank, dtype=torch.float64).to(dtype) for n in sorted(rows) if rank <= n <= held]
+    matrices = [
+        torch.randn(n, rank, dtype=torch.float64).to(dtype)
+        for n in sorted(rows)
+        if rank <= n <= held
+    ]
     bucket = thin_bucket(matrices, device)
     assert not bucket.on_device._has_tall[0]
     powersgd.orthogonalize_p(bucket)
     for x, v in zip(bucket.matrices, matrices, strict=True):
         got, twin = x.p.cpu(), gram_schmidt(v.clone())
         if len(v) > 2 * rank:  # else their condition may be anything
-            assert float((got.double() - exact(v)).abs().max()) < ROUNDING[dtype] * (1 + rank), v.shape
-            assert float((got.double() - twin.double()).abs().max()) < ROUNDING[dtype] * (1 + rank), v.shape
+            assert float((got.double() - exact(v)).abs().max()) < ROUNDING[dtype] * (1 + rank), (
+                v.shape
+            )
+            assert float((got.double() - twin.double()).abs().max()) < ROUNDING[dtype] * (
+                1 + rank
+            ), v.shape
         off = got.double().t() @ got.double() - torch.eye(rank, dtype=torch.float64)
         assert float(off.abs().max()) < ROUNDING[dtype] * 2 * (1 + rank), v.shape
 
@@ -228,17 +275,22 @@ def test_tall_matrices(device, tall, rank, dtype):
     assert bucket.on_device._has_tall[0]
     powersgd.orthogonalize_p(bucket)
     for x, v in zip(bucket.matrices, matrices, strict=True):
-        limit = ROUNDING[dtype] * (1 + rank) * (1000 if dtype is torch.float64 else 1)  # the square of the condition
+        # the square of the condition
+        limit = ROUNDING[dtype] * (1 + rank) * (1000 if dtype is torch.float64 else 1)
         got = x.p.double().cpu()
         if len(v) > 2 * rank:
             assert float((got - exact(v)).abs().max()) < limit, v.shape
-        assert float((got.t() @ got - torch.eye(rank, dtype=torch.float64)).abs().max()) < 2 * limit, v.shape
+        assert (
+            float((got.t() @ got - torch.eye(rank, dtype=torch.float64)).abs().max()) < 2 * limit
+        ), v.shape
     first = [x.p.clone() for x in bucket.matrices]
     for _ in range(2):
         for x, v in zip(bucket.matrices, matrices, strict=True):
             x.p.copy_(v)
         powersgd.orthogonalize_p(bucket)
-        assert all(torch.equal(x.p, p) for x, p in zip(bucket.matrices, first, strict=True)), "not the same bits again"
+        assert all(torch.equal(x.p, p) for x, p in zip(bucket.matrices, first, strict=True)), (
+            "not the same bits again"
+        )
 
 
 @on_kernels
@@ -256,8 +308,13 @@ def test_tall_matrices_whose_small_angles_add_up(device, tall, rank, dtype):
     bucket = thin_bucket(matrices, device)
     powersgd.orthogonalize_p(bucket)
     for place, x in enumerate(bucket.matrices):
-        got, limit = x.p.double().cpu(), ROUNDING[dtype] * 2 * (1 + rank) * (1000 if dtype is torch.float64 else 1)
-        assert float((got.t() @ got - torch.eye(rank, dtype=torch.float64)).abs().max()) < limit, place
+        got, limit = (
+            x.p.double().cpu(),
+            ROUNDING[dtype] * 2 * (1 + rank) * (1000 if dtype is torch.float64 else 1),
+        )
+        assert float((got.t() @ got - torch.eye(rank, dtype=torch.float64)).abs().max()) < limit, (
+            place
+        )
         wide = matrices[place].double()
         assert float((wide - got @ (got.t() @ wide)).abs().max()) < limit, place
 
@@ -268,7 +325,9 @@ def test_tall_matrices_that_cholesky_cannot_take(device, tall, epsilon):
     """Dependent columns, zeros, norms near epsilon: as Gram-Schmidt does them."""
     torch.manual_seed(3)
     sizes = (100, 200, 300, 130, 250, 140, 150)
-    near, equal, zero, all_zero, small, tiny, slanting = matrices = [torch.randn(n, 5) for n in sizes]
+    near, equal, zero, all_zero, small, tiny, slanting = matrices = [
+        torch.randn(n, 5) for n in sizes
+    ]
     slanting += 2 * slanting[:, :1].clone()  # a large epsilon leaves some of one column in another
     near[:, 3] = near[:, 1] + 1e-6 * near[:, 3]
     equal[:, 4] = equal[:, 0]
@@ -285,7 +344,9 @@ def test_tall_matrices_that_cholesky_cannot_take(device, tall, epsilon):
             assert torch.allclose(got[place], twin, atol=3e-6), place
         filled = got[place][:, v.any(dim=0)].double()
         if v is not all_zero and (epsilon == 0 or (epsilon == 1e-8 and v is not tiny)):
-            assert float((filled.t() @ filled - torch.eye(filled.shape[1])).abs().max()) < 1e-4, place
+            assert float((filled.t() @ filled - torch.eye(filled.shape[1])).abs().max()) < 1e-4, (
+                place
+            )
     assert not got[2][:, [0, 2]].any() and not got[3].any()
     assert torch.allclose(got[0][:, :3], gram_schmidt(near.clone(), epsilon)[:, :3], atol=3e-6)
 
@@ -294,8 +355,15 @@ def test_tall_matrices_that_cholesky_cannot_take(device, tall, epsilon):
 def test_only_tall_matrices_take_a_second_launch(device, monkeypatch):
     launched = []
     call = powersgd.launch
-    monkeypatch.setattr(powersgd, "launch", lambda file, name, *args: launched.append(name) or call(file, name, *args))
-    for rows, of_p in [(8192, ["orthogonalize_float"]), (8193, ["orthogonalize_float", "normalize_float"])]:
+    monkeypatch.setattr(
+        powersgd,
+        "launch",
+        lambda file, name, *args: launched.append(name) or call(file, name, *args),
+    )
+    for rows, of_p in [
+        (8192, ["orthogonalize_float"]),
+        (8193, ["orthogonalize_float", "normalize_float"]),
+    ]:
         launched.clear()
         bucket = bucket_of([(rows, 4), (20, 30)], 4, torch.float32, device)
         wanted = exact(bucket.matrices[0].p.cpu())
@@ -306,7 +374,10 @@ def test_only_tall_matrices_take_a_second_launch(device, monkeypatch):
 
 
 def test_batched_twins_multiply_the_same(device):
-    one, other = (bucket_of([(20, 30), (20, 30), (8, 9)], 2, torch.float32, device, batched=b) for b in (False, True))
+    one, other = (
+        bucket_of([(20, 30), (20, 30), (8, 9)], 2, torch.float32, device, batched=b)
+        for b in (False, True)
+    )
     for mine, theirs in zip(one.matrices, other.matrices, strict=True):
         for name in ("m", "e", "p", "q"):
             getattr(theirs, name).copy_(getattr(mine, name))
@@ -314,7 +385,9 @@ def test_batched_twins_multiply_the_same(device):
         stage(one)
         stage(other)
     for mine, theirs in zip(one.matrices, other.matrices, strict=True):
-        assert torch.allclose(mine.m, theirs.m, atol=1e-3) and torch.allclose(mine.e, theirs.e, atol=1e-3)
+        assert torch.allclose(mine.m, theirs.m, atol=1e-3) and torch.allclose(
+            mine.e, theirs.e, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize("epsilon", [0, 1e-8])
@@ -361,7 +434,9 @@ def test_a_step_that_is_given_up_leaves_the_errors(device, dtype, feedback):
 
 
 def test_a_product_of_several_blocks_is_the_same(monkeypatch):
-    one, other = (bucket_of([(33, 50), (7, 300)], 3, torch.float32, torch.device("cpu")) for _ in range(2))
+    one, other = (
+        bucket_of([(33, 50), (7, 300)], 3, torch.float32, torch.device("cpu")) for _ in range(2)
+    )
     for mine, theirs in zip(one.matrices, other.matrices, strict=True):
         for name in ("m", "e", "p", "q"):
             getattr(theirs, name).copy_(getattr(mine, name))
@@ -369,4 +444,6 @@ def test_a_product_of_several_blocks_is_the_same(monkeypatch):
     monkeypatch.setattr(powersgd, "_BLOCK_NUMEL", 200)
     powersgd.reconstruct(other)
     for mine, theirs in zip(one.matrices, other.matrices, strict=True):
-        assert torch.allclose(mine.m, theirs.m, atol=1e-5) and torch.allclose(mine.e, theirs.e, atol=1e-5)
+        assert torch.allclose(mine.m, theirs.m, atol=1e-5) and torch.allclose(
+            mine.e, theirs.e, atol=1e-5
+        )

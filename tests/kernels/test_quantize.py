@@ -15,7 +15,11 @@ DTYPES = [torch.float32, torch.float64]
 def expected(change):
     """Return q and scales, block by block, each operation rounded by NumPy."""
     change = change.numpy()
-    wide, q, scales = change.dtype.type, np.zeros(change.shape, np.int8), np.zeros(blocks_in(change.size), np.float32)
+    wide, q, scales = (
+        change.dtype.type,
+        np.zeros(change.shape, np.int8),
+        np.zeros(blocks_in(change.size), np.float32),
+    )
     with np.errstate(all="ignore"):
         for place in range(len(scales)):
             own = slice(place * BLOCK, (place + 1) * BLOCK)
@@ -27,7 +31,9 @@ def expected(change):
 
 
 def made(numel, device):
-    return torch.full((numel,), 99, dtype=torch.int8, device=device), torch.full((blocks_in(numel),), 99.0, device=device)
+    return torch.full((numel,), 99, dtype=torch.int8, device=device), torch.full(
+        (blocks_in(numel),), 99.0, device=device
+    )
 
 
 def is_same(tensor, wanted):
@@ -59,13 +65,31 @@ def test_a_change_is_rounded_by_blocks_and_added_again(device, dtype, monkeypatc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_alignment_and_nothing_beside(device, dtype):
     x, base = torch.randn(9000, dtype=dtype), torch.randn(9000, dtype=dtype)
-    for of_x, of_base, of_q, numel in [(1, 0, 0, 4096), (0, 3, 1, 4097), (2, 2, 3, 300), (7, 1, 2, 5), (4, 8, 4, 8192)]:
+    for of_x, of_base, of_q, numel in [
+        (1, 0, 0, 4096),
+        (0, 3, 1, 4097),
+        (2, 2, 3, 300),
+        (7, 1, 2, 5),
+        (4, 8, 4, 8192),
+    ]:
         q, scales = made(9000, device)
         own = slice(of_q, of_q + numel), slice(1, 1 + blocks_in(numel))
-        quantize_change(x.to(device)[of_x : of_x + numel], base.to(device)[of_base : of_base + numel], q[own[0]], scales[own[1]])
+        quantize_change(
+            x.to(device)[of_x : of_x + numel],
+            base.to(device)[of_base : of_base + numel],
+            q[own[0]],
+            scales[own[1]],
+        )
         wanted_q, wanted_scales = made(9000, "cpu")
-        wanted_q[own[0]], wanted_scales[own[1]] = expected(x[of_x : of_x + numel] - base[of_base : of_base + numel])
-        assert torch.equal(q.cpu(), wanted_q) and torch.equal(scales.cpu(), wanted_scales), (of_x, of_base, of_q, numel)
+        wanted_q[own[0]], wanted_scales[own[1]] = expected(
+            x[of_x : of_x + numel] - base[of_base : of_base + numel]
+        )
+        assert torch.equal(q.cpu(), wanted_q) and torch.equal(scales.cpu(), wanted_scales), (
+            of_x,
+            of_base,
+            of_q,
+            numel,
+        )
         target = base.to(device, copy=True)
         dequantize_add(target[of_base : of_base + numel], q[own[0]], scales[own[1]])
         wanted = base.clone()
@@ -98,7 +122,9 @@ def test_special_values(device, dtype):
     }
     x = torch.zeros(len(blocks) * BLOCK - 200, dtype=dtype)
     for place, values in enumerate(blocks.values()):
-        x[place * BLOCK + 7 : place * BLOCK + 7 + len(values)] = torch.tensor(values, dtype=torch.float64).to(dtype)
+        x[place * BLOCK + 7 : place * BLOCK + 7 + len(values)] = torch.tensor(
+            values, dtype=torch.float64
+        ).to(dtype)
     q, scales = made(x.numel(), device)
     quantize(x.to(device), q, scales)
     wanted_q, wanted_scales = expected(x)
@@ -110,13 +136,19 @@ def test_special_values(device, dtype):
     dequantize_add(target, q, scales)
     wanted = 1 + wanted_q.to(dtype) * wanted_scales.to(dtype).repeat_interleave(BLOCK)[: x.numel()]
     assert is_same(target, wanted)
-    assert bool(target[4 * BLOCK : 9 * BLOCK].isnan().all()) and not bool(target[: 4 * BLOCK].isnan().any())
+    assert bool(target[4 * BLOCK : 9 * BLOCK].isnan().all()) and not bool(
+        target[: 4 * BLOCK].isnan().any()
+    )
 
 
 def test_subnormal_sums_are_kept(device):
     """CuPy compiles with -ftz=true; all ranks must see what a rank with a twin sees."""
     target = torch.full((BLOCK,), 3e-45, device=device)
-    dequantize_add(target, torch.full_like(target, -3, dtype=torch.int8), torch.full((1,), 1e-40, device=device))
+    dequantize_add(
+        target,
+        torch.full_like(target, -3, dtype=torch.int8),
+        torch.full((1,), 1e-40, device=device),
+    )
     wanted = torch.full((BLOCK,), 3e-45) + torch.tensor(-3.0) * torch.tensor(1e-40)
     assert torch.equal(target.cpu(), wanted) and wanted[0] != 0
 

@@ -26,11 +26,25 @@ def test_reads_as_torch(text, worker, device):
     assert parse(text) == Address(worker, device)
     theirs = _remote_device(text)
     rank = theirs.rank()
-    assert (theirs.worker_name() if rank is None else rank, str(theirs.device())) == (worker, device)
+    assert (theirs.worker_name() if rank is None else rank, str(theirs.device())) == (
+        worker,
+        device,
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["/", "/cuda:0", "worker1/cuda:0/cuda:1", "rank:x/cpu", "a:b:c", "rank:-1", "worker1/", "worker1/foo", 3]
+    "text",
+    [
+        "/",
+        "/cuda:0",
+        "worker1/cuda:0/cuda:1",
+        "rank:x/cpu",
+        "a:b:c",
+        "rank:-1",
+        "worker1/",
+        "worker1/foo",
+        3,
+    ],
 )
 def test_refuses_what_torch_refuses(text):
     with pytest.raises((ValueError, RuntimeError, TypeError)) as ours:

@@ -9,7 +9,10 @@ from mpidist.nn.batch_statistics import REFUSED, merge, row_of
 
 def row(values, needs=True):
     return row_of(
-        values.shape[1], len(values), needs, *((values.mean(0), values.var(0, correction=0)) if len(values) else (None, None))
+        values.shape[1],
+        len(values),
+        needs,
+        *((values.mean(0), values.var(0, correction=0)) if len(values) else (None, None)),
     )
 
 
@@ -33,9 +36,21 @@ def test_no_values_at_all_are_no_error():
     ("rows", "own", "words"),
     [
         ([row(torch.ones(1, 2)), row(torch.empty(0, 2))], None, "more than 1 value per channel"),
-        ([row(torch.ones(3, 2)), row(torch.ones(3, 2), needs=False)], None, "on ranks [0] and on no other"),
-        ([row(torch.ones(3, 2)), row_of(2, REFUSED, True, None, None)], None, "ranks [1] of the group refused"),
-        ([row_of(2, REFUSED, True, None, None)], "expected 2 channels", "SyncBatchNorm: expected 2 channels"),
+        (
+            [row(torch.ones(3, 2)), row(torch.ones(3, 2), needs=False)],
+            None,
+            "on ranks [0] and on no other",
+        ),
+        (
+            [row(torch.ones(3, 2)), row_of(2, REFUSED, True, None, None)],
+            None,
+            "ranks [1] of the group refused",
+        ),
+        (
+            [row_of(2, REFUSED, True, None, None)],
+            "expected 2 channels",
+            "SyncBatchNorm: expected 2 channels",
+        ),
     ],
 )
 def test_what_all_ranks_refuse(rows, own, words):

@@ -16,7 +16,11 @@ pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.gpu]
 @pytest.fixture(params=[False, True], ids=["no map", "map"])
 def on_gpu(group, request):
     maps = {f"worker{rank}": {0: 0} for rank in range(group.size)} if request.param else {}
-    rpc.init_rpc(f"worker{group.rank}", group=group, rpc_backend_options=rpc.RpcBackendOptions(device_maps=maps))
+    rpc.init_rpc(
+        f"worker{group.rank}",
+        group=group,
+        rpc_backend_options=rpc.RpcBackendOptions(device_maps=maps),
+    )
     yield f"worker{(group.rank + 1) % group.size}", request.param
     rpc.shutdown()
 
@@ -38,7 +42,9 @@ def test_states_travel_over_the_host_and_land_on_the_device(on_gpu):
     assert not any(value.is_cuda for value in state.values())
     torch.testing.assert_close(dict(state), dict(plain.state_dict()))
     for assign in (False, True):
-        module.load_state_dict({name: torch.ones_like(value) for name, value in state.items()}, assign=assign)
+        module.load_state_dict(
+            {name: torch.ones_like(value) for name, value in state.items()}, assign=assign
+        )
         assert rpc.rpc_sync(to, devices_of, (module.get_module_rref(),)) == ["cuda:0"]
         assert all(value.eq(1).all() for value in module.state_dict().values())
 

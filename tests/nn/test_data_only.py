@@ -45,7 +45,16 @@ def to(group, monkeypatch):
     for module, name in [(pickles, "dumps"), (pickles, "loads"), (codec, "pickled")]:
         monkeypatch.setattr(module, name, no_pickle)
     interceptor.register(_engine)
-    names = ["mpidist.nn.remote.execute", "mpidist.optim.local", net, Named, Halving, use, give_back, nn.Linear]
+    names = [
+        "mpidist.nn.remote.execute",
+        "mpidist.optim.local",
+        net,
+        Named,
+        Halving,
+        use,
+        give_back,
+        nn.Linear,
+    ]
     rpc.init_rpc(f"worker{group.rank}", group=group, allowed=names)
     yield f"worker{(group.rank + 1) % group.size}"
     rpc.shutdown()
@@ -71,7 +80,11 @@ def test_states_there_and_back(group, to):
     module, own = RemoteModule(to, net), net()
     state = module.state_dict()
     own_state = own.state_dict()
-    assert list(state) == list(own_state) and state._metadata[""] and all(map(torch.equal, state.values(), own_state.values()))
+    assert (
+        list(state) == list(own_state)
+        and state._metadata[""]
+        and all(map(torch.equal, state.values(), own_state.values()))
+    )
     for value in own_state.values():
         value += 1
     for assign in (False, True):
@@ -103,7 +116,8 @@ def test_handles_as_arguments_and_results(group, to):
 def test_training_equals_one_process(group, to, mode, kind):
     """With schedulers, clipping and a state that is saved and loaded; the class without a functional form is in the list."""
     options = {"lr": 0.25} | ({"momentum": 0.9} if kind is torch.optim.SGD else {})
-    # Without a normalisation, before which biases have gradients of rounding alone, and AdamW makes them large.
+    # Without a normalisation, before which biases have gradients of rounding alone, and AdamW makes
+    # them large.
     module, twin = RemoteModule(to, Named, (3,)), Named(3)
     twin.load_state_dict(module.state_dict())
     optimizer = DistributedOptimizer(kind, module.remote_parameters(), **options)
@@ -134,14 +148,20 @@ def test_training_equals_one_process(group, to, mode, kind):
 
 def test_groups_are_added_and_modules_are_optimized(group, to):
     module = RemoteModule(to, nn.Linear, (3, 2))
-    optimizer = DistributedOptimizer(torch.optim.Adagrad, [{"params": [module.get_module_rref()], "lr": 0.5}])
+    optimizer = DistributedOptimizer(
+        torch.optim.Adagrad, [{"params": [module.get_module_rref()], "lr": 0.5}]
+    )
     other = RemoteModule(to, Named, (2,))
     optimizer.add_param_group({"params": other.remote_parameters(), "lr": 0.125})
-    before = [rref.to_here().clone() for rref in module.remote_parameters()]  # on one rank they are the parameters themselves
+    # on one rank they are the parameters themselves
+    before = [rref.to_here().clone() for rref in module.remote_parameters()]
     with autograd.context() as context:
         autograd.backward(context, [other(module(torch.ones(1, 3)))["out"].sum()])
         optimizer.step(context)
-    assert all(not torch.equal(old, rref.to_here()) for old, rref in zip(before, module.remote_parameters(), strict=True))
+    assert all(
+        not torch.equal(old, rref.to_here())
+        for old, rref in zip(before, module.remote_parameters(), strict=True)
+    )
     del module, other, optimizer
     group.barrier()
 

@@ -42,7 +42,9 @@ def reference(module):
     return RRef(module)
 
 
-@pytest.mark.parametrize("operation", [*WRONG, "", "__class__", "delete", "Create", type("Text", (str,), {})("forward")])
+@pytest.mark.parametrize(
+    "operation", [*WRONG, "", "__class__", "delete", "Create", type("Text", (str,), {})("forward")]
+)
 def test_operations_that_there_are_none_of(workers, operation):
     with pytest.raises(ValueError, match="an operation of a remote module is one of"):
         remote.execute(operation)
@@ -67,7 +69,10 @@ def test_references_that_are_none(workers, reference, operation, rest):
 @pytest.mark.parametrize(
     ("operation", "rest"),
     [
-        *[(remote.FORWARD, (wrong, False, (), {})) for wrong in [*WRONG, "nowhere", "/etc/passwd", "cpu" * 9999]],
+        *[
+            (remote.FORWARD, (wrong, False, (), {}))
+            for wrong in [*WRONG, "nowhere", "/etc/passwd", "cpu" * 9999]
+        ],
         *[(remote.FORWARD, ("cpu", wrong, (), {})) for wrong in [*WRONG, "1"]],
         *[(remote.FORWARD, ("cpu", False, wrong, {})) for wrong in [*WRONG[:5], *WRONG[6:]]],
         *[(remote.FORWARD, ("cpu", False, (), wrong)) for wrong in WRONG],
@@ -109,31 +114,52 @@ class TestLoads:
         """It would have torch put the message's tensors in the place of the parameters."""
         kept = module[0].weight
         values = {"0.weight": torch.zeros(4, 3)}
-        remote.execute(remote.LOAD, reference, values, {"0": {"assign_to_params_buffers": True, "version": 1}}, False)
+        remote.execute(
+            remote.LOAD,
+            reference,
+            values,
+            {"0": {"assign_to_params_buffers": True, "version": 1}},
+            False,
+        )
         assert module[0].weight is kept and not kept.any()
 
     def test_assigned_values_have_memory_for_each_element(self, reference, module):
         remote.execute(remote.LOAD, reference, {"0.weight": torch.zeros(1).expand(4, 3)}, {}, True)
-        assert module[0].weight.shape == (4, 3) and module[0].weight.untyped_storage().nbytes() >= 4 * 12
+        assert (
+            module[0].weight.shape == (4, 3)
+            and module[0].weight.untyped_storage().nbytes() >= 4 * 12
+        )
         with torch.no_grad():
             module[0].weight[0, 0] = 5
         assert module[0].weight.sum() == 5
 
     def test_assigned_values_have_no_graph(self, reference, module):
-        remote.execute(remote.LOAD, reference, {"1.running_mean": torch.ones(4, requires_grad=True) * 1}, {}, True)
+        remote.execute(
+            remote.LOAD,
+            reference,
+            {"1.running_mean": torch.ones(4, requires_grad=True) * 1},
+            {},
+            True,
+        )
         assert not module[1].running_mean.requires_grad
 
     def test_a_shape_that_is_not_known_yet_is_not_taken_from_an_expanded_value(self, workers):
         reference = RRef(remote.execute(remote.CREATE, nn.LazyLinear, (2,), {}, "cpu", False))
         with pytest.raises(ValueError, match="share their memory"):
-            remote.execute(remote.LOAD, reference, {"weight": torch.zeros(1).expand(2, 1 << 40)}, {}, False)
-        assert remote.execute(remote.LOAD, reference, {"weight": torch.ones(2, 3), "bias": torch.ones(2)}, {}, False) == (
+            remote.execute(
+                remote.LOAD, reference, {"weight": torch.zeros(1).expand(2, 1 << 40)}, {}, False
+            )
+        assert remote.execute(
+            remote.LOAD, reference, {"weight": torch.ones(2, 3), "bias": torch.ones(2)}, {}, False
+        ) == (
             [],
             [],
             [],
         )
 
-    @pytest.mark.parametrize("value", [1, "text", [torch.ones(4, 3)], torch.ones(3, 4), torch.ones(()), None])
+    @pytest.mark.parametrize(
+        "value", [1, "text", [torch.ones(4, 3)], torch.ones(3, 4), torch.ones(()), None]
+    )
     def test_values_of_another_shape_or_type(self, reference, module, value):
         before = repr(module.state_dict())
         for assign in (False, True):
@@ -144,7 +170,9 @@ class TestLoads:
 class TestWithList:
     @pytest.fixture
     def listed(self, group):
-        rpc.init_rpc(f"worker{group.rank}", group=group, allowed=["mpidist.nn.remote.execute", net, Named])
+        rpc.init_rpc(
+            f"worker{group.rank}", group=group, allowed=["mpidist.nn.remote.execute", net, Named]
+        )
         yield
         rpc.shutdown()
 
@@ -163,11 +191,15 @@ class TestWithList:
             (remote.STATE, ()),
             (remote.LOAD, ({}, {}, False)),
         ]:
-            with pytest.raises(MpidistError, match=r'"torch.nn.modules.linear.Linear", .* is not in the list'):
+            with pytest.raises(
+                MpidistError, match=r'"torch.nn.modules.linear.Linear", .* is not in the list'
+            ):
                 remote.execute(operation, RRef(nn.Linear(3, 3)), *rest)
         assert remote.execute(remote.STATE, RRef(Named(3)))[0]  # its class is in the list
         made = remote.execute(remote.CREATE, net, (), {}, "cpu", False)
-        assert remote.execute(remote.FORWARD, RRef(made), "cpu", False, (torch.ones(2, 3),), {}).shape == (2, 2)
+        assert remote.execute(
+            remote.FORWARD, RRef(made), "cpu", False, (torch.ones(2, 3),), {}
+        ).shape == (2, 2)
 
 
 class TestHandles:
@@ -180,10 +212,16 @@ class TestHandles:
             (),
             (name, "cpu", reference),
             (name, "cpu", reference, None, None),
-            *[(wrong, "cpu", reference, None) for wrong in ["nobody", -1, 1000, True, *WRONG[:1], *WRONG[2:]]],
+            *[
+                (wrong, "cpu", reference, None)
+                for wrong in ["nobody", -1, 1000, True, *WRONG[:1], *WRONG[2:]]
+            ],
             *[(name, wrong, reference, None) for wrong in [*WRONG, "nowhere"]],
             *[(name, "cpu", wrong, None) for wrong in [*WRONG, "1", other]],
-            *[(name, "cpu", reference, wrong) for wrong in [1, "text", Named, torch.ones(1), Called()]],
+            *[
+                (name, "cpu", reference, wrong)
+                for wrong in [1, "text", Named, torch.ones(1), Called()]
+            ],
         ]:
             with pytest.raises(FrameError, match="RemoteModule"):
                 remote_module.from_data(*contents)

@@ -47,7 +47,12 @@ def weight_sum(rref):
 def use(module, x):
     """Use a module that a message brought in all ways, torch's own call among them."""
     a, b, c = module(x), module.forward(x), module.forward_async(x).wait()
-    return torch.equal(a, b) and torch.equal(a, c), a, dict(module.__dict__).keys() >= {"on", "module_rref"}, repr(module)
+    return (
+        torch.equal(a, b) and torch.equal(a, c),
+        a,
+        dict(module.__dict__).keys() >= {"on", "module_rref"},
+        repr(module),
+    )
 
 
 def give_back(module):
@@ -69,14 +74,20 @@ def test_forward_runs_there_with_keywords_and_nested_results(workers, to):
     module = RemoteModule(f"{to}/cpu", Named, (3,), {"bias": False})
     x = torch.randn(2, 3)
     rest = ({"a": x}, 4)
-    expected = nn.functional.linear(x, dict(module.named_parameters())["linear.weight"].to_here()) * 2
+    expected = (
+        nn.functional.linear(x, dict(module.named_parameters())["linear.weight"].to_here()) * 2
+    )
     for result in (
         module(x, scale=2, rest=rest),
         module.forward(x, scale=2, rest=rest),
         module.forward_async(x, scale=2, rest=rest).wait(),
     ):
         torch.testing.assert_close(result["out"], expected)
-        assert result["training"] is True and torch.equal(result["rest"][0]["a"], x) and result["rest"][1] == 4
+        assert (
+            result["training"] is True
+            and torch.equal(result["rest"][0]["a"], x)
+            and result["rest"][1] == 4
+        )
     with pytest.raises(ZeroDivisionError, match="scale is 0"):
         module(x, scale=0)
     with pytest.raises(ZeroDivisionError, match="scale is 0"):
@@ -89,17 +100,25 @@ def test_places(group, workers, to, place):
     module = RemoteModule(place.format(to=to, rank=rank), net)
     owner = group.rank if place == "cpu" else rank
     assert module.get_module_rref().owner().id == owner
-    assert module.get_module_rref() is module.module_rref and module(torch.ones(2, 3)).shape == (2, 2)
+    assert module.get_module_rref() is module.module_rref and module(torch.ones(2, 3)).shape == (
+        2,
+        2,
+    )
 
 
 def test_what_goes_wrong_there_is_raised_at_the_first_use(workers, to):
-    with pytest.raises(ValueError, match=r"returns an instance of <class nn.Module>, but it returned a <class 'int'>"):
+    with pytest.raises(
+        ValueError,
+        match=r"returns an instance of <class nn.Module>, but it returned a <class 'int'>",
+    ):
         RemoteModule(to, no_module).forward()
     with pytest.raises(TypeError, match="size"):
         RemoteModule(to, Named)(torch.ones(1))
     with pytest.raises(MpidistError, match="could not find destination 'nobody'"):
         RemoteModule("nobody/cpu", net)
-    with pytest.raises(ValueError, match=r"must be a type object decorated by @torch.jit.interface"):
+    with pytest.raises(
+        ValueError, match=r"must be a type object decorated by @torch.jit.interface"
+    ):
         RemoteModule(to, net, _module_interface_cls=Named)
 
 
@@ -114,15 +133,23 @@ def test_operations_are_checked(workers, to):
     with pytest.raises(ValueError, match=r"one of create, forward.*; got 'delete'"):
         rpc.rpc_sync(to, remote.execute, ("delete", module.module_rref))
     with pytest.raises(ValueError, match=r"refers to a int and to no nn.Module"):
-        rpc.rpc_sync(to, remote.execute, (remote.FORWARD, rpc.remote(to, no_module), "cpu", False, (), {}))
+        rpc.rpc_sync(
+            to, remote.execute, (remote.FORWARD, rpc.remote(to, no_module), "cpu", False, (), {})
+        )
 
 
 def test_parameters_are_references_in_the_modules_order(workers, to):
     module, twin = RemoteModule(to, net), net()
     names = [name for name, _ in twin.named_parameters()]
     assert [name for name, _ in module.named_parameters()] == names
-    assert [name for name, _ in module.named_parameters(prefix="m")] == [f"m.{name}" for name in names]
-    for found in (module.remote_parameters(), list(module.parameters()), [rref for _, rref in module.named_parameters()]):
+    assert [name for name, _ in module.named_parameters(prefix="m")] == [
+        f"m.{name}" for name in names
+    ]
+    for found in (
+        module.remote_parameters(),
+        list(module.parameters()),
+        [rref for _, rref in module.named_parameters()],
+    ):
         assert all(rref.owner_name() == to for rref in found)
         for rref, parameter in zip(found, twin.parameters(), strict=True):
             value = rref.to_here()
@@ -138,7 +165,11 @@ def test_parameters_are_references_in_the_modules_order(workers, to):
 def test_train_and_eval_reach_the_module_and_return_the_handle(workers, to):
     module = RemoteModule(to, net)
     rref = module.get_module_rref()
-    for change, mode in ((module.eval, False), (module.train, True), (lambda: module.train(False), False)):
+    for change, mode in (
+        (module.eval, False),
+        (module.train, True),
+        (lambda: module.train(False), False),
+    ):
         assert change() is module and module.training is mode
         assert rpc.rpc_sync(to, is_training, (rref,)) is mode
     with pytest.raises(ValueError, match="expected to be boolean"):
@@ -148,7 +179,9 @@ def test_train_and_eval_reach_the_module_and_return_the_handle(workers, to):
 def test_state_goes_to_a_plain_module_and_back(workers, to):
     module, plain = RemoteModule(to, net), net()
     state = module.state_dict()
-    assert list(state) == list(plain.state_dict()) and all(not value.requires_grad for value in state.values())
+    assert list(state) == list(plain.state_dict()) and all(
+        not value.requires_grad for value in state.values()
+    )
     assert {name: entry["version"] for name, entry in state._metadata.items()} == {
         name: entry["version"] for name, entry in plain.state_dict()._metadata.items()
     }
@@ -187,18 +220,27 @@ def test_inside_another_module_it_is_a_leaf(workers, to):
     assert [name for name, _ in hybrid.named_parameters()] == ["here.weight", "here.bias"]
     assert [name for name, _ in hybrid.named_modules()] == ["", "here", "there"]
     state = hybrid.state_dict()
-    assert set(state) == {"here.weight", "here.bias", *(f"there.{name}" for name in net().state_dict())}
+    assert set(state) == {
+        "here.weight",
+        "here.bias",
+        *(f"there.{name}" for name in net().state_dict()),
+    }
     state["there.0.bias"] = torch.full((4,), 5.0)
     hybrid.load_state_dict(state)
     assert torch.equal(hybrid.there.state_dict()["0.bias"], torch.full((4,), 5.0))
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: .*"there.0.bias"'):
-        hybrid.load_state_dict({name: value for name, value in state.items() if name != "there.0.bias"})
+        hybrid.load_state_dict(
+            {name: value for name, value in state.items() if name != "there.0.bias"}
+        )
     with pytest.raises(RuntimeError, match=rf"there\.\* on {to}: size mismatch for 0.bias"):
         hybrid.load_state_dict({**state, "there.0.bias": torch.ones(9)})
     hybrid.eval()
     assert rpc.rpc_sync(to, is_training, (hybrid.there.get_module_rref(),)) is False
     hybrid.double()
-    assert hybrid.here.weight.dtype == torch.float64 and hybrid.there.state_dict()["0.bias"].dtype == torch.float32
+    assert (
+        hybrid.here.weight.dtype == torch.float64
+        and hybrid.there.state_dict()["0.bias"].dtype == torch.float32
+    )
     assert f"(there): RemoteModule(on='{to}', device='cpu')" in repr(hybrid)
 
 
@@ -211,7 +253,14 @@ def test_what_would_act_on_the_handle_is_refused(workers, to, name):
 def test_torch_refuses_the_same_and_what_we_have_beyond_it():
     from torch.distributed.nn.api import remote_module as theirs
 
-    ours_alone = {"parameters", "named_parameters", "state_dict", "load_state_dict", "named_modules", "extra_repr"}
+    ours_alone = {
+        "parameters",
+        "named_parameters",
+        "state_dict",
+        "load_state_dict",
+        "named_modules",
+        "extra_repr",
+    }
     refused = set()
     for name, method in vars(theirs._RemoteModule).items():
         words = getattr(method, "__code__", None)
@@ -225,7 +274,12 @@ def test_it_travels_by_rpc_and_shares_the_module(group, workers, to):
     x = torch.randn(2, 3)
     module.eval()
     same, result, has_attributes, words = rpc.rpc_sync(to, use, (module, x))
-    assert same and has_attributes and torch.equal(result, module(x)) and "RemoteModule(on='worker0'" in words
+    assert (
+        same
+        and has_attributes
+        and torch.equal(result, module(x))
+        and "RemoteModule(on='worker0'" in words
+    )
     back = rpc.rpc_sync(to, give_back, ([module],))[0]
     assert type(back) is RemoteModule and (back.on, back.device) == ("worker0", "cpu")
     assert torch.equal(back(x), module(x))
@@ -253,13 +307,19 @@ def test_a_second_handle_of_a_module(workers, to):
     x = torch.randn(2, 3)
     module.eval()
     assert torch.equal(module(x), other(x)) and torch.equal(module(x), far(x))
-    other.load_state_dict({name: torch.zeros_like(value) for name, value in other.state_dict().items()})
+    other.load_state_dict(
+        {name: torch.zeros_like(value) for name, value in other.state_dict().items()}
+    )
     assert torch.equal(module(x), torch.zeros(2, 2)) and torch.equal(far(x), torch.zeros(2, 2))
 
 
 def test_other_pickles_refuse_it(workers, to):
     module = RemoteModule(to, net)
-    for attempt in (lambda: pickle.dumps(module), lambda: torch.save(module, io.BytesIO()), lambda: copy.copy(module)):
+    for attempt in (
+        lambda: pickle.dumps(module),
+        lambda: torch.save(module, io.BytesIO()),
+        lambda: copy.copy(module),
+    ):
         with pytest.raises(RuntimeError, match="can only be pickled when using RPC"):
             attempt()
 

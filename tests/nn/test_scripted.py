@@ -17,7 +17,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
 @torch.jit.interface
 class Scaled:
     # Names that the generated text could have for itself.
-    def forward(self, number: Tensor, call: int = 2, word: str = "two", calls: Optional[Tensor] = None) -> Tensor:  # noqa: UP045
+    def forward(
+        self,
+        number: Tensor,
+        call: int = 2,
+        word: str = "two",
+        calls: Optional[Tensor] = None,  # noqa: UP045
+    ) -> Tensor:
         pass
 
 
@@ -49,7 +55,9 @@ def test_compiled_code_calls_the_function_with_its_types():
     x = torch.ones(2)
     assert torch.equal(run(module, x), 3 * x)
     assert torch.equal(module.forward_async(x, 5, "five", None).wait(), 5 * x)
-    assert [args[1:3] for args in called.calls] == [(3, "three"), (5, "five")] and called.calls[1][3] is None
+    assert [args[1:3] for args in called.calls] == [(3, "three"), (5, "five")] and called.calls[1][
+        3
+    ] is None
     with pytest.raises(RuntimeError, match="Expected a value of type 'int'"):
         module.forward(x, "three", "three", None)
 
@@ -65,7 +73,10 @@ def test_two_modules_of_one_interface_share_its_code_and_not_their_calls():
     assert len(scripted._calls) == before - 2
 
 
-@pytest.mark.parametrize(("interface", "words"), [(Recorded, "decorated by @torch.jit.interface"), (NoForward, "forward")])
+@pytest.mark.parametrize(
+    ("interface", "words"),
+    [(Recorded, "decorated by @torch.jit.interface"), (NoForward, "forward")],
+)
 def test_what_is_no_interface_is_refused(interface, words):
     with pytest.raises(ValueError, match=words):
         scripted.typed(interface, Recorded())

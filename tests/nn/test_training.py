@@ -67,7 +67,10 @@ def test_states_and_parameters_leave_nothing_to_wait_for(workers, to):
     with dist_autograd.context() as context_id:
         state = module.state_dict()
         module.load_state_dict(
-            {name: nn.Parameter(value) if value.is_floating_point() else value for name, value in state.items()}
+            {
+                name: nn.Parameter(value) if value.is_floating_point() else value
+                for name, value in state.items()
+            }
         )
         list(module.named_parameters())
         module.train()
@@ -82,7 +85,9 @@ def test_steps_are_those_of_one_process(workers, to):
     settings = {"lr": 0.05, "momentum": 0.5}
     local = torch.optim.SGD(plain.parameters(), **settings)
     references = [rpc.RRef(parameter) for parameter in divided.parameters()]
-    distributed = DistributedOptimizer(torch.optim.SGD, [*references, *divided.middle.parameters()], **settings)
+    distributed = DistributedOptimizer(
+        torch.optim.SGD, [*references, *divided.middle.parameters()], **settings
+    )
     losses = []
     for _ in range(4):
         x = torch.randn(6, 5)

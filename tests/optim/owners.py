@@ -37,12 +37,17 @@ def give(rref, context_id, *given):
 def values(rref):
     """Return a parameter's values, or a module's."""
     value = rref.local_value()
-    return [own.detach().clone() for own in (value.parameters() if isinstance(value, torch.nn.Module) else [value])]
+    return [
+        own.detach().clone()
+        for own in (value.parameters() if isinstance(value, torch.nn.Module) else [value])
+    ]
 
 
 def grad_attributes(rref):
     value = rref.local_value()
-    return [own.grad for own in (value.parameters() if isinstance(value, torch.nn.Module) else [value])]
+    return [
+        own.grad for own in (value.parameters() if isinstance(value, torch.nn.Module) else [value])
+    ]
 
 
 def set_grad(rref, gradient):

@@ -48,7 +48,9 @@ def reference(owner=OWNER):
     ],
 )
 def test_an_optimizer_of_another_form(answer):
-    with pytest.raises(FrameError, match=r"^owner \(rank 1\) has answered with something else than"):
+    with pytest.raises(
+        FrameError, match=r"^owner \(rank 1\) has answered with something else than"
+    ):
         answers.made(OWNER, answer, [1])
 
 

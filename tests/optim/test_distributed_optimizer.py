@@ -21,7 +21,11 @@ pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("given")]
 
 def gradients(step):
     generator = torch.Generator().manual_seed(step)
-    return [torch.randn(2, 3, generator=generator), torch.randn(2, generator=generator), torch.randn(4, generator=generator)]
+    return [
+        torch.randn(2, 3, generator=generator),
+        torch.randn(2, generator=generator),
+        torch.randn(4, generator=generator),
+    ]
 
 
 class Case:
@@ -29,10 +33,15 @@ class Case:
 
     def __init__(self, workers):
         self.modules = [rpc.remote(name, owners.module, args=(3,)) for name in workers]
-        self.parameters = [rpc.remote(name, owners.parameter, args=([1.0, 2.0, 3.0, 4.0],)) for name in workers]
+        self.parameters = [
+            rpc.remote(name, owners.parameter, args=([1.0, 2.0, 3.0, 4.0],)) for name in workers
+        ]
         self.rrefs = [*self.modules, *self.parameters]
         own = [list(owners.module(3).parameters()) for _ in workers]
-        self.copies = [*(each for pair in own for each in pair), *(owners.parameter([1.0, 2.0, 3.0, 4.0]) for _ in workers)]
+        self.copies = [
+            *(each for pair in own for each in pair),
+            *(owners.parameter([1.0, 2.0, 3.0, 4.0]) for _ in workers),
+        ]
         self.given = []
 
     def give(self, step):
@@ -46,7 +55,11 @@ class Case:
         return given
 
     def values(self):
-        return [value for rref in self.rrefs for value in rpc.rpc_sync(rref.owner(), owners.values, args=(rref,))]
+        return [
+            value
+            for rref in self.rrefs
+            for value in rpc.rpc_sync(rref.owner(), owners.values, args=(rref,))
+        ]
 
     def equal(self):
         return all(torch.equal(a, b) for a, b in zip(self.values(), self.copies, strict=True))
@@ -63,7 +76,10 @@ class Case:
 def test_same_bits_as_in_one_process(group, workers, of_torch, ours, options):
     def run():
         case = Case(workers)
-        there, here = DistributedOptimizer(of_torch, case.rrefs, **options), ours(case.copies, **options)
+        there, here = (
+            DistributedOptimizer(of_torch, case.rrefs, **options),
+            ours(case.copies, **options),
+        )
         for step in range(3):
             here.step(case.give(step))
             there.step(1)
@@ -119,7 +135,9 @@ def test_a_state_of_another_layout_is_refused(group, workers):
         case = Case(workers)
         optimizer = DistributedOptimizer(torch.optim.SGD, case.rrefs, momentum=0.5)
         fewer = DistributedOptimizer(torch.optim.SGD, case.parameters).state_dict()
-        with pytest.raises(ValueError, match=f"group 0 has {len(workers)} parameters, not {3 * len(workers)}"):
+        with pytest.raises(
+            ValueError, match=f"group 0 has {len(workers)} parameters, not {3 * len(workers)}"
+        ):
             optimizer.load_state_dict(fewer)
         with pytest.raises(ValueError, match="different number of parameter groups: 2, not 1"):
             optimizer.load_state_dict({"state": {}, "param_groups": fewer["param_groups"] * 2})
@@ -130,13 +148,22 @@ def test_a_state_of_another_layout_is_refused(group, workers):
 def test_groups_and_what_is_added_later(group, workers):
     def run():
         case = Case(workers)
-        groups = [{"params": case.modules[:1]}, {"params": case.modules[1:] + case.parameters, "lr": 0.5}]
+        groups = [
+            {"params": case.modules[:1]},
+            {"params": case.modules[1:] + case.parameters, "lr": 0.5},
+        ]
         there = DistributedOptimizer(torch.optim.SGD, groups, lr=0.1, momentum=0.9)
         count = 2 * len(workers)
-        here = functional.SGD([{"params": case.copies[:2]}, {"params": case.copies[2:], "lr": 0.5}], lr=0.1, momentum=0.9)
+        here = functional.SGD(
+            [{"params": case.copies[:2]}, {"params": case.copies[2:], "lr": 0.5}],
+            lr=0.1,
+            momentum=0.9,
+        )
         here.step(case.give(0))
         there.step(1)
-        late = [rpc.remote(name, owners.parameter, args=([1.0, 2.0, 3.0, 4.0],)) for name in workers]
+        late = [
+            rpc.remote(name, owners.parameter, args=([1.0, 2.0, 3.0, 4.0],)) for name in workers
+        ]
         there.add_param_group({"params": late, "lr": 0.25})
         case.rrefs += late
         case.copies += [owners.parameter([1.0, 2.0, 3.0, 4.0]) for _ in workers]
@@ -148,7 +175,11 @@ def test_groups_and_what_is_added_later(group, workers):
             assert case.equal()
         assert [group["lr"] for group in there.param_groups] == [0.1, 0.5, 0.15]
         saved = there.state_dict()
-        assert [len(group["params"]) for group in saved["param_groups"]] == [2, count - 2 + len(workers), len(workers)]
+        assert [len(group["params"]) for group in saved["param_groups"]] == [
+            2,
+            count - 2 + len(workers),
+            len(workers),
+        ]
         here.load_state_dict(saved)
 
     on_rank_0(group, run)
@@ -156,7 +187,9 @@ def test_groups_and_what_is_added_later(group, workers):
 
 def test_an_owner_that_has_none_yet_gets_an_optimizer_for_a_group(group, workers):
     def run():
-        first, last = (rpc.remote(name, owners.parameter, args=([1.0],)) for name in (workers[0], workers[-1]))
+        first, last = (
+            rpc.remote(name, owners.parameter, args=([1.0],)) for name in (workers[0], workers[-1])
+        )
         optimizer = DistributedOptimizer(torch.optim.SGD, [first], lr=0.5)
         optimizer.add_param_group({"params": last})
         for rref in (first, last):
@@ -172,16 +205,25 @@ def test_a_group_that_one_owner_refuses_is_added_nowhere(group, workers):
         case = Case(workers)
         optimizer = DistributedOptimizer(torch.optim.SGD, case.modules, lr=0.5)
         wrong = rpc.remote(workers[-1], len, args=([],))
-        with pytest.raises(WorkerErrors, match=rf"{workers[-1]} .*references to parameters or modules; .* one to a int"):
+        with pytest.raises(
+            WorkerErrors,
+            match=rf"{workers[-1]} .*references to parameters or modules; .* one to a int",
+        ):
             optimizer.add_param_group({"params": [*case.parameters, wrong]})
         before = [parameter.to_here().detach().clone() for parameter in case.parameters]
         case.give(0)
         optimizer.step(1)
-        assert all(torch.equal(a, b.to_here()) for a, b in zip(before, case.parameters, strict=True))
+        assert all(
+            torch.equal(a, b.to_here()) for a, b in zip(before, case.parameters, strict=True)
+        )
         optimizer.add_param_group({"params": case.parameters})
         optimizer.step(1)
-        assert not any(torch.equal(a, b.to_here()) for a, b in zip(before, case.parameters, strict=True))
-        assert set(optimizer.state_dict()["param_groups"][1]["params"]) == set(range(2 * len(workers), 3 * len(workers)))
+        assert not any(
+            torch.equal(a, b.to_here()) for a, b in zip(before, case.parameters, strict=True)
+        )
+        assert set(optimizer.state_dict()["param_groups"][1]["params"]) == set(
+            range(2 * len(workers), 3 * len(workers))
+        )
 
     on_rank_0(group, run)
 
@@ -270,8 +312,12 @@ def test_a_class_without_a_functional_form(group, workers):
         optimizer.step(1)
         assert not optimizer.is_functional_optim
         assert [rref.to_here().item() for rref in rrefs] == [0.25] * len(rrefs)
-        assert [rpc.rpc_sync(rref.owner(), owners.grad_attributes, args=(rref,)) for rref in rrefs] == [[9.0]] * len(rrefs)
-        assert optimizer.state_dict()["state"] == {number: {"steps": 2} for number in range(len(rrefs))}
+        assert [
+            rpc.rpc_sync(rref.owner(), owners.grad_attributes, args=(rref,)) for rref in rrefs
+        ] == [[9.0]] * len(rrefs)
+        assert optimizer.state_dict()["state"] == {
+            number: {"steps": 2} for number in range(len(rrefs))
+        }
 
     on_rank_0(group, run)
 
@@ -336,7 +382,9 @@ def test_a_registered_functional_optimizer_with_no_more_than_a_step(group, worke
         optimizer.step(1)
         assert rref.to_here().item() == 0.5
         assert optimizer.zero_grad() is None
-        with pytest.raises(WorkerErrors, match=r"Signs, a registered functional optimizer, has no state_dict"):
+        with pytest.raises(
+            WorkerErrors, match=r"Signs, a registered functional optimizer, has no state_dict"
+        ):
             optimizer.state_dict()
         optimizer.param_groups[0]["lr"] = 1.0
         with pytest.raises(WorkerErrors, match="has no param_groups"):
@@ -349,7 +397,9 @@ def test_errors_name_the_workers(group, workers):
     def run():
         rrefs = [rpc.remote(name, owners.parameter, args=([1.0],)) for name in workers]
         everywhere = "|".join(workers)
-        with pytest.raises(WorkerErrors, match=rf"on {len(workers)} of .*({everywhere}).*Error creating optimizer.") as made:
+        with pytest.raises(
+            WorkerErrors, match=rf"on {len(workers)} of .*({everywhere}).*Error creating optimizer."
+        ) as made:
             DistributedOptimizer(owners.FailsToBeMade, rrefs)
         assert set(made.value.errors) == set(workers)
         with pytest.raises(WorkerErrors, match=r"TypeError: .*speed"):
@@ -365,16 +415,25 @@ def test_errors_name_the_workers(group, workers):
 
 def test_workers_with_a_list_of_what_is_allowed(group):
     """One module in the list is enough for this library's optimizers; other classes are named by themselves."""
-    rpc.init_rpc(f"worker{group.rank}", group=group, allowed=["mpidist.optim.local", "tests.optim.owners.parameter"])
+    rpc.init_rpc(
+        f"worker{group.rank}",
+        group=group,
+        allowed=["mpidist.optim.local", "tests.optim.owners.parameter"],
+    )
 
     def run():
         rref = rpc.remote(f"worker{group.size - 1}", owners.parameter, args=([1.0, 2.0],))
-        optimizer = DistributedOptimizer(torch.optim.Adam, [{"params": [rref], "lr": 0.5}], betas=(0.5, 0.6))
+        optimizer = DistributedOptimizer(
+            torch.optim.Adam, [{"params": [rref], "lr": 0.5}], betas=(0.5, 0.6)
+        )
         optimizer.param_groups[0]["lr"] = 0.25
         optimizer.step(1)
         optimizer.clip_grad_norm_(1, 1.0)
         optimizer.load_state_dict(optimizer.state_dict())
-        with pytest.raises(WorkerErrors, match=r'"tests.optim.owners.Halving" may not be named: it is not in the list'):
+        with pytest.raises(
+            WorkerErrors,
+            match=r'"tests.optim.owners.Halving" may not be named: it is not in the list',
+        ):
             DistributedOptimizer(owners.Halving, [rref])
 
     on_rank_0(group, run)
@@ -383,14 +442,23 @@ def test_workers_with_a_list_of_what_is_allowed(group):
 
 def test_a_listed_class_is_not_led_behind_its_memory(group):
     """The fused kernel takes shapes and strides for granted: no message switches it on, and none brings it such a state."""
-    listed = ["mpidist.optim.local", "torch.optim.Adam", "tests.optim.owners.parameter", "tests.optim.owners.give"]
+    listed = [
+        "mpidist.optim.local",
+        "torch.optim.Adam",
+        "tests.optim.owners.parameter",
+        "tests.optim.owners.give",
+    ]
     rpc.init_rpc(f"worker{group.rank}", group=group, allowed=listed)
 
     def run():
         there, size = f"worker{group.size - 1}", 1 << 20
         rref = rpc.remote(there, owners.parameter, args=([1.0] * size,))
         rpc.rpc_sync(there, owners.give, args=(rref, 1, torch.ones(size)))
-        narrow = {"exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1), "step": torch.tensor(1.0)}
+        narrow = {
+            "exp_avg": torch.zeros(1),
+            "exp_avg_sq": torch.zeros(1),
+            "step": torch.tensor(1.0),
+        }
         last = torch.zeros(size).as_strided((size,), (0,), size - 1)
 
         def made(fused):
@@ -400,7 +468,11 @@ def test_a_listed_class_is_not_led_behind_its_memory(group):
 
         optimizer, settings = made(None)
         with pytest.raises(ValueError, match="'fused' is switched on"):
-            rpc.rpc_sync(there, local.load_state, args=(optimizer, {0: narrow}, [{**settings[0], "fused": True}]))
+            rpc.rpc_sync(
+                there,
+                local.load_state,
+                args=(optimizer, {0: narrow}, [{**settings[0], "fused": True}]),
+            )
         rpc.rpc_sync(there, local.load_state, args=(optimizer, {0: narrow}, settings))
         with pytest.raises(ValueError, match="'fused' is switched on"):
             rpc.rpc_sync(there, local.step, args=(optimizer, 1, {0: {"fused": True}}))
@@ -422,7 +494,10 @@ def test_the_fused_kernel_of_the_constructor_stays_over_a_saved_state(group, wor
     def run():
         case = Case(workers)
         kind = owners.OwnAdam if name == "OwnAdam" else torch.optim.Adam
-        here, there = torch.optim.Adam(case.copies, fused=True), DistributedOptimizer(kind, case.rrefs, fused=True)
+        here, there = (
+            torch.optim.Adam(case.copies, fused=True),
+            DistributedOptimizer(kind, case.rrefs, fused=True),
+        )
         for _ in range(2):
             for own, gradient in zip(case.copies, case.give(1), strict=True):
                 own.grad = gradient
@@ -446,9 +521,17 @@ def test_what_is_refused(group, workers):
             ((torch.nn.Linear, [rref]), TypeError, "optimizer_class is a subclass"),
             (("unknown", [rref]), TypeError, "optimizer_class is a subclass"),
             ((torch.optim.LBFGS, [rref]), TypeError, "closure"),
-            ((torch.optim.SGD, [rpc.remote(workers[-1], torch.nn.ReLU)]), ValueError, "no parameters"),
+            (
+                (torch.optim.SGD, [rpc.remote(workers[-1], torch.nn.ReLU)]),
+                ValueError,
+                "no parameters",
+            ),
             ((torch.optim.SGD, [rref, rref]), WorkerErrors, "twice"),
-            ((torch.optim.SGD, [rpc.remote(workers[-1], len, args=([],))]), WorkerErrors, "one to a int"),
+            (
+                (torch.optim.SGD, [rpc.remote(workers[-1], len, args=([],))]),
+                WorkerErrors,
+                "one to a int",
+            ),
         ]:
             with pytest.raises(error, match=words):
                 DistributedOptimizer(*arguments)

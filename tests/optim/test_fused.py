@@ -86,6 +86,8 @@ except ValueError as error:
 
 
 def test_nothing_behind_the_memory_is_used():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, (done.returncode, done.stderr)
     assert "fill their memory" in done.stdout

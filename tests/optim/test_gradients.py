@@ -12,7 +12,11 @@ from mpidist.optim import gradients
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, 0.0, float("inf")])
 def test_the_norm_of_two_workers_is_that_of_one(norm_type):
     given = [torch.randn(3, 4), torch.randn(()), torch.randn(5).double(), torch.randn(2).bfloat16()]
-    parts = [gradients.norms([given[0], None, given[1]], norm_type), gradients.norms(given[2:], norm_type), torch.zeros(0)]
+    parts = [
+        gradients.norms([given[0], None, given[1]], norm_type),
+        gradients.norms(given[2:], norm_type),
+        torch.zeros(0),
+    ]
     expected = torch.nn.utils.get_total_norm(given, norm_type)
     torch.testing.assert_close(gradients.total_norm(parts, norm_type), expected, check_dtype=False)
 

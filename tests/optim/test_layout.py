@@ -23,7 +23,13 @@ def test_gather_and_scatter_undo_each_other():
         layout, workers = Layout(), "abc"
         for _ in range(chosen.randint(1, 4)):
             owners = [chosen.choice(workers) for _ in range(chosen.randint(1, 5))]
-            layout.add(owners, {owner: [chosen.randint(0, 3) for _ in range(owners.count(owner))] for owner in owners})
+            layout.add(
+                owners,
+                {
+                    owner: [chosen.randint(0, 3) for _ in range(owners.count(owner))]
+                    for owner in owners
+                },
+            )
         total = sum(layout.size(group) for group in range(len(layout.groups)))
         state = {number: f"state of {number}" for number in range(total) if chosen.random() < 0.8}
         parts = layout.scatter(state, workers)
@@ -32,4 +38,6 @@ def test_gather_and_scatter_undo_each_other():
         for worker in workers:
             numbers = [number for group in layout.numbers_of(worker) for number in group]
             assert numbers == sorted(numbers)
-            assert parts[worker] == {here: state[number] for here, number in enumerate(numbers) if number in state}
+            assert parts[worker] == {
+                here: state[number] for here, number in enumerate(numbers) if number in state
+            }

@@ -16,7 +16,20 @@ from tests.optim import owners
 pytestmark = pytest.mark.mpi(min_size=1)
 
 REFUSED = (TypeError, ValueError, RuntimeError)
-TYPES = [None, True, 1, 1.5, "1", b"1", [1], (1,), {1: 1}, {1}, torch.ones(1), SimpleNamespace(local_value=lambda: 1)]
+TYPES = [
+    None,
+    True,
+    1,
+    1.5,
+    "1",
+    b"1",
+    [1],
+    (1,),
+    {1: 1},
+    {1},
+    torch.ones(1),
+    SimpleNamespace(local_value=lambda: 1),
+]
 
 
 class Reference(RRef):
@@ -65,7 +78,9 @@ def test_references_that_are_none(optimizer, reference):
     refused(optimizer, local.gradient_norms, reference, 1, 2.0, error=REFUSED)
     refused(optimizer, local.scale_gradients, reference, 1, 2.0, error=REFUSED)
     refused(optimizer, local.add_group, optimizer, [reference], {}, error=TypeError)
-    refused(optimizer, local.make, "SGD", True, [([reference], {})], (), {"lr": 1.0}, error=TypeError)
+    refused(
+        optimizer, local.make, "SGD", True, [([reference], {})], (), {"lr": 1.0}, error=TypeError
+    )
 
 
 def test_references_to_something_else(optimizer, parameter):
@@ -75,8 +90,20 @@ def test_references_to_something_else(optimizer, parameter):
         optimizer, parameters, counts = None, [], []
 
     for value in [Like(), optimizer.local_value().optimizer, torch.ones(1), None]:
-        for call, *rest in [(local.step, 1, {}), (local.state,), (local.load_state, {}, []), (local.remove_group,)]:
-            refused(optimizer, call, RRef(value), *rest, error=TypeError, match="no optimizer of this worker")
+        for call, *rest in [
+            (local.step, 1, {}),
+            (local.state,),
+            (local.load_state, {}, []),
+            (local.remove_group,),
+        ]:
+            refused(
+                optimizer,
+                call,
+                RRef(value),
+                *rest,
+                error=TypeError,
+                match="no optimizer of this worker",
+            )
     fake = Reference.__new__(Reference)
     fake.__dict__.update(vars(optimizer))
     refused(optimizer, local.step, fake, 1, {}, error=TypeError)
@@ -202,7 +229,15 @@ def state_of(optimizer, **changed):
 )
 def test_states_of_another_shape(optimizer, values):
     settings = optimizer.local_value().settings()
-    refused(optimizer, local.load_state, optimizer, state_of(optimizer, **values), settings, error=ValueError, match="of shape")
+    refused(
+        optimizer,
+        local.load_state,
+        optimizer,
+        state_of(optimizer, **values),
+        settings,
+        error=ValueError,
+        match="of shape",
+    )
 
 
 def test_states_of_another_form(optimizer):
@@ -237,14 +272,19 @@ def test_what_is_right_is_taken(given, optimizer, parameter):
 @pytest.fixture
 def attribute_optimizer(parameter):
     """Return references to optimizers that read ``.grad``, without torch's fused kernel and with it."""
-    made = [local.make(torch.optim.Adam, False, [([parameter], {})], (), {"lr": 0.5, "fused": on})[0] for on in (None, True)]
+    made = [
+        local.make(torch.optim.Adam, False, [([parameter], {})], (), {"lr": 0.5, "fused": on})[0]
+        for on in (None, True)
+    ]
     for each in made:
         each.local_value().optimizer.step([torch.ones(3)])
     return made
 
 
 @pytest.mark.parametrize("switch", ["fused", "foreach", "capturable", "differentiable"])
-def test_kernels_are_switched_on_by_no_message(given, optimizer, attribute_optimizer, parameter, switch):
+def test_kernels_are_switched_on_by_no_message(
+    given, optimizer, attribute_optimizer, parameter, switch
+):
     owners.give(parameter, 1, torch.ones(3))
     for each in (optimizer, attribute_optimizer[0]):
         settings = each.local_value().settings()[0]
@@ -257,13 +297,27 @@ def test_kernels_are_switched_on_by_no_message(given, optimizer, attribute_optim
 
 
 @pytest.mark.parametrize(
-    "values", [{"exp_avg": torch.zeros(1)}, {"exp_avg_sq": torch.zeros(0)}, {"exp_avg": torch.zeros(6)}, {"step": torch.zeros(0)}]
+    "values",
+    [
+        {"exp_avg": torch.zeros(1)},
+        {"exp_avg_sq": torch.zeros(0)},
+        {"exp_avg": torch.zeros(6)},
+        {"step": torch.zeros(0)},
+    ],
 )
 def test_states_that_the_fused_kernel_does_not_take(attribute_optimizer, values):
     fused = attribute_optimizer[1]
     settings = fused.local_value().settings()
     for off in (settings, [{**settings[0], "fused": None}]):
-        refused(fused, local.load_state, fused, state_of(fused, **values), off, error=ValueError, match="of shape")
+        refused(
+            fused,
+            local.load_state,
+            fused,
+            state_of(fused, **values),
+            off,
+            error=ValueError,
+            match="of shape",
+        )
 
 
 def test_a_loaded_state_has_memory_of_its_own(attribute_optimizer):
@@ -274,7 +328,10 @@ def test_a_loaded_state_has_memory_of_its_own(attribute_optimizer):
         local.load_state(each, state_of(each, **bad), own.settings())
         found = own.optimizer.state_dict()["state"][0]
         assert found["exp_avg"].tolist() == [5.0] * 3
-        assert [(v.stride(), v.untyped_storage().nbytes()) for v in (found["exp_avg"], found["exp_avg_sq"])] == [((1,), 12)] * 2
+        assert [
+            (v.stride(), v.untyped_storage().nbytes())
+            for v in (found["exp_avg"], found["exp_avg_sq"])
+        ] == [((1,), 12)] * 2
         rows.zero_()
         assert found["exp_avg_sq"].tolist() == [0.0, 1.0, 2.0]
 

@@ -36,7 +36,10 @@ def test_all_errors_in_one(group, workers):
         group,
         errors is not None
         and set(errors.errors) == set(odd)
-        and all(f"{name} (rank {int(number) - 1}): ValueError: {number} is odd" in str(errors) for name, number in odd.items())
+        and all(
+            f"{name} (rank {int(number) - 1}): ValueError: {number} is odd" in str(errors)
+            for name, number in odd.items()
+        )
         and f"halving failed on {len(odd)} of {group.size}" in str(errors)
         and isinstance(errors.__cause__, ValueError),
         f"{errors!r}",

@@ -9,7 +9,10 @@ from mpidist.optim.param_groups import groups_of, same, settings_of, snapshot
 
 
 def test_settings_without_parameters():
-    assert settings_of({"params": [1], "param_names": ["a"], "lr": 0.5, "initial_lr": 1.0}) == {"lr": 0.5, "initial_lr": 1.0}
+    assert settings_of({"params": [1], "param_names": ["a"], "lr": 0.5, "initial_lr": 1.0}) == {
+        "lr": 0.5,
+        "initial_lr": 1.0,
+    }
 
 
 def test_a_snapshot_is_not_changed_with_the_settings():

@@ -1,4 +1,7 @@
-"""``PostLocalSGDOptimizer``: the averager's step is saved and loaded. Training: ddp/hooks/test_post_localsgd."""
+"""``PostLocalSGDOptimizer``: the averager's step is saved and loaded.
+
+Training: ddp/hooks/test_post_localsgd.
+"""
 
 import pytest
 import torch
@@ -14,14 +17,19 @@ class Counting:
     step = 0
 
     def average_parameters(self, params):
-        assert [name for group in params for name in group] and all(isinstance(group, dict) for group in params)
+        assert [name for group in params for name in group] and all(
+            isinstance(group, dict) for group in params
+        )
         self.step += 1
 
 
 def test_state_holds_the_step_of_the_averager():
     assert mpidist.optim.PostLocalSGDOptimizer is PostLocalSGDOptimizer
     weight = torch.nn.Parameter(torch.ones(3))
-    made = {kind: kind(torch.optim.SGD([weight], lr=0.1, momentum=0.9), Counting()) for kind in (PostLocalSGDOptimizer, Theirs)}
+    made = {
+        kind: kind(torch.optim.SGD([weight], lr=0.1, momentum=0.9), Counting())
+        for kind in (PostLocalSGDOptimizer, Theirs)
+    }
     ours, theirs = made.values()
     scheduler = torch.optim.lr_scheduler.StepLR(ours, 1, 0.5)
 
@@ -33,7 +41,11 @@ def test_state_holds_the_step_of_the_averager():
 
     losses = [float(ours.step(closure)) for _ in range(2)]
     scheduler.step()
-    assert losses[1] < losses[0] and ours.averager.step == 2 and ours.optim.param_groups[0]["lr"] == 0.05
+    assert (
+        losses[1] < losses[0]
+        and ours.averager.step == 2
+        and ours.optim.param_groups[0]["lr"] == 0.05
+    )
     saved = ours.state_dict()
     assert saved["step"] == 2 and saved.keys() == theirs.state_dict().keys()
     theirs.load_state_dict(saved)

@@ -36,7 +36,9 @@ def forward_there(rref, value):
 def passed_on(rrefs, value):
     """Call layer after layer, each worker the next."""
     out = forward(rrefs[0], value)
-    return rpc.rpc_sync(rrefs[1].owner(), passed_on, args=(rrefs[1:], out)) if len(rrefs) > 1 else out
+    return (
+        rpc.rpc_sync(rrefs[1].owner(), passed_on, args=(rrefs[1:], out)) if len(rrefs) > 1 else out
+    )
 
 
 def square(size):
@@ -75,9 +77,17 @@ def test_layers_on_all_workers(group, workers, name):
                 there.step(context_id)
             for scheduler in schedulers:
                 scheduler.step()
-        values = [value for rref in rrefs for value in rpc.rpc_sync(rref.owner(), owners.values, args=(rref,))]
+        values = [
+            value
+            for rref in rrefs
+            for value in rpc.rpc_sync(rref.owner(), owners.values, args=(rref,))
+        ]
         torch.testing.assert_close(values, [parameter.detach() for parameter in own])
-        grads = [grad for rref in rrefs for grad in rpc.rpc_sync(rref.owner(), owners.grad_attributes, args=(rref,))]
+        grads = [
+            grad
+            for rref in rrefs
+            for grad in rpc.rpc_sync(rref.owner(), owners.grad_attributes, args=(rref,))
+        ]
         assert grads == [None] * len(own)
 
     on_rank_0(group, run)
@@ -97,14 +107,19 @@ def test_embeddings_with_sparse_gradients(group, workers):
                 autograd.backward(context_id, [forward_there(rref, ROWS).sum()])
                 torch.testing.assert_close(there.clip_grad_norm_(context_id, 100.0), norm)
                 there.step(context_id)
-        torch.testing.assert_close(rpc.rpc_sync(workers[-1], owners.values, args=(rref,)), [copy.weight.detach()])
+        torch.testing.assert_close(
+            rpc.rpc_sync(workers[-1], owners.values, args=(rref,)), [copy.weight.detach()]
+        )
 
     on_rank_0(group, run)
 
 
 def test_owners_that_a_pass_has_not_reached(group, workers):
     def run():
-        used, unused = rpc.remote(workers[0], square, args=(3,)), rpc.remote(workers[-1], square, args=(3,))
+        used, unused = (
+            rpc.remote(workers[0], square, args=(3,)),
+            rpc.remote(workers[-1], square, args=(3,)),
+        )
         optimizer = DistributedOptimizer(torch.optim.Adam, [used, unused], lr=0.1)
         with autograd.context() as context_id:
             autograd.backward(context_id, [forward_there(used, torch.ones(2, 3)).sum()])
@@ -123,7 +138,9 @@ def test_a_context_that_has_ended(group, workers):
         with autograd.context() as context_id:
             autograd.backward(context_id, [forward_there(rref, torch.ones(2, 3)).sum()])
         for call in (optimizer.step, lambda number: optimizer.clip_grad_norm_(number, 1.0)):
-            with pytest.raises(MpidistError, match=f"Could not find autograd context with id: {context_id}"):
+            with pytest.raises(
+                MpidistError, match=f"Could not find autograd context with id: {context_id}"
+            ):
                 call(context_id)
             with pytest.raises(TypeError, match="context_id is the number"):
                 call(None)
@@ -142,8 +159,11 @@ def test_each_rank_trains_the_same_layer(group, workers):
     try:
         for _ in range(5):
             with autograd.context() as context_id:
-                # Linear in the parameters: the gradient does not depend on how many steps of others came before.
-                autograd.backward(context_id, [rpc.rpc_sync(workers[0], linear, args=(rref,)).sum()])
+                # Linear in the parameters: the gradient does not depend on how many steps of others
+                # came before.
+                autograd.backward(
+                    context_id, [rpc.rpc_sync(workers[0], linear, args=(rref,)).sum()]
+                )
                 optimizer.step(context_id)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
@@ -152,7 +172,14 @@ def test_each_rank_trains_the_same_layer(group, workers):
     if group.rank == 0:
         _shared.clear()
         changes = [a - b for a, b in zip(square(3).parameters(), owners.values(rref), strict=True)]
-        text = "" if all(torch.allclose(change, change.new_full((), 0.625 * group.size)) for change in changes) else f"{changes}"
+        text = (
+            ""
+            if all(
+                torch.allclose(change, change.new_full((), 0.625 * group.size))
+                for change in changes
+            )
+            else f"{changes}"
+        )
     agree(group, not text, text)
 
 

@@ -1,7 +1,8 @@
 """Random call graphs: trees of calls, references and errors, each of which is run over RPC and reckoned without.
 
-``run`` of a node makes its calls from the worker that it runs on; ``expected`` returns the same value, or raises the same error,
-by plain recursion. Calls add the worker on which they ran, so that a call that went elsewhere is a wrong value.
+``run`` of a node makes its calls from the worker that it runs on; ``expected`` returns the same
+value, or raises the same error, by plain recursion. Calls add the worker on which they ran, so that
+a call that went elsewhere is a wrong value.
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ class Crowd(Node):
     calls: tuple[tuple[int, Node], ...]
 
     def run(self) -> Any:
-        futures = [rpc.rpc_async(to, there, args=(body,), timeout=PATIENT_S) for to, body in self.calls]
+        futures = [
+            rpc.rpc_async(to, there, args=(body,), timeout=PATIENT_S) for to, body in self.calls
+        ]
         return [future.wait() for future in futures]
 
     def expected(self) -> Any:
@@ -143,7 +146,9 @@ class Handed(Node):
             rref = rpc.RRef((None, self.body.run()))
         else:
             rref = rpc.remote(self.owner, there, args=(self.body,), timeout=PATIENT_S)
-        future = rpc.rpc_async(self.through[0], handed_on, args=({"rref": rref}, self.through[1:]), timeout=PATIENT_S)
+        future = rpc.rpc_async(
+            self.through[0], handed_on, args=({"rref": rref}, self.through[1:]), timeout=PATIENT_S
+        )
         if self.drops:
             del rref
         values, back = future.wait()
@@ -159,7 +164,9 @@ def handed_on(held: dict[str, Any], through: tuple[int, ...]) -> tuple[list[Any]
     rref = held["rref"]
     values = []
     if through:
-        values, rref = rpc.rpc_sync(through[0], handed_on, args=({"rref": rref}, through[1:]), timeout=PATIENT_S)
+        values, rref = rpc.rpc_sync(
+            through[0], handed_on, args=({"rref": rref}, through[1:]), timeout=PATIENT_S
+        )
     return [rref.to_here(timeout=PATIENT_S), *values], rref
 
 
@@ -263,7 +270,9 @@ class Race(Node):
         try:
             if self.way != "fetch":
                 return called(self.way, self.to, self.body, self.timeout)
-            return rpc.remote(self.to, there, args=(self.body,), timeout=PATIENT_S).to_here(timeout=self.timeout)
+            return rpc.remote(self.to, there, args=(self.body,), timeout=PATIENT_S).to_here(
+                timeout=self.timeout
+            )
         except CommTimeout:
             return self.expected()
         except RRefError as error:
@@ -289,7 +298,19 @@ class Rest(Node):
         return self.body.expected()
 
 
-KINDS: tuple[type[Node], ...] = (Leaf, Join, Call, Crowd, Handed, Within, Counted, Fail, Caught, Race, Rest)
+KINDS: tuple[type[Node], ...] = (
+    Leaf,
+    Join,
+    Call,
+    Crowd,
+    Handed,
+    Within,
+    Counted,
+    Fail,
+    Caught,
+    Race,
+    Rest,
+)
 
 
 def node(rng: random.Random, size: int, depth: int = DEPTH) -> Node:
@@ -311,7 +332,9 @@ def node(rng: random.Random, size: int, depth: int = DEPTH) -> Node:
         if rng.random() < 0.08:
             return Fail(rng.randrange(1000))
         return Leaf(rng.choice(("tensor", "views", "array", "text", "plain")), rng.randrange(1000))
-    kind = rng.choice((Leaf, Join, Call, Call, Crowd, Handed, Handed, Within, Counted, Caught, Race, Rest))
+    kind = rng.choice(
+        (Leaf, Join, Call, Call, Crowd, Handed, Handed, Within, Counted, Caught, Race, Rest)
+    )
     if kind is Leaf:
         return node(rng, size, 0)
     if kind is Join:
@@ -328,7 +351,9 @@ def node(rng: random.Random, size: int, depth: int = DEPTH) -> Node:
     if kind is Counted:
         return Counted(worker(), tuple((rng.choice(WAYS), rng.randrange(9)) for _ in range(3)))
     if kind is Caught:
-        return Caught(rng.choice(WAYS), worker(), Fail(rng.randrange(1000)) if rng.random() < 0.5 else body())
+        return Caught(
+            rng.choice(WAYS), worker(), Fail(rng.randrange(1000)) if rng.random() < 0.5 else body()
+        )
     if kind is Race:
         return Race(rng.choice((*WAYS, "fetch")), worker(), rng.choice(TIMEOUTS), body())
     return Rest(body())

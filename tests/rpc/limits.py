@@ -23,8 +23,11 @@ CALL_S = 10  # the limit of one call, and of a shutdown
 @contextlib.contextmanager
 def process_ends_after(seconds: float, config: Any) -> Iterator[None]:
     """Limit of a block: on expiry the stacks of all threads go to stderr, and the process ends; MPI then ends the other ranks."""
-    # In the place of pytest's own limit, and on its file: while a test runs, stderr itself is captured and would be lost.
-    faulthandler.dump_traceback_later(seconds, exit=True, file=config.stash[fault_handler_stderr_fd_key])
+    # In the place of pytest's own limit, and on its file: while a test runs, stderr itself is
+    # captured and would be lost.
+    faulthandler.dump_traceback_later(
+        seconds, exit=True, file=config.stash[fault_handler_stderr_fd_key]
+    )
     try:
         yield
     finally:
@@ -45,7 +48,9 @@ def limit_of_tests(seconds: float) -> Any:
 def left_behind(agent: Any) -> list[str]:
     """Texts that name what a worker still has after its shutdown: entries of values, calls, threads. Empty where all is well."""
     entries, forks = agent.references.store.counts()
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("mpidist-rpc")]
+    threads = [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("mpidist-rpc")
+    ]
     found = [f"{entries} entries"] * bool(entries) + [f"{forks} forks"] * bool(forks)
     return found + [f"{len(agent.calls)} calls"] * bool(len(agent.calls)) + threads
 

@@ -47,16 +47,25 @@ def called(allowed, function):
 def in_module(allowed):
     """Return the names of the sample module that may be called."""
     prefix = f"{NAME}:"
-    return {name.decode().removeprefix(prefix) for name in allowed._functions if name.decode().startswith(prefix)}
+    return {
+        name.decode().removeprefix(prefix)
+        for name in allowed._functions
+        if name.decode().startswith(prefix)
+    }
 
 
 def refused(call, *args, match="not in the list"):
     with pytest.raises(Refused, match=match) as error:
         call(*args)
-    assert isinstance(error.value, MpidistError) and len(str(error.value)) < 700 and "\n" not in str(error.value)
+    assert (
+        isinstance(error.value, MpidistError)
+        and len(str(error.value)) < 700
+        and "\n" not in str(error.value)
+    )
 
 
-# --- functions -----------------------------------------------------------------------------------------------------------------
+# --- functions
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,7 +78,17 @@ def test_functions_are_listed_by_themselves_by_name_or_by_module(item):
         allowed = Allowed(kind_of_list([item]))
         assert called(allowed, module.step) is module.step
         assert allowed.value(f"{NAME}:step") is module.step
-        for other in (os.system, eval, getattr, subprocess.run, subprocess.Popen, torch.load, dict, module.Server, module.Base):
+        for other in (
+            os.system,
+            eval,
+            getattr,
+            subprocess.run,
+            subprocess.Popen,
+            torch.load,
+            dict,
+            module.Server,
+            module.Base,
+        ):
             refused(called, allowed, other)
 
 
@@ -77,7 +96,8 @@ def test_a_refusal_says_what_and_where_it_is_allowed():
     with pytest.raises(Refused) as error:
         Allowed([module.step]).function(PYTHON, b"os:system")
     assert str(error.value) == (
-        '"os.system" may not be called: it is not in the list of what this worker allows (init_rpc(..., allowed=[...]))'
+        '"os.system" may not be called: it is not in the list of what this worker allows '
+        "(init_rpc(..., allowed=[...]))"
     )
 
 
@@ -88,7 +108,18 @@ def test_a_module_admits_the_public_functions_that_it_defines_itself():
     assert called(allowed, module.scripted) is module.scripted
     assert called(allowed, module.cached)(3) == 3
     assert called(allowed, module.decorated) is module.decorated
-    for path in ("_private", "system", "getcwd", "run", "Server", "Server.get", "CONSTANT", "ran", "wraps_foreign", "os.system"):
+    for path in (
+        "_private",
+        "system",
+        "getcwd",
+        "run",
+        "Server",
+        "Server.get",
+        "CONSTANT",
+        "ran",
+        "wraps_foreign",
+        "os.system",
+    ):
         refused(allowed.function, PYTHON, f"{NAME}:{path}".encode())
 
 
@@ -220,11 +251,14 @@ def test_functions_of_main(monkeypatch):
     assert Allowed(["__main__"]).function(PYTHON, b"__main__:step")() == 1
 
 
-# --- torch ---------------------------------------------------------------------------------------------------------------------
+# --- torch
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_operators_are_listed_one_by_one():
-    allowed = Allowed([torch.add, "torch.ones_like", "aten::mul", torch.ops.aten.div.Tensor, "torch.ops.aten.sub"])
+    allowed = Allowed(
+        [torch.add, "torch.ones_like", "aten::mul", torch.ops.aten.div.Tensor, "torch.ops.aten.sub"]
+    )
     assert called(allowed, torch.add) is torch.add
     assert called(allowed, torch.ones_like) is torch.ones_like
     assert called(allowed, torch.ops.aten.mul) is torch.ops.aten.mul
@@ -264,7 +298,9 @@ NO_OPERATORS = [
 
 
 @pytest.mark.parametrize(
-    "items", [["torch", "aten"], ["torch.*", "aten::*"], [torch, torch.ops.aten]], ids=["names", "starred", "objects"]
+    "items",
+    [["torch", "aten"], ["torch.*", "aten::*"], [torch, torch.ops.aten]],
+    ids=["names", "starred", "objects"],
 )
 def test_namespaces_of_operators(items):
     allowed = Allowed(items)
@@ -297,13 +333,19 @@ def test_script_functions(by_name):
         refused(allowed.function, BUILTIN, text.encode())
 
 
-# --- classes -------------------------------------------------------------------------------------------------------------------
+# --- classes
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_class_admits_its_constructor_and_what_it_defines_for_itself():
     for item in (module.Server, f"{NAME}.Server"):
         allowed = Allowed([item])
-        assert in_module(allowed) == {"Server", "Server.fixed", "Server.named", "Server.later_static"}
+        assert in_module(allowed) == {
+            "Server",
+            "Server.fixed",
+            "Server.named",
+            "Server.later_static",
+        }
         assert called(allowed, module.Server) is module.Server
         assert called(allowed, module.Server.fixed)(1) == ("fixed", 1)
         assert called(allowed, module.Server.named)() is module.Server
@@ -335,7 +377,9 @@ def test_public_methods_are_bound_as_python_binds_them(ran):
     assert hasattr(allowed.method(server, "later"), functions.MARK)
     assert allowed.method(server, "later")().wait() == 5
     assert hasattr(allowed.method(server, "later_static"), functions.MARK)
-    assert allowed.method(server, "by_type")("x") == ("any", "x") and allowed.method(server, "by_type")(1) == ("int", 1)
+    assert allowed.method(server, "by_type")("x") == ("any", "x") and allowed.method(
+        server, "by_type"
+    )(1) == ("int", 1)
 
 
 NO_METHODS = {
@@ -394,7 +438,9 @@ def test_all_else_of_an_instance_is_refused_and_does_not_run(name, ran):
     assert ran == []
 
 
-@pytest.mark.parametrize("name", [None, 3, b"get", ("get",), ["get"], Text("get"), Text("_inner"), np.str_("get")])
+@pytest.mark.parametrize(
+    "name", [None, 3, b"get", ("get",), ["get"], Text("get"), Text("_inner"), np.str_("get")]
+)
 def test_a_method_is_named_by_a_str_of_exact_type(name):
     allowed = Allowed([module.Server])
     refused(allowed.method, module.Server(), name, match="named by a str, not by a")
@@ -403,7 +449,18 @@ def test_a_method_is_named_by_a_str_of_exact_type(name):
 
 def test_values_of_other_classes_have_no_methods(ran):
     allowed = Allowed([module.Server])
-    others = [module.Heir(), module.Base(), module.Impostor(), module.Claims(), [], {}, "text", 3, None, module.Server]
+    others = [
+        module.Heir(),
+        module.Base(),
+        module.Impostor(),
+        module.Claims(),
+        [],
+        {},
+        "text",
+        3,
+        None,
+        module.Server,
+    ]
     others += [module.step, module, module.make_local(), allowed, object(), torch.ones(1), type]
     ran.clear()
     for value in others:
@@ -439,7 +496,10 @@ def test_inherited_methods_belong_to_the_class_that_defines_them():
 
 def test_one_method_of_a_class():
     allowed = Allowed([module.Heir, f"{NAME}.Server.get"])
-    assert allowed.method(module.Heir(5), "get")() == 5 and allowed.method(module.Server(5), "get")() == 5
+    assert (
+        allowed.method(module.Heir(5), "get")() == 5
+        and allowed.method(module.Server(5), "get")() == 5
+    )
     assert allowed.method(module.Heir(5), "own")() == "own"
     refused(allowed.method, module.Server(), "fixed", match="inherited|not in the list")
     assert allowed.value(f"{NAME}:Server.get") is module.Server.get
@@ -458,7 +518,9 @@ def test_one_method_of_a_class():
 
 
 def test_classes_in_c_and_below_them():
-    allowed = Allowed([module.ListWithMethod, "collections.deque", torch.futures.Future, "torch._C.Future"])
+    allowed = Allowed(
+        [module.ListWithMethod, "collections.deque", torch.futures.Future, "torch._C.Future"]
+    )
     value = module.ListWithMethod([1, 2])
     assert allowed.method(value, "total")() == 3
     refused(allowed.method, value, "append", match='inherited from "builtins.list"')
@@ -471,15 +533,22 @@ def test_classes_in_c_and_below_them():
 def test_a_re_exported_class_stands_under_both_names():
     allowed = Allowed(["torch.nn.Linear"])
     for name in ("torch.nn:Linear", "torch.nn.modules.linear:Linear"):
-        assert allowed.function(PYTHON, name.encode()) is torch.nn.Linear and allowed.value(name) is torch.nn.Linear
+        assert (
+            allowed.function(PYTHON, name.encode()) is torch.nn.Linear
+            and allowed.value(name) is torch.nn.Linear
+        )
 
 
-# --- what the data of messages names -------------------------------------------------------------------------------------------
+# --- what the data of messages names
+# -------------------------------------------------------------------------------------------
 
 
 def test_records_are_listed_dataclasses_and_named_tuples():
     allowed = Allowed([module.Point, module.Pair, module.Server, module.OfDict, module.step])
-    assert allowed.record(f"{NAME}:Point") is module.Point and allowed.record(f"{NAME}:Pair") is module.Pair
+    assert (
+        allowed.record(f"{NAME}:Point") is module.Point
+        and allowed.record(f"{NAME}:Pair") is module.Pair
+    )
     for name in ("Frozen", "PairHeir", "PointIn3", "nothing", "step"):
         refused(allowed.record, f"{NAME}:{name}", match="may not be made")
     for name in (f"{NAME}.Point", "Point", "builtins:dict", "mpidist.rpc.worker:WorkerInfo", ""):
@@ -490,12 +559,24 @@ def test_records_are_listed_dataclasses_and_named_tuples():
 
 def test_exceptions_are_pythons_own_the_librarys_and_listed_ones():
     allowed = Allowed([module.CustomError, module.Ends, module.Server, module.EqualToPoint])
-    assert allowed.exception("builtins:ValueError") is ValueError and allowed.exception("builtins:OSError") is OSError
+    assert (
+        allowed.exception("builtins:ValueError") is ValueError
+        and allowed.exception("builtins:OSError") is OSError
+    )
     assert allowed.exception("mpidist.errors:CommTimeout") is errors.CommTimeout
     assert allowed.exception("mpidist.rpc.allowlist:Refused") is Refused
     assert allowed.exception(f"{NAME}:CustomError") is module.CustomError
     assert Allowed([]).exception(f"{NAME}:CustomError") is None
-    for name in ("SystemExit", "KeyboardInterrupt", "BaseException", "GeneratorExit", "eval", "dict", "type", "nothing"):
+    for name in (
+        "SystemExit",
+        "KeyboardInterrupt",
+        "BaseException",
+        "GeneratorExit",
+        "eval",
+        "dict",
+        "type",
+        "nothing",
+    ):
         assert allowed.exception(f"builtins:{name}") is None, name
     for name in (
         f"{NAME}:Ends",
@@ -507,15 +588,33 @@ def test_exceptions_are_pythons_own_the_librarys_and_listed_ones():
         "",
     ):
         assert allowed.exception(name) is None, name
-    own = {value for value in vars(builtins).values() if isinstance(value, type) and issubclass(value, Exception)}
+    own = {
+        value
+        for value in vars(builtins).values()
+        if isinstance(value, type) and issubclass(value, Exception)
+    }
     assert all(allowed.exception(f"builtins:{cls.__name__}") is cls for cls in own)
 
 
-# --- the list itself -----------------------------------------------------------------------------------------------------------
+# --- the list itself
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "wrong", ["os.system", b"os", 3, None, {"os": 1}, [3], [None], [object()], [functools.partial(print)], [math.pi], iter([])]
+    "wrong",
+    [
+        "os.system",
+        b"os",
+        3,
+        None,
+        {"os": 1},
+        [3],
+        [None],
+        [object()],
+        [functools.partial(print)],
+        [math.pi],
+        iter([]),
+    ],
 )
 def test_wrong_lists(wrong):
     with pytest.raises(TypeError, match="allowed"):
@@ -570,7 +669,9 @@ def test_functions_that_no_message_can_name_are_not_listed():
 
 
 def test_a_module_without_functions_is_told():
-    with pytest.raises(ValueError, match="defines no public function; its classes are listed one by one"):
+    with pytest.raises(
+        ValueError, match="defines no public function; its classes are listed one by one"
+    ):
         Allowed(["collections.abc"])
 
 
@@ -602,7 +703,10 @@ def test_a_module_without_functions_is_told():
     ids=lambda item: item if type(item) is str else getattr(item, "__name__", type(item).__name__),
 )
 def test_the_librarys_own_cannot_be_listed(item):
-    with pytest.raises(ValueError, match=r'"mpidist\.optim\.local" \(optimizers\) and "mpidist\.nn\.remote\.execute"'):
+    with pytest.raises(
+        ValueError,
+        match=r'"mpidist\.optim\.local" \(optimizers\) and "mpidist\.nn\.remote\.execute"',
+    ):
         Allowed([item])
 
 
@@ -625,7 +729,12 @@ def test_two_entries_admit_the_librarys_services():
 
 def test_a_class_of_the_users_below_one_of_the_librarys():
     allowed = Allowed([module.Proxied])
-    refused(allowed.method, object.__new__(module.Proxied), "__call__", match=r'inherited from "mpidist\.rpc\.proxy\.Proxy"')
+    refused(
+        allowed.method,
+        object.__new__(module.Proxied),
+        "__call__",
+        match=r'inherited from "mpidist\.rpc\.proxy\.Proxy"',
+    )
 
 
 def test_the_list_does_not_change():
@@ -645,7 +754,9 @@ def test_the_list_does_not_change():
 
 
 def test_the_list_as_text():
-    allowed = Allowed([module.step, module.Server, "torch.add", torch.ops.aten.mul.Tensor, math, module.scripted])
+    allowed = Allowed(
+        [module.step, module.Server, "torch.add", torch.ops.aten.mul.Tensor, math, module.scripted]
+    )
     entries = ("aten::mul.Tensor", "math", f"{NAME}.Server", f"{NAME}.step", "torch.add")
     assert allowed.entries() == (f"__torch__.{NAME}.scripted", *entries)
     assert repr(Allowed(["os.system", "os.system"])) == "Allowed(['os.system'])"
@@ -671,7 +782,12 @@ def test_many_entries(capsys):
         refused(many.function, PYTHON, f"{made.__name__}:f5000".encode())
         report = io.StringIO()
         for allowed, name in ((one, f"{NAME}:step"), (many, f"{made.__name__}:f2500")):
-            seconds = timeit.timeit(functools.partial(allowed.function, PYTHON, name.encode()), number=10000) / 10000
+            seconds = (
+                timeit.timeit(
+                    functools.partial(allowed.function, PYTHON, name.encode()), number=10000
+                )
+                / 10000
+            )
             print(f"{len(allowed._functions)} names: {1e9 * seconds:.0f} ns", file=report)
     finally:
         del sys.modules[made.__name__]
@@ -679,7 +795,8 @@ def test_many_entries(capsys):
         print(f"\n{report.getvalue()}", end="")
 
 
-# --- a worker ------------------------------------------------------------------------------------------------------------------
+# --- a worker
+# ------------------------------------------------------------------------------------------------------------------
 
 
 class Runs:
@@ -691,7 +808,9 @@ class Runs:
 
 @pytest.mark.mpi(min_size=1)
 def test_a_worker_refuses_what_is_not_listed(group):
-    rpc.init_rpc(f"worker{group.rank}", group=group, allowed=[module.step, module.Server, "torch.mul"])
+    rpc.init_rpc(
+        f"worker{group.rank}", group=group, allowed=[module.step, module.Server, "torch.mul"]
+    )
     to = (group.rank + 1) % group.size
     assert rpc.rpc_sync(to, module.step, args=(1,)) == 2
     assert torch.equal(rpc.rpc_sync(to, torch.mul, args=(torch.ones(2), 3)), torch.full((2,), 3.0))

@@ -29,20 +29,30 @@ def run(group, seed):
     options = rpc.RpcBackendOptions(num_worker_threads=rng.choice((1, 2, 4, 16)))
     rpc.init_rpc(f"worker{group.rank}", group=group, rpc_backend_options=options)
     agent = api._get_current_rpc_agent()
-    graphs = [[call_graphs.node(rng, group.size) for _ in range(6)] for _ in range(rng.randint(1, 3))]
+    graphs = [
+        [call_graphs.node(rng, group.size) for _ in range(6)] for _ in range(rng.randint(1, 3))
+    ]
 
     def run_all(roots):
         for root in roots:
             call_graphs.judge(root)
 
-    threads = [threading.Thread(target=run_all, args=(roots,), name=f"graphs{place}") for place, roots in enumerate(graphs)]
+    threads = [
+        threading.Thread(target=run_all, args=(roots,), name=f"graphs{place}")
+        for place, roots in enumerate(graphs)
+    ]
     for thread in threads:
         thread.start()
     late = joined(threads, _LIMIT_S - 20)
     left = [call_graphs.node(rng, group.size, rng.randint(1, call_graphs.DEPTH)) for _ in range(8)]
     for place, root in enumerate(left):
         call = rpc.remote if place % 3 == 0 else rpc.rpc_async
-        call(rng.randrange(group.size), call_graphs.judge, args=(root,), timeout=call_graphs.PATIENT_S)
+        call(
+            rng.randrange(group.size),
+            call_graphs.judge,
+            args=(root,),
+            timeout=call_graphs.PATIENT_S,
+        )
     rpc.shutdown(timeout=_LIMIT_S - 30)
     found = [*call_graphs.take_wrong(), *left_behind(agent), *late]
     agree(group, not found, f"MPIDIST_CALL_GRAPHS={seed}-{seed}: {found}")
@@ -93,9 +103,16 @@ def test_a_seed_gives_one_graph():
 def test_every_kind_of_node_and_every_way_comes_up():
     nodes = [node for seed in range(300) for node in call_graphs.nodes_of(drawn(seed))]
     assert {type(node) for node in nodes} == set(call_graphs.KINDS)
-    assert {node.way for node in nodes if isinstance(node, call_graphs.Race)} == {*call_graphs.WAYS, "fetch"}
+    assert {node.way for node in nodes if isinstance(node, call_graphs.Race)} == {
+        *call_graphs.WAYS,
+        "fetch",
+    }
     assert {node.to for node in nodes if isinstance(node, call_graphs.Call)} == {0, 1, 2}
-    leaves = [node.expected() for node in nodes if isinstance(node, call_graphs.Leaf) and node.kind == "tensor"]
+    leaves = [
+        node.expected()
+        for node in nodes
+        if isinstance(node, call_graphs.Leaf) and node.kind == "tensor"
+    ]
     assert {leaf.nbytes > 32 << 10 for leaf in leaves} == {True, False}
 
 

@@ -96,7 +96,10 @@ def test_importable_functions_go_by_name_and_are_found_by_it(function, name):
 def test_class_methods_go_by_the_name_of_the_class_that_they_are_bound_to():
     for function, name in ((Kept.bound, "Kept.bound"), (Heir.bound, "Heir.bound")):
         assert name_of(function) == (Kind.CALL_PYTHON, f"{__name__}:{name}")
-        assert callee.found(Kind.CALL_PYTHON, f"{__name__}:{name}".encode(), None)() is function.__self__
+        assert (
+            callee.found(Kind.CALL_PYTHON, f"{__name__}:{name}".encode(), None)()
+            is function.__self__
+        )
 
 
 def test_functions_without_an_importable_name_go_by_pickle():
@@ -106,7 +109,15 @@ def test_functions_without_an_importable_name_go_by_pickle():
 
     made = types.FunctionType(of_this_module.__code__, {}, "of_this_module")
     made.__module__ = __name__  # its name is another function's
-    for function in (Local, Local(), lambda: 1, made, Kept().method, operator.itemgetter(1), [].append):
+    for function in (
+        Local,
+        Local(),
+        lambda: 1,
+        made,
+        Kept().method,
+        operator.itemgetter(1),
+        [].append,
+    ):
         assert name_of(function) == (Kind.CALL_PYTHON, "")
     assert callee.text_of(callee.named(made)[1]) == ""
     with pytest.raises(TypeError, match="callable; got 3"):
@@ -137,7 +148,9 @@ def test_modules_are_imported_where_they_are_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     assert callee.found(Kind.CALL_PYTHON, b"colorsys:rgb_to_hsv", None)(0, 0, 0) == (0, 0, 0)
     for name in (b"nowhere_at_all:function", b"colorsys:nothing", b"colorsys:rgb_to_hsv.nothing"):
-        with pytest.raises(MpidistError, match="Default RPC pickler does not serialize function code"):
+        with pytest.raises(
+            MpidistError, match="Default RPC pickler does not serialize function code"
+        ):
             callee.found(Kind.CALL_PYTHON, name, None)
 
 
@@ -145,7 +158,18 @@ def test_only_a_limited_number_of_names_is_kept(monkeypatch):
     monkeypatch.setattr(callee, "_MOST", 5)
     monkeypatch.setattr(callee, "_of_functions", {})
     monkeypatch.setattr(callee, "_of_names", {})
-    for function in (len, dict, list, tuple, set, int, str, of_this_module, operator.add, operator.sub):
+    for function in (
+        len,
+        dict,
+        list,
+        tuple,
+        set,
+        int,
+        str,
+        of_this_module,
+        operator.add,
+        operator.sub,
+    ):
         kind, name = name_of(function)
         assert callee.found(kind, name.encode(), None) is function
         assert len(callee._of_functions) <= 5 and len(callee._of_names) <= 5
@@ -164,7 +188,9 @@ def test_names_that_lead_nowhere_are_not_kept():
         with pytest.raises(MpidistError):
             callee.found(kind, name, None)
     assert (callee._of_names, callee._operators) == (names, operators)
-    assert "nowhere_at_all" not in vars(torch.ops), "torch keeps a namespace of every name that it is asked for"
+    assert "nowhere_at_all" not in vars(torch.ops), (
+        "torch keeps a namespace of every name that it is asked for"
+    )
 
 
 NO_OPERATORS = [

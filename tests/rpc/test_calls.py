@@ -69,9 +69,14 @@ def scripted(x: torch.Tensor, k: int) -> torch.Tensor:
 
 def test_results_of_all_kinds_of_functions(workers, to):
     assert rpc.rpc_sync(to, echo, args=(1, "a"), kwargs={"k": None}) == (1, "a", {"k": None})
-    assert torch.equal(rpc.rpc_sync(to, torch.add, args=(torch.ones(3), 2), kwargs={"alpha": 2}), torch.full((3,), 5.0))
+    assert torch.equal(
+        rpc.rpc_sync(to, torch.add, args=(torch.ones(3), 2), kwargs={"alpha": 2}),
+        torch.full((3,), 5.0),
+    )
     assert torch.equal(rpc.rpc_sync(to, scripted, args=(torch.ones(2), 3)), torch.full((2,), 3.0))
-    assert rpc.rpc_sync(to, operator.add, args=(2, 3)) == 5 and rpc.rpc_sync(to, dict, kwargs={"a": 1}) == {"a": 1}
+    assert rpc.rpc_sync(to, operator.add, args=(2, 3)) == 5 and rpc.rpc_sync(
+        to, dict, kwargs={"a": 1}
+    ) == {"a": 1}
     assert rpc.rpc_sync(api.get_worker_info(to), max, args=(1, 2)) == 2
     assert rpc.rpc_sync(api.get_worker_info(to).id, echo, args=(None,)) is None
     array = rpc.rpc_sync(to, echo, args=(np.arange(100_000),))
@@ -83,7 +88,9 @@ def test_results_of_all_kinds_of_functions(workers, to):
 def test_tensors_of_any_size_all_to_all_at_once(group, workers, numel):
     """Every worker calls every worker, itself included, before any waits."""
     mine = torch.arange(numel, dtype=torch.float32) + group.rank
-    futures = [rpc.rpc_async(name, torch.add, args=(mine, rank)) for rank, name in enumerate(workers)]
+    futures = [
+        rpc.rpc_async(name, torch.add, args=(mine, rank)) for rank, name in enumerate(workers)
+    ]
     for rank, future in enumerate(futures):
         assert torch.equal(future.wait(), mine + rank)
 
@@ -100,7 +107,9 @@ def test_an_exception_has_its_type_its_place_and_its_worker(workers, to):
         rpc.rpc_sync(to, fail, args=(KeyError, "missing"))
     cause = caught.value.__cause__
     assert cause.worker == to and "in fail" in str(cause) and f'on worker "{to}"' in str(cause)
-    with pytest.raises(RemoteError, match=r"Odd, which cannot be raised here.*Original exception.*words") as caught:
+    with pytest.raises(
+        RemoteError, match=r"Odd, which cannot be raised here.*Original exception.*words"
+    ) as caught:
         rpc.rpc_sync(to, fail, args=(Odd, 3, "words"))
     assert caught.value.type_name == "Odd" and caught.value.rank == int(to[6:])
     with pytest.raises(RemoteError, match="cannot be raised here"):
@@ -300,7 +309,8 @@ def test_damaged_messages_are_refused_and_the_agent_lives(group, workers, to, ca
     group.barrier()  # what is refused before the test has begun is not in its records
     peer = (group.rank + 1) % group.size
     damaged = [b"", b"abc", b"\xff" * 40, b"x" * 32, b"x" * 1000]
-    if "Open MPI" not in library_name():  # Open MPI 5.0 writes past the receive's memory before it reports the truncation
+    # Open MPI 5.0 writes past the receive's memory before it reports the truncation
+    if "Open MPI" not in library_name():
         damaged.append(b"x" * 60_000)
     with pytest.raises(ValueError, match="60000 bytes"):
         transport.send(peer, Kind.CALL_PYTHON, header=bytes(60_000))
@@ -310,11 +320,16 @@ def test_damaged_messages_are_refused_and_the_agent_lives(group, workers, to, ca
     inside = [(200, b""), (40, b""), (Kind.RREF_FETCH, b"")]
     for kind, header in inside:
         transport.send(peer, kind, header=header)
-    api._get_current_rpc_agent().wire.post_one_way(peer, Kind.RREF_FORK, b"12345")  # counted all the same
+    # counted all the same
+    api._get_current_rpc_agent().wire.post_one_way(peer, Kind.RREF_FORK, b"12345")
     inside.append((Kind.RREF_FORK, b"12345"))
     assert rpc.rpc_sync(to, echo, args=(1,)) == 1
     group.barrier()
-    refused = [record.message for record in caplog.records if f"{api.get_worker_info()} refused a message" in record.message]
+    refused = [
+        record.message
+        for record in caplog.records
+        if f"{api.get_worker_info()} refused a message" in record.message
+    ]
     assert len(refused) == len(damaged) + len(inside), refused
 
 
@@ -322,7 +337,11 @@ def test_damaged_messages_are_refused_and_the_agent_lives(group, workers, to, ca
 def test_damaged_calls_are_answered_with_the_reason(group, workers, to):
     agent = api._get_current_rpc_agent()
     peer = agent.workers.rank_of(to)
-    for prefix, words in ((b"", "without a name"), (b"\xff\xff", "cut off"), (b"\x03\x00abc", "has no attribute")):
+    for prefix, words in (
+        (b"", "without a name"),
+        (b"\xff\xff", "cut off"),
+        (b"\x03\x00abc", "has no attribute"),
+    ):
         with pytest.raises(MpidistError, match=words):
             agent.calls.request(peer, Kind.CALL_PYTHON, prefix, None, 10.0, "a damaged call")
     assert rpc.rpc_sync(to, echo, args=(1,)) == 1
@@ -347,7 +366,9 @@ def test_calls_whose_parts_are_damaged_fail_and_nothing_stays_counted(group, wor
     damaged(lambda: rpc.rpc_sync(to, echo, args=(data, kept), timeout=10))
     damaged(lambda: rpc.remote(to, echo, args=(data,), timeout=10).to_here(timeout=10))
     with mock.patch.object(transport, "arranged", cut_off):
-        api._get_current_rpc_agent().wire.post_one_way((group.rank + 1) % group.size, Kind.GRADIENTS, b"", codec.encoded(data))
+        api._get_current_rpc_agent().wire.post_one_way(
+            (group.rank + 1) % group.size, Kind.GRADIENTS, b"", codec.encoded(data)
+        )
     assert rpc.rpc_sync(to, echo, args=(1,)) == 1
     group.barrier()
 
@@ -357,6 +378,10 @@ def test_counters_have_torchs_names(workers):
     from mpidist.rpc import _get_debug_info
 
     info = _get_debug_info()
-    assert {"num_owner_rrefs", "num_forks", "num_pending_users", "agent.num_pending_requests", "agent.thread_pool_size"} <= set(
-        info
-    )
+    assert {
+        "num_owner_rrefs",
+        "num_forks",
+        "num_pending_users",
+        "agent.num_pending_requests",
+        "agent.thread_pool_size",
+    } <= set(info)

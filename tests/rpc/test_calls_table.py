@@ -102,7 +102,10 @@ def test_every_request_has_a_number_of_its_own_and_is_registered_before_it_is_se
 
 
 def test_pending_calls_time_out_in_any_order(calls, clock):
-    made = [started(calls, timeout_s=timeout_s, text=f"call {timeout_s}") for timeout_s in (0, 2, 100, 1)]
+    made = [
+        started(calls, timeout_s=timeout_s, text=f"call {timeout_s}")
+        for timeout_s in (0, 2, 100, 1)
+    ]
     assert not calls.has_expired()
     clock[0] += 1.5
     assert calls.has_expired()
@@ -111,10 +114,17 @@ def test_pending_calls_time_out_in_any_order(calls, clock):
     clock[0] += 1.5
     assert calls.has_expired()
     calls.expire()
-    assert [call.done for call in made] == [False, True, False, True] and not calls.has_expired() and len(calls) == 2
+    assert (
+        [call.done for call in made] == [False, True, False, True]
+        and not calls.has_expired()
+        and len(calls) == 2
+    )
     with pytest.raises(CommTimeout, match=r"RPC ran for more than set timeout \(2000 ms\).*call 2"):
         calls.result(made[1])
-    assert calls.answered(answer(made[2], "late enough")) is NOTHING_LEFT and calls.result(made[2]) == "late enough"
+    assert (
+        calls.answered(answer(made[2], "late enough")) is NOTHING_LEFT
+        and calls.result(made[2]) == "late enough"
+    )
     clock[0] += 1e9
     calls.expire()
     assert not made[0].done and len(calls) == 1  # no timeout
@@ -133,7 +143,9 @@ def test_a_thread_whose_wait_is_over_fails_its_call_by_itself(calls, clock):
     assert len(calls) == 0
 
 
-@pytest.mark.parametrize(("timeout", "expected"), [(UNSET_RPC_TIMEOUT, DEFAULT_S), (0, 0.0), (2.5, 2.5)])
+@pytest.mark.parametrize(
+    ("timeout", "expected"), [(UNSET_RPC_TIMEOUT, DEFAULT_S), (0, 0.0), (2.5, 2.5)]
+)
 def test_timeouts_of_calls_and_requests(calls, timeout, expected):
     seen = []
 
@@ -205,7 +217,12 @@ def test_what_cannot_be_pickled_leaves_nothing_registered(calls):
     for way in (calls.invoke, calls.invoke_async, calls.references.create):
         with pytest.raises(RuntimeError, match="not this one"):
             way(0, len, (Stubborn(),), {}, 1.0)
-    assert len(calls) == 0 and calls.started == 0 and calls.references.store.counts() == (0, 0) and not calls.wire.sent
+    assert (
+        len(calls) == 0
+        and calls.started == 0
+        and calls.references.store.counts() == (0, 0)
+        and not calls.wire.sent
+    )
 
 
 def test_calls_to_a_worker_that_has_left_fail(calls):
@@ -238,7 +255,8 @@ def test_stop_fails_what_is_under_way_and_refuses_the_rest(calls):
     callbacks = []
     future.add_done_callback(callbacks.append)
     calls.stop()
-    assert len(calls) == 0 and len(callbacks) == 1 and not calls.polling.submitted  # the pool ends as well
+    # the pool ends as well
+    assert len(calls) == 0 and len(callbacks) == 1 and not calls.polling.submitted
     with pytest.raises(MpidistError, match="RPC was shut down on this worker"):
         calls.result(call)
     with pytest.raises(MpidistError, match="RPC was shut down"):
@@ -321,7 +339,12 @@ def test_creations_are_counted_until_the_owner_has_answered(calls, clock):
     assert none is None and calls.creations() == 2 == len(calls)
     entry.set(0)
     calls.answered(answer(creation, kind=Kind.REMOTE_DONE, source=0))
-    assert creation.done and creation.reason() is None and not creation.is_lost and store.counts() == (0, 0)
+    assert (
+        creation.done
+        and creation.reason() is None
+        and not creation.is_lost
+        and store.counts() == (0, 0)
+    )
     clock[0] += 6
     calls.expire()
     assert elsewhere.is_lost and calls.creations() == 0

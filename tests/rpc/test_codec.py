@@ -33,7 +33,9 @@ def by_both(obj):
 def test_tensors_come_by_either_way_shared_and_writable(numel):
     tensor = torch.arange(numel, dtype=torch.float32)
     for there in by_both([tensor, {"again": tensor}, torch.nn.Parameter(tensor)]):
-        assert described(there) == described([tensor, {"again": tensor}, torch.nn.Parameter(tensor)])
+        assert described(there) == described(
+            [tensor, {"again": tensor}, torch.nn.Parameter(tensor)]
+        )
         assert there[1]["again"] is there[0]
         there[0].fill_(1)  # it owns memory that it may write
 
@@ -64,7 +66,13 @@ def test_a_result_that_needs_a_gradient_comes_as_a_leaf():
 
 def test_objects_arrays_and_modules():
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU())
-    obj = {"pair": Pair(1, [torch.ones(2)]), "model": model, "array": np.arange(50_000), "few": np.ones(3), "none": None}
+    obj = {
+        "pair": Pair(1, [torch.ones(2)]),
+        "model": model,
+        "array": np.arange(50_000),
+        "few": np.ones(3),
+        "none": None,
+    }
     there = over(obj)
     assert type(there["pair"]) is Pair and there["pair"].left == 1 and there["none"] is None
     assert (there["array"] == np.arange(50_000)).all()
@@ -77,7 +85,12 @@ def test_objects_arrays_and_modules():
 
 @pytest.mark.parametrize(
     "array",
-    [np.arange(12).reshape(3, 4).T, np.array(["a", None], dtype=object), np.arange(5, dtype=">i4"), np.ones(3, dtype="m8[s]")],
+    [
+        np.arange(12).reshape(3, 4).T,
+        np.array(["a", None], dtype=object),
+        np.arange(5, dtype=">i4"),
+        np.ones(3, dtype="m8[s]"),
+    ],
     ids=["strided", "objects", "big-endian", "timedelta"],
 )
 def test_arrays_of_other_kinds_go_by_pickle(array):
@@ -92,7 +105,10 @@ def test_large_memory_is_not_copied():
     addresses = {large.data_ptr(), array.ctypes.data}
     for obj in ([large, array], Other([large, array])):
         _, _, parts, _ = codec.encoded(obj).body(None)
-        own = {part.data_ptr() if isinstance(part, torch.Tensor) else address_of(part) for part in parts}
+        own = {
+            part.data_ptr() if isinstance(part, torch.Tensor) else address_of(part)
+            for part in parts
+        }
         assert len(own) == len(parts) == 2 and own == addresses
 
 
@@ -112,7 +128,11 @@ def test_what_cannot_be_pickled_raises_and_the_next_object_is_whole():
         def __reduce__(self):
             raise RuntimeError("not this one")
 
-    for encode in (codec.encoded, lambda obj: codec.encoded_call(obj, {}), lambda obj: codec.encoded_call((), {"k": obj})):
+    for encode in (
+        codec.encoded,
+        lambda obj: codec.encoded_call(obj, {}),
+        lambda obj: codec.encoded_call((), {"k": obj}),
+    ):
         with pytest.raises(RuntimeError, match="not this one"):
             encode([torch.ones(3), Marked(1), Stubborn()])
         assert over([1, torch.ones(2)])[0] == 1
@@ -152,7 +172,9 @@ class Reading:
 
 
 def test_decoding_within_decoding():
-    before, reading, after = over([(Marked(1), torch.zeros(2)), Reading(), (Marked(3), torch.ones(2))])
+    before, reading, after = over(
+        [(Marked(1), torch.zeros(2)), Reading(), (Marked(3), torch.ones(2))]
+    )
     assert reading.found[0].number == 9 and reading.found[1].tolist() == [9, 9]
     assert before[0].number == 1 and before[1].tolist() == [0, 0]
     assert after[0].number == 3 and after[1].tolist() == [1, 1]
@@ -191,7 +213,15 @@ def test_the_references_of_what_cannot_be_read_are_known_without_reading_it():
 
 def test_attached_tensors_take_the_places_of_those_that_came():
     sparse = torch.eye(3).to_sparse()
-    obj = [torch.ones(2), {"x": torch.ones(3)}, np.ones(2), Marked(1), torch.nn.Parameter(torch.ones(1)), sparse, bytearray(b"b")]
+    obj = [
+        torch.ones(2),
+        {"x": torch.ones(3)},
+        np.ones(2),
+        Marked(1),
+        torch.nn.Parameter(torch.ones(1)),
+        sparse,
+        bytearray(b"b"),
+    ]
     for whole, take in ((obj, lambda there: there), (Other(obj), lambda there: there.held)):
         came = []
 
@@ -200,7 +230,12 @@ def test_attached_tensors_take_the_places_of_those_that_came():
             return [tensor * 2 for tensor in tensors]
 
         there = take(over(whole, attach=attach))
-        assert [type(one) for one in came] == [torch.Tensor, torch.Tensor, torch.nn.Parameter, torch.Tensor]
+        assert [type(one) for one in came] == [
+            torch.Tensor,
+            torch.Tensor,
+            torch.nn.Parameter,
+            torch.Tensor,
+        ]
         assert came[3].layout is torch.sparse_coo
         assert there[0].sum() == 4 and there[1]["x"].sum() == 6 and there[4].sum() == 2
         assert there[5].to_dense().sum() == 6
@@ -221,7 +256,11 @@ def test_memory_of_other_objects_travels_out_of_band():
     tensor = torch.ones(20_000)
     content = codec.encoded([Sheet(bytes(range(200)) * 100), tensor, Sheet(b"small")])
     flags, _, parts, _ = content.body(None)
-    assert flags & codec.PICKLED and [memory_of(part).nbytes for part in parts] == [80_000, 20_000, 5]
+    assert flags & codec.PICKLED and [memory_of(part).nbytes for part in parts] == [
+        80_000,
+        20_000,
+        5,
+    ]
     first, there, second = decoded(content)
     assert first == bytes(range(200)) * 100 and torch.equal(there, tensor) and second == b"small"
 

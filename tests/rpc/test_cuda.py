@@ -24,8 +24,11 @@ def slow_double(x):
 
 @pytest.fixture
 def on_gpu(group):
-    group.all_reduce(torch.ones(1, device="cuda"))  # before it, messages go over the host where ranks share devices
-    options = rpc.RpcBackendOptions(device_maps={f"worker{rank}": {0: 0} for rank in range(group.size)})
+    # before it, messages go over the host where ranks share devices
+    group.all_reduce(torch.ones(1, device="cuda"))
+    options = rpc.RpcBackendOptions(
+        device_maps={f"worker{rank}": {0: 0} for rank in range(group.size)}
+    )
     rpc.init_rpc(f"worker{group.rank}", group=group, rpc_backend_options=options)
     yield f"worker{(group.rank + 1) % group.size}"
     rpc.shutdown()
@@ -34,7 +37,10 @@ def on_gpu(group):
 @pytest.mark.parametrize("numel", SIZES)
 def test_tensors_come_to_their_device_and_back(on_gpu, numel):
     tensor = torch.arange(numel, device="cuda", dtype=torch.float32)
-    for there in (rpc.rpc_sync(on_gpu, echo, args=(tensor,)), rpc.rpc_async(on_gpu, echo, args=(tensor,)).wait()):
+    for there in (
+        rpc.rpc_sync(on_gpu, echo, args=(tensor,)),
+        rpc.rpc_async(on_gpu, echo, args=(tensor,)).wait(),
+    ):
         assert there.is_cuda and torch.equal(there, tensor)
 
 
@@ -45,20 +51,32 @@ def test_values_wait_for_the_kernels_that_make_them(on_gpu):
     assert rpc.rpc_sync(on_gpu, slow_double, args=(tensor,)).eq(4).all()
     reference = rpc.remote(on_gpu, slow_double, args=(tensor,))
     assert reference.to_here().eq(4).all()
-    assert rpc.rpc_async(on_gpu, slow_double, args=(tensor,)).then(lambda future: future.wait() + 1).wait().eq(5).all()
+    assert (
+        rpc.rpc_async(on_gpu, slow_double, args=(tensor,))
+        .then(lambda future: future.wait() + 1)
+        .wait()
+        .eq(5)
+        .all()
+    )
 
 
 def test_views_share_and_mixed_devices_travel(on_gpu):
     base = torch.zeros(1000, 10, device="cuda")
     whole, part, host = rpc.rpc_sync(on_gpu, echo, args=([base, base[5], torch.ones(3)],))
     part.fill_(1)
-    assert whole[5].eq(1).all() and not host.is_cuda and torch.equal(rpc.rpc_sync(on_gpu, echo, args=(base.t(),)), base.t())
+    assert (
+        whole[5].eq(1).all()
+        and not host.is_cuda
+        and torch.equal(rpc.rpc_sync(on_gpu, echo, args=(base.t(),)), base.t())
+    )
 
 
 def test_a_device_without_a_map_is_refused(group):
     rpc.init_rpc(f"worker{group.rank}", group=group)
     with pytest.raises(ValueError, match="set_device_map"):
-        rpc.rpc_sync(f"worker{(group.rank + 1) % group.size}", echo, args=(torch.ones(1, device="cuda"),))
+        rpc.rpc_sync(
+            f"worker{(group.rank + 1) % group.size}", echo, args=(torch.ones(1, device="cuda"),)
+        )
     rpc.shutdown()
     options = rpc.RpcBackendOptions(device_maps={"nobody": {0: 0}})
     with pytest.raises(MpidistError, match="device maps name workers"):

@@ -31,21 +31,70 @@ def echo(x=None):
     return x
 
 
-# Name: (kind, flags, header, parts, context, what the receiver's log says). One-way messages that are counted for quiescence come
-# to a sender that has counted them, too.
+# Name: (kind, flags, header, parts, context, what the receiver's log says). One-way messages that
+# are counted for quiescence come to a sender that has counted them, too.
 MESSAGES = {
     "an empty report": (Kind.QUIET_REPORT, 0, b"", (), 0, "a report of 0 numbers"),
-    "a short report": (Kind.QUIET_REPORT, 0, message.written_words([0, 1]), (), 0, "a report of 2 numbers"),
+    "a short report": (
+        Kind.QUIET_REPORT,
+        0,
+        message.written_words([0, 1]),
+        (),
+        0,
+        "a report of 2 numbers",
+    ),
     "half a number": (Kind.QUIET_REPORT, 0, b"1234", (), 0, "no row of numbers"),
-    "a verdict of somebody": (Kind.QUIET_VERDICT, 0, message.written_words([0, 1]), (), 0, "a verdict"),
+    "a verdict of somebody": (
+        Kind.QUIET_VERDICT,
+        0,
+        message.written_words([0, 1]),
+        (),
+        0,
+        "a verdict",
+    ),
     "an empty verdict": (Kind.QUIET_VERDICT, 0, b"", (), 0, "a verdict of 0 numbers"),
-    "forks in odd number": (Kind.RREF_FORK, 0, message.written_words([1, 2, 3]), (), 0, "no row of pairs"),
-    "deletes in odd number": (Kind.RREF_USER_DELETE, 0, message.written_words([1, 2, 3]), (), 0, "no row of pairs"),
+    "forks in odd number": (
+        Kind.RREF_FORK,
+        0,
+        message.written_words([1, 2, 3]),
+        (),
+        0,
+        "no row of pairs",
+    ),
+    "deletes in odd number": (
+        Kind.RREF_USER_DELETE,
+        0,
+        message.written_words([1, 2, 3]),
+        (),
+        0,
+        "no row of pairs",
+    ),
     "forks cut off": (Kind.RREF_FORK, 0, PAIR[:-1], (), 0, "no row of pairs"),
-    "forks that another has made": (Kind.RREF_FORK, 0, message.PAIR.pack(5, 77 << 40), (), 0, "which it has not made"),
-    "references cut off": (Kind.CALL_PYTHON, REFERENCES, b"\xff\xff", (), 0, "65535 references announced"),
+    "forks that another has made": (
+        Kind.RREF_FORK,
+        0,
+        message.PAIR.pack(5, 77 << 40),
+        (),
+        0,
+        "which it has not made",
+    ),
+    "references cut off": (
+        Kind.CALL_PYTHON,
+        REFERENCES,
+        b"\xff\xff",
+        (),
+        0,
+        "65535 references announced",
+    ),
     "no references": (Kind.CALL_PYTHON, REFERENCES, b"", (), 0, "references are cut off"),
-    "a reference of no worker": (Kind.CALL_PYTHON, REFERENCES, NO_WORKER + NAMED, (), 0, "a value of rank 77"),
+    "a reference of no worker": (
+        Kind.CALL_PYTHON,
+        REFERENCES,
+        NO_WORKER + NAMED,
+        (),
+        0,
+        "a value of rank 77",
+    ),
     "no number of autograd": (Kind.CALL_PYTHON, AUTOGRAD, b"12", (), 0, "1 numbers announced"),
     "a remote call without ids": (Kind.REMOTE_PYTHON, 0, PAIR[:-1], (), 0, "2 numbers announced"),
     "a fetch of nothing": (Kind.RREF_FETCH, 0, b"", (), 0, "1 numbers announced"),
@@ -54,7 +103,14 @@ MESSAGES = {
     "an unknown one-way message": (99, 0, b"", (), 0, "unknown kind 99"),
     "no kind": (0, 0, b"", (), 0, "unknown kind 0"),
     "an answer to nobody of a part": (Kind.RESULT, FAR | ANNOUNCED, b"", [b"12"], 0, None),
-    "an answer of references of no worker": (Kind.RESULT, REFERENCES, NO_WORKER, (), 0, "a value of rank 77"),
+    "an answer of references of no worker": (
+        Kind.RESULT,
+        REFERENCES,
+        NO_WORKER,
+        (),
+        0,
+        "a value of rank 77",
+    ),
     "gradients without numbers": (Kind.GRADIENTS, 0, b"12", (), 0, None),
     "a notice that is none": (Kind.AUTOGRAD_NOTICE, 0, b"\xff", (), 0, None),
 }
@@ -90,22 +146,50 @@ def test_a_message_that_nobody_sends_ends_no_worker(group, workers, to, name, ca
 OF_ANOTHER = [(1, 77 << 40, 0)]  # no fork of the sender's
 REQUESTS = {
     "a reference with another's fork": (
-        *(Kind.CALL_PYTHON, REFERENCES, message.written_references(OF_ANOTHER) + NAMED, (), "which it has not made"),
+        *(
+            Kind.CALL_PYTHON,
+            REFERENCES,
+            message.written_references(OF_ANOTHER) + NAMED,
+            (),
+            "which it has not made",
+        ),
     ),
     "a reference with another's fork, and a part that is late": (
-        *(Kind.CALL_PYTHON, REFERENCES | FAR, message.written_references(OF_ANOTHER) + NAMED, [b"x" * (1 << 20)]),
+        *(
+            Kind.CALL_PYTHON,
+            REFERENCES | FAR,
+            message.written_references(OF_ANOTHER) + NAMED,
+            [b"x" * (1 << 20)],
+        ),
         "which it has not made",
     ),
     "announced references with another's forks": (
         *(Kind.CALL_PYTHON, FAR | ANNOUNCED, NAMED),
-        *([message.written_announced(OF_ANOTHER) + codec.encoded(1).skeleton], "which it has not made"),
+        *(
+            [message.written_announced(OF_ANOTHER) + codec.encoded(1).skeleton],
+            "which it has not made",
+        ),
     ),
-    "a remote call with another's reference": (Kind.REMOTE_PYTHON, 0, message.PAIR.pack(77 << 40, 1) + NAMED, (), "not made"),
+    "a remote call with another's reference": (
+        Kind.REMOTE_PYTHON,
+        0,
+        message.PAIR.pack(77 << 40, 1) + NAMED,
+        (),
+        "not made",
+    ),
     "an unknown kind": (17, 0, b"", (), "unknown kind 17"),
-    "a reference of no worker": (Kind.CALL_PYTHON, REFERENCES, NO_WORKER + NAMED, (), "a value of rank 77"),
+    "a reference of no worker": (
+        Kind.CALL_PYTHON,
+        REFERENCES,
+        NO_WORKER + NAMED,
+        (),
+        "a value of rank 77",
+    ),
     "announced references of no worker": (
         *(Kind.CALL_PYTHON, FAR | ANNOUNCED, NAMED),
-        lambda rank: [message.written_announced([(1, new_id(rank, 2), 77)]) + codec.encoded(1).skeleton],
+        lambda rank: [
+            message.written_announced([(1, new_id(rank, 2), 77)]) + codec.encoded(1).skeleton
+        ],
         "a value of rank 77",
     ),
     "announced references cut off": (
@@ -115,7 +199,13 @@ REQUESTS = {
         [struct.pack("<I", 1 << 31)],
         "references announced",
     ),
-    "a table of nothing": (Kind.CALL_PYTHON, codec.TABLE, NAMED + struct.pack("<II", 1, 0), (), "does not describe"),
+    "a table of nothing": (
+        Kind.CALL_PYTHON,
+        codec.TABLE,
+        NAMED + struct.pack("<II", 1, 0),
+        (),
+        "does not describe",
+    ),
     "a remote call without ids": (Kind.REMOTE_PYTHON, 0, PAIR[:-1], (), "2 numbers announced"),
 }
 
@@ -129,7 +219,9 @@ def test_a_request_that_cannot_be_read_fails_its_call_with_the_reason(group, wor
     call = Call(rank, "the call", CALL_S)
     post = agent.calls._post
     try:
-        agent.calls._post = lambda to, _, sequence, *rest: agent._transport.send(to, int(kind), sequence, 0, flags, header, parts)
+        agent.calls._post = lambda to, _, sequence, *rest: agent._transport.send(
+            to, int(kind), sequence, 0, flags, header, parts
+        )
         agent.calls.start(call, int(Kind.CALL_PYTHON), b"", codec.EMPTY)
     finally:
         agent.calls._post = post
@@ -141,11 +233,20 @@ def test_a_request_that_cannot_be_read_fails_its_call_with_the_reason(group, wor
 def forge_answer(rank, sequence, kind, is_damaged):
     """Answer, from here, a call that another worker has made to somebody else."""
     agent = api._get_current_rpc_agent()
-    agent._transport.send(rank, kind, sequence, 0, 0 if not is_damaged else REFERENCES, b"" if is_damaged else b"i\1\0\0\0")
+    agent._transport.send(
+        rank,
+        kind,
+        sequence,
+        0,
+        0 if not is_damaged else REFERENCES,
+        b"" if is_damaged else b"i\1\0\0\0",
+    )
 
 
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize(("kind", "is_damaged"), [(Kind.RESULT, False), (Kind.EXCEPTION, False), (Kind.RESULT, True)])
+@pytest.mark.parametrize(
+    ("kind", "is_damaged"), [(Kind.RESULT, False), (Kind.EXCEPTION, False), (Kind.RESULT, True)]
+)
 def test_nobody_answers_for_another(group, workers, kind, is_damaged):
     me, callee, third = (workers[(group.rank + step) % group.size] for step in range(3))
     agent = api._get_current_rpc_agent()
@@ -153,7 +254,9 @@ def test_nobody_answers_for_another(group, workers, kind, is_damaged):
     call = Call(agent.workers.rank_of(callee), "the call", CALL_S)
     agent.calls.started = call.sequence = next(agent.calls._numbers)
     agent.calls._pending[call.sequence] = call
-    rpc.rpc_sync(third, forge_answer, args=(group.rank, call.sequence, int(kind), is_damaged), timeout=CALL_S)
+    rpc.rpc_sync(
+        third, forge_answer, args=(group.rank, call.sequence, int(kind), is_damaged), timeout=CALL_S
+    )
     rpc.rpc_sync(third, echo, timeout=CALL_S)  # behind it, in the same order
     assert not call.done and agent.calls._pending.pop(call.sequence) is call
     assert kept.to_here(timeout=CALL_S).sum() == 3 and me
@@ -171,7 +274,9 @@ def test_what_raises_unforeseen_fails_its_call_alone(group, workers, to, monkeyp
     monkeypatch.setattr(agent, "_takers", takers)
     group.barrier()
     with pytest.raises(MpidistError, match=r"cannot be taken up.*a fault of ours"):
-        agent.calls.request(agent.workers.rank_of(to), Kind.BACKWARD_AUTOGRAD, b"", None, CALL_S, "a pass")
+        agent.calls.request(
+            agent.workers.rank_of(to), Kind.BACKWARD_AUTOGRAD, b"", None, CALL_S, "a pass"
+        )
     assert rpc.rpc_sync(to, echo, args=(5,), timeout=CALL_S) == 5
     group.barrier()
     assert any(record.exc_info for record in caplog.records)

@@ -11,7 +11,14 @@ import torch
 from hypothesis import given, settings
 
 from mpidist.comm.serialization.data_writer import Ext, encode
-from mpidist.errors import CommTimeout, FrameError, MpidistError, NotPlainData, RankFailureError, RemoteError
+from mpidist.errors import (
+    CommTimeout,
+    FrameError,
+    MpidistError,
+    NotPlainData,
+    RankFailureError,
+    RemoteError,
+)
 from mpidist.rpc import callee, codec, data_codec, data_values, decoder, remote_error
 from mpidist.rpc.allowlist import Allowed, Refused
 from mpidist.rpc.worker import WorkerInfo
@@ -84,12 +91,21 @@ def test_arguments_come_back_exactly(first, second):
 
 
 def test_tensors_arrays_and_references():
-    tensor, parameter = torch.arange(6.0).view(2, 3), torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    tensor, parameter = (
+        torch.arange(6.0).view(2, 3),
+        torch.nn.Parameter(torch.ones(2), requires_grad=False),
+    )
     sparse = torch.eye(3).to_sparse()
-    data = {"a": [tensor, tensor.t(), tensor.expand(4, 2, 3)], "b": (np.arange(3)[::2], parameter, bytearray(b"x")), "c": sparse}
+    data = {
+        "a": [tensor, tensor.t(), tensor.expand(4, 2, 3)],
+        "b": (np.arange(3)[::2], parameter, bytearray(b"x")),
+        "c": sparse,
+    }
     back = over([Marked(3), data, Marked(4)])
     assert back[0].number == 3 and back[2].number == 4
-    assert described(back[1]["a"]) == described(data["a"]) and described(back[1]["b"]) == described(data["b"])
+    assert described(back[1]["a"]) == described(data["a"]) and described(back[1]["b"]) == described(
+        data["b"]
+    )
     assert torch.equal(back[1]["c"].to_dense(), torch.eye(3))
     one = Marked(5)
     assert over([one, one])[0].number == 5
@@ -121,7 +137,9 @@ def test_arguments_of_usual_kinds_are_written_as_all_others_are():
             assert [type(item) for item in back] == [type(item) for item in args]
         back, _ = called(*args)
         assert [repr(item) if type(item) is not Marked else item.number for item in back] == [
-            repr(item.clone() if type(item) is torch.Tensor else item) if type(item) is not Marked else item.number
+            repr(item.clone() if type(item) is torch.Tensor else item)
+            if type(item) is not Marked
+            else item.number
             for item in args
         ]
 
@@ -133,13 +151,25 @@ def test_listed_classes_functions_records_and_exceptions():
     assert type(made["p"]) is Point and made["p"].x == 2 and made["p"].weights.tolist() == [1, 1]
     assert type(made["q"]) is Pair and made["q"].second == [1]
     assert over(WORKER) == WORKER
-    error = over([ValueError("x", 1), Complaint("y"), RankFailureError("gone", [1, 2]), OSError(2, "no")])
-    assert [type(one) for one in error] == [ValueError, Complaint, RankFailureError, FileNotFoundError]
-    assert error[0].args == ("x", 1) and error[1].args == ("y",) and not hasattr(error[1], "noticed")
+    error = over(
+        [ValueError("x", 1), Complaint("y"), RankFailureError("gone", [1, 2]), OSError(2, "no")]
+    )
+    assert [type(one) for one in error] == [
+        ValueError,
+        Complaint,
+        RankFailureError,
+        FileNotFoundError,
+    ]
+    assert (
+        error[0].args == ("x", 1) and error[1].args == ("y",) and not hasattr(error[1], "noticed")
+    )
     assert error[2].ranks == (1, 2)
 
 
-@pytest.mark.parametrize("obj", [Other, Other(), print, np.sum, [Allowed], dataclasses.make_dataclass("Unlisted", ["x"])(1)])
+@pytest.mark.parametrize(
+    "obj",
+    [Other, Other(), print, np.sum, [Allowed], dataclasses.make_dataclass("Unlisted", ["x"])(1)],
+)
 def test_what_is_not_in_the_list_is_refused_where_it_comes(obj):
     try:
         content = WRITER.encoded(obj)
@@ -158,7 +188,10 @@ def test_what_is_not_in_the_list_is_refused_where_it_comes(obj):
         (lambda: called(1, Other(), rate=1), "argument 'rate'"),
         (lambda: called(1, option=Other()), "argument 'option'"),
         (lambda: called(lambda: 1), "argument 'weights'"),
-        (lambda: called(torch.nn.Linear(1, 1)), "argument 'weights': a torch.nn.modules.linear.Linear"),
+        (
+            lambda: called(torch.nn.Linear(1, 1)),
+            "argument 'weights': a torch.nn.modules.linear.Linear",
+        ),
     ],
 )
 def test_what_is_no_data_fails_at_the_caller_with_the_arguments_name(call, name):
@@ -232,13 +265,39 @@ def test_a_pickle_is_refused_before_it_is_read():
         Ext(data_values.ERROR, encode(["builtins:SystemExit", "x", Ext(1, encode([])), {}])),
         Ext(data_values.ERROR, encode(["builtins:eval", "x", Ext(1, encode(["1"])), {}])),
         Ext(data_values.ERROR, encode(["builtins:ValueError", "x", [], {}])),
-        Ext(data_values.ERROR, encode(["builtins:UnicodeDecodeError", "x", Ext(1, encode([1])), {}])),
-        Ext(data_values.ERROR, encode(["builtins:ValueError", "x", Ext(1, encode([])), {"1": 1}, 1])),
-        Ext(data_values.ERROR, encode(["builtins:UnicodeDecodeError", "x", tuple_of("utf8", b"abc", -(1 << 50), 4, "r"), {}])),
-        Ext(data_values.ERROR, encode(["builtins:UnicodeDecodeError", "x", tuple_of("utf8", b"abc", 2, 4, "r"), {}])),
-        Ext(data_values.ERROR, encode(["builtins:UnicodeDecodeError", "x", tuple_of("utf8", "abc", 1, 2, "r"), {}])),
-        Ext(data_values.ERROR, encode(["builtins:UnicodeEncodeError", "x", tuple_of("utf8", "abc", 3, 2, "r"), {}])),
-        Ext(data_values.ERROR, encode(["builtins:UnicodeTranslateError", "x", tuple_of("abc", True, 2, "r"), {}])),
+        Ext(
+            data_values.ERROR, encode(["builtins:UnicodeDecodeError", "x", Ext(1, encode([1])), {}])
+        ),
+        Ext(
+            data_values.ERROR, encode(["builtins:ValueError", "x", Ext(1, encode([])), {"1": 1}, 1])
+        ),
+        Ext(
+            data_values.ERROR,
+            encode(
+                [
+                    "builtins:UnicodeDecodeError",
+                    "x",
+                    tuple_of("utf8", b"abc", -(1 << 50), 4, "r"),
+                    {},
+                ]
+            ),
+        ),
+        Ext(
+            data_values.ERROR,
+            encode(["builtins:UnicodeDecodeError", "x", tuple_of("utf8", b"abc", 2, 4, "r"), {}]),
+        ),
+        Ext(
+            data_values.ERROR,
+            encode(["builtins:UnicodeDecodeError", "x", tuple_of("utf8", "abc", 1, 2, "r"), {}]),
+        ),
+        Ext(
+            data_values.ERROR,
+            encode(["builtins:UnicodeEncodeError", "x", tuple_of("utf8", "abc", 3, 2, "r"), {}]),
+        ),
+        Ext(
+            data_values.ERROR,
+            encode(["builtins:UnicodeTranslateError", "x", tuple_of("abc", True, 2, "r"), {}]),
+        ),
         Ext(data_values.WORKER, encode(["a", "b"])),
         Ext(data_values.WORKER, encode(["a name that is none", 1])),
         Ext(data_values.CARRIED, encode([])),
@@ -283,10 +342,18 @@ def carried_error(error):
 
 
 def test_exceptions_arrive_as_what_they_are_where_they_are_data():
-    for error in (ValueError("x"), KeyError("k"), CommTimeout("late"), Complaint("c"), OSError(2, "no such")):
+    for error in (
+        ValueError("x"),
+        KeyError("k"),
+        CommTimeout("late"),
+        Complaint("c"),
+        OSError(2, "no such"),
+    ):
         back = carried_error(error)
         assert type(back) is type(error) and back.args == error.args
-        assert isinstance(back.__cause__, remote_error.RemoteTraceback) and "test_data_codec" in str(back.__cause__)
+        assert isinstance(
+            back.__cause__, remote_error.RemoteTraceback
+        ) and "test_data_codec" in str(back.__cause__)
     assert carried_error(ValueError(Other)).args[0].startswith("<class")
     missing = carried_error(FileNotFoundError(2, "no such", "path.txt"))
     assert str(missing) == "[Errno 2] no such: 'path.txt'" and missing.filename == "path.txt"
@@ -298,11 +365,17 @@ def test_exceptions_arrive_as_what_they_are_where_they_are_data():
     wide = carried_error(SyntaxError("x", ("f", 1, 1, "aaa", 1, 10**9)))
     assert type(wide) is SyntaxError and wide.lineno is None
     unlisted = carried_error(type("Unlisted", (Exception,), {})("what it says"))
-    assert type(unlisted) is RemoteError and "what it says" in str(unlisted) and unlisted.type_name == "Unlisted"
+    assert (
+        type(unlisted) is RemoteError
+        and "what it says" in str(unlisted)
+        and unlisted.type_name == "Unlisted"
+    )
     assert type(carried_error(KeyboardInterrupt("stop"))) is RemoteError
 
 
-@pytest.mark.parametrize("forged", [None, 1, (), ("a", "b", "c"), ("a", 1, "c", None), ["a", "b", "c", None]])
+@pytest.mark.parametrize(
+    "forged", [None, 1, (), ("a", "b", "c"), ("a", 1, "c", None), ["a", "b", "c", None]]
+)
 def test_forged_descriptions(forged):
     with pytest.raises(FrameError, match="exception that is none"):
         remote_error.rebuilt(forged, WORKER, ALLOWED)

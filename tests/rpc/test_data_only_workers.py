@@ -91,7 +91,20 @@ def later(value):
     return future
 
 
-LIST = [echo, of_settings, fail, slow, local, call_back, later, unsendable, Server, Settings, torch.add, "aten::mul"]
+LIST = [
+    echo,
+    of_settings,
+    fail,
+    slow,
+    local,
+    call_back,
+    later,
+    unsendable,
+    Server,
+    Settings,
+    torch.add,
+    "aten::mul",
+]
 
 
 @pytest.fixture(params=["all", "some"])
@@ -115,7 +128,10 @@ def test_calls_of_all_kinds(to):
     assert rpc.rpc_sync(to, echo, args=(data,)) == data
     assert rpc.rpc_sync(to, echo, kwargs={"x": 1, "y": [2]}) == {"x": 1, "y": [2]}
     for size in (3, 10_000, 3_000_000):
-        assert torch.equal(rpc.rpc_async(to, echo, args=(torch.arange(float(size)),)).wait(), torch.arange(float(size)))
+        assert torch.equal(
+            rpc.rpc_async(to, echo, args=(torch.arange(float(size)),)).wait(),
+            torch.arange(float(size)),
+        )
     assert rpc.rpc_sync(to, of_settings, args=(Settings(0.5, torch.ones(4)),)) == 2
     assert rpc.rpc_sync(to, torch.add, args=(torch.ones(2), 1)).tolist() == [2, 2]
     assert rpc.rpc_sync(to, torch.ops.aten.mul, args=(torch.ones(2), 3)).tolist() == [3, 3]
@@ -172,7 +188,9 @@ def test_errors_and_results_that_cannot_be_sent(to):
     assert caught.value.args == ("why", 3) and "in fail" in str(caught.value.__cause__)
     me = rpc.get_worker_info().name
     if is_restricted(me):
-        with pytest.raises(NotPlainData, match=r"Server is no plain data, and worker[0-9] reads data only"):
+        with pytest.raises(
+            NotPlainData, match=r"Server is no plain data, and worker[0-9] reads data only"
+        ):
             rpc.rpc_sync(to, unsendable)
         assert rpc.remote(to, unsendable).rpc_sync().add(torch.ones(1)).tolist() == [1]
         if to != me:  # of a worker's own value nothing is sent

@@ -86,7 +86,16 @@ def mixed_parts():
     return [*small_arrays(), *views_apart(), *large_tensors()[:200], *large_arrays()[:200]]
 
 
-_MANY = [small_arrays, large_arrays, large_tensors, views_apart, views_side_by_side, views_of_rows, small_tensors, mixed_parts]
+_MANY = [
+    small_arrays,
+    large_arrays,
+    large_tensors,
+    views_apart,
+    views_side_by_side,
+    views_of_rows,
+    small_tensors,
+    mixed_parts,
+]
 
 
 def differing(name, found):
@@ -94,7 +103,11 @@ def differing(name, found):
     expected = globals()[name]()
     assert len(found) == len(expected)
     pairs = enumerate(zip(found, expected, strict=True))
-    return [place for place, (a, b) in pairs if type(a) is not type(b) or a.dtype != b.dtype or not np.array_equal(a, b)]
+    return [
+        place
+        for place, (a, b) in pairs
+        if type(a) is not type(b) or a.dtype != b.dtype or not np.array_equal(a, b)
+    ]
 
 
 @pytest.mark.parametrize("made", _MANY, ids=operator.attrgetter("__name__"))
@@ -119,7 +132,12 @@ def test_thousands_of_references_go_and_come(group, workers, to):
     back = call(to, echo, mine)
     assert local_values(back) == list(range(5000))
     theirs = call(to, make_references, 5000)
-    assert [theirs[place].to_here(timeout=CALL_S) for place in (0, 63, 64, 4999)] == [0, 63, 64, 4999]
+    assert [theirs[place].to_here(timeout=CALL_S) for place in (0, 63, 64, 4999)] == [
+        0,
+        63,
+        64,
+        4999,
+    ]
     assert call(to, local_values, theirs) == list(range(5000))
     third = workers[(group.rank + 2) % group.size]
     held = rpc.remote(third, echo, args=(theirs[:500],), timeout=CALL_S)  # user to user
@@ -233,7 +251,9 @@ def sent_with(to, argument):
     return [
         lambda: rpc.rpc_sync(to, echo, args=(argument,), timeout=CALL_S),
         lambda: rpc.rpc_async(to, echo, kwargs={"x": argument}, timeout=CALL_S).wait(),
-        lambda: rpc.remote(to, echo, args=([argument, torch.ones(9000)],), timeout=CALL_S).to_here(timeout=CALL_S),
+        lambda: rpc.remote(to, echo, args=([argument, torch.ones(9000)],), timeout=CALL_S).to_here(
+            timeout=CALL_S
+        ),
     ]
 
 
@@ -252,7 +272,11 @@ def meta_tensor():
 
 
 def test_a_tensor_without_memory_arrives_or_fails_its_call_alone(workers, to):
-    sends = [*sent_with(to, meta_tensor()), lambda: call(to, meta_tensor), lambda: call(to, echo, [meta_tensor(), np.ones(3)])]
+    sends = [
+        *sent_with(to, meta_tensor()),
+        lambda: call(to, meta_tensor),
+        lambda: call(to, echo, [meta_tensor(), np.ones(3)]),
+    ]
     for send in sends:
         with contextlib.suppress(RuntimeError, TypeError, ValueError, NotImplementedError):
             found = send()
@@ -264,11 +288,16 @@ def test_a_tensor_without_memory_arrives_or_fails_its_call_alone(workers, to):
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_why_a_remote_interrupt_is_not_raised_as_itself_is_told(workers, to, kind):
     rref = rpc.remote(to, fail, args=(kind, "stop it"))
-    for use in (lambda: call(to, fail, kind, "stop it"), lambda: rref.rpc_sync(timeout=CALL_S).anything()):
+    for use in (
+        lambda: call(to, fail, kind, "stop it"),
+        lambda: rref.rpc_sync(timeout=CALL_S).anything(),
+    ):
         with pytest.raises(RemoteError) as caught:
             use()
         text = str(caught.value)
-        assert kind.__name__ in text and "stop it" in text and caught.value.type_name == kind.__name__
+        assert (
+            kind.__name__ in text and "stop it" in text and caught.value.type_name == kind.__name__
+        )
         assert "cannot be pickled" not in text and "rebuilding it raised" not in text
     assert still_answers(to)
 
@@ -329,7 +358,9 @@ def test_a_pool_keeps_no_argument_alive(group, workers, to, way, caplog):
             assert rref.to_here(timeout=CALL_S) == 1
         del rref
     elif way == "failing":
-        for future in [rpc.rpc_async(to, rest_and_fail, args=(Tracked(),), timeout=CALL_S) for _ in range(8)]:
+        for future in [
+            rpc.rpc_async(to, rest_and_fail, args=(Tracked(),), timeout=CALL_S) for _ in range(8)
+        ]:
             with pytest.raises(ValueError, match="as asked"):
                 future.wait()
         del future
@@ -338,10 +369,16 @@ def test_a_pool_keeps_no_argument_alive(group, workers, to, way, caplog):
         assert {type(future.wait()) for future in found} == {Tracked}
         del found
     else:
-        found = [rpc.rpc_async(to, rest, args=(Tracked(), Tracked()), timeout=CALL_S) for _ in range(8)]
+        found = [
+            rpc.rpc_async(to, rest, args=(Tracked(), Tracked()), timeout=CALL_S) for _ in range(8)
+        ]
         assert [future.wait() for future in found] == [2] * 8
         del found
-    agree(group, soon(lambda: call(to, living) == 0, 5), f"{call(to, living)} arguments live on at {to}")
+    agree(
+        group,
+        soon(lambda: call(to, living) == 0, 5),
+        f"{call(to, living)} arguments live on at {to}",
+    )
 
 
 def test_a_pool_keeps_no_remote_value_alive(group, workers, to):
@@ -361,7 +398,9 @@ def test_a_caller_keeps_no_argument_alive(group, workers, to):
     for future in futures:
         future.wait()
     del sent, futures, future
-    agree(group, soon(lambda: gc.collect() >= 0 and not there, 5), f"{len(there)} arguments live on")
+    agree(
+        group, soon(lambda: gc.collect() >= 0 and not there, 5), f"{len(there)} arguments live on"
+    )
 
 
 # Forks.
@@ -416,7 +455,9 @@ def test_a_forked_child_is_refused_and_its_parent_works_on(group, workers, to):
     told = in_child(
         {
             "rpc_sync": lambda: rpc.rpc_sync(to, echo, args=(1,), timeout=1),
-            "rpc_sync to itself": lambda: rpc.rpc_sync(workers[group.rank], echo, args=(1,), timeout=1),
+            "rpc_sync to itself": lambda: rpc.rpc_sync(
+                workers[group.rank], echo, args=(1,), timeout=1
+            ),
             "rpc_async": lambda: rpc.rpc_async(to, echo, args=(1,), timeout=1).wait(),
             "remote": lambda: rpc.remote(to, echo, args=(1,), timeout=1).to_here(timeout=1),
             "rref.rpc_sync": lambda: adder.rpc_sync(timeout=1).add(1, 2),
@@ -447,9 +488,20 @@ class CallsOthers(Dataset):
 
 
 def test_a_forked_data_loader_is_refused(group, workers, to):
-    loader = DataLoader(CallsOthers(to), num_workers=1, multiprocessing_context="fork", collate_fn=list, timeout=CALL_S)
+    loader = DataLoader(
+        CallsOthers(to),
+        num_workers=1,
+        multiprocessing_context="fork",
+        collate_fn=list,
+        timeout=CALL_S,
+    )
     found = [item for (item,) in loader]
-    agree(group, [ours for _, _, ours in found] == [True] * 2 and all("fork" in text for _, text, _ in found), str(found))
+    agree(
+        group,
+        [ours for _, _, ours in found] == [True] * 2
+        and all("fork" in text for _, text, _ in found),
+        str(found),
+    )
     assert still_answers(to)
 
 
@@ -481,14 +533,19 @@ def test_more_callers_than_the_pool_has_threads(group, neighbour):
 
     def run(place):
         for number in range(25):
-            function, args = [(echo, (number,)), (by_way_of, (home, number)), (rested, (number,))][(place + number) % 3]
+            function, args = [(echo, (number,)), (by_way_of, (home, number)), (rested, (number,))][
+                (place + number) % 3
+            ]
             found = rpc.rpc_sync(to, function, args=args, timeout=0)
             if found != number:
                 wrong.append((place, number, found))
 
     if neighbour == "busy":
         threading.Thread(target=compute, daemon=True).start()
-    threads = [threading.Thread(target=run, args=(place,), name=f"caller{place}", daemon=True) for place in range(16)]
+    threads = [
+        threading.Thread(target=run, args=(place,), name=f"caller{place}", daemon=True)
+        for place in range(16)
+    ]
     group.barrier()
     for thread in threads:
         thread.start()
@@ -542,7 +599,9 @@ def test_a_pool_of_one_thread_serves_handlers_that_wait(group, wait):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("wait", [waits_for_callback, waits_for_all], ids=operator.attrgetter("__name__"))
+@pytest.mark.parametrize(
+    "wait", [waits_for_callback, waits_for_all], ids=operator.attrgetter("__name__")
+)
 def test_callbacks_need_no_place_among_the_handlers(group, wait):
     """A future that is none of ours keeps its handler's place; what completes it must run all the same."""
     options = rpc.RpcBackendOptions(num_worker_threads=1)
@@ -693,7 +752,9 @@ def test_references_in_a_call_of_an_unknown_function_are_let_go(group, workers, 
 
 def test_a_request_refused_for_its_references_is_counted_once(group, workers, to):
     agent = api._get_current_rpc_agent()
-    agent._transport.send(agent.workers.rank_of(to), int(message.Kind.CALL_PYTHON), flags=message.REFERENCES)
+    agent._transport.send(
+        agent.workers.rank_of(to), int(message.Kind.CALL_PYTHON), flags=message.REFERENCES
+    )
     assert soon(lambda: agent._taken == agent.wire.answered == 1)
     group.barrier()
 

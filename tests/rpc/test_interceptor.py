@@ -29,7 +29,14 @@ class Recording:
     def __init__(self):
         self.here = threading.local()
         self.lock = threading.Lock()
-        self.left, self.arrived, self.entered, self.one_way, self.gone, self.came = [], [], [], [], [], []
+        self.left, self.arrived, self.entered, self.one_way, self.gone, self.came = (
+            [],
+            [],
+            [],
+            [],
+            [],
+            [],
+        )
         self.handled = 0
         self.number = 2**63 + 5
         self.on_one_way = lambda obj: None
@@ -143,7 +150,8 @@ def test_the_context_rides_on_every_kind_of_message(group, engine, posted, worke
     with engine.within(mine):
         assert rpc.rpc_sync(to, nothing) is None
         assert rpc.rpc_sync(to, my_context) == mine
-        assert rpc.rpc_sync(to, add_one, args=(torch.ones(2),)).tolist() == [6, 6]  # doubled on both ways
+        # doubled on both ways
+        assert rpc.rpc_sync(to, add_one, args=(torch.ones(2),)).tolist() == [6, 6]
         with pytest.raises(ValueError, match="as told"):
             rpc.rpc_sync(to, fail)
         reference = rpc.remote(to, add_one, args=(1,))
@@ -156,21 +164,35 @@ def test_the_context_rides_on_every_kind_of_message(group, engine, posted, worke
             time.sleep(0.001)
     group.barrier()
     before = (group.rank - 1) % group.size
-    requests = {(one[1], one[2]) for one in posted if one[0] == next_rank and one[1] < FIRST_RESPONSE}
+    requests = {
+        (one[1], one[2]) for one in posted if one[0] == next_rank and one[1] < FIRST_RESPONSE
+    }
     kinds = {Kind.CALL_PYTHON, Kind.REMOTE_PYTHON}
     if group.size > 1:
         kinds.add(Kind.RREF_FETCH)  # a value of this worker's needs none
     agree(group, requests == {(kind, mine) for kind in kinds}, f"requests {requests}")
-    answers = {(one[1], one[2]) for one in posted if one[0] == before and FIRST_RESPONSE <= one[1] < Kind.RREF_FORK}
+    answers = {
+        (one[1], one[2])
+        for one in posted
+        if one[0] == before and FIRST_RESPONSE <= one[1] < Kind.RREF_FORK
+    }
     kinds = {Kind.RESULT, Kind.EXCEPTION, Kind.REMOTE_DONE}
     agree(group, answers == {(kind, context_of(before)) for kind in kinds}, f"answers {answers}")
     # The engine sees them all, those without tensors too, and knows answers from requests.
     for is_answer, context, other in ((False, mine, next_rank), (True, context_of(before), before)):
         seen = [one for one in engine.left if one[3] == is_answer]
         agree(group, {one[:2] for one in seen} == {(context, other)}, f"{is_answer}: {seen}")
-        agree(group, any(one[2] for one in seen) and any(not one[2] for one in seen), f"{is_answer}: {seen}")
+        agree(
+            group,
+            any(one[2] for one in seen) and any(not one[2] for one in seen),
+            f"{is_answer}: {seen}",
+        )
     arrived = {(one[0], one[1], one[3]) for one in engine.arrived}
-    agree(group, arrived == {(context_of(before), before, False), (mine, next_rank, True)}, f"{arrived}")
+    agree(
+        group,
+        arrived == {(context_of(before), before, False), (mine, next_rank, True)},
+        f"{arrived}",
+    )
     agree(group, set(engine.came) == {(context_of(before), before)}, f"{engine.came}")
     agree(group, set(engine.entered) == {(context_of(before), before, False)}, f"{engine.entered}")
     del reference, lost
@@ -180,32 +202,54 @@ def echo(*args):
     return args
 
 
-def test_tensors_of_all_kinds_reach_the_engine_themselves_and_are_replaced(group, engine, workers, to):
+def test_tensors_of_all_kinds_reach_the_engine_themselves_and_are_replaced(
+    group, engine, workers, to
+):
     sparse = torch.eye(3).to_sparse()
     weight = torch.nn.Parameter(torch.ones(2))
     large = torch.ones(50_000, requires_grad=True)
     with engine.within(7):
         came = rpc.rpc_sync(to, echo, args=(sparse, [weight], {"k": large}, 1, torch.ones(3) * 2))
     assert torch.equal(came[0].to_dense(), torch.eye(3) * 4) and came[0].layout is torch.sparse_coo
-    assert came[1][0].tolist() == [4, 4] and came[2]["k"].eq(4).all() and came[3] == 1 and came[4].tolist() == [8] * 3
+    assert (
+        came[1][0].tolist() == [4, 4]
+        and came[2]["k"].eq(4).all()
+        and came[3] == 1
+        and came[4].tolist() == [8] * 3
+    )
     (mine,) = [one[2] for one in engine.left if not one[3]]
     assert [id(one) for one in mine[:3]] == [id(sparse), id(weight), id(large)] and len(mine) == 4
     group.barrier()  # by now the request of the worker before this one has arrived
     there = next(one[2] for one in engine.arrived if not one[3])
-    assert [type(one) for one in there] == [torch.Tensor, torch.nn.Parameter, torch.Tensor, torch.Tensor]
-    assert there[0].layout is torch.sparse_coo and there[2].requires_grad and not there[3].requires_grad
+    assert [type(one) for one in there] == [
+        torch.Tensor,
+        torch.nn.Parameter,
+        torch.Tensor,
+        torch.Tensor,
+    ]
+    assert (
+        there[0].layout is torch.sparse_coo
+        and there[2].requires_grad
+        and not there[3].requires_grad
+    )
     group.barrier()
 
 
 def test_outside_a_context_the_engine_sees_nothing(group, engine, workers, to):
-    with mock.patch.object(Wire, "_post", autospec=True, side_effect=AssertionError("the slow path")):
+    with mock.patch.object(
+        Wire, "_post", autospec=True, side_effect=AssertionError("the slow path")
+    ):
         assert rpc.rpc_sync(to, add_one, args=(1,)) == 2
         assert rpc.rpc_async(to, add_one, args=(1,)).wait() == 2
         assert rpc.remote(to, add_one, args=(1,)).to_here() == 2
         group.barrier()
     assert rpc.rpc_sync(to, add_one, args=(torch.ones(1),)).item() == 2
     group.barrier()
-    agree(group, not engine.left and not engine.arrived and not engine.entered, f"{engine.left} {engine.entered}")
+    agree(
+        group,
+        not engine.left and not engine.arrived and not engine.entered,
+        f"{engine.left} {engine.entered}",
+    )
 
 
 def test_callbacks_run_in_the_context_in_which_they_were_given(group, engine, workers, to):
@@ -263,16 +307,24 @@ def shut_down_behind_one_way_messages(group, engine, count):
             for to in range(group.size):
                 kind = rng.choice([Kind.GRADIENTS, Kind.REQUEST_GRADIENTS, Kind.AUTOGRAD_NOTICE])
                 # Gradients have four numbers before their content.
-                prefix = b"" if kind == Kind.AUTOGRAD_NOTICE else GRADIENTS.pack(3, 2**64 - 1, 5, True)
+                prefix = (
+                    b"" if kind == Kind.AUTOGRAD_NOTICE else GRADIENTS.pack(3, 2**64 - 1, 5, True)
+                )
                 agent.for_engine.send(to, kind, obj, prefix=prefix)
     rpc.shutdown()
     seen = list(engine.one_way)  # before any collective: all were handled by now
     expected = sorted((source, number) for source in range(group.size) for number in range(count))
-    agree(group, sorted((one[0], one[3][0]) for one in seen) == expected, f"{len(seen)} of {len(expected)}")
+    agree(
+        group,
+        sorted((one[0], one[3][0]) for one in seen) == expected,
+        f"{len(seen)} of {len(expected)}",
+    )
     agree(group, all(one[2] == 11 and one[3][1].eq(2).all() for one in seen), "contents")
     for source in range(group.size):
         small = [one[3][0] for one in seen if one[0] == source and one[3][1].numel() == 1]
-        agree(group, small == sorted(small), "messages without payloads keep the order of their pair")
+        agree(
+            group, small == sorted(small), "messages without payloads keep the order of their pair"
+        )
 
 
 def test_one_way_messages_are_handled_before_a_graceful_shutdown_returns(group, engine):
@@ -294,7 +346,11 @@ def test_one_way_messages_are_handled_by_a_thread_that_waits(group, engine, work
         assert rpc.rpc_sync(me, add_one, args=(1,)) == 2
     threads = {one[4] for one in engine.one_way}
     agree(group, waiting in threads, f"{threads}")
-    agree(group, all(name == waiting or name.startswith("mpidist-rpc") for name in threads), f"{threads}")
+    agree(
+        group,
+        all(name == waiting or name.startswith("mpidist-rpc") for name in threads),
+        f"{threads}",
+    )
 
 
 def test_a_one_way_message_that_fails_does_not_end_the_polling(group, engine, workers, to, caplog):

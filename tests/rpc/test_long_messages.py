@@ -45,7 +45,9 @@ def workers(group):
     handler = _Handler()
     logging.getLogger("mpidist").addHandler(handler)
     _log.clear()
-    rpc.init_rpc(f"worker{group.rank}", group=group, allowed=[echo, logged] if group.rank == LISTED else None)
+    rpc.init_rpc(
+        f"worker{group.rank}", group=group, allowed=[echo, logged] if group.rank == LISTED else None
+    )
     yield group
     shut_down(group)
     logging.getLogger("mpidist").removeHandler(handler)
@@ -65,7 +67,9 @@ def isend(data, is_payload=False):
 def announcing(*sizes):
     """Return an eager message of an unknown kind that announces payloads."""
     generation = api._get_current_rpc_agent().generation
-    header = _FIXED.pack(Kind.CALL_PYTHON, 0, len(sizes) | _ALL_PAYLOADS, generation, 1 << 44, 0, 0, 0)
+    header = _FIXED.pack(
+        Kind.CALL_PYTHON, 0, len(sizes) | _ALL_PAYLOADS, generation, 1 << 44, 0, 0, 0
+    )
     return header + struct.pack(f"<{len(sizes)}Q", *sizes)
 
 
@@ -76,7 +80,8 @@ def refused_after(send, expected):
     large = torch.arange(100_000)
     wrong = []
     for _ in range(1000):
-        if not torch.equal(ask(echo, large), large):  # a payload of another message is not among ours
+        # a payload of another message is not among ours
+        if not torch.equal(ask(echo, large), large):
             wrong.append("another's payload")
         seen += ask(logged)
         if len(seen) >= expected:
@@ -98,13 +103,18 @@ def test_long_eager_messages_are_refused_unread(workers, nbytes):
 
 
 @pytest.mark.parametrize(
-    ("announced", "sent"), [(20, 40_000), (20_000, 300_000), (20_000, 20_001), (0, 5), (3_000_000, 9_000_000)]
+    ("announced", "sent"),
+    [(20, 40_000), (20_000, 300_000), (20_000, 20_001), (0, 5), (3_000_000, 9_000_000)],
 )
 def test_payloads_longer_than_announced_are_refused_unread(workers, announced, sent):
     def send():
         requests = []
         for _ in range(TIMES):
-            requests += [isend(announcing(announced, announced)), isend(b"\xff" * sent, True), isend(bytes(announced), True)]
+            requests += [
+                isend(announcing(announced, announced)),
+                isend(b"\xff" * sent, True),
+                isend(bytes(announced), True),
+            ]
         return requests
 
     wrong, seen = [], []

@@ -11,7 +11,15 @@ from mpidist.comm.transport.incoming import Incoming
 from mpidist.comm.transport.transport import HEADER_BYTES, Transport
 from mpidist.errors import FrameError
 from mpidist.rpc import agent, codec, interceptor, message
-from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FIRST_ONE_WAY, FIRST_RESPONSE, MAX_REFERENCES, REFERENCES, Kind
+from mpidist.rpc.message import (
+    ANNOUNCED,
+    AUTOGRAD,
+    FIRST_ONE_WAY,
+    FIRST_RESPONSE,
+    MAX_REFERENCES,
+    REFERENCES,
+    Kind,
+)
 from mpidist.rpc.pickles import Reference
 from mpidist.rpc.wire import Wire
 from tests.rpc.carried import Marked, described
@@ -47,14 +55,20 @@ def test_what_is_written_is_read(references, announced, words, name, ahead):
 
 
 def test_every_truncation_is_refused():
-    table, announced = message.written_references([(1, 2, 3)] * 3), message.written_announced([(1, 2, 3)] * 3)
+    table, announced = (
+        message.written_references([(1, 2, 3)] * 3),
+        message.written_announced([(1, 2, 3)] * 3),
+    )
     words, name = message.written_words((1, 2)), message.COUNT.pack(5) + b"a.b:c"
     for read, data in (
         (lambda data: message.read_references(data, 0), table),
         (lambda data: message.read_announced(data, 0), announced),
         (lambda data: message.read_ids(data, 0, len(data), 2), words),
         (lambda data: message.read_name(data, 0, len(data)), name),
-        (lambda data: message.read_gradients(data, 0, len(data)), message.GRADIENTS.pack(1, 2, 3, True)),
+        (
+            lambda data: message.read_gradients(data, 0, len(data)),
+            message.GRADIENTS.pack(1, 2, 3, True),
+        ),
     ):
         read(data)
         for length in range(len(data)):
@@ -75,8 +89,15 @@ def test_requests_answers_and_one_way_messages_are_told_apart_by_their_numbers()
     requests = {kind for kind in Kind if kind < FIRST_RESPONSE}
     answers = {kind for kind in Kind if FIRST_RESPONSE <= kind < FIRST_ONE_WAY}
     assert answers == {Kind.RESULT, Kind.REMOTE_DONE, Kind.EXCEPTION}
-    assert {Kind.CALL_PYTHON, Kind.REMOTE_SCRIPT, Kind.RREF_FETCH, Kind.BACKWARD_AUTOGRAD} <= requests
-    assert {Kind.RREF_FORK, Kind.LEAVE, Kind.QUIET_REPORT, Kind.GRADIENTS} <= set(Kind) - requests - answers
+    assert {
+        Kind.CALL_PYTHON,
+        Kind.REMOTE_SCRIPT,
+        Kind.RREF_FETCH,
+        Kind.BACKWARD_AUTOGRAD,
+    } <= requests
+    assert {Kind.RREF_FORK, Kind.LEAVE, Kind.QUIET_REPORT, Kind.GRADIENTS} <= set(
+        Kind
+    ) - requests - answers
     assert all(0 < kind < 256 for kind in Kind)
     for kind in ("PYTHON", "BUILTIN", "SCRIPT"):
         assert Kind[f"CALL_{kind}"] + message.TO_REMOTE == Kind[f"REMOTE_{kind}"]
@@ -102,7 +123,9 @@ class Numbering:
         return self.number
 
     def arriving(self, context, source, number, tensors, is_answer):
-        self.seen.append(("arriving", context, source, is_answer, [tensor.shape for tensor in tensors]))
+        self.seen.append(
+            ("arriving", context, source, is_answer, [tensor.shape for tensor in tensors])
+        )
         assert number == self.number
         return tensors
 
@@ -126,7 +149,12 @@ def sent(wire, obj, prefix=b"", context=0, kind=Kind.CALL_PYTHON, content=None):
     """Send an object to this process; return the message, and the object that it holds."""
     wire.post(0, kind, 7, context, prefix, content or codec.encoded(obj))
     incoming = wire.transport.poll()
-    assert (incoming.source, incoming.kind, incoming.sequence, incoming.context) == (0, kind, 7, context)
+    assert (incoming.source, incoming.kind, incoming.sequence, incoming.context) == (
+        0,
+        kind,
+        7,
+        context,
+    )
     if incoming.flags & (AUTOGRAD | REFERENCES):
         wire.take_preamble(incoming)  # as the agent does on arrival
     place = incoming.start
@@ -155,9 +183,15 @@ def test_messages_of_any_size_come_over(obj, prefix, number):
                 leaving = [one for one in engine.seen if one[0] == "leaving"]
                 assert len(leaving) == (1 if kind == Kind.CALL_PYTHON else 2)
                 assert leaving[-1][3] == (kind == Kind.RESULT)
-                arriving = [one for one in engine.seen if one[0] == "arriving" and one[3] == (kind == Kind.RESULT)]
+                arriving = [
+                    one
+                    for one in engine.seen
+                    if one[0] == "arriving" and one[3] == (kind == Kind.RESULT)
+                ]
                 # Without tensors, or without a number, nothing needs to be attached.
-                assert [one[4] for one in arriving] == ([leaving[-1][4]] if number and leaving[-1][4] else [])
+                assert [one[4] for one in arriving] == (
+                    [leaving[-1][4]] if number and leaving[-1][4] else []
+                )
     finally:
         interceptor.register(None)
 

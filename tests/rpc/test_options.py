@@ -10,7 +10,9 @@ from mpidist.rpc.options import RpcBackendOptions
 
 def test_options():
     options = RpcBackendOptions(
-        rpc_timeout=timedelta(seconds=2), device_maps={"w": {0: 1, "cuda:1": "cuda:0"}}, devices=["cuda:2"]
+        rpc_timeout=timedelta(seconds=2),
+        device_maps={"w": {0: 1, "cuda:1": "cuda:0"}},
+        devices=["cuda:2"],
     )
     assert options.rpc_timeout == 2.0 and options.device_maps == {"w": {0: 1, 1: 0}}
     assert [str(device) for device in options.devices] == ["cuda:0", "cuda:1", "cuda:2"]

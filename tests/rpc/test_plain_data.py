@@ -33,14 +33,18 @@ def few(elements, made=st.lists):
     return made(elements, max_size=4)
 
 
-keys = st.recursive(scalars, lambda inner: few(inner).map(tuple) | few(inner, st.frozensets), max_leaves=6)
+keys = st.recursive(
+    scalars, lambda inner: few(inner).map(tuple) | few(inner, st.frozensets), max_leaves=6
+)
 
 
 def containers(inner):
     return few(inner) | few(inner).map(tuple) | st.dictionaries(keys, inner, max_size=4)
 
 
-plain = st.recursive(scalars | keys | few(keys, st.sets) | few(keys, st.frozensets), containers, max_leaves=20)
+plain = st.recursive(
+    scalars | keys | few(keys, st.sets) | few(keys, st.frozensets), containers, max_leaves=20
+)
 shapes = st.lists(st.integers(0, 3), max_size=3)
 tensors = st.builds(
     lambda shape, dtype: torch.arange(np.prod(shape, dtype=int)).to(dtype).view(shape),
@@ -63,7 +67,13 @@ def has_sets_in_sets(obj, is_in_set=False):
     is_set = isinstance(obj, (set, frozenset))
     if is_set and is_in_set:
         return True
-    inside = [*obj, *obj.values()] if type(obj) is dict else obj if is_set or type(obj) in (list, tuple) else ()
+    inside = (
+        [*obj, *obj.values()]
+        if type(obj) is dict
+        else obj
+        if is_set or type(obj) in (list, tuple)
+        else ()
+    )
     return any(has_sets_in_sets(item, is_in_set or is_set) for item in inside)
 
 
@@ -96,10 +106,20 @@ def test_shared_lists_and_dicts_stay_shared(shared, beside):
     obj = [shared, beside, {"again": shared}, (beside, [shared])]
     content = codec.encoded(obj)
     there = decoded(content)
-    assert bool(content.flags & codec.PICKLED) == has_sets_in_sets(obj) and described(there) == described(obj)
+    assert bool(content.flags & codec.PICKLED) == has_sets_in_sets(obj) and described(
+        there
+    ) == described(obj)
     if type(shared) is not tuple:
         assert there[0] is there[2]["again"] is there[3][1][0]
-    if type(beside) in (list, dict, bytearray, np.ndarray, torch.Tensor, torch.nn.Parameter, Marked):
+    if type(beside) in (
+        list,
+        dict,
+        bytearray,
+        np.ndarray,
+        torch.Tensor,
+        torch.nn.Parameter,
+        Marked,
+    ):
         assert there[1] is there[3][0]
 
 
@@ -122,7 +142,9 @@ def test_arguments_come_over_in_all_combinations(args, kwargs):
     content = codec.encoded_call(args, kwargs)
     if has_sets_in_sets([args, kwargs]):
         assert content.flags & codec.PICKLED
-        assert described(decoder.arguments(content.flags, decoded(content))) == described((tuple(args or ()), kwargs or {}))
+        assert described(decoder.arguments(content.flags, decoded(content))) == described(
+            (tuple(args or ()), kwargs or {})
+        )
         return
     assert not content.flags & codec.PICKLED
     assert bool(content.flags & codec.KEYWORDS) == bool(kwargs)
@@ -156,11 +178,29 @@ class Level(enum.IntEnum):
 
 @pytest.mark.parametrize(
     "obj",
-    [Point(1, 2), Number(3), Bag(a=1), Color.RED, Level.LOW, MARK, np.float64(1.5), np.int32(2), torch.float32, range(3), len],
+    [
+        Point(1, 2),
+        Number(3),
+        Bag(a=1),
+        Color.RED,
+        Level.LOW,
+        MARK,
+        np.float64(1.5),
+        np.int32(2),
+        torch.float32,
+        range(3),
+        len,
+    ],
     ids=repr,
 )
 def test_what_is_not_plain_goes_by_pickle(obj):
-    for whole in (obj, [obj], {"a": (obj,)}, {obj: 1} if obj != {"a": 1} else (obj, 1), (torch.ones(2), [obj])):
+    for whole in (
+        obj,
+        [obj],
+        {"a": (obj,)},
+        {obj: 1} if obj != {"a": 1} else (obj, 1),
+        (torch.ones(2), [obj]),
+    ):
         content = codec.encoded(whole)
         assert content.flags & codec.PICKLED
         assert described(decoded(content)) == described(whole)
@@ -214,7 +254,13 @@ def test_sets_in_sets_go_by_pickle():
         content = codec.encoded(obj)
         assert content.flags & codec.PICKLED and described(decoded(content)) == described(obj)
         assert codec.encoded_call([obj], {}).flags & codec.PICKLED
-    for obj in ([{1}, {2}, frozenset({(3, (4,))})], {frozenset({5}): {6}}, [{(7,)}, {8}], shared, [shared, {9}]):
+    for obj in (
+        [{1}, {2}, frozenset({(3, (4,))})],
+        {frozenset({5}): {6}},
+        [{(7,)}, {8}],
+        shared,
+        [shared, {9}],
+    ):
         content = codec.encoded(obj)
         assert not content.flags and described(decoded(content)) == described(obj)
 

@@ -88,7 +88,9 @@ def test_no_more_actions_run_at_once_than_the_pool_has_threads(polled):
     crowd = Crowd()
     source.actions.extend(crowd.task() for _ in range(6))
     # All have been found, and none is left to the leader that is stuck.
-    assert until(lambda: not source.actions and polling.pool.counts()[2] == 6), polling.pool.counts()
+    assert until(lambda: not source.actions and polling.pool.counts()[2] == 6), (
+        polling.pool.counts()
+    )
     for _ in range(3):
         polling.pool.submit(crowd.task())
     assert crowd.running == 2 == crowd.most and polling.pool.is_full()
@@ -158,7 +160,10 @@ class Patient(Call):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_turn_is_handed_on_without_a_follower(monkeypatch, seed):
-    """Of many threads that wait one polls; as its own answer comes it wakes the next. No thread of the pool is there to help."""
+    """Of many threads that wait one polls; as its own answer comes it wakes the next.
+
+    No thread of the pool is there to help.
+    """
     monkeypatch.setattr(module, "_WAIT_S", 60)  # who has the turn keeps it
     rng = random.Random(seed)
     waiting, ended, lock = [], [], threading.Lock()
@@ -223,7 +228,9 @@ def test_a_thread_that_is_chosen_to_poll_but_has_its_answer_passes_the_turn_on()
     first, second = Patient(0, "x", 0), Patient(0, "y", 0)
     polling = Polling(lambda looks: Task(second.finish, False), 1, "test")
     polling._turn = leader = Call(1, "another that polls", 0)
-    threads = [threading.Thread(target=polling.wait, args=(one,), daemon=True) for one in (first, second)]
+    threads = [
+        threading.Thread(target=polling.wait, args=(one,), daemon=True) for one in (first, second)
+    ]
     for count, thread in enumerate(threads, 1):
         thread.start()
         assert until(lambda count=count: len(polling._parked) == count)

@@ -20,7 +20,9 @@ def pool():
     made = Pool(2, "test", follow)
     yield made
     assert made.stop(5, lambda: None)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mpidist-test")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("mpidist-test")
+    ]
 
 
 def test_what_waits_for_a_place_runs_in_its_order():

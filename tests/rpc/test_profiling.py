@@ -38,10 +38,19 @@ def test_calls_have_the_names_that_torch_gives_them(group, workers, to):
             with pytest.raises((KeyError, TypeError)):
                 rpc.rpc_sync(to, wrong)
         rpc.rpc_sync(to, functools.partial(max, 1), args=(2,))
-    found = {event.key: event.count for event in done.key_averages() if event.key.startswith("rpc_")}
+    found = {
+        event.key: event.count for event in done.key_averages() if event.key.startswith("rpc_")
+    }
     ends = f"({workers[group.rank]} -> {to})"
     script = torch._jit_internal._qualified_name(scripted)
-    names = ("sync#aten::add", f"async#{script}", "remote#larger", "sync#fail", "sync#int", "sync#partial")
+    names = (
+        "sync#aten::add",
+        f"async#{script}",
+        "remote#larger",
+        "sync#fail",
+        "sync#int",
+        "sync#partial",
+    )
     expected = {f"rpc_{name}{ends}": 1 for name in names}
     agree(group, found == expected, f"{found}, not {expected}")
 

@@ -21,7 +21,9 @@ class Worker:
     def __init__(self, network, rank):
         self.network = network
         self.rank = rank
-        self.pending = self.taken = self.answered = self.started = self.one_way_sent = self.one_way_taken = 0
+        self.pending = self.taken = self.answered = self.started = self.one_way_sent = (
+            self.one_way_taken
+        ) = 0
         self.is_over = False
         self.error = None
         post = network.post
@@ -29,14 +31,17 @@ class Worker:
             rank,
             network.size,
             lambda is_verdict, numbers: (
-                network.tell_verdict(tuple(numbers)) if is_verdict else post(rank, 0, ("report", tuple(numbers)))
+                network.tell_verdict(tuple(numbers))
+                if is_verdict
+                else post(rank, 0, ("report", tuple(numbers)))
             ),
             self.totals,
             network.check,
         )
 
     def totals(self):
-        # One look at all of them: as in the library, the parts that grow are read behind those that they are compared with.
+        # One look at all of them: as in the library, the parts that grow are read behind those that
+        # they are compared with.
         with self.network.lock:
             active = self.pending + self.taken - self.answered
             return active, self.started, self.answered, self.one_way_sent, self.one_way_taken
@@ -53,12 +58,14 @@ class Network:
     """Queues between pairs of workers: each keeps its order, and all overtake each other.
 
     Args:
-        budget: How many calls and one-way messages are sent altogether; every one may cause more while some is left.
+        budget: How many calls and one-way messages are sent altogether; every one may cause more
+            while some is left.
     """
 
     def __init__(self, size, seed, budget):
         self.size, self.rng, self.budget = size, random.Random(seed), budget
-        # How often something else than a report or a verdict moves: rarely, and whole rounds pass meanwhile.
+        # How often something else than a report or a verdict moves: rarely, and whole rounds pass
+        # meanwhile.
         self.pace = self.rng.choice([0.01, 0.1, 0.5])
         self.calls = self.rng.choice([0.0, 0.1, 0.5])  # their share in what is sent
         self.lock = threading.RLock()
@@ -80,7 +87,12 @@ class Network:
                 self.post(0, to, ("verdict", numbers))
 
     def under_way(self):
-        letters = [letter for queue in self.queues.values() for letter in queue if letter[0] not in ("report", "verdict")]
+        letters = [
+            letter
+            for queue in self.queues.values()
+            for letter in queue
+            if letter[0] not in ("report", "verdict")
+        ]
         return letters + self.running
 
     def check(self, deadline, reason):
@@ -112,7 +124,11 @@ class Network:
                 self.post(worker.rank, caller, ("answer",))
                 worker.answered += 1
                 return True
-            busy = [pair for pair, queue in self.queues.items() if queue and (queue[0][0] in ("report", "verdict")) != moves]
+            busy = [
+                pair
+                for pair, queue in self.queues.items()
+                if queue and (queue[0][0] in ("report", "verdict")) != moves
+            ]
             if not busy:
                 return False
             source, to = self.rng.choice(busy)
@@ -122,7 +138,8 @@ class Network:
                 worker.taken += 1
                 self.running.append((worker, source))
             elif kind == "answer":
-                self.send_some(worker, 1)  # a callback of its future may send more before the call is over
+                # a callback of its future may send more before the call is over
+                self.send_some(worker, 1)
                 worker.pending -= 1
             elif kind == "one way":
                 self.send_some(worker, 2)
@@ -201,19 +218,35 @@ def test_reports_and_verdicts_that_cannot_be_are_refused():
     for rank in range(2):
         part.take_report(rank, (3, 0, 0, 0, 0))
     assert len(verdicts) == 1
-    for numbers in ((), (4,), (4, 0, 0, 0), (4, 0, 0, 0, 0, 0), (3, 0, 0, 0, 0), (2, 0, 0, 0, 0), (2000, 0, 0, 0, 0)):
+    for numbers in (
+        (),
+        (4,),
+        (4, 0, 0, 0),
+        (4, 0, 0, 0, 0, 0),
+        (3, 0, 0, 0, 0),
+        (2, 0, 0, 0, 0),
+        (2000, 0, 0, 0, 0),
+    ):
         for rank in range(2):
             with pytest.raises(FrameError):
                 part.take_report(rank, numbers)
     for number in range(4, 900):
         part.take_report(1, (number, 0, 0, 0, 0))
-    assert len(part._reports) == 2 and len(verdicts) == 1  # whatever a worker reports, its last word alone is kept
+    # whatever a worker reports, its last word alone is kept
+    assert len(part._reports) == 2 and len(verdicts) == 1
     for rank in (1, 0):
         part.take_report(rank, (4, 0, 0, 0, 0))  # it may have been wrong before
     assert [number for number, _ in verdicts] == [3, 4]
     with pytest.raises(FrameError, match="to rank 1"):
         Quiescence(1, 2, None, None, None).take_report(0, (0, 0, 0, 0, 0))
-    for source, numbers in ((1, (0, 1)), (0, (0,)), (0, ()), (0, (0, 1, 1)), (0, (0, 1)), (0, (2**64 - 1, 1))):
+    for source, numbers in (
+        (1, (0, 1)),
+        (0, (0,)),
+        (0, ()),
+        (0, (0, 1, 1)),
+        (0, (0, 1)),
+        (0, (2**64 - 1, 1)),
+    ):
         with pytest.raises(FrameError):
             part.take_verdict(source, numbers)
     part._round = 2

@@ -144,7 +144,10 @@ def test_what_would_arrive_incomplete_is_no_record(obj, ran):
     assert ran == []
 
 
-@pytest.mark.parametrize("cls", [module.OfDict, module.OfError, module.Guarded, module.Server, int, tuple, dict, object, type])
+@pytest.mark.parametrize(
+    "cls",
+    [module.OfDict, module.OfError, module.Guarded, module.Server, int, tuple, dict, object, type],
+)
 def test_other_classes_are_not_made(cls, ran):
     assert not records.is_record(cls)
     with pytest.raises(FrameError, match="neither a dataclass nor a named tuple"):

@@ -21,7 +21,12 @@ class Keeps(Exception):
 def test_exceptions_keep_type_arguments_and_traceback():
     worker = WorkerInfo("far", 2)
     error = remote_error.rebuilt(remote_error.described(raised(Keeps("words", 3))), worker)
-    assert type(error) is Keeps and error.number == 3 and error.__cause__.worker == "far" and "in raised" in str(error.__cause__)
+    assert (
+        type(error) is Keeps
+        and error.number == 3
+        and error.__cause__.worker == "far"
+        and "in raised" in str(error.__cause__)
+    )
 
     class Local(Exception):
         pass

@@ -65,7 +65,9 @@ class Worker:
         elif owner == to:
             pairs = [(reference, fork)]
         else:
-            self.network.send(self.rank, owner, lambda: self.workers[owner].store.add_forks([(reference, fork)]))
+            self.network.send(
+                self.rank, owner, lambda: self.workers[owner].store.add_forks([(reference, fork)])
+            )
 
         def arrive():
             there.store.add_forks(pairs)
@@ -85,18 +87,24 @@ class Worker:
             if not any(other[0] == reference for other in self.held):
                 del self.entries[reference]
         else:
-            self.network.send(self.rank, owner, lambda: self.workers[owner].store.delete_fork(reference, fork))
+            self.network.send(
+                self.rank, owner, lambda: self.workers[owner].store.delete_fork(reference, fork)
+            )
 
     def fetch(self, holding, seen):
         reference, fork, owner = holding
         if fork is None:
-            self.entries[reference].when_set(lambda entry: seen.append(entry.value == ("value", reference)))
+            self.entries[reference].when_set(
+                lambda entry: seen.append(entry.value == ("value", reference))
+            )
         else:
             entry_of = self.workers[owner].store.find
             self.network.send(
                 self.rank,
                 owner,
-                lambda: entry_of(reference).when_set(lambda entry: seen.append(entry.value == ("value", reference))),
+                lambda: entry_of(reference).when_set(
+                    lambda entry: seen.append(entry.value == ("value", reference))
+                ),
             )
 
 
@@ -153,7 +161,9 @@ def test_the_simulation_notices_a_fork_that_is_told_too_late():
             new = self.store.make_id()
             there = self.workers[to]
             self.network.send(self.rank, to, lambda: there.held.append((reference, new, owner)))
-            self.network.send(self.rank, owner, lambda: self.workers[owner].store.add_forks([(reference, new)]))
+            self.network.send(
+                self.rank, owner, lambda: self.workers[owner].store.add_forks([(reference, new)])
+            )
 
     lost = 0
     for seed in range(50):

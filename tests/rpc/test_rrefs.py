@@ -79,7 +79,9 @@ class Holder:
 
 def test_values_and_ownership(group, workers, to):
     rref = rpc.remote(to, torch.add, args=(torch.ones(2), 1))
-    assert rref.owner().name == to and rref.owner_name() == to and rref.is_owner() == (group.size == 1)
+    assert (
+        rref.owner().name == to and rref.owner_name() == to and rref.is_owner() == (group.size == 1)
+    )
     assert torch.equal(rref.to_here(), torch.full((2,), 2.0))
     assert soon(rref.confirmed_by_owner)  # the owner's word may come after the value
     own = rpc.RRef(Counter(3))
@@ -137,10 +139,18 @@ def test_timeouts_surface_at_first_use(group, workers, to):
 
 def test_proxies(workers, to):
     rref = rpc.remote(to, Counter, args=(5,))
-    assert rref.rpc_sync().add() == 6 and rref.rpc_async().add(number=4).wait() == 10 and rref.remote().add(2).to_here() == 12
+    assert (
+        rref.rpc_sync().add() == 6
+        and rref.rpc_async().add(number=4).wait() == 10
+        and rref.remote().add(2).to_here() == 12
+    )
     assert rref.rpc_sync().named() == "Counter" and rref.rpc_sync().twice(4) == 8
     assert rref.rpc_sync().__len__() == 12 and rref.rpc_sync()(1) == 13
-    for call in (rref.rpc_sync().missing, lambda: rref.rpc_async().missing().wait(), rref.remote().missing):
+    for call in (
+        rref.rpc_sync().missing,
+        lambda: rref.rpc_async().missing().wait(),
+        rref.remote().missing,
+    ):
         with pytest.raises(AttributeError, match="has no attribute 'missing'"):
             call()
     assert rref._get_type() is Counter
@@ -255,7 +265,9 @@ def test_random_histories_with_delayed_messages(group, seed):
             action = rng.random()
             other = rng.randrange(group.size)
             if action < 0.3 or not mine:
-                mine.append((rpc.remote(other, give_back, args=((group.rank, step),)), (group.rank, step)))
+                mine.append(
+                    (rpc.remote(other, give_back, args=((group.rank, step),)), (group.rank, step))
+                )
             elif action < 0.6:
                 calls.append(rpc.rpc_async(other, keep, args=(rng.choice(mine)[0],)))
             elif action < 0.75:
@@ -276,4 +288,8 @@ def test_random_histories_with_delayed_messages(group, seed):
         _kept.clear()
         gc.collect()
         rpc.shutdown(timeout=30)
-    agree(group, not wrong and agent.references.store.counts() == (0, 0), f"{wrong} {agent.references.store.counts()}")
+    agree(
+        group,
+        not wrong and agent.references.store.counts() == (0, 0),
+        f"{wrong} {agent.references.store.counts()}",
+    )

@@ -10,7 +10,12 @@ from mpidist.rpc.message import COUNT, Kind
 
 
 def test_services_are_these_and_no_others():
-    assert set(services.names.values()) == {"type_of", "has_method", "gather_to_leader", "tell_follower"}
+    assert set(services.names.values()) == {
+        "type_of",
+        "has_method",
+        "gather_to_leader",
+        "tell_follower",
+    }
     for function, name in services.names.items():
         kind, named = callee.named(function)
         assert kind == Kind.CALL_SERVICE and named == COUNT.pack(len(name)) + name.encode()
@@ -18,7 +23,16 @@ def test_services_are_these_and_no_others():
 
 
 @pytest.mark.parametrize(
-    "name", [b"", b"service", b"names", b"call_method", b"mpidist.rpc.methods:type_of", b"\xff", b"type_of\0"]
+    "name",
+    [
+        b"",
+        b"service",
+        b"names",
+        b"call_method",
+        b"mpidist.rpc.methods:type_of",
+        b"\xff",
+        b"type_of\0",
+    ],
 )
 def test_other_names_are_refused(name):
     with pytest.raises(MpidistError, match=r"is no service|no UTF-8"):

@@ -93,7 +93,12 @@ def dictionary_within_itself():
 
 def shared():
     inner, text, pair = [1], "a text of some length" * 3, (1, [2])
-    return {"lists": [inner, inner, [1]], "texts": [text, text], "pairs": (pair, pair), "deep": [[inner], {"x": inner}]}
+    return {
+        "lists": [inner, inner, [1]],
+        "texts": [text, text],
+        "pairs": (pair, pair),
+        "deep": [[inner], {"x": inner}],
+    }
 
 
 def table():
@@ -199,7 +204,8 @@ def same(a, b, path="value", seen=None):
     here, there = seen = ({}, {}) if seen is None else seen
     if type(a) is not type(b):
         return [f"{path}: {type(a)} is not {type(b)}"]
-    # What is one object here must be one there. Both are kept alive, so that no number stands for two objects.
+    # What is one object here must be one there. Both are kept alive, so that no number stands for
+    # two objects.
     if isinstance(a, (list, dict, set, bytearray, torch.Tensor)):
         if id(a) in here and here[id(a)][1] is b:
             return []
@@ -228,7 +234,9 @@ def children(a, b, path):
                 kids.append((f".{attribute}", getattr(a, attribute), getattr(b, attribute)))
         return kids
     if isinstance(a, np.ndarray) and a.dtype == object:
-        return [("[...]", a.tolist(), b.tolist())] if a.shape == b.shape else [("", a.shape, b.shape)]
+        return (
+            [("[...]", a.tolist(), b.tolist())] if a.shape == b.shape else [("", a.shape, b.shape)]
+        )
     return None
 
 
@@ -247,7 +255,9 @@ def is_equal(a, b):
         return struct.pack("dd", a.real, a.imag) == struct.pack("dd", b.real, b.imag)
     if isinstance(a, BaseException):
         return a.args == b.args
-    if isinstance(a, (type, enum.Enum, type(len), type(same), type(None), type(...), type(NotImplemented))):
+    if isinstance(
+        a, (type, enum.Enum, type(len), type(same), type(None), type(...), type(NotImplemented))
+    ):
         return a is b
     if isinstance(a, decimal.Decimal):
         return a.as_tuple() == b.as_tuple()
@@ -257,13 +267,23 @@ def is_equal(a, b):
 
 
 def is_same_tensor(a, b):
-    if (a.dtype, a.shape, a.layout, a.requires_grad, a.device) != (b.dtype, b.shape, b.layout, b.requires_grad, b.device):
+    if (a.dtype, a.shape, a.layout, a.requires_grad, a.device) != (
+        b.dtype,
+        b.shape,
+        b.layout,
+        b.requires_grad,
+        b.device,
+    ):
         return False
     if a.is_quantized:
-        return (a.q_scale(), a.q_zero_point()) == (b.q_scale(), b.q_zero_point()) and torch.equal(a.int_repr(), b.int_repr())
+        return (a.q_scale(), a.q_zero_point()) == (b.q_scale(), b.q_zero_point()) and torch.equal(
+            a.int_repr(), b.int_repr()
+        )
     if a.layout is torch.sparse_coo:
         parts = [(a._indices(), b._indices()), (a._values(), b._values())]
-        return a.is_coalesced() == b.is_coalesced() and all(torch.equal(one, other) for one, other in parts)
+        return a.is_coalesced() == b.is_coalesced() and all(
+            torch.equal(one, other) for one, other in parts
+        )
     if a.layout is not torch.strided:
         return torch.equal(a.to_dense(), b.to_dense())
     return np.array_equal(bits(a), bits(b))
@@ -302,8 +322,16 @@ def test_values_survive_alone(workers, to, name):
     there, back = call(to, keyword_only, name=name, value=SAMPLES[name]())
     assert there == [] and differing_there(name, back) == []
     assert differing_there(name, call(to, made_here, name)) == []
-    assert differing_there(name, rpc.remote(to, made_here, args=(name,), timeout=CALL_S).to_here(timeout=CALL_S)) == []
-    assert differing_there(name, rpc.rpc_async(to, made_here, args=(name,), timeout=CALL_S).wait()) == []
+    assert (
+        differing_there(
+            name, rpc.remote(to, made_here, args=(name,), timeout=CALL_S).to_here(timeout=CALL_S)
+        )
+        == []
+    )
+    assert (
+        differing_there(name, rpc.rpc_async(to, made_here, args=(name,), timeout=CALL_S).wait())
+        == []
+    )
 
 
 class Company:
@@ -313,7 +341,11 @@ class Company:
         self.name, self.rref = name, rref
         self.tensor, self.small = torch.arange(10_000.0), torch.ones(2)
         value = SAMPLES[name]()
-        self.inside = {"value": value, "all": (rref, [self.tensor, value, {"r": rref, 2.5: (self.small, rref)}]), (1, 2): value}
+        self.inside = {
+            "value": value,
+            "all": (rref, [self.tensor, value, {"r": rref, 2.5: (self.small, rref)}]),
+            (1, 2): value,
+        }
 
 
 def wrong_in(company):
@@ -321,10 +353,20 @@ def wrong_in(company):
     inside, value = company.inside, company.inside["value"]
     rref, (tensor, again, last) = inside["all"]
     found = differing_there(company.name, value)
-    is_one = rref is company.rref and last["r"] is rref and last[2.5][1] is rref and again is value and inside[1, 2] is value
+    is_one = (
+        rref is company.rref
+        and last["r"] is rref
+        and last[2.5][1] is rref
+        and again is value
+        and inside[1, 2] is value
+    )
     is_one = is_one and tensor is company.tensor and last[2.5][0] is company.small
     found += [] if is_one else ["objects that were one are two"]
-    found += [] if torch.equal(tensor, torch.arange(10_000.0)) and torch.equal(company.small, torch.ones(2)) else ["tensors"]
+    found += (
+        []
+        if torch.equal(tensor, torch.arange(10_000.0)) and torch.equal(company.small, torch.ones(2))
+        else ["tensors"]
+    )
     return found + ([] if rref.to_here(timeout=CALL_S) == company.name else ["the reference"])
 
 
@@ -348,7 +390,22 @@ def test_values_survive_among_tensors_and_references(group, workers, to, name):
 
 
 def test_names_of_keywords_are_the_callers(workers, to):
-    keywords = dict.fromkeys(("to", "func", "args", "kwargs", "timeout", "self", "rref", "name", "mode", "agent", "function"), 1)
+    keywords = dict.fromkeys(
+        (
+            "to",
+            "func",
+            "args",
+            "kwargs",
+            "timeout",
+            "self",
+            "rref",
+            "name",
+            "mode",
+            "agent",
+            "function",
+        ),
+        1,
+    )
     assert rpc.rpc_sync(to, echo, args=(0,), kwargs=keywords) == ((0,), keywords)
     assert rpc.rpc_async(to, echo, kwargs=keywords).wait() == ((), keywords)
     assert rpc.remote(to, echo, kwargs=keywords).to_here() == ((), keywords)
@@ -365,10 +422,16 @@ class Speaker:
 
 
 def test_arguments_in_any_container(workers, to):
-    assert rpc.rpc_sync(to, echo) == ((), {}) and rpc.rpc_sync(to, echo, args=(), kwargs={}) == ((), {})
+    assert rpc.rpc_sync(to, echo) == ((), {}) and rpc.rpc_sync(to, echo, args=(), kwargs={}) == (
+        (),
+        {},
+    )
     assert rpc.rpc_sync(to, echo, args=[1, 2]) == ((1, 2), {})
     assert rpc.rpc_sync(to, echo, args=Point(1, 2)) == ((1, 2), {})
-    assert rpc.rpc_sync(to, echo, args=(None,), kwargs=collections.OrderedDict(b=1, a=2)) == ((None,), {"b": 1, "a": 2})
+    assert rpc.rpc_sync(to, echo, args=(None,), kwargs=collections.OrderedDict(b=1, a=2)) == (
+        (None,),
+        {"b": 1, "a": 2},
+    )
     assert list(rpc.rpc_sync(to, echo, kwargs={"b": 1, "a": 2})[1]) == ["b", "a"]
 
 

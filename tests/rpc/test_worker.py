@@ -7,7 +7,9 @@ from mpidist.rpc.worker import WorkerInfo
 
 
 def test_names():
-    assert repr(WorkerInfo("a-b_c:1", 3)) == "WorkerInfo(id=3, name=a-b_c:1)" and WorkerInfo("a", 1) == WorkerInfo("a", 1)
+    assert repr(WorkerInfo("a-b_c:1", 3)) == "WorkerInfo(id=3, name=a-b_c:1)" and WorkerInfo(
+        "a", 1
+    ) == WorkerInfo("a", 1)
     for wrong in ("a*", " ", "", "x" * 128):
         with pytest.raises(MpidistError):
             WorkerInfo(wrong, 0)

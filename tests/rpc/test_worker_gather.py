@@ -13,9 +13,14 @@ pytestmark = pytest.mark.mpi
 
 def test_every_worker_gets_every_workers_object_each_time(group, workers):
     for turn in range(3):
-        got = worker_gather.all_gather({"of": group.rank, "turn": turn, "tensor": torch.full((3,), float(group.rank))})
+        got = worker_gather.all_gather(
+            {"of": group.rank, "turn": turn, "tensor": torch.full((3,), float(group.rank))}
+        )
         ok = list(sorted(got)) == sorted(workers)
-        ok &= all(got[name]["of"] == rank and got[name]["turn"] == turn for rank, name in enumerate(workers))
+        ok &= all(
+            got[name]["of"] == rank and got[name]["turn"] == turn
+            for rank, name in enumerate(workers)
+        )
         ok &= all(bool((got[name]["tensor"] == rank).all()) for rank, name in enumerate(workers))
         agree(group, ok, f"turn {turn}: {got}")
 
@@ -60,7 +65,9 @@ def test_what_is_sent_ahead_is_bounded_and_dropped_at_the_end(group, workers):
             except MpidistError as error:
                 refused += "too far ahead" in str(error)
     group.barrier()
-    ok = refused == (36 if group.rank == 1 else 0) and len(worker_gather._states) == (64 if group.rank == 0 else 0)
+    ok = refused == (36 if group.rank == 1 else 0) and len(worker_gather._states) == (
+        64 if group.rank == 0 else 0
+    )
     agree(group, ok, f"{refused} refused, {len(worker_gather._states)} kept")
     rpc.shutdown()
     agree(group, not worker_gather._states and not worker_gather._counts)

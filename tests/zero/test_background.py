@@ -35,7 +35,9 @@ def gate(monkeypatch):
 
 
 @pytest.mark.parametrize("partition", ["greedy", "flat"])
-def test_the_state_of_the_call_arrives_while_steps_and_settings_go_on(group, folder, gate, partition):
+def test_the_state_of_the_call_arrives_while_steps_and_settings_go_on(
+    group, folder, gate, partition
+):
     last = group.size - 1
     for kind in (ADAM, SGD):
         expected, optimizer = whole(kind), sharded(group, kind, partition)
@@ -53,12 +55,26 @@ def test_the_state_of_the_call_arrives_while_steps_and_settings_go_on(group, fol
         gate.set()
         told = pending.result()
         ok = not early and pending.done() and same(told, wanted if group.rank == last else None)
-        ok = ok and same(torch.load(path, weights_only=True), wanted) and [one.name for one in folder.glob("*.part")] == []
+        ok = (
+            ok
+            and same(torch.load(path, weights_only=True), wanted)
+            and [one.name for one in folder.glob("*.part")] == []
+        )
         agree(group, ok, f"{kind[0].__name__}: not the state of the call")
-        # The next one waits for the last, whose result stays as it is; memory that nobody holds is used again.
+        # The next one waits for the last, whose result stays as it is; memory that nobody holds is
+        # used again.
         first, second = optimizer.consolidate_async(-1), optimizer.consolidate_async(-1)
-        agree(group, first.done() and same(first.result(), second.result()) and len(parameters_of(optimizer)) == 7)
-        agree(group, same(told, wanted if group.rank == last else None), "an earlier result has changed")
+        agree(
+            group,
+            first.done()
+            and same(first.result(), second.result())
+            and len(parameters_of(optimizer)) == 7,
+        )
+        agree(
+            group,
+            same(told, wanted if group.rank == last else None),
+            "an earlier result has changed",
+        )
         optimizer.close()
         optimizer.close()
         agree(group, not background._open)
@@ -84,10 +100,14 @@ def test_errors_reach_all_ranks_and_the_old_file_stays(group, folder):
     agree(group, ok and path.read_bytes() == before)
     raises_on_all(group, ValueError, lambda: optimizer.consolidate_async(-1, path), "one recipient")
     raises_on_all(group, TypeError, lambda: optimizer.consolidate_async(0, 5), "path must be")
-    raises_on_all(group, ValueError, lambda: optimizer.consolidate_async(group.size), "recipient_rank")
+    raises_on_all(
+        group, ValueError, lambda: optimizer.consolidate_async(group.size), "recipient_rank"
+    )
     if group.size > 1:
         mine = path if group.rank else None
-        raises_on_all(group, DisagreementError, lambda: optimizer.consolidate_async(0, mine), "has path")
+        raises_on_all(
+            group, DisagreementError, lambda: optimizer.consolidate_async(0, mine), "has path"
+        )
     optimizer.close()
 
 

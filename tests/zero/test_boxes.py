@@ -23,7 +23,10 @@ def test_boxes_hold_the_elements_of_the_run_and_no_others():
         seen = torch.full(form.shape, -1)
         for box in found:
             view = view_of(box, form, part, start)
-            place = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
+            place = tuple(
+                slice(first, first + size)
+                for first, size in zip(box.offsets, box.sizes, strict=True)
+            )
             assert torch.equal(view, values[place]) and (seen[place] == -1).all()
             seen[place] = view
         assert sorted(seen[seen >= 0].tolist()) == sorted(part.tolist())

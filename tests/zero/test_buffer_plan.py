@@ -16,7 +16,10 @@ HOST = torch.device("cpu")
 
 
 def made(given_parameters, ranks, is_cut):
-    tensors = {number: torch.empty(numel, dtype=dtype, device="meta") for number, (numel, dtype) in enumerate(given_parameters)}
+    tensors = {
+        number: torch.empty(numel, dtype=dtype, device="meta")
+        for number, (numel, dtype) in enumerate(given_parameters)
+    }
     if is_cut:
         return tensors, buffer_plan.cut(tensors, ranks), None
     owners, _ = greedy([tensor.numel() for tensor in tensors.values()], [0] * ranks)
@@ -34,7 +37,11 @@ def test_every_element_has_one_place_and_one_owner(parameters, ranks, is_cut):
         assert not any(bound % 64 for bound in plan.bounds) and plan.bounds[0] == 0
         end = 0
         for number, offset, numel in plan.slots:
-            assert offset == end and numel == tensors[number].numel() and plan.dtype is tensors[number].dtype
+            assert (
+                offset == end
+                and numel == tensors[number].numel()
+                and plan.dtype is tensors[number].dtype
+            )
             end = offset + buffer_plan.padded(numel)
         assert end == plan.numel
         lengths = [high - low for low, high in zip(plan.bounds, plan.bounds[1:], strict=False)]
@@ -48,24 +55,38 @@ def test_every_element_has_one_place_and_one_owner(parameters, ranks, is_cut):
                 assert slot.offset + start == offset and start % 64 == 0
                 owned[number].append((start, stop))
     for number, spans in owned.items():
-        assert [element for start, stop in spans for element in range(start, stop)] == list(range(tensors[number].numel()))
+        assert [element for start, stop in spans for element in range(start, stop)] == list(
+            range(tensors[number].numel())
+        )
 
 
 @settings(max_examples=100, deadline=None)
 @given(PARAMETERS, RANKS, st.booleans(), st.sets(st.integers(0, 11)))
-def test_a_plan_of_some_parameters_leaves_each_element_to_its_owner(parameters, ranks, is_cut, numbers):
+def test_a_plan_of_some_parameters_leaves_each_element_to_its_owner(
+    parameters, ranks, is_cut, numbers
+):
     _, plans, _ = made(parameters, ranks, is_cut)
     for plan in plans:
         fewer = plan.only(frozenset(numbers), torch.float64, HOST)
-        assert fewer.dtype is torch.float64 and fewer.device == HOST and not any(bound % 64 for bound in fewer.bounds)
+        assert (
+            fewer.dtype is torch.float64
+            and fewer.device == HOST
+            and not any(bound % 64 for bound in fewer.bounds)
+        )
         for rank in range(ranks):
-            before = {(number, start, stop) for number, start, stop, _ in plan.spans(rank) if number in numbers}
+            before = {
+                (number, start, stop)
+                for number, start, stop, _ in plan.spans(rank)
+                if number in numbers
+            }
             assert before == {(number, start, stop) for number, start, stop, _ in fewer.spans(rank)}
 
 
 @settings(max_examples=100, deadline=None)
 @given(PARAMETERS, RANKS, st.booleans(), st.integers(0, 11), st.integers(0, 11))
-def test_parts_of_consecutive_parameters_hold_these_and_no_others(parameters, ranks, is_cut, first, last):
+def test_parts_of_consecutive_parameters_hold_these_and_no_others(
+    parameters, ranks, is_cut, first, last
+):
     _, plans, _ = made(parameters, ranks, is_cut)
     numbers = frozenset(range(first, last + 1))
     for plan in plans:
@@ -86,7 +107,12 @@ def test_a_net_much_smaller_than_a_unit_for_each_rank():
 
 
 def test_parameters_of_several_devices_and_dtypes_lie_apart():
-    parameters = {3: torch.empty(5), 4: torch.empty(6, device="meta"), 7: torch.empty(7), 9: torch.empty(2).double()}
+    parameters = {
+        3: torch.empty(5),
+        4: torch.empty(6, device="meta"),
+        7: torch.empty(7),
+        9: torch.empty(2).double(),
+    }
     plans = buffer_plan.whole(parameters, {3: 1, 4: 0, 7: 0, 9: 1}, 2)
     assert [[slot.number for slot in plan.slots] for plan in plans] == [[7, 3], [4], [9]]
     assert [plan.device.type for plan in plans] == ["cpu", "meta", "cpu"]

@@ -9,7 +9,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from mpidist.errors import DisagreementError
 from mpidist.zero.optimizer import OSS
@@ -63,7 +66,9 @@ def test_it_is_loaded_by_fewer_ranks_with_another_partition(group, some, folder,
         before = expected.state_dict()
         ok = True
         if fewer is not None:
-            target = sharded(fewer, kind, "flat" if partition == "greedy" else "balanced", names=True)
+            target = sharded(
+                fewer, kind, "flat" if partition == "greedy" else "balanced", names=True
+            )
             take_parameters(target, expected)
             told = {"model": {"weight": torch.zeros(3)}, "optimizer": target.sharded_state_dict()}
             dcp.load(told, checkpoint_id=where, process_group=of_torch)
@@ -77,11 +82,15 @@ def test_it_is_loaded_by_fewer_ranks_with_another_partition(group, some, folder,
             dcp_to_torch_save(where, f"{where}/whole.pt")
             told = torch.load(f"{where}/whole.pt", weights_only=False)["optimizer"]
             ok = all(
-                torch.equal(torch.as_tensor(told["state"][f"layer.{number}"][name]), torch.as_tensor(value))
+                torch.equal(
+                    torch.as_tensor(told["state"][f"layer.{number}"][name]), torch.as_tensor(value)
+                )
                 for number, held in before["state"].items()
                 for name, value in held.items()
             )
-            ok = ok and [name for one in told["param_groups"] for name in one["params"]] == [f"layer.{n}" for n in range(6)]
+            ok = ok and [name for one in told["param_groups"] for name in one["params"]] == [
+                f"layer.{n}" for n in range(6)
+            ]
         agree(group, ok, "torch reads something else")
 
 
@@ -92,7 +101,11 @@ def test_what_more_ranks_load_and_another_memory_format(group, some, folder):
     if fewer is not None:
         small = sharded(fewer, ADAM, "flat")
         train(small, range(2))
-        dcp.save({"optimizer": small.sharded_state_dict(copies=False)}, checkpoint_id=folder, process_group=of_torch)
+        dcp.save(
+            {"optimizer": small.sharded_state_dict(copies=False)},
+            checkpoint_id=folder,
+            process_group=of_torch,
+        )
     group.barrier()
     params = parameters()
     params[3].data = params[3].data.contiguous()
@@ -109,7 +122,9 @@ def test_saved_in_the_background_is_the_state_of_the_call(group, folder):
     for one in (source, expected):
         train(one, range(2))
     own = dist.new_group()
-    pending = dcp.async_save({"optimizer": source.sharded_state_dict()}, checkpoint_id=folder, process_group=own)
+    pending = dcp.async_save(
+        {"optimizer": source.sharded_state_dict()}, checkpoint_id=folder, process_group=own
+    )
     train(source, range(7, 9))
     pending.result(timeout=60)
     group.barrier()
@@ -134,7 +149,8 @@ def test_parameters_without_state_and_frozen_ones(group, folder):
         dcp.load(told, checkpoint_id=folder)
     except CheckpointException as raised:
         error = raised
-    agree(group, "Missing key" in str(error), repr(error))  # of what the next step would make for parameter 1
+    # of what the next step would make for parameter 1
+    agree(group, "Missing key" in str(error), repr(error))
     dcp.load(told, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
     target.load_sharded_state_dict(told["optimizer"])
     loaded = target.state_dict(all_ranks=True)["state"]
@@ -147,10 +163,16 @@ def test_parameters_without_state_and_frozen_ones(group, folder):
     dcp.save({"optimizer": frozen.sharded_state_dict()}, checkpoint_id=f"{folder}/frozen")
     full = sharded(group, ADAM, "flat")
     told = {"optimizer": full.sharded_state_dict()}
-    dcp.load(told, checkpoint_id=f"{folder}/frozen", planner=DefaultLoadPlanner(allow_partial_load=True))
+    dcp.load(
+        told, checkpoint_id=f"{folder}/frozen", planner=DefaultLoadPlanner(allow_partial_load=True)
+    )
     full.load_sharded_state_dict(told["optimizer"])
     loaded = full.state_dict(all_ranks=True)
-    agree(group, same(loaded["state"], expected.state_dict()["state"]), "the frozen parameter's state is lost")
+    agree(
+        group,
+        same(loaded["state"], expected.state_dict()["state"]),
+        "the frozen parameter's state is lost",
+    )
 
 
 def test_another_model_or_class_is_refused_by_all_ranks(group):
@@ -163,13 +185,17 @@ def test_another_model_or_class_is_refused_by_all_ranks(group):
         (other.sharded_state_dict(), "another class"),
         ({"state": {}}, "sharded_state_dict"),
     ):
-        raises_on_all(group, ValueError, lambda given=given: optimizer.load_sharded_state_dict(given), words)
+        raises_on_all(
+            group, ValueError, lambda given=given: optimizer.load_sharded_state_dict(given), words
+        )
     if group.size > 1:
         given = other.sharded_state_dict() if group.rank else optimizer.sharded_state_dict()
         error = ValueError if group.rank else DisagreementError
         raises_on_all(group, error, lambda: optimizer.load_sharded_state_dict(given))
     told = optimizer.sharded_state_dict()
-    part = next((value for held in told["state"].values() for value in held.values() if value.dim()), None)
+    part = next(
+        (value for held in told["state"].values() for value in held.values() if value.dim()), None
+    )
     ok = True
     if part is not None:
         ok = "elements of shape" in repr(part)
@@ -185,14 +211,18 @@ class Holder(torch.nn.Module):
         for number, parameter in enumerate(parameters()):
             self.register_parameter(f"p{number}", parameter)
         if source is not None:
-            take_parameters(torch.optim.SGD(self.parameters()), torch.optim.SGD(source.parameters()))
+            take_parameters(
+                torch.optim.SGD(self.parameters()), torch.optim.SGD(source.parameters())
+            )
 
 
 def test_torchs_own_optimizer_saves_for_it_and_loads_from_it(group, folder):
     model = Holder()
     source = torch.optim.Adam(model.named_parameters(), **ADAM[1])
     train(source, range(2))
-    dcp.save({"optimizer": get_optimizer_state_dict(model, source)}, checkpoint_id=f"{folder}/torch")
+    dcp.save(
+        {"optimizer": get_optimizer_state_dict(model, source)}, checkpoint_id=f"{folder}/torch"
+    )
     middle = Holder(model)
     optimizer = OSS(middle.named_parameters(), torch.optim.Adam, group, partition="flat", **ADAM[1])
     told = {"optimizer": optimizer.sharded_state_dict()}

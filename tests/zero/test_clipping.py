@@ -23,9 +23,12 @@ def pair(group, kind, dtypes=(torch.float32, torch.float64, torch.bfloat16)):
     for _ in range(2):
         torch.manual_seed(5)
         tensors = [
-            torch.randn(shape).to(dtypes[place % len(dtypes)]) for place, shape in enumerate([(7, 11), (), (300,), (9, 14)])
+            torch.randn(shape).to(dtypes[place % len(dtypes)])
+            for place, shape in enumerate([(7, 11), (), (300,), (9, 14)])
         ]
-        parameters = [Parameter(tensor) for tensor in [*tensors, torch.randn(4, 6).t(), torch.randn(3)]]
+        parameters = [
+            Parameter(tensor) for tensor in [*tensors, torch.randn(4, 6).t(), torch.randn(3)]
+        ]
         for number, parameter in enumerate(parameters[:-1]):
             # The last but one has its gradient in another order than its own elements.
             parameter.grad = torch.randn(parameter.shape).to(parameter.dtype) * (10.0 + number)
@@ -36,7 +39,8 @@ def pair(group, kind, dtypes=(torch.float32, torch.float64, torch.bfloat16)):
 @pytest.mark.parametrize("kind", ["greedy", "flat"])
 @pytest.mark.parametrize("norm_type", [1, 2.0, 3.5, math.inf, "inf"])
 def test_norm_and_step_are_torchs(group, kind, norm_type):
-    wide, narrow = (torch.float32, torch.float64), (torch.bfloat16, torch.float64)  # torch rounds the norm to bf16
+    # torch rounds the norm to bf16
+    wide, narrow = (torch.float32, torch.float64), (torch.bfloat16, torch.float64)
     for max_norm, dtypes, tolerance in ((1e-3, wide, 1e-5), (1.0, narrow, 1e-2), (1e9, wide, 1e-5)):
         sharded, own, other = pair(group, kind, dtypes)
         norm = sharded.clip_grad_norm(max_norm, norm_type)
@@ -46,21 +50,38 @@ def test_norm_and_step_are_torchs(group, kind, norm_type):
         agree(group, len(set(group.all_gather_object(float(norm)))) == 1)
         sharded.step()
         torch.optim.SGD(other, lr=0.5).step()
-        close = [torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance) for a, b in zip(own, other, strict=True)]
+        close = [
+            torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance)
+            for a, b in zip(own, other, strict=True)
+        ]
         agree(group, all(close), f"{max_norm} {close}")
 
 
 @pytest.mark.parametrize("kind", ["greedy", "flat"])
 def test_gradients_that_are_no_numbers_spread_as_torchs_do(group, kind):
-    for value, norm_type in ((math.nan, 2.0), (math.nan, math.inf), (math.inf, 2.0), (math.inf, math.inf)):
+    for value, norm_type in (
+        (math.nan, 2.0),
+        (math.nan, math.inf),
+        (math.inf, 2.0),
+        (math.inf, math.inf),
+    ):
         sharded, own, other = pair(group, kind, (torch.float32,))
         for parameters in (own, other):
             parameters[2].grad[150] = value
-        norm, expected = sharded.clip_grad_norm(1.0, norm_type), torch.nn.utils.clip_grad_norm_(other, 1.0, norm_type)
-        agree(group, (norm.dtype is torch.float32 and torch.equal(norm, expected)) or bool(norm.isnan() and expected.isnan()))
+        norm, expected = (
+            sharded.clip_grad_norm(1.0, norm_type),
+            torch.nn.utils.clip_grad_norm_(other, 1.0, norm_type),
+        )
+        agree(
+            group,
+            (norm.dtype is torch.float32 and torch.equal(norm, expected))
+            or bool(norm.isnan() and expected.isnan()),
+        )
         sharded.step()
         torch.optim.SGD(other, lr=0.5).step()
-        same = [torch.allclose(a, b, equal_nan=True, atol=1e-6) for a, b in zip(own, other, strict=True)]
+        same = [
+            torch.allclose(a, b, equal_nan=True, atol=1e-6) for a, b in zip(own, other, strict=True)
+        ]
         agree(group, all(same), f"{value} {norm_type} {same}")
 
 
@@ -70,21 +91,37 @@ def test_gradients_that_appear_later_count_and_filters_choose(group):
     own[5].grad = other[5].grad = torch.full((3,), 100.0)
     expected = torch.nn.utils.get_total_norm([p.grad for p in other])
     agree(group, torch.allclose(sharded.clip_grad_norm(1e9), expected))
-    chosen = sharded.clip_grad_norm(1.0, filter_params_fn=lambda parameters: (p for p in parameters if p is own[5]))
+    chosen = sharded.clip_grad_norm(
+        1.0, filter_params_fn=lambda parameters: (p for p in parameters if p is own[5])
+    )
     agree(group, torch.allclose(chosen, torch.tensor(3 * 100.0**2).sqrt()))
     rest = [parameter for parameter in own if parameter is not own[5]]
-    agree(group, all(torch.equal(a.grad, b.grad) for a, b in zip(rest, other, strict=False)), "others were scaled")
+    agree(
+        group,
+        all(torch.equal(a.grad, b.grad) for a, b in zip(rest, other, strict=False)),
+        "others were scaled",
+    )
     agree(group, float(sharded.clip_grad_norm(1.0, filter_params_fn=lambda parameters: [])) == 0)
     sharded.zero_grad()
-    agree(group, float(sharded.clip_grad_norm(1.0)) == 0 and float(sharded.clip_grad_norm(1.0, math.inf)) == 0)
+    agree(
+        group,
+        float(sharded.clip_grad_norm(1.0)) == 0
+        and float(sharded.clip_grad_norm(1.0, math.inf)) == 0,
+    )
 
 
 @pytest.mark.parametrize("kind", ["greedy", "flat"])
 def test_complex_sparse_and_frozen_gradients_and_an_empty_group(group, kind):
     torch.manual_seed(0)
-    parameters = [Parameter(torch.randn(17, dtype=torch.complex64)), Parameter(torch.randn(90)), Parameter(torch.randn(3, 3))]
+    parameters = [
+        Parameter(torch.randn(17, dtype=torch.complex64)),
+        Parameter(torch.randn(90)),
+        Parameter(torch.randn(3, 3)),
+    ]
     parameters[2].requires_grad_(False)
-    sharded = OSS([{"params": []}, {"params": parameters}], torch.optim.SGD, group, partition=kind, lr=0.1)
+    sharded = OSS(
+        [{"params": []}, {"params": parameters}], torch.optim.SGD, group, partition=kind, lr=0.1
+    )
     for parameter in parameters[:2]:
         parameter.grad = torch.randn_like(parameter)
     parameters[2].grad = torch.ones(3, 3)
@@ -115,10 +152,18 @@ def test_one_rank_that_refuses_is_heard_by_all(group):
     kind = KeyError if group.rank == group.size - 1 else DisagreementError
     agree(group, isinstance(caught, kind) and "my own filter" in str(caught), repr(caught))
     for arguments in ((1.0, 0), (1.0, -2), (math.nan,), (1.0, "two")):
-        raises_on_all(group, ValueError, lambda arguments=arguments: sharded.clip_grad_norm(*arguments))
+        raises_on_all(
+            group, ValueError, lambda arguments=arguments: sharded.clip_grad_norm(*arguments)
+        )
     if group.size > 1:
-        words = "norm_type > 0" if group.rank == 0 else "OSS.clip_grad_norm was refused. rank 0: ValueError"
-        raises_on_all(group, Exception, lambda: sharded.clip_grad_norm(1.0, group.rank * 2.0), words)
+        words = (
+            "norm_type > 0"
+            if group.rank == 0
+            else "OSS.clip_grad_norm was refused. rank 0: ValueError"
+        )
+        raises_on_all(
+            group, Exception, lambda: sharded.clip_grad_norm(1.0, group.rank * 2.0), words
+        )
     agree(group, float(sharded.clip_grad_norm(1.0)) > 1)
 
 

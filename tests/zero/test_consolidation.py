@@ -19,7 +19,10 @@ pytestmark = pytest.mark.mpi(min_size=1)
 def test_it_is_the_unsharded_optimizers_state_dict(group, partition):
     for kind in (ADAM, SGD, RPROP):
         for chunk_bytes in (7, 1 << 20):  # of less than two elements; more than a shard
-            expected, optimizer = whole(kind, frozen=True), sharded(group, kind, partition, frozen=True)
+            expected, optimizer = (
+                whole(kind, frozen=True),
+                sharded(group, kind, partition, frozen=True),
+            )
             for one in (expected, optimizer):
                 train(one, range(3), skipped=(4,))
             last = group.size - 1
@@ -45,7 +48,10 @@ def test_later_steps_leave_a_result_alone_and_its_memory_is_used_again_once_nobo
     kept = copy.deepcopy(second["state"])
     del first, second
     third = optimizer.state_dict(all_ranks=True)
-    agree(group, ok and third["state"][0]["exp_avg"].data_ptr() == address and same(third["state"], kept))
+    agree(
+        group,
+        ok and third["state"][0]["exp_avg"].data_ptr() == address and same(third["state"], kept),
+    )
 
 
 class Allocated(TorchDispatchMode):
@@ -60,9 +66,17 @@ class Allocated(TorchDispatchMode):
         self.nbytes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor) and not one.is_meta}
+        given = {
+            one.untyped_storage().data_ptr()
+            for one in args
+            if isinstance(one, torch.Tensor) and not one.is_meta
+        }
         made = function(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and not made.is_meta and made.untyped_storage().data_ptr() not in given:
+        if (
+            isinstance(made, torch.Tensor)
+            and not made.is_meta
+            and made.untyped_storage().data_ptr() not in given
+        ):
             self.nbytes += made.nbytes
         return made
 
@@ -75,7 +89,9 @@ def test_a_rank_that_does_not_receive_allocates_less_than_a_chunk(group, monkeyp
     train(optimizer, range(1))
     made = []
     real = result_memory._huge_pages
-    monkeypatch.setattr(result_memory, "_huge_pages", lambda nbytes: made.append(nbytes) or real(nbytes))
+    monkeypatch.setattr(
+        result_memory, "_huge_pages", lambda nbytes: made.append(nbytes) or real(nbytes)
+    )
     optimizer.consolidate_state_dict(0)  # what MPI and Python make once
     made.clear()
     tracemalloc.start()
@@ -96,12 +112,21 @@ def test_what_is_refused_is_refused_by_all_ranks(group, monkeypatch):
         with pytest.raises(RuntimeError, match="it was not called yet"):
             optimizer.state_dict()
     for recipient, chunk_bytes in ((group.size, 1), (-2, 1), (True, 1), ("0", 1), (0, 0)):
-        raises_on_all(group, ValueError, lambda r=recipient, c=chunk_bytes: optimizer.consolidate_state_dict(r, chunk_bytes=c))
+        raises_on_all(
+            group,
+            ValueError,
+            lambda r=recipient, c=chunk_bytes: optimizer.consolidate_state_dict(r, chunk_bytes=c),
+        )
     if group.size > 1:
         wrong = group.size if group.rank == last else 0
         error = ValueError if group.rank == last else DisagreementError
         raises_on_all(group, error, lambda: optimizer.consolidate_state_dict(wrong))
-        raises_on_all(group, DisagreementError, lambda: optimizer.consolidate_state_dict(group.rank % 2), "recipient_rank")
+        raises_on_all(
+            group,
+            DisagreementError,
+            lambda: optimizer.consolidate_state_dict(group.rank % 2),
+            "recipient_rank",
+        )
         optimizer.consolidate_state_dict(0)
         if group.rank:
             with pytest.raises(RuntimeError, match="the last call brought it to rank 0"):
@@ -113,4 +138,6 @@ def test_what_is_refused_is_refused_by_all_ranks(group, monkeypatch):
 
         monkeypatch.setattr(result_memory.KeptMemory, "tensors", no_memory)
     error = MemoryError if group.rank == 0 else MpidistError
-    raises_on_all(group, error, lambda: optimizer.consolidate_state_dict(0), "no memory for the state")
+    raises_on_all(
+        group, error, lambda: optimizer.consolidate_state_dict(0), "no memory for the state"
+    )

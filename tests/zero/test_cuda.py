@@ -17,13 +17,17 @@ ADAMS = [{"foreach": False}, {"foreach": True}, {"fused": True}, {"capturable": 
 
 def net(device: torch.device = CUDA) -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(33, 130), torch.nn.GELU(), torch.nn.Linear(130, 71)).to(device)
+    return torch.nn.Sequential(
+        torch.nn.Linear(33, 130), torch.nn.GELU(), torch.nn.Linear(130, 71)
+    ).to(device)
 
 
 def give_gradients(model: torch.nn.Module, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(
+            parameter.device, parameter.dtype
+        )
 
 
 def are_equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
@@ -35,7 +39,9 @@ def test_bits_are_those_of_the_unsharded_optimizer(group, partition):
     for settings in ADAMS:
         plain, sharded = net(), net()
         whole = torch.optim.AdamW(plain.parameters(), lr=1e-2, **settings)
-        oss = OSS(sharded.parameters(), torch.optim.AdamW, group, partition=partition, lr=1e-2, **settings)
+        oss = OSS(
+            sharded.parameters(), torch.optim.AdamW, group, partition=partition, lr=1e-2, **settings
+        )
         for step in range(6):
             for model, optimizer in ((plain, whole), (sharded, oss)):
                 give_gradients(model, step)
@@ -72,18 +78,30 @@ def test_state_follows_parameters_to_the_device_and_back(group):
         whole.step()
         oss.step()
         agree(group, all(p.device == device for p in sharded.parameters()), f"step {step}: device")
-        close = all(torch.allclose(a, b.cpu(), atol=1e-6) for a, b in zip(plain.parameters(), sharded.parameters(), strict=True))
+        close = all(
+            torch.allclose(a, b.cpu(), atol=1e-6)
+            for a, b in zip(plain.parameters(), sharded.parameters(), strict=True)
+        )
         agree(group, close, f"step {step}: values")
 
 
 def test_host_and_device_parameters_beside_each_other(group):
     on_host, on_device = net(torch.device("cpu")), net()
-    oss = OSS([*on_host.parameters(), *on_device.parameters()], torch.optim.SGD, group, lr=0.1, momentum=0.9)
+    oss = OSS(
+        [*on_host.parameters(), *on_device.parameters()],
+        torch.optim.SGD,
+        group,
+        lr=0.1,
+        momentum=0.9,
+    )
     for step in range(3):
         give_gradients(on_host, step)
         give_gradients(on_device, step)
         oss.step()
-    close = all(torch.allclose(a, b.cpu(), atol=1e-6) for a, b in zip(on_host.parameters(), on_device.parameters(), strict=True))
+    close = all(
+        torch.allclose(a, b.cpu(), atol=1e-6)
+        for a, b in zip(on_host.parameters(), on_device.parameters(), strict=True)
+    )
     agree(group, close)
     norm = oss.clip_grad_norm(1e-3)
     agree(group, bool(norm > 1e-3))
@@ -92,7 +110,10 @@ def test_host_and_device_parameters_beside_each_other(group):
 def test_it_trains_a_data_parallel_module_without_a_wait_for_the_host_in_between(group):
     plain, sharded = net(), net()
     whole = torch.optim.Adam(plain.parameters(), lr=1e-2)
-    averaged, model = DistributedDataParallel(plain, process_group=group), DistributedDataParallel(sharded, process_group=group)
+    averaged, model = (
+        DistributedDataParallel(plain, process_group=group),
+        DistributedDataParallel(sharded, process_group=group),
+    )
     oss = OSS(model.parameters(), torch.optim.Adam, group, lr=1e-2)
     generator = torch.Generator().manual_seed(group.rank)
     for _ in range(5):

@@ -59,8 +59,17 @@ def test_forked_workers_read_parameters_and_what_they_write_all_of_the_node_see(
     """The memory is shared, with children, too: unlike a module's own, it is not copied when a child writes it."""
     sharded, parameters = small(group)
     for writes in (False, True):
-        loader = torch.utils.data.DataLoader(Read(parameters, writes), num_workers=2, multiprocessing_context="fork")
-        agree(group, all(torch.equal(row, parameters[0].detach()[100:110]) for batch in loader for row in batch))
+        loader = torch.utils.data.DataLoader(
+            Read(parameters, writes), num_workers=2, multiprocessing_context="fork"
+        )
+        agree(
+            group,
+            all(
+                torch.equal(row, parameters[0].detach()[100:110])
+                for batch in loader
+                for row in batch
+            ),
+        )
         is_shared = group.size > 1 and group.is_single_node
         seen = bool((parameters[0][:4] == -7).all())
         agree(group, seen == (writes and is_shared), f"{writes} {parameters[0][:4]}")
@@ -94,7 +103,10 @@ def test_memory_is_given_back_with_the_last_parameter_and_no_file_stays(group, w
 
 @pytest.mark.mpi
 def test_the_one_copy_is_one_and_holds_the_first_ranks_values(group):
-    parameters = [torch.nn.Parameter(torch.full((100,), float(group.rank))), torch.nn.Parameter(torch.ones(3))]
+    parameters = [
+        torch.nn.Parameter(torch.full((100,), float(group.rank))),
+        torch.nn.Parameter(torch.ones(3)),
+    ]
     sharded = OSS(parameters, torch.optim.SGD, group, lr=1.0, one_copy=True)
     first = group._comm.nodes.index(group._comm.nodes[group.rank])
     agree(group, bool((parameters[0] == first).all()))

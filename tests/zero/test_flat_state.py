@@ -24,7 +24,12 @@ def pieces():
 def test_state_of_a_pieces_shape_moves_into_the_flat_tensors_and_keeps_its_values():
     own, sizes = pieces(), {0: 192, 1: 64}
     state = {
-        piece.tensor: {"step": torch.tensor(1.0), "a": torch.full_like(piece.tensor, number), "rows": torch.ones(7), "none": None}
+        piece.tensor: {
+            "step": torch.tensor(1.0),
+            "a": torch.full_like(piece.tensor, number),
+            "rows": torch.ones(7),
+            "none": None,
+        }
         for number, piece in enumerate(own)
     }
     others = {piece.number: dict(state[piece.tensor]) for piece in own}
@@ -34,8 +39,13 @@ def test_state_of_a_pieces_shape_moves_into_the_flat_tensors_and_keeps_its_value
     assert [len(one) for one in flat.kinds.values()] == [192, 64] and flat.nbytes() == 4 * 256
     for piece in own[:3]:
         view = state[piece.tensor]["a"]
-        assert view.untyped_storage().data_ptr() == flat.kinds[Kind(piece.home[0], "a", torch.float32, CPU)].data_ptr()
-        assert view.stride() == piece.tensor.stride() and torch.equal(view, others[piece.number]["a"])
+        assert (
+            view.untyped_storage().data_ptr()
+            == flat.kinds[Kind(piece.home[0], "a", torch.float32, CPU)].data_ptr()
+        )
+        assert view.stride() == piece.tensor.stride() and torch.equal(
+            view, others[piece.number]["a"]
+        )
     for piece in own:
         for name in ("step", "rows", "none"):
             assert state[piece.tensor][name] is others[piece.number][name]
@@ -55,4 +65,6 @@ def test_memory_of_an_earlier_state_is_taken_if_it_fits_and_dropped_if_no_kind_w
         fresh = FlatState(spare=old.kinds)
         fresh.settle(own, {own[0].tensor: {"a": torch.full((4, 8), 2.0)}}, {0: size})
         (flat,) = fresh.kinds.values()
-        assert (flat.data_ptr() == address) is is_same and (flat[:32] == 2).all() and not fresh._spare
+        assert (
+            (flat.data_ptr() == address) is is_same and (flat[:32] == 2).all() and not fresh._spare
+        )

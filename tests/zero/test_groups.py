@@ -14,10 +14,16 @@ Parameter = torch.nn.Parameter
 
 
 def test_settings_go_one_way_and_parameters_stay():
-    source = [{"params": [1], "param_names": ["a"], "lr": 2.0}, {"params": [], "lr": 3.0, "initial_lr": 1.0}]
+    source = [
+        {"params": [1], "param_names": ["a"], "lr": 2.0},
+        {"params": [], "lr": 3.0, "initial_lr": 1.0},
+    ]
     target = [{"params": [5], "lr": 0.0, "own": 1}, {"params": [6], "lr": 0.0}]
     groups.sync(source, target)
-    assert target == [{"params": [5], "lr": 2.0, "own": 1}, {"params": [6], "lr": 3.0, "initial_lr": 1.0}]
+    assert target == [
+        {"params": [5], "lr": 2.0, "own": 1},
+        {"params": [6], "lr": 3.0, "initial_lr": 1.0},
+    ]
     assert groups.settings(source[0]) == {"lr": 2.0}
     with pytest.raises(ValueError, match="zip"):
         groups.sync(source, target[:1])
@@ -35,7 +41,11 @@ def test_equal_settings_have_equal_texts():
     def text(**settings):
         return groups.text({"params": [], "param_names": ["x"], **settings})
 
-    assert text(lr=0.1, betas=(0.9, 0.99)) == text(betas=(0.9, 0.99), lr=0.1) != text(lr=0.1, betas=(0.9, 0.999))
+    assert (
+        text(lr=0.1, betas=(0.9, 0.99))
+        == text(betas=(0.9, 0.99), lr=0.1)
+        != text(lr=0.1, betas=(0.9, 0.999))
+    )
     assert text(lr=torch.tensor(0.5)) == text(lr=0.5) != text(lr=0.25)
     assert text(lr=0.1) != text(lr=0.1 + 2**-54) and text(lr=float("nan")) == text(lr=float("nan"))
     assert text(lr=1e-3) != text(lr="1e-3") and text(foreach=None) != text(foreach=False)
@@ -52,7 +62,12 @@ def test_ranks_compare_shapes_dtypes_layouts_and_trainability():
 
     first = rows(Parameter(torch.ones(2, 3)))
     assert first == rows(Parameter(torch.zeros(2, 3)))
-    others = [torch.ones(3, 2), torch.ones(2, 3).double(), torch.ones(3, 2).t(), torch.ones(2, 3, device="meta")]
+    others = [
+        torch.ones(3, 2),
+        torch.ones(2, 3).double(),
+        torch.ones(3, 2).t(),
+        torch.ones(2, 3, device="meta"),
+    ]
     for other in [*map(Parameter, others), Parameter(torch.ones(2, 3), requires_grad=False)]:
         assert rows(other) != first
     assert rows() != first
@@ -60,8 +75,22 @@ def test_ranks_compare_shapes_dtypes_layouts_and_trainability():
 
 def test_memory_that_two_parameters_share_is_refused():
     one, empty = Parameter(torch.ones(6)), Parameter(torch.ones(0))
-    groups.require_apart([{"params": [one, empty]}, {"params": [Parameter(torch.ones(0)), Parameter(one.detach()[3:])]}])
-    groups.require_apart([{"params": [Parameter(torch.ones(3, device="meta")), Parameter(torch.ones(3, device="meta"))]}])
+    groups.require_apart(
+        [
+            {"params": [one, empty]},
+            {"params": [Parameter(torch.ones(0)), Parameter(one.detach()[3:])]},
+        ]
+    )
+    groups.require_apart(
+        [
+            {
+                "params": [
+                    Parameter(torch.ones(3, device="meta")),
+                    Parameter(torch.ones(3, device="meta")),
+                ]
+            }
+        ]
+    )
     with pytest.raises(ValueError, match="given twice"):
         groups.require_apart([{"params": [one, empty, one]}])
     with pytest.raises(ValueError, match=r"shapes \(6,\) and \(2, 3\), lie in the same memory"):

@@ -17,7 +17,11 @@ from tests.support import agree, raises_on_all
 from tests.zero.models import SETTINGS, Model, backward, same_bits, trained, wrapped
 
 HOOKS = {
-    "mpidist": {"average": allreduce_hook, "fp16": fp16_compress_hook, "compressed": bf16_compress_wrapper(allreduce_hook)},
+    "mpidist": {
+        "average": allreduce_hook,
+        "fp16": fp16_compress_hook,
+        "compressed": bf16_compress_wrapper(allreduce_hook),
+    },
     "torch": {"average": torchs.allreduce_hook, "fp16": torchs.fp16_compress_hook},
 }
 
@@ -29,7 +33,9 @@ def test_a_subset_is_stepped_alone():
     optim = torch.optim.Adam([{"params": tensors[:2]}, {"params": tensors[2:]}], lr=0.1)
     step_only(optim, [tensors[1]])
     assert [bool(tensor.ne(1).any()) for tensor in tensors] == [False, True, False]
-    assert [len(group["params"]) for group in optim.param_groups] == [2, 1] and list(optim.state) == [tensors[1]]
+    assert [len(group["params"]) for group in optim.param_groups] == [2, 1] and list(
+        optim.state
+    ) == [tensors[1]]
 
 
 @pytest.mark.mpi
@@ -40,8 +46,12 @@ def test_bits_of_a_plain_optimizer(group, kind, in_thread, monkeypatch):
     """Beside schedulers, passes that only accumulate, and parameters that no rank, or only another one, has used."""
     monkeypatch.setattr(type(group), "is_single_node", not in_thread)
     wrong = []
-    for name, partition, hook, as_view in itertools.product(SETTINGS, ("greedy", "flat"), HOOKS[kind], (False, True)):
-        if (name == "Muon" and partition == "flat") or (hook != "average" and (name != "Adam" or as_view)):
+    for name, partition, hook, as_view in itertools.product(
+        SETTINGS, ("greedy", "flat"), HOOKS[kind], (False, True)
+    ):
+        if (name == "Muon" and partition == "flat") or (
+            hook != "average" and (name != "Adam" or as_view)
+        ):
             continue
         optim, settings = SETTINGS[name]
         options = {"find_unused_parameters": True, "gradient_as_bucket_view": as_view}
@@ -61,7 +71,9 @@ def test_bits_of_a_plain_optimizer(group, kind, in_thread, monkeypatch):
             steps = [
                 key
                 for key in expected
-                if not torch.equal(saved[key].get("step", torch.ones(1)), expected[key].get("step", torch.ones(1)))
+                if not torch.equal(
+                    saved[key].get("step", torch.ones(1)), expected[key].get("step", torch.ones(1))
+                )
             ]
             differing += f" steps of {steps}" if steps else ""
         if differing:
@@ -76,13 +88,18 @@ def test_the_step_is_taken_in_the_backward_pass(group):
     plain = torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=True), torch.nn.Linear(4, 4))
     plain.load_state_dict(model.state_dict())
     ddps = [DistributedDataParallel(each, process_group=group) for each in (model, plain)]
-    oss, its = OSS(ddps[0].parameters(), torch.optim.SGD, group, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    oss, its = (
+        OSS(ddps[0].parameters(), torch.optim.SGD, group, lr=0.1),
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+    )
     ddps[0].register_comm_hook(group, oss.stepping_hook(allreduce_hook))
     before = model[1].weight.detach().clone()
     for ddp in ddps:
         ddp(torch.arange(3) + group.rank).square().sum().backward()
     is_mine = any(piece.parameter is model[1].weight for piece in oss._shards.pieces)
-    agree(group, torch.equal(before, model[1].weight) != is_mine, "stepped too early, or not at all")
+    agree(
+        group, torch.equal(before, model[1].weight) != is_mine, "stepped too early, or not at all"
+    )
     oss.step()
     its.step()
     agree(group, not same_bits(model, plain), same_bits(model, plain))
@@ -118,4 +135,6 @@ def test_an_error_on_one_rank_reaches_all_in_step(group):
     oss = OSS(ddp.parameters(), Fails, group, lr=0.1)
     ddp.register_comm_hook(group, oss.stepping_hook(allreduce_hook))
     backward(ddp, group.rank, 0)
-    raises_on_all(group, KeyError if group.rank == group.size - 1 else DisagreementError, oss.step, "mine")
+    raises_on_all(
+        group, KeyError if group.rank == group.size - 1 else DisagreementError, oss.step, "mine"
+    )

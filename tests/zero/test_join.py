@@ -74,7 +74,13 @@ def test_a_rank_without_inputs_steps_its_shard(group):
             hook = hook_with_zero_step(allreduce_hook if kind == "mpidist" else its, ddp, zero)
             ddp.register_comm_hook(None, hook)
         else:
-            zero = OSS(ddp.parameters(), partition=partition, overlap=partition == "flat", lr=0.1, momentum=0.9)
+            zero = OSS(
+                ddp.parameters(),
+                partition=partition,
+                overlap=partition == "flat",
+                lr=0.1,
+                momentum=0.9,
+            )
         if way == "join and hook":
             ddp.register_comm_hook(None, zero.stepping_hook(allreduce_hook))
         if way.startswith("join"):
@@ -90,7 +96,10 @@ def test_a_rank_without_inputs_steps_its_shard(group):
         rows = [torch.empty_like(flat) for _ in range(group.size)]
         group.all_gather(rows, flat)
         if far or not all(torch.equal(row, flat) for row in rows):
-            wrong.append(f"{kind} {way} {partition}: {far}, ranks are alike: {[torch.equal(row, flat) for row in rows]}")
+            wrong.append(
+                f"{kind} {way} {partition}: {far}, ranks are alike: "
+                f"{[torch.equal(row, flat) for row in rows]}"
+            )
     agree(group, not wrong, "; ".join(wrong))
 
 

@@ -30,11 +30,23 @@ LAYOUTS = ["greedy", "balanced", "flat"]
 def fairscale_format(given):
     """Return the state dict as FairScale 0.4.13 writes it after a step by an older torch: step counts are numbers."""
     state = {
-        number: {name: int(value) if name == "step" else value.clone() for name, value in held.items()}
+        number: {
+            name: int(value) if name == "step" else value.clone() for name, value in held.items()
+        }
         for number, held in given["state"].items()
     }
-    settings = ("foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "maximize")
-    old = [{key: value for key, value in group.items() if key not in settings} for group in given["param_groups"]]
+    settings = (
+        "foreach",
+        "capturable",
+        "differentiable",
+        "fused",
+        "decoupled_weight_decay",
+        "maximize",
+    )
+    old = [
+        {key: value for key, value in group.items() if key not in settings}
+        for group in given["param_groups"]
+    ]
     return {"state": state, "param_groups": old}
 
 
@@ -46,7 +58,11 @@ def test_training_goes_on_where_another_optimizer_saved(group, partition):
         train(source, range(2), skipped=(1,))  # one parameter has no state yet
         given = source.state_dict()
         for saved in (given, fairscale_format(given) if kind is ADAM else given):
-            before, target, expected = copy.deepcopy(saved), sharded(group, kind, partition), copy.deepcopy(source)
+            before, target, expected = (
+                copy.deepcopy(saved),
+                sharded(group, kind, partition),
+                copy.deepcopy(source),
+            )
             train(target, range(5, 6))  # what it held has to go
             take_parameters(target, source)
             target.load_state_dict(saved)
@@ -58,10 +74,16 @@ def test_training_goes_on_where_another_optimizer_saved(group, partition):
         back = whole(kind)
         take_parameters(back, target)
         back.load_state_dict(target.state_dict(all_ranks=True))
-        ok = same_run(other, expected, range(4, 5)) & all(map(torch.equal, parameters_of(other), parameters_of(expected)))
+        ok = same_run(other, expected, range(4, 5)) & all(
+            map(torch.equal, parameters_of(other), parameters_of(expected))
+        )
         agree(group, ok, f"{kind[0].__name__} from another layout")
         train(back, range(4, 5))
-        agree(group, all(map(torch.equal, parameters_of(back), parameters_of(expected))), "back in the unsharded one")
+        agree(
+            group,
+            all(map(torch.equal, parameters_of(back), parameters_of(expected))),
+            "back in the unsharded one",
+        )
         told = other.state_dict(all_ranks=True)
         agree(group, same(told, back.state_dict()), "the state dicts differ")
 
@@ -71,12 +93,17 @@ def test_kinds_of_state_that_were_not_loaded_are_gone(group):
     train(optimizer, range(1))
     plain = whole((torch.optim.Adam, {"lr": 0.01}))
     train(plain, range(1))
-    nbytes, kept = optimizer._state.nbytes(), {flat.data_ptr() for flat in optimizer._state.kinds.values()}
+    nbytes, kept = (
+        optimizer._state.nbytes(),
+        {flat.data_ptr() for flat in optimizer._state.kinds.values()},
+    )
     optimizer.load_state_dict(plain.state_dict())
     told = optimizer.state_dict(all_ranks=True)
     flats = optimizer._state.kinds.values()
     ok = same(told, plain.state_dict()) and optimizer._state.nbytes() * 3 == nbytes * 2
-    agree(group, ok and {flat.data_ptr() for flat in flats} <= kept, "the memory was not used again")
+    agree(
+        group, ok and {flat.data_ptr() for flat in flats} <= kept, "the memory was not used again"
+    )
 
 
 def test_state_of_parameters_that_no_rank_steps_is_kept_and_handed_over(group):
@@ -87,7 +114,11 @@ def test_state_of_parameters_that_no_rank_steps_is_kept_and_handed_over(group):
         take_parameters(optimizer, source)
         optimizer.load_state_dict(source.state_dict())
         told = optimizer.state_dict(all_ranks=True)
-        agree(group, same(told["state"], source.state_dict()["state"]), f"{partition}: lost at the next save")
+        agree(
+            group,
+            same(told["state"], source.state_dict()["state"]),
+            f"{partition}: lost at the next save",
+        )
         # By rank-local dicts, too.
         again = sharded(group, ADAM, partition, frozen=True)
         take_parameters(again, source)
@@ -95,9 +126,15 @@ def test_state_of_parameters_that_no_rank_steps_is_kept_and_handed_over(group):
         expected = copy.deepcopy(source)
         parameters_of(again)[FROZEN].requires_grad_(True)
         again.refresh_trainable()
-        agree(group, same_run(again, expected, range(2, 4)), f"{partition}: not what the unfrozen parameter had")
+        agree(
+            group,
+            same_run(again, expected, range(2, 4)),
+            f"{partition}: not what the unfrozen parameter had",
+        )
         told = again.state_dict(all_ranks=True)
-        agree(group, same(told["state"], expected.state_dict()["state"]) and not again._parked.owners)
+        agree(
+            group, same(told["state"], expected.state_dict()["state"]) and not again._parked.owners
+        )
 
 
 def test_nothing_is_loaded_from_what_does_not_fit(group, monkeypatch):
@@ -123,13 +160,21 @@ def test_nothing_is_loaded_from_what_does_not_fit(group, monkeypatch):
         ({"state": [], "param_groups": []}, "a dict in 'state'"),
     ]
     for given, words in cases:
-        raises_on_all(group, ValueError, lambda given=given: optimizer.load_state_dict(given), words)
+        raises_on_all(
+            group, ValueError, lambda given=given: optimizer.load_state_dict(given), words
+        )
     if group.size > 1:
         for given, _ in cases:  # refused by one rank alone
             error = ValueError if last else DisagreementError
-            raises_on_all(group, error, lambda given=given if last else good: optimizer.load_state_dict(given))
+            raises_on_all(
+                group, error, lambda given=given if last else good: optimizer.load_state_dict(given)
+            )
         for given in ({**good, "state": {}}, optimizer.rank_local_state_dict()):
-            raises_on_all(group, DisagreementError, lambda given=given if last else good: optimizer.load_state_dict(given))
+            raises_on_all(
+                group,
+                DisagreementError,
+                lambda given=given if last else good: optimizer.load_state_dict(given),
+            )
 
         def broken(state_dict):
             raise OSError("broken")
@@ -151,12 +196,20 @@ def test_nothing_is_loaded_from_what_does_not_fit(group, monkeypatch):
 def test_hooks_and_tensor_settings(group):
     seen = []
     optimizer = OSS(parameters(), torch.optim.Adam, group, lr=torch.tensor(0.01))
-    optimizer.register_load_state_dict_pre_hook(lambda own, given: {**given, "more": seen.append("before")})
+    optimizer.register_load_state_dict_pre_hook(
+        lambda own, given: {**given, "more": seen.append("before")}
+    )
     optimizer.register_load_state_dict_post_hook(lambda own: seen.append("after"))
     optimizer.register_state_dict_post_hook(lambda own, told: {**told, "hooked": True})
     train(optimizer, range(1))
     told = optimizer.state_dict(all_ranks=True)
     optimizer.param_groups[0]["lr"].fill_(0.5)
     optimizer.load_state_dict(told)
-    ok = told["hooked"] and seen == ["before", "after"] and float(told["param_groups"][0]["lr"]) == pytest.approx(0.01)
-    agree(group, ok and float(optimizer.optim.param_groups[0]["lr"]) == pytest.approx(0.01), str(seen))
+    ok = (
+        told["hooked"]
+        and seen == ["before", "after"]
+        and float(told["param_groups"][0]["lr"]) == pytest.approx(0.01)
+    )
+    agree(
+        group, ok and float(optimizer.optim.param_groups[0]["lr"]) == pytest.approx(0.01), str(seen)
+    )

@@ -22,7 +22,9 @@ def test_training_goes_on_where_each_rank_saved_its_own(group, partition, tmp_pa
         told = torch.load(tmp_path / "own.pt", weights_only=True)
         own, kept = source.rank_local_state_dict(copies=False), source.rank_local_state_dict()
         before = copy.deepcopy(told)
-        ok = [one.data_ptr() for one in own["flats"]] == [one.data_ptr() for one in source._state.kinds.values()]
+        ok = [one.data_ptr() for one in own["flats"]] == [
+            one.data_ptr() for one in source._state.kinds.values()
+        ]
         target = sharded(group, kind, partition)
         take_parameters(target, source)
         train(target, range(7, 8))
@@ -40,7 +42,12 @@ def test_another_layout_is_refused_by_all_ranks(group):
     before = own.state_dict(all_ranks=True)
     other, told = sharded(group, ADAM, "flat", frozen=True), own.rank_local_state_dict()
     train(other, range(1))
-    raises_on_all(group, ValueError, lambda: own.load_state_dict(other.rank_local_state_dict()), "another layout")
+    raises_on_all(
+        group,
+        ValueError,
+        lambda: own.load_state_dict(other.rank_local_state_dict()),
+        "another layout",
+    )
     for change, words in (
         ({"world_size": group.size + 1}, "this is rank"),
         ({"rank": group.rank + 1}, "this is rank"),
@@ -49,13 +56,20 @@ def test_another_layout_is_refused_by_all_ranks(group):
         ({"layout": {**told["layout"], "masters": True}}, "master copies"),
         ({"layout": {**told["layout"], "strides": []}}, "strides"),
     ):
-        raises_on_all(group, ValueError, lambda change=change: own.load_state_dict({**told, **change}), words)
+        raises_on_all(
+            group, ValueError, lambda change=change: own.load_state_dict({**told, **change}), words
+        )
     if group.size > 1:
         error = ValueError if group.rank else DisagreementError
         wrong = {**told, "world_size": 99} if group.rank else told
         raises_on_all(group, error, lambda: own.load_state_dict(wrong))
     after = own.state_dict(all_ranks=True)
-    agree(group, same(after, before) and local_state.is_rank_local(told) and not local_state.is_rank_local(after))
+    agree(
+        group,
+        same(after, before)
+        and local_state.is_rank_local(told)
+        and not local_state.is_rank_local(after),
+    )
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])

@@ -1,6 +1,7 @@
 """Elements of a parameter in a flat buffer: in the order in which they lie in memory, whatever the strides.
 
-Apart from ``test_flat_buffers.py``: each rank of an MPI job would import hypothesis for this one test of one process.
+Apart from ``test_flat_buffers.py``: each rank of an MPI job would import hypothesis for this one
+test of one process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ def test_elements_keep_the_order_in_which_they_lie(shape, random, with_gap):
     assert torch.equal(view, parameter) and view.shape == parameter.shape
     assert flat[1] == flat[-1] == -1 and not (part == -1).any()
     assert is_dense(view) and (view.stride() == parameter.stride()) == is_dense(parameter)
-    assert torch.equal(in_memory_order(view, view), part) and in_memory_order(view, view).data_ptr() == part.data_ptr()
+    assert (
+        torch.equal(in_memory_order(view, view), part)
+        and in_memory_order(view, view).data_ptr() == part.data_ptr()
+    )
     other = torch.randn(shape).permute(order).contiguous()  # a gradient in another order
     expected = laid_out(torch.empty(parameter.numel()), view).copy_(other)
     assert torch.equal(in_memory_order(other, view), in_memory_order(expected, view))

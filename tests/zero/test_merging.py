@@ -11,11 +11,20 @@ pytestmark = pytest.mark.mpi
 
 @pytest.mark.parametrize("partition", ["greedy", "flat"])
 def test_the_merged_state_is_the_consolidated_one(group, partition):
-    for kind, more in ((ADAM, {}), (SGD, {"frozen": True}), (RPROP, {}), (ADAM, {"names": True, "wire": "bf16"})):
+    for kind, more in (
+        (ADAM, {}),
+        (SGD, {"frozen": True}),
+        (RPROP, {}),
+        (ADAM, {"names": True, "wire": "bf16"}),
+    ):
         source = sharded(group, kind, partition, **more)
         train(source, range(2), skipped=(4,))
         told = group.all_gather_object(source.rank_local_state_dict())
-        agree(group, same(merged(told), source.state_dict(all_ranks=True)), f"{kind[0].__name__} {more}")
+        agree(
+            group,
+            same(merged(told), source.state_dict(all_ranks=True)),
+            f"{kind[0].__name__} {more}",
+        )
 
 
 def test_what_is_no_complete_set(group):
@@ -31,7 +40,10 @@ def test_what_is_no_complete_set(group):
             [{**told[0], "layout": {}}, *told[1:]] if size > 1 else [{**told[0], "rank": 1}],
             "different layouts" if size > 1 else "must be",
         ),
-        ([{**state, "flats": [flat[1:] for flat in state["flats"]]} for state in told], "damaged: it lacks elements of"),
+        (
+            [{**state, "flats": [flat[1:] for flat in state["flats"]]} for state in told],
+            "damaged: it lacks elements of",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             merged(wrong)

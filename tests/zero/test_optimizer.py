@@ -24,10 +24,16 @@ def test_bits_of_the_plain_optimizer(group, name):
     parameters = nets.parameters_for(name)
     plain = optim(parameters, **settings)
     if not nets.takes_late_groups(optim, settings):
-        pytest.skip(f"{optim.__name__} of torch {torch.__version__} does not step a group that is added later")
+        pytest.skip(
+            f"{optim.__name__} of torch {torch.__version__} does not step a group that is added "
+            "later"
+        )
     nets.train(plain, parameters)
     # Every way with every partition once over the optimizers, and all of them with one.
-    cases = [(kind, nets.WAYS[(place + len(name)) % 3]) for place, kind in enumerate(nets.partitions_of(name))]
+    cases = [
+        (kind, nets.WAYS[(place + len(name)) % 3])
+        for place, kind in enumerate(nets.partitions_of(name))
+    ]
     if name == "AdamW-foreach":
         cases = [(kind, way) for kind in nets.partitions_of(name) for way in nets.WAYS]
     for kind, way in cases:
@@ -50,8 +56,14 @@ def test_positional_arguments_are_fairscales(group):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sharded = OSS(parameters, torch.optim.Adam, group, -1, False, False, lr=0.5)
-    agree(group, isinstance(sharded.optim, torch.optim.Adam) and sharded.param_groups[0]["lr"] == 0.5)
-    agree(group, (sharded.rank, sharded.world_size) == (group.rank, group.size) and isinstance(sharded, torch.optim.Optimizer))
+    agree(
+        group, isinstance(sharded.optim, torch.optim.Adam) and sharded.param_groups[0]["lr"] == 0.5
+    )
+    agree(
+        group,
+        (sharded.rank, sharded.world_size) == (group.rank, group.size)
+        and isinstance(sharded, torch.optim.Optimizer),
+    )
     for given in ((1 << 20, False, False), (-1, False, True)):
         with pytest.warns(UserWarning, match="have no effect"):
             OSS(parameters, torch.optim.SGD, group, *given, lr=0.5)
@@ -64,7 +76,9 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned(group):
             torch.manual_seed(0)
             nets_ = [torch.nn.Linear(9, 30), torch.nn.Linear(9, 30)]
             nets_[1].load_state_dict(nets_[0].state_dict())
-            sharded = OSS(nets_[0].parameters(), torch.optim.AdamW, group, partition=kind, lr=0.1, **chosen)
+            sharded = OSS(
+                nets_[0].parameters(), torch.optim.AdamW, group, partition=kind, lr=0.1, **chosen
+            )
             plain = torch.optim.AdamW(nets_[1].parameters(), lr=0.1)
             x = torch.randn(6, 9)
 
@@ -74,7 +88,8 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned(group):
                 loss.backward()
                 return loss
 
-            for _ in range(12):  # a rank that is ahead would write the one copy that others still read
+            # a rank that is ahead would write the one copy that others still read
+            for _ in range(12):
                 losses = [
                     optimizer.step(functools.partial(closure, net, optimizer))
                     for net, optimizer in zip(nets_, (sharded, plain), strict=True)
@@ -112,11 +127,15 @@ def test_a_step_that_raises_on_one_rank_ends_alike_on_all(group, way):
         sharded = OSS(parameters, torch.optim.Adam, group, lr=0.1, **chosen)
         nets.give_gradients(parameters, 0)
         owner = sharded._shards.owners[2]
-        parameters[2].grad = torch.sparse_coo_tensor([[1, 5]], torch.ones(2, 3), (40, 3), check_invariants=True)
+        parameters[2].grad = torch.sparse_coo_tensor(
+            [[1, 5]], torch.ones(2, 3), (40, 3), check_invariants=True
+        )
         kind = RuntimeError if owner == group.rank else DisagreementError
         raises_on_all(group, kind, sharded.step, "sparse gradients")
         same = [group.all_gather_object(parameter.detach().clone()) for parameter in parameters]
-        agree(group, all(torch.equal(each, held[0]) for held in same for each in held), "ranks differ")
+        agree(
+            group, all(torch.equal(each, held[0]) for held in same for each in held), "ranks differ"
+        )
         parameters[2].grad = None
         before = parameters[0].detach().clone()
         sharded.step()
@@ -159,10 +178,29 @@ def test_bad_arguments_are_refused_on_all_ranks_and_the_group_goes_on(group):
     refused(group, TypeError, "int8", half, sgd_class, group, lr=0.1, wire="int8")
     refused(group, ValueError, "wire", p(), sgd_class, group, lr=0.1, wire="int4")
     refused(
-        group, ValueError, "not known to treat each element by itself", p(), torch.optim.Muon, group, partition="flat", lr=0.1
+        group,
+        ValueError,
+        "not known to treat each element by itself",
+        p(),
+        torch.optim.Muon,
+        group,
+        partition="flat",
+        lr=0.1,
     )
-    refused(group, ValueError, "partition is one of", p(), sgd_class, group, partition="cyclic", lr=0.1)
-    refused(group, ValueError, "cost is", p(), sgd_class, group, partition="balanced", cost="time", lr=0.1)
+    refused(
+        group, ValueError, "partition is one of", p(), sgd_class, group, partition="cyclic", lr=0.1
+    )
+    refused(
+        group,
+        ValueError,
+        "cost is",
+        p(),
+        sgd_class,
+        group,
+        partition="balanced",
+        cost="time",
+        lr=0.1,
+    )
     refused(group, ValueError, "empty parameter list", [], sgd_class, group, lr=0.1)
     refused(group, TypeError, "iterable", torch.ones(3), sgd_class, group, lr=0.1)
     refused(group, ValueError, "given twice", [p()[0]] * 2, sgd_class, group, lr=0.1)
@@ -191,14 +229,25 @@ def test_ranks_that_differ_are_named_on_all(group):
         (p() + p()[:rank], {}, "group 0 parameter 5"),
         ([torch.nn.Parameter(torch.ones(3 + rank))], {}, "group 0 parameter 0"),
         ([torch.nn.Parameter(torch.ones(3), requires_grad=is_first)], {}, "group 0 parameter 0"),
-        ([torch.nn.Parameter(torch.ones(3).to(torch.float64 if is_first else torch.float32))], {}, "group 0 parameter 0"),
+        (
+            [torch.nn.Parameter(torch.ones(3).to(torch.float64 if is_first else torch.float32))],
+            {},
+            "group 0 parameter 0",
+        ),
         (p(), {"lr": 0.1 + rank}, "defaults"),
         (p(), {"momentum": rank / 10}, "defaults"),
         (p(), {"partition": "flat" if is_first else "greedy"}, "arguments"),
         (p(), {"optim": torch.optim.SGD if is_first else torch.optim.Adam}, "arguments"),
         (p(), {"one_copy": is_first}, "arguments"),
         (p(), {"partition": "balanced", "cost": "bytes" if is_first else "matrix"}, "arguments"),
-        (p(), {"partition": "balanced", "cost": lambda tensor: tensor.numel() if is_first else -tensor.numel()}, "owners"),
+        (
+            p(),
+            {
+                "partition": "balanced",
+                "cost": lambda tensor: tensor.numel() if is_first else -tensor.numel(),
+            },
+            "owners",
+        ),
     ]
     for parameters, settings, words in cases:
         refused(group, DisagreementError, words, parameters, group=group, **{"lr": 0.1, **settings})
@@ -210,7 +259,12 @@ def test_ranks_that_differ_are_named_on_all(group):
 
     raises_on_all(group, Exception,
                   lambda: OSS(p(), group=group, partition="balanced", cost=cost, lr=0.1), "my own cost")  # fmt: skip
-    raises_on_all(group, Exception, lambda: OSS(p() if is_first else None, group=group, lr=0.1), "not iterable")
+    raises_on_all(
+        group,
+        Exception,
+        lambda: OSS(p() if is_first else None, group=group, lr=0.1),
+        "not iterable",
+    )
     sgd(group).step()
 
 
@@ -233,10 +287,15 @@ def test_schedulers_hooks_names_and_profiles(group):
         group.broadcast(net.bias.data, 0)
     sharded = OSS(named[0].named_parameters(), torch.optim.AdamW, group, lr=torch.tensor(0.1))
     plain = torch.optim.AdamW(named[1].named_parameters(), lr=torch.tensor(0.1))
-    sharded.register_step_pre_hook(lambda optimizer, args, kwargs: calls.append(("before", optimizer is sharded)))
-    sharded.register_step_post_hook(lambda optimizer, args, kwargs: calls.append(("after", optimizer is sharded)))
+    sharded.register_step_pre_hook(
+        lambda optimizer, args, kwargs: calls.append(("before", optimizer is sharded))
+    )
+    sharded.register_step_post_hook(
+        lambda optimizer, args, kwargs: calls.append(("after", optimizer is sharded))
+    )
     for optimizer in (sharded, plain):
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=9)  # asks the defaults for betas
+        # asks the defaults for betas
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=9)
         for number in range(8):
             nets.give_gradients(nets.all_parameters(optimizer), number)
             optimizer.step()
@@ -244,12 +303,20 @@ def test_schedulers_hooks_names_and_profiles(group):
     wrong = nets.differences(sharded, plain)
     agree(group, not wrong and sharded.param_groups[0]["param_names"] == ["weight", "bias"], wrong)
     agree(group, calls == [("before", True), ("after", True)] * 8)
-    agree(group, sharded.defaults.keys() == plain.defaults.keys() and "AdamW" not in type(sharded).__name__)
+    agree(
+        group,
+        sharded.defaults.keys() == plain.defaults.keys() and "AdamW" not in type(sharded).__name__,
+    )
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         sharded.clip_grad_norm(1.0)
         sharded.step()
     names = {event.key for event in profile.key_averages()}
-    agree(group, {"mpidist::oss::optim_step", "mpidist::oss::gather", "mpidist::oss::clip_grad_norm"} <= names, str(names))
+    agree(
+        group,
+        {"mpidist::oss::optim_step", "mpidist::oss::gather", "mpidist::oss::clip_grad_norm"}
+        <= names,
+        str(names),
+    )
     sharded.zero_grad()
     agree(group, all(parameter.grad is None for parameter in named[0].parameters()))
 
@@ -264,13 +331,27 @@ def test_settings_go_both_ways_around_each_step(group):
                 held["lr"] *= 0.5
                 held["steps"] = held.get("steps", 0) + 1
 
-    sharded = OSS([{"params": nets.matrices(), "lr": 1.0}, {"params": nets.late(), "momentum": 0.5}], Annealed, group, lr=2.0)
+    sharded = OSS(
+        [{"params": nets.matrices(), "lr": 1.0}, {"params": nets.late(), "momentum": 0.5}],
+        Annealed,
+        group,
+        lr=2.0,
+    )
     sharded.step()
-    agree(group, [held["lr"] for held in sharded.param_groups] == [0.5, 1.0] and sharded.param_groups[1]["steps"] == 1)
+    agree(
+        group,
+        [held["lr"] for held in sharded.param_groups] == [0.5, 1.0]
+        and sharded.param_groups[1]["steps"] == 1,
+    )
     sharded.param_groups[0]["lr"] = 8.0
     sharded.step()
     told = [(held["lr"], held["momentum"]) for held in sharded.param_groups]
-    agree(group, told == [(4.0, 0), (0.5, 0.5)] == [(held["lr"], held["momentum"]) for held in sharded.optim.param_groups])
+    agree(
+        group,
+        told
+        == [(4.0, 0), (0.5, 0.5)]
+        == [(held["lr"], held["momentum"]) for held in sharded.optim.param_groups],
+    )
 
 
 def test_fewer_parameters_than_ranks_and_a_net_smaller_than_a_unit(group):

@@ -68,7 +68,9 @@ READS = {
     "copy": copy.deepcopy,
     "numpy": lambda p: torch.from_numpy(p.detach().numpy()),
     "average": lambda p: torch.zeros(2, 2).lerp_(p.detach(), 1.0),
-    "call": lambda p: torch.func.functional_call(torch.nn.Linear(2, 2, bias=False), {"weight": p}, (torch.eye(2),)).t(),
+    "call": lambda p: torch.func.functional_call(
+        torch.nn.Linear(2, 2, bias=False), {"weight": p}, (torch.eye(2),)
+    ).t(),
     "module": lambda p: _module_of(p)(torch.eye(2)).t(),
     "state": lambda p: _module_of(p).state_dict()["weight"],
     "scripted": lambda p: torch.jit.script(_module_of(p))(torch.eye(2)).t(),
@@ -117,7 +119,13 @@ def test_what_is_no_read_does_not_wait(late):
     pending, parameters, works = late
     p = parameters[0]
     p.grad = torch.ones(2, 2)
-    assert p.grad is not None and p.shape == (2, 2) and p.dtype is torch.float32 and p.requires_grad and not p.is_cuda
+    assert (
+        p.grad is not None
+        and p.shape == (2, 2)
+        and p.dtype is torch.float32
+        and p.requires_grad
+        and not p.is_cuda
+    )
     assert p.size() == (2, 2) and p.numel() == 4 and p._version == 0 and {p: 1}[p] == 1
     torch.optim.SGD(parameters, lr=0.1).zero_grad()
     assert (torch.ones(2) + 1).sum() == 4
@@ -145,7 +153,9 @@ def test_modes_come_and_go_above(late):
 def test_slices_cover_a_shard():
     for low, high, count in ((0, 640, 3), (64, 192, 4), (128, 128, 2), (0, 65, 1)):
         parts = [_sliced(low, high, index, count) for index in range(count)]
-        assert [element for first, end in parts for element in range(first, end)] == list(range(low, high))
+        assert [element for first, end in parts for element in range(first, end)] == list(
+            range(low, high)
+        )
         assert not any(first % 64 for first, _ in parts)
 
 
@@ -155,13 +165,25 @@ def test_the_same_bits_as_without(group, in_thread, monkeypatch):
     """And averages of the weights, which are read behind the step; steps within the backward pass, too."""
     monkeypatch.setattr(type(group), "is_single_node", not in_thread)
     wrong = []
-    chosen = [{"partition": "greedy"}, {"partition": "flat"}, {"partition": "balanced", "one_copy": True}]
+    chosen = [
+        {"partition": "greedy"},
+        {"partition": "flat"},
+        {"partition": "balanced", "one_copy": True},
+    ]
     for place, how in enumerate(chosen):
         results = []
         for overlap in (False, True):
             model = Model()
             ddp = wrapped(group, "mpidist", model, find_unused_parameters=True)
-            oss = OSS(ddp.parameters(), torch.optim.Adam, group, overlap=overlap, bucket_cap_mb=0.001, lr=0.01, **how)
+            oss = OSS(
+                ddp.parameters(),
+                torch.optim.Adam,
+                group,
+                overlap=overlap,
+                bucket_cap_mb=0.001,
+                lr=0.01,
+                **how,
+            )
             if place == 1:
                 ddp.register_comm_hook(group, oss.stepping_hook(allreduce_hook))
             averages = copy.deepcopy(model)
@@ -173,12 +195,21 @@ def test_the_same_bits_as_without(group, in_thread, monkeypatch):
             oss.clip_grad_norm(1.0) if place != 1 else None
             oss.consolidate_state_dict(0)
             results.append((oss, model, averages))
-        wrong += [f"{how}: {same_bits(a, b)}" for a, b in zip(results[0][1:], results[1][1:], strict=True) if same_bits(a, b)]
+        wrong += [
+            f"{how}: {same_bits(a, b)}"
+            for a, b in zip(results[0][1:], results[1][1:], strict=True)
+            if same_bits(a, b)
+        ]
         oss.wait()
         if _get_current_function_mode_stack() or modules._global_forward_pre_hooks:
             wrong.append(f"{how}: something is left")
     raises_on_all(
-        group, ValueError, lambda: OSS([torch.nn.Parameter(torch.ones(1))], group=group, overlap=True, bucket_cap_mb=0), "cap"
+        group,
+        ValueError,
+        lambda: OSS(
+            [torch.nn.Parameter(torch.ones(1))], group=group, overlap=True, bucket_cap_mb=0
+        ),
+        "cap",
     )
     agree(group, not wrong, "; ".join(wrong))
 
@@ -216,7 +247,10 @@ def test_gathers_of_an_optimizer_that_is_gone_keep_nothing_alive():
         if not is_alive:
             del owner
         other(torch.ones(2))
-        assert len(_get_current_function_mode_stack()) == 1 and not work.waits, (is_alive, has_ended)
+        assert len(_get_current_function_mode_stack()) == 1 and not work.waits, (
+            is_alive,
+            has_ended,
+        )
     work.has_ended = True
     other(torch.ones(2))
     assert not _get_current_function_mode_stack() and not modules._global_forward_pre_hooks

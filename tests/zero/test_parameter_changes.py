@@ -71,7 +71,10 @@ def test_it_follows_what_somebody_has_put_elsewhere(group, kind, way):
                 held.update({k: v.to(parameter.dtype) for k, v in held.items() if k != "step"})
             step(sharded, plain, number=2 + number)
             require_equal(group, sharded, plain)
-    agree(group, not sharded._shards.has_moved() and [p.dtype for p in own] == [p.dtype for p in other])
+    agree(
+        group,
+        not sharded._shards.has_moved() and [p.dtype for p in own] == [p.dtype for p in other],
+    )
 
 
 def test_a_moved_parameter_that_fits_no_more_is_refused_on_all_ranks(group):
@@ -113,11 +116,19 @@ def test_a_frozen_parameter_keeps_its_value_and_leaves_the_buffers(group, kind):
     gradients = [parameter.grad for parameter in own]
     sharded.step()
     kept = [torch.equal(parameter, value) for parameter, value in zip(own, values, strict=True)]
-    agree(group, [place for place, same in enumerate(kept) if same] == [0, 1, 5, 6], str(kept))  # 6 is empty
-    agree(group, all(parameter.grad is gradient for parameter, gradient in zip(own, gradients, strict=True)))
+    # 6 is empty
+    agree(group, [place for place, same in enumerate(kept) if same] == [0, 1, 5, 6], str(kept))
+    agree(
+        group,
+        all(parameter.grad is gradient for parameter, gradient in zip(own, gradients, strict=True)),
+    )
     flat = {tensor.untyped_storage().data_ptr() for tensor in sharded._shards.flats}
     inside = [parameter.untyped_storage().data_ptr() in flat for parameter in own]
-    agree(group, not inside[0] and not inside[1] and not inside[5] and inside[2] and inside[11], str(inside))
+    agree(
+        group,
+        not inside[0] and not inside[1] and not inside[5] and inside[2] and inside[11],
+        str(inside),
+    )
 
 
 def test_a_frozen_parameter_comes_back_with_the_dtype_that_it_has_now(group):
@@ -141,7 +152,13 @@ def test_a_group_that_is_added_takes_the_settings_of_now(group):
         step(optimizer)
         scheduler.step()
         torch.manual_seed(8)
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.randn(70, 3))], "betas": (0.5, 0.6), "weight_decay": 0.0})
+        optimizer.add_param_group(
+            {
+                "params": [torch.nn.Parameter(torch.randn(70, 3))],
+                "betas": (0.5, 0.6),
+                "weight_decay": 0.0,
+            }
+        )
         step(optimizer, number=1)
         scheduler.step()
         optimizer.param_groups[1]["lr"] = 0.3
@@ -170,7 +187,12 @@ def test_a_refused_group_leaves_no_trace(group, kind):
             {"params": [new] * (group.rank == 0) + [torch.nn.Parameter(torch.ones(3))]},
         ]
         for added in differing:
-            raises_on_all(group, DisagreementError, lambda added=added: sharded.add_param_group(added), "ranks differ")
+            raises_on_all(
+                group,
+                DisagreementError,
+                lambda added=added: sharded.add_param_group(added),
+                "ranks differ",
+            )
         caught = None
         try:
             sharded.add_param_group({"params": [new if group.rank else own[0]]})
@@ -205,22 +227,46 @@ def test_partition_parameters_lists_what_each_rank_owns(group, kind):
     parts = sharded.partition_parameters()
     agree(group, len(parts) == group.size and all(len(rank) == 2 for rank in parts))
     agree(
-        group, all(rank[1]["lr"] == 0.5 and rank[0]["betas"] == (0.9, 0.999) and "param_names" not in rank[0] for rank in parts)
+        group,
+        all(
+            rank[1]["lr"] == 0.5
+            and rank[0]["betas"] == (0.9, 0.999)
+            and "param_names" not in rank[0]
+            for rank in parts
+        ),
     )
     count = sum(tensor.numel() for rank in parts for part in rank for tensor in part["params"])
     agree(group, count == sum(parameter.numel() for parameter in own))
     held = sharded.optim.param_groups
-    elements = [[tensor.numel() for tensor in part["params"] if tensor.requires_grad or kind == "flat"] for part in held]
-    told = [[t.numel() for t in part["params"] if t is not own[1] and t is not own[6]] for part in parts[group.rank]]
+    elements = [
+        [tensor.numel() for tensor in part["params"] if tensor.requires_grad or kind == "flat"]
+        for part in held
+    ]
+    told = [
+        [t.numel() for t in part["params"] if t is not own[1] and t is not own[6]]
+        for part in parts[group.rank]
+    ]
     if kind == "greedy":
         agree(group, all(a is b for one, two in zip(held, parts[group.rank], strict=True)
                          for a, b in zip(one["params"], two["params"], strict=True)))  # fmt: skip
     else:
-        agree(group, [[n for n in group_of if n] for group_of in elements] == told, f"{elements} {told}")
-    addresses = {t.untyped_storage().data_ptr() for rank in parts for part in rank for t in part["params"] if t.numel()}
+        agree(
+            group,
+            [[n for n in group_of if n] for group_of in elements] == told,
+            f"{elements} {told}",
+        )
+    addresses = {
+        t.untyped_storage().data_ptr()
+        for rank in parts
+        for part in rank
+        for t in part["params"]
+        if t.numel()
+    }
     agree(group, addresses <= {p.untyped_storage().data_ptr() for p in own})
     bounds = sharded.bounds()
     agree(group, own[1] not in bounds and own[6] not in bounds and len(bounds) == len(own) - 2)
     for parameter, spans in bounds.items():
         ends = [0, *(stop for _, _, stop in spans)]
-        agree(group, [start for _, start, _ in spans] == ends[:-1] and ends[-1] == parameter.numel())
+        agree(
+            group, [start for _, start, _ in spans] == ends[:-1] and ends[-1] == parameter.numel()
+        )

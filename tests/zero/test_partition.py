@@ -61,19 +61,38 @@ def test_balance_of_known_networks_over_8_ranks(network, cost):
     parameters = [torch.empty(shape, device="meta") for shape in LISTS[network]()]
     costs = [cost_of(cost, torch.optim.SGD)(parameter) for parameter in parameters]
     owners, loads = balanced(costs, [0] * 8)
-    assert loads == [sum(c for c, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(8)]
+    assert loads == [
+        sum(c for c, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(8)
+    ]
     mean = sum(costs) / 8
-    assert max(loads) <= 1.02 * mean or max(loads) == max(costs), f"{max(loads) / mean:.3f} of the mean"
+    assert max(loads) <= 1.02 * mean or max(loads) == max(costs), (
+        f"{max(loads) / mean:.3f} of the mean"
+    )
 
 
 def test_cost_of_a_parameter():
     class Shampoo(torch.optim.SGD):
         pass
 
-    conv, vector, scalar, none = torch.empty(8, 3, 2, 2), torch.empty(5), torch.empty(()), torch.empty(0, 4)
-    assert [cost_of(None, torch.optim.Adam)(p) for p in (conv, vector, scalar, none)] == [384, 20, 4, 0]
+    conv, vector, scalar, none = (
+        torch.empty(8, 3, 2, 2),
+        torch.empty(5),
+        torch.empty(()),
+        torch.empty(0, 4),
+    )
+    assert [cost_of(None, torch.optim.Adam)(p) for p in (conv, vector, scalar, none)] == [
+        384,
+        20,
+        4,
+        0,
+    ]
     for optim in (torch.optim.Muon, Shampoo, type("Mine", (Shampoo,), {})):
-        assert [cost_of(None, optim)(p) for p in (conv, vector, scalar, none)] == [12 * 8**2, 5, 1, 0]
+        assert [cost_of(None, optim)(p) for p in (conv, vector, scalar, none)] == [
+            12 * 8**2,
+            5,
+            1,
+            0,
+        ]
     assert cost_of("bytes", torch.optim.Muon)(conv.double()) == 768
     assert cost_of(torch.numel, torch.optim.Muon)(conv) == math.prod(conv.shape)
     with pytest.raises(ValueError, match="cost is"):
@@ -91,7 +110,12 @@ def test_which_classes_may_step_parts_of_a_parameter():
         """Its parent's word does not hold for it."""
 
     assert is_element_wise(torch.optim.Adam) and is_element_wise(Declared)
-    assert not any(map(is_element_wise, (Norms, Heir, torch.optim.Muon, torch.optim.LBFGS, torch.optim.Adafactor)))
+    assert not any(
+        map(
+            is_element_wise,
+            (Norms, Heir, torch.optim.Muon, torch.optim.LBFGS, torch.optim.Adafactor),
+        )
+    )
     assert is_element_wise(torch.optim.SparseAdam) is False
 
 

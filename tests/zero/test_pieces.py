@@ -30,7 +30,9 @@ def test_gradient_of_a_piece_is_that_part_in_the_order_of_the_elements(is_ordere
     piece.put_back(found)
     before[10:50] *= 3
     assert torch.equal(parameter.grad.permute(0, 2, 3, 1).reshape(-1), before)
-    assert (found.untyped_storage().data_ptr() == parameter.grad.untyped_storage().data_ptr()) == is_ordered
+    assert (
+        found.untyped_storage().data_ptr() == parameter.grad.untyped_storage().data_ptr()
+    ) == is_ordered
 
 
 def test_gradients_are_lent_for_a_step_and_frozen_ones_hidden():
@@ -48,7 +50,9 @@ def test_gradients_are_lent_for_a_step_and_frozen_ones_hidden():
         assert part.tensor.grad.data_ptr() == kept[0][64:].data_ptr()
         assert frozen_part.tensor.grad is None and frozen.parameter.grad is None
         gradients.detach()
-        assert all(parameter.grad is gradient for parameter, gradient in zip(parameters, kept, strict=True))
+        assert all(
+            parameter.grad is gradient for parameter, gradient in zip(parameters, kept, strict=True)
+        )
         assert all(piece.tensor.grad is None for piece in (part, none, frozen_part))
 
 
@@ -57,13 +61,17 @@ def test_state_lies_in_the_shape_and_strides_of_the_piece():
     whole = Piece(0, parameter, 0, 15, parameter, (0, 64))
     flat = torch.arange(100.0)
     view = whole.state_view(flat)
-    assert view.shape == (5, 3) and view.stride() == parameter.stride() and view.storage_offset() == 64
+    assert (
+        view.shape == (5, 3) and view.stride() == parameter.stride() and view.storage_offset() == 64
+    )
     assert whole.is_whole and whole.is_parameter and whole.gradient() is None
 
 
 def test_a_sparse_gradient_has_no_parts():
     parameter = Parameter(torch.ones(10, 3))
-    parameter.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (10, 3), check_invariants=True)
+    parameter.grad = torch.sparse_coo_tensor(
+        [[1]], torch.ones(1, 3), (10, 3), check_invariants=True
+    )
     assert Piece(0, parameter, 0, 30, parameter).gradient() is parameter.grad
     with pytest.raises(RuntimeError, match="parameter 0 has a gradient of layout"):
         cut(parameter, 0, 30).gradient()

@@ -8,7 +8,12 @@ import torch
 from mpidist.zero import result_memory
 from mpidist.zero.result_memory import KeptMemory
 
-WANTED = {"a": (1000, torch.float32), "b": (0, torch.int64), "c": (3, torch.bfloat16), "d": (5, torch.float64)}
+WANTED = {
+    "a": (1000, torch.float32),
+    "b": (0, torch.int64),
+    "c": (3, torch.bfloat16),
+    "d": (5, torch.float64),
+}
 
 
 def test_tensors_are_apart_aligned_and_writable():
@@ -45,7 +50,8 @@ def test_memory_is_used_again_once_nobody_holds_any_of_it(hold):
     address = other["a"].data_ptr()
     del other
     assert memory.tensors(WANTED)["a"].data_ptr() == address
-    assert memory.tensors({"a": (1 << 20, torch.float32)})["a"].numel() == 1 << 20  # more than there is
+    # more than there is
+    assert memory.tensors({"a": (1 << 20, torch.float32)})["a"].numel() == 1 << 20
 
 
 def test_huge_pages_are_asked_for_and_may_be_refused(monkeypatch):
@@ -63,4 +69,9 @@ def test_huge_pages_are_asked_for_and_may_be_refused(monkeypatch):
     for numel, asks in ((1000, []), (1 << 20, huge)):  # few zeros are not worth a page
         asked.clear()
         zeros = result_memory.zeros(numel, torch.float32)
-        assert asked == asks and not zeros.any() and zeros.numel() == numel and zeros.add_(1).sum() == numel
+        assert (
+            asked == asks
+            and not zeros.any()
+            and zeros.numel() == numel
+            and zeros.add_(1).sum() == numel
+        )

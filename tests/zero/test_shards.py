@@ -23,7 +23,15 @@ LAYOUTS = {
 }
 
 
-def both(group, kind="greedy", name="AdamW", events=True, steps=nets.STEPS, seed_of=lambda: None, **chosen):
+def both(
+    group,
+    kind="greedy",
+    name="AdamW",
+    events=True,
+    steps=nets.STEPS,
+    seed_of=lambda: None,
+    **chosen,
+):
     """Train a sharded and a plain optimizer; return where they differ, and the sharded one."""
     optim, settings = nets.OPTIMIZERS[name]
     parameters = nets.parameters_for(name)
@@ -42,7 +50,11 @@ def nodes(world, monkeypatch):
 
     def make(layout, **options):
         numbers = [LAYOUTS[layout](rank, world.size) for rank in range(world.size)]
-        monkeypatch.setattr(runtime.World, "nodes_of", lambda self, ranks: runtime._numbered(numbers[r] for r in ranks))
+        monkeypatch.setattr(
+            runtime.World,
+            "nodes_of",
+            lambda self, ranks: runtime._numbered(numbers[r] for r in ranks),
+        )
         made.append(world.clone(layout, **options))
         return made[-1]
 
@@ -98,7 +110,10 @@ def test_under_other_defaults(group, way):
     """A default device and a default dtype are the user's own affair."""
     optim, settings = nets.OPTIMIZERS["Adam-fused"]
     before = torch.get_default_dtype()
-    parameters, others = nets.matrices(), [torch.nn.Parameter(p.detach().clone()) for p in nets.late()]
+    parameters, others = (
+        nets.matrices(),
+        [torch.nn.Parameter(p.detach().clone()) for p in nets.late()],
+    )
     with torch.no_grad():
         for parameter in parameters:
             group.broadcast(parameter, 0)
@@ -126,7 +141,13 @@ def test_under_other_defaults(group, way):
     finally:
         torch.set_default_dtype(before)
     own = nets.all_parameters(sharded)
-    agree(group, all(nets.same_bits(a.detach(), b.detach()) for a, b in zip(own, plain_parameters, strict=True)))
+    agree(
+        group,
+        all(
+            nets.same_bits(a.detach(), b.detach())
+            for a, b in zip(own, plain_parameters, strict=True)
+        ),
+    )
 
 
 @pytest.mark.parametrize("way", nets.WAYS)
@@ -183,7 +204,9 @@ def test_two_optimizers_of_one_group_and_one_over_part_of_it(group):
             for optimizer in (apart, plain[2]):
                 nets.give_gradients(nets.all_parameters(optimizer), step)
                 optimizer.step()
-    wrong = [nets.differences(own, other) for own, other in zip((*sharded, apart), plain, strict=True)]
+    wrong = [
+        nets.differences(own, other) for own, other in zip((*sharded, apart), plain, strict=True)
+    ]
     agree(group, not any(wrong), str(wrong))
     half.close()
 
@@ -210,11 +233,15 @@ def test_masters_stay_exact_where_nobody_has_written_the_parameter(group, kind):
                 values = torch.full_like(values, 3.0)
             own = in_memory_order(piece.tensor.detach(), piece.tensor).to(torch.float32)
             agreed.append(torch.equal(own, values) and piece.tensor.dtype is piece.parameter.dtype)
-            assert piece.tensor.data_ptr() >= min(master.data_ptr() for master in shards.masters.flats)
+            assert piece.tensor.data_ptr() >= min(
+                master.data_ptr() for master in shards.masters.flats
+            )
 
     agreed = []
     for piece in shards.pieces:
-        piece.tensor.data.copy_(laid_out(exact(piece.number, 1.0)[piece.start : piece.stop], piece.tensor))
+        piece.tensor.data.copy_(
+            laid_out(exact(piece.number, 1.0)[piece.start : piece.stop], piece.tensor)
+        )
     for number, parameter in enumerate(parameters):  # as the wire leaves them
         with torch.no_grad():
             parameter.copy_(laid_out(exact(number, 1.0).bfloat16().float(), parameter))

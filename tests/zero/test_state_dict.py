@@ -38,8 +38,11 @@ def test_what_fits_is_taken(kind):
     renamed["state"] = {f"p{key}": held for key, held in renamed["state"].items()}
     for group in renamed["param_groups"]:
         group["params"] = [f"p{key}" for key in group["params"]]
-    state_dict.require_fits(renamed, optimizer.param_groups, optimizer)  # keys are the dict's own business
-    assert same(state_dict.by_number(renamed, optimizer.param_groups), before["state"]) and same(given, before)
+    # keys are the dict's own business
+    state_dict.require_fits(renamed, optimizer.param_groups, optimizer)
+    assert same(state_dict.by_number(renamed, optimizer.param_groups), before["state"]) and same(
+        given, before
+    )
 
 
 def test_what_does_not_fit_is_named():
@@ -66,11 +69,14 @@ def test_a_piece_takes_its_elements_and_nothing_that_a_step_would_change():
     value = torch.arange(120.0).view(2, 3, 4, 5)
     cut = Piece(0, parameter, 7, 50, torch.nn.Parameter(torch.ones(43)), (0, 0))
     assert torch.equal(state_dict.part(value, cut), in_memory_order(value, parameter)[7:50])
-    whole_one = Piece(0, parameter, 0, 120, parameter)  # without a place in a flat tensor, into which it would be copied
+    # without a place in a flat tensor, into which it would be copied
+    whole_one = Piece(0, parameter, 0, 120, parameter)
     for given in (value, torch.tensor(3.0), torch.ones(7), value.to_sparse()):
         made = state_dict.part(given, whole_one)
         assert made is not given and torch.equal(made.to_dense(), given.to_dense())
     numbers = [1, 2]
     assert state_dict.part(numbers, cut) == numbers and state_dict.part(numbers, cut) is not numbers
     one, other = stepped().state_dict(), stepped(SGD).state_dict()
-    assert state_dict.summary(one) != state_dict.summary(other) and "6 parameters" in state_dict.summary(one)
+    assert state_dict.summary(one) != state_dict.summary(
+        other
+    ) and "6 parameters" in state_dict.summary(one)

@@ -59,7 +59,9 @@ def test_same_bits_as_the_plain_optimizer_under_ddp(default_group, group, whose,
     def wrapped(net):
         if whose == "ours":
             return mddp.DistributedDataParallel(net, process_group=group)
-        return torch.nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=kind == "flat")
+        return torch.nn.parallel.DistributedDataParallel(
+            net, gradient_as_bucket_view=kind == "flat"
+        )
 
     results = []
     for sharded in (False, True):
@@ -71,23 +73,39 @@ def test_same_bits_as_the_plain_optimizer_under_ddp(default_group, group, whose,
         ddp = wrapped(net)
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.02)
         if sharded:
-            optimizer = OSS(ddp.parameters(), torch.optim.AdamW, None if whose == "torch's" else group, lr=0.02, one_copy=True)
+            optimizer = OSS(
+                ddp.parameters(),
+                torch.optim.AdamW,
+                None if whose == "torch's" else group,
+                lr=0.02,
+                one_copy=True,
+            )
         results.append(epoch(ddp, optimizer, group.rank, 6))
         group.barrier()
-    agree(group, all(map(nets.same_bits, *results)), str([float((a - b).abs().max()) for a, b in zip(*results, strict=True)]))
+    agree(
+        group,
+        all(map(nets.same_bits, *results)),
+        str([float((a - b).abs().max()) for a, b in zip(*results, strict=True)]),
+    )
 
 
 def test_a_loop_that_clips_and_saves_goes_on_as_if_it_had_never_stopped(group):
     """Train, consolidate on one rank, save, build all anew, load, train on."""
 
     def optimizer_of(net):
-        return OSS(params=net.parameters(), optim=torch.optim.SGD, group=group, lr=0.1, momentum=0.9)
+        return OSS(
+            params=net.parameters(), optim=torch.optim.SGD, group=group, lr=0.1, momentum=0.9
+        )
 
     net = mddp.DistributedDataParallel(Net(), process_group=group)
     optimizer = optimizer_of(net)
     epoch(net, optimizer, group.rank, 3, lambda: optimizer.clip_grad_norm(0.5))
     optimizer.consolidate_state_dict(recipient_rank=0)
-    saved = [copy.deepcopy((net.module.state_dict(), optimizer.state_dict())) if group.rank == 0 else None]
+    saved = [
+        copy.deepcopy((net.module.state_dict(), optimizer.state_dict()))
+        if group.rank == 0
+        else None
+    ]
     group.broadcast_object_list(saved, 0)
     whole = epoch(net, optimizer, group.rank, 3, lambda: optimizer.clip_grad_norm(0.5))
 
@@ -115,7 +133,8 @@ def test_saved_on_all_ranks_loaded_on_fewer(group, name):
             optimizer.step()
     saved = sharded.state_dict(all_ranks=True)
     values = [parameter.detach().clone() for parameter in first]
-    plain.load_state_dict(plain.state_dict())  # torch rounds scalars to the parameter's dtype as it loads them
+    # torch rounds scalars to the parameter's dtype as it loads them
+    plain.load_state_dict(plain.state_dict())
     for place in range(5, 9):
         nets.give_gradients(plain_parameters, place)
         plain.step()
@@ -126,7 +145,8 @@ def test_saved_on_all_ranks_loaded_on_fewer(group, name):
             continue
         for kind in kinds:
             parameters = [
-                torch.nn.Parameter(v.clone(), requires_grad=p.requires_grad) for v, p in zip(values, first, strict=True)
+                torch.nn.Parameter(v.clone(), requires_grad=p.requires_grad)
+                for v, p in zip(values, first, strict=True)
             ]
             resumed = OSS(parameters, optim, fewer, partition=kind, **{**settings, "lr": 7.0})
             resumed.load_state_dict(saved)

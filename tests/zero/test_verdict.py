@@ -16,10 +16,14 @@ def test_equal_rows_pass_and_different_ones_name_the_first(group):
     if group.size == 1:
         return
     rows = [("a", 1), ("b", group.rank), ("c", group.rank)]
-    message = raises_on_all(group, DisagreementError, lambda: require_alike(group, "here", rows), "here: ranks differ")
+    message = raises_on_all(
+        group, DisagreementError, lambda: require_alike(group, "here", rows), "here: ranks differ"
+    )
     agree(group, f"rank {group.rank}: b {group.rank}" in message and " c " not in message, message)
     rows = [("a", 1)] * (1 + (group.rank == 0))
-    raises_on_all(group, DisagreementError, lambda: require_alike(group, "here", rows), "rank 1: nothing")
+    raises_on_all(
+        group, DisagreementError, lambda: require_alike(group, "here", rows), "rank 1: nothing"
+    )
 
 
 def test_an_error_is_raised_where_it_is_and_told_elsewhere(group):
@@ -28,10 +32,16 @@ def test_an_error_is_raised_where_it_is_and_told_elsewhere(group):
         error = OSError("no room") if group.rank == last else None
         arguments = (group, "here", (), error) if call is require_alike else (group, "here", error)
         kind = OSError if group.rank == last else DisagreementError
-        words = "no room" if group.rank == last else f"here was refused. rank {last}: OSError: no room"
+        words = (
+            "no room" if group.rank == last else f"here was refused. rank {last}: OSError: no room"
+        )
         raises_on_all(group, kind, lambda call=call, arguments=arguments: call(*arguments), words)
         raise_together(group, "here", None)
 
 
 def test_highest(group):
-    agree(group, highest(group, group.rank) == group.size - 1 and highest(group, 2 if group.rank == 0 else 0) == 2)
+    agree(
+        group,
+        highest(group, group.rank) == group.size - 1
+        and highest(group, 2 if group.rank == 0 else 0) == 2,
+    )

@@ -22,14 +22,23 @@ WIDE = [torch.float32, torch.float64]
 def layouts(size):
     """Return bounds: even shards, ragged ones behind 64 elements that nobody owns, empty ones, and none at all."""
     ragged = [64, *(64 + 320 * rank * rank for rank in range(1, size + 1))]
-    return [[rank * 2048 for rank in range(size + 1)], ragged, [0] * size + [1024], [0, *[64] * size], [128] * (size + 1)]
+    return [
+        [rank * 2048 for rank in range(size + 1)],
+        ragged,
+        [0] * size + [1024],
+        [0, *[64] * size],
+        [128] * (size + 1),
+    ]
 
 
 def buffers(group, bounds, dtype, turn=0):
     """Return what all ranks' masters hold, this rank's, and the flat buffer."""
     torch.manual_seed(turn)
     flat = torch.randn(bounds[-1] + 100).to(dtype)
-    masters = [flat[start:stop] + torch.randn(stop - start).to(dtype) * 0.01 for start, stop in pairwise(bounds)]
+    masters = [
+        flat[start:stop] + torch.randn(stop - start).to(dtype) * 0.01
+        for start, stop in pairwise(bounds)
+    ]
     return masters, masters[group.rank].clone(), flat
 
 
@@ -58,10 +67,16 @@ def test_halves_are_the_rounded_masters_on_all_ranks(group, device, dtype):
             masters, own, flat = buffers(group, bounds, flat_dtype, turn)
             wanted, before = flat.clone(), own.clone()
             wanted[bounds[0] : bounds[-1]] = (
-                torch.cat(masters) if group.size == 1 else torch.cat(masters).to(dtype).to(flat_dtype)
+                torch.cat(masters)
+                if group.size == 1
+                else torch.cat(masters).to(dtype).to(flat_dtype)
             )
             wire.share(group, own, flat, bounds)
-            agree(group, torch.equal(flat, wanted) and torch.equal(own, before), f"{flat_dtype} at {bounds}")
+            agree(
+                group,
+                torch.equal(flat, wanted) and torch.equal(own, before),
+                f"{flat_dtype} at {bounds}",
+            )
     # The master may be the shard itself where nothing is rounded.
     masters, own, flat = buffers(group, bounds := layouts(group.size)[1], dtype)
     shard = flat[bounds[group.rank] : bounds[group.rank + 1]].copy_(own)
@@ -72,7 +87,8 @@ def test_halves_are_the_rounded_masters_on_all_ranks(group, device, dtype):
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 def test_int8_sends_changes_and_leaves_the_rest_in_the_master(group, device, dtype, monkeypatch):
-    monkeypatch.setattr(wire_int8, "_SEGMENT_NUMEL", 1024)  # two of the even shards, up to five of the ragged ones
+    # two of the even shards, up to five of the ragged ones
+    monkeypatch.setattr(wire_int8, "_SEGMENT_NUMEL", 1024)
     wire = Int8Wire()
     for turn, bounds in enumerate(layouts(group.size)):
         masters, own, flat = buffers(group, bounds, dtype, turn)
@@ -80,9 +96,15 @@ def test_int8_sends_changes_and_leaves_the_rest_in_the_master(group, device, dty
         for _ in range(3):  # the first sends the change, the others what is left of it
             for master, (start, stop) in zip(masters, pairwise(bounds), strict=True):
                 shard = wanted[start:stop]
-                shard.copy_(master) if group.size == 1 else shard.add_(change_by_numpy(master.cpu() - shard))
+                shard.copy_(master) if group.size == 1 else shard.add_(
+                    change_by_numpy(master.cpu() - shard)
+                )
             wire.share(group, own, flat, bounds)
-            agree(group, torch.equal(flat.cpu(), wanted), f"{bounds}: {(flat.cpu() - wanted).abs().max()}")
+            agree(
+                group,
+                torch.equal(flat.cpu(), wanted),
+                f"{bounds}: {(flat.cpu() - wanted).abs().max()}",
+            )
         agree(group, torch.equal(own, before) and is_equal_everywhere(group, flat), str(bounds))
         # Of steps near 0.01 each share leaves a hundredth.
         left = [0.0, *(torch.cat(masters) - flat[bounds[0] : bounds[-1]]).abs().tolist()]
@@ -99,7 +121,11 @@ def test_many_small_changes_arrive_whole(group):
         master[0] += 1.0 if turn % 2 else -1.0
         wire.share(group, master, flat, bounds)
     gathered = flat.view(group.size, 64)[:, 1:]
-    agree(group, bool(((gathered - 0.1).abs() <= 0.5 / 127 + 1e-6).all()), f"{gathered.min()} to {gathered.max()} of 0.1")
+    agree(
+        group,
+        bool(((gathered - 0.1).abs() <= 0.5 / 127 + 1e-6).all()),
+        f"{gathered.min()} to {gathered.max()} of 0.1",
+    )
 
 
 @pytest.mark.mpi(min_size=2)
@@ -128,7 +154,9 @@ def test_bad_arguments_are_refused_on_all_ranks_before_anything_is_sent(group):
     def refused(error, match, wire, master=None, flat=None, offsets=None):
         master = torch.zeros(64) if master is None else master
         flat = torch.zeros(64 * size) if flat is None else flat
-        raises_on_all(group, error, lambda: wire.share(group, master, flat, offsets or bounds), match)
+        raises_on_all(
+            group, error, lambda: wire.share(group, master, flat, offsets or bounds), match
+        )
 
     for wire in (int8, half):
         refused(ValueError, "ascending bounds", wire, offsets=bounds[:-1])
@@ -148,7 +176,10 @@ def test_memory_is_kept_and_buffers_do_not_meet(group):
     bounds = [rank * 640 for rank in range(group.size + 1)]
     for name in ("fp16", "int8"):
         one, alone = wire_of(name), [wire_of(name), wire_of(name)]
-        sets = [[buffers(group, bounds, dtype, turn)[1:] for turn, dtype in enumerate(WIDE)] for _ in range(2)]
+        sets = [
+            [buffers(group, bounds, dtype, turn)[1:] for turn, dtype in enumerate(WIDE)]
+            for _ in range(2)
+        ]
         places = []
         for _ in range(2):
             for own, (master, flat), (twin, other) in zip(alone, *sets, strict=True):
@@ -156,7 +187,11 @@ def test_memory_is_kept_and_buffers_do_not_meet(group):
                 own.share(group, twin, other, bounds)
                 agree(group, torch.equal(flat, other))
                 places += [held.data_ptr() for held in one._scratch._held.values()]
-        agree(group, len(places) == (0 if group.size == 1 else 4) and len(set(places)) <= 1, f"{name}: {places}")
+        agree(
+            group,
+            len(places) == (0 if group.size == 1 else 4) and len(set(places)) <= 1,
+            f"{name}: {places}",
+        )
 
 
 def train(group, optimizer, lr, share):
@@ -176,7 +211,9 @@ def train(group, optimizer, lr, share):
     step = optimizer([parameter], lr=lr)
     for turn in range(60):
         some = slice(turn * 32 % 512, turn * 32 % 512 + 32)
-        parameter.grad = (x[some].T @ (x[some] @ flat.view(32, 8) - y[some]) / 32).view(-1)[mine].clone()
+        parameter.grad = (
+            (x[some].T @ (x[some] @ flat.view(32, 8) - y[some]) / 32).view(-1)[mine].clone()
+        )
         step.step()
         if share is not None:
             share(group, parameter.detach(), flat, bounds)
@@ -190,7 +227,10 @@ class Forgetful:
         self.last, self.wire = None, Int8Wire()
 
     def share(self, group, master, flat, bounds):
-        last, steps = torch.zeros_like(master) if self.last is None else self.last, torch.zeros_like(flat)
+        last, steps = (
+            torch.zeros_like(master) if self.last is None else self.last,
+            torch.zeros_like(flat),
+        )
         self.last = master.clone()
         self.wire.share(group, master - last, steps, bounds)
         flat += steps
@@ -206,25 +246,45 @@ def share_weights(group, master, flat, bounds):
 def test_training_ends_where_it_would_without_a_wire_because_errors_are_fed_back(group):
     sgd, adam = torch.optim.SGD, torch.optim.Adam
     alone = train(group, sgd, 0.05, None)
-    losses = {name: train(group, sgd, 0.05, wire_of(name).share) / alone for name in ("bf16", "int8")}
+    losses = {
+        name: train(group, sgd, 0.05, wire_of(name).share) / alone for name in ("bf16", "int8")
+    }
     agree(group, all(0.97 < ratio < 1.03 for ratio in losses.values()), f"{losses} of {alone}")
     forgetful = train(group, sgd, 0.05, Forgetful().share) / alone
     agree(group, forgetful > 1.4, f"{forgetful} times the loss: the errors do not matter here")
     # Adam's steps are of one size, and the parameters are not.
     alone = train(group, adam, 0.1, None)
-    changes, weights = (train(group, adam, 0.1, share) / alone for share in (Int8Wire().share, share_weights))
-    agree(group, 0.999 < changes < 1.001 and weights > 1.005, f"{changes}, and {weights} by sending parameters")
+    changes, weights = (
+        train(group, adam, 0.1, share) / alone for share in (Int8Wire().share, share_weights)
+    )
+    agree(
+        group,
+        0.999 < changes < 1.001 and weights > 1.005,
+        f"{changes}, and {weights} by sending parameters",
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_bytes_of_the_busiest_rank(size):
     for bounds in layouts(size):
         parts = [stop - start for start, stop in pairwise(bounds)]
-        for wire, nbytes in ((HalfWire(torch.float16), lambda numel: 2 * numel), (Int8Wire(), section_nbytes)):
+        for wire, nbytes in (
+            (HalfWire(torch.float16), lambda numel: 2 * numel),
+            (Int8Wire(), section_nbytes),
+        ):
             sizes = [nbytes(part) for part in parts]
-            busiest = max(sum(sizes[peer] + sizes[rank] for peer in range(size) if peer != rank) for rank in range(size))
+            busiest = max(
+                sum(sizes[peer] + sizes[rank] for peer in range(size) if peer != rank)
+                for rank in range(size)
+            )
             assert wire.nbytes(bounds) == busiest
-    assert [section_nbytes(numel) for numel in (0, 64, 256, 320, 1 << 20)] == [0, 80, 272, 336, (1 << 20) + (1 << 14)]
+    assert [section_nbytes(numel) for numel in (0, 64, 256, 320, 1 << 20)] == [
+        0,
+        80,
+        272,
+        336,
+        (1 << 20) + (1 << 14),
+    ]
 
 
 def test_segments_hold_each_element_once_and_whole_blocks(monkeypatch):
@@ -235,9 +295,13 @@ def test_segments_hold_each_element_once_and_whole_blocks(monkeypatch):
     assert segments[1] == [(64, 64), (1088, 2112), (3328, 3328), (4352, 5376)]
     for rank, (start, stop) in enumerate(pairwise(bounds)):
         spans = [spans[rank] for spans in segments]
-        assert [place for first, last in spans for place in range(first, last)] == list(range(start, stop))
+        assert [place for first, last in spans for place in range(first, last)] == list(
+            range(start, stop)
+        )
         assert all((first - start) % BLOCK == 0 for first, last in spans if first < last)
-        assert sum(section_nbytes(last - first) for first, last in spans) == section_nbytes(stop - start)
+        assert sum(section_nbytes(last - first) for first, last in spans) == section_nbytes(
+            stop - start
+        )
 
 
 def test_wires_by_name():
@@ -249,7 +313,11 @@ def test_wires_by_name():
             wire = wire_of(name)
             assert isinstance(wire, kind) and wire.dtype is dtype and wire.name == names[0]
     assert wire_of(None) is None
-    assert isinstance(wire_of("int8"), Int8Wire) and wire_of(torch.int8).name == "int8" and wire_of("int8") is not wire_of("int8")
+    assert (
+        isinstance(wire_of("int8"), Int8Wire)
+        and wire_of(torch.int8).name == "int8"
+        and wire_of("int8") is not wire_of("int8")
+    )
     for unknown in ("fp8", torch.float32, 8, [], True):
         with pytest.raises(ValueError, match=r"'bf16', 'fp16', 'int8', torch\.bfloat16"):
             wire_of(unknown)
@@ -258,12 +326,18 @@ def test_wires_by_name():
 
 
 def test_dtypes_of_masters():
-    for name, carried in (("bf16", [*WIDE, torch.bfloat16]), ("fp16", [*WIDE, torch.float16]), ("int8", WIDE)):
+    for name, carried in (
+        ("bf16", [*WIDE, torch.bfloat16]),
+        ("fp16", [*WIDE, torch.float16]),
+        ("int8", WIDE),
+    ):
         for dtype in (*WIDE, *HALF, torch.complex64, torch.int64):
             if dtype in carried:
                 assert wire_of(name).master_dtype(dtype) is dtype
             else:
-                with pytest.raises(TypeError, match=f"the wire {name} carries .*; got parameters of {dtype}"):
+                with pytest.raises(
+                    TypeError, match=f"the wire {name} carries .*; got parameters of {dtype}"
+                ):
                     wire_of(name).master_dtype(dtype)
 
 
@@ -271,7 +345,9 @@ def test_scratch_grows_and_is_a_threads_own():
     scratch, cpu = wire_memory.Scratch(), torch.device("cpu")
     first = scratch.take(1000, cpu)
     assert first.shape == (1000,) and first.dtype is torch.uint8
-    assert scratch.take(400, cpu).data_ptr() == first.data_ptr() and scratch.take(400, cpu).shape == (400,)
+    assert scratch.take(400, cpu).data_ptr() == first.data_ptr() and scratch.take(
+        400, cpu
+    ).shape == (400,)
     grown = scratch.take(2000, cpu)
     assert scratch.take(1000, cpu).data_ptr() == grown.data_ptr()
     others = []

@@ -35,11 +35,15 @@ def test_the_hook_takes_the_step(group, in_thread, monkeypatch):
         ("torch", torchs.allreduce_hook, hook_with_zero_step),
     ):
         its_optim, settings = SETTINGS["Adam"]
-        plain, sharded = (wrapped(group, kind, Model(), find_unused_parameters=True) for _ in range(2))
+        plain, sharded = (
+            wrapped(group, kind, Model(), find_unused_parameters=True) for _ in range(2)
+        )
         first, *more = ([p for p in ddp.parameters()] for ddp in (plain, sharded))
         (second,) = more
         its = its_optim(first[:3], **settings)
-        zero = ZeroRedundancyOptimizer(second[:3], its_optim, overlap_with_ddp=True, overlap=kind == "torch", **settings)
+        zero = ZeroRedundancyOptimizer(
+            second[:3], its_optim, overlap_with_ddp=True, overlap=kind == "torch", **settings
+        )
         for optimizer, parameters in ((its, first), (zero, second)):
             optimizer.add_param_group({"params": parameters[3:], "lr": 0.02})
         state = group if kind == "mpidist" else None
@@ -51,13 +55,18 @@ def test_the_hook_takes_the_step(group, in_thread, monkeypatch):
             wrong += [f"{kind} {number}: {names}" for names in [same_bits(sharded, plain)] if names]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            if zero.step() is not None or not any("hook_with_zero_step" in str(each.message) for each in caught):
+            if zero.step() is not None or not any(
+                "hook_with_zero_step" in str(each.message) for each in caught
+            ):
                 wrong.append(f"{kind}: step() beside the hook")
         wrong += [f"{kind} after step(): {names}" for names in [same_bits(sharded, plain)] if names]
         zero.consolidate_state_dict(to=group.size - 1)
         if group.rank == group.size - 1:
             saved, expected = zero.state_dict(), its.state_dict()
-            if saved["param_groups"] != expected["param_groups"] or saved["state"].keys() != expected["state"].keys():
+            if (
+                saved["param_groups"] != expected["param_groups"]
+                or saved["state"].keys() != expected["state"].keys()
+            ):
                 wrong.append(f"{kind}: state dict")
     agree(group, not wrong, "; ".join(wrong))
 
@@ -77,15 +86,26 @@ def test_arguments(group):
     raises_on_all(group, ValueError, make([torch.eye(3).to_sparse()]), "dense")
     if group.size > 1:
         mine = group.rank == 0
-        raises_on_all(group, ValueError if mine else DisagreementError, make([] if mine else p), "empty")
+        raises_on_all(
+            group, ValueError if mine else DisagreementError, make([] if mine else p), "empty"
+        )
     zero = make((q for q in p), parameters_as_bucket_view=True)()
-    assert zero.parameters_as_bucket_view and zero.process_group is group and zero.join_device == torch.device("cpu")
+    assert (
+        zero.parameters_as_bucket_view
+        and zero.process_group is group
+        and zero.join_device == torch.device("cpu")
+    )
     named = make([("weight", p[0])])()
     named.consolidate_state_dict(-1)
     assert named.state_dict()["param_groups"][0]["param_names"] == ["weight"]
     model = Model()
     without = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, group, lr=0.1)
-    raises_on_all(group, ValueError, lambda: hook_with_zero_step(allreduce_hook, model, without), "overlap_with_ddp=True")
+    raises_on_all(
+        group,
+        ValueError,
+        lambda: hook_with_zero_step(allreduce_hook, model, without),
+        "overlap_with_ddp=True",
+    )
     backward(model, 0, 0)
     before = model.last.weight.detach().clone()
     without.step()

@@ -1,7 +1,8 @@
 """Collectives on CUDA tensors: by device pointer where this MPI can, around our own ring, or staged through pinned memory.
 
-Which way is decided by what all ranks of a group know alike (``capability.agreed_operations``, the tuning table, sizes), because
-all must enter the same calls of MPI. Operations without a way of their own are staged as a whole.
+Which way is decided by what all ranks of a group know alike (``capability.agreed_operations``, the
+tuning table, sizes), because all must enter the same calls of MPI. Operations without a way of
+their own are staged as a whole.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.algorithms import minmax, movement, mpi_ops, reduce_op, reductions, ring, staging, tuning
+from mpidist.comm.algorithms import (
+    minmax,
+    movement,
+    mpi_ops,
+    reduce_op,
+    reductions,
+    ring,
+    staging,
+    tuning,
+)
 from mpidist.comm.algorithms.host_copies import on_host
 from mpidist.comm.algorithms.reduce_op import Operation, Reduction
 from mpidist.comm.discovery import capability
@@ -27,7 +37,8 @@ from mpidist.kernels.pack import pack, unpack
 Tensor = torch.Tensor
 Tensors = Sequence[torch.Tensor]
 Execute = Callable[..., None]
-Way = Callable[..., bool]  # does what an executor does, or says that it cannot and leaves everything as it was
+# does what an executor does, or says that it cannot and leaves everything as it was
+Way = Callable[..., bool]
 
 _CHOSEN = "device all-reduces"  # the name of what a communicator keeps
 _REMEMBERED = 256  # kinds of tensors
@@ -60,7 +71,8 @@ def placed(
     staged = on_host(execute, order)
 
     def run(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any) -> None:
-        # All ranks alike: whether a call is synchronous or not, and so which thread executes it, is each rank's own affair.
+        # All ranks alike: whether a call is synchronous or not, and so which thread executes it, is
+        # each rank's own affair.
         comm = comm.blocking()
         if not order.is_issuers():
             device.leave_default_stream()
@@ -85,9 +97,16 @@ def _nothing(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any) 
 
 
 def _nothing_behind(
-    device: Device, ready: Event, events: list[Any], comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any
+    device: Device,
+    ready: Event,
+    events: list[Any],
+    comm: Communicator,
+    inputs: Tensors,
+    outputs: Tensors,
+    *args: Any,
 ) -> None:
-    # Whoever waits for this call alone is behind those before it, too: their copies may be under way on this thread's streams.
+    # Whoever waits for this call alone is behind those before it, too: their copies may be under
+    # way on this thread's streams.
     with device.as_current():
         events.extend((ready, device.down.record(), device.up.record()))
 
@@ -95,7 +114,9 @@ def _nothing_behind(
 # --- reductions ---
 
 
-def _all_reduce(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, operation: Operation) -> bool:
+def _all_reduce(
+    comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, operation: Operation
+) -> bool:
     for tensor in outputs:
         flat = _dense(order, tensor, filled=True)
         _chosen(comm, flat, operation)(comm, order, flat, operation)
@@ -103,7 +124,9 @@ def _all_reduce(comm: Communicator, order: Order, inputs: Tensors, outputs: Tens
     return True
 
 
-def _all_reduce_flat(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, operation: Operation) -> bool:
+def _all_reduce_flat(
+    comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, operation: Operation
+) -> bool:
     if len(outputs) == 1:
         return _all_reduce(comm, order, inputs, outputs, operation)
     parts, flat = _together(order, outputs, filled=True)
@@ -112,12 +135,21 @@ def _all_reduce_flat(comm: Communicator, order: Order, inputs: Tensors, outputs:
     return True
 
 
-def _reduce_scatter_tensor(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, operation: Operation) -> bool:
-    applies = all(ring.applies(target.dtype, reduce_op.reduction(target.dtype, operation)) for target in outputs)
+def _reduce_scatter_tensor(
+    comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, operation: Operation
+) -> bool:
+    applies = all(
+        ring.applies(target.dtype, reduce_op.reduction(target.dtype, operation))
+        for target in outputs
+    )
     if "point_to_point" not in _able(comm, outputs[0]) or not applies:
         return False
     targets = [_dense(order, target, filled=False) for target in outputs]
-    sources = separated([_dense(order, source, filled=True) for source in inputs], targets, copy=partial(_copied, order))
+    sources = separated(
+        [_dense(order, source, filled=True) for source in inputs],
+        targets,
+        copy=partial(_copied, order),
+    )
     for source, flat, target in zip(sources, targets, outputs, strict=True):
         chunk_bytes = tuning.agreed_table(comm, flat.device).chunk_bytes(source.nbytes)
         ring.reduce_scatter(comm, order, source, flat, operation, chunk_bytes)
@@ -130,16 +162,29 @@ def _chosen(comm: Communicator, flat: Tensor, operation: Operation) -> Callable[
     kind, device = (flat.dtype, flat.nbytes, operation, flat.device, type(comm.mpi)), flat.device
     held: dict[Any, tuple[Any, Any, Callable[..., None]]] = comm.kept.setdefault(_CHOSEN, {})
     table, able, found = held.get(kind, (None, None, None))
-    if found is None or table is not comm.tuning_tables.get(device.type) or able is not comm.device_operations.get(device.type):
+    if (
+        found is None
+        or table is not comm.tuning_tables.get(device.type)
+        or able is not comm.device_operations.get(device.type)
+    ):
         found = algorithm(comm, flat.dtype, flat.nbytes, operation, device)
         if len(held) >= _REMEMBERED:
             held.clear()
-        held[kind] = (comm.tuning_tables.get(device.type), comm.device_operations.get(device.type), found)
+        held[kind] = (
+            comm.tuning_tables.get(device.type),
+            comm.device_operations.get(device.type),
+            found,
+        )
     return found
 
 
 def algorithm(
-    comm: Communicator, dtype: torch.dtype, nbytes: int, operation: Operation, device: torch.device, name: str | None = None
+    comm: Communicator,
+    dtype: torch.dtype,
+    nbytes: int,
+    operation: Operation,
+    device: torch.device,
+    name: str | None = None,
 ) -> Callable[..., None]:
     """Return the all-reduce that the tuning table names for this size, among those that can do it; a ring with its chunks.
 
@@ -157,7 +202,9 @@ def algorithm(
     return ALGORITHMS[name]
 
 
-def able_algorithms(comm: Communicator, dtype: torch.dtype, operation: Operation, device: torch.device) -> list[str]:
+def able_algorithms(
+    comm: Communicator, dtype: torch.dtype, operation: Operation, device: torch.device
+) -> list[str]:
     """Return the names of the all-reduces that can reduce such tensors on this MPI.
 
     Collective: over ``comm``, the first time for a device.
@@ -173,7 +220,12 @@ def able_algorithms(comm: Communicator, dtype: torch.dtype, operation: Operation
 
 def _is_mpis(dtype: torch.dtype, plan: Reduction) -> bool:
     # Booleans and NaN are where MPI libraries differ; integers are averaged on the host.
-    if plan.wide is not None or dtype not in buffer.datatypes() or dtype is torch.bool or minmax.applies(dtype, plan):
+    if (
+        plan.wide is not None
+        or dtype not in buffer.datatypes()
+        or dtype is torch.bool
+        or minmax.applies(dtype, plan)
+    ):
         return False
     if mpi_ops.calls_back(dtype, plan):
         return False
@@ -195,7 +247,9 @@ def _by_library(comm: Communicator, order: Order, flat: Tensor, operation: Opera
 # --- movement: the executors work on addresses, whosever memory it is ---
 
 
-def _broadcast(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, root: int) -> bool:
+def _broadcast(
+    comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, root: int
+) -> bool:
     tensors, is_root = inputs or outputs, comm.rank == root
     if len(tensors) == 1:
         _broadcast_one(comm, order, tensors[0], root)
@@ -214,7 +268,9 @@ def _broadcast_one(comm: Communicator, order: Order, tensor: Tensor, root: int) 
         order.begin()
         movement.broadcast(comm, (flat,) if is_root else (), () if is_root else (flat,), root)
     else:
-        staging.through_host(order, flat, partial(_broadcast_chunk, comm, root), reads=is_root, writes=not is_root)
+        staging.through_host(
+            order, flat, partial(_broadcast_chunk, comm, root), reads=is_root, writes=not is_root
+        )
     if not is_root:
         _write_back(order, tensor, flat)
 
@@ -226,7 +282,9 @@ def _broadcast_chunk(comm: Communicator, root: int, chunk: Tensor) -> None:
 def _moved(needed: tuple[str, ...], execute: Execute) -> Way:
     """Return the way of an executor that moves contiguous tensors by these operations of MPI."""
 
-    def way(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, *args: Any) -> bool:
+    def way(
+        comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, *args: Any
+    ) -> bool:
         if not _able(comm, (*inputs, *outputs)[0]).issuperset(needed):
             return False
         sources = [_dense(order, tensor, filled=True) for tensor in inputs]
@@ -234,7 +292,8 @@ def _moved(needed: tuple[str, ...], execute: Execute) -> Way:
         places = movement.in_place(execute, comm.rank, sources, targets)
         sources = separated(sources, targets, places, partial(_copied, order))
         order.begin()
-        order.device.down.run(partial(execute, comm, sources, targets, *args))  # a rank's own part is copied on the device
+        # a rank's own part is copied on the device
+        order.device.down.run(partial(execute, comm, sources, targets, *args))
         for tensor, target in zip(outputs, targets, strict=True):
             _write_back(order, tensor, target)
         return True
@@ -249,7 +308,8 @@ def _all_gather(comm: Communicator, order: Order, inputs: Tensors, outputs: Tens
     return _moved(("point_to_point",), movement.all_gather)(comm, order, inputs, outputs)
 
 
-_ALONE = frozenset({"point_to_point"})  # a rank by itself sends nothing, so what is built on messages is all done on the device
+# a rank by itself sends nothing, so what is built on messages is all done on the device
+_ALONE = frozenset({"point_to_point"})
 
 ALGORITHMS: dict[str, Callable[..., None]] = {
     tuning.LIBRARY: _by_library,

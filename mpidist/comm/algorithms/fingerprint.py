@@ -18,15 +18,22 @@ REFUSAL = "arguments refused"  # the fact under which a rank tells that it could
 def describe(operation: str, sequence: int, facts: Sequence[tuple[str, Any]]) -> str:
     """Write the facts on which all ranks must agree as one line: ``name=value; …``.
 
-    A fact named ``tensor`` or ``tensors`` stands for shape, dtype and kind of device; whoever collects facts need not spell them
-    out each time.
+    A fact named ``tensor`` or ``tensors`` stands for shape, dtype and kind of device; whoever
+    collects facts need not spell them out each time.
     """
     told: list[tuple[str, Any]] = [("operation", operation), ("sequence", sequence)]
     for name, value in facts:
         if name == "tensor":
-            told += [("shape", tuple(value.shape)), ("dtype", value.dtype), ("device", value.device.type)]
+            told += [
+                ("shape", tuple(value.shape)),
+                ("dtype", value.dtype),
+                ("device", value.device.type),
+            ]
         elif name == "tensors":
-            told += [("shapes", [tuple(t.shape) for t in value]), ("dtypes", [t.dtype for t in value])]
+            told += [
+                ("shapes", [tuple(t.shape) for t in value]),
+                ("dtypes", [t.dtype for t in value]),
+            ]
             told += [("devices", [t.device.type for t in value])]
         else:
             told.append((name, value))
@@ -45,7 +52,11 @@ def differences(lines: Sequence[str]) -> str:
             holders.setdefault(table.get(name, "nothing"), []).append(rank)
         if len(holders) > 1:
             told.append(
-                f"{name}: " + ", ".join(f"{value} on rank{'s' if len(r) > 1 else ''} {_runs(r)}" for value, r in holders.items())
+                f"{name}: "
+                + ", ".join(
+                    f"{value} on rank{'s' if len(r) > 1 else ''} {_runs(r)}"
+                    for value, r in holders.items()
+                )
             )
     return "; ".join(told)
 
@@ -67,14 +78,17 @@ def check(comm: Communicator, where: str, line: str) -> None:
     raise DisagreementError(f"{where}: ranks disagree. {differences(lines)}")
 
 
-def check_matrix(comm: Communicator, where: str, sends: Sequence[int], receives: Sequence[int], what: str) -> None:
+def check_matrix(
+    comm: Communicator, where: str, sends: Sequence[int], receives: Sequence[int], what: str
+) -> None:
     """Compare what rank i means to send to rank j with what j expects from i.
 
     Raises:
         DisagreementError: On all ranks alike, naming each pair that differs.
     """
     rows = [
-        [int(number) for number in line.split(",")] for line in _all_lines(comm, ",".join(map(str, (*sends, *receives))).encode())
+        [int(number) for number in line.split(",")]
+        for line in _all_lines(comm, ",".join(map(str, (*sends, *receives))).encode())
     ]
     size = comm.size
     wrong = [
@@ -92,4 +106,8 @@ def _all_lines(comm: Communicator, line: bytes) -> list[str]:
 
 
 def _runs(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
+    return (
+        ", ".join(map(str, ranks))
+        if len(ranks) <= 8
+        else f"{', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
+    )

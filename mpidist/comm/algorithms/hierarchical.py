@@ -1,9 +1,10 @@
 """All-reduce by levels: reduce on each node, all-reduce between one rank of each node, copy on each node.
 
-A flat algorithm sends a node's data over the network once for each of its ranks; here they cross it once. On a node the ranks
-meet in memory that all of them map, a piece at a time: each rank copies its piece in, reduces a shard of all ranks' pieces into
-the leader's, and copies the result out. Each element's final value is computed by the leaders, who hold the same bits.
-docs/decisions/0009 has the measurements; a tuning table says where it is used.
+A flat algorithm sends a node's data over the network once for each of its ranks; here they cross it
+once. On a node the ranks meet in memory that all of them map, a piece at a time: each rank copies
+its piece in, reduces a shard of all ranks' pieces into the leader's, and copies the result out.
+Each element's final value is computed by the leaders, who hold the same bits. docs/decisions/0009
+has the measurements; a tuning table says where it is used.
 
 Letters: W ranks of the group; N elements of a tensor.
 """
@@ -55,7 +56,11 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> Non
     flat, step = tensor.view(-1), max(PIECE_BYTES // tensor.element_size(), 1)
     for start, count in buffer.pieces(tensor.numel(), step):
         piece = flat[start : start + count]
-        if meeting is None or plan.combine not in COMBINE or piece.dtype in reduce_op.WITHOUT_ARITHMETIC:
+        if (
+            meeting is None
+            or plan.combine not in COMBINE
+            or piece.dtype in reduce_op.WITHOUT_ARITHMETIC
+        ):
             _by_messages(levels, piece, plan)
         else:
             _in_memory(levels, meeting, piece, plan)
@@ -75,7 +80,9 @@ def _in_memory(levels: Levels, meeting: Meeting, piece: torch.Tensor, plan: Redu
     node.mpi.Barrier()  # all shards are reduced
     if levels.leaders is not None:
         datatype, op = types_of(piece.dtype, plan)
-        levels.leaders.mpi.Allreduce(MPI.IN_PLACE, buffer.elements(slots[0], 0, piece.numel(), datatype), op)
+        levels.leaders.mpi.Allreduce(
+            MPI.IN_PLACE, buffer.elements(slots[0], 0, piece.numel(), datatype), op
+        )
     node.mpi.Barrier()  # the result is there
     piece.copy_(slots[0])
 
@@ -92,14 +99,21 @@ def _by_messages(levels: Levels, piece: torch.Tensor, plan: Reduction) -> None:
 
 
 def _meeting(levels: Levels) -> Meeting | None:
-    """Return the node's memory, made at the first use; None where its ranks cannot share any. Collective: over the node."""
+    """Return the node's memory, made at the first use; None where its ranks cannot share any.
+
+    Collective: over the node.
+    """
     kept: dict[str, Any] = levels.node.kept
     if "meeting" not in kept:
         maps = shared_maps(levels.node, [2 * PIECE_BYTES] * levels.node.size)
         with autograd_mode.allocating():
             whole = [torch.frombuffer(memory, dtype=torch.uint8) for memory in maps or ()]
         kept["meeting"] = (
-            Meeting([[part[:PIECE_BYTES] for part in whole], [part[PIECE_BYTES:] for part in whole]]) if maps else None
+            Meeting(
+                [[part[:PIECE_BYTES] for part in whole], [part[PIECE_BYTES:] for part in whole]]
+            )
+            if maps
+            else None
         )
     found: Meeting | None = kept["meeting"]
     return found

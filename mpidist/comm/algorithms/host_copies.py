@@ -1,7 +1,8 @@
 """Host copies of tensors whose memory MPI cannot, or may not, be given: strided ones, and those on a device.
 
-What is copied from a device at once is pinned, which torch's allocator keeps for the rest of the process, in powers of two. So
-a long operation's copies are ordinary memory, and the data passes through a few pinned chunks (``staging``).
+What is copied from a device at once is pinned, which torch's allocator keeps for the rest of the
+process, in powers of two. So a long operation's copies are ordinary memory, and the data passes
+through a few pinned chunks (``staging``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from mpidist.comm.memory.buffer import Order
 from mpidist.comm.memory.buffer_pool import ReceiveMemory
 from mpidist.comm.mpi import autograd_mode
 
-PINNED_BYTES = 32 << 20  # of one operation; beyond, a chunk's two copies cost less than what stays pinned
+# of one operation; beyond, a chunk's two copies cost less than what stays pinned
+PINNED_BYTES = 32 << 20
 
 _memory = ReceiveMemory()  # fresh memory of this length costs more in page faults than the copy
 
@@ -30,19 +32,27 @@ class HostCopies:
         order: Of operands on a device.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], order: Order | None = None) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        order: Order | None = None,
+    ) -> None:
         self._inputs = inputs
         self._outputs = outputs
         self._order = order
         self._twins: dict[int, torch.Tensor] = {}
         # Of the host's own tensors, whose copies are never pinned, nobody asks.
-        self._is_pinned = order is not None and sum({id(t): t.nbytes for t in (*inputs, *outputs)}.values()) <= PINNED_BYTES
+        self._is_pinned = (
+            order is not None
+            and sum({id(t): t.nbytes for t in (*inputs, *outputs)}.values()) <= PINNED_BYTES
+        )
 
     def load(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return contiguous host tensors in the place of inputs and outputs; inputs hold their data.
 
-        Blocks: until the work that produces an input on a device has ended on the stream that was current when the operation was
-        issued.
+        Blocks: until the work that produces an input on a device has ended on the stream that was
+        current when the operation was issued.
         """
         inputs = [self._twin(t, filled=True) for t in self._inputs]
         outputs = [self._twin(t, filled=False) for t in self._outputs]
@@ -102,7 +112,8 @@ def on_host(execute: Callable[..., None], order: Order | None = None) -> Callabl
 
 
 def _copy_plain(twin: torch.Tensor, tensor: torch.Tensor) -> None:
-    # Conjugated on the device: torch would do it to the host's copy at once, before the data has come.
+    # Conjugated on the device: torch would do it to the host's copy at once, before the data has
+    # come.
     twin.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
 
 
@@ -127,7 +138,11 @@ def _bring_up(order: Order, tensor: torch.Tensor, twin: torch.Tensor) -> None:
 
 def _flat(order: Order, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's own memory on the device, or as much, if its elements do not lie there in their order."""
-    return tensor.view(-1) if buffer.is_plain(tensor) else order.device.empty(tensor.numel(), tensor.dtype)
+    return (
+        tensor.view(-1)
+        if buffer.is_plain(tensor)
+        else order.device.empty(tensor.numel(), tensor.dtype)
+    )
 
 
 def _parts(twin: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

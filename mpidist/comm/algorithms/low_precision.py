@@ -1,7 +1,8 @@
 """All-reduce of narrow types (fp16, bf16, fp8, complex32), over contiguous host tensors; they accumulate in fp32.
 
-Two ranks exchange half types, as a whole or by halves: a + b is b + a to the bit. More ranks widen short tensors and let MPI
-reduce them; longer ones travel narrow, by shards. All ranks hold the same bits.
+Two ranks exchange half types, as a whole or by halves: a + b is b + a to the bit. More ranks widen
+short tensors and let MPI reduce them; longer ones travel narrow, by shards. All ranks hold the same
+bits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ def all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
     assert plan.wide is not None
     if comm.size == 2 and flat.nbytes <= WHOLE_BYTES and flat.dtype in reduce_op.HALVES:
         _exchange_whole(comm, flat, plan)
-    elif comm.size == 2 and flat.nbytes <= pairwise.CHUNK_BYTES * 2 and reduce_op.rounds_once(flat.dtype, plan):
+    elif (
+        comm.size == 2
+        and flat.nbytes <= pairwise.CHUNK_BYTES * 2
+        and reduce_op.rounds_once(flat.dtype, plan)
+    ):
         _exchange_halves(comm, flat, plan)
     elif flat.numel() <= WIDEN_NUMEL or plan.combine not in COMBINE:
         wide = comm.scratch(flat.numel(), plan.wide).copy_(flat)
@@ -41,13 +46,19 @@ def all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
         pairwise.all_reduce(comm, flat, plan)
 
 
-def prepared(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> Callable[[torch.Tensor], None] | None:
+def prepared(
+    comm: Communicator, tensor: torch.Tensor, plan: Reduction
+) -> Callable[[torch.Tensor], None] | None:
     """Return ``all_reduce`` for tensors at this one's memory, of its size and dtype, with all that can be prepared.
 
     None where Python's part of the time does not count, or nothing can be prepared.
     """
     numel = tensor.numel()
-    if not numel or not reduce_op.rounds_once(tensor.dtype, plan) or minmax.applies(tensor.dtype, plan):
+    if (
+        not numel
+        or not reduce_op.rounds_once(tensor.dtype, plan)
+        or minmax.applies(tensor.dtype, plan)
+    ):
         return None
     if comm.size == 2 and tensor.nbytes <= WHOLE_BYTES:
         peer, tag, combine = 1 - comm.rank, comm.own_tag(pairwise.TAG), COMBINE[plan.combine]
@@ -92,9 +103,12 @@ def _exchange_whole(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> 
 
 
 def _exchange_halves(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
-    # Shards of two ranks in one chunk, without the general case's bookkeeping, which takes as long as the transfer.
+    # Shards of two ranks in one chunk, without the general case's bookkeeping, which takes as long
+    # as the transfer.
     peer, tag, middle = 1 - comm.rank, comm.own_tag(pairwise.TAG), flat.numel() // 2
-    mine, theirs = (flat[:middle], flat[middle:]) if comm.rank == 0 else (flat[middle:], flat[:middle])
+    mine, theirs = (
+        (flat[:middle], flat[middle:]) if comm.rank == 0 else (flat[middle:], flat[:middle])
+    )
     other = comm.scratch(mine.numel(), flat.dtype)
     own_half, their_half = buffer.as_bytes(mine), buffer.as_bytes(theirs)
     received = Receives(comm)
@@ -111,5 +125,6 @@ def _swap(comm: Communicator, received: Receives, out: Any, into: Any, peer: int
 
 
 def _space(comm: Communicator, dtype: torch.dtype, slot: int = 0) -> torch.Tensor:
-    # As long as any message of this tag, whatever the peer's tensor is: no probe is needed to receive it.
+    # As long as any message of this tag, whatever the peer's tensor is: no probe is needed to
+    # receive it.
     return comm.scratch(max(pairwise.CHUNK_BYTES, WHOLE_BYTES) // dtype.itemsize, dtype, slot)

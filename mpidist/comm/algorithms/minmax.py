@@ -1,7 +1,8 @@
 """MIN and MAX of floating-point numbers, as integers of the same order: NaN wins on every rank, and -0 is less than +0.
 
-MPI leaves the maximum of NaN and a number open; libraries return either, and not the same on all ranks. Integers have one order.
-A sign-magnitude float becomes an integer of its order by flipping the other bits of negative numbers; the same step leads back.
+MPI leaves the maximum of NaN and a number open; libraries return either, and not the same on all
+ranks. Integers have one order. A sign-magnitude float becomes an integer of its order by flipping
+the other bits of negative numbers; the same step leads back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Collectives that move data without arithmetic, over contiguous host tensors.
 
-Every function takes ``(comm, inputs, outputs, …)`` and must be called by all W ranks of the group in one order. Contributions
-move as bytes, so every dtype works. Past ``MAX_COUNT`` bytes a collective becomes a series of smaller transfers (MPI-4.1 §2.5.8:
-the classic interface counts in a C int).
+Every function takes ``(comm, inputs, outputs, …)`` and must be called by all W ranks of the group
+in one order. Contributions move as bytes, so every dtype works. Past ``MAX_COUNT`` bytes a
+collective becomes a series of smaller transfers (MPI-4.1 §2.5.8: the classic interface counts in a
+C int).
 
 Letters: W ranks of the group; N bytes of one contribution.
 """
@@ -27,10 +28,12 @@ from mpidist.kernels.view import byte_view
 
 Tensors = Sequence[torch.Tensor]
 
-# Lists of tensors up to this many bytes each go through one flat buffer and one MPI collective; larger ones go from and to their
-# own memory by point-to-point, because the copy would cost more than W - 1 messages.
+# Lists of tensors up to this many bytes each go through one flat buffer and one MPI collective;
+# larger ones go from and to their own memory by point-to-point, because the copy would cost more
+# than W - 1 messages.
 FLAT_BYTES = 32 << 10
-# A broadcast begins with a message of this size, whatever is broadcast: its length, and the data if they fit.
+# A broadcast begins with a message of this size, whatever is broadcast: its length, and the data if
+# they fit.
 HEAD_BYTES = 1 << 10
 _LENGTH_BYTES = 8
 _INLINE = 1 << 63  # in the length: the data follow in the same message
@@ -60,7 +63,8 @@ def broadcast(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) 
 
 def _broadcast_one(comm: Communicator, tensor: torch.Tensor, nbytes: int, root: int) -> int:
     """Broadcast a tensor if it has the root's length; return that."""
-    # MPI would write a longer message of the root's past the end of a shorter tensor, before it says so.
+    # MPI would write a longer message of the root's past the end of a shorter tensor, before it
+    # says so.
     word, data, head = _head(comm)
     if comm.rank == root:
         # Memory of a device is MPI's to read, not the host's.
@@ -90,7 +94,11 @@ def _head(comm: Communicator) -> tuple[c_uint64, int, Any]:
     if held is None:
         address = comm.scratch(HEAD_BYTES, torch.uint8, slot=7).data_ptr()
         message = (buffer.memory(address, HEAD_BYTES), HEAD_BYTES, MPI.BYTE)
-        held = comm.kept["head"] = (c_uint64.from_address(address), address + _LENGTH_BYTES, message)
+        held = comm.kept["head"] = (
+            c_uint64.from_address(address),
+            address + _LENGTH_BYTES,
+            message,
+        )
     return held
 
 
@@ -102,16 +110,23 @@ def all_gather_into(comm: Communicator, inputs: Tensors, outputs: Tensors) -> No
         if nbytes * comm.size <= buffer.MAX_COUNT:
             mine = target.data_ptr() + comm.rank * nbytes
             send = MPI.IN_PLACE if source.data_ptr() == mine and nbytes else buffer.as_bytes(source)
-            comm.mpi.Allgather(send, (buffer.memory(target.data_ptr(), target.nbytes), nbytes, MPI.BYTE))
+            comm.mpi.Allgather(
+                send, (buffer.memory(target.data_ptr(), target.nbytes), nbytes, MPI.BYTE)
+            )
         else:
-            exchange(comm, [source] * comm.size, list(target.view(comm.size, *_flat_shape(target, comm.size))))
+            exchange(
+                comm,
+                [source] * comm.size,
+                list(target.view(comm.size, *_flat_shape(target, comm.size))),
+            )
 
 
 def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """Gather each rank's tensor into a list of W tensors, which may have different sizes."""
     (source,) = separated(inputs, outputs, in_place(all_gather, comm.rank, inputs, outputs))
     counts = [t.nbytes for t in outputs]
-    # Which way is a matter of sizes alone, which all ranks know alike; where the memory lies is each rank's own affair.
+    # Which way is a matter of sizes alone, which all ranks know alike; where the memory lies is
+    # each rank's own affair.
     if max(counts) > FLAT_BYTES:
         exchange(comm, [source] * comm.size, outputs)
         return
@@ -135,7 +150,11 @@ def gather(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> 
             comm.mpi.Gather(buffer.as_bytes(source), None, root)
             return
         held = comm.scratch(source.nbytes * comm.size, torch.uint8)
-        comm.mpi.Gather(buffer.as_bytes(source), (buffer.memory(held.data_ptr(), held.nbytes), source.nbytes, MPI.BYTE), root)
+        comm.mpi.Gather(
+            buffer.as_bytes(source),
+            (buffer.memory(held.data_ptr(), held.nbytes), source.nbytes, MPI.BYTE),
+            root,
+        )
         _unpack(held, outputs, [source.nbytes] * comm.size)
     elif comm.rank == root:
         _copy_own(outputs[root], source)
@@ -154,7 +173,11 @@ def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) ->
             return
         held = comm.scratch(target.nbytes * comm.size, torch.uint8)
         _pack(held, inputs, [target.nbytes] * comm.size)
-        comm.mpi.Scatter((buffer.memory(held.data_ptr(), held.nbytes), target.nbytes, MPI.BYTE), buffer.as_bytes(target), root)
+        comm.mpi.Scatter(
+            (buffer.memory(held.data_ptr(), held.nbytes), target.nbytes, MPI.BYTE),
+            buffer.as_bytes(target),
+            root,
+        )
     elif comm.rank == root:
         _copy_own(target, inputs[root])
         transfer(comm, [(peer, inputs[peer]) for peer in range(comm.size) if peer != root], [])
@@ -164,11 +187,17 @@ def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) ->
 
 def all_to_all(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """Send the i-th of W tensors to rank i and receive the i-th of W from rank i; sizes may differ."""
-    exchange(comm, separated(inputs, outputs, in_place(all_to_all, comm.rank, inputs, outputs)), outputs)
+    exchange(
+        comm, separated(inputs, outputs, in_place(all_to_all, comm.rank, inputs, outputs)), outputs
+    )
 
 
 def all_to_all_single(
-    comm: Communicator, inputs: Tensors, outputs: Tensors, send_bytes: Sequence[int], recv_bytes: Sequence[int]
+    comm: Communicator,
+    inputs: Tensors,
+    outputs: Tensors,
+    send_bytes: Sequence[int],
+    recv_bytes: Sequence[int],
 ) -> None:
     """Exchange slices of one tensor: ``send_bytes[i]`` to rank i, ``recv_bytes[i]`` from it.
 
@@ -179,13 +208,19 @@ def all_to_all_single(
     if max(source.nbytes, target.nbytes) <= buffer.MAX_COUNT:
         comm.mpi.Alltoallv(_ragged(source, send_bytes), _ragged(target, recv_bytes))
         return
-    # A rank with more than it can count in bytes counts in larger units. The others need not know: only bytes must match.
+    # A rank with more than it can count in bytes counts in larger units. The others need not know:
+    # only bytes must match.
     unit = math.gcd(*send_bytes, *recv_bytes)
     if max(source.nbytes, target.nbytes) // unit > buffer.MAX_COUNT:
-        raise ValueError(f"all_to_all_single cannot count {max(source.nbytes, target.nbytes)} bytes in units of {unit}")
+        raise ValueError(
+            f"all_to_all_single cannot count {max(source.nbytes, target.nbytes)} bytes in units of "
+            f"{unit}"
+        )
     datatype = MPI.BYTE.Create_contiguous(unit).Commit()
     try:
-        comm.mpi.Alltoallv(_ragged(source, send_bytes, unit, datatype), _ragged(target, recv_bytes, unit, datatype))
+        comm.mpi.Alltoallv(
+            _ragged(source, send_bytes, unit, datatype), _ragged(target, recv_bytes, unit, datatype)
+        )
     finally:
         datatype.Free()
 
@@ -194,7 +229,10 @@ def in_place(execute: Callable[..., None], rank: int, inputs: Tensors, outputs: 
     """Return where an input may lie in an output, because ``execute`` leaves there what the input holds."""
     if execute is all_gather_into:
         pairs = enumerate(zip(inputs, outputs, strict=True))
-        return {(place, place): target.data_ptr() + rank * source.nbytes for place, (source, target) in pairs}
+        return {
+            (place, place): target.data_ptr() + rank * source.nbytes
+            for place, (source, target) in pairs
+        }
     if execute in (all_gather, gather) and outputs:
         return {(0, rank): outputs[rank].data_ptr()}
     if execute is scatter:
@@ -208,7 +246,8 @@ def exchange(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     In each round every rank sends to one and receives from one.
 
     Raises:
-        LengthError: A rank sent another number of bytes than this one expected; after the last round.
+        LengthError: A rank sent another number of bytes than this one expected; after the last
+            round.
     """
     rank, size = comm.rank, comm.size
     _copy_own(outputs[rank], inputs[rank])
@@ -221,11 +260,16 @@ def exchange(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     received.end()
 
 
-def transfer(comm: Communicator, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]) -> None:
+def transfer(
+    comm: Communicator,
+    sends: list[tuple[int, torch.Tensor]],
+    receives: list[tuple[int, torch.Tensor]],
+) -> None:
     """Send and receive tensors, pairs of (peer, tensor), all at once.
 
     Raises:
-        LengthError: A peer sent another number of bytes than this rank expected; after the last message.
+        LengthError: A peer sent another number of bytes than this rank expected; after the last
+            message.
     """
     tag, received = comm.own_tag(_TAG), Receives(comm)
     requests = [request for peer, tensor in sends for request in _sends(comm, tensor, peer, tag)]
@@ -242,7 +286,10 @@ def _receive(received: Receives, tensor: torch.Tensor, peer: int, tag: int) -> N
 
 def _sends(comm: Communicator, tensor: torch.Tensor, peer: int, tag: int) -> list[Any]:
     spans = buffer.pieces(tensor.nbytes)
-    return [comm.mpi.Isend(buffer.byte_range(tensor, start, length), peer, tag) for start, length in spans]
+    return [
+        comm.mpi.Isend(buffer.byte_range(tensor, start, length), peer, tag)
+        for start, length in spans
+    ]
 
 
 def _copy_own(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -251,7 +298,8 @@ def _copy_own(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _as_one(tensors: Tensors, nbytes: int) -> torch.Tensor | None:
-    # Tensors of one size that lie one behind the other (chunks of one tensor) can be received into as one.
+    # Tensors of one size that lie one behind the other (chunks of one tensor) can be received into
+    # as one.
     start = tensors[0].data_ptr()
     for place, tensor in enumerate(tensors):
         if tensor.nbytes != nbytes or tensor.data_ptr() != start + place * nbytes:
@@ -290,11 +338,15 @@ def _unpack(held: torch.Tensor, tensors: Tensors, counts: Sequence[int]) -> None
         address += nbytes
 
 
-def compared(execute: Callable[..., None], where: str, sends: Sequence[int], receives: Sequence[int]) -> Callable[..., None]:
+def compared(
+    execute: Callable[..., None], where: str, sends: Sequence[int], receives: Sequence[int]
+) -> Callable[..., None]:
     """Wrap an all-to-all so that all ranks first compare what each sends with what its receiver expects (debug mode)."""
 
     def run(comm: Communicator, *args: Any) -> None:
-        fingerprint.check_matrix(comm, where, sends, receives, "elements" if execute is all_to_all else "rows")
+        fingerprint.check_matrix(
+            comm, where, sends, receives, "elements" if execute is all_to_all else "rows"
+        )
         execute(comm, *args)
 
     return run

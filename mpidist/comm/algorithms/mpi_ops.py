@@ -1,9 +1,10 @@
 """MPI's names of our reductions, and the one operation that MPI is given: a sum of narrow integers that wraps around.
 
-MPI leaves open what a sum past its type's range is. Open MPI with AVX saturates sums of 8 and 16 bits (127 + 1 is 127), on some
-elements of a tensor and not on others; torch, Gloo, NCCL and our own rings and shards compute modulo 2**bits. So MPI calls back
-for these sums, on every library: ranks that gave it different operations might enter different algorithms. An exception of a
-signal handler that runs in such a call ends the job: mpi4py cannot hand it through MPI.
+MPI leaves open what a sum past its type's range is. Open MPI with AVX saturates sums of 8 and 16
+bits (127 + 1 is 127), on some elements of a tensor and not on others; torch, Gloo, NCCL and our own
+rings and shards compute modulo 2**bits. So MPI calls back for these sums, on every library: ranks
+that gave it different operations might enter different algorithms. An exception of a signal handler
+that runs in such a call ends the job: mpi4py cannot hand it through MPI.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def _operations() -> dict[str, Any]:
 
 @functools.cache
 def _bool_operations() -> dict[str, Any]:
-    # A sum of booleans is "any of them", as NCCL and torch's own convert it; a product is "all of them".
+    # A sum of booleans is "any of them", as NCCL and torch's own convert it; a product is "all of
+    # them".
     return {
         reduce_op.SUM: MPI.LOR,
         reduce_op.MAX: MPI.LOR,

@@ -1,8 +1,9 @@
 """All-reduce and reduce-scatter by shards, over contiguous host tensors: each rank adds up one piece for all.
 
-Each rank gets every other rank's piece of its shard, adds them up in rank order, and gives the result to all (Rabenseifner,
-"Optimization of Collective Reduction Operations", ICCS 2004, with a direct exchange in place of the halving). Each element is
-computed on one rank, so all ranks hold the same bits.
+Each rank gets every other rank's piece of its shard, adds them up in rank order, and gives the
+result to all (Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004, with a
+direct exchange in place of the halving). Each element is computed on one rank, so all ranks hold
+the same bits.
 
 Letters: W ranks of the group; N elements of a tensor.
 """
@@ -20,7 +21,8 @@ from mpidist.comm.mpi.matched_probe import Receives
 
 TAG = 1
 # Measured crossovers, docs/decisions/0002.
-FROM_BYTES = 16 << 20  # full-width tensors from this size on go by shards, on one node of at most RANKS ranks
+# full-width tensors from this size on go by shards, on one node of at most RANKS ranks
+FROM_BYTES = 16 << 20
 RANKS = 8
 CHUNK_BYTES = 1 << 20  # a shard travels and is added in chunks that stay in the cache
 
@@ -57,13 +59,19 @@ def reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction, root: int) -
     mine = own if comm.rank == root else comm.scratch(own.numel(), own.dtype, slot=1).copy_(own)
     reduce_shard(comm, flat, bounds, plan, mine)
     if comm.rank == root:
-        movement.transfer(comm, [], [(peer, parts[peer]) for peer in range(comm.size) if peer != root])
+        movement.transfer(
+            comm, [], [(peer, parts[peer]) for peer in range(comm.size) if peer != root]
+        )
     else:
         movement.transfer(comm, [(root, mine)], [])
 
 
 def reduce_shard(
-    comm: Communicator, flat: torch.Tensor, bounds: list[int], plan: Reduction, mine: torch.Tensor | None = None
+    comm: Communicator,
+    flat: torch.Tensor,
+    bounds: list[int],
+    plan: Reduction,
+    mine: torch.Tensor | None = None,
 ) -> None:
     """Reduce this rank's shard of ``flat`` over all ranks, in rank order, into ``mine`` (its own place by default).
 
@@ -89,7 +97,13 @@ def reduce_shard(
         for peer in peers:
             count = max(min(chunk, bounds[peer + 1] - bounds[peer] - start), 0)
             address = base + (bounds[peer] + start) * itemsize
-            requests.append(comm.mpi.Isend((buffer.memory(address, count * itemsize), count * itemsize, MPI.BYTE), peer, tag))
+            requests.append(
+                comm.mpi.Isend(
+                    (buffer.memory(address, count * itemsize), count * itemsize, MPI.BYTE),
+                    peer,
+                    tag,
+                )
+            )
         for peer in reversed(peers):
             space = buffer.memory(slots_at + peer * slot_bytes, length * itemsize)
             received.receive((space, length * itemsize, MPI.BYTE), peer, tag)
@@ -99,7 +113,9 @@ def reduce_shard(
     received.end()
 
 
-def _combine_in_rank_order(comm: Communicator, mine: torch.Tensor, slots: torch.Tensor, plan: Reduction) -> None:
+def _combine_in_rank_order(
+    comm: Communicator, mine: torch.Tensor, slots: torch.Tensor, plan: Reduction
+) -> None:
     # ((r0 + r1) + r2) + … with this rank's own contribution at its place, whoever computes it.
     combine = COMBINE[plan.combine]
     if plan.wide is not None and not (comm.size == 2 and reduce_op.rounds_once(mine.dtype, plan)):

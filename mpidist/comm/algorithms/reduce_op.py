@@ -1,7 +1,8 @@
 """Plans of reductions, from (dtype, operation) to what MPI or this library has to compute; and the latter, on host tensors.
 
-Letters of torch's ``ReduceOp``: SUM AVG PRODUCT MIN MAX BAND BOR BXOR, and PREMUL_SUM, which multiplies each rank's contribution
-by that rank's factor before the sum. Here an operation is a string (``SUM = "sum"`` …) or a ``PremulSum``.
+Letters of torch's ``ReduceOp``: SUM AVG PRODUCT MIN MAX BAND BOR BXOR, and PREMUL_SUM, which
+multiplies each rank's contribution by that rank's factor before the sum. Here an operation is a
+string (``SUM = "sum"`` …) or a ``PremulSum``.
 """
 
 from __future__ import annotations
@@ -27,22 +28,27 @@ class PremulSum:
     factor: Any
 
     def __post_init__(self) -> None:
-        # Now and here: whoever executes may be another thread, whose stream does not wait for what computes it.
+        # Now and here: whoever executes may be another thread, whose stream does not wait for what
+        # computes it.
         factor = self.factor
         if isinstance(factor, torch.Tensor) and factor.numel() == 1:
             factor = factor.item()
         if not isinstance(factor, numbers.Number):
-            raise TypeError(f"PremulSum needs a number, or a tensor of one element; got {self.factor!r}")
+            raise TypeError(
+                f"PremulSum needs a number, or a tensor of one element; got {self.factor!r}"
+            )
         object.__setattr__(self, "factor", factor)
 
     def __str__(self) -> str:
-        return "premul_sum"  # each rank has a factor of its own: not a fact on which ranks must agree
+        # each rank has a factor of its own: not a fact on which ranks must agree
+        return "premul_sum"
 
 
 Operation = str | PremulSum
 
 HALVES = (torch.float16, torch.bfloat16)
-# Fractions narrower than 32 bits have no arithmetic in MPI that would be right; they add up in the wider one.
+# Fractions narrower than 32 bits have no arithmetic in MPI that would be right; they add up in the
+# wider one.
 ACCUMULATES_IN = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -83,7 +89,10 @@ def reduction(dtype: torch.dtype, operation: Operation) -> Reduction:
         plan = _reduction(dtype, SUM)
         return Reduction(plan.combine, plan.wide, False, _factor_for(dtype, operation.factor))
     if not isinstance(operation, str):
-        raise TypeError(f"a reduction is one of mpidist.comm.SUM, AVG, ... (strings), or PremulSum(factor); got {operation!r}")
+        raise TypeError(
+            "a reduction is one of mpidist.comm.SUM, AVG, ... (strings), or PremulSum(factor); "
+            f"got {operation!r}"
+        )
     return _reduction(dtype, operation)
 
 
@@ -100,14 +109,18 @@ def _factor_for(dtype: torch.dtype, factor: Any) -> Any:
         return float(factor)
     limits = torch.iinfo(dtype)
     if not (math.isfinite(factor) and factor == int(factor) and limits.min <= factor <= limits.max):
-        raise TypeError(f"PREMUL_SUM needs a whole number in {limits.min} ... {limits.max} for {dtype}; got {factor!r}")
+        raise TypeError(
+            f"PREMUL_SUM needs a whole number in {limits.min} ... {limits.max} for {dtype}; got "
+            f"{factor!r}"
+        )
     return int(factor)
 
 
 def rounds_once(dtype: torch.dtype, plan: Reduction) -> bool:
     """Say whether torch, combining two contributions in their own narrow dtype, computes what we would: in fp32, rounded once.
 
-    Not so for a mean: 60000 + 60000 is past fp16, half of it is not. Nor with a factor, whose product would be rounded.
+    Not so for a mean: 60000 + 60000 is past fp16, half of it is not. Nor with a factor, whose
+    product would be rounded.
     """
     return dtype in HALVES and not plan.divides and plan.factor is None
 
@@ -115,7 +128,10 @@ def rounds_once(dtype: torch.dtype, plan: Reduction) -> bool:
 @functools.cache
 def _reduction(dtype: torch.dtype, operation: str) -> Reduction:
     if operation not in OPERATIONS:
-        raise ValueError(f"unknown reduction {operation!r}; choose one of {', '.join(OPERATIONS)}, or PremulSum(factor)")
+        raise ValueError(
+            f"unknown reduction {operation!r}; choose one of {', '.join(OPERATIONS)}, or "
+            "PremulSum(factor)"
+        )
     if dtype in _UNSUPPORTED:
         raise TypeError(f"{dtype} has no arithmetic; only collectives that move data take it")
     fractional = dtype.is_floating_point or dtype.is_complex
@@ -131,7 +147,17 @@ def _reduction(dtype: torch.dtype, operation: str) -> Reduction:
 
 _UNSUPPORTED = frozenset(
     getattr(torch, name)
-    for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits16")
+    for name in (
+        "qint8",
+        "quint8",
+        "qint32",
+        "quint4x2",
+        "quint2x4",
+        "float8_e8m0fnu",
+        "float4_e2m1fn_x2",
+        "bits8",
+        "bits16",
+    )
     if hasattr(torch, name)
 )
 
@@ -158,7 +184,8 @@ def scale(tensor: torch.Tensor, plan: Reduction) -> None:
     if signed is None:
         tensor.mul_(plan.factor)
     else:
-        # torch multiplies no wide unsigned integers; modulo 2**bits the product of the signed ones is the same.
+        # torch multiplies no wide unsigned integers; modulo 2**bits the product of the signed ones
+        # is the same.
         half = torch.iinfo(signed).max + 1
         tensor.view(signed).mul_((plan.factor + half) % (2 * half) - half)
 

@@ -1,12 +1,14 @@
 """Collectives with arithmetic, over contiguous host tensors: all_reduce, reduce, reduce_scatter.
 
-MPI's own reductions serve every type that MPI can add. Integers wrap around, as torch's: for sums of 8 and 16 bits MPI calls
-back (``operations``). Five cases are ours:
+MPI's own reductions serve every type that MPI can add. Integers wrap around, as torch's: for sums
+of 8 and 16 bits MPI calls back (``operations``). Five cases are ours:
 
 * ``narrow`` types accumulate in fp32.
-* ``extremes`` (MIN and MAX) of floating-point numbers go as integers, because MPI leaves open what becomes of NaN.
-* Large tensors within a node go by ``shards``: MPI libraries allocate a temporary of the tensor's size in each call, and its page
-  faults cost more than the transfer (docs/decisions/0002 has the figures).
+* ``extremes`` (MIN and MAX) of floating-point numbers go as integers, because MPI leaves open what
+  becomes of NaN.
+* Large tensors within a node go by ``shards``: MPI libraries allocate a temporary of the tensor's
+  size in each call, and its page faults cost more than the transfer (docs/decisions/0002 has the
+  figures).
 * Large tensors between nodes with several ranks each go by levels (``hierarchical``).
 * Counts past ``MAX_COUNT`` elements are cut.
 
@@ -22,7 +24,14 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.algorithms import hierarchical, low_precision, minmax, mpi_ops, pairwise, reduce_op
+from mpidist.comm.algorithms import (
+    hierarchical,
+    low_precision,
+    minmax,
+    mpi_ops,
+    pairwise,
+    reduce_op,
+)
 from mpidist.comm.algorithms.reduce_op import Operation, Reduction
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.overlap import separated
@@ -31,7 +40,9 @@ from mpidist.comm.mpi.library import MPI
 
 Tensors = Sequence[torch.Tensor]
 
-COALESCE_BYTES = 64 << 10  # tensors up to this size are cheaper to copy into one than to reduce one by one (docs/decisions/0002)
+# tensors up to this size are cheaper to copy into one than to reduce one by one
+# (docs/decisions/0002)
+COALESCE_BYTES = 64 << 10
 
 
 def all_reduce(comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation) -> None:
@@ -69,7 +80,9 @@ def by_library(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> Non
     reduce_op.divide(tensor, plan, comm.size)
 
 
-def _all_reduce_scaled(comm: Communicator, flat: torch.Tensor, plan: Reduction, dtype: torch.dtype) -> None:
+def _all_reduce_scaled(
+    comm: Communicator, flat: torch.Tensor, plan: Reduction, dtype: torch.dtype
+) -> None:
     # A product in the narrow type would be rounded before the sum is.
     for start, count in buffer.pieces(flat.numel(), _piece_numel(plan)):
         part = flat[start : start + count]
@@ -94,7 +107,9 @@ def is_one_call(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> bo
     )
 
 
-def all_reduce_flat(comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation) -> None:
+def all_reduce_flat(
+    comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation
+) -> None:
     """Reduce tensors of one dtype over all ranks, in place; short ones together, as one flat tensor."""
     short = [t for t in outputs if t.nbytes <= COALESCE_BYTES]
     if len(short) > 1 and comm.size > 1:
@@ -110,7 +125,9 @@ def all_reduce_flat(comm: Communicator, inputs: Tensors, outputs: Tensors, opera
     all_reduce(comm, (), outputs, operation)
 
 
-def reduce(comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation, root: int) -> None:
+def reduce(
+    comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation, root: int
+) -> None:
     """Reduce to the root's tensor; the others' stay as they were."""
     (tensor,) = inputs
     plan = reduce_op.reduction(tensor.dtype, operation)
@@ -121,7 +138,11 @@ def reduce(comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Ope
             minmax.decode(ints, tensor)
         return
     flat = tensor.view(-1)
-    if comm.size > 1 and plan.factor is None and pairwise.are_faster(comm, flat.nbytes, flat.dtype, plan):
+    if (
+        comm.size > 1
+        and plan.factor is None
+        and pairwise.are_faster(comm, flat.nbytes, flat.dtype, plan)
+    ):
         pairwise.reduce(comm, flat, plan, root)
         return
     for start, count in buffer.pieces(flat.numel(), _piece_numel(plan)):
@@ -143,7 +164,9 @@ def reduce(comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Ope
             comm.mpi.Reduce(spec, None, op, root)
 
 
-def reduce_scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation) -> None:
+def reduce_scatter(
+    comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation
+) -> None:
     """Reduce W tensors a rank and keep the rank's own: W inputs whose sizes may differ, one output of the size of the own."""
     (target,) = outputs
     bounds = [0, *accumulate(t.numel() for t in inputs)]
@@ -153,15 +176,24 @@ def reduce_scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, operat
     _reduce_scatter_flat(comm, held, target.view(-1), bounds, operation, may_write=True)
 
 
-def reduce_scatter_tensor(comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation) -> None:
+def reduce_scatter_tensor(
+    comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation
+) -> None:
     """Reduce a tensor of W·N elements and keep the rank's own N; pairs of input and output."""
     for source, target in zip(separated(inputs, outputs), outputs, strict=True):
         bounds = [place * target.numel() for place in range(comm.size + 1)]
-        _reduce_scatter_flat(comm, source.view(-1), target.view(-1), bounds, operation, may_write=False)
+        _reduce_scatter_flat(
+            comm, source.view(-1), target.view(-1), bounds, operation, may_write=False
+        )
 
 
 def _reduce_scatter_flat(
-    comm: Communicator, source: torch.Tensor, target: torch.Tensor, bounds: list[int], operation: Operation, may_write: bool
+    comm: Communicator,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    bounds: list[int],
+    operation: Operation,
+    may_write: bool,
 ) -> None:
     """Reduce a flat tensor and keep ``source[bounds[rank]:bounds[rank + 1]]``."""
     plan = reduce_op.reduction(target.dtype, operation)
@@ -196,19 +228,30 @@ def _reduce_scatter_flat(
             for start, length in buffer.pieces(end - first):
                 send = buffer.elements(source, first + start, length, datatype)
                 if comm.rank == root:
-                    comm.mpi.Reduce(send, buffer.elements(target, start, length, datatype), op, root)
+                    comm.mpi.Reduce(
+                        send, buffer.elements(target, start, length, datatype), op, root
+                    )
                 else:
                     comm.mpi.Reduce(send, None, op, root)
     reduce_op.divide(target, plan, comm.size)
 
 
 def _reduce_scatter_by_mpi(
-    comm: Communicator, source: torch.Tensor, target: torch.Tensor, bounds: list[int], datatype: Any, op: Any
+    comm: Communicator,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    bounds: list[int],
+    datatype: Any,
+    op: Any,
 ) -> None:
     counts = [end - start for start, end in itertools.pairwise(bounds)]
-    memory, into = buffer.memory(source.data_ptr(), source.nbytes), buffer.elements(target, 0, target.numel(), datatype)
+    memory, into = (
+        buffer.memory(source.data_ptr(), source.nbytes),
+        buffer.elements(target, 0, target.numel(), datatype),
+    )
     if min(counts) == max(counts):
-        comm.mpi.Reduce_scatter_block((memory, counts[0], datatype), into, op)  # mpi4py counts one block
+        # mpi4py counts one block
+        comm.mpi.Reduce_scatter_block((memory, counts[0], datatype), into, op)
     else:
         comm.mpi.Reduce_scatter((memory, source.numel(), datatype), into, counts, op)
 

@@ -1,10 +1,11 @@
 """All-reduce and reduce-scatter of device memory around a ring, with our own arithmetic; MPI only moves bytes.
 
-Rank i starts the sum of shard i - 1 and sends it to rank i + 1, which adds its own part and sends it on; after W - 1 steps rank i
-holds the whole sum of shard i, and all-gather takes it around again (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-algorithms for clusters of workstations", JPDC 2009). A shard travels in chunks: one is added while the next is under way. Sums of
-narrow types travel in fp32 wherever they would be rounded more than once. Each element is computed once, so all ranks hold the
-same bits.
+Rank i starts the sum of shard i - 1 and sends it to rank i + 1, which adds its own part and sends
+it on; after W - 1 steps rank i holds the whole sum of shard i, and all-gather takes it around again
+(Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC
+2009). A shard travels in chunks: one is added while the next is under way. Sums of narrow types
+travel in fp32 wherever they would be rounded more than once. Each element is computed once, so all
+ranks hold the same bits.
 
 Letters: W ranks of the group; N elements of a tensor.
 """
@@ -29,7 +30,8 @@ from mpidist.kernels.launch import NAMES
 
 Tensor = torch.Tensor
 
-# Where the tuning table has none. Ranks of one GPU take longer ones yet; a network hides an addition behind these.
+# Where the tuning table has none. Ranks of one GPU take longer ones yet; a network hides an
+# addition behind these.
 CHUNK_BYTES = 16 << 20
 _TAG = 6  # of the library's own; those below are others'
 
@@ -51,11 +53,18 @@ def legs(size: int, longest: int, chunk: int, first_sent: int) -> list[Leg]:
     Args:
         size: W.
         longest: Elements of the longest shard.
-        first_sent: The shard that this rank sends first; it receives the one before it, and sends that in the next step.
+        first_sent: The shard that this rank sends first; it receives the one before it, and sends
+            that in the next step.
     """
     starts = range(0, longest, chunk)
     return [
-        Leg(step, (first_sent - step) % size, (first_sent - step - 1) % size, start, min(chunk, longest - start))
+        Leg(
+            step,
+            (first_sent - step) % size,
+            (first_sent - step - 1) % size,
+            start,
+            min(chunk, longest - start),
+        )
         for step in range(size - 1)
         for start in starts
     ]
@@ -63,17 +72,30 @@ def legs(size: int, longest: int, chunk: int, first_sent: int) -> list[Leg]:
 
 def applies(dtype: torch.dtype, plan: Reduction) -> bool:
     """Say whether torch has the arithmetic on a device."""
-    if plan.combine not in COMBINE or dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.complex32):
+    if plan.combine not in COMBINE or dtype in (
+        torch.bool,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.complex32,
+    ):
         return False
     if plan.divides and not (dtype.is_floating_point or dtype.is_complex):
         return False  # integers are averaged as NCCL does, which is host arithmetic here
     return plan.wide is None or dtype in reduce_op.HALVES
 
 
-def all_reduce(comm: Communicator, order: Order, flat: Tensor, operation: Operation, chunk_bytes: int | None = None) -> None:
+def all_reduce(
+    comm: Communicator,
+    order: Order,
+    flat: Tensor,
+    operation: Operation,
+    chunk_bytes: int | None = None,
+) -> None:
     """Reduce a flat tensor of N elements over all ranks, in place.
 
-    Collective: over the group. Blocks: until MPI has returned; the last copy may be under way on ``order.device.down``.
+    Collective: over the group. Blocks: until MPI has returned; the last copy may be under way on
+    ``order.device.down``.
 
     Args:
         chunk_bytes: Of what travels at once, the same on all ranks; ``CHUNK_BYTES`` if None.
@@ -95,7 +117,12 @@ def all_reduce(comm: Communicator, order: Order, flat: Tensor, operation: Operat
 
 
 def reduce_scatter(
-    comm: Communicator, order: Order, source: Tensor, target: Tensor, operation: Operation, chunk_bytes: int | None = None
+    comm: Communicator,
+    order: Order,
+    source: Tensor,
+    target: Tensor,
+    operation: Operation,
+    chunk_bytes: int | None = None,
 ) -> None:
     """Reduce a flat tensor of W·N elements and keep the rank's own N in ``target``; the source stays as it is.
 
@@ -114,11 +141,18 @@ def reduce_scatter(
         reduce_scatter(comm, order, ints, own, operation, chunk_bytes)
         order.device.down.do(partial(minmax.decode, own, target))
         return
-    _reduce_scatter(comm, order, list(source.view(comm.size, -1)), target, operation, chunk_bytes or CHUNK_BYTES)
+    _reduce_scatter(
+        comm, order, list(source.view(comm.size, -1)), target, operation, chunk_bytes or CHUNK_BYTES
+    )
 
 
 def _reduce_scatter(
-    comm: Communicator, order: Order, shards: list[Tensor], target: Tensor, operation: Operation, chunk_bytes: int
+    comm: Communicator,
+    order: Order,
+    shards: list[Tensor],
+    target: Tensor,
+    operation: Operation,
+    chunk_bytes: int,
 ) -> None:
     plan = reduce_op.reduction(target.dtype, operation)
     device, rank, size = order.device, comm.rank, comm.size
@@ -128,11 +162,15 @@ def _reduce_scatter(
     route = legs(size, longest, chunk, first_sent=(rank - 1) % size)
     in_step = -(-longest // chunk)
     first = shards[(rank - 1) % size]
-    # What needs no other form goes out from where it lies; of an all-reduce the last sum is made where it belongs.
+    # What needs no other form goes out from where it lies; of an all-reduce the last sum is made
+    # where it belongs.
     is_plain = travels_as is target.dtype and plan.factor is None
     ends_in_place = is_plain and target.data_ptr() == shards[rank].data_ptr()
     # What a step receives, the next one sends: two buffers take turns.
-    held = [device.empty(longest if step < size - 1 or not is_plain else 0, travels_as) for step in range(2)]
+    held = [
+        device.empty(longest if step < size - 1 or not is_plain else 0, travels_as)
+        for step in range(2)
+    ]
     if not is_plain:
         device.down.do(partial(_scaled_copy, held[1][: first.numel()], first, plan))
     order.begin()
@@ -201,7 +239,9 @@ class _Messages:
         self._wait(self.receives, place)
 
     def end(self) -> None:
-        self._comm.wait_all([request for request in (*self.sends, *self.receives) if request is not None])
+        self._comm.wait_all(
+            [request for request in (*self.sends, *self.receives) if request is not None]
+        )
 
     def _wait(self, requests: list[Any], place: int) -> None:
         if place >= 0 and requests[place] is not None:
@@ -220,7 +260,9 @@ def _part(memory: Tensor, shard: Tensor, leg: Leg) -> Tensor:
 
 
 def _travels_as(dtype: torch.dtype, plan: Reduction, size: int) -> torch.dtype:
-    if plan.wide is None or (size == 2 and reduce_op.rounds_once(dtype, plan) and plan.factor is None):
+    if plan.wide is None or (
+        size == 2 and reduce_op.rounds_once(dtype, plan) and plan.factor is None
+    ):
         return dtype
     return plan.wide
 

@@ -1,10 +1,11 @@
 """Memory that all ranks of a group on one node read and write, and its average without any message.
 
-Each rank reduces its shard of all ranks' tensors where they lie, and writes the result into each: every element is read W times
-and written W times, and copied nowhere else. MPI on the same memory needs three to four times as long for large tensors.
+Each rank reduces its shard of all ranks' tensors where they lie, and writes the result into each:
+every element is read W times and written W times, and copied nowhere else. MPI on the same memory
+needs three to four times as long for large tensors.
 
-The memory is an anonymous file, mapped by all ranks and named nowhere, so nothing remains of it when the last tensor in it is
-gone, however the job ends; it may outlive the group.
+The memory is an anonymous file, mapped by all ranks and named nowhere, so nothing remains of it
+when the last tensor in it is gone, however the job ends; it may outlive the group.
 
 Letters: W ranks of the group; N elements.
 """
@@ -46,7 +47,10 @@ class NodeMemory:
             offset_bytes: A multiple of the element's size; the same on all ranks, like the rest.
         """
         with autograd_mode.allocating():
-            own = [torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset_bytes) for memory in self._maps]
+            own = [
+                torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset_bytes)
+                for memory in self._maps
+            ]
         return NodeTensor(self._group, own)
 
 
@@ -88,7 +92,9 @@ class NodeTensor:
         if mine.dtype in _NARROW:
             if self._scratch is None:
                 with autograd_mode.allocating():
-                    self._scratch = torch.empty(_BLOCK_BYTES // mine.element_size(), dtype=torch.float32, device="cpu")
+                    self._scratch = torch.empty(
+                        _BLOCK_BYTES // mine.element_size(), dtype=torch.float32, device="cpu"
+                    )
             total = self._scratch[: end - start].copy_(mine)
         for other in self._others:
             total.add_(other[start:end])
@@ -101,15 +107,16 @@ class NodeTensor:
     def reduce_to_owners(self, by_rank: Sequence[Ranges], common: Ranges = ()) -> None:
         """Average ranges over all ranks, each for the rank that owns it; with the bits that ``average`` would give.
 
-        Ranks share the additions as in ``average``, so that none waits for the one that owns the most. What a rank does not own
-        of ``own`` has any values afterwards.
+        Ranks share the additions as in ``average``, so that none waits for the one that owns the
+        most. What a rank does not own of ``own`` has any values afterwards.
 
         Collective: over the group, in the order of its operations, with the same ranges.
 
         Blocks: until this rank's result is complete, and no rank reads its memory any more.
 
         Args:
-            by_rank: For each rank the ranges that it owns, as start and end in elements; no element has two owners.
+            by_rank: For each rank the ranges that it owns, as start and end in elements; no element
+                has two owners.
             common: Ranges whose average all ranks get.
         """
         run = partial(self._reduce_to_owners, by_rank, common)
@@ -144,12 +151,15 @@ def share(group: Any, nbytes: int) -> NodeMemory | None:
     Collective: over the group.
 
     Returns:
-        None on all ranks if any of them cannot reach another's memory: other nodes, separate containers, an old system.
+        None on all ranks if any of them cannot reach another's memory: other nodes, separate
+        containers, an old system.
     """
     if group.size == 1 or not group.is_single_node or not nbytes:
         return None
     found: list[list[mmap.mmap] | None] = []
-    group.in_order(lambda: found.append(shared_maps(group._comm, [nbytes] * group.size)), async_op=False)
+    group.in_order(
+        lambda: found.append(shared_maps(group._comm, [nbytes] * group.size)), async_op=False
+    )
     return None if found[0] is None else NodeMemory(group, found[0])
 
 
@@ -203,7 +213,9 @@ def _map(file: int, nbytes: int) -> mmap.mmap | None:
         return None
 
 
-def _mapped(rank: int, own: mmap.mmap | None, facts: list[list[int]], sizes: Sequence[int]) -> list[mmap.mmap] | None:
+def _mapped(
+    rank: int, own: mmap.mmap | None, facts: list[list[int]], sizes: Sequence[int]
+) -> list[mmap.mmap] | None:
     """Map all ranks' files; None if one is out of reach, or is another's that only has its number."""
     if own is None or any(file < 0 for _, file, _ in facts):
         return None

@@ -1,9 +1,11 @@
 """All-reduce of sparse COO tensors, by a group's own dense collectives.
 
-Ranks hold different elements, in any order, some of them twice. Each rank adds up its duplicates and writes an element's indices
-as one number, its key; an all-gather gives every rank the keys of all. Over the union of the keys the values are a dense tensor
-of the same shape on all ranks, and the dense all-reduce does the arithmetic: every dtype, the same bits on all ranks. 2·U·D
-elements travel for a union of U keys with D values each, where an all-gather of the values takes W·n·D for n keys a rank.
+Ranks hold different elements, in any order, some of them twice. Each rank adds up its duplicates
+and writes an element's indices as one number, its key; an all-gather gives every rank the keys of
+all. Over the union of the keys the values are a dense tensor of the same shape on all ranks, and
+the dense all-reduce does the arithmetic: every dtype, the same bits on all ranks. 2·U·D elements
+travel for a union of U keys with D values each, where an all-gather of the values takes W·n·D for n
+keys a rank.
 
 Letters: W ranks; n keys of one rank; U keys of all ranks; D elements of the dense dimensions.
 """
@@ -46,7 +48,9 @@ def all_reduce(group: Any, comm: Communicator, where: str, tensor: Tensor, op: O
         DisagreementError: On all ranks, if shapes, dimensions, dtypes or operations differ.
     """
     keys, values = combined(tensor)
-    counts = _exchange_counts(group, comm, where, keys.numel(), fingerprint.describe("all_reduce", 0, facts(tensor, op)))
+    counts = _exchange_counts(
+        group, comm, where, keys.numel(), fingerprint.describe("all_reduce", 0, facts(tensor, op))
+    )
     gathered = keys.new_empty(sum(counts))
     if sum(counts):
         group.all_gather(list(gathered.split(counts)), keys)
@@ -57,7 +61,9 @@ def all_reduce(group: Any, comm: Communicator, where: str, tensor: Tensor, op: O
     if total.numel():
         group.all_reduce(total, op)
     indices = _indices_of(union, tensor.shape[: tensor.sparse_dim()])
-    result = torch.sparse_coo_tensor(indices, total, tensor.shape, is_coalesced=True, check_invariants=False)
+    result = torch.sparse_coo_tensor(
+        indices, total, tensor.shape, is_coalesced=True, check_invariants=False
+    )
     # Inference tensors are written within their mode alone, and it is a thread's own.
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.copy_(result)
@@ -81,7 +87,9 @@ def combined(tensor: Tensor) -> tuple[Tensor, Tensor]:
     elif dtype is torch.bool:
         total = _added(values.to(torch.int64), places, unique.numel()) != 0
     else:
-        total = _added(values.to(reduce_op.ACCUMULATES_IN.get(dtype, dtype)), places, unique.numel()).to(dtype)
+        total = _added(
+            values.to(reduce_op.ACCUMULATES_IN.get(dtype, dtype)), places, unique.numel()
+        ).to(dtype)
     return unique, total
 
 
@@ -89,7 +97,9 @@ def _added(values: Tensor, places: Tensor, count: int) -> Tensor:
     return values.new_zeros(count, *values.shape[1:]).index_add_(0, places, values)
 
 
-def _exchange_counts(group: Any, comm: Communicator, where: str, count: int, line: str) -> list[int]:
+def _exchange_counts(
+    group: Any, comm: Communicator, where: str, count: int, line: str
+) -> list[int]:
     """Return every rank's number of keys; the same message compares what must be equal, debug mode or not."""
     digest = int.from_bytes(hashlib.blake2b(line.encode(), digest_size=7).digest(), "little")
     table = torch.empty(2 * group.size, dtype=torch.int64, device="cpu")

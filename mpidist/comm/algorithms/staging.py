@@ -34,7 +34,11 @@ def all_reduce(comm: Communicator, order: Order, flat: torch.Tensor, operation: 
 
 
 def through_host(
-    order: Order, flat: torch.Tensor, exchange: Callable[[torch.Tensor], Any], reads: bool = True, writes: bool = True
+    order: Order,
+    flat: torch.Tensor,
+    exchange: Callable[[torch.Tensor], Any],
+    reads: bool = True,
+    writes: bool = True,
 ) -> None:
     """Call ``exchange`` with a host copy of each chunk of a flat tensor on a device.
 
@@ -45,7 +49,9 @@ def through_host(
     """
     device, chunk = order.device, max(CHUNK_BYTES // flat.element_size(), 1)
     parts = list(flat.split(chunk)) if flat.numel() else [flat]
-    slots = [device.staging(min(chunk, flat.numel()), flat.dtype) for _ in range(min(_SLOTS, len(parts)))]
+    slots = [
+        device.staging(min(chunk, flat.numel()), flat.dtype) for _ in range(min(_SLOTS, len(parts)))
+    ]
     came: dict[int, Event] = {}
     went: dict[int, Event] = {}
 
@@ -56,7 +62,9 @@ def through_host(
         if place - len(slots) in went:
             device.down.wait(went.pop(place - len(slots)))
         if reads:
-            device.down.do(partial(_copy, slots[place % len(slots)][: parts[place].numel()], parts[place]))
+            device.down.do(
+                partial(_copy, slots[place % len(slots)][: parts[place].numel()], parts[place])
+            )
         came[place] = device.down.record()
 
     # The last slot's chunk is brought when the one before it has gone.

@@ -2,7 +2,8 @@
 
 One table is for device memory, one for host memory between nodes that have several ranks each.
 
-``python -m mpidist.tune`` under the job's launcher measures it; until then rules hold that nobody has measured on this machine.
+``python -m mpidist.tune`` under the job's launcher measures it; until then rules hold that nobody
+has measured on this machine.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ ALGORITHMS = (LIBRARY, RING, STAGED)  # of device memory
 HOST_ALGORITHMS = (LIBRARY, LEVELS)
 HOST = "host"  # the name of host memory in the place of a device's
 
-# The chunks that are measured, by what a measurement calls a ring of them. Short ones overlap addition and transfer; each costs
-# some 45 us of the host, and on GPUs that ranks share, a turn.
+# The chunks that are measured, by what a measurement calls a ring of them. Short ones overlap
+# addition and transfer; each costs some 45 us of the host, and on GPUs that ranks share, a turn.
 RINGS = {f"{RING} ({mib} MiB)": mib << 20 for mib in (1, 4, 16, 64)}
 
 _KIND = "all-reduce"
@@ -37,7 +38,8 @@ class Table:
     Attributes:
         rows: (bytes, algorithms from the fastest on), by ascending bytes.
         source: Who says so.
-        chunks: For each row the bytes of the ring's chunks, None where they were not measured; empty if nowhere.
+        chunks: For each row the bytes of the ring's chunks, None where they were not measured;
+            empty if nowhere.
     """
 
     rows: tuple[tuple[int, tuple[str, ...]], ...]
@@ -65,7 +67,8 @@ class Table:
         chunks = self.chunks or (None,) * len(self.rows)
         names: dict[int | None, str] = {chunk: name for name, chunk in RINGS.items()}
         return [
-            f"{nbytes:>11} B: {', '.join(names.get(chunk, name) if name == RING else name for name in ranking)}"
+            f"{nbytes:>11} B: "
+            f"{', '.join(names.get(chunk, name) if name == RING else name for name in ranking)}"
             for (nbytes, ranking), chunk in zip(self.rows, chunks, strict=True)
         ]
 
@@ -74,27 +77,34 @@ class Table:
         return ratios.index(min(ratios))
 
 
-# As two ranks on one H100 had it (docs/decisions/0006): Open MPI's own takes the fewest steps, and copies long tensors through
-# pageable memory.
-UNMEASURED = Table(((16 << 10, (LIBRARY, STAGED, RING)), (16 << 20, (RING, STAGED, LIBRARY))), "unmeasured")
+# As two ranks on one H100 had it (docs/decisions/0006): Open MPI's own takes the fewest steps, and
+# copies long tensors through pageable memory.
+UNMEASURED = Table(
+    ((16 << 10, (LIBRARY, STAGED, RING)), (16 << 20, (RING, STAGED, LIBRARY))), "unmeasured"
+)
 
 
-# MPI libraries know networks and nodes that we do not; bits must not change from run to run with a guess.
+# MPI libraries know networks and nodes that we do not; bits must not change from run to run with a
+# guess.
 UNMEASURED_HOST = Table(((64 << 10, HOST_ALGORITHMS),), "unmeasured")
 
 
-def table_of(seconds: Mapping[int, Mapping[str, float]], source: str, algorithms: Sequence[str] = ALGORITHMS) -> Table:
+def table_of(
+    seconds: Mapping[int, Mapping[str, float]], source: str, algorithms: Sequence[str] = ALGORITHMS
+) -> Table:
     """Return the table for measured times.
 
     Args:
-        seconds: For each size in bytes, what each algorithm took, the ring with each of its chunks (``RINGS``); those that cannot
-            are missing, and come last.
+        seconds: For each size in bytes, what each algorithm took, the ring with each of its chunks
+            (``RINGS``); those that cannot are missing, and come last.
         algorithms: All there are.
     """
     rows, chunks = [], []
     for nbytes, measured in sorted(seconds.items()):
         times = {name: measured[name] for name in algorithms if name in measured}
-        ring = min(RINGS.keys() & measured, key=lambda name: (measured[name], RINGS[name]), default=None)
+        ring = min(
+            RINGS.keys() & measured, key=lambda name: (measured[name], RINGS[name]), default=None
+        )
         if ring is not None:
             times[RING] = measured[ring]
         missing = [name for name in algorithms if name not in times]
@@ -140,7 +150,9 @@ def agreed_table(comm: Communicator, device: torch.device | None) -> Table:
     if held is None:
         text = b""
         if comm.rank == 0:
-            text = json.dumps(_as_plain(_from_plain(cache.load(_KIND, key(comm, device)), kind))).encode()
+            text = json.dumps(
+                _as_plain(_from_plain(cache.load(_KIND, key(comm, device)), kind))
+            ).encode()
         length = bytearray(len(text).to_bytes(8, "little"))
         comm.mpi.Bcast((length, 8, MPI.BYTE), 0)
         space = bytearray(text) if comm.rank == 0 else bytearray(int.from_bytes(length, "little"))
@@ -159,7 +171,9 @@ def _as_plain(table: Table) -> dict[str, Any]:
 
 
 def _from_plain(held: Any, kind: str) -> Table:
-    algorithms, unmeasured = (HOST_ALGORITHMS, UNMEASURED_HOST) if kind == HOST else (ALGORITHMS, UNMEASURED)
+    algorithms, unmeasured = (
+        (HOST_ALGORITHMS, UNMEASURED_HOST) if kind == HOST else (ALGORITHMS, UNMEASURED)
+    )
     # What is in the cache may be another version's.
     try:
         rows = tuple((int(nbytes), tuple(ranking)) for nbytes, ranking in held["rows"])

@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpidist.comm.algorithms import device_collectives, hierarchical, reduce_op, reductions, ring, tuning
+from mpidist.comm.algorithms import (
+    device_collectives,
+    hierarchical,
+    reduce_op,
+    reductions,
+    ring,
+    tuning,
+)
 from mpidist.comm.algorithms.reduce_op import SUM
 from mpidist.comm.memory.buffer import Order
 from mpidist.comm.memory.stream import Device, HostDevice, device_at
@@ -53,11 +60,16 @@ def seconds(
                 if turn:
                     times[name].append(elapsed_s)
         measured[nbytes] = {name: median(taken) for name, taken in times.items()}
-        told(f"{nbytes:>11} B  " + "  ".join(f"{name} {1e6 * s:.0f} us" for name, s in measured[nbytes].items()))
+        told(
+            f"{nbytes:>11} B  "
+            + "  ".join(f"{name} {1e6 * s:.0f} us" for name, s in measured[nbytes].items())
+        )
     return measured
 
 
-def _on_device(comm: Communicator, device: Device, where: torch.device, flat: torch.Tensor) -> dict[str, Callable[[], None]]:
+def _on_device(
+    comm: Communicator, device: Device, where: torch.device, flat: torch.Tensor
+) -> dict[str, Callable[[], None]]:
     def run(all_reduce: Callable[..., None]) -> None:
         with device.as_current():
             order = Order(device, (flat,))
@@ -71,7 +83,10 @@ def _on_device(comm: Communicator, device: Device, where: torch.device, flat: to
     for name in device_collectives.able_algorithms(comm, _DTYPE, SUM, where):
         if name == tuning.RING:
             rings = tuning.rings_for(flat.nbytes, comm.size)
-            calls |= {label: partial(run, partial(ring.all_reduce, chunk_bytes=chunk)) for label, chunk in rings.items()}
+            calls |= {
+                label: partial(run, partial(ring.all_reduce, chunk_bytes=chunk))
+                for label, chunk in rings.items()
+            }
         else:
             calls[name] = partial(run, device_collectives.ALGORITHMS[name])
     return calls
@@ -86,7 +101,10 @@ def _on_host(comm: Communicator, flat: torch.Tensor) -> dict[str, Callable[[], N
 
 
 def once(comm: Communicator, call: Callable[[], None]) -> float:
-    """Return the seconds that a collective call took on the slowest rank. Collective: over ``comm``."""
+    """Return the seconds that a collective call took on the slowest rank.
+
+    Collective: over ``comm``.
+    """
     comm.mpi.Barrier()
     start = time.perf_counter()
     call()
@@ -106,9 +124,15 @@ def measured_table(
 
     Collective: over ``comm``.
     """
-    table = tuning.table_of(measured, source, tuning.HOST_ALGORITHMS if where is None else tuning.ALGORITHMS)
+    table = tuning.table_of(
+        measured, source, tuning.HOST_ALGORITHMS if where is None else tuning.ALGORITHMS
+    )
     if comm.rank == 0:
         is_kept = tuning.store(comm, where, table)
-        told("kept for later jobs" if is_kept else "not kept: MPIDIST_CACHE, or the user's cache folder, cannot be written")
+        told(
+            "kept for later jobs"
+            if is_kept
+            else "not kept: MPIDIST_CACHE, or the user's cache folder, cannot be written"
+        )
     comm.tuning_tables[tuning.HOST if where is None else where.type] = table
     return table

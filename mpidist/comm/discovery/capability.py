@@ -1,14 +1,15 @@
 """Capabilities of this job's MPI library, asked of the library itself; on device memory, tried out as well.
 
-A library that calls itself CUDA-aware may still crash in one operation. So each is tried once in a job of its own (``probe``),
-and what came out is kept in the user's cache, for each MPI library, version, device and setting that matters, and by whether MPI
-found a CUDA context when it started (``cuda_context``).
-``MPIDIST_CUDA_AWARE=0`` and ``=1``, the same on all ranks, take the library's and the cache's place.
+A library that calls itself CUDA-aware may still crash in one operation. So each is tried once in a
+job of its own (``probe``), and what came out is kept in the user's cache, for each MPI library,
+version, device and setting that matters, and by whether MPI found a CUDA context when it started
+(``cuda_context``). ``MPIDIST_CUDA_AWARE=0`` and ``=1``, the same on all ranks, take the library's
+and the cache's place.
 
-The trial's two ranks are children of rank 0 and see the devices that it sees. Where each rank of a node
-sees its own device alone (``srun --gpus-per-task=1``), the trial's ranks share one device, but a rank of
-the job would have to open memory of a device that it does not see, at which MPI may end the job. No trial
-stands for such a job, so its device memory goes over the host.
+The trial's two ranks are children of rank 0 and see the devices that it sees. Where each rank of a
+node sees its own device alone (``srun --gpus-per-task=1``), the trial's ranks share one device, but
+a rank of the job would have to open memory of a device that it does not see, at which MPI may end
+the job. No trial stands for such a job, so its device memory goes over the host.
 """
 
 from __future__ import annotations
@@ -33,16 +34,20 @@ from mpidist.comm.mpi.nonblocking import TwinComm
 from mpidist.comm.mpi.serialized import TWINS, SerialComm
 from mpidist.errors import MpidistError
 
-_UNSET, _OFF, _ON, _UNREADABLE = range(4)  # what the environment forces, as one byte that ranks can compare
+# what the environment forces, as one byte that ranks can compare
+_UNSET, _OFF, _ON, _UNREADABLE = range(4)
 _FORCED = {"": _UNSET, "0": _OFF, "1": _ON}
 _FORCED_WORDS = ("unset", "0", "1", "neither 0 nor 1")
 
 _KIND = "device-operations"  # in the cache
-# By device, and whether CUDA was first: what this process has tried or loaded; None: nothing was there.
+# By device, and whether CUDA was first: what this process has tried or loaded; None: nothing was
+# there.
 _tables: dict[tuple[str, bool], dict[str, str] | None] = {}
-_node_sees_all: bool | None = None  # each rank of this node sees the devices of all; None: not compared yet
+# each rank of this node sees the devices of all; None: not compared yet
+_node_sees_all: bool | None = None
 _UNSEEN = (
-    "not used: another rank of this node has a device that this process does not see; start the job so that each rank sees all "
+    "not used: another rank of this node has a device that this process does not see; start the "
+    "job so that each rank sees all "
     "devices of its node (srun --gpu-bind=none), or set MPIDIST_CUDA_AWARE=1 if this MPI can"
 )
 
@@ -55,14 +60,15 @@ class Capabilities:
         library: Its name and version, first line of what it says of itself.
         standard: The MPI standard that it follows, (major, minor).
         thread_level: MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE; mpidist refuses less.
-        survives_failures: ULFM is there and switched on: calls under way can be revoked, a group can shrink.
+        survives_failures: ULFM is there and switched on: calls under way can be revoked, a group
+            can shrink.
         cuda_aware: It takes device pointers; None if it does not say.
         cuda_source: Who says so.
-        cuda_before_mpi: This rank had a CUDA context when MPI started, without which Open MPI leaves part of
-            its support for device memory off; None without a device, with ``MPIDIST_CUDA_AWARE=0``, and if
-            other code has started both.
-        operations: For each operation of ``probe.OPERATIONS``, on memory of this rank's CUDA device: "works …", why it does not,
-            or "unknown" as long as nobody has tried.
+        cuda_before_mpi: This rank had a CUDA context when MPI started, without which Open MPI
+            leaves part of its support for device memory off; None without a device, with
+            ``MPIDIST_CUDA_AWARE=0``, and if other code has started both.
+        operations: For each operation of ``probe.OPERATIONS``, on memory of this rank's CUDA
+            device: "works …", why it does not, or "unknown" as long as nobody has tried.
     """
 
     library: str
@@ -100,16 +106,20 @@ def known_operations(device: torch.device) -> frozenset[str] | None:
         ValueError: ``MPIDIST_CUDA_AWARE`` is neither 0 nor 1.
     """
     table = _known_table(device, _is_cuda_first())
-    return None if table is None or (_forced() is None and _may_be_unseen(device)) else _working(table)
+    return (
+        None if table is None or (_forced() is None and _may_be_unseen(device)) else _working(table)
+    )
 
 
 def agreed_operations(comm: Communicator, device: torch.device) -> frozenset[str]:
     """Return the operations that may be called on memory of a device; the same set on all ranks.
 
-    What is not in it goes over the host. Rank 0 decides for all: the first time in a job that has no cached table it tries each
-    operation in a job of its own on its node; that job starts MPI before CUDA if a rank of the group has done so. Reductions are
-    in the set as blocking calls only, because under Open MPI a non-blocking reduction of device memory crashes: where ``comm``
-    turns blocking calls into their non-blocking twins, no reduction is, and another collective is if its twin works.
+    What is not in it goes over the host. Rank 0 decides for all: the first time in a job that has
+    no cached table it tries each operation in a job of its own on its node; that job starts MPI
+    before CUDA if a rank of the group has done so. Reductions are in the set as blocking calls
+    only, because under Open MPI a non-blocking reduction of device memory crashes: where ``comm``
+    turns blocking calls into their non-blocking twins, no reduction is, and another collective is
+    if its twin works.
 
     Collective: over ``comm``, the first time for a device type; later calls are local.
     Blocks: the first time up to some minutes, if operations are tried and hang.
@@ -121,7 +131,8 @@ def agreed_operations(comm: Communicator, device: torch.device) -> frozenset[str
     held = comm.device_operations.get(device.type)
     if held is None:
         held = comm.device_operations[device.type] = _agree(comm, device)
-        if device.type == "cuda":  # behind what is collective: a warning may be an error, on this rank alone
+        # behind what is collective: a warning may be an error, on this rank alone
+        if device.type == "cuda":
             cuda_context.warn_of_late_visibility()
     return held if takes_blocking_calls(comm) else _as_twins(held)
 
@@ -132,7 +143,11 @@ def takes_blocking_calls(comm: Communicator) -> bool:
 
 
 def _as_twins(working: frozenset[str]) -> frozenset[str]:
-    return frozenset(name for name in working if name not in capability_trial.REDUCTIONS and TWINS.get(name, name) in working)
+    return frozenset(
+        name
+        for name in working
+        if name not in capability_trial.REDUCTIONS and TWINS.get(name, name) in working
+    )
 
 
 def _agree(comm: Communicator, device: torch.device) -> frozenset[str]:
@@ -144,23 +159,37 @@ def _agree(comm: Communicator, device: torch.device) -> frozenset[str]:
     failure: Exception | None = None
     if comm.rank == 0:
         try:
-            working = _working(_known_table(device, is_cuda_first) or _tried_table(device, is_cuda_first))
-            told[:] = bytes([1, *(operation in working for operation in capability_trial.OPERATIONS)])
+            working = _working(
+                _known_table(device, is_cuda_first) or _tried_table(device, is_cuda_first)
+            )
+            told[:] = bytes(
+                [1, *(operation in working for operation in capability_trial.OPERATIONS)]
+            )
         except Exception as error:  # the others wait for an answer
             failure = error
     comm.mpi.Bcast((told, len(told), MPI.BYTE), 0)
     if not told[0]:
-        raise MpidistError("rank 0 could not find out what MPI does with device memory: see its error") from failure
-    return frozenset(operation for operation, works in zip(capability_trial.OPERATIONS, told[1:], strict=True) if works)
+        raise MpidistError(
+            "rank 0 could not find out what MPI does with device memory: see its error"
+        ) from failure
+    return frozenset(
+        operation
+        for operation, works in zip(capability_trial.OPERATIONS, told[1:], strict=True)
+        if works
+    )
 
 
 def _compared(comm: Communicator) -> bool:
     """Require one environment of all ranks, and say whether CUDA was first on all of them."""
     every = bytearray(2 * comm.size)
-    comm.mpi.Allgather((bytes([_forced_code(), _is_cuda_first()]), 2, MPI.BYTE), (every, 2, MPI.BYTE))
+    comm.mpi.Allgather(
+        (bytes([_forced_code(), _is_cuda_first()]), 2, MPI.BYTE), (every, 2, MPI.BYTE)
+    )
     forced, first = every[::2], every[1::2]
     if len(set(forced)) > 1:
-        words = ", ".join(f"{_FORCED_WORDS[code]} on rank {forced.index(code)}" for code in sorted(set(forced)))
+        words = ", ".join(
+            f"{_FORCED_WORDS[code]} on rank {forced.index(code)}" for code in sorted(set(forced))
+        )
         raise MpidistError(f"{ENV_CUDA_AWARE} must be the same on all ranks; it is {words}")
     _forced()
     return all(first)
@@ -182,14 +211,19 @@ def _may_be_unseen(device: torch.device) -> bool:
 
 
 def _all_seen(comm: Communicator, device: torch.device) -> bool:
-    """Say whether, on every node, each rank of the group sees the devices of all. Collective: over ``comm``."""
+    """Say whether, on every node, each rank of the group sees the devices of all.
+
+    Collective: over ``comm``.
+    """
     global _node_sees_all
     own = _device_name(device.index if device.index is not None else torch.cuda.current_device())
     names = bytearray(len(own) * comm.size)
     comm.mpi.Allgather((own, len(own), MPI.BYTE), (names, len(own), MPI.BYTE))
     seen = {_device_name(index) for index in range(torch.cuda.device_count())}
     here = [rank for rank, node in enumerate(comm.nodes) if node == comm.nodes[comm.rank]]
-    unseen = [rank for rank in here if bytes(names[rank * len(own) : (rank + 1) * len(own)]) not in seen]
+    unseen = [
+        rank for rank in here if bytes(names[rank * len(own) : (rank + 1) * len(own)]) not in seen
+    ]
     answers = bytearray(comm.size)
     comm.mpi.Allgather((bytes([not unseen]), 1, MPI.BYTE), (answers, 1, MPI.BYTE))
     is_seen = all(answers[rank] for rank in here)
@@ -200,7 +234,9 @@ def _all_seen(comm: Communicator, device: torch.device) -> bool:
 
 def _device_name(index: int) -> bytes:
     """Return a name of fixed length that tells devices of a node apart, whatever each process numbers them."""
-    return hashlib.blake2b(str(torch.cuda.get_device_properties(index).uuid).encode(), digest_size=16).digest()
+    return hashlib.blake2b(
+        str(torch.cuda.get_device_properties(index).uuid).encode(), digest_size=16
+    ).digest()
 
 
 def _forced_code() -> int:
@@ -210,7 +246,9 @@ def _forced_code() -> int:
 def _forced() -> bool | None:
     code = _forced_code()
     if code == _UNREADABLE:
-        raise ValueError(f"{ENV_CUDA_AWARE} must be 0 or 1, or unset; got {os.environ[ENV_CUDA_AWARE]!r}")
+        raise ValueError(
+            f"{ENV_CUDA_AWARE} must be 0 or 1, or unset; got {os.environ[ENV_CUDA_AWARE]!r}"
+        )
     return None if code == _UNSET else code == _ON
 
 
@@ -231,13 +269,19 @@ def _all(told: str) -> dict[str, str]:
 
 
 def _working(table: Mapping[str, str]) -> frozenset[str]:
-    return frozenset(operation for operation, told in table.items() if told.startswith(capability_trial.WORKS))
+    return frozenset(
+        operation for operation, told in table.items() if told.startswith(capability_trial.WORKS)
+    )
 
 
 def _known_table(device: torch.device, is_cuda_first: bool) -> dict[str, str] | None:
     forced = _forced()
     if forced is not None:
-        return _all(f"{capability_trial.WORKS}, says {ENV_CUDA_AWARE}=1" if forced else f"switched off by {ENV_CUDA_AWARE}=0")
+        return _all(
+            f"{capability_trial.WORKS}, says {ENV_CUDA_AWARE}=1"
+            if forced
+            else f"switched off by {ENV_CUDA_AWARE}=0"
+        )
     cuda_aware, source = _cuda_support()
     if device.type == "cuda" and cuda_aware is False:
         return _all(f"the library is not CUDA-aware ({source})")
@@ -276,7 +320,8 @@ def _key(device: torch.device, is_cuda_first: bool) -> dict[str, Any]:
         "library": library_name(),
         "thread_level": _thread_level(),
         "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
-        "devices": torch.cuda.device_count() if is_cuda else 0,  # one: both ranks of the trial share it
+        # one: both ranks of the trial share it
+        "devices": torch.cuda.device_count() if is_cuda else 0,
         "cuda_first": is_cuda_first,
         "driver": driver_version(),
         "cuda": torch.version.cuda,
@@ -298,7 +343,11 @@ def driver_version() -> int:
 
 
 def _thread_level() -> str:
-    return "MPI_THREAD_MULTIPLE" if runtime.world().thread_level == MPI.THREAD_MULTIPLE else "MPI_THREAD_SERIALIZED"
+    return (
+        "MPI_THREAD_MULTIPLE"
+        if runtime.world().thread_level == MPI.THREAD_MULTIPLE
+        else "MPI_THREAD_SERIALIZED"
+    )
 
 
 def _has_ulfm() -> bool:
@@ -309,13 +358,18 @@ def _has_ulfm() -> bool:
 
 @functools.cache
 def _cuda_support() -> tuple[bool | None, str]:
-    # The most portable answer first: MPI-4.1 §11.4.3, then the libraries' own query, then vendors' switches.
+    # The most portable answer first: MPI-4.1 §11.4.3, then the libraries' own query, then vendors'
+    # switches.
     info = runtime.world().comm.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds")
     info.Free()
     if kinds is not None and any(kind.split(":")[0] == "cuda" for kind in kinds.split(",")):
         return True, f"mpi_memory_alloc_kinds={kinds}"
-    for name in (None, os.environ.get("MPI4PY_LIBMPI"), "libmpi.so.40" if "Open MPI" in library_name() else "libmpi.so.12"):
+    for name in (
+        None,
+        os.environ.get("MPI4PY_LIBMPI"),
+        "libmpi.so.40" if "Open MPI" in library_name() else "libmpi.so.12",
+    ):
         if name == "":
             continue
         try:

@@ -1,10 +1,11 @@
 """Trials of MPI's operations on device memory, in a job of their own, because a trial may crash.
 
-``python -m mpidist.comm.discovery.capability_trial --device cuda:0 Bcast …`` is the program of that job's ranks;
-``try_operations`` starts it, reads the result of each operation, and starts it again without those that are settled when
-one has ended it.
+``python -m mpidist.comm.discovery.capability_trial --device cuda:0 Bcast …`` is the program of that
+job's ranks; ``try_operations`` starts it, reads the result of each operation, and starts it again
+without those that are settled when one has ended it.
 
-Two ranks on one node are tried: memory that moves between processes and between devices, not what a network between nodes does.
+Two ranks on one node are tried: memory that moves between processes and between devices, not what a
+network between nodes does.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from mpidist.errors import LaunchError
 
 WORKS = "works"
 NOT_TRIED = "not tried: "  # begins the reason of an operation of which nothing was learned
-SILENCE_S = 60.0  # importing torch from a cold network file system and starting CUDA take their time
+# importing torch from a cold network file system and starting CUDA take their time
+SILENCE_S = 60.0
 PROGRAM = (sys.executable, "-m", "mpidist.comm.discovery.capability_trial")
 
-_NUMELS = (61, 1 << 18)  # of each rank's share: what travels at once, and 1 MiB that the receiver must ask for
+# of each rank's share: what travels at once, and 1 MiB that the receiver must ask for
+_NUMELS = (61, 1 << 18)
 _SIGN = "mpidist-probe"
 MPI_FIRST = "--mpi-first"
 
@@ -97,7 +100,11 @@ def _bcast(trial: Trial) -> Result:
 def _allgather(trial: Trial) -> Result:
     # From memory elsewhere, then from where it belongs in the result; mpi4py counts one block.
     rank, size = trial.mpi.Get_rank(), trial.mpi.Get_size()
-    mine, out, held = trial.given(rank), trial.space(size * trial.numel), trial.space(size * trial.numel)
+    mine, out, held = (
+        trial.given(rank),
+        trial.space(size * trial.numel),
+        trial.space(size * trial.numel),
+    )
     held.chunk(size)[rank].copy_(mine)
     trial.call(_floats(mine), _floats(out, trial.numel))
     trial.call(MPI.IN_PLACE, _floats(held, trial.numel))
@@ -123,13 +130,17 @@ def _allreduce(trial: Trial) -> Result:
 
 
 def _reduce_scatter_block(trial: Trial) -> Result:
-    mine, out = trial.given(trial.mpi.Get_rank()).repeat(trial.mpi.Get_size()), trial.space(trial.numel)
+    mine, out = (
+        trial.given(trial.mpi.Get_rank()).repeat(trial.mpi.Get_size()),
+        trial.space(trial.numel),
+    )
     trial.call(_floats(mine, trial.numel), _floats(out), MPI.SUM)
     return out, _sum(trial)
 
 
-# A collective's non-blocking twin is one more operation: a thread that waits with pauses, or a library that admits one thread at
-# a time, uses it. Reductions have none here: under Open MPI a non-blocking one on device memory crashes.
+# A collective's non-blocking twin is one more operation: a thread that waits with pauses, or a
+# library that admits one thread at a time, uses it. Reductions have none here: under Open MPI a
+# non-blocking one on device memory crashes.
 _TRIALS: dict[str, Callable[[Trial], Result]] = {
     "point_to_point": _point_to_point,
     "Bcast": _bcast,
@@ -168,7 +179,11 @@ def attempt(mpi: Any, operation: str, device: torch.device) -> str:
 
 
 def _floats(tensor: torch.Tensor, counts: Any = None) -> list[Any]:
-    return [buffer.memory(tensor.data_ptr(), tensor.nbytes), tensor.numel() if counts is None else counts, MPI.FLOAT]
+    return [
+        buffer.memory(tensor.data_ptr(), tensor.nbytes),
+        tensor.numel() if counts is None else counts,
+        MPI.FLOAT,
+    ]
 
 
 def _sum(trial: Trial) -> torch.Tensor:
@@ -188,7 +203,8 @@ def try_operations(
 ) -> dict[str, str]:
     """Try operations on device memory in jobs of their own, on two ranks of this node.
 
-    Not collective: one rank calls it. Blocks: some seconds, and ``silence_s`` more for each operation that hangs.
+    Not collective: one rank calls it. Blocks: some seconds, and ``silence_s`` more for each
+    operation that hangs.
 
     Args:
         device: As torch names it: ``cuda:0``; ``cpu`` for a dry run.
@@ -196,14 +212,19 @@ def try_operations(
         operations: Of ``OPERATIONS``.
         program: Beginning of the ranks' command line.
         silence_s: Seconds without a word after which an operation hangs.
-        cuda_first: The ranks have a CUDA context when MPI starts, as those of the job that asks; else they start MPI first.
+        cuda_first: The ranks have a CUDA context when MPI starts, as those of the job that asks;
+            else they start MPI first.
 
     Returns:
-        For each operation ``WORKS`` or why it does not; the reason begins with ``NOT_TRIED`` where the job could not be started.
+        For each operation ``WORKS`` or why it does not; the reason begins with ``NOT_TRIED`` where
+        the job could not be started.
     """
     start = child_job.launcher(library)
     if start is None:
-        return dict.fromkeys(operations, f"{NOT_TRIED}no mpirun or mpiexec was found beside the MPI library or on the PATH")
+        return dict.fromkeys(
+            operations,
+            f"{NOT_TRIED}no mpirun or mpiexec was found beside the MPI library or on the PATH",
+        )
     flags = () if cuda_first else (MPI_FIRST,)
     told: dict[str, str] = {}
     while left := [operation for operation in operations if operation not in told]:
@@ -231,7 +252,9 @@ def _launch(command: Sequence[str], operations: Sequence[str], silence_s: float)
         told[operation] = ending or "ended before it returned"
     if told:
         return told
-    return dict.fromkeys(operations, f"{NOT_TRIED}{os.path.basename(command[0])}: {ending or 'ended without a word'}")
+    return dict.fromkeys(
+        operations, f"{NOT_TRIED}{os.path.basename(command[0])}: {ending or 'ended without a word'}"
+    )
 
 
 # --- a rank of that job ---
@@ -240,16 +263,28 @@ def _launch(command: Sequence[str], operations: Sequence[str], silence_s: float)
 def main(args: Sequence[str] | None = None) -> None:
     """Try the operations named on the command line, with a line before and after each."""
     parser = argparse.ArgumentParser(
-        prog="python -m mpidist.comm.discovery.capability_trial", description="try MPI operations on device memory"
+        prog="python -m mpidist.comm.discovery.capability_trial",
+        description="try MPI operations on device memory",
     )
-    parser.add_argument("--device", default="cuda:0", help="cuda:N for rank 0, the next for rank 1; cpu for a dry run")
-    parser.add_argument(MPI_FIRST, action="store_true", help="start MPI before CUDA, as a job did whose answer this is to be")
-    parser.add_argument("--limit", type=int, default=600, help="seconds after which the rank ends itself")
+    parser.add_argument(
+        "--device",
+        default="cuda:0",
+        help="cuda:N for rank 0, the next for rank 1; cpu for a dry run",
+    )
+    parser.add_argument(
+        MPI_FIRST,
+        action="store_true",
+        help="start MPI before CUDA, as a job did whose answer this is to be",
+    )
+    parser.add_argument(
+        "--limit", type=int, default=600, help="seconds after which the rank ends itself"
+    )
     parser.add_argument("operations", nargs="*", choices=[*OPERATIONS, []], default=OPERATIONS)
     options = parser.parse_args(args)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.alarm(options.limit)  # ends a rank whose parent is gone, even inside MPI
-    with contextlib.suppress(OSError):  # both ranks inherit the one core that the rank which started them is bound to
+    # both ranks inherit the one core that the rank which started them is bound to
+    with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     if options.mpi_first:
         load(makes_context=False)
@@ -257,7 +292,8 @@ def main(args: Sequence[str] | None = None) -> None:
     world = runtime.world()
     if world.size < child_job.RANKS:
         raise LaunchError(
-            f"the launcher started {child_job.RANKS} ranks that do not see each other: it belongs to another MPI library"
+            f"the launcher started {child_job.RANKS} ranks that do not see each other: it belongs "
+            "to another MPI library"
         )
     for operation in options.operations:
         _report(world, "begins", operation)
@@ -265,14 +301,23 @@ def main(args: Sequence[str] | None = None) -> None:
             verdict = attempt(world.comm, operation, device)
         except Exception as error:
             # A full or busy device says nothing about MPI.
-            learned = NOT_TRIED if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)) else ""
-            print(f"{_SIGN} ended {operation} {learned}{type(error).__name__}: {' '.join(str(error).split())}", flush=True)
+            learned = (
+                NOT_TRIED
+                if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError))
+                else ""
+            )
+            print(
+                f"{_SIGN} ended {operation} {learned}{type(error).__name__}: "
+                f"{' '.join(str(error).split())}",
+                flush=True,
+            )
             raise  # ends the job: the other rank may still be in the operation
         _report(world, "ended", operation, verdict)
 
 
 def _start_device(device: torch.device) -> torch.device:
-    # Ranks seldom share a device. MPI, if it has not started yet, finds the context that is made here.
+    # Ranks seldom share a device. MPI, if it has not started yet, finds the context that is made
+    # here.
     if device.type == "cuda":
         torch.cuda.init()
         rank = launcher_env.from_environment(os.environ).local_rank or 0

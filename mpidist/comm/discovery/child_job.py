@@ -1,8 +1,8 @@
 """A job inside the job: two ranks on this node that may crash or hang without harm to the job that starts them.
 
-Found by the MPI library that this process uses, started without the outer launcher's variables, heard line by line, and ended
-whole. A launcher may put its ranks into sessions of their own (MPICH's does), so its processes are known by a mark in their
-environment.
+Found by the MPI library that this process uses, started without the outer launcher's variables,
+heard line by line, and ended whole. A launcher may put its ranks into sessions of their own
+(MPICH's does), so its processes are known by a mark in their environment.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ def find_launcher(is_open_mpi: bool) -> str | None:
     """Return the path of the mpirun or mpiexec of Open MPI, or of an MPICH; looked for in the same places."""
     # The first is the one that a Debian with several MPIs, or Intel, names unmistakably.
     names = ("mpirun.openmpi" if is_open_mpi else "mpiexec.hydra", "mpirun", "mpiexec")
-    folders = [*_folders_above_library(), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    folders = [
+        *_folders_above_library(),
+        str(Path(sys.executable).parent),
+        os.environ.get("PATH", os.defpath),
+    ]
     for folder in folders:
         for name in names:
             if found := shutil.which(name, path=folder):
@@ -72,7 +76,8 @@ def run(command: Sequence[str], hear: Callable[[str], bool], silence_s: float) -
     Blocks: until then.
 
     Args:
-        hear: Called with each line that it prints; True if that says something new, which breaks the silence.
+        hear: Called with each line that it prints; True if that says something new, which breaks
+            the silence.
         silence_s: Seconds.
 
     Returns:
@@ -100,7 +105,8 @@ def run(command: Sequence[str], hear: Callable[[str], bool], silence_s: float) -
 
 
 def _folders_above_library() -> Iterator[str]:
-    # A prefix has lib/libmpi.so and bin/mpirun; a distribution may put the library some folders deeper.
+    # A prefix has lib/libmpi.so and bin/mpirun; a distribution may put the library some folders
+    # deeper.
     seen: set[Path] = set()
     for path in library_files():
         for parent in path.parents[1:]:
@@ -122,7 +128,9 @@ def library_files() -> list[Path]:
     return [*chosen, *(path.resolve() for path in chosen)]
 
 
-def _listen(process: subprocess.Popen[bytes], hear: Callable[[str], bool], silence_s: float) -> list[str] | None:
+def _listen(
+    process: subprocess.Popen[bytes], hear: Callable[[str], bool], silence_s: float
+) -> list[str] | None:
     """Hear what a process prints to its end; return the last lines that said nothing new, or None after too long a silence."""
     assert process.stdout is not None
     poll = select.poll()  # a big job's file descriptors are past what select() takes
@@ -148,7 +156,8 @@ def _listen(process: subprocess.Popen[bytes], hear: Callable[[str], bool], silen
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     assert process.stdout is not None
     process.stdout.close()
-    # A launcher that is asked to end clears up behind itself; what is left afterwards is ours to end.
+    # A launcher that is asked to end clears up behind itself; what is left afterwards is ours to
+    # end.
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_END_S)
@@ -179,9 +188,14 @@ def _how_it_ended(code: int, words: Sequence[str]) -> str:
     number = int(told[0]) if told else -code if code < 0 else code - 128
     if number in set(signal.Signals):
         return f"ended by signal {number} ({signal.Signals(number).name})"
-    if errors := [line for line in words if re.match(r"[\w.]*Error: ", line)]:  # a traceback's end says most
+    # a traceback's end says most
+    if errors := [line for line in words if re.match(r"[\w.]*Error: ", line)]:
         return f"ended with exit status {code}: {errors[0]}"
     # The rank's own words stand before the launcher's, which come between rules.
-    sections = [part.split("\n") for part in re.split(r"^[-=]{20,}$", text, flags=re.MULTILINE) if re.search("[a-zA-Z]", part)]
+    sections = [
+        part.split("\n")
+        for part in re.split(r"^[-=]{20,}$", text, flags=re.MULTILINE)
+        if re.search("[a-zA-Z]", part)
+    ]
     last = [line.strip() for line in (sections or [[]])[0] if line.strip()]
     return f"ended with exit status {code}: {' / '.join(last[-3:])[-300:]}"

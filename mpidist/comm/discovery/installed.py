@@ -1,7 +1,7 @@
 """MPI library that Python would load: its ABI, version, file and launcher. It is loaded, and not started.
 
-MPI_Get_library_version may be called before MPI_Init (MPI-4.1 §11.4.1), so a program that only starts jobs can ask for
-the version.
+MPI_Get_library_version may be called before MPI_Init (MPI-4.1 §11.4.1), so a program that only
+starts jobs can ask for the version.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def installed() -> Installed:
             raise
         raise library.no_library(error) from error
     file = library_file()
-    return Installed(abi, _text_of(file or extension), file, child_job.find_launcher(abi == OPEN_MPI) or "")
+    return Installed(
+        abi, _text_of(file or extension), file, child_job.find_launcher(abi == OPEN_MPI) or ""
+    )
 
 
 def library_file() -> str:

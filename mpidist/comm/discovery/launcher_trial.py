@@ -1,8 +1,8 @@
 """Trial of the launcher: two ranks on this node start MPI, add up their ranks and end.
 
-``python -m mpidist.comm.discovery.launcher_trial`` is the program of those ranks; ``try_launcher`` starts it in a job
-of its own and says what came of it. Where the launcher and the library do not belong together, the ranks do not see each
-other, or end in MPI_Init.
+``python -m mpidist.comm.discovery.launcher_trial`` is the program of those ranks; ``try_launcher``
+starts it in a job of its own and says what came of it. Where the launcher and the library do not
+belong together, the ranks do not see each other, or end in MPI_Init.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def try_launcher(library: str, silence_s: float) -> str:
     ending = child_job.run([*start, *PROGRAM], hear, silence_s)
     if met == [str(child_job.RANKS), "1"]:
         return ""
-    return f"{start[0]}: {ending or ('two ranks did not add up' if met else 'ended without a word')}"
+    return (
+        f"{start[0]}: {ending or ('two ranks did not add up' if met else 'ended without a word')}"
+    )
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """Transports of the running MPI library, as far as it reports them: nothing is guessed from a version or a file name.
 
-Sources: Open MPI's component of point-to-point messages (``mca_pml_base_selected_component``), MPICH's device line of
-MPI_Get_library_version, control variables (MPI_T, MPI-4.1 §15.3), libraries mapped into this process, and the kernel's list of
-RDMA devices. A mapped library is loaded; whether a message goes through it only the library decides, for each pair of ranks.
+Sources: Open MPI's component of point-to-point messages (``mca_pml_base_selected_component``),
+MPICH's device line of MPI_Get_library_version, control variables (MPI_T, MPI-4.1 §15.3), libraries
+mapped into this process, and the kernel's list of RDMA devices. A mapped library is loaded; whether
+a message goes through it only the library decides, for each pair of ranks.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ class Transports:
     """Known transports of one process.
 
     Attributes:
-        component: Open MPI's component of point-to-point messages: ``ob1``, ``ucx``, ``cm``; "" if it is not told.
+        component: Open MPI's component of point-to-point messages: ``ob1``, ``ucx``, ``cm``; "" if
+            it is not told.
         device: MPICH's device and its network modules: ``ch4:ofi``; "" if it is not told.
-        variables: Control variables that restrict transports, by name; without those that are empty.
+        variables: Control variables that restrict transports, by name; without those that are
+            empty.
         libraries: Network libraries mapped into this process.
         rdma_devices: Names of the node's InfiniBand, RoCE, Omni-Path and Slingshot devices.
     """
@@ -72,10 +75,16 @@ def device_line(library_text: str) -> str:
 def mapped_libraries(maps: Path) -> tuple[str, ...]:
     """Return the network libraries among the files of a ``/proc/PID/maps``."""
     try:
-        names = {os.path.basename(line.split(maxsplit=5)[-1]) for line in maps.read_text().splitlines()}
+        names = {
+            os.path.basename(line.split(maxsplit=5)[-1]) for line in maps.read_text().splitlines()
+        }
     except OSError:
         return ()
-    return tuple(library for library in _NETWORK_LIBRARIES if any(name.startswith(f"{library}.so") for name in names))
+    return tuple(
+        library
+        for library in _NETWORK_LIBRARIES
+        if any(name.startswith(f"{library}.so") for name in names)
+    )
 
 
 def rdma_devices() -> tuple[str, ...]:
@@ -99,7 +108,9 @@ def _selected_component(handle: ctypes.CDLL | None) -> str:
     if handle is None:
         return ""
     try:
-        return component_name(bytes((ctypes.c_char * (_NAME_AT + _NAME_BYTES)).in_dll(handle, _COMPONENT)))
+        return component_name(
+            bytes((ctypes.c_char * (_NAME_AT + _NAME_BYTES)).in_dll(handle, _COMPONENT))
+        )
     except ValueError:  # no such symbol
         return ""
 

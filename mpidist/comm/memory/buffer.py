@@ -1,8 +1,8 @@
 """From tensors to memory that MPI may touch: address, count and datatype; large counts; streams.
 
-This is the one place that decides how a tensor reaches MPI. A contiguous CPU tensor goes in by address. A strided or expanded one
-is executed on a host copy (``host_copies``), and outputs are written back. For one on a CUDA device
-``on_device`` decides; ``Order`` waits for it.
+This is the one place that decides how a tensor reaches MPI. A contiguous CPU tensor goes in by
+address. A strided or expanded one is executed on a host copy (``host_copies``), and outputs are
+written back. For one on a CUDA device ``on_device`` decides; ``Order`` waits for it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def pieces(count: int, limit: int | None = None) -> Iterator[tuple[int, int]]:
         limit: Longest run; ``MAX_COUNT`` if None.
 
     Yields:
-        (start, length) of each run; one empty run for ``count`` 0, so that every rank enters MPI the same number of times.
+        (start, length) of each run; one empty run for ``count`` 0, so that every rank enters MPI
+        the same number of times.
     """
     limit = MAX_COUNT if limit is None else limit
     if count <= limit:
@@ -95,14 +96,18 @@ def is_plain(tensor: torch.Tensor) -> bool:
 class Order:
     """When an operation on a device's tensors may begin, and when its results are there: the one place that waits by event.
 
-    Made by the thread that issues the operation, so that what its current stream has been given so far comes first. MPI knows
-    no streams: whoever executes lets the host wait (``begin``) before MPI touches device memory, and for no more than that.
+    Made by the thread that issues the operation, so that what its current stream has been given so
+    far comes first. MPI knows no streams: whoever executes lets the host wait (``begin``) before
+    MPI touches device memory, and for no more than that.
 
     Args:
-        ready: Behind it the tensors may be used; behind all that the calling thread's current stream has been given, if None.
+        ready: Behind it the tensors may be used; behind all that the calling thread's current
+            stream has been given, if None.
     """
 
-    def __init__(self, device: Device, tensors: Sequence[torch.Tensor], ready: Event | None = None) -> None:
+    def __init__(
+        self, device: Device, tensors: Sequence[torch.Tensor], ready: Event | None = None
+    ) -> None:
         self.device = device
         self._tensors = tensors
         self._ready = device.here() if ready is None else ready

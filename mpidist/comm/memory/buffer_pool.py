@@ -1,7 +1,8 @@
 """Memory to receive into that comes back when its last user drops it.
 
-What a message brings belongs to whoever gets it, for as long as he likes. Fresh memory of some MiB costs a page fault every
-4 KiB, more than the transfer itself (docs/decisions/0008): memory that has served is kept for the next message of its size.
+What a message brings belongs to whoever gets it, for as long as he likes. Fresh memory of some MiB
+costs a page fault every 4 KiB, more than the transfer itself (docs/decisions/0008): memory that has
+served is kept for the next message of its size.
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ _KEPT_BYTES = 256 << 20  # idle memory that is kept; beyond, the oldest goes bac
 def zeroed(nbytes: int) -> memoryview:
     """Return ``nbytes`` of writable zeros, owned by whoever refers to them.
 
-    Large memory is address space alone until it is written: who announces bytes and never sends them takes none.
+    Large memory is address space alone until it is written: who announces bytes and never sends
+    them takes none.
 
     Raises:
         FrameError: The machine does not have as much.
     """
     try:
-        # Not a bytearray, which writes its zeros: calloc takes pages of the system that read as zeros without.
+        # Not a bytearray, which writes its zeros: calloc takes pages of the system that read as
+        # zeros without.
         memory: Any = np.zeros(nbytes, np.uint8)
         return memoryview(memory)
     except (MemoryError, ValueError, OverflowError) as error:
-        raise FrameError(f"{nbytes} bytes are announced, for which this rank has no memory") from error
+        raise FrameError(
+            f"{nbytes} bytes are announced, for which this rank has no memory"
+        ) from error
 
 
 class _Lease(np.ndarray):  # a weakref.finalize costs four times as much
@@ -50,7 +55,8 @@ class ReceiveMemory:
         self._kept_bytes = kept_bytes
         self._idle: dict[int, list[Any]] = {}
         self._idle_bytes = 0
-        # Re-entrant: taking a block may run the garbage collector, which gives another one back in the same thread.
+        # Re-entrant: taking a block may run the garbage collector, which gives another one back in
+        # the same thread.
         self._lock = threading.RLock()
 
     def lend(self, nbytes: int) -> memoryview:
@@ -67,8 +73,9 @@ class ReceiveMemory:
             block = np.empty(size, np.uint8)
         lease: Any = _Lease(nbytes, np.uint8, block)
         lease.memory, lease.block = self, block
-        # Not the array itself: numpy lets a view of a view refer to the first owner, and the lease would end under its user.
-        # All that is made of a memoryview keeps its exporter, which is the lease.
+        # Not the array itself: numpy lets a view of a view refer to the first owner, and the lease
+        # would end under its user. All that is made of a memoryview keeps its exporter, which is
+        # the lease.
         return memoryview(lease)
 
     def take_back(self, block: Any) -> None:

@@ -1,7 +1,8 @@
 """A device as comm sees it: queues of work (streams), marks in them (events), and memory.
 
-The host is the simplest device: what is queued is done at once. The algorithms know ``Device``, ``Stream`` and ``Event`` alone,
-so that their order can be tested on a device of the tests that delays its work.
+The host is the simplest device: what is queued is done at once. The algorithms know ``Device``,
+``Stream`` and ``Event`` alone, so that their order can be tested on a device of the tests that
+delays its work.
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ class Device(Protocol):
     def as_current(self) -> Any:
         """Return a context in which it is the calling thread's current device: every call of MPI on its memory is in one.
 
-        MPI works by CUDA's driver interface, in the context that is current in the calling thread; in another one Open MPI does
-        not notice that a message has ended (open-mpi/ompi#13836). What is queued on ``down`` and ``up`` is queued in it as well:
-        ``torch.cuda.stream`` sets the device from before at its end, which gives that one a context.
+        MPI works by CUDA's driver interface, in the context that is current in the calling thread;
+        in another one Open MPI does not notice that a message has ended (open-mpi/ompi#13836). What
+        is queued on ``down`` and ``up`` is queued in it as well: ``torch.cuda.stream`` sets the
+        device from before at its end, which gives that one a context.
         """
 
     def here(self) -> Event:
@@ -150,8 +152,8 @@ class CudaDevice:
         """See Device.as_current."""
         with torch.cuda.device(self.device):
             if not hasattr(self._of_thread, "is_bound"):
-                # A thread begins on device 0, and without a context until it calls the CUDA runtime, which torch need
-                # not do for the device that is current already.
+                # A thread begins on device 0, and without a context until it calls the CUDA
+                # runtime, which torch need not do for the device that is current already.
                 self.down.record()
                 self._of_thread.is_bound = True
             yield
@@ -160,12 +162,17 @@ class CudaDevice:
         """See Device.here.
 
         Raises:
-            RuntimeError: The stream is being captured into a CUDA graph, which MPI cannot be part of.
+            RuntimeError: The stream is being captured into a CUDA graph, which MPI cannot be part
+                of.
         """
-        with torch.cuda.device(self.device):  # or the current device would be asked, and be given a context to answer
+        # or the current device would be asked, and be given a context to answer
+        with torch.cuda.device(self.device):
             is_capturing = torch.cuda.is_current_stream_capturing()
         if is_capturing:
-            raise RuntimeError("MPI cannot be captured into a CUDA graph; call the collective outside of torch.cuda.graph()")
+            raise RuntimeError(
+                "MPI cannot be captured into a CUDA graph; call the collective outside of "
+                "torch.cuda.graph()"
+            )
         return CudaEvent(self.device, torch.cuda.current_stream(self.device).record_event())
 
     def leave_default_stream(self) -> None:

@@ -1,1 +1,4 @@
-"""library → runtime → communicator: MPI as mpidist calls it, without tensors. Importing it starts nothing."""
+"""library → runtime → communicator: MPI as mpidist calls it, without tensors.
+
+Importing it starts nothing.
+"""

@@ -1,10 +1,11 @@
 """Autograd modes (grad mode, inference mode) of the thread that executes an operation.
 
-A collective writes below autograd, as torch's own backends do: into a leaf under ``no_grad``, into an inference tensor from any
-thread. Modes belong to a thread, and the executing thread need not be the one that issued the operation.
+A collective writes below autograd, as torch's own backends do: into a leaf under ``no_grad``, into
+an inference tensor from any thread. Modes belong to a thread, and the executing thread need not be
+the one that issued the operation.
 
-Source: torch's notes on inference mode: an inference tensor may be written in inference mode alone, and every tensor that is
-allocated in inference mode is one for ever.
+Source: torch's notes on inference mode: an inference tensor may be written in inference mode alone,
+and every tensor that is allocated in inference mode is one for ever.
 """
 
 from __future__ import annotations

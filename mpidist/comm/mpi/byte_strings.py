@@ -23,4 +23,7 @@ def gathered(mpi: Any, data: bytes) -> list[bytes]:
     starts = [sum(counts[:i]) for i in range(size)]
     everything = bytearray(sum(counts))
     mpi.Allgatherv((data, len(data), MPI.BYTE), (everything, (counts, starts), MPI.BYTE))
-    return [bytes(everything[start : start + count]) for start, count in zip(starts, counts, strict=True)]
+    return [
+        bytes(everything[start : start + count])
+        for start, count in zip(starts, counts, strict=True)
+    ]

@@ -14,7 +14,8 @@ from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import TwinComm, patiently, promptly
 from mpidist.comm.mpi.serialized import wait_all
 
-_RESERVED_TAGS = 64  # the highest tags belong to the library's own algorithms, all below them to the user
+# the highest tags belong to the library's own algorithms, all below them to the user
+_RESERVED_TAGS = 64
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,12 @@ class Communicator:
 
     Attributes:
         plain: The ``MPI.Comm``, or at MPI_THREAD_SERIALIZED its wrapper.
-        mpi: The same for executors; between nodes with non-blocking twins in the place of blocking calls (``patience``).
+        mpi: The same for executors; between nodes with non-blocking twins in the place of blocking
+            calls (``patience``).
         rank: This rank in it.
         size: W, its number of ranks.
-        nodes: For each rank the number of the node whose memory it shares, in the order of their first ranks.
+        nodes: For each rank the number of the node whose memory it shares, in the order of their
+            first ranks.
         is_single_node: All ranks share one node's memory.
         shares_nodes: There are several nodes, and several ranks on one of them.
         max_tag: Highest tag that a user may give to a message.
@@ -57,9 +60,11 @@ class Communicator:
         self.is_single_node = is_single_node
         self.max_tag = highest_tag - _RESERVED_TAGS
         self._highest_tag = highest_tag
-        self._levels: list[Levels] = []  # none before the first use; one for all copies of this object
+        # none before the first use; one for all copies of this object
+        self._levels: list[Levels] = []
         self.device_operations: dict[str, frozenset[str]] = {}
-        self.tuning_tables: dict[str, Any] = {}  # by device type: which all-reduce is the fastest at which size
+        # by device type: which all-reduce is the fastest at which size
+        self.tuning_tables: dict[str, Any] = {}
         self.kept: dict[str, Any] = {}  # what executors keep between calls, by their names for it
         self._scratch: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
@@ -94,13 +99,20 @@ class Communicator:
             within = self.plain.Split(node, self.rank)
             between = self.plain.Split(0 if leads else MPI.UNDEFINED, self.rank)
             ranks = Communicator(within, [0] * self.nodes.count(node), self._highest_tag)
-            leaders = Communicator(between, range(len(set(self.nodes))), self._highest_tag) if leads else None
+            leaders = (
+                Communicator(between, range(len(set(self.nodes))), self._highest_tag)
+                if leads
+                else None
+            )
             self._levels.append(Levels(ranks, leaders))
         (levels,) = self._levels
-        return Levels(self._waiting_alike(levels.node), levels.leaders and self._waiting_alike(levels.leaders))
+        return Levels(
+            self._waiting_alike(levels.node), levels.leaders and self._waiting_alike(levels.leaders)
+        )
 
     def _waiting_alike(self, child: Communicator) -> Communicator:
-        # A rank executes in its own thread or in the group's: non-blocking calls match in either, on one node as well.
+        # A rank executes in its own thread or in the group's: non-blocking calls match in either,
+        # on one node as well.
         other = copy.copy(child)
         other.mpi = self.mpi.over(child.plain)
         return other
@@ -117,8 +129,8 @@ class Communicator:
     def scratch(self, numel: int, dtype: torch.dtype, slot: int = 0) -> torch.Tensor:
         """Return host memory of at least ``numel`` elements that later calls of the same slot use again.
 
-        Fresh memory costs a page fault every 4 KiB, more than the transfer itself; a group executes one collective at a time, so
-        one buffer a dtype and slot is enough.
+        Fresh memory costs a page fault every 4 KiB, more than the transfer itself; a group executes
+        one collective at a time, so one buffer a dtype and slot is enough.
         """
         held = self._scratch.get((dtype, slot))
         if held is None or held.numel() < numel:

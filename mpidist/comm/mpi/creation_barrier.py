@@ -1,9 +1,10 @@
 """A meeting of ranks before a call of MPI that none of them could leave.
 
-MPI makes and divides communicators by calls that block until the last member has come, and offers none that can be given up. So
-the members meet by messages first: each sends a word to the first of them, which answers all when the last word has come. Until
-then every one of them polls, and leaves when a member has ended, has died, or when the time is over. W members send 2·(W - 1)
-messages of 16 bytes.
+MPI makes and divides communicators by calls that block until the last member has come, and offers
+none that can be given up. So the members meet by messages first: each sends a word to the first of
+them, which answers all when the last word has come. Until then every one of them polls, and leaves
+when a member has ended, has died, or when the time is over. W members send 2·(W - 1) messages of 16
+bytes.
 """
 
 from __future__ import annotations
@@ -48,21 +49,32 @@ class Meeting:
         self._receiving = threading.Lock()
         self._words: Counter[tuple[int, bytes]] = Counter()  # that have come: (sender, word)
 
-    def meet(self, what: str, subject: str, members: Sequence[int], check: Callable[[Sequence[int]], None]) -> None:
+    def meet(
+        self,
+        what: str,
+        subject: str,
+        members: Sequence[int],
+        check: Callable[[Sequence[int]], None],
+    ) -> None:
         """Return when all members have called this.
 
-        Collective: over ``members`` (ranks of the communicator), all with the same list and subject.
+        Collective: over ``members`` (ranks of the communicator), all with the same list and
+        subject.
 
         Args:
             what: Names the rank, the group and the operation, for the error.
             subject: Keeps meetings of the same members apart.
-            check: Called some 50 times a second with the world ranks that are not known to have come; raises to end the wait.
+            check: Called some 50 times a second with the world ranks that are not known to have
+                come; raises to end the wait.
 
         Raises:
-            RankFailureError: A member came to the end of its program more than 2 s ago, or is dead (ULFM).
+            RankFailureError: A member came to the end of its program more than 2 s ago, or is dead
+                (ULFM).
             BaseException: What ``check`` raised.
         """
-        word = hashlib.blake2b(repr((subject, list(members))).encode(), digest_size=_WORD_BYTES).digest()
+        word = hashlib.blake2b(
+            repr((subject, list(members))).encode(), digest_size=_WORD_BYTES
+        ).digest()
         others = [member for member in members if member != self._rank]
         if not others:
             return
@@ -75,7 +87,12 @@ class Meeting:
             self._wait_for(what, [members[0]], word, check, others)
 
     def _wait_for(
-        self, what: str, senders: Sequence[int], word: bytes, check: Callable[..., None], needed: Sequence[int] = ()
+        self,
+        what: str,
+        senders: Sequence[int],
+        word: bytes,
+        check: Callable[..., None],
+        needed: Sequence[int] = (),
     ) -> None:
         start = time.monotonic()
         checked = start
@@ -89,10 +106,14 @@ class Meeting:
                 gone = exited_ranks.ended(absent)
                 if gone:
                     raise exited_ranks.failure(what, gone)
-                dead = set(mpi_errors.known_dead(self._mpi, self._world_ranks) or ()).intersection(absent)
+                dead = set(mpi_errors.known_dead(self._mpi, self._world_ranks) or ()).intersection(
+                    absent
+                )
                 if dead:
                     names = ", ".join(map(str, sorted(dead)))
-                    raise RankFailureError(f"{what} waits for world ranks that failed: {names}", sorted(dead))
+                    raise RankFailureError(
+                        f"{what} waits for world ranks that failed: {names}", sorted(dead)
+                    )
                 check(absent)
             if now - start > _SPIN_S:
                 time.sleep(_PAUSE_S)
@@ -130,7 +151,8 @@ def of_world(operation: str, timeout_s: float | None) -> None:
     Collective: over all ranks of the job.
 
     Raises:
-        CommTimeout: Not all came within ``timeout_s`` (None: no limit); names those that are missing as far as this rank knows.
+        CommTimeout: Not all came within ``timeout_s`` (None: no limit); names those that are
+            missing as far as this rank knows.
         RankFailureError: A rank came to the end of its program more than 2 s ago.
     """
     global _of_world
@@ -144,7 +166,13 @@ def of_world(operation: str, timeout_s: float | None) -> None:
 
     def check(missing: Sequence[int]) -> None:
         if timeout_s is not None and time.monotonic() - start > timeout_s:
-            who = f"rank {', '.join(map(str, missing))} did not come" if world.rank == 0 else "rank 0 did not let it begin"
-            raise CommTimeout(f"{what} waits for all ranks of the job; {who} within {timeout_s:g} s")
+            who = (
+                f"rank {', '.join(map(str, missing))} did not come"
+                if world.rank == 0
+                else "rank 0 did not let it begin"
+            )
+            raise CommTimeout(
+                f"{what} waits for all ranks of the job; {who} within {timeout_s:g} s"
+            )
 
     _of_world.meet(what, subject, range(world.size), check)

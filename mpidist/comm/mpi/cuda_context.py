@@ -1,9 +1,9 @@
 """CUDA context of this rank: made before MPI starts, and bound to the threads of this library.
 
-MPI libraries look for a context when they start. Without one, Open MPI leaves its shared-memory transport
-for device memory off for the whole job, and takes device pointers for host pointers until CUDA is used
-(docs/decisions/0011). So the rank's primary context, the one that torch uses, is made first, and is current
-while MPI starts.
+MPI libraries look for a context when they start. Without one, Open MPI leaves its shared-memory
+transport for device memory off for the whole job, and takes device pointers for host pointers until
+CUDA is used (docs/decisions/0011). So the rank's primary context, the one that torch uses, is made
+first, and is current while MPI starts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 from mpidist.comm.mpi import launcher_env
 from mpidist.comm.mpi.launcher_env import Launch
 
-ENV_CUDA_AWARE = "MPIDIST_CUDA_AWARE"  # "0": no operation takes device pointers; "1": all do; unset: ask and try
+# "0": no operation takes device pointers; "1": all do; unset: ask and try
+ENV_CUDA_AWARE = "MPIDIST_CUDA_AWARE"
 _ENV_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 _index: int | None = None  # the device whose context was current when MPI started
@@ -30,8 +31,8 @@ def is_first() -> bool | None:
     """Say whether this process had a CUDA context when MPI started.
 
     Returns:
-        None if there is no CUDA device, ``MPIDIST_CUDA_AWARE=0`` says that MPI gets no device memory, or other
-        code has started MPI and CUDA in an order that was not recorded.
+        None if there is no CUDA device, ``MPIDIST_CUDA_AWARE=0`` says that MPI gets no device
+        memory, or other code has started MPI and CUDA in an order that was not recorded.
     """
     return _is_first
 
@@ -40,9 +41,9 @@ def is_first() -> bool | None:
 def current_at_start(is_running: bool, makes: bool = True) -> Iterator[None]:
     """Have this rank's CUDA context current in the calling thread while MPI starts.
 
-    None is made without a launcher (a world of one), where the launcher does not say which of several devices
-    is this rank's, or where CUDA refuses (a forked process, a device in exclusive use): MPI then starts
-    without one.
+    None is made without a launcher (a world of one), where the launcher does not say which of
+    several devices is this rank's, or where CUDA refuses (a forked process, a device in exclusive
+    use): MPI then starts without one.
 
     Args:
         is_running: MPI runs already, started by other code.
@@ -50,7 +51,8 @@ def current_at_start(is_running: bool, makes: bool = True) -> Iterator[None]:
     """
     global _index, _is_first, _visible_at_start
     _index, _is_first, _visible_at_start = None, None, os.environ.get(_ENV_VISIBLE)
-    # The environment first: to ask torch for devices initialises the driver, which forked processes cannot use any more.
+    # The environment first: to ask torch for devices initialises the driver, which forked processes
+    # cannot use any more.
     if os.environ.get(ENV_CUDA_AWARE) == "0":
         yield
         return
@@ -79,7 +81,8 @@ def device_index(count: int, held: Sequence[int], current: int, told: Launch) ->
 
     Args:
         count: Devices that this process sees.
-        held: Those of them that have a context; then it is one of these, or the user's choice would cost memory on a second one.
+        held: Those of them that have a context; then it is one of these, or the user's choice would
+            cost memory on a second one.
         current: The calling thread's current device.
         told: The launcher's word.
     """
@@ -95,7 +98,8 @@ def warn_of_late_visibility() -> None:
     now = os.environ.get(_ENV_VISIBLE)
     if _index is not None and now != _visible_at_start:
         warnings.warn(
-            f"{_ENV_VISIBLE} is {now!r} but was {_visible_at_start!r} when MPI and CUDA started: it has no effect. Set it "
+            f"{_ENV_VISIBLE} is {now!r} but was {_visible_at_start!r} when MPI and CUDA started: "
+            "it has no effect. Set it "
             "before, or use mpidist.comm.device(), this rank's device",
             RuntimeWarning,
             stacklevel=2,
@@ -105,22 +109,27 @@ def warn_of_late_visibility() -> None:
 def inherited() -> Callable[[], None]:
     """Return what a new thread of ours calls first: it makes the calling thread's device current there, and binds its context.
 
-    A new thread's current device is 0, and no context is bound to it, until it uses the CUDA runtime. MPI works by the driver's
-    interface, which needs one, and completes messages of device memory in whichever thread calls it.
+    A new thread's current device is 0, and no context is bound to it, until it uses the CUDA
+    runtime. MPI works by the driver's interface, which needs one, and completes messages of device
+    memory in whichever thread calls it.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return _nothing
     held = _devices_with_context(torch)
     current = torch.cuda.current_device()
-    index = current if current in held else _index if _index is not None else held[0] if held else None
+    index = (
+        current if current in held else _index if _index is not None else held[0] if held else None
+    )
     if index is None:
         return _nothing
 
     def bind() -> None:
-        with contextlib.suppress(RuntimeError):  # a device in an error state: whoever uses it will hear of that
+        # a device in an error state: whoever uses it will hear of that
+        with contextlib.suppress(RuntimeError):
             torch.cuda.set_device(index)
-            torch.cuda.Stream(index).record_event()  # not every torch calls CUDA for a device that is current already
+            # not every torch calls CUDA for a device that is current already
+            torch.cuda.Stream(index).record_event()
 
     return bind
 
@@ -131,14 +140,21 @@ def _nothing() -> None:
 
 def _devices_with_context(torch: Any) -> list[int]:
     try:
-        return [index for index in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(index)]
-    except RuntimeError:  # torch has counted devices by NVML, and CUDA refuses them: a forked process
+        return [
+            index
+            for index in range(torch.cuda.device_count())
+            if torch._C._cuda_hasPrimaryContext(index)
+        ]
+    # torch has counted devices by NVML, and CUDA refuses them: a forked process
+    except RuntimeError:
         return []
 
 
 def _chosen(torch: Any, held: Sequence[int]) -> int | None:
     current = torch.cuda.current_device() if held else 0
-    return device_index(torch.cuda.device_count(), held, current, launcher_env.from_environment(os.environ))
+    return device_index(
+        torch.cuda.device_count(), held, current, launcher_env.from_environment(os.environ)
+    )
 
 
 def _make(torch: Any, index: int) -> bool:

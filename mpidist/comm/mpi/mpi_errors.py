@@ -26,7 +26,8 @@ def translate(error: Any, where: str) -> MpidistError:
         where: Rank, group and operation, for the message.
 
     Returns:
-        RankFailureError where MPI says that a process died or the communicator was revoked, else MpidistError.
+        RankFailureError where MPI says that a process died or the communicator was revoked, else
+        MpidistError.
     """
     text = f"{where}: {error.Get_error_string()}"
     return RankFailureError(text) if is_failure(error) else MpidistError(text)
@@ -35,7 +36,8 @@ def translate(error: Any, where: str) -> MpidistError:
 def failed_ranks(mpi: Any, world_ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the world ranks that MPI knows to be dead in a communicator; empty without ULFM.
 
-    Blocks: up to 1 s while none is known. A survivor that revoked the communicator can be faster than the news of the death.
+    Blocks: up to 1 s while none is known. A survivor that revoked the communicator can be faster
+    than the news of the death.
     """
     deadline = time.monotonic() + _NEWS_S
     while True:
@@ -81,7 +83,9 @@ def matched_probe(mpi: Any, tag: int, status: Any) -> Any:
 
 def is_pending(error: Any) -> bool:
     """Say whether the receive that raised this is still posted: it is from any source, and one has died (ULFM)."""
-    return is_failure(error) and error.Get_error_class() == getattr(MPI, "ERR_PROC_FAILED_PENDING", None)
+    return is_failure(error) and error.Get_error_class() == getattr(
+        MPI, "ERR_PROC_FAILED_PENDING", None
+    )
 
 
 def acknowledged_deaths(mpi: Any) -> set[int]:
@@ -103,7 +107,11 @@ def is_over(request: Any) -> bool:
 
 def is_failure(error: Any) -> bool:
     """Say whether an error of MPI means that a process died, or that the communicator was revoked."""
-    # The names exist in mpi4py for every MPI; their values are distinct only where the library has ULFM.
+    # The names exist in mpi4py for every MPI; their values are distinct only where the library has
+    # ULFM.
     kind = error.Get_error_class()
-    failures = {getattr(MPI, name, None) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")}
+    failures = {
+        getattr(MPI, name, None)
+        for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
+    }
     return kind in failures and kind != MPI.ERR_UNKNOWN

@@ -1,9 +1,10 @@
 """Non-blocking calls in the place of MPI's blocking ones: between nodes, and in groups whose waits may be left.
 
-A synchronous call on one rank meets an asynchronous one on another, and MPI does not match a blocking collective with a
-non-blocking one (MPI-4.1 §6.12). So between nodes all are non-blocking. The caller's thread waits in MPI. The group's thread
-works beside the backward pass, from which MPI's polling would take half of a core: it tests with growing pauses. There a transfer
-takes milliseconds, and the pauses are shorter than what the network's buffers hold.
+A synchronous call on one rank meets an asynchronous one on another, and MPI does not match a
+blocking collective with a non-blocking one (MPI-4.1 §6.12). So between nodes all are non-blocking.
+The caller's thread waits in MPI. The group's thread works beside the backward pass, from which
+MPI's polling would take half of a core: it tests with growing pauses. There a transfer takes
+milliseconds, and the pauses are shorter than what the network's buffers hold.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from mpidist.comm.mpi.serialized import TWINS
 _SPIN_S = 50e-6
 _YIELD_S = 500e-6
 _SLEEP_S = 50e-6
-_left: list[Any] = []  # what calls that were left have in MPI's hands: it may write there as long as the process lives
+# what calls that were left have in MPI's hands: it may write there as long as the process lives
+_left: list[Any] = []
 
 Wait = Callable[[Any, Any], None]
 
@@ -41,7 +43,16 @@ class TwinComm:
         self.__dict__[name] = found
         return found
 
-    def Sendrecv(self, send: Any, dest: int, sendtag: int, recv: Any, source: int, recvtag: int, status: Any = None) -> None:
+    def Sendrecv(
+        self,
+        send: Any,
+        dest: int,
+        sendtag: int,
+        recv: Any,
+        source: int,
+        recvtag: int,
+        status: Any = None,
+    ) -> None:
         """See MPI_Sendrecv."""
         incoming = self._comm.Irecv(recv, source, recvtag)
         outgoing = self._comm.Isend(send, dest, sendtag)

@@ -1,7 +1,8 @@
 """One world per process: the communicator that all others descend from, who ends the job, and what happens at exit.
 
-This is the only module that names MPI's ``COMM_WORLD``. The world carries a generation number, because it can be rebuilt without
-the dead after a failure; nothing may keep its communicator, rank or size at import.
+This is the only module that names MPI's ``COMM_WORLD``. The world carries a generation number,
+because it can be rebuilt without the dead after a failure; nothing may keep its communicator, rank
+or size at import.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _ABORT_CODE = 1
 _INT = struct.Struct("<q")
 _DRAIN_S = 5.0  # how long the exit waits for operations that were started and never waited for
 _FINALIZE_S = 5.0  # what MPI's own end may take after that
-_ENV_ALL_THREADS = "MPIDIST_ALL_THREADS"  # "1": an uncaught exception also prints the stacks of all threads
+# "1": an uncaught exception also prints the stacks of all threads
+_ENV_ALL_THREADS = "MPIDIST_ALL_THREADS"
 
 _lock = threading.RLock()
 _world: World | None = None
@@ -52,7 +54,8 @@ class World:
     launcher: str
     thread_level: int
     highest_tag: int
-    nodes: tuple[int, ...]  # for each rank the number of the node whose memory it shares, in the order of their first ranks
+    # for each rank the number of the node whose memory it shares, in the order of their first ranks
+    nodes: tuple[int, ...]
     pid: int = field(default_factory=os.getpid)
 
     @property
@@ -82,12 +85,12 @@ def world(timeout_s: float | None = None) -> World:
     Collective: the first call, by all ranks of the job.
 
     Args:
-        timeout_s: How long the first call waits for the other ranks; None for no limit. A rank that never starts MPI is
-            waited for inside MPI_Init, which nothing can end but the launcher.
+        timeout_s: How long the first call waits for the other ranks; None for no limit. A rank that
+            never starts MPI is waited for inside MPI_Init, which nothing can end but the launcher.
 
     Raises:
-        LaunchError: The launcher started more tasks than MPI sees, MPI's thread level is too low, or ``MPIDIST_TRUST`` cannot be
-            read or differs between ranks (all ranks).
+        LaunchError: The launcher started more tasks than MPI sees, MPI's thread level is too low,
+            or ``MPIDIST_TRUST`` cannot be read or differs between ranks (all ranks).
         CommTimeout: Not all ranks called it in time.
         MpidistError: Called in a process forked from a rank.
     """
@@ -100,7 +103,8 @@ def world(timeout_s: float | None = None) -> World:
             _world = _start(timeout_s)
         elif _world.pid != os.getpid():
             raise MpidistError(
-                "this process was forked from an MPI rank and cannot communicate; keep collectives and calls in the parent"
+                "this process was forked from an MPI rank and cannot communicate; keep collectives "
+                "and calls in the parent"
             )
         return _world
 
@@ -203,8 +207,10 @@ def _start(timeout_s: float | None) -> World:
     if level < MPI.THREAD_SERIALIZED:
         name = "MPI_THREAD_SINGLE" if level == MPI.THREAD_SINGLE else "MPI_THREAD_FUNNELED"
         raise LaunchError(
-            f"MPI runs at {name}, but mpidist communicates from more than one thread and needs MPI_THREAD_MULTIPLE (or at least "
-            "MPI_THREAD_SERIALIZED); leave mpi4py.rc.thread_level and MPI4PY_RC_THREAD_LEVEL at 'multiple', "
+            f"MPI runs at {name}, but mpidist communicates from more than one thread and needs "
+            "MPI_THREAD_MULTIPLE (or at least "
+            "MPI_THREAD_SERIALIZED); leave mpi4py.rc.thread_level and MPI4PY_RC_THREAD_LEVEL at "
+            "'multiple', "
             "or use an MPI library that was built with threads"
         )
     told = launcher_env.from_environment(os.environ)
@@ -216,7 +222,8 @@ def _start(timeout_s: float | None) -> World:
     _install_hooks(MPI.COMM_WORLD.Get_size())
     comm: Any = _duplicate(timeout_s)
     comm.Set_errhandler(MPI.ERRORS_RETURN)
-    # Truth about the node comes from MPI: Slurm's variables are inherited by ranks that mpirun starts inside an allocation.
+    # Truth about the node comes from MPI: Slurm's variables are inherited by ranks that mpirun
+    # starts inside an allocation.
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
     local_rank, local_size = node.Get_rank(), node.Get_size()
     nodes, problem = _told_by_all(comm, node)
@@ -257,13 +264,17 @@ def _numbered(keys: Iterable[int]) -> tuple[int, ...]:
 
 
 def _duplicate(timeout_s: float | None) -> Any:
-    """Return a communicator like MPI_COMM_WORLD. Collective: over all ranks, each of which waits until all have come."""
+    """Return a communicator like MPI_COMM_WORLD.
+
+    Collective: over all ranks, each of which waits until all have come.
+    """
     comm, request = MPI.COMM_WORLD.Idup()
     start, pause_s = time.monotonic(), 20e-6
     while not request.Test():
         if timeout_s is not None and time.monotonic() - start > timeout_s:
             raise CommTimeout(
-                f"rank {MPI.COMM_WORLD.Get_rank()} of {MPI.COMM_WORLD.Get_size()}: init waits for all ranks of the job; not all "
+                f"rank {MPI.COMM_WORLD.Get_rank()} of {MPI.COMM_WORLD.Get_size()}: init waits for "
+                "all ranks of the job; not all "
                 f"came within {timeout_s:g} s"
             )
         time.sleep(pause_s)
@@ -272,8 +283,9 @@ def _duplicate(timeout_s: float | None) -> Any:
 
 
 def _install_hooks(size: int) -> None:
-    # MPI deletes the attributes of COMM_SELF first of all when it ends (MPI-4.1 §11.2.4), so a user's own MPI_Finalize stops our
-    # threads, too. At exit we delete it ourselves, while Python still runs; mpi4py registered its MPI_Finalize earlier.
+    # MPI deletes the attributes of COMM_SELF first of all when it ends (MPI-4.1 §11.2.4), so a
+    # user's own MPI_Finalize stops our threads, too. At exit we delete it ourselves, while Python
+    # still runs; mpi4py registered its MPI_Finalize earlier.
     key = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, value: _close_all())
     MPI.COMM_SELF.Set_attr(key, True)
     atexit.register(_delete_attribute, key)
@@ -311,7 +323,10 @@ def _end_with(business: Unfinished) -> None:
     assert _world is not None
     if business.dead:
         names = ", ".join(map(str, sorted(business.dead)))
-        write_stderr(f"[rank {_world.rank}] mpidist ends this process with status {_ABORT_CODE}: rank {names} of its job died\n")
+        write_stderr(
+            f"[rank {_world.rank}] mpidist ends this process with status {_ABORT_CODE}: rank "
+            f"{names} of its job died\n"
+        )
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -321,7 +336,8 @@ def _end_with(business: Unfinished) -> None:
     MPI.Finalize()
     faulthandler.cancel_dump_traceback_later()
     if business.dead:
-        # A handler at exit cannot change the exit status otherwise, and mpirun itself forgives a death under ULFM.
+        # A handler at exit cannot change the exit status otherwise, and mpirun itself forgives a
+        # death under ULFM.
         os._exit(_ABORT_CODE)
 
 

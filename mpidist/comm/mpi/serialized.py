@@ -1,7 +1,8 @@
 """One door to MPI for libraries that admit one thread at a time (``MPI_THREAD_SERIALIZED``).
 
-Holding a lock around a blocking collective would let two threads on two ranks wait for each other. So a blocking call becomes its
-non-blocking twin and a loop of tests, and the door is open between two tests. At ``MPI_THREAD_MULTIPLE`` none of this is used.
+Holding a lock around a blocking collective would let two threads on two ranks wait for each other.
+So a blocking call becomes its non-blocking twin and a loop of tests, and the door is open between
+two tests. At ``MPI_THREAD_MULTIPLE`` none of this is used.
 """
 
 from __future__ import annotations
@@ -94,7 +95,16 @@ class SerialComm:
         self.__dict__[name] = call
         return call
 
-    def Sendrecv(self, send: Any, dest: int, sendtag: int, recv: Any, source: int, recvtag: int, status: Any = None) -> None:
+    def Sendrecv(
+        self,
+        send: Any,
+        dest: int,
+        sendtag: int,
+        recv: Any,
+        source: int,
+        recvtag: int,
+        status: Any = None,
+    ) -> None:
         """See MPI_Sendrecv."""
         incoming = self.Irecv(recv, source, recvtag)
         outgoing = self.Isend(send, dest, sendtag)

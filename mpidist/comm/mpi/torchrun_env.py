@@ -1,7 +1,7 @@
 """The environment variables that torchrun sets and frameworks read, from those of an MPI launcher; pure.
 
-Frameworks read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` long before
-the first collective, so these are set without MPI.
+Frameworks read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+``MASTER_PORT`` long before the first collective, so these are set without MPI.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from mpidist.comm.mpi import launcher_env
 
-# Names of the variables that an earlier process of this job has set by these rules. A child under a launcher of its own inherits
-# them, and must not take them for the user's.
+# Names of the variables that an earlier process of this job has set by these rules. A child under a
+# launcher of its own inherits them, and must not take them for the user's.
 SET_BY_US = "MPIDIST_SET_VARIABLES"
 
 _RANKS_ON_NODE = {
@@ -23,8 +23,9 @@ _RANKS_ON_NODE = {
     "mpiexec (PMI)": "PMI_LOCAL_SIZE",
 }
 _LOOPBACK = "127.0.0.1"
-# Nothing of ours connects to it. torch's checkpointing process does, to the address that rank 0 has and tells the others.
-# Whatever else tries sees by its error that there is no such host (RFC 2606 reserves .invalid).
+# Nothing of ours connects to it. torch's checkpointing process does, to the address that rank 0 has
+# and tells the others. Whatever else tries sees by its error that there is no such host (RFC 2606
+# reserves .invalid).
 _UNKNOWN_HOST = "rank0.mpidist.invalid"
 _PORT = "29500"  # torch's own default
 
@@ -37,13 +38,25 @@ def torch_variables(environ: Mapping[str, str], hostname: str) -> dict[str, str]
         hostname: This node's.
 
     Returns:
-        Also ``SET_BY_US``, which names the others. Empty under torchrun, which sets its own, and for a plain process.
+        Also ``SET_BY_US``, which names the others. Empty under torchrun, which sets its own, and
+        for a plain process.
     """
     told = launcher_env.from_environment(environ)
-    if told.launcher == "torchrun" or "TORCHELASTIC_RUN_ID" in environ or told.size is None or told.rank is None:
+    if (
+        told.launcher == "torchrun"
+        or "TORCHELASTIC_RUN_ID" in environ
+        or told.size is None
+        or told.rank is None
+    ):
         return {}
     on_node = _ranks_on_node(told.launcher, environ)
-    address = _LOOPBACK if on_node == told.size else hostname if told.rank == 0 else _first_host(told.launcher, environ)
+    address = (
+        _LOOPBACK
+        if on_node == told.size
+        else hostname
+        if told.rank == 0
+        else _first_host(told.launcher, environ)
+    )
     values = {
         "RANK": told.rank,
         "WORLD_SIZE": told.size,
@@ -54,7 +67,9 @@ def torch_variables(environ: Mapping[str, str], hostname: str) -> dict[str, str]
     }
     inherited = environ.get(SET_BY_US, "").split(",")
     wanted = {name: str(value) for name, value in values.items() if value is not None}
-    lacking = {name: value for name, value in wanted.items() if name not in environ or name in inherited}
+    lacking = {
+        name: value for name, value in wanted.items() if name not in environ or name in inherited
+    }
     return {**lacking, SET_BY_US: ",".join(lacking)} if lacking else {}
 
 
@@ -64,8 +79,10 @@ def disagreement(environ: Mapping[str, str], rank: int, size: int) -> str | None
         given = environ.get(name, "")
         if given and given != str(truth):
             return (
-                f"{name}={given} is set, but MPI started this job with {name}={truth}: a framework that reads {name} would train "
-                f"as another rank than the one that communicates. Unset {name} in the job script, or start as many ranks with "
+                f"{name}={given} is set, but MPI started this job with {name}={truth}: a framework "
+                f"that reads {name} would train "
+                f"as another rank than the one that communicates. Unset {name} in the job script, "
+                "or start as many ranks with "
                 "mpirun or srun"
             )
     return None
@@ -93,5 +110,11 @@ def _tasks_of_nodes(text: str) -> list[int]:
 
 def _first_host(launcher: str, environ: Mapping[str, str]) -> str | None:
     """Return the first host of ``node[03-07,9]-ib,other``: node03-ib, where Slurm puts rank 0."""
-    found = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", environ.get("SLURM_STEP_NODELIST", ""))
-    return "".join(part or "" for part in found.groups()) or None if launcher == "srun" and found else None
+    found = re.match(
+        r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", environ.get("SLURM_STEP_NODELIST", "")
+    )
+    return (
+        "".join(part or "" for part in found.groups()) or None
+        if launcher == "srun" and found
+        else None
+    )

@@ -1,8 +1,9 @@
 """``MPIDIST_TRUST``: whether objects from other ranks may be pickles, which run what their sender put in (pure).
 
-``pickle``, or unset: any object travels. ``data``: plain data, tensors and arrays alone, and a pickle is refused wherever objects
-come from other ranks. The setting is the job's: ``runtime`` compares it as MPI starts, and a rank with another one, or a word
-that is neither, is an error on all.
+``pickle``, or unset: any object travels. ``data``: plain data, tensors and arrays alone, and a
+pickle is refused wherever objects come from other ranks. The setting is the job's: ``runtime``
+compares it as MPI starts, and a rank with another one, or a word that is neither, is an error on
+all.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def is_data_only(asked: bool | None = None) -> bool:
         return bool(asked)
     told = code()
     if told == UNREADABLE:
-        raise ValueError(f"{ENV_TRUST} must be 'pickle' or 'data', or unset; got {os.environ[ENV_TRUST]!r}")
+        raise ValueError(
+            f"{ENV_TRUST} must be 'pickle' or 'data', or unset; got {os.environ[ENV_TRUST]!r}"
+        )
     return told == DATA
 
 

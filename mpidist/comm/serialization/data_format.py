@@ -14,8 +14,8 @@ MessagePack's own; all else that is data is an extension type::
     SCALAR      an array of a dtype's name and the bytes of a numpy scalar
     DTYPE, DEVICE, SIZE     a torch.dtype's name; an array of type and index; an array of sizes
 
-MessagePack's own timestamp is read as a ``datetime``; it is not written. Codes from ``FIRST_OWN`` on are the
-callers' own; each holds an array of values.
+MessagePack's own timestamp is read as a ``datetime``; it is not written. Codes from ``FIRST_OWN``
+on are the callers' own; each holds an array of values.
 
 Source: the MessagePack specification, github.com/msgpack/msgpack/blob/master/spec.md
 """
@@ -29,7 +29,22 @@ import torch
 
 from mpidist.comm.serialization.tensor_format import ARRAY_DTYPES, DTYPES
 
-OBJECT, TUPLE, SET, FROZENSET, PAIRS, INTEGER, COMPLEX, TEXT, ELLIPSIS, SCALAR, DTYPE, DEVICE, SIZE, ORDERED = range(14)
+(
+    OBJECT,
+    TUPLE,
+    SET,
+    FROZENSET,
+    PAIRS,
+    INTEGER,
+    COMPLEX,
+    TEXT,
+    ELLIPSIS,
+    SCALAR,
+    DTYPE,
+    DEVICE,
+    SIZE,
+    ORDERED,
+) = range(14)
 FIRST_OWN, LAST_OWN = 32, 127
 
 METADATA = "_metadata"  # torch's versions of modules, an attribute of a state dict
@@ -38,9 +53,12 @@ DEPTH = 100  # of extension types within each other
 NUMBER = struct.Struct("<I")
 TWO_FLOATS = struct.Struct("<dd")
 
-# Python's own, which MessagePack holds as they are; a float is never an int there, whatever its value.
+# Python's own, which MessagePack holds as they are; a float is never an int there, whatever its
+# value.
 NATIVE = frozenset({type(None), bool, int, float, str, bytes})
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES if dtype is not None}
 DTYPES_BY_NAME: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-SCALAR_DTYPES: dict[str, np.dtype] = {dtype.name: dtype for dtype in ARRAY_DTYPES if dtype is not None}
+SCALAR_DTYPES: dict[str, np.dtype] = {
+    dtype.name: dtype for dtype in ARRAY_DTYPES if dtype is not None
+}
 DEVICE_TYPES = frozenset({"cpu", "cuda", "meta"})

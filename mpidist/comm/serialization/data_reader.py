@@ -1,4 +1,7 @@
-"""Reader of data-only objects: the way back of ``data_format``. It makes data and nothing else, whatever the bytes are."""
+"""Reader of data-only objects: the way back of ``data_format``.
+
+It makes data and nothing else, whatever the bytes are.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,15 @@ from mpidist.errors import FrameError, MpidistError
 Extend = Callable[[int, "list[Any]"], Any]
 
 _decode = msgspec.msgpack.decode
-_MALFORMED = (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError, LookupError, MemoryError)
+_MALFORMED = (
+    msgspec.DecodeError,
+    ValueError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+    LookupError,
+    MemoryError,
+)
 
 
 def loads(data: Any, objects: Sequence[Any] = (), extend: Extend | None = None) -> Any:
@@ -82,7 +93,9 @@ class Reader:
         if code == OBJECT:
             (number,) = NUMBER.unpack(data) if len(data) == NUMBER.size else (len(self._objects),)
             if number >= len(self._objects):
-                raise FrameError(f"a mark of an object beyond the {len(self._objects)} that came with it")
+                raise FrameError(
+                    f"a mark of an object beyond the {len(self._objects)} that came with it"
+                )
             return self._objects[number]
         make = _KINDS.get(code)
         if make is not None:
@@ -142,7 +155,11 @@ class Reader:
     def _scalar(self, data: Any) -> Any:
         name, raw = self._items(data)
         dtype = SCALAR_DTYPES[name]
-        if type(raw) is not bytes or len(raw) != dtype.itemsize or (dtype.kind == "b" and raw not in (b"\0", b"\1")):
+        if (
+            type(raw) is not bytes
+            or len(raw) != dtype.itemsize
+            or (dtype.kind == "b" and raw not in (b"\0", b"\1"))
+        ):
             raise FrameError(f"bytes that are no numpy scalar of type {name}")
         return np.frombuffer(raw, dtype)[0]
 
@@ -151,7 +168,9 @@ class Reader:
 
     def _device(self, data: Any) -> Any:
         kind, index = self._items(data)
-        if kind not in DEVICE_TYPES or (index is not None and (type(index) is not int or not 0 <= index < 128)):
+        if kind not in DEVICE_TYPES or (
+            index is not None and (type(index) is not int or not 0 <= index < 128)
+        ):
             raise FrameError("no device")
         return torch.device(kind) if index is None else torch.device(kind, index)
 

@@ -49,14 +49,18 @@ def dumps(obj: Any, objects: list[Any], extend: Extend | None = None) -> bytes:
     """Write an object as data.
 
     Args:
-        obj: None, bool, int, float, complex, str, bytes, ``...``, exact lists, tuples, dicts, OrderedDicts, sets and frozensets,
-            tensors, parameters, arrays, bytearrays, numpy scalars, ``torch.dtype``, ``torch.device``, ``torch.Size``. A list or
-            dict that occurs twice is written twice.
-        objects: Gets the tensors, parameters, arrays and bytearrays, each once: they stand in the data by number.
-        extend: Returns (code, values) of an object of the caller's own kinds (codes from ``FIRST_OWN`` on), or None.
+        obj: None, bool, int, float, complex, str, bytes, ``...``, exact lists, tuples, dicts,
+            OrderedDicts, sets and frozensets, tensors, parameters, arrays, bytearrays, numpy
+            scalars, ``torch.dtype``, ``torch.device``, ``torch.Size``. A list or dict that occurs
+            twice is written twice.
+        objects: Gets the tensors, parameters, arrays and bytearrays, each once: they stand in the
+            data by number.
+        extend: Returns (code, values) of an object of the caller's own kinds (codes from
+            ``FIRST_OWN`` on), or None.
 
     Raises:
-        NotPlainData: It holds something else, holds itself, or is nested too deeply; the error has the place.
+        NotPlainData: It holds something else, holds itself, or is nested too deeply; the error has
+            the place.
     """
     before = len(objects)
     try:
@@ -79,12 +83,15 @@ class Writer:
     Args:
         objects: See ``dumps``.
         extend: See ``dumps``.
-        is_careful: Look for ints and strs that MessagePack does not hold, which are rare: it refuses the whole if there are any.
+        is_careful: Look for ints and strs that MessagePack does not hold, which are rare: it
+            refuses the whole if there are any.
     """
 
     __slots__ = ("_depth", "_extend", "_is_careful", "_numbers", "_objects")
 
-    def __init__(self, objects: list[Any], extend: Extend | None = None, is_careful: bool = False) -> None:
+    def __init__(
+        self, objects: list[Any], extend: Extend | None = None, is_careful: bool = False
+    ) -> None:
         self._objects = objects
         self._numbers = {id(obj): number for number, obj in enumerate(objects)}
         self._extend = extend
@@ -105,7 +112,11 @@ class Writer:
         write = _KINDS.get(kind)
         if write is not None:
             return write(self, obj)
-        if isinstance(obj, np.generic) and kind.__module__ == "numpy" and obj.dtype.name in SCALAR_DTYPES:
+        if (
+            isinstance(obj, np.generic)
+            and kind.__module__ == "numpy"
+            and obj.dtype.name in SCALAR_DTYPES
+        ):
             return Ext(SCALAR, encode([obj.dtype.name, obj.tobytes()]))
         own = None if self._extend is None else self._extend(obj)
         if own is None:
@@ -172,7 +183,10 @@ class Writer:
 
     def _ordered(self, obj: Any) -> Any:
         if not obj.__dict__.keys() <= {METADATA}:
-            raise NotPlainData(f"an OrderedDict with attributes ({', '.join(sorted(obj.__dict__))}) is no plain data")
+            raise NotPlainData(
+                f"an OrderedDict with attributes ({', '.join(sorted(obj.__dict__))}) is no plain "
+                "data"
+            )
         try:
             pairs = self._items([part for pair in obj.items() for part in pair])
         except NotPlainData as error:
@@ -226,7 +240,10 @@ def _of_pairs(error: NotPlainData, keys: list[Any]) -> NotPlainData:
     """Return the error with the key that it concerns in the place of a number among keys and values."""
     number, _, rest = error.place.partition("]")
     place = int(number[1:])
-    return NotPlainData(error.reason, f"[{keys[place // 2]!r}]{rest}" if place % 2 else f" key {keys[place // 2]!r}{rest}")
+    return NotPlainData(
+        error.reason,
+        f"[{keys[place // 2]!r}]{rest}" if place % 2 else f" key {keys[place // 2]!r}{rest}",
+    )
 
 
 def _careful(obj: Any, kind: type) -> Any:

@@ -6,10 +6,11 @@
     table bytes u32 | table of tensors (``tensor_format``) | content
     n raw buffers, which travel straight from and into the memory of tensors and arrays
 
-CPU tensors are described by the table; values of large ones are not copied to encode, and views keep sharing memory. The
-content is of one of three formats: a pickle (protocol 5), data (``data_format``), or a refusal, the text of why the sender could
-not send its object. Unpickling runs what the sender put in: pickles are accepted from ranks of the same job only, and not at all
-by who asks for data, which makes data and nothing else, whatever the bytes are.
+CPU tensors are described by the table; values of large ones are not copied to encode, and views
+keep sharing memory. The content is of one of three formats: a pickle (protocol 5), data
+(``data_format``), or a refusal, the text of why the sender could not send its object. Unpickling
+runs what the sender put in: pickles are accepted from ranks of the same job only, and not at all by
+who asks for data, which makes data and nothing else, whatever the bytes are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.serialization import data_reader, data_writer, tensor_pickle, tensor_rebuild, tensor_table
+from mpidist.comm.serialization import (
+    data_reader,
+    data_writer,
+    tensor_pickle,
+    tensor_rebuild,
+    tensor_table,
+)
 from mpidist.errors import FrameError, NotPlainData
 
 _MAGIC = b"MPIF"
@@ -61,7 +68,8 @@ def encode(obj: Any, data_only: bool = False) -> Message:
         data_only: Write data, not a pickle.
 
     Returns:
-        The header with all lengths, and [table and content, buffer, …] in the order in which they are sent.
+        The header with all lengths, and [table and content, buffer, …] in the order in which they
+        are sent.
 
     Raises:
         NotPlainData: It is to be data, and holds something else; the error has the place.
@@ -76,7 +84,8 @@ def encode(obj: Any, data_only: bool = False) -> Message:
     for tensor in objects:
         if isinstance(tensor, torch.Tensor) and not tensor.is_cpu:
             raise NotPlainData(
-                f"a tensor of shape {tuple(tensor.shape)} on {tensor.device}: objects that travel as data hold tensors in host "
+                f"a tensor of shape {tuple(tensor.shape)} on {tensor.device}: objects that travel "
+                "as data hold tensors in host "
                 "memory; give tensor.cpu()"
             )
     return _message(DATA, objects, content, ())
@@ -87,10 +96,15 @@ def refusal(reason: str) -> Message:
     return _message(REFUSAL, (), data_writer.dumps(reason, []), ())
 
 
-def _message(kind: int, objects: Sequence[Any], content: bytes, buffers: Sequence[pickle.PickleBuffer]) -> Message:
+def _message(
+    kind: int, objects: Sequence[Any], content: bytes, buffers: Sequence[pickle.PickleBuffer]
+) -> Message:
     table, parts, _ = tensor_table.described(objects) if objects else (b"", [], [])
     body = [memoryview(_TABLE.pack(len(table)) + table + content)]
-    body += [_memory(part) if isinstance(part, torch.Tensor) else memoryview(part).cast("B") for part in parts]
+    body += [
+        _memory(part) if isinstance(part, torch.Tensor) else memoryview(part).cast("B")
+        for part in parts
+    ]
     body += [buffer.raw() for buffer in buffers]
     header = _FIXED.pack(_MAGIC, _VERSION, kind, len(body) - 1, body[0].nbytes)
     return header + b"".join(_LENGTH.pack(part.nbytes) for part in body[1:]), body
@@ -115,7 +129,9 @@ def buffer_count(fixed: bytes | bytearray | memoryview) -> int:
     if magic != _MAGIC:
         raise FrameError(f"not a frame: starts with {bytes(magic)!r}")
     if version != _VERSION:
-        raise FrameError(f"frame version {version}; this side speaks {_VERSION}: all ranks need the same mpidist")
+        raise FrameError(
+            f"frame version {version}; this side speaks {_VERSION}: all ranks need the same mpidist"
+        )
     if kind not in (PICKLE, DATA, REFUSAL):
         raise FrameError(f"frame of an unknown format, {kind}")
     if buffers > _MAX_BUFFERS:
@@ -131,15 +147,23 @@ def body_lengths(header: bytes | bytearray | memoryview) -> list[int]:
     """
     buffers = buffer_count(header)
     if len(header) < HEADER_BYTES + _LENGTH.size * buffers:
-        raise FrameError(f"truncated frame: {buffers} buffers announced, lengths cut off after {len(header)} bytes")
+        raise FrameError(
+            f"truncated frame: {buffers} buffers announced, lengths cut off after {len(header)} "
+            "bytes"
+        )
     first = _FIXED.unpack_from(header)[4]
-    lengths = [first, *(_LENGTH.unpack_from(header, HEADER_BYTES + _LENGTH.size * i)[0] for i in range(buffers))]
+    lengths = [
+        first,
+        *(_LENGTH.unpack_from(header, HEADER_BYTES + _LENGTH.size * i)[0] for i in range(buffers)),
+    ]
     if sum(lengths) > _MAX_BYTES:
         raise FrameError(f"frame announces {sum(lengths)} bytes; no machine holds them")
     return lengths
 
 
-def decode(header: bytes | bytearray | memoryview, body: Sequence[Any], data_only: bool = False) -> Any:
+def decode(
+    header: bytes | bytearray | memoryview, body: Sequence[Any], data_only: bool = False
+) -> Any:
     """Rebuild the object from its header and [table and content, buffer, …]; tensors keep the buffers' memory as their own.
 
     Args:
@@ -153,7 +177,8 @@ def decode(header: bytes | bytearray | memoryview, body: Sequence[Any], data_onl
     kind = _FIXED.unpack_from(header)[2]
     if data_only and kind == PICKLE:
         raise FrameError(
-            "a pickle came, which may run code as it is read; this rank reads data alone (MPIDIST_TRUST=data, or "
+            "a pickle came, which may run code as it is read; this rank reads data alone "
+            "(MPIDIST_TRUST=data, or "
             "data_only=True), and all ranks need the same setting"
         )
     try:
@@ -161,16 +186,27 @@ def decode(header: bytes | bytearray | memoryview, body: Sequence[Any], data_onl
         (table_bytes,) = _TABLE.unpack_from(first)
         end = _TABLE.size + table_bytes
         if end > first.nbytes:
-            raise FrameError(f"frame announces a table of {table_bytes} bytes; {first.nbytes - _TABLE.size} have come")
+            raise FrameError(
+                f"frame announces a table of {table_bytes} bytes; {first.nbytes - _TABLE.size} "
+                "have come"
+            )
         # In-band parts may be read-only bytes; a tensor must own memory it may write.
-        parts = [part if not (view := memoryview(part)).readonly else memoryview(bytearray(view)) for part in body[1:]]
+        parts = [
+            part if not (view := memoryview(part)).readonly else memoryview(bytearray(view))
+            for part in body[1:]
+        ]
         parts = [memoryview(part) for part in parts]
         objects: list[Any] = []
         used = 0
         if table_bytes:
-            objects, used, reached = tensor_rebuild.read(first, _TABLE.size, parts, is_strict=kind != PICKLE)
+            objects, used, reached = tensor_rebuild.read(
+                first, _TABLE.size, parts, is_strict=kind != PICKLE
+            )
             if reached != end:
-                raise FrameError(f"frame announces a table of {table_bytes} bytes, which has {reached - _TABLE.size}")
+                raise FrameError(
+                    f"frame announces a table of {table_bytes} bytes, which has "
+                    f"{reached - _TABLE.size}"
+                )
         content = first[end:]
         if kind == PICKLE:
             return tensor_pickle.loads(content, objects, parts[used:])
@@ -210,7 +246,9 @@ def parted(data: Any) -> tuple[memoryview, list[memoryview]]:
     lengths = body_lengths(view)
     place = HEADER_BYTES + _LENGTH.size * (len(lengths) - 1)
     if view.nbytes != place + sum(lengths):
-        raise FrameError(f"frame of {view.nbytes} bytes; its header announces {place + sum(lengths)}")
+        raise FrameError(
+            f"frame of {view.nbytes} bytes; its header announces {place + sum(lengths)}"
+        )
     body = []
     for length in lengths:
         body.append(view[place : place + length])

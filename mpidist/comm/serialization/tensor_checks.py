@@ -1,8 +1,8 @@
 """Checks of a row of a tensor table: the structure before its memory is touched, then the values within that memory.
 
-A row's structure is checked always, at a cost that does not depend on the data. A reader of data that anybody may have written
-checks the values as well: what torch and numpy take for granted of a bool, a sparse index or a zero point is undefined behaviour
-where it does not hold.
+A row's structure is checked always, at a cost that does not depend on the data. A reader of data
+that anybody may have written checks the values as well: what torch and numpy take for granted of a
+bool, a sparse index or a zero point is undefined behaviour where it does not hold.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ Tensor = torch.Tensor
 _MOST_BYTES = 1 << 63
 _BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
 _BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
-_ZERO_POINTS = {torch.int8: (-(1 << 7), (1 << 7) - 1), torch.uint8: (0, 255), torch.int32: (-(1 << 31), (1 << 31) - 1)}
+_ZERO_POINTS = {
+    torch.int8: (-(1 << 7), (1 << 7) - 1),
+    torch.uint8: (0, 255),
+    torch.int32: (-(1 << 31), (1 << 31) - 1),
+}
 
 
 def extent(shape: Sequence[int], item_bytes: int) -> int:
     """Return the bytes that the elements of a shape take.
 
     Raises:
-        ValueError: A size below 0, or sizes whose product no tensor can have, whichever of them is 0; a dtype without items.
+        ValueError: A size below 0, or sizes whose product no tensor can have, whichever of them is
+            0; a dtype without items.
     """
     if not item_bytes:
         raise ValueError("a dtype that this worker does not know")
@@ -38,15 +43,24 @@ def extent(shape: Sequence[int], item_bytes: int) -> int:
     return nbytes
 
 
-def require_within(shape: Sequence[int], strides: Sequence[int], offset: int, item_bytes: int, nbytes: int) -> None:
+def require_within(
+    shape: Sequence[int], strides: Sequence[int], offset: int, item_bytes: int, nbytes: int
+) -> None:
     """Check that strided elements lie within a part of ``nbytes``.
 
     Raises:
         ValueError: They do not; or an offset or a stride is negative.
     """
-    reach = 0 if 0 in shape else 1 + sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
+    reach = (
+        0
+        if 0 in shape
+        else 1 + sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
+    )
     if offset < 0 or min(strides, default=0) < 0 or (offset + reach) * item_bytes > nbytes:
-        raise ValueError(f"sizes {_few(shape)} with strides {_few(strides)} from element {offset} on leave {nbytes} bytes")
+        raise ValueError(
+            f"sizes {_few(shape)} with strides {_few(strides)} from element {offset} on leave "
+            f"{nbytes} bytes"
+        )
 
 
 def require_bools(data: Tensor) -> None:
@@ -75,7 +89,10 @@ def require_coo_form(indices: Tensor, values: Tensor, shape: Sequence[int]) -> N
         or sparse_dims > len(shape)
         or tuple(values.shape[1:]) != tuple(shape[sparse_dims:])
     ):
-        raise ValueError(f"indices {_few(indices.shape)}, values {_few(values.shape)} of a sparse tensor of sizes {_few(shape)}")
+        raise ValueError(
+            f"indices {_few(indices.shape)}, values {_few(values.shape)} of a sparse tensor of "
+            f"sizes {_few(shape)}"
+        )
 
 
 def require_coalesced(indices: Tensor, shape: Sequence[int]) -> None:
@@ -112,7 +129,10 @@ def require_compressed_form(
         and 0 <= batch <= len(shape) - 2
         and plain.dim() == batch + 1
         and values.dim() == len(shape) - 1 + blocked
-        and compressed.shape[:batch] == plain.shape[:batch] == values.shape[:batch] == torch.Size(shape[:batch])
+        and compressed.shape[:batch]
+        == plain.shape[:batch]
+        == values.shape[:batch]
+        == torch.Size(shape[:batch])
         and plain.shape[batch] == values.shape[batch]
         and tuple(values.shape[batch + 1 + blocked :]) == tuple(shape[batch + 2 :])
     )
@@ -133,8 +153,14 @@ def require_channels(integers: Tensor, scales: Tensor, zeros: Tensor, axis: int)
     Raises:
         ValueError: There are not.
     """
-    if not 0 <= axis < integers.dim() or not scales.shape == zeros.shape == integers.shape[axis : axis + 1]:
-        raise ValueError(f"scales {_few(scales.shape)} and zeros {_few(zeros.shape)} along axis {axis} of {_few(integers.shape)}")
+    if (
+        not 0 <= axis < integers.dim()
+        or not scales.shape == zeros.shape == integers.shape[axis : axis + 1]
+    ):
+        raise ValueError(
+            f"scales {_few(scales.shape)} and zeros {_few(zeros.shape)} along axis {axis} of "
+            f"{_few(integers.shape)}"
+        )
 
 
 def require_quantization(integers: torch.dtype, scales: Tensor, zeros: Tensor) -> None:
@@ -148,8 +174,12 @@ def require_quantization(integers: torch.dtype, scales: Tensor, zeros: Tensor) -
         KeyError: Another dtype than those of quantized tensors.
     """
     lowest, highest = _ZERO_POINTS[integers]
-    if not bool(torch.isfinite(scales).all()) or not bool(((zeros >= lowest) & (zeros <= highest)).all()):
-        raise ValueError(f"a scale that is not finite, or a zero point outside of {lowest} to {highest}")
+    if not bool(torch.isfinite(scales).all()) or not bool(
+        ((zeros >= lowest) & (zeros <= highest)).all()
+    ):
+        raise ValueError(
+            f"a scale that is not finite, or a zero point outside of {lowest} to {highest}"
+        )
 
 
 def _few(numbers: Sequence[int]) -> str:

@@ -39,5 +39,7 @@ _DTYPE_NAMES = (
 DTYPES: list[Any] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 ITEM_BYTES = [0 if dtype is None else dtype.itemsize for dtype in DTYPES]
 DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES) if dtype is not None}
-ARRAY_DTYPES = [np.dtype(name) if hasattr(np, name) or name == "bool" else None for name in _DTYPE_NAMES]
+ARRAY_DTYPES = [
+    np.dtype(name) if hasattr(np, name) or name == "bool" else None for name in _DTYPE_NAMES
+]
 ARRAY_NUMBERS = {dtype: number for number, dtype in enumerate(ARRAY_DTYPES) if dtype is not None}

@@ -43,7 +43,11 @@ class Sink:
         if kind is np.ndarray or kind is torch.Tensor or kind is torch.nn.Parameter:
             if tensor_table.is_describable(obj):
                 return _nth, (self.number(obj),)
-            if kind is not np.ndarray and obj.__dict__ and tensor_table.is_describable(plain := _without_attributes(obj)):
+            if (
+                kind is not np.ndarray
+                and obj.__dict__
+                and tensor_table.is_describable(plain := _without_attributes(obj))
+            ):
                 return _with_attributes, (_Numbered(self.number(plain)), obj.__dict__)
         return NotImplemented
 

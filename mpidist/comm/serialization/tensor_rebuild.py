@@ -1,8 +1,9 @@
 """Rebuilds tensors and arrays of a tensor table from the memory that came with it.
 
-Whatever the bytes are, memory outside of what has arrived is neither read nor written: each row is checked before its memory is
-touched (``tensor_checks``). For a strict reader tensors have no more elements than have arrived, and the values that torch and
-numpy take for granted are checked as well.
+Whatever the bytes are, memory outside of what has arrived is neither read nor written: each row is
+checked before its memory is touched (``tensor_checks``). For a strict reader tensors have no more
+elements than have arrived, and the values that torch and numpy take for granted are checked as
+well.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ _frombuffer = torch.frombuffer
 _BOOL = DTYPE_NUMBERS[torch.bool]
 _DIMS_AT = COUNTS.size + 3  # of the first row's dimensions, from the start of a table
 _MOST_LONE = 4096
-# Whose a part is: one row's, or that of views. What one of them writes must not be another one's bools, which were checked.
+# Whose a part is: one row's, or that of views. What one of them writes must not be another one's
+# bools, which were checked.
 _ONE, _VIEWS, _BOOLS = range(3)
-# What stands before the elements: dtype, bytes, shape if not flat. Never a bool: its bytes must be looked at.
+# What stands before the elements: dtype, bytes, shape if not flat. Never a bool: its bytes must be
+# looked at.
 _lone: dict[bytes, tuple[Any, int, tuple[int, ...] | None]] = {}
 
 
@@ -71,16 +74,19 @@ def read_lone(table: Any, place: int) -> tuple[Tensor, int] | None:
     return (flat if shape is None else flat.view(shape)), end
 
 
-def read(table: Any, place: int, parts: Sequence[Any], is_strict: bool = False) -> tuple[list[Any], int, int]:
+def read(
+    table: Any, place: int, parts: Sequence[Any], is_strict: bool = False
+) -> tuple[list[Any], int, int]:
     """Rebuild the objects of a table; tensors and arrays own the memory of their parts.
 
     Args:
         table: A ``bytearray``, or a view of one.
         place: Where the table begins in it.
         parts: Memory in the order of ``described``: buffers, or flat ``uint8`` tensors.
-        is_strict: Anybody may have written it. Tensors of more elements than have arrived are refused (``described`` writes none
-            with ``is_dense``), and values that torch and numpy take for granted: bools, sparse indices, scales and zero points.
-            Costs time in proportion to bools, sparse and quantized tensors.
+        is_strict: Anybody may have written it. Tensors of more elements than have arrived are
+            refused (``described`` writes none with ``is_dense``), and values that torch and numpy
+            take for granted: bools, sparse indices, scales and zero points. Costs time in
+            proportion to bools, sparse and quantized tensors.
 
     Returns:
         The objects, how many parts are theirs, and where the table ends.
@@ -96,14 +102,22 @@ def read(table: Any, place: int, parts: Sequence[Any], is_strict: bool = False) 
             place += FIRST.size
             shape = SHAPES[dims].unpack_from(table, place)
             place += 8 * dims
-            end = place + (shape[0] * ITEM_BYTES[number] if dims == 1 else math.prod(shape, start=ITEM_BYTES[number]))
+            end = place + (
+                shape[0] * ITEM_BYTES[number]
+                if dims == 1
+                else math.prod(shape, start=ITEM_BYTES[number])
+            )
             tensor = _inline(table[place:end], number, shape, end - place, is_strict)
             if flags & (REQUIRES_GRAD | PARAMETER):
                 return [_flagged(tensor, flags)], 0, end
             if end > place and number != _BOOL:
                 if len(_lone) >= _MOST_LONE:
                     _lone.clear()
-                _lone[bytes(table[first:place])] = DTYPES[number], end - place, None if dims == 1 else shape
+                _lone[bytes(table[first:place])] = (
+                    DTYPES[number],
+                    end - place,
+                    None if dims == 1 else shape,
+                )
             return [tensor], 0, end
         if used > len(parts):
             raise ValueError(f"{used} parts announced, {len(parts)} arrived")
@@ -113,12 +127,18 @@ def read(table: Any, place: int, parts: Sequence[Any], is_strict: bool = False) 
         for _ in range(count):
             number, form, flags, dims, _ = ROW.unpack_from(table, place)
             if flags & INLINE and form == DENSE:
-                shape = SHAPES[dims].unpack_from(table, place + ROW.size) if dims < len(SHAPES) else _shape(table, place, dims)
+                shape = (
+                    SHAPES[dims].unpack_from(table, place + ROW.size)
+                    if dims < len(SHAPES)
+                    else _shape(table, place, dims)
+                )
                 place += ROW.size + 8 * dims
                 end = place + math.prod(shape, start=ITEM_BYTES[number])
                 tensor = _inline(table[place:end], number, shape, end - place, is_strict)
                 place = end
-                objects.append(_flagged(tensor, flags) if flags & (REQUIRES_GRAD | PARAMETER) else tensor)
+                objects.append(
+                    _flagged(tensor, flags) if flags & (REQUIRES_GRAD | PARAMETER) else tensor
+                )
                 continue
             if reader is None:
                 reader = _Reader(table, parts[:used], is_strict)
@@ -126,8 +146,18 @@ def read(table: Any, place: int, parts: Sequence[Any], is_strict: bool = False) 
             objects.append(reader.read())
             place = reader.place
         return objects, used, place
-    except (struct.error, LookupError, TypeError, ValueError, RuntimeError, OverflowError, MemoryError) as error:
-        raise FrameError(f"the table of {len(table) - first} bytes does not describe what came with it: {error}") from error
+    except (
+        struct.error,
+        LookupError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+        MemoryError,
+    ) as error:
+        raise FrameError(
+            f"the table of {len(table) - first} bytes does not describe what came with it: {error}"
+        ) from error
 
 
 def _shape(table: Any, place: int, dims: int) -> tuple[int, ...]:
@@ -163,7 +193,8 @@ class _Reader:
         self._is_strict = is_strict
         self._kinds: dict[int, int] = {}  # of the parts met so far: whose they are
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._bools_left: dict[int, int] = {}  # of parts that views share: how many bytes may still be checked view by view
+        # of parts that views share: how many bytes may still be checked view by view
+        self._bools_left: dict[int, int] = {}
 
     def read(self) -> Any:
         """Return the next row's object."""
@@ -226,14 +257,17 @@ class _Reader:
             else:
                 storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
             self._storages[part] = storage
-        tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+        tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(
+            storage, offset, shape, strides
+        )
         if self._is_strict and number == _BOOL:
             self._require_bools(tensor, part, storage)
         return tensor
 
     def _require_bools(self, view: Tensor, part: int, storage: torch.UntypedStorage) -> None:
-        # Any number of views may have all of the part. Those that do not overlap have no more elements than it has bytes, and
-        # are checked one by one, as between them may lie what is no bool; once there are more elements, the whole part is, once.
+        # Any number of views may have all of the part. Those that do not overlap have no more
+        # elements than it has bytes, and are checked one by one, as between them may lie what is no
+        # bool; once there are more elements, the whole part is, once.
         left = self._bools_left.get(part, storage.nbytes())
         if left < 0:
             return
@@ -274,8 +308,12 @@ class _Reader:
         if values.dtype is not DTYPES[number]:
             raise ValueError(f"values of {values.dtype} for a sparse tensor of {DTYPES[number]}")
         if form != COO:
-            return torch.sparse_compressed_tensor(*inner, shape, layout=layout, check_invariants=self._is_strict)
-        made = torch.sparse_coo_tensor(indices, values, shape, check_invariants=self._is_strict, is_coalesced=False)
+            return torch.sparse_compressed_tensor(
+                *inner, shape, layout=layout, check_invariants=self._is_strict
+            )
+        made = torch.sparse_coo_tensor(
+            indices, values, shape, check_invariants=self._is_strict, is_coalesced=False
+        )
         if flags & COALESCED and self._is_strict:
             checks.require_coalesced(indices, shape)
         return made._coalesced_(bool(flags & COALESCED))
@@ -289,9 +327,15 @@ class _Reader:
         else:
             scale, zero = SCALE.unpack_from(self._table, self.place)
             self.place += SCALE.size
-            integers, scales, zeros = self._inner(), torch.tensor(scale, dtype=torch.float64), torch.tensor(zero)
+            integers, scales, zeros = (
+                self._inner(),
+                torch.tensor(scale, dtype=torch.float64),
+                torch.tensor(zero),
+            )
         if integers.shape != shape:
-            raise ValueError(f"integers of sizes {tuple(integers.shape)} for a quantized tensor of {shape}")
+            raise ValueError(
+                f"integers of sizes {tuple(integers.shape)} for a quantized tensor of {shape}"
+            )
         if self._is_strict:
             checks.require_quantization(integers.dtype, scales, zeros)
         if is_by_channel:

@@ -12,7 +12,11 @@ Tensor = torch.Tensor
 
 def overlap(objects: Iterable[Any]) -> bool:
     """Say whether two dense host tensors share memory."""
-    spans = sorted(span(obj) for obj in objects if isinstance(obj, Tensor) and obj.layout is torch.strided and obj.is_cpu)
+    spans = sorted(
+        span(obj)
+        for obj in objects
+        if isinstance(obj, Tensor) and obj.layout is torch.strided and obj.is_cpu
+    )
     reach = -1
     for low, high in spans:
         if low < reach and high > low:
@@ -26,7 +30,11 @@ def span(tensor: Tensor) -> tuple[int, int]:
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.nbytes
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
+    reach = (
+        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.numel()
+        else -1
+    )
     return start, start + (reach + 1) * tensor.element_size()
 
 
@@ -40,7 +48,10 @@ def clusters(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Group tensors of one storage whose spans overlap or adjoin, in the order of their first members."""
     if len(tensors) == 1:
         return [[0]]
-    order = sorted(range(len(tensors)), key=lambda place: (tensors[place].device.index or -1, *span(tensors[place])))
+    order = sorted(
+        range(len(tensors)),
+        key=lambda place: (tensors[place].device.index or -1, *span(tensors[place])),
+    )
     found: list[list[int]] = []
     reach, owner = -1, None
     for place in order:
@@ -60,7 +71,14 @@ def clusters_apart(tensors: Sequence[Tensor], alone: Collection[int]) -> list[li
     """Group tensors as ``clusters`` does, bools apart from other dtypes, and each of the places in ``alone`` by itself."""
     found = [[place] for place in sorted(alone)]
     for is_bool in (False, True):
-        chosen = [place for place, tensor in enumerate(tensors) if place not in alone and (tensor.dtype is torch.bool) is is_bool]
+        chosen = [
+            place
+            for place, tensor in enumerate(tensors)
+            if place not in alone and (tensor.dtype is torch.bool) is is_bool
+        ]
         if chosen:
-            found += [[chosen[member] for member in members] for members in clusters([tensors[place] for place in chosen])]
+            found += [
+                [chosen[member] for member in members]
+                for members in clusters([tensors[place] for place in chosen])
+            ]
     return found

@@ -39,7 +39,13 @@ from mpidist.comm.serialization.tensor_format import (
     SCALE,
     WHOLE,
 )
-from mpidist.comm.serialization.tensor_spans import clusters, clusters_apart, is_folded, overlap, span
+from mpidist.comm.serialization.tensor_spans import (
+    clusters,
+    clusters_apart,
+    is_folded,
+    overlap,
+    span,
+)
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -49,8 +55,10 @@ _ONE = COUNTS.pack(1, 0)
 # By dtype, shape, class and requires_grad: what stands before the elements.
 _heads: dict[Any, tuple[bytes | None, int, bytes]] = {}
 
-INLINE_BYTES = 30 << 10  # a tensor up to this size stands in its row: the message is still one eager message
-_WASTE_BYTES = 64 << 10  # what may travel unused between a tensor's elements, beside as much as the tensor itself
+# a tensor up to this size stands in its row: the message is still one eager message
+INLINE_BYTES = 30 << 10
+# what may travel unused between a tensor's elements, beside as much as the tensor itself
+_WASTE_BYTES = 64 << 10
 
 
 def is_describable(obj: Any) -> bool:
@@ -76,12 +84,13 @@ def described(
 
     Args:
         device_map: From this rank's CUDA device indices to the receiver's.
-        is_dense: For a strict reader (``tensor_rebuild``): a tensor with more elements than its memory holds, an expanded one
-            say, goes as a copy without strides; bools share no memory with other dtypes, nor do sparse and quantized tensors
-            share any.
+        is_dense: For a strict reader (``tensor_rebuild``): a tensor with more elements than its
+            memory holds, an expanded one say, goes as a copy without strides; bools share no memory
+            with other dtypes, nor do sparse and quantized tensors share any.
 
     Returns:
-        The table, the parts (contiguous tensors or buffers), and the receiver's device index of each part.
+        The table, the parts (contiguous tensors or buffers), and the receiver's device index of
+        each part.
 
     Raises:
         ValueError: A tensor on a device that ``device_map`` does not name.
@@ -93,7 +102,11 @@ def described(
         # What most messages with large tensors hold.
         obj = objects[0]
         flags = WHOLE | REQUIRES_GRAD * obj.requires_grad | PARAMETER * (type(obj) is not Tensor)
-        return COUNTS.pack(1, 1) + _row(DTYPE_NUMBERS[obj.dtype], DENSE, flags, 0, obj.shape), [obj], [None]
+        return (
+            COUNTS.pack(1, 1) + _row(DTYPE_NUMBERS[obj.dtype], DENSE, flags, 0, obj.shape),
+            [obj],
+            [None],
+        )
     layout = _Layout(device_map or {}, is_dense)
     heads: list[Any] = [layout.add(obj) for obj in objects]
     layout.lay_out()
@@ -104,14 +117,25 @@ def described(
 def lone_table(obj: Any) -> tuple[Any, ...] | None:
     """Return the table of one small whole host tensor, as bytes and buffers to be joined at once; None for any other object.
 
-    The buffers are the tensor's own memory. What most messages with tensors hold; ``_add_inline_row`` written out.
+    The buffers are the tensor's own memory. What most messages with tensors hold;
+    ``_add_inline_row`` written out.
     """
     kind = type(obj)
-    if (kind is not Tensor and kind is not Parameter) or not obj.is_cpu or obj.layout is not _STRIDED:
+    if (
+        (kind is not Tensor and kind is not Parameter)
+        or not obj.is_cpu
+        or obj.layout is not _STRIDED
+    ):
         return None
     key = obj.dtype, obj.shape, kind, obj.requires_grad
     head, nbytes, lone = _heads.get(key) or _head_of(*key)
-    if head is None or not obj.is_contiguous() or obj.is_neg() or obj.__dict__ or (nbytes < 0 and obj.is_conj()):
+    if (
+        head is None
+        or not obj.is_contiguous()
+        or obj.is_neg()
+        or obj.__dict__
+        or (nbytes < 0 and obj.is_conj())
+    ):
         return None
     # Not numpy(): a tensor whose memory it has seen cannot be resized any more.
     return (lone, _memory(obj.data_ptr(), abs(nbytes))) if nbytes else (lone,)
@@ -141,11 +165,21 @@ def _is_whole(obj: Any) -> bool:
 
 def _add_inline_row(obj: Any, pieces: list[Any]) -> bool:
     kind = type(obj)
-    if (kind is not Tensor and kind is not Parameter) or not obj.is_cpu or obj.layout is not _STRIDED:
+    if (
+        (kind is not Tensor and kind is not Parameter)
+        or not obj.is_cpu
+        or obj.layout is not _STRIDED
+    ):
         return False
     key = obj.dtype, obj.shape, kind, obj.requires_grad
     head, nbytes, _ = _heads.get(key) or _head_of(*key)
-    if head is None or not obj.is_contiguous() or obj.is_neg() or obj.__dict__ or (nbytes < 0 and obj.is_conj()):
+    if (
+        head is None
+        or not obj.is_contiguous()
+        or obj.is_neg()
+        or obj.__dict__
+        or (nbytes < 0 and obj.is_conj())
+    ):
         return False
     pieces.append(head)
     if nbytes:
@@ -153,7 +187,9 @@ def _add_inline_row(obj: Any, pieces: list[Any]) -> bool:
     return True
 
 
-def _head_of(dtype: torch.dtype, shape: torch.Size, kind: type, requires_grad: bool) -> tuple[bytes | None, int, bytes]:
+def _head_of(
+    dtype: torch.dtype, shape: torch.Size, kind: type, requires_grad: bool
+) -> tuple[bytes | None, int, bytes]:
     """Return an inline row up to its elements, None if it cannot be one; their bytes, below 0 if complex; a table up to there."""
     number = DTYPE_NUMBERS.get(dtype)
     nbytes = shape.numel() * dtype.itemsize
@@ -163,7 +199,11 @@ def _head_of(dtype: torch.dtype, shape: torch.Size, kind: type, requires_grad: b
         head = _row(number, DENSE, flags, 0, shape)
     if len(_heads) >= _MOST_HEADS:
         _heads.clear()
-    found = _heads[dtype, shape, kind, requires_grad] = head, -nbytes if dtype.is_complex else nbytes, _ONE + (head or b"")
+    found = _heads[dtype, shape, kind, requires_grad] = (
+        head,
+        -nbytes if dtype.is_complex else nbytes,
+        _ONE + (head or b""),
+    )
     return found
 
 
@@ -186,11 +226,15 @@ class _Layout:
         flags = REQUIRES_GRAD * obj.requires_grad | PARAMETER * (type(obj) is not Tensor)
         if obj.layout is torch.strided and not obj.is_quantized:
             tensor = _resolved(obj)
-            self._tensors.append((tensor.contiguous() if self._is_dense and is_folded(tensor) else tensor, flags))
+            self._tensors.append(
+                (tensor.contiguous() if self._is_dense and is_folded(tensor) else tensor, flags)
+            )
             return len(self._tensors) - 1
         plain, shape = obj.detach(), tuple(obj.shape)
         if obj.layout is torch.sparse_coo:
-            head = _row(DTYPE_NUMBERS[obj.dtype], COO, flags | COALESCED * obj.is_coalesced(), 0, shape)
+            head = _row(
+                DTYPE_NUMBERS[obj.dtype], COO, flags | COALESCED * obj.is_coalesced(), 0, shape
+            )
             return head, self._inner(plain._indices()), self._inner(plain._values())
         if obj.layout in COMPRESSED:
             by_row = obj.layout in BY_ROW
@@ -199,7 +243,9 @@ class _Layout:
             head = _row(DTYPE_NUMBERS[obj.dtype], COMPRESSED[obj.layout], flags, 0, shape)
             return head, self._inner(compressed), self._inner(indices), self._inner(plain.values())
         if obj.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            head = _row(0, PER_TENSOR, flags, 0, shape) + SCALE.pack(obj.q_scale(), obj.q_zero_point())
+            head = _row(0, PER_TENSOR, flags, 0, shape) + SCALE.pack(
+                obj.q_scale(), obj.q_zero_point()
+            )
             return head, self._inner(obj.int_repr())
         head = _row(0, PER_CHANNEL, flags, 0, shape) + OFFSET.pack(obj.q_per_channel_axis())
         scales, zeros = obj.q_per_channel_scales(), obj.q_per_channel_zero_points()
@@ -213,7 +259,8 @@ class _Layout:
 
     def _add_array(self, obj: Any) -> bytes:
         if type(obj) is bytearray:
-            self.parts.append(bytes(obj))  # a view would keep the caller from resizing it until MPI's send is tested
+            # a view would keep the caller from resizing it until MPI's send is tested
+            self.parts.append(bytes(obj))
         else:
             self.parts.append(obj.reshape(-1).view(np.uint8).data if obj.size else b"")
         self.devices.append(None)
@@ -225,7 +272,9 @@ class _Layout:
         """Say which memory travels for the dense tensors, and write their rows."""
         self.rows = [b""] * len(self._tensors)
         tensors = [tensor for tensor, _ in self._tensors]
-        for members in clusters_apart(tensors, self._alone) if self._is_dense else clusters(tensors):
+        for members in (
+            clusters_apart(tensors, self._alone) if self._is_dense else clusters(tensors)
+        ):
             first, flags = self._tensors[members[0]]
             low, high = span(first)
             if len(members) == 1:
@@ -234,18 +283,25 @@ class _Layout:
                     low, high = span(first)
                 if first.is_contiguous():
                     number = DTYPE_NUMBERS[first.dtype]
-                    self.rows[members[0]] = _row(number, DENSE, flags | WHOLE, len(self.parts), first.shape)
+                    self.rows[members[0]] = _row(
+                        number, DENSE, flags | WHOLE, len(self.parts), first.shape
+                    )
                     self._add_memory(first, low, high)
                     continue
             for place in members[1:]:
                 start, end = span(self._tensors[place][0])
                 low, high = min(low, start), max(high, end)
-            low -= (low - first.untyped_storage().data_ptr()) % 16  # whole elements of any type: complex128 is the widest
+            # whole elements of any type: complex128 is the widest
+            low -= (low - first.untyped_storage().data_ptr()) % 16
             for place in members:
                 tensor, flags = self._tensors[place]
                 offset = (tensor.data_ptr() - low) // tensor.element_size() if tensor.numel() else 0
-                head = _row(DTYPE_NUMBERS[tensor.dtype], DENSE, flags, len(self.parts), tensor.shape)
-                self.rows[place] = head + OFFSET.pack(offset) + struct.pack(f"<{tensor.dim()}q", *tensor.stride())
+                head = _row(
+                    DTYPE_NUMBERS[tensor.dtype], DENSE, flags, len(self.parts), tensor.shape
+                )
+                self.rows[place] = (
+                    head + OFFSET.pack(offset) + struct.pack(f"<{tensor.dim()}q", *tensor.stride())
+                )
             self._add_memory(first, low, high)
 
     def _add_memory(self, tensor: Tensor, low: int, high: int) -> None:
@@ -262,7 +318,8 @@ class _Layout:
         if index not in self._device_map:
             raise ValueError(
                 f"a tensor on {tensor.device} cannot be sent: the device map for this worker names "
-                f"{sorted(self._device_map) or 'no device'}; set it with RpcBackendOptions.set_device_map, or send tensor.cpu()"
+                f"{sorted(self._device_map) or 'no device'}; set it with "
+                "RpcBackendOptions.set_device_map, or send tensor.cpu()"
             )
         self.devices.append(self._device_map[index])
 

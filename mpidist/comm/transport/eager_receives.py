@@ -1,10 +1,12 @@
 """Receives of eager messages: posted ahead, or by matched probe (MPI-4.1 §3.8.2) where a message may be longer than its receive.
 
-Open MPI writes a message that is longer than its receive past the receive's memory, and reports the truncation afterwards
-(``matched``). Posted receives are the fastest, and for processes that trust each other. A ``ProbedReceive`` gives MPI memory once
-the length of the message is known; a longer one is received with length zero, which leaves all memory as it was.
+Open MPI writes a message that is longer than its receive past the receive's memory, and reports the
+truncation afterwards (``matched``). Posted receives are the fastest, and for processes that trust
+each other. A ``ProbedReceive`` gives MPI memory once the length of the message is known; a longer
+one is received with length zero, which leaves all memory as it was.
 
-Both have the interface of a persistent request: ``Test`` fills a status with source and length, ``Start`` opens the next one.
+Both have the interface of a persistent request: ``Test`` fills a status with source and length,
+``Start`` opens the next one.
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ def withdraw(receives: Iterable[tuple[Any, bytearray, Any]], idle: Any) -> list[
 class ProbedReceive:
     """Receives of one tag from any source, one after the other: matched, compared with the room, and only then received.
 
-    Nothing blocks: a message that is matched and not there yet is the next one all the same, as messages of a sender keep their
-    order.
+    Nothing blocks: a message that is matched and not there yet is the next one all the same, as
+    messages of a sender keep their order.
 
     Args:
         mpi: The communicator.
@@ -77,7 +79,8 @@ class ProbedReceive:
         self.space = bytearray(EAGER_BYTES)
         self._kept = deque(kept)
         self._request: Any = None
-        self._refused: FrameError | None = None  # of the message under way, which is longer than the room
+        # of the message under way, which is longer than the room
+        self._refused: FrameError | None = None
         self._then: Callable[[], None] | None = None
         self._is_idle = not self._kept  # the next message is one that MPI has
 
@@ -128,7 +131,10 @@ class ProbedReceive:
 
     def _refuse(self, message: Any, nbytes: int, status: Any) -> bool:
         source = status.Get_source()
-        self._refused = FrameError(f"a message of {nbytes} bytes from rank {source}; at most {EAGER_BYTES} are received in one")
+        self._refused = FrameError(
+            f"a message of {nbytes} bytes from rank {source}; at most {EAGER_BYTES} are received "
+            "in one"
+        )
         self._request, self._is_idle = message.Irecv((None, 0, self._byte)), False
         return self._is_received(status)
 
@@ -140,7 +146,11 @@ class ProbedReceive:
         except Exception as error:
             self._request = self._refused = None
             self._set_idle()
-            if refused is None or not mpi_errors.is_mpi_error(error) or mpi_errors.is_failure(error):
+            if (
+                refused is None
+                or not mpi_errors.is_mpi_error(error)
+                or mpi_errors.is_failure(error)
+            ):
                 raise
         self._request = self._refused = None
         self._set_idle()

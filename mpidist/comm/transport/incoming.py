@@ -41,11 +41,34 @@ class Incoming:
     """
 
     __slots__ = (
-        *("source", "kind", "flags", "sequence", "context", "data", "start", "end", "parts", "is_new", "noted", "action"),
+        *(
+            "source",
+            "kind",
+            "flags",
+            "sequence",
+            "context",
+            "data",
+            "start",
+            "end",
+            "parts",
+            "is_new",
+            "noted",
+            "action",
+        ),
         *("arrive", "receives", "section", "damage"),
     )
 
-    def __init__(self, source: int, kind: int, flags: int, sequence: int, context: int, data: Any, start: int, end: int) -> None:
+    def __init__(
+        self,
+        source: int,
+        kind: int,
+        flags: int,
+        sequence: int,
+        context: int,
+        data: Any,
+        start: int,
+        end: int,
+    ) -> None:
         self.source, self.kind, self.flags = source, kind, flags
         self.sequence, self.context = sequence, context
         self.data, self.start, self.end = data, start, end
@@ -74,7 +97,9 @@ class Incoming:
                 used_here(part)
 
 
-def arranged(parts: Sequence[Part], devices: Sequence[int | None]) -> tuple[Any, list[Part], list[int | None]]:
+def arranged(
+    parts: Sequence[Part], devices: Sequence[int | None]
+) -> tuple[Any, list[Part], list[int | None]]:
     """Return the packed section, empty if all parts are payloads, and the payloads with their devices."""
     lengths: list[int] = []
     packed: list[Any] = []
@@ -96,7 +121,11 @@ def arranged(parts: Sequence[Part], devices: Sequence[int | None]) -> tuple[Any,
     section = bytearray(struct.pack(f"<I{len(lengths)}Q", len(lengths), *lengths))
     for part in packed:
         # Not numpy(): a tensor whose memory it has seen cannot be resized any more.
-        section += buffer.memory(part.data_ptr(), part.nbytes) if isinstance(part, torch.Tensor) else memoryview(part).cast("B")
+        section += (
+            buffer.memory(part.data_ptr(), part.nbytes)
+            if isinstance(part, torch.Tensor)
+            else memoryview(part).cast("B")
+        )
     return section, payloads, where
 
 
@@ -115,7 +144,9 @@ def _unpack(incoming: Incoming) -> None:
         section = payloads.pop(0)
     incoming.section = None
     if isinstance(section, torch.Tensor):
-        raise FrameError(f"a message of rank {incoming.source}: its packed parts lie on {section.device}")
+        raise FrameError(
+            f"a message of rank {incoming.source}: its packed parts lie on {section.device}"
+        )
     try:
         (count,) = struct.unpack_from("<I", section)
         lengths = struct.unpack_from(f"<{count}Q", section, 4)
@@ -126,7 +157,10 @@ def _unpack(incoming: Incoming) -> None:
             if length & _IS_PAYLOAD:
                 part = next(following)
                 if nbytes_of(part) != length ^ _IS_PAYLOAD:
-                    raise FrameError(f"a payload of {nbytes_of(part)} bytes in the place of {length ^ _IS_PAYLOAD}")
+                    raise FrameError(
+                        f"a payload of {nbytes_of(part)} bytes in the place of "
+                        f"{length ^ _IS_PAYLOAD}"
+                    )
                 parts.append(part)
             else:
                 # A copy: a small part must not keep all of the others in memory.
@@ -135,7 +169,9 @@ def _unpack(incoming: Incoming) -> None:
         if place != len(section) or next(following, None) is not None:
             raise FrameError(f"{len(section)} packed bytes do not hold what they announce")
     except (struct.error, StopIteration) as error:
-        raise FrameError(f"a message of rank {incoming.source}: its parts do not hold what it announces") from error
+        raise FrameError(
+            f"a message of rank {incoming.source}: its parts do not hold what it announces"
+        ) from error
     incoming.parts = parts
 
 

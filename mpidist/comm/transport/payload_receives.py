@@ -1,14 +1,17 @@
 """Receives of the payloads that a message announces.
 
-What is announced is checked before memory is lent for it, and what has arrived against what was announced: lent memory has served
-before, and what has not arrived is another message's. Memory that is only announced costs address space alone.
+What is announced is checked before memory is lent for it, and what has arrived against what was
+announced: lent memory has served before, and what has not arrived is another message's. Memory that
+is only announced costs address space alone.
 
-Payloads carry no number: they are received in the order of the messages that announce them. One for which there is no memory is
-received without room, so that those behind it keep their order. Where a message does not say which payloads are its own, the
-order is lost, and all later messages of that rank with payloads are refused.
+Payloads carry no number: they are received in the order of the messages that announce them. One for
+which there is no memory is received without room, so that those behind it keep their order. Where a
+message does not say which payloads are its own, the order is lost, and all later messages of that
+rank with payloads are refused.
 
-Where senders are not to be trusted with this process's memory, a payload is matched first (MPI-4.1 §3.8.2), and received with
-length zero if it is longer than announced: Open MPI would write it past its receive (``matched``).
+Where senders are not to be trusted with this process's memory, a payload is matched first (MPI-4.1
+§3.8.2), and received with length zero if it is longer than announced: Open MPI would write it past
+its receive (``matched``).
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ class PayloadReceives:
         self._status: Any = MPI.Status()
         self.is_probing = False
         self._sources: defaultdict[int, _Source] = defaultdict(_Source)
-        self._lost: dict[int, str] = {}  # by rank: the reason why its payloads cannot be told apart any more
+        # by rank: the reason why its payloads cannot be told apart any more
+        self._lost: dict[int, str] = {}
 
     def lose(self, source: int, reason: str) -> None:
         """Receive no more payloads of a rank: which message they belong to is not known any more."""
@@ -71,7 +75,9 @@ class PayloadReceives:
         if (total := sum([nbytes for nbytes, _ in announced])) > _MOST_BYTES:
             self.lose(source, f"it has announced {total} bytes in one message")
         if source in self._lost:
-            incoming.damage = FrameError(f"payloads of rank {source} are received no more: {self._lost[source]}")
+            incoming.damage = FrameError(
+                f"payloads of rank {source} are received no more: {self._lost[source]}"
+            )
             return
         incoming.parts, incoming.receives, incoming.arrive = parts, opened, arrive = [], [], []
         for nbytes, number in announced:
@@ -80,20 +86,28 @@ class PayloadReceives:
             memory: Part
             try:
                 if number:
-                    part, (memory, device, bring) = device_p2p.space(nbytes, torch.device("cuda", number - 1))
+                    part, (memory, device, bring) = device_p2p.space(
+                        nbytes, torch.device("cuda", number - 1)
+                    )
                     arrive.append(bring)
                 else:
                     part = memory = self._memory.lend(nbytes)
             except Exception as error:
                 where = f"on device {number - 1}" if number else "in host memory"
-                incoming.damage = FrameError(f"{nbytes} bytes of rank {source} cannot be received {where}: {error}")
-                pieces: Any = [([None, 0, self._byte], length) for _, length in buffer.pieces(nbytes)]
+                incoming.damage = FrameError(
+                    f"{nbytes} bytes of rank {source} cannot be received {where}: {error}"
+                )
+                pieces: Any = [
+                    ([None, 0, self._byte], length) for _, length in buffer.pieces(nbytes)
+                ]
             else:
                 parts.append(part)
                 pieces = [(piece, piece[1]) for piece in pieces_of(memory)]
             for piece, length in pieces:
                 if self.is_probing:
-                    request: Any = _ProbedPiece(self._mpi, self._sources[source], source, self._tag, piece, length, device)
+                    request: Any = _ProbedPiece(
+                        self._mpi, self._sources[source], source, self._tag, piece, length, device
+                    )
                 else:
                     request = start_request(device, self._mpi.Irecv, piece, source, self._tag)
                 opened.append((request, length))
@@ -118,7 +132,9 @@ class PayloadReceives:
                     raise
                 reason = str(error)
             if reason and incoming.damage is None:
-                incoming.damage = FrameError(f"a payload of rank {incoming.source}, announced as {announced} bytes: {reason}")
+                incoming.damage = FrameError(
+                    f"a payload of rank {incoming.source}, announced as {announced} bytes: {reason}"
+                )
         incoming.receives = waiting
         if incoming.damage is not None and not waiting:
             incoming.parts, incoming.arrive, incoming.section = (), (), None
@@ -138,9 +154,28 @@ class _Source:
 class _ProbedPiece:
     """The receive of an announced piece, started when its message is matched; with the interface of a request."""
 
-    __slots__ = ("_device", "_mpi", "_nbytes", "_rank", "_request", "_sent", "_source", "_space", "_tag")
+    __slots__ = (
+        "_device",
+        "_mpi",
+        "_nbytes",
+        "_rank",
+        "_request",
+        "_sent",
+        "_source",
+        "_space",
+        "_tag",
+    )
 
-    def __init__(self, mpi: Any, source: _Source, rank: int, tag: int, space: Any, nbytes: int, device: Device | None) -> None:
+    def __init__(
+        self,
+        mpi: Any,
+        source: _Source,
+        rank: int,
+        tag: int,
+        space: Any,
+        nbytes: int,
+        device: Device | None,
+    ) -> None:
         self._mpi, self._source, self._rank, self._tag = mpi, source, rank, tag
         self._space, self._nbytes, self._device = space, nbytes, device
         self._request: Any = None
@@ -155,7 +190,11 @@ class _ProbedPiece:
             if not self._request.Test(status):
                 return False
         except Exception as error:
-            if self._sent <= self._nbytes or not mpi_errors.is_mpi_error(error) or mpi_errors.is_failure(error):
+            if (
+                self._sent <= self._nbytes
+                or not mpi_errors.is_mpi_error(error)
+                or mpi_errors.is_failure(error)
+            ):
                 raise
         if self._sent > self._nbytes:
             status.Set_elements(MPI.BYTE, self._sent)
@@ -186,6 +225,11 @@ class _ProbedPiece:
 def pieces_of(part: Part) -> list[tuple[Any, int, Any]]:
     """Return a part's memory in pieces that MPI can count: (buffer, bytes, MPI's type)."""
     if isinstance(part, torch.Tensor):
-        return [buffer.byte_range(part, start, length) for start, length in buffer.pieces(part.nbytes)]
+        return [
+            buffer.byte_range(part, start, length) for start, length in buffer.pieces(part.nbytes)
+        ]
     view = memoryview(part).cast("B")
-    return [(view[start : start + length], length, MPI.BYTE) for start, length in buffer.pieces(view.nbytes)]
+    return [
+        (view[start : start + length], length, MPI.BYTE)
+        for start, length in buffer.pieces(view.nbytes)
+    ]

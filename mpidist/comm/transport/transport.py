@@ -7,7 +7,8 @@ into place. Eager messages of one pair of ranks arrive in the order in which the
 (MPI-4.1 §3.5). Payloads may arrive after later eager messages, so an ``Incoming`` is returned
 twice: when its eager message has arrived, and when all of its parts have.
 
-A message that cannot be what its sender announces is returned with its damage: whom it concerns is known all the same.
+A message that cannot be what its sender announces is returned with its damage: whom it concerns is
+known all the same.
 
 No call here blocks. One thread at a time may ``poll``; any number may ``send``. So all ranks may
 send to all at once, whatever the size: a rank that polls receives.
@@ -40,7 +41,14 @@ from mpidist.comm.memory.stream import device_at, start_request
 from mpidist.comm.mpi import mpi_errors, runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.transport.eager_receives import EAGER_BYTES, ProbedReceive, posted, withdraw
-from mpidist.comm.transport.incoming import MAX_PAYLOADS, Incoming, Part, arranged, nbytes_of, unpack
+from mpidist.comm.transport.incoming import (
+    MAX_PAYLOADS,
+    Incoming,
+    Part,
+    arranged,
+    nbytes_of,
+    unpack,
+)
 from mpidist.comm.transport.payload_receives import DEVICE_SHIFT, PayloadReceives, pieces_of
 from mpidist.errors import FrameError, RankFailureError
 
@@ -82,7 +90,10 @@ class Transport:
         if group is not None:
             self._mpi = group._comm.plain
             self._isend, self._byte = self._mpi.Isend, MPI.BYTE
-            self._eager_tag, self._payload_tag = group._comm.own_tag(_EAGER_TAG), group._comm.own_tag(_PAYLOAD_TAG)
+            self._eager_tag, self._payload_tag = (
+                group._comm.own_tag(_EAGER_TAG),
+                group._comm.own_tag(_PAYLOAD_TAG),
+            )
             self._status: Any = MPI.Status()
             self._payloads = PayloadReceives(self._mpi, self._payload_tag, self._memory)
             runtime.close_at_exit(self, stage=1)  # after those who poll
@@ -90,12 +101,13 @@ class Transport:
     def receive(self, is_probing: bool) -> None:
         """Open the receives, or change them; messages that have come already keep their order.
 
-        What has been posted before the first change to probing was posted for ranks that might run anything here.
+        What has been posted before the first change to probing was posted for ranks that might run
+        anything here.
 
         Args:
-            is_probing: No message is received before its length is known to fit: for ranks that are not to be trusted with this
-                process's memory, which Open MPI lets a message longer than its receive overwrite. Else receives are posted
-                ahead, which is faster.
+            is_probing: No message is received before its length is known to fit: for ranks that are
+                not to be trusted with this process's memory, which Open MPI lets a message longer
+                than its receive overwrite. Else receives are posted ahead, which is faster.
 
         Who must call: this rank alone, while no thread polls. Does not block.
         """
@@ -103,7 +115,8 @@ class Transport:
             return
         self._payloads.is_probing = is_probing
         if self._probed is not None:
-            # Its message under way, of an agent that has ended, may announce payloads: it comes first.
+            # Its message under way, of an agent that has ended, may announce payloads: it comes
+            # first.
             self._probed.end(None if is_probing else self._post)
         elif not is_probing:
             if not self._posted:
@@ -147,24 +160,38 @@ class Transport:
         if parts:
             self._send_with_parts((to, kind, sequence, context, flags), header, parts, devices)
             return
-        message = _FIXED.pack(kind, flags, 0, self.generation, sequence, context, len(header), 0) + header
+        message = (
+            _FIXED.pack(kind, flags, 0, self.generation, sequence, context, len(header), 0) + header
+        )
         if len(message) > EAGER_BYTES:
-            raise ValueError(f"a header of {len(header)} bytes; at most {EAGER_BYTES - _START} travel in one message")
+            raise ValueError(
+                f"a header of {len(header)} bytes; at most {EAGER_BYTES - _START} travel in one "
+                "message"
+            )
         if to == self.rank:
             data = bytearray(message)
             self._own.append(Incoming(to, kind, flags, sequence, context, data, _START, len(data)))
         else:
             self._sending.append((self._isend([message, self._byte], to, self._eager_tag), message))
 
-    def _send_with_parts(self, numbers: Any, header: Any, parts: Sequence[Part], devices: Sequence[int | None]) -> None:
+    def _send_with_parts(
+        self, numbers: Any, header: Any, parts: Sequence[Part], devices: Sequence[int | None]
+    ) -> None:
         if len(header) > HEADER_BYTES:
-            raise ValueError(f"a header of {len(header)} bytes; at most {HEADER_BYTES} travel before parts")
+            raise ValueError(
+                f"a header of {len(header)} bytes; at most {HEADER_BYTES} travel before parts"
+            )
         to, kind, sequence, context, flags = numbers
         if to == self.rank:
-            incoming = Incoming(to, kind, flags, sequence, context, bytearray(header), 0, len(header))
+            incoming = Incoming(
+                to, kind, flags, sequence, context, bytearray(header), 0, len(header)
+            )
             arrive: list[Any] = []
             where = devices or (None,) * len(parts)
-            incoming.parts = [self._copied(part, device, arrive) for part, device in zip(parts, where, strict=True)]
+            incoming.parts = [
+                self._copied(part, device, arrive)
+                for part, device in zip(parts, where, strict=True)
+            ]
             incoming.arrive = arrive
             self._own.append(incoming)
             return
@@ -172,26 +199,49 @@ class Transport:
         packed, marks = len(section), 0 if section else _ALL_PAYLOADS
         if packed > EAGER_BYTES - _START - 8 * len(payloads) - len(header):
             payloads, places, packed = [section, *payloads], [None, *places], 0
-        fixed = _FIXED.pack(kind, flags, len(payloads) | marks, self.generation, sequence, context, len(header), packed)
+        fixed = _FIXED.pack(
+            kind,
+            flags,
+            len(payloads) | marks,
+            self.generation,
+            sequence,
+            context,
+            len(header),
+            packed,
+        )
         tops = [0 if device is None else device + 1 for device in places]
-        sizes = [nbytes_of(memory) | top << DEVICE_SHIFT for memory, top in zip(payloads, tops, strict=True)]
-        message = b"".join((fixed, struct.pack(f"<{len(sizes)}Q", *sizes), header, section if packed else b""))
-        # The receiver posts receives in the order of eager messages: no other message's payloads may come between.
-        ready = [device_p2p.to_send(memory) if isinstance(memory, torch.Tensor) else (memory, None) for memory in payloads]
+        sizes = [
+            nbytes_of(memory) | top << DEVICE_SHIFT
+            for memory, top in zip(payloads, tops, strict=True)
+        ]
+        message = b"".join(
+            (fixed, struct.pack(f"<{len(sizes)}Q", *sizes), header, section if packed else b"")
+        )
+        # The receiver posts receives in the order of eager messages: no other message's payloads
+        # may come between.
+        ready = [
+            device_p2p.to_send(memory) if isinstance(memory, torch.Tensor) else (memory, None)
+            for memory in payloads
+        ]
         with self._payload_order:
             self._sending.append((self._isend([message, self._byte], to, self._eager_tag), message))
             for memory, device in ready:
                 for piece in pieces_of(memory):
-                    self._sending.append((start_request(device, self._isend, piece, to, self._payload_tag), memory))
+                    self._sending.append(
+                        (start_request(device, self._isend, piece, to, self._payload_tag), memory)
+                    )
 
     def _copied(self, part: Part, device: int | None, arrive: list[Any]) -> Part:
         # Caller and callee must not share what they would not share on two ranks.
         if device is not None:
             copy = part.to(torch.device("cuda", device), copy=True)
             if (there := device_at(copy.device)) is not None:
-                arrive.append(partial(list, (there.here(),)))  # another thread reads it, on a stream of its own
+                # another thread reads it, on a stream of its own
+                arrive.append(partial(list, (there.here(),)))
             return copy
-        memory = buffer.memory(part.data_ptr(), part.nbytes) if isinstance(part, torch.Tensor) else part
+        memory = (
+            buffer.memory(part.data_ptr(), part.nbytes) if isinstance(part, torch.Tensor) else part
+        )
         source = memoryview(memory).cast("B")
         space = self._memory.lend(source.nbytes)
         space[:] = source
@@ -202,17 +252,19 @@ class Transport:
 
         Raises:
             FrameError: A message that is none of ours. It is dropped, and the next call goes on.
-            RankFailureError: MPI reports ranks as dead (ULFM); ``ranks`` are theirs in the group. Each is reported once.
+            RankFailureError: MPI reports ranks as dead (ULFM); ``ranks`` are theirs in the group.
+                Each is reported once.
         """
         if self._own or not self._posted:
             return self._own.popleft() if self._own else None
-        # Only now: every call of MPI releases the GIL, and while the main thread computes it takes half a millisecond to come
-        # back. The other posted receives bridge the gap.
+        # Only now: every call of MPI releases the GIL, and while the main thread computes it takes
+        # half a millisecond to come back. The other posted receives bridge the gap.
         if self._read is not None:
             self._read.Start()
             self._read = None
         if self._arriving and self._passed:
-            # One after each message: a sender that always has the next one ready must not hold up another's payloads.
+            # One after each message: a sender that always has the next one ready must not hold up
+            # another's payloads.
             complete = self._complete(self._passed % len(self._arriving))
             if complete is not None:
                 return complete
@@ -236,11 +288,22 @@ class Transport:
         if len(self._sending) > _SENDING:
             self._test_sends()
         if len(data) < _START:
-            raise FrameError(f"truncated message of {len(data)} bytes from rank {status.Get_source()}")
-        fields = kind, flags, payloads, generation, sequence, context, header_bytes, packed = _FIXED.unpack_from(data)
-        if payloads or packed or generation != self.generation or len(data) != _START + header_bytes:
+            raise FrameError(
+                f"truncated message of {len(data)} bytes from rank {status.Get_source()}"
+            )
+        fields = kind, flags, payloads, generation, sequence, context, header_bytes, packed = (
+            _FIXED.unpack_from(data)
+        )
+        if (
+            payloads
+            or packed
+            or generation != self.generation
+            or len(data) != _START + header_bytes
+        ):
             return self._received(status.Get_source(), data, fields)
-        return Incoming(status.Get_source(), kind, flags, sequence, context, data, _START, len(data))
+        return Incoming(
+            status.Get_source(), kind, flags, sequence, context, data, _START, len(data)
+        )
 
     def close(self, timeout_s: float) -> None:
         """Withdraw the receives, so that MPI can end."""
@@ -259,7 +322,8 @@ class Transport:
             # Its header cannot be found; whom it concerns is known all the same.
             incoming = Incoming(source, kind, 0, sequence, context, data, _START, _START)
             incoming.damage = FrameError(
-                f"message of {len(data)} bytes from rank {source} announces {n_payloads} payloads, a header of "
+                f"message of {len(data)} bytes from rank {source} announces {n_payloads} payloads, "
+                "a header of "
                 f"{header_bytes} bytes and {packed} packed ones"
             )
             if generation != self.generation:

@@ -26,8 +26,8 @@ _NAME = re.compile(r"powersgd-(\d+)-of-(\d+)\.pt")
 def save(folder: str | Path, module: Any, state: PowerSGDState) -> Path:
     """Write this rank's state and its module's buckets; return the file.
 
-    Collective: called by all ranks between steps, with one folder that all of them can read later. Files of another number of
-    ranks that lie there are removed once all have written.
+    Collective: called by all ranks between steps, with one folder that all of them can read later.
+    Files of another number of ranks that lie there are removed once all have written.
 
     Args:
         module: The ``DistributedDataParallel`` that the state serves.
@@ -39,7 +39,10 @@ def save(folder: str | Path, module: Any, state: PowerSGDState) -> Path:
     with _agreed(group), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the group that is left out
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save({"format": _FORMAT, "state": state.state_dict(), "bucket_plan": module.bucket_plan()}, partial)
+        torch.save(
+            {"format": _FORMAT, "state": state.state_dict(), "bucket_plan": module.bucket_plan()},
+            partial,
+        )
     partial.replace(path)
     if group.rank == 0:
         for other in folder.iterdir():
@@ -53,13 +56,15 @@ def save(folder: str | Path, module: Any, state: PowerSGDState) -> Path:
 def load(folder: str | Path, module: Any, map_location: Any = None) -> PowerSGDState:
     """Read what ``save`` wrote; return this rank's state, on the module's group.
 
-    On as many ranks as wrote it each gets its own back, and the module its buckets: training goes on with the same bits. On
-    another number all get the mean of the errors, and the module keeps its own buckets.
+    On as many ranks as wrote it each gets its own back, and the module its buckets: training goes
+    on with the same bits. On another number all get the mean of the errors, and the module keeps
+    its own buckets.
 
     Collective: called by all ranks, before the first step.
 
     Args:
-        module: The ``DistributedDataParallel`` that the state shall serve; register the hook with it afterwards.
+        module: The ``DistributedDataParallel`` that the state shall serve; register the hook with
+            it afterwards.
 
     Raises:
         FileNotFoundError: The folder does not hold the files of all ranks of one run.
@@ -79,7 +84,9 @@ def load(folder: str | Path, module: Any, map_location: Any = None) -> PowerSGDS
         module.use_bucket_plan(plan)
     steps = group.all_gather_object(state.iter)
     if len(set(steps)) > 1:
-        raise ValueError(f"the files in {folder} are of different steps ({steps}): a save was cut short")
+        raise ValueError(
+            f"the files in {folder} are of different steps ({steps}): a save was cut short"
+        )
     state.process_group = module.process_group
     return state
 
@@ -92,7 +99,9 @@ def _agreed(group: Any) -> Iterator[None]:
         yield
     except Exception as error:
         problem = error
-    told = group.all_gather_object(None if problem is None else f"{type(problem).__name__}: {problem}")
+    told = group.all_gather_object(
+        None if problem is None else f"{type(problem).__name__}: {problem}"
+    )
     if problem is not None:
         raise problem
     wrong = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None)
@@ -107,18 +116,26 @@ def _files(folder: Path) -> list[Path]:
         if match:
             found.setdefault(int(match[2]), {})[int(match[1])] = path
     if len(found) != 1:
-        raise FileNotFoundError(f"{folder} must hold the PowerSGD states of one run; found those of {len(found)}")
+        raise FileNotFoundError(
+            f"{folder} must hold the PowerSGD states of one run; found those of {len(found)}"
+        )
     ((size, by_rank),) = found.items()
     absent = sorted(set(range(size)) - set(by_rank))
     if absent:
-        raise FileNotFoundError(f"{folder} lacks the PowerSGD states of ranks {', '.join(map(str, absent))} of {size}")
+        raise FileNotFoundError(
+            f"{folder} lacks the PowerSGD states of ranks {', '.join(map(str, absent))} of {size}"
+        )
     return [by_rank[rank] for rank in range(size)]
 
 
 def _read(path: Path, map_location: Any) -> tuple[PowerSGDState, dict[str, Any]]:
     try:
         saved = saved_file.read(path, map_location)
-        if type(saved) is not dict or saved.get("format") != _FORMAT or type(saved.get("bucket_plan")) is not dict:
+        if (
+            type(saved) is not dict
+            or saved.get("format") != _FORMAT
+            or type(saved.get("bucket_plan")) is not dict
+        ):
             raise ValueError(f"it is not of format {_FORMAT!r}")
         state = PowerSGDState()
         state.load_state_dict(saved.get("state", {}))
@@ -137,6 +154,7 @@ def _require_fits(state: PowerSGDState, module: Any) -> None:
     for name, error in state.error_dict.items():
         if error.shape != shapes.get(name, error.shape):
             raise ValueError(
-                f"the PowerSGD state is of another module: it holds an error of shape {tuple(error.shape)} for {name!r}, whose "
+                "the PowerSGD state is of another module: it holds an error of shape "
+                f"{tuple(error.shape)} for {name!r}, whose "
                 f"shape is {tuple(shapes[name])}"
             )

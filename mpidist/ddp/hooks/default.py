@@ -1,11 +1,12 @@
 """The average itself, and the average in half precision; each works alone, and the compressing ones around any other hook.
 
-A hook is called once for each bucket of dense gradients, in one order on all ranks, and returns a future of the reduced buffer.
-On one node the transfer is processor time and gains nothing from a thread, so it happens in the call; between nodes it goes to
-the group's thread.
+A hook is called once for each bucket of dense gradients, in one order on all ranks, and returns a
+future of the reduced buffer. On one node the transfer is processor time and gains nothing from a
+thread, so it happens in the call; between nodes it goes to the group's thread.
 
-Source: ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``, whose names and signatures these are. It divides by W
-before the sum and in half precision; here the sum is divided in fp32 and rounded once.
+Source: ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``, whose names and signatures
+these are. It divides by W before the sum and in half precision; here the sum is divided in fp32 and
+rounded once.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def fp16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]
 
 @in_order
 def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Average the bucket in bf16: half the bytes of fp32, and its range. Complex numbers travel as they are."""
+    """Average the bucket in bf16: half the bytes of fp32, and its range.
+
+    Complex numbers travel as they are.
+    """
     return _compress(process_group, bucket, torch.bfloat16)
 
 
@@ -70,7 +74,8 @@ class Compressed:
         self.dtype = dtype
         self._narrow: dict[
             int, Tensor
-        ] = {}  # by memory, for all steps: fresh memory is dear, and hooks know a buffer by its address
+            # by memory, for all steps: fresh memory is dear, and hooks know a buffer by its address
+        ] = {}
 
     @property
     def is_in_order(self) -> bool:
@@ -100,7 +105,11 @@ class Compressed:
         held = self._narrow.get(bucket.slot())
         fits = held is not None and held.device == buffer.device
         if held is not None and fits:  # where buckets take turns, memory of the longest one so far
-            fits = held.numel() >= buffer.numel() if bucket.takes_turns() else held.shape == buffer.shape
+            fits = (
+                held.numel() >= buffer.numel()
+                if bucket.takes_turns()
+                else held.shape == buffer.shape
+            )
         if held is None or not fits:
             held = self._narrow[bucket.slot()] = torch.empty_like(buffer, dtype=self.dtype)
         return held[: buffer.numel()] if bucket.takes_turns() else held
@@ -118,7 +127,11 @@ def average(group: Any, tensor: Tensor, node_tensor: NodeTensor | None = None) -
     if not runs_beside(group, tensor):
         group.all_reduce(tensor, AVG)
         return completed(tensor)
-    return group.all_reduce(tensor, AVG, async_op=True).get_future().then(lambda future: future.value()[0])
+    return (
+        group.all_reduce(tensor, AVG, async_op=True)
+        .get_future()
+        .then(lambda future: future.value()[0])
+    )
 
 
 def _compress(process_group: Any, bucket: GradBucket, dtype: torch.dtype) -> Future[Tensor]:

@@ -62,10 +62,14 @@ def as_matrix(gradient: Tensor) -> Tensor:
     # A permuted layout (channels last) is a matrix, too: its columns in another order.
     order = sorted(range(1, gradient.dim()), key=gradient.stride, reverse=True)
     matrix = gradient.permute(0, *order).view(gradient.shape[0], -1)
-    if not matrix.is_contiguous():  # a transposed parameter's: the approximation of the transpose serves as well
+    # a transposed parameter's: the approximation of the transpose serves as well
+    if not matrix.is_contiguous():
         matrix = matrix.t()
     if not matrix.is_contiguous():
-        raise RuntimeError(f"a gradient of shape {tuple(gradient.shape)} and strides {gradient.stride()} is no matrix in memory")
+        raise RuntimeError(
+            f"a gradient of shape {tuple(gradient.shape)} and strides {gradient.stride()} is no "
+            "matrix in memory"
+        )
     return matrix
 
 
@@ -86,10 +90,14 @@ def place(
     like = matrices[0][1]
     ranks = [rank_of(m.shape[0], m.shape[1], wanted_rank) for _, m, _ in matrices]
     whole_numel = sum(t.numel() for t in whole)
-    flat_p = like.new_zeros(whole_numel + sum(m.shape[0] * r for (_, m, _), r in zip(matrices, ranks, strict=True)))
+    flat_p = like.new_zeros(
+        whole_numel + sum(m.shape[0] * r for (_, m, _), r in zip(matrices, ranks, strict=True))
+    )
     # A kernel reads 16 bytes of a Q at once.
     unit = max(16 // like.element_size(), 1)
-    sizes = [-(-m.shape[1] * r // unit) * unit for (_, m, _), r in zip(matrices, ranks, strict=True)]
+    sizes = [
+        -(-m.shape[1] * r // unit) * unit for (_, m, _), r in zip(matrices, ranks, strict=True)
+    ]
     flat_q = like.new_zeros(sum(sizes))
     placed, at_p, at_q = [], whole_numel, 0
     for (_, m, error), rank, size in zip(matrices, ranks, sizes, strict=True):
@@ -100,7 +108,13 @@ def place(
         placed.append(powersgd.Matrix(m, error, p, q))
         at_p, at_q = at_p + n * rank, at_q + size
     names = tuple(name for name, _, _ in matrices)
-    return Factors(names, errors or {}, powersgd.Bucket(placed, whole, flat_p[:whole_numel], batched), flat_p, flat_q)
+    return Factors(
+        names,
+        errors or {},
+        powersgd.Bucket(placed, whole, flat_p[:whole_numel], batched),
+        flat_p,
+        flat_q,
+    )
 
 
 def random_like(matrix: Tensor, seed: str) -> Tensor:

@@ -1,7 +1,8 @@
 """An optimizer that steps the parameters of a bucket as soon as the bucket is averaged, within the hook.
 
-Source: ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks``, whose private names these are. The public way is
-``torch.distributed.optim._apply_optimizer_in_backward``, which DistributedDataParallel knows by itself.
+Source: ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks``, whose private names
+these are. The public way is ``torch.distributed.optim._apply_optimizer_in_backward``, which
+DistributedDataParallel knows by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class OptimizerHookState:
     """The optimizer of a hook, and what it steps.
 
     Args:
-        functional_optim: An object with ``step_param(parameter, gradient)``, as torch's functional optimizers have it.
+        functional_optim: An object with ``step_param(parameter, gradient)``, as torch's functional
+            optimizers have it.
         params: The parameters to step; None for all.
 
     Raises:
@@ -32,7 +34,10 @@ class OptimizerHookState:
 
     def __init__(self, functional_optim: Any, params: Iterable[Tensor] | None = None) -> None:
         if not hasattr(functional_optim, "step_param"):
-            raise ValueError(f"a hook's optimizer must implement step_param; got {type(functional_optim).__name__}")
+            raise ValueError(
+                "a hook's optimizer must implement step_param; got "
+                f"{type(functional_optim).__name__}"
+            )
         self.functional_optimizer = functional_optim
         self.params_to_optimize = None if params is None else set(params)
 

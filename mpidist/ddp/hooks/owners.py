@@ -1,16 +1,18 @@
 """Gradients to their owners: the reduce-scatter in place of the all-reduce, for an optimizer that is sharded over the ranks.
 
-Each rank gets the average of the elements that it steps, and of no others. In our DDP buckets then take turns in a few buffers,
-and what a rank does not own is freed as soon as its bucket has left: beside the gradients of the buckets under way a rank holds
-its own share alone (ZeRO-2).
+Each rank gets the average of the elements that it steps, and of no others. In our DDP buckets then
+take turns in a few buffers, and what a rank does not own is freed as soon as its bucket has left:
+beside the gradients of the buckets under way a rank holds its own share alone (ZeRO-2).
 
-Within a node all ranks add up a bucket where it lies, as in the plain average, and write each range to its owner: the same bits.
-Between nodes, on devices, and around a copy in half precision (``bf16_compress_wrapper(to_owners(bounds))``) elements are packed
-by owner and reduced by one reduce-scatter, which may add up in another order.
+Within a node all ranks add up a bucket where it lies, as in the plain average, and write each range
+to its owner: the same bits. Between nodes, on devices, and around a copy in half precision
+(``bf16_compress_wrapper(to_owners(bounds))``) elements are packed by owner and reduced by one
+reduce-scatter, which may add up in another order.
 
 Letters: W ranks of the group.
 
-Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020 (arXiv
+Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", SC 2020 (arXiv
 1910.02054), section 5.2, P_os+g.
 """
 
@@ -27,7 +29,16 @@ from mpidist.comm.algorithms.shared_memory import NodeTensor
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks.stages import is_in_order, stages_of
-from mpidist.ddp.ownership import DEFAULT_BUFFERS, Bounds, Ownership, Range, Split, require_buffers, require_cover, split
+from mpidist.ddp.ownership import (
+    DEFAULT_BUFFERS,
+    Bounds,
+    Ownership,
+    Range,
+    Split,
+    require_buffers,
+    require_cover,
+    split,
+)
 from mpidist.errors import DisagreementError
 from mpidist.future import Future, completed
 
@@ -35,26 +46,34 @@ Tensor = torch.Tensor
 Hook = Callable[[Any, Any], Any]
 
 
-def to_owners(bounds: Mapping[Tensor, Bounds], hook: Hook | None = None, *, buffers: int = DEFAULT_BUFFERS) -> ToOwners:
+def to_owners(
+    bounds: Mapping[Tensor, Bounds], hook: Hook | None = None, *, buffers: int = DEFAULT_BUFFERS
+) -> ToOwners:
     """Return a communication hook that reduces gradients to their owners.
 
-    ``ddp.register_comm_hook(None, to_owners(bounds))`` averages in the gradients' own type. It composes from both sides:
-    ``bf16_compress_wrapper(to_owners(bounds))`` sends halves; ``register_comm_hook(state, to_owners(bounds, powerSGD_hook))``
-    leaves the reduction to another hook, whose result all ranks have, and frees what a rank does not own.
+    ``ddp.register_comm_hook(None, to_owners(bounds))`` averages in the gradients' own type. It
+    composes from both sides: ``bf16_compress_wrapper(to_owners(bounds))`` sends halves;
+    ``register_comm_hook(state, to_owners(bounds, powerSGD_hook))`` leaves the reduction to another
+    hook, whose result all ranks have, and frees what a rank does not own.
 
-    After the backward pass ``.grad`` of a parameter is None on a rank that owns nothing of it; the average, if it owns all; in
-    the parameter's full size with zeros in the others' ranges, if it owns a part. A pass that adds to averages of an earlier
-    one gives the sum of both, as in plain DDP. Under ``no_sync`` each rank keeps its own gradients, of all parameters. Sparse
-    gradients are averaged on all ranks, whatever the bounds say. Optimizers that step in the backward pass are refused.
+    After the backward pass ``.grad`` of a parameter is None on a rank that owns nothing of it; the
+    average, if it owns all; in the parameter's full size with zeros in the others' ranges, if it
+    owns a part. A pass that adds to averages of an earlier one gives the sum of both, as in plain
+    DDP. Under ``no_sync`` each rank keeps its own gradients, of all parameters. Sparse gradients
+    are averaged on all ranks, whatever the bounds say. Optimizers that step in the backward pass
+    are refused.
 
-    In torch's DDP, which keeps its buckets and all gradients, others' ranges become zeros: the same step, no memory saved.
+    In torch's DDP, which keeps its buckets and all gradients, others' ranges become zeros: the same
+    step, no memory saved.
 
     Args:
-        bounds: For each parameter its owners: (rank in the group, start, stop) in elements, in the order of memory, ascending,
-            from 0 to the number of elements. A parameter that is missing is averaged on all ranks.
-        hook: Reduces the buckets for all ranks, with the state that is registered; None for the average.
-        buffers: How many buffers of the biggest bucket's size buckets take turns in; 1 leaves no bucket to be filled while
-            another travels.
+        bounds: For each parameter its owners: (rank in the group, start, stop) in elements, in the
+            order of memory, ascending, from 0 to the number of elements. A parameter that is
+            missing is averaged on all ranks.
+        hook: Reduces the buckets for all ranks, with the state that is registered; None for the
+            average.
+        buffers: How many buffers of the biggest bucket's size buckets take turns in; 1 leaves no
+            bucket to be filled while another travels.
 
     Raises:
         TypeError: ``hook`` cannot be called, or ``buffers`` is no int.
@@ -79,18 +98,22 @@ class ToOwners:
         self.ownership = Ownership(bounds, require_buffers(buffers))
         self.is_in_order = hook is None or is_in_order(hook)
         self._hook = hook
-        self._splits: dict[int, tuple[Any, Split]] = {}  # by bucket, with the parameters that it is of
+        # by bucket, with the parameters that it is of
+        self._splits: dict[int, tuple[Any, Split]] = {}
         self._compared: set[str] = set()  # groups whose ranks have the same bounds
         # torch asks a hook for these.
         self.__name__ = self.__qualname__ = "to_owners"
         names = ("state", "bucket")
-        self.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names])
+        self.__signature__ = inspect.Signature(
+            [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
+        )
 
     def __call__(self, state: Any, bucket: Any) -> Any:
         """Reduce one bucket, ours or torch's; return a future of its buffer, ours or torch's.
 
         Raises:
-            TypeError, ValueError, DisagreementError: The bounds are wrong, and no registration has said so (torch's DDP).
+            TypeError, ValueError, DisagreementError: The bounds are wrong, and no registration has
+                said so (torch's DDP).
         """
         is_ours = isinstance(bucket, GradBucket)
         if is_ours and bucket.takes_turns() and self._hook is not None:
@@ -125,7 +148,8 @@ class ToOwners:
         group = native_group(None if self._hook is not None else state)
         if own is not None and group.world_ranks != own.world_ranks:
             raise ValueError(
-                f"to_owners got a group of world ranks {list(group.world_ranks)} as its state; the module is on ranks "
+                f"to_owners got a group of world ranks {list(group.world_ranks)} as its state; the "
+                "module is on ranks "
                 f"{list(own.world_ranks)}, to which the bounds belong"
             )
         return group
@@ -138,7 +162,10 @@ class ToOwners:
             if not (isinstance(bucket, GradBucket) and bucket.takes_turns()):
                 self._require_agreed(group)
             bounds = [self.ownership.bounds.get(parameter) for parameter in parameters]
-            held = self._splits[bucket.index()] = (key, split([p.numel() for p in parameters], bounds, group.size))
+            held = self._splits[bucket.index()] = (
+                key,
+                split([p.numel() for p in parameters], bounds, group.size),
+            )
         return held[1]
 
     def _require_agreed(self, group: Any) -> None:
@@ -149,19 +176,29 @@ class ToOwners:
         rows: list[Any] = []
         try:
             for number, (parameter, owners) in enumerate(self.ownership.bounds.items()):
-                rows.append((tuple(parameter.shape), require_cover(f"number {number}", owners, parameter.numel(), group.size)))
+                rows.append(
+                    (
+                        tuple(parameter.shape),
+                        require_cover(f"number {number}", owners, parameter.numel(), group.size),
+                    )
+                )
         except (AttributeError, TypeError, ValueError) as error:
             problem = error
         told = group.all_gather_object((rows, None if problem is None else str(problem)))
         if problem is not None:
             raise problem
         if any(one != told[0] for one in told):
-            wrong = "; ".join(f"rank {rank}: {text or f'{len(its)} parameters'}" for rank, (its, text) in enumerate(told))
+            wrong = "; ".join(
+                f"rank {rank}: {text or f'{len(its)} parameters'}"
+                for rank, (its, text) in enumerate(told)
+            )
             raise DisagreementError(f"the bounds of to_owners differ between ranks. {wrong}")
         self._compared.add(group.key)
 
 
-def _reduce(group: Any, buffer: Tensor, node_tensor: NodeTensor | None, parts: Split) -> Future[Tensor]:
+def _reduce(
+    group: Any, buffer: Tensor, node_tensor: NodeTensor | None, parts: Split
+) -> Future[Tensor]:
     """Average each rank's ranges of a flat tensor in place; the other ranges keep any values."""
     if group.size == 1:
         return completed(buffer)

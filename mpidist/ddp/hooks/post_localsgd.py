@@ -1,8 +1,8 @@
 """Post-local SGD: gradients are averaged over all ranks for some steps, then within a node; a model averager joins the nodes.
 
-Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv 1808.07217); names and meanings
-of torch's ``post_localSGD_hook``. Where torch's default subgroup is as many consecutive ranks as a machine has devices, ours is
-the ranks that share a node's memory.
+Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv
+1808.07217); names and meanings of torch's ``post_localSGD_hook``. Where torch's default subgroup is
+as many consecutive ranks as a machine has devices, ours is the ranks that share a node's memory.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ class PostLocalSGDState:
 
     Args:
         process_group: All ranks: a group of mpidist, or None for the default.
-        subgroup: The ranks that go on averaging gradients; None for those on this node, a group that is made at the first step
-            that needs it.
-        start_localSGD_iter: Steps of averaging over ``process_group`` before; the averager's ``warmup_steps``.
-        post_local_gradient_allreduce: False: no gradients are averaged afterwards, not even within ``subgroup``.
+        subgroup: The ranks that go on averaging gradients; None for those on this node, a group
+            that is made at the first step that needs it.
+        start_localSGD_iter: Steps of averaging over ``process_group`` before; the averager's
+            ``warmup_steps``.
+        post_local_gradient_allreduce: False: no gradients are averaged afterwards, not even within
+            ``subgroup``.
 
     Attributes:
         iter: Steps so far, counted up to ``start_localSGD_iter``, as in torch.
 
     Raises:
         TypeError: A group of another backend, or a number of steps that is no int.
-        ValueError: A negative number of steps, or a subgroup without this rank or with ranks that ``process_group`` lacks.
+        ValueError: A negative number of steps, or a subgroup without this rank or with ranks that
+            ``process_group`` lacks.
     """
 
     def __init__(
@@ -56,7 +59,10 @@ class PostLocalSGDState:
             part = whole if subgroup is None else native_group(subgroup)
             strangers = sorted(set(part.world_ranks) - set(whole.world_ranks))
             if strangers:
-                raise ValueError(f"subgroup must be some of process_group's ranks; ranks {strangers} of the job are not")
+                raise ValueError(
+                    f"subgroup must be some of process_group's ranks; ranks {strangers} of the job "
+                    "are not"
+                )
         self.process_group = process_group
         self.subgroup = subgroup
         self.start_localSGD_iter = start_localSGD_iter
@@ -92,7 +98,8 @@ class PostLocalSGDState:
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average the bucket over all ranks until ``start_localSGD_iter`` steps are done, then over this node's.
 
-    From then on ``PeriodicModelAverager`` or ``HierarchicalModelAverager`` averages the parameters after the optimizer's step.
+    From then on ``PeriodicModelAverager`` or ``HierarchicalModelAverager`` averages the parameters
+    after the optimizer's step.
     """
     if state.iter < state.start_localSGD_iter:
         state.maybe_increase_iter(bucket)

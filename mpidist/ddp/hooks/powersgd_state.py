@@ -41,10 +41,11 @@ _log = logging.getLogger(__name__)
 class PowerSGDState:
     """Settings of PowerSGD and what it keeps between steps.
 
-    Saved with ``torch.save`` it leaves its group out; loaded, it has the default group. ``torch.load(weights_only=True)`` reads
-    its ``state_dict()`` as it is, and itself after ``torch.serialization.add_safe_globals(mpidist.ddp.SAFE_GLOBALS)``. What each
-    rank left out of the average (``error_dict``) is its own: before rank 0 alone saves, let all ranks call ``consolidated``; to
-    save every rank's, see ``mpidist.ddp.hooks.checkpoint``.
+    Saved with ``torch.save`` it leaves its group out; loaded, it has the default group.
+    ``torch.load(weights_only=True)`` reads its ``state_dict()`` as it is, and itself after
+    ``torch.serialization.add_safe_globals(mpidist.ddp.SAFE_GLOBALS)``. What each rank left out of
+    the average (``error_dict``) is its own: before rank 0 alone saves, let all ranks call
+    ``consolidated``; to save every rank's, see ``mpidist.ddp.hooks.checkpoint``.
 
     Args:
         process_group: A group of mpidist, or None for the default.
@@ -64,11 +65,14 @@ class PowerSGDState:
         q_memory_dict: By parameter name, the last Q (m × r).
 
     Raises:
-        TypeError: A rank, a number of steps or a seed that is no int; a rate or an epsilon that is no number.
-        ValueError: A rank below 1; a ``start_powerSGD_iter``, ``min_compression_rate`` or epsilon that is negative or not finite.
+        TypeError: A rank, a number of steps or a seed that is no int; a rate or an epsilon that is
+            no number.
+        ValueError: A rank below 1; a ``start_powerSGD_iter``, ``min_compression_rate`` or epsilon
+            that is negative or not finite.
 
     Source:
-        torch 2.13's ``PowerSGDState``, whose options these are. Unlike there compression may start at any step.
+        torch 2.13's ``PowerSGDState``, whose options these are. Unlike there compression may start
+        at any step.
     """
 
     def __init__(
@@ -105,12 +109,15 @@ class PowerSGDState:
         self.q_memory_dict: dict[str, Tensor] = {}
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
-        self._kept: dict[int, tuple[Any, Any]] = {}  # by bucket; made again when the bucket has changed
+        # by bucket; made again when the bucket has changed
+        self._kept: dict[int, tuple[Any, Any]] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the group as plain data and tensors, which are the state's own."""
         held = {name: value for name, value in self.__dict__.items() if name not in _OWN}
-        return {name: operator.index(value) if name in _INTS else value for name, value in held.items()}
+        return {
+            name: operator.index(value) if name in _INTS else value for name, value in held.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what ``state_dict`` returned; the group stays.
@@ -131,7 +138,11 @@ class PowerSGDState:
         """Take everything, and the default group."""
         self.load_state_dict(state)
         self.process_group = default_group() if torch.distributed.is_initialized() else None
-        warnings.warn("a loaded PowerSGD state is on the default process group; set process_group for another", stacklevel=2)
+        warnings.warn(
+            "a loaded PowerSGD state is on the default process group; set process_group for "
+            "another",
+            stacklevel=2,
+        )
 
     def kept(self, index: int, what: Any, make: Callable[[], T]) -> T:
         """Return what ``make()`` returned for a bucket when it was last made, if that was for the same ``what``."""
@@ -147,7 +158,8 @@ class PowerSGDState:
     def consolidated(self) -> PowerSGDState:
         """Return a state with the mean of all ranks' errors, which one file can hold for all.
 
-        Training goes on from it as well: only the mean of the errors enters the average of the gradients.
+        Training goes on from it as well: only the mean of the errors enters the average of the
+        gradients.
 
         Collective: over the state's group, with the same parameters on all ranks.
         """
@@ -170,7 +182,10 @@ class PowerSGDState:
             if self.iter == self.start_powerSGD_iter:
                 _log.info("PowerSGD compresses after %d steps", self.iter)
             if self.iter % self.compression_stats_logging_frequency == 0:
-                _log.info("PowerSGD: compression rate %.1f, %d elements before, %d sent", *self.compression_stats())
+                _log.info(
+                    "PowerSGD: compression rate %.1f, %d elements before, %d sent",
+                    *self.compression_stats(),
+                )
         return step
 
     def count_elements(self, before: int, after: int) -> None:
@@ -189,11 +204,17 @@ class PowerSGDState:
             error = torch.zeros_like(gradient)
         elif error.shape != gradient.shape:
             raise ValueError(
-                f"the PowerSGD state holds an error of shape {tuple(error.shape)} for {name!r}, whose gradient has "
+                f"the PowerSGD state holds an error of shape {tuple(error.shape)} for {name!r}, "
+                "whose gradient has "
                 f"{tuple(gradient.shape)}: it is of another module; make a new one"
             )
-        elif (error.device, error.dtype, error.stride()) != (gradient.device, gradient.dtype, gradient.stride()):
-            error = torch.empty_like(gradient).copy_(error)  # loaded, or another hook around this one
+        elif (error.device, error.dtype, error.stride()) != (
+            gradient.device,
+            gradient.dtype,
+            gradient.stride(),
+        ):
+            # loaded, or another hook around this one
+            error = torch.empty_like(gradient).copy_(error)
         self.error_dict[name] = error
         return error
 
@@ -218,7 +239,11 @@ def require_int(name: str, value: Any, least: int | None = None) -> None:
         TypeError: It is none.
         ValueError: It is below.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, torch.Tensor):
+    if (
+        isinstance(value, bool)
+        or not hasattr(value, "__index__")
+        or isinstance(value, torch.Tensor)
+    ):
         raise TypeError(f"{name} must be an int; got {value!r}")
     if least is not None and value < least:
         wanted = f"be at least {least}" if least else "not be negative"
@@ -242,7 +267,9 @@ def require_real(name: str, value: Any) -> None:
 
 def _require_state(state: Any) -> None:
     if not isinstance(state, Mapping) or set(state) != _NAMES:
-        raise ValueError("a PowerSGD state holds its settings and what it keeps by name; got something else")
+        raise ValueError(
+            "a PowerSGD state holds its settings and what it keeps by name; got something else"
+        )
     for name in _NAMES:
         value = state[name]
         if name in _INTS:
@@ -252,12 +279,20 @@ def _require_state(state: Any) -> None:
         elif name in _FLAGS:
             if type(value) is not bool:
                 raise ValueError(f"{name} of a PowerSGD state is True or False; got {value!r}")
-        elif type(value) is not dict or not all(type(key) is str and _is_dense(held) for key, held in value.items()):
-            raise ValueError(f"{name} of a PowerSGD state holds tensors by parameter name; got something else")
+        elif type(value) is not dict or not all(
+            type(key) is str and _is_dense(held) for key, held in value.items()
+        ):
+            raise ValueError(
+                f"{name} of a PowerSGD state holds tensors by parameter name; got something else"
+            )
 
 
 def _is_dense(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.is_floating_point()
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and value.is_floating_point()
+    )
 
 
 def merged(states: Sequence[PowerSGDState]) -> PowerSGDState:
@@ -273,7 +308,10 @@ def merged(states: Sequence[PowerSGDState]) -> PowerSGDState:
         raise ValueError("there is no PowerSGD state to merge")
     steps = {state.iter for state in states}
     if len(steps) > 1:
-        raise ValueError(f"the PowerSGD states are of different steps ({', '.join(map(str, sorted(steps)))}), not of one run")
+        raise ValueError(
+            f"the PowerSGD states are of different steps ({', '.join(map(str, sorted(steps)))}), "
+            "not of one run"
+        )
     mean = _sibling(states[0])
     for name in {name for state in states for name in state.error_dict}:
         errors = [state.error_dict[name] for state in states if name in state.error_dict]
@@ -284,7 +322,9 @@ def merged(states: Sequence[PowerSGDState]) -> PowerSGDState:
 def _sibling(state: PowerSGDState) -> PowerSGDState:
     """Copy a state and its tensors; the group stays the same object."""
     sibling = PowerSGDState.__new__(PowerSGDState)
-    sibling.__dict__.update({name: copy.copy(value) for name, value in state.__dict__.items() if name not in _OWN})
+    sibling.__dict__.update(
+        {name: copy.copy(value) for name, value in state.__dict__.items() if name not in _OWN}
+    )
     sibling._kept = {}
     sibling.process_group = state.process_group
     sibling.error_dict = {name: error.clone() for name, error in state.error_dict.items()}

@@ -1,17 +1,20 @@
 """Gradients as bytes: each rank sends its bucket as uint8, and all average what was sent.
 
-Scales and zero points (one for the bucket, or one per channel of 512 elements) travel with the bytes, in one collective:
+Scales and zero points (one for the bucket, or one per channel of 512 elements) travel with the
+bytes, in one collective:
 
 - up to five ranks, all of it to all: W · N bytes arrive at each rank;
-- beyond, each rank's share to that rank, which averages it, and the averages back to all in fp32: 5 · N bytes, whatever W.
+- beyond, each rank's share to that rank, which averages it, and the averages back to all in fp32: 5
+  · N bytes, whatever W.
 
 Both add up the same numbers in the order of the ranks: all ranks hold the same bits.
 
 Letters: W ranks; N elements of a bucket.
 
-Source: ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks``, whose names, blocks and averages these are. torch
-sends scales and bytes in two collectives, and W · N bytes always; its hook per channel needs NCCL. A block that is not finite
-becomes NaN on all ranks, which a GradScaler sees.
+Source: ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks``, whose names, blocks and
+averages these are. torch sends scales and bytes in two collectives, and W · N bytes always; its
+hook per channel needs NCCL. A block that is not finite becomes NaN on all ranks, which a GradScaler
+sees.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ def quantization_pertensor_hook(process_group: Any, bucket: GradBucket) -> Futur
 
 
 @in_order
-def quantization_perchannel_hook(process_group: Any, bucket: GradBucket, bucket_size: int = CHANNEL) -> Future[Tensor]:
+def quantization_perchannel_hook(
+    process_group: Any, bucket: GradBucket, bucket_size: int = CHANNEL
+) -> Future[Tensor]:
     """Average the bucket in uint8, with a scale per ``bucket_size`` elements: finer where magnitudes differ.
 
     Raises:
@@ -83,7 +88,10 @@ def average_quantized(group: Any, flat: Tensor, block: int) -> None:
 
 def _to_all(group: Any, flat: Tensor, block: int) -> None:
     length = uint8_blocks.packed_bytes(flat.numel(), block)
-    own, rows = _scratch(group, "sent", length, flat), _scratch(group, "received", group.size * length, flat)
+    own, rows = (
+        _scratch(group, "sent", length, flat),
+        _scratch(group, "received", group.size * length, flat),
+    )
     uint8_blocks.pack(flat, block, own)
     group.all_gather_into_tensor(rows, own)
     uint8_blocks.average(rows.view(group.size, length), flat.numel(), block, flat)
@@ -93,14 +101,19 @@ def _by_shares(group: Any, flat: Tensor, block: int) -> None:
     bounds = share_bounds(flat.numel(), block, group.size)
     longest = bounds[0][1]
     length = uint8_blocks.packed_bytes(longest, block)
-    sent, received = (_scratch(group, name, group.size * length, flat).view(group.size, length) for name in ("sent", "received"))
+    sent, received = (
+        _scratch(group, name, group.size * length, flat).view(group.size, length)
+        for name in ("sent", "received")
+    )
     whole = uint8_blocks.heads_of(flat, block) if block == flat.numel() else None
     for row, (start, stop) in zip(sent, bounds, strict=True):
         if start < stop:
             uint8_blocks.pack(flat[start:stop], block, row, whole)
     group.all_to_all_single(received, sent)
     start, stop = bounds[group.rank]
-    averages = _scratch(group, "averages", group.size * longest, flat, torch.float32).view(group.size, longest)
+    averages = _scratch(group, "averages", group.size * longest, flat, torch.float32).view(
+        group.size, longest
+    )
     own = _scratch(group, "own", longest, flat, torch.float32)
     if start < stop:
         uint8_blocks.average(received, stop - start, block, own[: stop - start])
@@ -116,7 +129,9 @@ def share_bounds(numel: int, block: int, ranks: int) -> list[tuple[int, int]]:
     return [(min(rank * longest, numel), min((rank + 1) * longest, numel)) for rank in range(ranks)]
 
 
-def _scratch(group: Any, name: str, numel: int, like: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
+def _scratch(
+    group: Any, name: str, numel: int, like: Tensor, dtype: torch.dtype = torch.uint8
+) -> Tensor:
     """Return memory that the next call with this name gets again."""
     of_group = _memory.setdefault(group, {})
     held = of_group.get((name, like.device))

@@ -10,7 +10,12 @@ from enum import Enum
 from typing import Any
 
 from mpidist.comm.resolve_group import native_group
-from mpidist.ddp.hooks.default import allreduce_hook, bf16_compress_hook, fp16_compress_hook, noop_hook
+from mpidist.ddp.hooks.default import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    noop_hook,
+)
 from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.hooks.quantization import quantization_perchannel_hook, quantization_pertensor_hook
@@ -25,14 +30,17 @@ class _Registration:
 
     def __call__(self, model: Any, state: Any = None, start_powerSGD_iter: int = 1_000) -> None:
         if self.rank is not None:
-            state = PowerSGDState(state, matrix_approximation_rank=self.rank, start_powerSGD_iter=start_powerSGD_iter)
+            state = PowerSGDState(
+                state, matrix_approximation_rank=self.rank, start_powerSGD_iter=start_powerSGD_iter
+            )
         model.register_comm_hook(state, self.hook)
 
 
 class DDPCommHookType(Enum):
     """Hooks by name; ``DDPCommHookType.FP16_COMPRESS.value(model=model, state=process_group)`` registers one.
 
-    The state is a process group, or None for the default one; the PowerSGD hooks make their own state of it.
+    The state is a process group, or None for the default one; the PowerSGD hooks make their own
+    state of it.
     """
 
     ALLREDUCE = _Registration(allreduce_hook)
@@ -51,7 +59,8 @@ def register_ddp_comm_hook(comm_hook_type: Any, model: Any, state: Any = None) -
     """Register a hook by its type.
 
     Args:
-        comm_hook_type: A ``DDPCommHookType`` of this module; torch's own types hold torch's hooks, and register themselves.
+        comm_hook_type: A ``DDPCommHookType`` of this module; torch's own types hold torch's hooks,
+            and register themselves.
         model: A ``DistributedDataParallel``.
         state: The process group; None for the default.
 
@@ -61,7 +70,8 @@ def register_ddp_comm_hook(comm_hook_type: Any, model: Any, state: Any = None) -
     if not isinstance(comm_hook_type, DDPCommHookType):
         name = getattr(comm_hook_type, "name", "ALLREDUCE")
         raise TypeError(
-            f"comm_hook_type must be of mpidist's own registry, mpidist.ddp.hooks.registry.DDPCommHookType.{name}; got "
+            "comm_hook_type must be of mpidist's own registry, "
+            f"mpidist.ddp.hooks.registry.DDPCommHookType.{name}; got "
             f"{type(comm_hook_type).__module__}.{comm_hook_type!r}"
         )
     if state is not None:

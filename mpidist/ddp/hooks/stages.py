@@ -1,10 +1,12 @@
 """The order of a hook's collectives: the same on all ranks, whatever finishes first.
 
-A hook of several stages starts its second collective when the first has ended, often in a future's callback. Left to itself, one
-rank would then start it before the next bucket's first collective and another after it, and different collectives would meet.
-So a bucket's stages are one operation of the group (``in_order``): whatever a hook issues has ended when the call returns, its
-callbacks run where they are attached, and the next bucket waits behind it. Between nodes, and on CUDA, that happens on the
-group's thread, beside the backward pass. A hook that promises to need no such care is called in the backward pass itself.
+A hook of several stages starts its second collective when the first has ended, often in a future's
+callback. Left to itself, one rank would then start it before the next bucket's first collective and
+another after it, and different collectives would meet. So a bucket's stages are one operation of
+the group (``in_order``): whatever a hook issues has ended when the call returns, its callbacks run
+where they are attached, and the next bucket waits behind it. Between nodes, and on CUDA, that
+happens on the group's thread, beside the backward pass. A hook that promises to need no such care
+is called in the backward pass itself.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ def is_in_order(hook: Hook) -> bool:
 def runs_beside(group: Any, tensor: torch.Tensor) -> bool:
     """Say whether a tensor is reduced beside the backward pass, on the group's thread.
 
-    On one node a transfer of host memory is processor time, which a thread cannot hide. Between nodes it is waiting; and if the
-    tensor is on a device, the host must go on to feed the device. A rank by itself transfers nothing.
+    On one node a transfer of host memory is processor time, which a thread cannot hide. Between
+    nodes it is waiting; and if the tensor is on a device, the host must go on to feed the device. A
+    rank by itself transfers nothing.
     """
     return group.size > 1 and (tensor.is_cuda or not group.is_single_node)
 
@@ -48,14 +51,15 @@ def stages_of(
     Blocks: until it has ended, unless it ``runs_beside``.
 
     Args:
-        waits_for_device: A stage lets the host wait for what it has computed on a device; it then runs beside the backward pass
-            on a rank by itself, too.
+        waits_for_device: A stage lets the host wait for what it has computed on a device; it then
+            runs beside the backward pass on a rank by itself, too.
     """
     if not (runs_beside(group, buffer) or (waits_for_device and buffer.is_cuda)):
         stages()
         return completed(buffer)
     work = group.in_order(stages, device=buffer.device)
-    return work.get_future().then(lambda ended: (ended.value(), buffer)[1])  # raises what a stage raised
+    # raises what a stage raised
+    return work.get_future().then(lambda ended: (ended.value(), buffer)[1])
 
 
 def call(hook: Hook, state: Any, bucket: Any, group: Any) -> Future[torch.Tensor]:
@@ -70,10 +74,13 @@ def call(hook: Hook, state: Any, bucket: Any, group: Any) -> Future[torch.Tensor
         return hook(state, bucket)
     values: list[torch.Tensor] = []
     is_beside, device = runs_beside(group, bucket.buffer()), bucket.buffer().device
-    work = group.in_order(lambda: values.append(value_of(hook(state, bucket))), async_op=is_beside, device=device)
+    work = group.in_order(
+        lambda: values.append(value_of(hook(state, bucket))), async_op=is_beside, device=device
+    )
     if work is None:
         return completed(values[0])
-    return work.get_future().then(lambda ended: (ended.value(), values[0])[1])  # raises what the hook raised
+    # raises what the hook raised
+    return work.get_future().then(lambda ended: (ended.value(), values[0])[1])
 
 
 def is_done(future: Any) -> bool:
@@ -88,10 +95,16 @@ def value_of(future: Any) -> torch.Tensor:
         TypeError: Something else.
     """
     if not hasattr(future, "wait"):
-        raise TypeError(f"a communication hook must return a future of the reduced bucket; got {type(future).__name__}")
+        raise TypeError(
+            "a communication hook must return a future of the reduced bucket; got "
+            f"{type(future).__name__}"
+        )
     value = future.wait()
     if isinstance(value, (list, tuple)) and len(value) == 1:
         (value,) = value
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"a communication hook's future must hold the reduced bucket, a tensor; got {type(value).__name__}")
+        raise TypeError(
+            "a communication hook's future must hold the reduced bucket, a tensor; got "
+            f"{type(value).__name__}"
+        )
     return value

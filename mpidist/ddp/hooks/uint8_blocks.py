@@ -1,12 +1,13 @@
 """Blocks of a tensor as bytes from 0 to 255 with a scale and a zero point each, and the average of several ranks' blocks.
 
-A block from min to max, 0 included: scale = (max - min) / 255, zero = -round(min / scale), q = round(x / scale) + zero; back,
-x ≈ scale · (q - zero). A packed tensor is [scale and zero of each block, fp32][N bytes][padding to 8 bytes].
+A block from min to max, 0 included: scale = (max - min) / 255, zero = -round(min / scale), q =
+round(x / scale) + zero; back, x ≈ scale · (q - zero). A packed tensor is [scale and zero of each
+block, fp32][N bytes][padding to 8 bytes].
 
 Letters: N elements; B = ⌈N / block⌉ blocks.
 
-Source: the arithmetic of torch's ``MinMaxObserver`` for ``quint8``. Its scales are at least 1.2e-7; ours the
-smallest normal number.
+Source: the arithmetic of torch's ``MinMaxObserver`` for ``quint8``. Its scales are at least 1.2e-7;
+ours the smallest normal number.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Tensor = torch.Tensor
 _LEVELS = 255
 _LEAST = torch.finfo(torch.float32).tiny
 _HEAD_BYTES = 8
-# What is worked on before going on, so that it stays in the processor's cache; a GPU wants much at once.
+# What is worked on before going on, so that it stays in the processor's cache; a GPU wants much at
+# once.
 _PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 1 << 16, 1 << 26
 
 
@@ -36,7 +38,11 @@ def heads_of(x: Tensor, block: int) -> Tensor:
         x: N > 0 elements of a real dtype, contiguous.
     """
     whole = x.numel() - x.numel() % block
-    bounds = [torch.stack(part.aminmax(dim=1)) for part in (x[:whole].view(-1, block), x[whole:].view(1, -1)) if part.numel()]
+    bounds = [
+        torch.stack(part.aminmax(dim=1))
+        for part in (x[:whole].view(-1, block), x[whole:].view(1, -1))
+        if part.numel()
+    ]
     low, high = torch.cat(bounds, dim=1).float()
     low, high = low.clamp_max(0), high.clamp_min(0)
     scale = ((high - low) / _LEVELS).clamp_min(_LEAST)
@@ -49,8 +55,10 @@ def pack(x: Tensor, block: int, packed: Tensor, heads: Tensor | None = None) -> 
 
     Args:
         x: N elements of a real dtype, contiguous.
-        packed: Receives it: at least ``packed_bytes(N, block)`` elements of uint8, the first at a multiple of 4 bytes.
-        heads: ``heads_of(x, block)``, or those of a longer tensor that ``x`` is a part of, for a part of one block.
+        packed: Receives it: at least ``packed_bytes(N, block)`` elements of uint8, the first at a
+            multiple of 4 bytes.
+        heads: ``heads_of(x, block)``, or those of a longer tensor that ``x`` is a part of, for a
+            part of one block.
     """
     if heads is None:
         heads = heads_of(x, block)
@@ -83,7 +91,9 @@ def average(packed: Tensor, numel: int, block: int, out: Tensor) -> None:
 def _parts(packed: Tensor, numel: int, block: int) -> tuple[Tensor, Tensor]:
     """Return the heads (B × 2, fp32) and the bytes of a packed tensor, as views."""
     head_bytes = -(-numel // block) * _HEAD_BYTES
-    return packed[:head_bytes].view(torch.float32).view(-1, 2), packed[head_bytes : head_bytes + numel]
+    return packed[:head_bytes].view(torch.float32).view(-1, 2), packed[
+        head_bytes : head_bytes + numel
+    ]
 
 
 def _pieces(x: Tensor, block: int) -> Iterator[tuple[int, int, int, int]]:
@@ -92,7 +102,9 @@ def _pieces(x: Tensor, block: int) -> Iterator[tuple[int, int, int, int]]:
     if block > most:
         for first, start in enumerate(range(0, numel, block)):
             stop = min(start + block, numel)
-            yield from ((piece, min(piece + most, stop), first, 1) for piece in range(start, stop, most))
+            yield from (
+                (piece, min(piece + most, stop), first, 1) for piece in range(start, stop, most)
+            )
         return
     whole, step = numel - numel % block, most // block * block
     for start in range(0, whole, step):

@@ -1,6 +1,7 @@
 """Averagers that are called after each step of the optimizer: every ``period`` steps they average the parameters.
 
-Source: ``torch.distributed.algorithms.model_averaging.averagers``, whose names and meanings these are.
+Source: ``torch.distributed.algorithms.model_averaging.averagers``, whose names and meanings these
+are.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class PeriodicModelAverager(ModelAverager):
 def warn_of_period_1() -> None:
     """Warn of parameters that are averaged at every step."""
     warnings.warn(
-        "parameters are averaged at every step, which costs as much as averaging the gradients: DistributedDataParallel alone "
+        "parameters are averaged at every step, which costs as much as averaging the gradients: "
+        "DistributedDataParallel alone "
         "does the same",
         stacklevel=3,
     )

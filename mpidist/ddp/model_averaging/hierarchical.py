@@ -1,8 +1,9 @@
 """Averages at several levels: often among a few ranks, seldom among all.
 
-Source: ``torch.distributed.algorithms.model_averaging.hierarchical_model_averager``, whose names and meanings these are;
-Castiglia, Das, Patterson, "Multi-Level Local SGD" (arXiv 2007.13819). torch's groups are always consecutive ranks. Ours are ranks
-of a node, or of whole nodes, where the sizes allow it, however the launcher has placed the ranks.
+Source: ``torch.distributed.algorithms.model_averaging.hierarchical_model_averager``, whose names
+and meanings these are; Castiglia, Das, Patterson, "Multi-Level Local SGD" (arXiv 2007.13819).
+torch's groups are always consecutive ranks. Ours are ranks of a node, or of whole nodes, where the
+sizes allow it, however the launcher has placed the ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ _log = logging.getLogger(__name__)
 class HierarchicalModelAverager(ModelAverager):
     """Average parameters among groups of several sizes, each with a period of its own.
 
-    At a step that several periods divide, the largest of them is taken, whose groups contain the smaller ones.
+    At a step that several periods divide, the largest of them is taken, whose groups contain the
+    smaller ones.
 
     Collective: constructed by all ranks of ``process_group`` with the same arguments.
 
     Args:
-        period_group_size_dict: Periods in steps → sizes of the groups, both growing; the last size is the group's.
+        period_group_size_dict: Periods in steps → sizes of the groups, both growing; the last size
+            is the group's.
         warmup_steps: Steps before the first average.
         process_group: A group of mpidist; None for the default.
 
@@ -40,17 +43,24 @@ class HierarchicalModelAverager(ModelAverager):
 
     Raises:
         TypeError: A number that is no int, no mapping, or a group of another backend.
-        ValueError: No periods; one below 1; periods that do not grow; sizes that do not divide each other, or end in another size
-            than the group's.
+        ValueError: No periods; one below 1; periods that do not grow; sizes that do not divide each
+            other, or end in another size than the group's.
         DisagreementError: Another rank has other arguments, or raised one of the above.
     """
 
     def __init__(
-        self, period_group_size_dict: Mapping[int, int] | None = None, warmup_steps: int = 0, process_group: Any = None
+        self,
+        period_group_size_dict: Mapping[int, int] | None = None,
+        warmup_steps: int = 0,
+        process_group: Any = None,
     ) -> None:
         super().__init__(process_group)
         group = native_group(self.process_group)
-        levels = list(period_group_size_dict.items()) if isinstance(period_group_size_dict, Mapping) else []
+        levels = (
+            list(period_group_size_dict.items())
+            if isinstance(period_group_size_dict, Mapping)
+            else []
+        )
         problem: Exception | None = None
         try:
             require_int("warmup_steps", warmup_steps, least=0)
@@ -58,21 +68,31 @@ class HierarchicalModelAverager(ModelAverager):
         except (TypeError, ValueError) as error:
             problem = error
         told = group.all_gather_object(
-            f"{dict(levels)}, warmup_steps={warmup_steps}" if problem is None else f"refused: {problem}"
+            f"{dict(levels)}, warmup_steps={warmup_steps}"
+            if problem is None
+            else f"refused: {problem}"
         )
         if problem is not None:
             raise problem
         if any(text != told[0] for text in told):
             held = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told))
-            raise DisagreementError(f"HierarchicalModelAverager's arguments differ between ranks. {held}")
+            raise DisagreementError(
+                f"HierarchicalModelAverager's arguments differ between ranks. {held}"
+            )
         if levels[-1][0] == 1:
             warn_of_period_1()
         self.warmup_steps = warmup_steps
         self.period_process_group_dict: OrderedDict[int, Any] = OrderedDict()
         nodes = world().nodes_of(group.world_ranks)
         for period, size in levels:
-            _log.info("groups of %d ranks average parameters every %d steps, if no larger ones do", size, period)
-            self.period_process_group_dict[period] = self.process_group if size == group.size else _part(group, nodes, size)
+            _log.info(
+                "groups of %d ranks average parameters every %d steps, if no larger ones do",
+                size,
+                period,
+            )
+            self.period_process_group_dict[period] = (
+                self.process_group if size == group.size else _part(group, nodes, size)
+            )
 
     def average_parameters(self, params: Any) -> None:
         """Count a step, and average the parameters with a gradient if it is time.
@@ -110,18 +130,25 @@ def require_levels(levels: Sequence[tuple[int, int]], given: Any, ranks: int) ->
     """
     if not levels:
         kind = ValueError if not given else TypeError
-        raise kind(f"period_group_size_dict must map periods to group sizes, as in {{2: 4, 8: {ranks}}}; got {given!r}")
+        raise kind(
+            f"period_group_size_dict must map periods to group sizes, as in {{2: 4, 8: {ranks}}}; "
+            f"got {given!r}"
+        )
     for period, size in levels:
         require_int("each period", period, least=1)
         require_int("each group size", size, least=1)
     for (period, size), (next_period, next_size) in itertools.pairwise(levels):
         if next_period <= period or next_size % size:
             raise ValueError(
-                f"period_group_size_dict must have growing periods, and sizes that divide the next: groups of {size} every "
+                "period_group_size_dict must have growing periods, and sizes that divide the "
+                f"next: groups of {size} every "
                 f"{period} steps stand before groups of {next_size} every {next_period}"
             )
     if levels[-1][1] != ranks:
-        raise ValueError(f"the last size in period_group_size_dict must be that of process_group, {ranks}; got {levels[-1][1]}")
+        raise ValueError(
+            f"the last size in period_group_size_dict must be that of process_group, {ranks}; got "
+            f"{levels[-1][1]}"
+        )
 
 
 def parts_of(nodes: Sequence[int], size: int) -> list[tuple[int, ...]]:
@@ -134,7 +161,10 @@ def parts_of(nodes: Sequence[int], size: int) -> list[tuple[int, ...]]:
     ranks = range(len(nodes))
     by_node = sorted(ranks, key=lambda rank: (nodes[rank], rank))
     parts = [tuple(by_node[start : start + size]) for start in range(0, len(nodes), size)]
-    if all(len({nodes[rank] for rank in part}) == 1 or _is_of_whole_nodes(part, nodes) for part in parts):
+    if all(
+        len({nodes[rank] for rank in part}) == 1 or _is_of_whole_nodes(part, nodes)
+        for part in parts
+    ):
         return parts
     return [tuple(ranks[start : start + size]) for start in range(0, len(nodes), size)]
 
@@ -145,5 +175,9 @@ def _is_of_whole_nodes(part: Sequence[int], nodes: Sequence[int]) -> bool:
 
 
 def _part(group: Any, nodes: Sequence[int], size: int) -> Any:
-    color, key = next((number, part.index(group.rank)) for number, part in enumerate(parts_of(nodes, size)) if group.rank in part)
+    color, key = next(
+        (number, part.index(group.rank))
+        for number, part in enumerate(parts_of(nodes, size))
+        if group.rank in part
+    )
     return group.split(color, key)

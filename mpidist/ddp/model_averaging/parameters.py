@@ -1,9 +1,10 @@
 """Parameters to their average over a group: the functions that averagers call.
 
-Source: ``torch.distributed.algorithms.model_averaging.utils``, whose names and meanings these are. torch replaces each
-parameter's memory by a part of a flat tensor in the widest dtype; here parameters are averaged in their own dtype and stay where
-they are, so that views of them (a sharded optimizer's) stay valid. Parameters that differ in number, shape or dtype between ranks
-are an error on all of them.
+Source: ``torch.distributed.algorithms.model_averaging.utils``, whose names and meanings these are.
+torch replaces each parameter's memory by a part of a flat tensor in the widest dtype; here
+parameters are averaged in their own dtype and stay where they are, so that views of them (a sharded
+optimizer's) stay valid. Parameters that differ in number, shape or dtype between ranks are an error
+on all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _BATCH_BYTES = 64 << 20  # of the flat copy in which parameters travel
 def average_parameters(params: Iterable[Tensor], process_group: Any) -> None:
     """Average parameters in place.
 
-    Collective: over the group, with parameters of the same shapes and dtypes in the same order; a rank outside does nothing.
+    Collective: over the group, with parameters of the same shapes and dtypes in the same order; a
+    rank outside does nothing.
 
     Args:
         params: Dense tensors.
@@ -35,8 +37,8 @@ def average_parameters(params: Iterable[Tensor], process_group: Any) -> None:
     Raises:
         NotImplementedError: Something else among them.
         TypeError: A group of another backend, or a parameter that is not dense.
-        DisagreementError: Their number, a shape or a dtype differs between ranks, or another rank raised one of the above (on all
-            ranks that raise nothing else).
+        DisagreementError: Their number, a shape or a dtype differs between ranks, or another rank
+            raised one of the above (on all ranks that raise nothing else).
     """
     if _is_outside(process_group):
         return
@@ -65,17 +67,24 @@ def average_parameters_or_parameter_groups(params: Any, process_group: Any) -> N
         params: Parameters, the parameter groups of an optimizer, or an optimizer.
 
     Raises:
-        NotImplementedError, TypeError, DisagreementError: See ``get_params_to_average`` and ``average_parameters``.
+        NotImplementedError, TypeError, DisagreementError: See ``get_params_to_average`` and
+            ``average_parameters``.
     """
     if _is_outside(process_group):
         return
     group = native_group(process_group)
     held = _agreed(group, params)
-    # Which have one may differ: where gradients are not averaged any more, ranks may use different parameters.
-    has_gradient = torch.tensor([parameter.grad is not None for parameter in held], dtype=torch.uint8, device="cpu")
+    # Which have one may differ: where gradients are not averaged any more, ranks may use different
+    # parameters.
+    has_gradient = torch.tensor(
+        [parameter.grad is not None for parameter in held], dtype=torch.uint8, device="cpu"
+    )
     if len(held):
         group.all_reduce(has_gradient, MAX)
-    _average(group, [parameter for parameter, has in zip(held, has_gradient.tolist(), strict=True) if has])
+    _average(
+        group,
+        [parameter for parameter, has in zip(held, has_gradient.tolist(), strict=True) if has],
+    )
 
 
 def _all_of(params: Any) -> list[Tensor]:
@@ -86,16 +95,25 @@ def _all_of(params: Any) -> list[Tensor]:
         elif isinstance(item, dict):
             found += item["params"]
         else:
-            raise NotImplementedError(f"parameters, or parameter groups of an optimizer, are needed; got {type(item).__name__}")
+            raise NotImplementedError(
+                "parameters, or parameter groups of an optimizer, are needed; got "
+                f"{type(item).__name__}"
+            )
     return found
 
 
 def _is_outside(process_group: Any) -> bool:
-    return process_group is not None and process_group is torch.distributed.GroupMember.NON_GROUP_MEMBER
+    return (
+        process_group is not None
+        and process_group is torch.distributed.GroupMember.NON_GROUP_MEMBER
+    )
 
 
 def _agreed(group: Any, params: Any) -> list[Tensor]:
-    """Return the parameters, once all ranks have been found to hold the same ones. Collective: over the group."""
+    """Return the parameters, once all ranks have been found to hold the same ones.
+
+    Collective: over the group.
+    """
     held: list[Tensor] = []
     problem: Exception | None = None
     try:
@@ -113,7 +131,9 @@ def _agreed(group: Any, params: Any) -> list[Tensor]:
         told = group.all_gather_object((None if problem is None else str(problem), rows))
         if problem is not None:
             raise problem
-        raise DisagreementError(f"model averaging needs the same parameters on all ranks. {difference(told)}")
+        raise DisagreementError(
+            f"model averaging needs the same parameters on all ranks. {difference(told)}"
+        )
     return held
 
 
@@ -123,21 +143,29 @@ def difference(told: Sequence[tuple[str | None, Sequence[str]]]) -> str:
     Args:
         told: By rank: why it refused, or None; shape and dtype of each parameter.
     """
-    refused = [f"rank {rank} refused: {problem}" for rank, (problem, _) in enumerate(told) if problem is not None]
+    refused = [
+        f"rank {rank} refused: {problem}"
+        for rank, (problem, _) in enumerate(told)
+        if problem is not None
+    ]
     if refused:
         return "; ".join(refused)
     tables = [rows for _, rows in told]
     for place in range(max(map(len, tables))):
         held = [rows[place] if place < len(rows) else "nothing" for rows in tables]
         if len(set(held)) > 1:
-            return f"parameter {place}: " + "; ".join(f"rank {rank}: {row}" for rank, row in enumerate(held))
+            return f"parameter {place}: " + "; ".join(
+                f"rank {rank}: {row}" for rank, row in enumerate(held)
+            )
     return "they do not differ any more"
 
 
 def _require_dense(held: Sequence[Tensor]) -> None:
     for tensor in held:
         if tensor.layout is not torch.strided:
-            raise TypeError(f"model averaging needs dense parameters; got one of layout {tensor.layout}")
+            raise TypeError(
+                f"model averaging needs dense parameters; got one of layout {tensor.layout}"
+            )
 
 
 @torch.no_grad()

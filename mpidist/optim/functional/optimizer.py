@@ -55,7 +55,9 @@ class FunctionalOptimizer(Optimizer):
         self._contiguous: dict[int, bool] = {}
         super().__init__(params, *args, **kwargs)
         if self.defaults.get("differentiable"):
-            raise ValueError("a functional optimizer cannot be differentiated through: differentiable=True")
+            raise ValueError(
+                "a functional optimizer cannot be differentiated through: differentiable=True"
+            )
 
     def _patch_step_function(self) -> None:
         # torch would wrap each step in an event of its profiler, a third of a small step's price.
@@ -71,7 +73,10 @@ class FunctionalOptimizer(Optimizer):
         new = [parameter for _, parameter in named]
         _check(new, self.parameters)
         aliases = [parameter.detach() for parameter in new]
-        params = [alias if name is None else (name, alias) for (name, _), alias in zip(named, aliases, strict=True)]
+        params = [
+            alias if name is None else (name, alias)
+            for (name, _), alias in zip(named, aliases, strict=True)
+        ]
         _add_param_group(self, {**param_group, "params": params})
         self.locks.add(new)
         self.parameters += new
@@ -102,10 +107,15 @@ class FunctionalOptimizer(Optimizer):
                 optimizer that takes none.
         """
         if len(gradients) != len(self.parameters):
-            raise ValueError(f"step needs {len(self.parameters)} gradients, one a parameter or None; got {len(gradients)}")
+            raise ValueError(
+                f"step needs {len(self.parameters)} gradients, one a parameter or None; got "
+                f"{len(gradients)}"
+            )
         with self.locks, torch.no_grad():
             try:
-                for alias, parameter, gradient in zip(self._aliases, self.parameters, gradients, strict=True):
+                for alias, parameter, gradient in zip(
+                    self._aliases, self.parameters, gradients, strict=True
+                ):
                     if not _has_same_memory(alias, parameter):
                         alias.data = parameter.data
                         self._contiguous.clear()
@@ -140,7 +150,11 @@ class FunctionalOptimizer(Optimizer):
 
     def _run(self) -> None:
         """Update the parameters, by the fused kernel in groups where nothing speaks against it."""
-        chosen = [number for number, group in enumerate(self.param_groups) if self._may_fuse(number, group)]
+        chosen = [
+            number
+            for number, group in enumerate(self.param_groups)
+            if self._may_fuse(number, group)
+        ]
         for group in self.param_groups:
             if group.get("fused"):
                 fused.require_dense(group)
@@ -153,7 +167,9 @@ class FunctionalOptimizer(Optimizer):
             # would not notice that a saved tensor has changed.
             for group in self.param_groups:
                 if group.get("fused"):
-                    torch.autograd.graph.increment_version([alias for alias in group["params"] if alias.grad is not None])
+                    torch.autograd.graph.increment_version(
+                        [alias for alias in group["params"] if alias.grad is not None]
+                    )
             for number in chosen:
                 self.param_groups[number]["fused"] = None
 
@@ -165,7 +181,11 @@ class FunctionalOptimizer(Optimizer):
         is_contiguous = self._contiguous.get(number)
         if is_contiguous is None:
             is_contiguous = self._contiguous[number] = all(map(_is_contiguous, group["params"]))
-        used = [(alias, alias.grad) for alias in group["params"] if alias.grad is not None] if is_contiguous else []
+        used = (
+            [(alias, alias.grad) for alias in group["params"] if alias.grad is not None]
+            if is_contiguous
+            else []
+        )
         # The fused SGD takes momenta of all parameters or of none; some may have none yet.
         if group.get("momentum") and len({bool(self.state.get(alias)) for alias, _ in used}) > 1:
             return False
@@ -176,11 +196,16 @@ def _check(new: Sequence[Any], present: Iterable[Tensor]) -> None:
     seen = {id(parameter) for parameter in present}
     for parameter in new:
         if not isinstance(parameter, Tensor):
-            raise TypeError(f"optimizer can only optimize Tensors, but one of the params is {torch.typename(parameter)}")
+            raise TypeError(
+                "optimizer can only optimize Tensors, but one of the params is "
+                f"{torch.typename(parameter)}"
+            )
         if not parameter.is_leaf:
             raise ValueError("can't optimize a non-leaf Tensor")
         if id(parameter) in seen:
-            raise ValueError("some parameters appear in more than one parameter group, or twice in one")
+            raise ValueError(
+                "some parameters appear in more than one parameter group, or twice in one"
+            )
         seen.add(id(parameter))
 
 
@@ -188,7 +213,8 @@ def _check_state(state_dict: Mapping[str, Any], aliases: Sequence[Tensor]) -> No
     """Refuse tensors of another shape than the parameter: torch's fused kernels would read and write behind their memory."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     state = state_dict["state"]
-    for number, alias in zip(numbers, aliases, strict=False):  # another number of parameters is for torch to refuse
+    # another number of parameters is for torch to refuse
+    for number, alias in zip(numbers, aliases, strict=False):
         for name, value in state.get(number, {}).items():
             if isinstance(value, Tensor):
                 fused.require_state(name, value, alias)
@@ -196,7 +222,11 @@ def _check_state(state_dict: Mapping[str, Any], aliases: Sequence[Tensor]) -> No
 
 def _has_same_memory(alias: Tensor, parameter: Tensor) -> bool:
     # Assigning to a parameter's .data, as Module.to does, gives it other memory.
-    return alias.dtype is parameter.dtype and alias.device == parameter.device and alias.is_set_to(parameter)
+    return (
+        alias.dtype is parameter.dtype
+        and alias.device == parameter.device
+        and alias.is_set_to(parameter)
+    )
 
 
 def _is_contiguous(alias: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Collectives on device tensors: values that are not there yet when the call is made, and used as soon as it returns.
 
-The device is a lazy one of the tests (any number of ranks, no GPU) or, under ``make gpu``, a GPU with slow kernels.
+The device is a lazy one of the tests (any number of ranks, no GPU) or, under ``make gpu``, a GPU
+with slow kernels.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ class Lazy:
     def __init__(self, monkeypatch, seed):
         self.device = LazyDevice(seed)
         for module in (execution, device_p2p):
-            monkeypatch.setattr(module, "device_of", lambda tensors: self.device if list(tensors) else None)
-        monkeypatch.setattr(execution, "device_at", lambda device: self.device if device is not None else None)
+            monkeypatch.setattr(
+                module, "device_of", lambda tensors: self.device if list(tensors) else None
+            )
+        monkeypatch.setattr(
+            execution, "device_at", lambda device: self.device if device is not None else None
+        )
         monkeypatch.setattr(buffer, "is_direct", lambda tensor: False)
         monkeypatch.setattr(
             fast_path.Shortcut, "all_reduce", lambda path, tensor, op: False
@@ -121,8 +126,14 @@ def test_all_reduce(place, group):
                 work.wait()
             got = place.consume(tensor.clone)
             wanted = reduced(parts, op)
-            close = torch.equal(got, wanted) if not dtype.is_complex else torch.allclose(got, wanted)
-            agree(group, close, f"{op} of {numel} {dtype}, async {async_op}: {got} instead of {wanted}")
+            close = (
+                torch.equal(got, wanted) if not dtype.is_complex else torch.allclose(got, wanted)
+            )
+            agree(
+                group,
+                close,
+                f"{op} of {numel} {dtype}, async {async_op}: {got} instead of {wanted}",
+            )
 
 
 def test_integers_wrap_around(place, group):
@@ -159,11 +170,15 @@ def test_nan_wins_on_all_ranks(place, group):
     tensor = place.produce(values)
     group.all_reduce(tensor, MAX)
     got = place.consume(tensor.clone)
-    agree(group, got.isnan().tolist() == [True, False, True, False] and float(got[3]) == 3, str(got))
+    agree(
+        group, got.isnan().tolist() == [True, False, True, False] and float(got[3]) == 3, str(got)
+    )
 
 
 def test_sums_that_halves_would_lose(place, group):
-    tensor = place.produce(torch.full((700,), 1.0 if group.rank == 0 else 2.0**-9, dtype=torch.bfloat16))
+    tensor = place.produce(
+        torch.full((700,), 1.0 if group.rank == 0 else 2.0**-9, dtype=torch.bfloat16)
+    )
     group.all_reduce(tensor)
     wanted = torch.tensor(1 + (group.size - 1) * 2.0**-9).to(torch.bfloat16)
     agree(group, bool((place.consume(tensor.clone) == wanted).all()))
@@ -188,16 +203,24 @@ def test_lists_are_one_operation(place, group):
 
 
 def test_reduce_scatter(place, group):
-    cases = itertools.product([torch.float32, torch.bfloat16], [SUM, AVG, MAX, PremulSum(2.0)], (0, 1, 333))
+    cases = itertools.product(
+        [torch.float32, torch.bfloat16], [SUM, AVG, MAX, PremulSum(2.0)], (0, 1, 333)
+    )
     for dtype, op, numel in cases:
         parts = [contribution(rank, numel * group.size, dtype) for rank in range(group.size)]
         source = place.produce(parts[group.rank])
         output = place.blank(torch.empty(numel, dtype=dtype))
         group.reduce_scatter_tensor(output, source, op)
-        total = reduced([part * 2 for part in parts], "sum") if isinstance(op, PremulSum) else reduced(parts, op)
+        total = (
+            reduced([part * 2 for part in parts], "sum")
+            if isinstance(op, PremulSum)
+            else reduced(parts, op)
+        )
         got = place.consume(lambda output=output, source=source: [output.clone(), source.clone()])
         is_right = torch.equal(got[0], total.view(group.size, -1)[group.rank])
-        agree(group, is_right and torch.equal(got[1], parts[group.rank]), f"{op} of {numel} {dtype}")
+        agree(
+            group, is_right and torch.equal(got[1], parts[group.rank]), f"{op} of {numel} {dtype}"
+        )
 
 
 @pytest.mark.parametrize("numel", [1, 1000, 30_000])
@@ -220,15 +243,25 @@ def test_movement(place, group, numel):
 
     outputs = [place.blank(mine) for _ in parts]
     group.all_gather(outputs, place.produce(mine), async_op=True).wait()
-    agree(group, torch.equal(place.consume(lambda: [o.clone() for o in outputs])[0], parts[0]), "all_gather")
+    agree(
+        group,
+        torch.equal(place.consume(lambda: [o.clone() for o in outputs])[0], parts[0]),
+        "all_gather",
+    )
 
     outputs = [place.blank(mine) for _ in parts]
     group.all_to_all(outputs, [place.produce(mine + to) for to in range(group.size)])
     got = place.consume(lambda: [o.clone() for o in outputs])
-    agree(group, all(torch.equal(g, part + group.rank) for g, part in zip(got, parts, strict=True)), "all_to_all")
+    agree(
+        group,
+        all(torch.equal(g, part + group.rank) for g, part in zip(got, parts, strict=True)),
+        "all_to_all",
+    )
 
     output = place.blank(every)
-    group.all_to_all_single(output, place.produce(torch.stack([mine + to for to in range(group.size)])))
+    group.all_to_all_single(
+        output, place.produce(torch.stack([mine + to for to in range(group.size)]))
+    )
     agree(group, torch.equal(place.consume(output.clone), every + group.rank), "all_to_all_single")
 
     outputs = [place.blank(mine) for _ in parts] if group.rank == 0 else None
@@ -242,7 +275,11 @@ def test_movement(place, group, numel):
 
     tensor = place.produce(mine)
     group.reduce(tensor, 0)
-    agree(group, torch.equal(place.consume(tensor.clone), every.sum(0) if group.rank == 0 else mine), "reduce")
+    agree(
+        group,
+        torch.equal(place.consume(tensor.clone), every.sum(0) if group.rank == 0 else mine),
+        "reduce",
+    )
 
 
 def test_messages(place, group):
@@ -254,7 +291,11 @@ def test_messages(place, group):
         send = group.isend(place.produce(mine), right)
         receive.wait()
         send.wait()
-        agree(group, torch.equal(place.consume(target.clone), torch.arange(float(numel)) + left), f"{numel} elements")
+        agree(
+            group,
+            torch.equal(place.consume(target.clone), torch.arange(float(numel)) + left),
+            f"{numel} elements",
+        )
 
 
 def test_a_slow_consumer_reads_before_the_next_call_overwrites(place, group):
@@ -264,7 +305,11 @@ def test_a_slow_consumer_reads_before_the_next_call_overwrites(place, group):
         group.all_reduce(tensor)
         seen.append(place.read_later(tensor))
     got = place.consume(lambda: [read() for read in seen])
-    agree(group, [float(values[-1]) for values in got] == [float(group.size**n) for n in (1, 2, 3)], str(got))
+    agree(
+        group,
+        [float(values[-1]) for values in got] == [float(group.size**n) for n in (1, 2, 3)],
+        str(got),
+    )
 
 
 def test_memory_is_kept_until_the_last_copy(monkeypatch, group):
@@ -277,7 +322,11 @@ def test_memory_is_kept_until_the_last_copy(monkeypatch, group):
     for call in (reduce, partial(group.all_gather_into_tensor, gathered, tensor, async_op=True)):
         call().wait()
         for stream in (place.device.down, place.device.up):
-            agree(group, stream.kept.get(tensor.data_ptr(), -1) == len(stream.queue), "the tensor is let go too early")
+            agree(
+                group,
+                stream.kept.get(tensor.data_ptr(), -1) == len(stream.queue),
+                "the tensor is let go too early",
+            )
     agree(group, place.device.up.kept.get(gathered.data_ptr(), -1) == len(place.device.up.queue))
 
 
@@ -285,7 +334,9 @@ def test_a_rank_by_itself_does_nothing(monkeypatch, world):
     """No event, no wait and no copy; whoever waits for an asynchronous call is behind its tensor still."""
     place, made = Lazy(monkeypatch, None), []
     order = device_collectives.Order
-    monkeypatch.setattr(device_collectives, "Order", lambda *args: (made.append(args), order(*args))[1])
+    monkeypatch.setattr(
+        device_collectives, "Order", lambda *args: (made.append(args), order(*args))[1]
+    )
     alone = world.split(world.rank)
     tensors = [place.produce(torch.full((300,), 3.0)), place.produce(torch.full((5,), 3.0))]
     count = sum(len(stream.queue) for stream in place.device.streams)
@@ -294,11 +345,19 @@ def test_a_rank_by_itself_does_nothing(monkeypatch, world):
         alone.all_reduce_coalesced(tensors, op)
     alone.reduce(tensors[0], 0)
     alone.broadcast(tensors[0], 0)
-    agree(world, not made and count == sum(len(stream.queue) for stream in place.device.streams), f"{len(made)} orders")
+    agree(
+        world,
+        not made and count == sum(len(stream.queue) for stream in place.device.streams),
+        f"{len(made)} orders",
+    )
     work = alone.all_reduce(tensors[0], async_op=True)
     place.device.leave_default_stream()  # to a stream that knows nothing of the tensor's
     work.wait()
-    agree(world, not made and bool((place.consume(tensors[0].clone) == 3).all()), f"{len(made)} orders")
+    agree(
+        world,
+        not made and bool((place.consume(tensors[0].clone) == 3).all()),
+        f"{len(made)} orders",
+    )
     alone.all_reduce(tensors[0], PremulSum(2.0))
     agree(world, len(made) == 1 and bool((place.consume(tensors[0].clone) == 6).all()))
     alone.close()
@@ -309,7 +368,9 @@ def test_a_rank_by_itself_keeps_the_order_of_its_asynchronous_calls(monkeypatch,
     place = Lazy(monkeypatch, None)
     alone = world.split(world.rank)
     gathered = place.blank(torch.ones(300))
-    first = alone.all_gather_into_tensor(gathered, place.produce(torch.full((300,), 3.0)), async_op=True)
+    first = alone.all_gather_into_tensor(
+        gathered, place.produce(torch.full((300,), 3.0)), async_op=True
+    )
     alone.all_reduce(gathered, async_op=True).wait()
     agree(world, bool((place.consume(gathered.clone) == 3).all()), f"{gathered}")
     first.wait()
@@ -326,7 +387,11 @@ def test_memory_that_was_dropped_is_not_given_away(group):
         del tensor
         other = torch.full((1 << 20,), -5.0, device="cuda")
         work.wait()
-        agree(group, bool((other == -5).all()), f"turn {turn}, the same memory: {other.data_ptr() == address}")
+        agree(
+            group,
+            bool((other == -5).all()),
+            f"turn {turn}, the same memory: {other.data_ptr() == address}",
+        )
 
 
 def test_outputs_are_not_overwritten_before_they_were_read(monkeypatch, group):
@@ -351,7 +416,9 @@ def test_long_messages_around_the_ring(monkeypatch, group):
     for dtype in (torch.float32, torch.bfloat16):
         tensor = place.produce((torch.arange(900_000) % 100 + group.rank).to(dtype))
         group.all_reduce(tensor, async_op=True).wait()
-        wanted = ((torch.arange(900_000) % 100) * group.size + group.size * (group.size - 1) // 2).to(dtype)
+        wanted = (
+            (torch.arange(900_000) % 100) * group.size + group.size * (group.size - 1) // 2
+        ).to(dtype)
         agree(group, torch.equal(place.consume(tensor.clone), wanted), str(dtype))
 
 
@@ -373,10 +440,16 @@ def test_a_plain_sum_is_made_where_it_belongs(monkeypatch, group):
 
 
 def test_pairs_of_several_types(place, group):
-    sources = [place.produce(torch.full((4 * group.size,), 3).to(dtype)) for dtype in (torch.float32, torch.int64)]
+    sources = [
+        place.produce(torch.full((4 * group.size,), 3).to(dtype))
+        for dtype in (torch.float32, torch.int64)
+    ]
     outputs = [place.blank(torch.empty(4, dtype=source.dtype)) for source in sources]
     group.reduce_scatter_tensor_coalesced(outputs, sources, AVG)
-    agree(group, all(bool((got == 3).all()) for got in place.consume(lambda: [o.clone() for o in outputs])))
+    agree(
+        group,
+        all(bool((got == 3).all()) for got in place.consume(lambda: [o.clone() for o in outputs])),
+    )
 
 
 def test_conjugated_and_negated_tensors(place, group):
@@ -385,7 +458,9 @@ def test_conjugated_and_negated_tensors(place, group):
     group.gather(place.produce(plain).conj(), outputs, 0)
     if outputs is not None:
         got = place.consume(lambda: [o.clone() for o in outputs])
-        assert all(torch.equal(g, (plain + rank).conj().resolve_conj()) for rank, g in enumerate(got))
+        assert all(
+            torch.equal(g, (plain + rank).conj().resolve_conj()) for rank, g in enumerate(got)
+        )
     tensor = place.produce(plain).conj()
     group.broadcast(tensor.imag, 0)
     agree(group, bool((place.consume(lambda: tensor.imag.clone()) == -1).all()))
@@ -458,7 +533,8 @@ def test_a_forgotten_wait_is_noticed(monkeypatch, world, forgotten):
 def test_legs_bring_every_shard_around():
     for size in range(1, 7):
         for longest, chunk in [(0, 4), (1, 4), (9, 4)]:
-            # Rank i sends what it received in the step before; each shard's sum starts at one rank and has W contributions.
+            # Rank i sends what it received in the step before; each shard's sum starts at one rank
+            # and has W contributions.
             routes = [ring.legs(size, longest, chunk, (rank - 1) % size) for rank in range(size)]
             assert all(len(route) == (size - 1) * -(-longest // chunk) for route in routes)
             for rank, route in enumerate(routes):
@@ -477,7 +553,11 @@ def test_pinned_memory_is_bounded(monkeypatch, group):
     monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 10)
     place = Lazy(monkeypatch, 5)
     pinned, real = [], place.device.staging
-    monkeypatch.setattr(place.device, "staging", lambda numel, dtype: pinned.append(numel * dtype.itemsize) or real(numel, dtype))
+    monkeypatch.setattr(
+        place.device,
+        "staging",
+        lambda numel, dtype: pinned.append(numel * dtype.itemsize) or real(numel, dtype),
+    )
     mine = torch.arange(5000.0) + group.rank
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
 
@@ -490,10 +570,16 @@ def test_pinned_memory_is_bounded(monkeypatch, group):
     strided = place.produce(torch.arange(15_000.0).view(3, 5000))
     group.reduce(strided.t(), 0)
 
-    got = place.consume(lambda: [target.clone(), strided.clone(), *(output.clone() for output in outputs)])
+    got = place.consume(
+        lambda: [target.clone(), strided.clone(), *(output.clone() for output in outputs)]
+    )
     ok = torch.equal(got[0], torch.arange(5000.0) + left)
-    ok &= torch.equal(got[1], torch.arange(15_000.0).view(3, 5000) * (group.size if group.rank == 0 else 1))
-    ok &= all(torch.equal(values, torch.arange(5000.0) + rank) for rank, values in enumerate(got[2:]))
+    ok &= torch.equal(
+        got[1], torch.arange(15_000.0).view(3, 5000) * (group.size if group.rank == 0 else 1)
+    )
+    ok &= all(
+        torch.equal(values, torch.arange(5000.0) + rank) for rank, values in enumerate(got[2:])
+    )
     agree(group, ok, f"{got}")
     agree(group, pinned and max(pinned) <= 1 << 12, f"{pinned}")
 
@@ -502,7 +588,12 @@ def watched(monkeypatch, group, device, watches_results):
     """Have the group's calls of MPI noted, each with whether the device was current in the thread that called."""
     seen = []
     watch = WatchedComm(group._mpi, device, seen, watches_results)
-    for owner, name in [(group, "_mpi"), (group._comm, "mpi"), (group._comm, "plain"), (group._receives, "_mpi")]:
+    for owner, name in [
+        (group, "_mpi"),
+        (group._comm, "mpi"),
+        (group._comm, "plain"),
+        (group._receives, "_mpi"),
+    ]:
         monkeypatch.setattr(owner, name, watch)
     return seen
 
@@ -519,7 +610,9 @@ def test_mpi_works_on_device_memory_with_that_device_current(monkeypatch, group)
                 group.all_reduce(place.produce(torch.ones(5)), async_op=async_op),
                 group.all_reduce(place.produce(torch.ones(100_000)), async_op=async_op),
                 group.broadcast(place.produce(torch.ones(5)), 0, async_op=async_op),
-                group.all_gather_into_tensor(place.blank(torch.ones(5 * group.size)), place.produce(torch.ones(5)), async_op),
+                group.all_gather_into_tensor(
+                    place.blank(torch.ones(5 * group.size)), place.produce(torch.ones(5)), async_op
+                ),
             ]
             for work in works:
                 if work is not None:
@@ -561,7 +654,9 @@ def test_inputs_that_outputs_overwrite(place, group):
         tensor = place.produce(whole)
         group.all_to_all_single(tensor, tensor)
         own = slice(rank * numel, (rank + 1) * numel)
-        wanted = torch.cat([torch.arange(float(size * numel))[own] + 1000 * peer for peer in range(size)])
+        wanted = torch.cat(
+            [torch.arange(float(size * numel))[own] + 1000 * peer for peer in range(size)]
+        )
         ok = torch.equal(place.consume(tensor.clone), wanted)
         for step in (0, numel):
             shift = rank * step

@@ -10,12 +10,21 @@ from tests.support import agree, raises_on_all
 
 def test_differences_name_ranks_and_values():
     lines = [
-        fingerprint.describe("all_reduce", 3, [("shape", (2, 4)), ("dtype", torch.float32), ("op", "sum")]),
-        fingerprint.describe("all_reduce", 3, [("shape", (2, 5)), ("dtype", torch.float32), ("op", "sum")]),
-        fingerprint.describe("all_reduce", 3, [("shape", (2, 4)), ("dtype", torch.float32), ("op", "max")]),
+        fingerprint.describe(
+            "all_reduce", 3, [("shape", (2, 4)), ("dtype", torch.float32), ("op", "sum")]
+        ),
+        fingerprint.describe(
+            "all_reduce", 3, [("shape", (2, 5)), ("dtype", torch.float32), ("op", "sum")]
+        ),
+        fingerprint.describe(
+            "all_reduce", 3, [("shape", (2, 4)), ("dtype", torch.float32), ("op", "max")]
+        ),
     ]
     told = fingerprint.differences(lines)
-    assert told == "shape: (2, 4) on ranks 0, 2, (2, 5) on rank 1; op: sum on ranks 0, 1, max on rank 2"
+    assert (
+        told
+        == "shape: (2, 4) on ranks 0, 2, (2, 5) on rank 1; op: sum on ranks 0, 1, max on rank 2"
+    )
     assert fingerprint.differences(lines[:1] * 4) == ""
 
 
@@ -24,7 +33,10 @@ def test_a_refusal_hides_what_that_rank_could_not_tell():
         fingerprint.describe("all_reduce", 3, [("shape", (2, 4))]),
         fingerprint.describe("all_reduce", 3, [(fingerprint.REFUSAL, "needs a tensor")]),
     ]
-    assert fingerprint.differences(lines) == "arguments refused: nothing on rank 0, needs a tensor on rank 1"
+    assert (
+        fingerprint.differences(lines)
+        == "arguments refused: nothing on rank 0, needs a tensor on rank 1"
+    )
 
 
 def test_many_ranks_are_counted_not_listed():
@@ -53,23 +65,40 @@ def test_disagreements_raise_on_all_ranks_and_the_group_lives_on(world, strict):
         strict.all_reduce(tensor)
         agree(world, bool((tensor == strict.size).all()), "after the error")
 
-    check(lambda: strict.all_reduce(torch.ones(3 if odd else 2)), "shape: (2,)", f"(3,) on rank {last}")
+    check(
+        lambda: strict.all_reduce(torch.ones(3 if odd else 2)),
+        "shape: (2,)",
+        f"(3,) on rank {last}",
+    )
     check(
         lambda: strict.all_reduce(torch.ones(2, dtype=torch.float64 if odd else torch.float32)),
         "dtype: torch.float32",
         "torch.float64",
     )
     check(lambda: strict.all_reduce(torch.ones(2), "max" if odd else "sum"), "op: sum", "max")
-    check(lambda: strict.broadcast(torch.ones(2), last if odd else 0), "src: 0", f"{last} on rank {last}")
     check(
-        lambda: strict.barrier() if odd else strict.all_reduce(torch.ones(2)), "operation: all_reduce", f"barrier on rank {last}"
+        lambda: strict.broadcast(torch.ones(2), last if odd else 0),
+        "src: 0",
+        f"{last} on rank {last}",
     )
-    check(lambda: strict.all_reduce([1] if odd else torch.ones(2)), "arguments refused", "got list", f"on rank {last}")
+    check(
+        lambda: strict.barrier() if odd else strict.all_reduce(torch.ones(2)),
+        "operation: all_reduce",
+        f"barrier on rank {last}",
+    )
+    check(
+        lambda: strict.all_reduce([1] if odd else torch.ones(2)),
+        "arguments refused",
+        "got list",
+        f"on rank {last}",
+    )
     check(lambda: strict.broadcast(torch.ones(2), 99 if odd else 0), "got 99")
     check(lambda: strict.gather_object(1, last if odd else 0), "dst: 0")
     sends = [2 if odd else 1] * strict.size
     check(
-        lambda: strict.all_to_all_single(torch.ones(sum(sends)), torch.ones(sum(sends)), sends, sends),
+        lambda: strict.all_to_all_single(
+            torch.ones(sum(sends)), torch.ones(sum(sends)), sends, sends
+        ),
         f"rank 0 sends 1 rows to rank {last}, which expects 2",
     )
     works = strict.all_reduce(torch.ones(3 if odd else 2), async_op=True)
@@ -92,4 +121,6 @@ def test_every_collective_passes_in_debug_mode(world, strict):
     strict.gather(torch.zeros(1), [torch.zeros(1)] * W if rank == 0 else None)
     strict.scatter(torch.zeros(1), [torch.zeros(1)] * W if rank == 0 else None)
     strict.all_reduce_coalesced([torch.zeros(1), torch.zeros(2)])
-    agree(strict, strict.broadcast_object(5) == 5 and strict.all_gather_object(rank) == list(range(W)))
+    agree(
+        strict, strict.broadcast_object(5) == 5 and strict.all_gather_object(rank) == list(range(W))
+    )

@@ -24,12 +24,18 @@ def on_nodes(world, monkeypatch):
     """Make groups whose ranks are on nodes of our own invention, and whose table chooses levels."""
     monkeypatch.setattr(hierarchical, "FROM_BYTES", 1)
     monkeypatch.setattr(hierarchical, "PIECE_BYTES", 1024)
-    monkeypatch.setattr(cache, "load", lambda kind, key: {"rows": [[64, [LEVELS, LIBRARY]]], "source": "a test"})
+    monkeypatch.setattr(
+        cache, "load", lambda kind, key: {"rows": [[64, [LEVELS, LIBRARY]]], "source": "a test"}
+    )
     made = []
 
     def make(layout, shares=True):
         nodes = [LAYOUTS[layout](rank, world.size) for rank in range(world.size)]
-        monkeypatch.setattr(runtime.World, "nodes_of", lambda self, ranks: runtime._numbered(nodes[r] for r in ranks))
+        monkeypatch.setattr(
+            runtime.World,
+            "nodes_of",
+            lambda self, ranks: runtime._numbered(nodes[r] for r in ranks),
+        )
         if not shares:
             monkeypatch.setattr(hierarchical, "shared_maps", lambda comm, nbytes: None)
         made.append(world.clone(layout))
@@ -45,21 +51,35 @@ def on_nodes(world, monkeypatch):
 def test_values_are_those_of_a_flat_all_reduce(world, on_nodes, layout, shares):
     group = on_nodes(layout, shares)
     wrong = []
-    for dtype in (torch.float32, torch.float64, torch.int32, torch.uint16, torch.bfloat16, torch.complex64, torch.bool):
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.int32,
+        torch.uint16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.bool,
+    ):
         for op in (SUM, AVG, PRODUCT, MAX, "bor"):
             if (dtype is torch.bool and op == AVG) or (dtype.is_complex and op == MAX):
                 continue
             if op == "bor" and (dtype.is_floating_point or dtype.is_complex):
                 continue
             for numel in (1, 257, 1500):
-                parts = [(torch.arange(numel) % 5 + rank % 2).to(dtype) for rank in range(group.size)]
+                parts = [
+                    (torch.arange(numel) % 5 + rank % 2).to(dtype) for rank in range(group.size)
+                ]
                 for asynchronous in (False, True):
                     tensor = parts[group.rank].clone()
                     work = group.all_reduce(tensor, op, async_op=asynchronous)
                     if work is not None:
                         work.wait()
                     expected = reduced(parts, op)
-                    is_right = torch.allclose(tensor, expected) if dtype.is_complex else torch.equal(tensor, expected)
+                    is_right = (
+                        torch.allclose(tensor, expected)
+                        if dtype.is_complex
+                        else torch.equal(tensor, expected)
+                    )
                     if not is_right:
                         wrong.append((dtype, op, numel, asynchronous))
     agree(world, not wrong, str(wrong[:4]))
@@ -93,7 +113,9 @@ def test_same_bits_on_all_ranks_in_either_thread(world, on_nodes):
 
 def test_a_group_knows_its_own_nodes(world, monkeypatch):
     nodes = [LAYOUTS["uneven"](rank, world.size) for rank in range(world.size)]
-    monkeypatch.setattr(runtime.World, "nodes_of", lambda self, ranks: runtime._numbered(nodes[r] for r in ranks))
+    monkeypatch.setattr(
+        runtime.World, "nodes_of", lambda self, ranks: runtime._numbered(nodes[r] for r in ranks)
+    )
     far = world.clone("far")
     near = far.new_group(range(1, world.size))
     alone = far.split_by_node()
@@ -109,7 +131,9 @@ def test_without_a_table_the_library_decides(world, monkeypatch, tmp_path, capsy
     folder = world.all_gather_object(str(tmp_path))[0]
     monkeypatch.setenv("MPIDIST_CACHE", folder)
     nodes = [LAYOUTS["blocks"](rank, world.size) for rank in range(world.size)]
-    monkeypatch.setattr(runtime.World, "nodes_of", lambda self, ranks: runtime._numbered(nodes[r] for r in ranks))
+    monkeypatch.setattr(
+        runtime.World, "nodes_of", lambda self, ranks: runtime._numbered(nodes[r] for r in ranks)
+    )
     before = world.clone("before")
     agree(world, not hierarchical.is_chosen(before._comm, 1 << 20))
     monkeypatch.setattr(tune.comm, "init", lambda: before)
@@ -117,7 +141,11 @@ def test_without_a_table_the_library_decides(world, monkeypatch, tmp_path, capsy
     world.barrier()
     after = world.clone("after")
     held = after._comm.tuning_tables[tuning.HOST]
-    agree(world, sorted(held.rows[0][1]) == sorted(HOST_ALGORITHMS) and held.source.startswith("measured"), str(held))
+    agree(
+        world,
+        sorted(held.rows[0][1]) == sorted(HOST_ALGORITHMS) and held.source.startswith("measured"),
+        str(held),
+    )
     agree(world, hierarchical.is_chosen(after._comm, 70_000) == (held.rows[0][1][0] == LEVELS))
     agree(world, not hierarchical.is_chosen(after._comm, 100))
     for group in (before, after):

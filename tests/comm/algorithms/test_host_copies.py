@@ -22,7 +22,12 @@ def test_a_contiguous_cpu_tensor_is_its_own_twin():
         lambda: torch.arange(12.0).view(3, 4).t(),
         lambda: torch.arange(12.0)[::2],
         lambda: torch.arange(24.0).view(2, 3, 4)[:, 1],
-        lambda: torch.arange(8.0).view(1, 2, 2, 2).contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)[..., :1],
+        lambda: (
+            torch.arange(8.0)
+            .view(1, 2, 2, 2)
+            .contiguous(memory_format=torch.channels_last)
+            .permute(0, 2, 3, 1)[..., :1]
+        ),
         lambda: torch.complex(torch.arange(4.0), torch.ones(4)).conj(),
     ],
 )

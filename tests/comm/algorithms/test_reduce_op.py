@@ -4,9 +4,30 @@ import pytest
 import torch
 
 from mpidist.comm.algorithms import reduce_op
-from mpidist.comm.algorithms.reduce_op import AVG, BAND, BOR, BXOR, MAX, MIN, OPERATIONS, PRODUCT, SUM, PremulSum, reduction
+from mpidist.comm.algorithms.reduce_op import (
+    AVG,
+    BAND,
+    BOR,
+    BXOR,
+    MAX,
+    MIN,
+    OPERATIONS,
+    PRODUCT,
+    SUM,
+    PremulSum,
+    reduction,
+)
 
-INTEGERS = [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64]
+INTEGERS = [
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 
@@ -88,7 +109,12 @@ def test_factors_are_checked_before_anything_is_sent():
 
 
 def test_unsigned_integers_are_scaled_modulo_their_range():
-    for dtype, bits in ((torch.uint8, 8), (torch.uint16, 16), (torch.uint32, 32), (torch.uint64, 64)):
+    for dtype, bits in (
+        (torch.uint8, 8),
+        (torch.uint16, 16),
+        (torch.uint32, 32),
+        (torch.uint64, 64),
+    ):
         values = torch.tensor([0, 1, 200]).to(dtype)
         factor = 2 ** (bits - 1) + 3
         reduce_op.scale(values, reduction(dtype, PremulSum(factor)))

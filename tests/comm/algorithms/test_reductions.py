@@ -6,13 +6,33 @@ import pytest
 import torch
 
 from mpidist.comm.algorithms import low_precision, pairwise
-from mpidist.comm.algorithms.reduce_op import ACCUMULATES_IN, AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, PremulSum
+from mpidist.comm.algorithms.reduce_op import (
+    ACCUMULATES_IN,
+    AVG,
+    BAND,
+    BOR,
+    BXOR,
+    MAX,
+    MIN,
+    PRODUCT,
+    SUM,
+    PremulSum,
+)
 from mpidist.comm.memory import buffer
 from tests.support import agree, reduced
 
 pytestmark = pytest.mark.mpi
 
-INTEGERS = [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64]
+INTEGERS = [
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 OPERATIONS = {
     **dict.fromkeys(INTEGERS, (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)),
@@ -74,8 +94,13 @@ def test_narrow_types_accumulate_in_fp32_with_the_same_bits_everywhere(group, dt
     if group.size <= 2 or numel > low_precision.WIDEN_NUMEL:
         ok = torch.equal(tensor, total.to(dtype))  # in rank order and rounded once
     else:
-        # MPI adds the widened numbers in an order of its own: an ulp of fp32 may tip the one rounding.
-        ok = bool(((tensor.float() - total).abs() <= total.abs() * torch.finfo(dtype).eps * 2 + 1e-6).all())
+        # MPI adds the widened numbers in an order of its own: an ulp of fp32 may tip the one
+        # rounding.
+        ok = bool(
+            (
+                (tensor.float() - total).abs() <= total.abs() * torch.finfo(dtype).eps * 2 + 1e-6
+            ).all()
+        )
     agree(group, ok)
     assert len(set(everywhere)) == 1
 
@@ -95,7 +120,9 @@ def test_sums_that_halves_would_lose(group):
     agree(group, bool((tensor == expected).all()), f"{tensor[:3]} != {expected}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64], ids=str
+)
 def test_premul_sum(group, dtype):
     factor = group.rank + 2
     tensor = torch.full((11,), 3).to(dtype)
@@ -131,7 +158,9 @@ def test_large_tensors_by_shards(group, monkeypatch):
 def test_shards_add_up_in_rank_order(group, monkeypatch):
     """The result is the one of a loop over the ranks, to the bit, whichever rank computes it."""
     monkeypatch.setattr(pairwise, "FROM_BYTES", 64)
-    parts = [torch.randn(1001, generator=torch.Generator().manual_seed(r)) for r in range(group.size)]
+    parts = [
+        torch.randn(1001, generator=torch.Generator().manual_seed(r)) for r in range(group.size)
+    ]
     expected = parts[0].clone()
     for other in parts[1:]:
         expected += other
@@ -151,7 +180,13 @@ def test_counts_past_the_limit_of_mpi(group, monkeypatch):
         target = torch.zeros(33).to(dtype)
         group.reduce_scatter_tensor(target, torch.ones(33 * W).to(dtype))
         expected = torch.arange(101).to(dtype)
-        agree(group, torch.equal(tensor, expected) and torch.equal(kept, expected) and bool((target == W).all()), str(dtype))
+        agree(
+            group,
+            torch.equal(tensor, expected)
+            and torch.equal(kept, expected)
+            and bool((target == W).all()),
+            str(dtype),
+        )
 
 
 def test_strided_and_expanded_tensors(group):
@@ -164,7 +199,13 @@ def test_strided_and_expanded_tensors(group):
     agree(group, all(bool((t == W).all()) for t in (strided, transposed, wide)))
     conjugate = torch.complex(torch.ones(3), torch.ones(3)).conj()
     group.all_reduce(conjugate)
-    agree(group, torch.equal(conjugate.resolve_conj(), torch.complex(torch.full((3,), float(W)), torch.full((3,), -float(W)))))
+    agree(
+        group,
+        torch.equal(
+            conjugate.resolve_conj(),
+            torch.complex(torch.full((3,), float(W)), torch.full((3,), -float(W))),
+        ),
+    )
 
 
 def test_coalesced(group):
@@ -217,7 +258,11 @@ def test_the_shortest_path_writes_below_autograd(group, dtype, numel):
     group.all_reduce(leaf.detach())  # so that the memory is known
     outcome = group.all_reduce_at_once(leaf, SUM)
     value = float(group.size**2) if outcome else float(group.size)
-    agree(group, leaf.is_leaf and leaf.grad_fn is None and bool((leaf == value).all()), f"{outcome} {leaf}")
+    agree(
+        group,
+        leaf.is_leaf and leaf.grad_fn is None and bool((leaf == value).all()),
+        f"{outcome} {leaf}",
+    )
 
 
 @pytest.mark.parametrize("op", [SUM, MAX])
@@ -240,7 +285,13 @@ def test_the_shortest_path_sees_that_memory_was_reused(group):
     ]:
         before = view.clone()
         group.all_reduce(view, op)
-        wanted = torch.full_like(before, expected) if expected else before * group.size if op == SUM else before
+        wanted = (
+            torch.full_like(before, expected)
+            if expected
+            else before * group.size
+            if op == SUM
+            else before
+        )
         agree(group, torch.equal(view, wanted), f"{view} {wanted}")
 
 
@@ -257,14 +308,26 @@ def test_nan_wins_and_zeros_are_ordered(group, dtype, op):
         expected = reduced([p.float() for p in parts], op)
         tensor = parts[group.rank].clone()
         group.all_reduce(tensor, op)
-        agree(group, torch.equal(tensor.float().nan_to_num(99), expected.nan_to_num(99)), f"all_reduce {numel}")
+        agree(
+            group,
+            torch.equal(tensor.float().nan_to_num(99), expected.nan_to_num(99)),
+            f"all_reduce {numel}",
+        )
         kept = parts[group.rank].clone()
         group.reduce(kept, 0, op)
         wanted = expected if group.rank == 0 else parts[group.rank].float()
-        agree(group, torch.equal(kept.float().nan_to_num(99), wanted.nan_to_num(99)), f"reduce {numel}")
+        agree(
+            group,
+            torch.equal(kept.float().nan_to_num(99), wanted.nan_to_num(99)),
+            f"reduce {numel}",
+        )
         target = torch.empty(numel, dtype=dtype)
         group.reduce_scatter_tensor(target, parts[group.rank].repeat(W), op)
-        agree(group, torch.equal(target.float().nan_to_num(99), expected.nan_to_num(99)), f"reduce_scatter {numel}")
+        agree(
+            group,
+            torch.equal(target.float().nan_to_num(99), expected.nan_to_num(99)),
+            f"reduce_scatter {numel}",
+        )
     zero = torch.tensor([0.0 if group.rank == 0 else -0.0]).to(dtype)
     group.all_reduce(zero, op)
     negative = bool(torch.signbit(zero.float()))
@@ -284,7 +347,9 @@ def test_premul_sum_of_narrow_types_rounds_once(group):
     """The product is not rounded before the sum is: in all_reduce, reduce and reduce_scatter."""
     factor = 1 / 3
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
-        parts = [part(r, (600 * group.size,), torch.float32).div(7).to(dtype) for r in range(group.size)]
+        parts = [
+            part(r, (600 * group.size,), torch.float32).div(7).to(dtype) for r in range(group.size)
+        ]
         total = sum(p.double() * factor for p in parts)
         mine = parts[group.rank]
         tensor, kept, scattered = mine.clone(), mine.clone(), torch.zeros(600).to(dtype)
@@ -297,11 +362,23 @@ def test_premul_sum_of_narrow_types_rounds_once(group):
 
         def is_rounded_once(got, exact, dtype=dtype):
             # MPI adds the products in fp32 in an order of its own, and terms may cancel.
-            limit = exact.abs() * torch.finfo(dtype).eps * 0.501 + torch.finfo(dtype).smallest_normal + 1e-6
+            limit = (
+                exact.abs() * torch.finfo(dtype).eps * 0.501
+                + torch.finfo(dtype).smallest_normal
+                + 1e-6
+            )
             return bool(((got.double() - exact).abs() <= limit).all())
 
-        ok = is_rounded_once(tensor, total) and is_rounded_once(scattered, total[own]) and is_rounded_once(listed, total[own])
-        ok &= is_rounded_once(kept, total) if group.rank == 0 else torch.equal(kept.float(), mine.float())
+        ok = (
+            is_rounded_once(tensor, total)
+            and is_rounded_once(scattered, total[own])
+            and is_rounded_once(listed, total[own])
+        )
+        ok &= (
+            is_rounded_once(kept, total)
+            if group.rank == 0
+            else torch.equal(kept.float(), mine.float())
+        )
         agree(group, ok, f"{dtype}")
 
 
@@ -311,9 +388,20 @@ def test_reduce_scatter_of_pieces_of_different_sizes(group, monkeypatch):
         monkeypatch.setattr(buffer, "MAX_COUNT", limit)
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
             for op in (SUM, MAX, PremulSum(2)) if dtype is not torch.bool else (SUM,):
-                parts = [[part(r * 10 + i, (n,), dtype) for i, n in enumerate(sizes)] for r in range(group.size)]
+                parts = [
+                    [part(r * 10 + i, (n,), dtype) for i, n in enumerate(sizes)]
+                    for r in range(group.size)
+                ]
                 output = torch.zeros(sizes[group.rank]).to(dtype)
                 group.reduce_scatter(output, parts[group.rank], op)
                 mine = [row[group.rank] for row in parts]
-                expected = reduced([p * 2 for p in mine], "sum") if isinstance(op, PremulSum) else reduced(mine, op)
-                agree(group, torch.equal(output, expected), f"{limit} {dtype} {op}: {output[:4]} {expected[:4]}")
+                expected = (
+                    reduced([p * 2 for p in mine], "sum")
+                    if isinstance(op, PremulSum)
+                    else reduced(mine, op)
+                )
+                agree(
+                    group,
+                    torch.equal(output, expected),
+                    f"{limit} {dtype} {op}: {output[:4]} {expected[:4]}",
+                )

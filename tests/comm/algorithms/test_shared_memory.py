@@ -16,7 +16,9 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 def values(rank, numel, dtype):
     generator = torch.Generator().manual_seed(1000 + rank)
-    return torch.randn(numel, generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
+    return torch.randn(
+        numel, generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64
+    ).to(dtype)
 
 
 def shared(group, numel, dtype):
@@ -25,7 +27,9 @@ def shared(group, numel, dtype):
     return memory.tensor(64, numel, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
+)
 def test_average(group, dtype):
     # The longest for one type that is added as it is, and one that is not: the twin takes its time.
     longest = [1_100_000] if dtype in (torch.float32, torch.bfloat16) else []
@@ -42,16 +46,27 @@ def test_average(group, dtype):
             expected = reduced(wide, "avg").to(dtype)
             is_close = torch.allclose(memory.own, expected, rtol=tolerance, atol=tolerance)
             agree(group, is_close, f"{numel} elements, step {step}")
-            data = memory.own.contiguous().view(torch.uint8).numpy().tobytes() if numel < 2000 else b""
-            agree(group, len(set(group.all_gather_object(data))) == 1, f"{numel} elements: ranks differ")
+            data = (
+                memory.own.contiguous().view(torch.uint8).numpy().tobytes() if numel < 2000 else b""
+            )
+            agree(
+                group,
+                len(set(group.all_gather_object(data))) == 1,
+                f"{numel} elements: ranks differ",
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_each_range_is_averaged_for_its_owner(group, dtype):
     """With the bits of ``average``, whichever rank owns a range."""
     numel = 1000 if dtype is torch.complex64 else 700_001  # more than one block, and parts of one
-    cuts = list(itertools.pairwise([0, 3, numel // 7, numel // 2, numel // 2 + 1, numel - 5, numel]))
-    by_rank = [[cut for number, cut in enumerate(cuts[:-1]) if number % group.size == rank] for rank in range(group.size)]
+    cuts = list(
+        itertools.pairwise([0, 3, numel // 7, numel // 2, numel // 2 + 1, numel - 5, numel])
+    )
+    by_rank = [
+        [cut for number, cut in enumerate(cuts[:-1]) if number % group.size == rank]
+        for rank in range(group.size)
+    ]
     everywhere, here = shared(group, numel, dtype), shared(group, numel, dtype)
     for step in range(2):  # what a rank does not own is written by nobody who has not read it
         for memory in (everywhere, here):
@@ -59,7 +74,11 @@ def test_each_range_is_averaged_for_its_owner(group, dtype):
         everywhere.average()
         here.reduce_to_owners(by_rank, cuts[-1:])
         own = [*by_rank[group.rank], cuts[-1]]
-        agree(group, all(torch.equal(here.own[a:b], everywhere.own[a:b]) for a, b in own), f"step {step}, {own}")
+        agree(
+            group,
+            all(torch.equal(here.own[a:b], everywhere.own[a:b]) for a, b in own),
+            f"step {step}, {own}",
+        )
 
 
 def test_it_keeps_the_groups_order(group):
@@ -71,7 +90,11 @@ def test_it_keeps_the_groups_order(group):
     for work in works:
         work.wait()
     total = sum(range(group.size))
-    agree(group, bool((memory.own == total / group.size).all()) and bool((other == total * group.size**2).all()))
+    agree(
+        group,
+        bool((memory.own == total / group.size).all())
+        and bool((other == total * group.size**2).all()),
+    )
 
 
 def test_several_at_once_do_not_mix(group):
@@ -82,7 +105,10 @@ def test_several_at_once_do_not_mix(group):
     for memory in reversed(memories):
         memory.average()
     mean = sum(range(group.size)) / group.size
-    agree(group, all(bool((memory.own == index * mean).all()) for index, memory in enumerate(memories)))
+    agree(
+        group,
+        all(bool((memory.own == index * mean).all()) for index, memory in enumerate(memories)),
+    )
 
 
 @pytest.mark.parametrize("missing", ["the system call", "room", "the other's files"])
@@ -92,7 +118,11 @@ def test_where_one_rank_cannot_none_does(group, missing, monkeypatch):
 
     before = len(os.listdir("/proc/self/fd"))
     if group.rank == group.size - 1:
-        name = {"the system call": "memfd_create", "room": "posix_fallocate", "the other's files": "open"}[missing]
+        name = {
+            "the system call": "memfd_create",
+            "room": "posix_fallocate",
+            "the other's files": "open",
+        }[missing]
         monkeypatch.setattr(shared_memory.os, name, refuse)
     made = shared_memory.share(group, 1000)
     monkeypatch.undo()
@@ -106,7 +136,8 @@ def test_a_stranger_with_the_same_number_is_recognised(group, monkeypatch):
         true_file = shared_memory._anonymous_file
         kept = []
 
-        def another(nbytes):  # what is mapped here is not what the others will find under its number
+        # what is mapped here is not what the others will find under its number
+        def another(nbytes):
             kept.append(true_file(nbytes))
             return os.dup(kept[-1])
 

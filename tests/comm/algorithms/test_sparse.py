@@ -51,7 +51,10 @@ def wanted(group, shape, sparse_dim, dtype, divisor=1):
     for rank in range(group.size):
         for place, values in held(contribution(rank, shape, sparse_dim, dtype)).items():
             table[place] = table.get(place, 0) + values
-    return {place: values.bool() if dtype is torch.bool else values / divisor for place, values in table.items()}
+    return {
+        place: values.bool() if dtype is torch.bool else values / divisor
+        for place, values in table.items()
+    }
 
 
 def is_right(group, tensor, expected):
@@ -61,7 +64,12 @@ def is_right(group, tensor, expected):
     if tensor.dtype is torch.bool:
         found = {place: values.bool() for place, values in found.items()}
     right = list(found) == sorted(found) and found.keys() == expected.keys()
-    return same and right and tensor.is_coalesced() and all(torch.equal(found[p].cpu(), expected[p]) for p in found)
+    return (
+        same
+        and right
+        and tensor.is_coalesced()
+        and all(torch.equal(found[p].cpu(), expected[p]) for p in found)
+    )
 
 
 @pytest.mark.mpi
@@ -74,7 +82,11 @@ def test_every_dtype_and_shape(group, async_op):
             if async_op:
                 work.wait()
                 assert work.get_future().value()[0] is tensor
-            agree(group, is_right(group, tensor, wanted(group, shape, sparse_dim, dtype)), f"{dtype} {shape} {tensor}")
+            agree(
+                group,
+                is_right(group, tensor, wanted(group, shape, sparse_dim, dtype)),
+                f"{dtype} {shape} {tensor}",
+            )
 
 
 @pytest.mark.mpi
@@ -83,7 +95,9 @@ def test_integers_wrap_around(group):
     for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16):
         limits = torch.iinfo(dtype)
         for value in (limits.min, limits.max):
-            tensor = torch.sparse_coo_tensor(places, torch.full((100,), value, dtype=dtype), (100,), check_invariants=True)
+            tensor = torch.sparse_coo_tensor(
+                places, torch.full((100,), value, dtype=dtype), (100,), check_invariants=True
+            )
             group.all_reduce(tensor)
             expected = torch.tensor(value * group.size).to(dtype)
             agree(group, bool((tensor._values() == expected).all()), f"{dtype} {value} {tensor}")
@@ -97,7 +111,8 @@ def test_a_mean(group):
         exact = group.size in (1, 2, 4)
         expected = wanted(group, (7, 3), 1, dtype, group.size)
         close = held(tensor).keys() == expected.keys() and all(
-            torch.allclose(values.cpu(), expected[place], atol=1e-6) for place, values in held(tensor).items()
+            torch.allclose(values.cpu(), expected[place], atol=1e-6)
+            for place, values in held(tensor).items()
         )
         agree(group, close and (not exact or is_right(group, tensor, expected)), str(tensor))
 
@@ -122,7 +137,9 @@ def test_sparse_and_dense_ones_keep_one_order(group):
         work.wait()
     expected = wanted(group, (7, 3), 1, torch.float64)
     agree(
-        group, all(is_right(group, tensor, expected) for tensor in tensors) and all(bool((s == group.size).all()) for s in sums)
+        group,
+        all(is_right(group, tensor, expected) for tensor in tensors)
+        and all(bool((s == group.size).all()) for s in sums),
     )
 
 
@@ -149,8 +166,18 @@ def test_inference_tensors_and_leaves(group):
 def test_other_operations_are_refused(group, op):
     tensor = contribution(group.rank, (7, 3), 1)
     raises_on_all(group, ValueError, lambda: group.all_reduce(tensor, op), "by sum or avg")
-    raises_on_all(group, TypeError, lambda: group.all_reduce(contribution(0, (3,), 1, torch.bool), "avg"), "torch.bool")
-    raises_on_all(group, TypeError, lambda: group.all_reduce(torch.eye(3).to_sparse_csr(), async_op=True), "sparse_csr")
+    raises_on_all(
+        group,
+        TypeError,
+        lambda: group.all_reduce(contribution(0, (3,), 1, torch.bool), "avg"),
+        "torch.bool",
+    )
+    raises_on_all(
+        group,
+        TypeError,
+        lambda: group.all_reduce(torch.eye(3).to_sparse_csr(), async_op=True),
+        "sparse_csr",
+    )
 
 
 @pytest.mark.mpi
@@ -164,9 +191,16 @@ def test_what_differs_between_ranks_raises_on_all(group):
         contribution(group.rank, (7, 3), 1, torch.float32 if last else torch.float64),
         contribution(group.rank, (7, 3), 2 if last else 1),
     ):
-        raises_on_all(group, DisagreementError, lambda tensor=tensor: group.all_reduce(tensor), "ranks disagree")
+        raises_on_all(
+            group,
+            DisagreementError,
+            lambda tensor=tensor: group.all_reduce(tensor),
+            "ranks disagree",
+        )
     tensor = contribution(group.rank, (7, 3), 1)
-    raises_on_all(group, DisagreementError, lambda: group.all_reduce(tensor, "avg" if last else "sum"), "op: ")
+    raises_on_all(
+        group, DisagreementError, lambda: group.all_reduce(tensor, "avg" if last else "sum"), "op: "
+    )
 
 
 @pytest.mark.mpi
@@ -176,8 +210,18 @@ def test_debug_mode_compares_before_anything_travels(group):
     checked = from_world("checked", 600, debug=True)
     last = checked.rank == checked.size - 1
     tensor = contribution(group.rank, (7, 3), 1)
-    raises_on_all(group, DisagreementError, lambda: checked.all_reduce(tensor.to_dense() if last else tensor), "layout")
-    raises_on_all(group, DisagreementError, lambda: checked.all_reduce(tensor, "max" if last else "sum"), "sum or avg")
+    raises_on_all(
+        group,
+        DisagreementError,
+        lambda: checked.all_reduce(tensor.to_dense() if last else tensor),
+        "layout",
+    )
+    raises_on_all(
+        group,
+        DisagreementError,
+        lambda: checked.all_reduce(tensor, "max" if last else "sum"),
+        "sum or avg",
+    )
     checked.all_reduce(tensor)
     agree(group, is_right(group, tensor, wanted(group, (7, 3), 1, torch.float64)))
     checked.close()

@@ -6,7 +6,15 @@ import torch
 from mpidist import cache, tune
 from mpidist.comm import SUM
 from mpidist.comm.algorithms import device_collectives, ring, tuning
-from mpidist.comm.algorithms.tuning import ALGORITHMS, LIBRARY, RING, STAGED, UNMEASURED, Table, table_of
+from mpidist.comm.algorithms.tuning import (
+    ALGORITHMS,
+    LIBRARY,
+    RING,
+    STAGED,
+    UNMEASURED,
+    Table,
+    table_of,
+)
 from mpidist.comm.memory.buffer import Order
 from mpidist.comm.memory.stream import HostDevice
 from mpidist.comm.mpi import library, runtime
@@ -30,17 +38,33 @@ def test_the_ring_has_the_chunks_that_were_the_fastest():
     table = table_of(measured, "a test")
     rankings = [(LIBRARY, RING, STAGED), (RING, STAGED, LIBRARY), (STAGED, LIBRARY, RING)]
     assert [row[1] for row in table.rows] == rankings and table.chunks == (1 << 20, 4 << 20, None)
-    assert table.chunk_bytes(0) == 1 << 20 and table.chunk_bytes(100 << 20) == 4 << 20 and table.chunk_bytes(1 << 40) is None
+    assert (
+        table.chunk_bytes(0) == 1 << 20
+        and table.chunk_bytes(100 << 20) == 4 << 20
+        and table.chunk_bytes(1 << 40) is None
+    )
     assert table_of(MEASURED, "a test").chunks == () and UNMEASURED.chunk_bytes(1 << 20) is None
     assert [line.split(": ")[1] for line in table.lines()] == [
         f"library, {one}, staged", f"{four}, staged, library", "staged, library, ring"
     ]  # fmt: skip
-    assert [line.split(": ")[1] for line in UNMEASURED.lines()] == ["library, staged, ring", "ring, staged, library"]
+    assert [line.split(": ")[1] for line in UNMEASURED.lines()] == [
+        "library, staged, ring",
+        "ring, staged, library",
+    ]
 
 
 def test_chunks_past_a_shard_are_measured_once():
-    for nbytes, size, count in [(0, 1, 1), (1 << 20, 1, 1), (2 << 20, 1, 2), (2 << 20, 2, 1), (64 << 20, 4, 3), (1 << 30, 2, 4)]:
-        assert list(tuning.rings_for(nbytes, size)) == list(tuning.RINGS)[:count], f"{nbytes} on {size}"
+    for nbytes, size, count in [
+        (0, 1, 1),
+        (1 << 20, 1, 1),
+        (2 << 20, 1, 2),
+        (2 << 20, 2, 1),
+        (64 << 20, 4, 3),
+        (1 << 30, 2, 4),
+    ]:
+        assert list(tuning.rings_for(nbytes, size)) == list(tuning.RINGS)[:count], (
+            f"{nbytes} on {size}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +92,14 @@ def test_every_table_has_a_choice_or_says_so():
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    "held", [None, 7, {"rows": []}, {"rows": [[1, ["ring"]]], "source": "x"}, {"rows": [["a", list(ALGORITHMS)]], "source": "x"}]
+    "held",
+    [
+        None,
+        7,
+        {"rows": []},
+        {"rows": [[1, ["ring"]]], "source": "x"},
+        {"rows": [["a", list(ALGORITHMS)]], "source": "x"},
+    ],
 )
 def test_what_cannot_be_a_table_is_none(group, monkeypatch, held):
     monkeypatch.setattr(cache, "load", lambda kind, key: held)
@@ -77,18 +108,29 @@ def test_what_cannot_be_a_table_is_none(group, monkeypatch, held):
 
 @pytest.mark.mpi
 def test_all_ranks_use_rank_0s(group, monkeypatch):
-    own = {"rows": [[group.rank + 1, [RING, STAGED, LIBRARY]]], "source": f"rank {group.rank}", "chunks": [group.rank + 5]}
+    own = {
+        "rows": [[group.rank + 1, [RING, STAGED, LIBRARY]]],
+        "source": f"rank {group.rank}",
+        "chunks": [group.rank + 5],
+    }
     monkeypatch.setattr(cache, "load", lambda kind, key: own)
     table = tuning.agreed_table(group._comm, torch.device("cpu"))
     agree(group, table == Table(((1, (RING, STAGED, LIBRARY)),), "rank 0", (5,)), str(table))
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("chunks", "known"), [(None, ()), ([], ()), ([7, 7], ()), ([-7], ()), ([None], (None,)), ([7], (7,))])
+@pytest.mark.parametrize(
+    ("chunks", "known"),
+    [(None, ()), ([], ()), ([7, 7], ()), ([-7], ()), ([None], (None,)), ([7], (7,))],
+)
 def test_a_table_without_chunks_is_one(group, monkeypatch, chunks, known):
     """Of an older version, or with chunks that cannot be."""
     rows = [[1, [RING, STAGED, LIBRARY]]]
-    own = {"rows": rows, "source": "old"} if chunks is None else {"rows": rows, "source": "old", "chunks": chunks}
+    own = (
+        {"rows": rows, "source": "old"}
+        if chunks is None
+        else {"rows": rows, "source": "old", "chunks": chunks}
+    )
     monkeypatch.setattr(cache, "load", lambda kind, key: own)
     table = tuning.agreed_table(group._comm, torch.device("cpu"))
     agree(group, table.choose(1, ALGORITHMS) == RING and table.chunks == known, str(table))
@@ -99,19 +141,34 @@ def test_the_tables_chunks_travel(group, monkeypatch):
     used = []
     legs = ring.legs
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
-    monkeypatch.setattr(ring, "legs", lambda *args, **kwargs: (used.append(args[2]), legs(*args, **kwargs))[1])
+    monkeypatch.setattr(
+        ring, "legs", lambda *args, **kwargs: (used.append(args[2]), legs(*args, **kwargs))[1]
+    )
     host = torch.device("cpu")
-    group._comm.tuning_tables["cpu"] = Table(((400, ALGORITHMS), (40_000, (RING, STAGED, LIBRARY))), "a test", (None, 800))
+    group._comm.tuning_tables["cpu"] = Table(
+        ((400, ALGORITHMS), (40_000, (RING, STAGED, LIBRARY))), "a test", (None, 800)
+    )
     order = Order(HostDevice(), ())
     for numel, chunks in [(100, ring.CHUNK_BYTES), (10_000, 800)]:
         used.clear()
         flat = torch.full((numel,), 1.0)
-        call = device_collectives.algorithm(group._comm, torch.float32, flat.nbytes, SUM, host, RING)
+        call = device_collectives.algorithm(
+            group._comm, torch.float32, flat.nbytes, SUM, host, RING
+        )
         call(group._comm, order, flat, SUM)
-        target, source = torch.empty(numel // group.size), torch.ones(numel // group.size * group.size)
+        target, source = (
+            torch.empty(numel // group.size),
+            torch.ones(numel // group.size * group.size),
+        )
         device_collectives._reduce_scatter_tensor(group._comm, order, (source,), (target,), SUM)
-        agree(group, bool((flat == group.size).all() and (target == group.size).all()), f"{numel} elements")
-        agree(group, set(used) == ({chunks // 4} if group.size > 1 else set()), f"{used} of {chunks}")
+        agree(
+            group,
+            bool((flat == group.size).all() and (target == group.size).all()),
+            f"{numel} elements",
+        )
+        agree(
+            group, set(used) == ({chunks // 4} if group.size > 1 else set()), f"{used} of {chunks}"
+        )
 
 
 @pytest.mark.mpi
@@ -143,7 +200,11 @@ def test_the_command_measures_and_keeps(world, monkeypatch, tmp_path, capsys):
     agree(world, all(sorted(row[1]) == sorted(ALGORITHMS) for row in held["rows"]))
     agree(world, held["chunks"] == [1 << 20, 1 << 20], str(held))
     told = capsys.readouterr().out
-    agree(world, ("kept for later jobs" in told) == ("ring (1 MiB)" in told) == (world.rank == 0), told)
+    agree(
+        world,
+        ("kept for later jobs" in told) == ("ring (1 MiB)" in told) == (world.rank == 0),
+        told,
+    )
     world._comm.tuning_tables.clear()
     world._comm.device_operations.clear()
 
@@ -159,7 +220,9 @@ def test_between_nodes_the_library_takes_part_as_it_will(world, monkeypatch, tmp
     table = group.tune(torch.device("cpu"), [4096], 1, "a test", lines.append)
     measured = lines[0].split()
     agree(world, group.size == 1 or {LIBRARY, RING, STAGED} <= set(measured), str(lines))
-    agree(world, table.source == "a test" and (group.rank > 0 or "not kept" in lines[-1]), str(lines))
+    agree(
+        world, table.source == "a test" and (group.rank > 0 or "not kept" in lines[-1]), str(lines)
+    )
     group.close()
 
 

@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from mpidist.comm.discovery import capability, capability_trial
-from mpidist.comm.discovery.capability import agreed_operations, capabilities, known_operations, takes_blocking_calls
+from mpidist.comm.discovery.capability import (
+    agreed_operations,
+    capabilities,
+    known_operations,
+    takes_blocking_calls,
+)
 from mpidist.comm.mpi import cuda_context
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.serialized import SerialComm
@@ -50,7 +55,10 @@ def launches(monkeypatch):
 
     def found(device, library, cuda_first):
         started.append(device)
-        return {**dict.fromkeys(capability_trial.OPERATIONS, "works"), "Alltoallv": "ended by signal 11 (SIGSEGV)"}
+        return {
+            **dict.fromkeys(capability_trial.OPERATIONS, "works"),
+            "Alltoallv": "ended by signal 11 (SIGSEGV)",
+        }
 
     monkeypatch.setattr(capability_trial, "try_operations", found)
     return started
@@ -66,7 +74,9 @@ def forget(comm, monkeypatch):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("value", "expected"), [("0", frozenset()), ("1", EVERYTHING), ("", None), (None, None)])
+@pytest.mark.parametrize(
+    ("value", "expected"), [("0", frozenset()), ("1", EVERYTHING), ("", None), (None, None)]
+)
 def test_what_the_environment_forces(world, monkeypatch, value, expected):
     if value is not None:
         monkeypatch.setenv("MPIDIST_CUDA_AWARE", value)
@@ -121,7 +131,9 @@ def test_a_cache_that_is_broken_is_written_again(world, launches, folder, monkey
 @pytest.mark.mpi
 def test_a_job_that_did_not_start_is_not_kept(world, folder, monkeypatch):
     monkeypatch.setattr(
-        capability_trial, "try_operations", lambda *_, **__: dict.fromkeys(capability_trial.OPERATIONS, "not tried: no mpirun")
+        capability_trial,
+        "try_operations",
+        lambda *_, **__: dict.fromkeys(capability_trial.OPERATIONS, "not tried: no mpirun"),
     )
     capability._tried_table(CPU, False)
     assert list(folder.iterdir()) == []
@@ -129,7 +141,9 @@ def test_a_job_that_did_not_start_is_not_kept(world, folder, monkeypatch):
 
 
 @pytest.mark.mpi
-def test_what_was_found_with_cuda_first_is_not_for_a_job_that_started_mpi_first(world, launches, monkeypatch):
+def test_what_was_found_with_cuda_first_is_not_for_a_job_that_started_mpi_first(
+    world, launches, monkeypatch
+):
     monkeypatch.setattr(cuda_context, "_is_first", True)
     capability._tried_table(CPU, True)
     assert known_operations(CPU) == EVERYTHING - {"Alltoallv"}
@@ -164,7 +178,9 @@ def test_the_trial_starts_mpi_first_where_one_rank_has_done_so(group, monkeypatc
 
     monkeypatch.setattr(capability_trial, "try_operations", found)
     for last in (True, False):
-        monkeypatch.setattr(cuda_context, "_is_first", last if group.rank == group.size - 1 else True)
+        monkeypatch.setattr(
+            cuda_context, "_is_first", last if group.rank == group.size - 1 else True
+        )
         group._comm.device_operations.clear()
         agreed_operations(group._comm, CPU)
     agree(group, states == ([True, False] if group.rank == 0 else []), f"{states}")
@@ -185,11 +201,23 @@ def test_devices_that_ranks_of_a_node_do_not_see_are_not_given_to_mpi(group, lau
     """``srun --gpus-per-task=1``: each rank's device is its device 0, and the trial's ranks would share one of them."""
     where = torch.device("cuda", 0)
     pretend_devices(monkeypatch, [f"GPU-{group.rank}"])
-    agree(group, agreed_operations(group._comm, where) == frozenset() and not launches, "tried, or used")
-    agree(group, not known_operations(where) and "--gpu-bind=none" in capabilities().operations["Bcast"], "messages")
+    agree(
+        group,
+        agreed_operations(group._comm, where) == frozenset() and not launches,
+        "tried, or used",
+    )
+    agree(
+        group,
+        not known_operations(where) and "--gpu-bind=none" in capabilities().operations["Bcast"],
+        "messages",
+    )
     forget(group._comm, monkeypatch)
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
-    agree(group, agreed_operations(group._comm, where) == known_operations(where) == EVERYTHING, "forced")
+    agree(
+        group,
+        agreed_operations(group._comm, where) == known_operations(where) == EVERYTHING,
+        "forced",
+    )
 
 
 @pytest.mark.mpi(min_size=2)
@@ -197,7 +225,11 @@ def test_one_device_of_all_ranks_is_tried(group, launches, monkeypatch):
     where = torch.device("cuda", 0)
     pretend_devices(monkeypatch, ["GPU-0"])
     capability._tried_table(where, False)
-    agree(group, known_operations(where) is None, "a message goes by pointer before the ranks have compared their devices")
+    agree(
+        group,
+        known_operations(where) is None,
+        "a message goes by pointer before the ranks have compared their devices",
+    )
     working = agreed_operations(group._comm, where)
     agree(group, working == known_operations(where) == EVERYTHING - {"Alltoallv"}, f"{working}")
 
@@ -217,7 +249,11 @@ def test_a_job_inside_this_job_while_the_others_wait(group, monkeypatch):
     """The others wait in a broadcast: the nested job must neither join this one nor abort it."""
     real = capability_trial.try_operations
     program = [sys.executable, "-c", _RANK]
-    monkeypatch.setattr(capability_trial, "try_operations", lambda *args, **_: real(*args, program=program, silence_s=40))
+    monkeypatch.setattr(
+        capability_trial,
+        "try_operations",
+        lambda *args, **_: real(*args, program=program, silence_s=40),
+    )
     operations = agreed_operations(group._comm, CPU)
     agree(group, operations == EVERYTHING, f"{capability._tables}")
 
@@ -248,14 +284,24 @@ def test_a_failure_of_rank_0_is_told_to_all(group, monkeypatch):
         raise OSError("no processes left")
 
     monkeypatch.setattr(capability_trial, "try_operations", fail)
-    raises_on_all(group, MpidistError, lambda: agreed_operations(group._comm, CPU), "rank 0 could not find out")
+    raises_on_all(
+        group,
+        MpidistError,
+        lambda: agreed_operations(group._comm, CPU),
+        "rank 0 could not find out",
+    )
 
 
 @pytest.mark.mpi(min_size=2)
 def test_an_environment_that_differs_raises_on_all(group, launches, monkeypatch):
     if group.rank == group.size - 1:
         monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
-    message = raises_on_all(group, MpidistError, lambda: agreed_operations(group._comm, CPU), "must be the same on all ranks")
+    message = raises_on_all(
+        group,
+        MpidistError,
+        lambda: agreed_operations(group._comm, CPU),
+        "must be the same on all ranks",
+    )
     assert f"it is unset on rank 0, 1 on rank {group.size - 1}" in message
     assert launches == []
 
@@ -273,7 +319,11 @@ def test_forcing_needs_no_launch(group, launches, monkeypatch):
     forget(group._comm, monkeypatch)
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     forced = agreed_operations(group._comm, CPU)
-    agree(group, (off, forced, launches) == (frozenset(), EVERYTHING, []), f"{off}, {forced}, {launches}")
+    agree(
+        group,
+        (off, forced, launches) == (frozenset(), EVERYTHING, []),
+        f"{off}, {forced}, {launches}",
+    )
 
 
 # --- a real device ---

@@ -64,13 +64,23 @@ def test_the_ranks_start_cuda_and_mpi_in_the_order_of_the_job_that_asks(monkeypa
     monkeypatch.setattr(child_job, "run", run)
     for name in ("setrlimit", "alarm", "sched_setaffinity"):
         monkeypatch.setattr(
-            {"setrlimit": capability_trial.resource, "alarm": capability_trial.signal}.get(name, os), name, lambda *_: None
+            {"setrlimit": capability_trial.resource, "alarm": capability_trial.signal}.get(
+                name, os
+            ),
+            name,
+            lambda *_: None,
         )
-    monkeypatch.setattr(capability_trial, "load", lambda makes_context: order.append(f"mpi, makes a context: {makes_context}"))
+    monkeypatch.setattr(
+        capability_trial,
+        "load",
+        lambda makes_context: order.append(f"mpi, makes a context: {makes_context}"),
+    )
     monkeypatch.setattr(capability_trial, "_start_device", lambda device: order.append("cuda"))
     monkeypatch.setattr(capability_trial.runtime, "world", world)
     capability_trial.try_operations("cuda:0", library(), _TRIED, cuda_first=cuda_first)
-    assert order == (["cuda", "mpi"] if cuda_first else ["mpi, makes a context: False", "cuda", "mpi"])
+    assert order == (
+        ["cuda", "mpi"] if cuda_first else ["mpi, makes a context: False", "cuda", "mpi"]
+    )
 
 
 def test_a_crash_marks_its_operation_alone():
@@ -88,9 +98,9 @@ def test_a_rank_that_ends_in_peace_in_an_operation_has_not_done_it():
 
 
 def test_a_verdict_is_kept_word_for_word():
-    assert tried("print('mpidist-probe ended Bcast wrong result on rank 1', flush=True); continue") == expected(
-        "wrong result on rank 1"
-    )
+    assert tried(
+        "print('mpidist-probe ended Bcast wrong result on rank 1', flush=True); continue"
+    ) == expected("wrong result on rank 1")
 
 
 def test_a_hang_marks_its_operation_alone_and_leaves_no_process(monkeypatch):
@@ -103,7 +113,10 @@ def test_a_hang_marks_its_operation_alone_and_leaves_no_process(monkeypatch):
 
 def test_what_a_launcher_detaches_is_ended_too(tmp_path):
     # As MPICH's does: the rank is in a session of its own, and whoever started it is gone.
-    code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.close(1)\n    os.close(2)\n    time.sleep(60)\n"
+    code = (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.close(1)\n    "
+        "os.close(2)\n    time.sleep(60)\n"
+    )
     marks = []
     original = child_job._marked
 
@@ -130,7 +143,9 @@ def test_a_job_that_does_not_start_is_told_apart():
 def test_without_a_launcher_nothing_is_tried(monkeypatch):
     monkeypatch.setattr(child_job, "launcher", lambda library: None)
     told = capability_trial.try_operations("cpu", "MPI", _TRIED)
-    assert all(text.startswith(capability_trial.NOT_TRIED) and "mpirun" in text for text in told.values())
+    assert all(
+        text.startswith(capability_trial.NOT_TRIED) and "mpirun" in text for text in told.values()
+    )
 
 
 def test_a_command_that_cannot_be_executed_is_no_exception(tmp_path):
@@ -145,10 +160,15 @@ def test_the_launcher_above_the_library_comes_first(tmp_path, monkeypatch):
         (tmp_path / program).chmod(0o755)
     monkeypatch.setattr(child_job.sys, "executable", str(tmp_path / "nowhere" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    monkeypatch.setattr(child_job, "library_files", lambda: [tmp_path / "mpi" / "lib" / "libmpi.so.12"])
+    monkeypatch.setattr(
+        child_job, "library_files", lambda: [tmp_path / "mpi" / "lib" / "libmpi.so.12"]
+    )
     assert child_job.launcher("MPICH Version: 5") == [str(tmp_path / "mpi/bin/mpiexec"), "-n", "2"]
     monkeypatch.setattr(child_job, "library_files", list)
-    assert child_job.launcher("Open MPI v5")[:2] == [str(tmp_path / "path/mpirun"), "--oversubscribe"]
+    assert child_job.launcher("Open MPI v5")[:2] == [
+        str(tmp_path / "path/mpirun"),
+        "--oversubscribe",
+    ]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert child_job.launcher("Open MPI v5") is None
 
@@ -194,7 +214,19 @@ class Silent:
 @pytest.mark.mpi
 def test_a_result_that_nobody_wrote_is_seen_by_all(group, monkeypatch):
     gathered = capability_trial.byte_strings.gathered
-    monkeypatch.setattr(capability_trial.byte_strings, "gathered", lambda mpi, data: gathered(group._mpi, data))
-    collectives = ("Allgather", "Iallgather", "Alltoallv", "Ialltoallv", "Allreduce", "Reduce_scatter_block")
-    verdicts = {attempt: capability_trial.attempt(Silent(group._mpi), attempt, torch.device("cpu")) for attempt in collectives}
+    monkeypatch.setattr(
+        capability_trial.byte_strings, "gathered", lambda mpi, data: gathered(group._mpi, data)
+    )
+    collectives = (
+        "Allgather",
+        "Iallgather",
+        "Alltoallv",
+        "Ialltoallv",
+        "Allreduce",
+        "Reduce_scatter_block",
+    )
+    verdicts = {
+        attempt: capability_trial.attempt(Silent(group._mpi), attempt, torch.device("cpu"))
+        for attempt in collectives
+    }
     assert verdicts == dict.fromkeys(collectives, "wrong result on rank 0 with 61 elements")

@@ -35,6 +35,8 @@ def test_no_library_is_an_error_that_names_the_ways(monkeypatch):
         raise RuntimeError("cannot load MPI library")
 
     monkeypatch.setattr(library, "extension_file", fails)
-    with pytest.raises(LaunchError, match=r"cannot load MPI library\); load your cluster's MPI module"):
+    with pytest.raises(
+        LaunchError, match=r"cannot load MPI library\); load your cluster's MPI module"
+    ):
         installed.installed()
     assert installed._text_of("/there/is/no/libmpi.so") == ""

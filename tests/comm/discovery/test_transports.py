@@ -17,11 +17,15 @@ def test_the_head_of_a_component_names_it():
 
 
 def test_a_device_line_and_mapped_libraries_are_read(tmp_path):
-    assert transports.device_line("MPICH Version: 5\nMPICH Device:       ch4:ofi \nMPICH CC: cc") == "ch4:ofi"
+    assert (
+        transports.device_line("MPICH Version: 5\nMPICH Device:       ch4:ofi \nMPICH CC: cc")
+        == "ch4:ofi"
+    )
     assert transports.device_line("Open MPI v5") == ""
     maps = tmp_path / "maps"
     maps.write_text(
-        "7f0 r-xp 0 08:01 5 /opt/lib/libucp.so.0.0.0\n7f1 r-xp 0 08:01 6 /opt/my libs/libfabric.so.1\n7f2 rw-p 0 0 0\n"
+        "7f0 r-xp 0 08:01 5 /opt/lib/libucp.so.0.0.0\n7f1 r-xp 0 08:01 6 /opt/my "
+        "libs/libfabric.so.1\n7f2 rw-p 0 0 0\n"
     )
     assert transports.mapped_libraries(maps) == ("libucp", "libfabric")
     assert transports.mapped_libraries(tmp_path / "gone") == ()
@@ -30,7 +34,9 @@ def test_a_device_line_and_mapped_libraries_are_read(tmp_path):
 def test_devices_of_the_node_are_listed(tmp_path, monkeypatch):
     (tmp_path / "infiniband" / "mlx5_1").mkdir(parents=True)
     (tmp_path / "infiniband" / "mlx5_0").mkdir()
-    monkeypatch.setattr(transports, "_DEVICES", (str(tmp_path / "infiniband"), str(tmp_path / "cxi")))
+    monkeypatch.setattr(
+        transports, "_DEVICES", (str(tmp_path / "infiniband"), str(tmp_path / "cxi"))
+    )
     assert transports.rdma_devices() == ("mlx5_0", "mlx5_1")
 
 

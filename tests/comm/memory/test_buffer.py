@@ -10,7 +10,9 @@ from mpidist.comm.memory import buffer
 @given(count=st.integers(0, 5000), limit=st.integers(1, 700))
 def test_pieces_cover_everything_once(count, limit):
     spans = list(buffer.pieces(count, limit))
-    assert [place for start, length in spans for place in range(start, start + length)] == list(range(count))
+    assert [place for start, length in spans for place in range(start, start + length)] == list(
+        range(count)
+    )
     assert all(length <= limit for _, length in spans)
 
 

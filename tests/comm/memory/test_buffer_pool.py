@@ -20,7 +20,10 @@ def address(view):
 
 def unpickled(view):
     """Return an array as a message's buffers give it."""
-    return pickle.loads(pickle.dumps(np.zeros(MANY, np.uint8), 5, buffer_callback=lambda buffer: None), buffers=[view])
+    return pickle.loads(
+        pickle.dumps(np.zeros(MANY, np.uint8), 5, buffer_callback=lambda buffer: None),
+        buffers=[view],
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,12 @@ def test_only_what_an_output_would_overwrite_is_copied():
     a, b, c = memory[:4], memory[4:8], memory[8:]
     assert separated((a, b), (c,))[0] is a
     mixed = separated((a, b), (memory[2:6],))
-    assert mixed[0] is not a and mixed[1] is not b and torch.equal(mixed[0], a) and torch.equal(mixed[1], b)
+    assert (
+        mixed[0] is not a
+        and mixed[1] is not b
+        and torch.equal(mixed[0], a)
+        and torch.equal(mixed[1], b)
+    )
     assert separated((b,), (memory,), {(0, 0): b.data_ptr()})[0] is b
     assert separated((a,), (memory,), {(0, 0): b.data_ptr()})[0] is not a
     assert separated((b,), (memory, memory[5:]), {(0, 0): b.data_ptr()})[0] is not b
@@ -34,14 +39,24 @@ def layouts(group, numel, dtype):
 
     for turn, shift in enumerate((0, 1, numel // 2, numel * rank, numel * (size - 1))):
         whole = memory(many + many)
-        yield "all_to_all_single", group.all_to_all_single, whole[shift : shift + many], whole[:many]
+        yield (
+            "all_to_all_single",
+            group.all_to_all_single,
+            whole[shift : shift + many],
+            whole[:many],
+        )
         whole = memory(many + many)
         yield (
             "all_to_all", lambda o, i: group.all_to_all(list(o.split(numel)), list(i.split(numel))),
             whole[shift : shift + many], whole[:many],
         )  # fmt: skip
         whole = memory(many + numel)
-        yield "all_gather_into_tensor", group.all_gather_into_tensor, whole[:many], whole[shift : shift + numel]
+        yield (
+            "all_gather_into_tensor",
+            group.all_gather_into_tensor,
+            whole[:many],
+            whole[shift : shift + numel],
+        )
         whole = memory(many + numel)
         yield (
             "all_gather", lambda o, i: group.all_gather(list(o.split(numel)), i),
@@ -50,7 +65,8 @@ def layouts(group, numel, dtype):
         for op in (SUM, MAX):
             whole = memory(many + numel)
             yield (
-                f"reduce_scatter_tensor {op}", lambda o, i, op=op: group.reduce_scatter_tensor(o, i, op),
+                "reduce_scatter_tensor "
+                f"{op}", lambda o, i, op=op: group.reduce_scatter_tensor(o, i, op),
                 whole[shift : shift + numel], whole[:many],
             )  # fmt: skip
         whole = memory(many + numel)
@@ -81,7 +97,9 @@ def test_every_collective_is_right_whatever_overlaps(group):
                 call(apart, kept)
                 call(output, source)
                 if not torch.equal(output, apart):
-                    wrong.append((name, numel, dtype, output.storage_offset(), source.storage_offset()))
+                    wrong.append(
+                        (name, numel, dtype, output.storage_offset(), source.storage_offset())
+                    )
     agree(group, not wrong, str(wrong[:4]))
 
 

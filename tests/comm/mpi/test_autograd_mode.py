@@ -76,12 +76,22 @@ def test_inference_mode_leaves_no_trace(group, dtype):
                         if name == "mean" and dtype is torch.int64:
                             continue
                         try:
-                            ok = outcome(make, call, expected, asynchronous, made_in, called_in, waited_in)
+                            ok = outcome(
+                                make, call, expected, asynchronous, made_in, called_in, waited_in
+                            )
                         except RuntimeError as error:
                             ok = False
                             name += f": {error}"
                         if not ok:
-                            wrong.append((name, asynchronous, made_in.__name__, called_in.__name__, waited_in.__name__))
+                            wrong.append(
+                                (
+                                    name,
+                                    asynchronous,
+                                    made_in.__name__,
+                                    called_in.__name__,
+                                    waited_in.__name__,
+                                )
+                            )
     agree(group, not wrong, str(wrong[:3]))
 
 

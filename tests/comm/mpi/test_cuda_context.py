@@ -1,4 +1,7 @@
-"""CUDA context of a rank: which one, made when, and bound to which threads. The devices are pretended."""
+"""CUDA context of a rank: which one, made when, and bound to which threads.
+
+The devices are pretended.
+"""
 
 from __future__ import annotations
 
@@ -200,12 +203,18 @@ os.wait()
 def test_mpi_is_started_behind_cuda_and_a_forked_worker_touches_neither():
     done = started([sys.executable, "-c", _LOADS], 60)
     first, worker = done.stdout.splitlines()[:2]
-    assert first == "is_available; context 1; used 1 in MainThread; mpi starts on 1; True", done.stdout + done.stderr
+    assert first == "is_available; context 1; used 1 in MainThread; mpi starts on 1; True", (
+        done.stdout + done.stderr
+    )
     assert worker == "MpidistError", done.stdout + done.stderr
 
 
 @pytest.mark.slow
 def test_an_mpi_that_other_code_has_started_is_told():
-    code = _LOADS.replace("import mpidist.comm.group", "from mpi4py import MPI\nimport mpidist.comm.group")
+    code = _LOADS.replace(
+        "import mpidist.comm.group", "from mpi4py import MPI\nimport mpidist.comm.group"
+    )
     done = started([sys.executable, "-c", code], 60)
-    assert done.stdout.splitlines()[0] == "is_available; mpi starts on 0; False", done.stdout + done.stderr
+    assert done.stdout.splitlines()[0] == "is_available; mpi starts on 0; False", (
+        done.stdout + done.stderr
+    )

@@ -42,15 +42,26 @@ def test_of_nobody_nothing_is_said(clock):
 
 def test_a_rank_has_ended_only_after_what_it_sent_has_had_time_to_arrive(monkeypatch):
     monkeypatch.setattr(exited_ranks, "_left", {})
-    assert exited_ranks.ended((0, 1)) == () and not exited_ranks.have_left((0, 1)) and not exited_ranks.have_left(())
+    assert (
+        exited_ranks.ended((0, 1)) == ()
+        and not exited_ranks.have_left((0, 1))
+        and not exited_ranks.have_left(())
+    )
     exited_ranks.note(1)
     assert exited_ranks.among((0, 1)) == (1,) and exited_ranks.ended((0, 1)) == ()
     exited_ranks._left[1] -= exited_ranks.GRACE_S + 1
     exited_ranks.note(1)  # said twice, it has ended when it said so first
-    assert exited_ranks.ended((0, 1)) == (1,) and exited_ranks.have_left((1,)) and not exited_ranks.have_left((0, 1))
+    assert (
+        exited_ranks.ended((0, 1)) == (1,)
+        and exited_ranks.have_left((1,))
+        and not exited_ranks.have_left((0, 1))
+    )
 
 
 def test_the_error_names_the_ranks():
     error = exited_ranks.failure("rank 0 of 3: recv", (1, 2))
     assert error.ranks == (1, 2)
-    assert str(error) == "rank 0 of 3: recv waits for world ranks 1, 2, which came to the end of the program"
+    assert (
+        str(error)
+        == "rank 0 of 3: recv waits for world ranks 1, 2, which came to the end of the program"
+    )

@@ -18,10 +18,19 @@ from mpidist.comm.mpi.launcher_env import (
     ("environ", "expected"),
     [
         ({}, Launch("python", None, None)),
-        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, Launch("mpirun (Open MPI)", 4, 1)),
-        ({"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}, Launch("mpiexec (Hydra)", 2, 1)),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+            Launch("mpirun (Open MPI)", 4, 1),
+        ),
+        (
+            {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"},
+            Launch("mpiexec (Hydra)", 2, 1),
+        ),
         ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "3"}, Launch("srun", 8, 3)),
-        ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, Launch("torchrun", 2, 0)),
+        (
+            {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+            Launch("torchrun", 2, 0),
+        ),
         ({"PMI_SIZE": "2"}, Launch("mpiexec (PMI)", 2, None)),
     ],
 )
@@ -30,20 +39,32 @@ def test_launchers(environ, expected):
 
 
 def test_the_rank_is_told_by_most():
-    environ = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_RANK": "3"}
+    environ = {
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_RANK": "3",
+    }
     assert from_environment(environ) == Launch("mpirun (Open MPI)", 4, 1, 3)
     assert from_environment({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}).rank == 5
     assert from_environment({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "4", "PMI_RANK": "3"}).rank == 3
 
 
 def test_mpirun_inside_a_slurm_allocation_is_mpiruns():
-    environ = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
+    environ = {
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_LOCALID": "0",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    }
     assert from_environment(environ) == Launch("mpirun (Open MPI)", 4, 2)
 
 
 def test_a_batch_shell_is_no_launcher():
     # sbatch sets these for the script itself, in which a plain python is a world of one.
-    assert from_environment({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).launcher == "python"
+    assert (
+        from_environment({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).launcher
+        == "python"
+    )
 
 
 def test_a_world_that_fits_is_no_problem():
@@ -77,7 +98,14 @@ _OF_THE_USER = (
     "OMPI_MCA_btl_smcuda_use_cuda_ipc", "OMPI_MCA_coll_cuda_priority", "OMPI_MCA_mtl", "OMPI_MCA_opal_cuda_verbose",
     "OMPI_MCA_osc", "OMPI_MCA_pml", "OMPI_MCA_smsc", "OPAL_PREFIX", "UCX_TLS",
 )  # fmt: skip
-_WITHOUT_EFFECT = ("CUDA_VISIBLE_DEVICES", "HOME", "OMPI_ALLOW_RUN_AS_ROOT", "PATH", "PMIX_PREFIX", "PRTE_PREFIX")
+_WITHOUT_EFFECT = (
+    "CUDA_VISIBLE_DEVICES",
+    "HOME",
+    "OMPI_ALLOW_RUN_AS_ROOT",
+    "PATH",
+    "PMIX_PREFIX",
+    "PRTE_PREFIX",
+)
 
 
 def test_a_job_inside_the_job_hears_the_user_and_not_the_launcher():
@@ -88,10 +116,15 @@ def test_a_job_inside_the_job_hears_the_user_and_not_the_launcher():
 
 def test_a_library_and_another_ones_launcher():
     open_mpis, mpichs = "mpirun (Open MPI)", "mpiexec (Hydra)"
-    for launcher, library, size in ((open_mpis, MPICH, 2), (open_mpis, MPICH, 1), (mpichs, OPEN_MPI, 2)):
+    for launcher, library, size in (
+        (open_mpis, MPICH, 2),
+        (open_mpis, MPICH, 1),
+        (mpichs, OPEN_MPI, 2),
+    ):
         problem = library_problem(Launch(launcher, size, 0), library)
         assert problem is not None and launcher in problem and "MPI4PY_LIBMPI" in problem
-    # Open MPI makes a rank that it cannot connect a world of one. Slurm's launcher starts both, as its --mpi says.
+    # Open MPI makes a rank that it cannot connect a world of one. Slurm's launcher starts both, as
+    # its --mpi says.
     for launcher, library, size in (
         (open_mpis, OPEN_MPI, 2), (mpichs, MPICH, 2), (mpichs, OPEN_MPI, 1), ("srun", MPICH, 4), ("srun", OPEN_MPI, 4),
         ("python", MPICH, None), ("flux run", OPEN_MPI, 4),

@@ -13,11 +13,21 @@ from tests.support import started
 @pytest.mark.parametrize(
     ("file", "mark", "names"),
     [
-        ("MPI.mpich.cpython-311.so", "OMPI_COMM_WORLD_SIZE", ["mpirun (Open MPI)", "is MPICH", "MPI4PY_LIBMPI"]),
-        ("MPI.openmpi.cpython-311.so", "MPI_LOCALNRANKS", ["mpiexec (Hydra)", "is Open MPI", "MPI4PY_LIBMPI"]),
+        (
+            "MPI.mpich.cpython-311.so",
+            "OMPI_COMM_WORLD_SIZE",
+            ["mpirun (Open MPI)", "is MPICH", "MPI4PY_LIBMPI"],
+        ),
+        (
+            "MPI.openmpi.cpython-311.so",
+            "MPI_LOCALNRANKS",
+            ["mpiexec (Hydra)", "is Open MPI", "MPI4PY_LIBMPI"],
+        ),
     ],
 )
-def test_a_library_that_the_launcher_cannot_start_is_refused_before_it_starts(file, mark, names, monkeypatch):
+def test_a_library_that_the_launcher_cannot_start_is_refused_before_it_starts(
+    file, mark, names, monkeypatch
+):
     for name in ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
     library._require_matching_launcher(f"/somewhere/{file}")  # a plain process
@@ -29,9 +39,14 @@ def test_a_library_that_the_launcher_cannot_start_is_refused_before_it_starts(fi
 
 def test_a_file_that_hides_mpi4py_is_told_from_a_missing_library(tmp_path):
     (tmp_path / "mpi4py.py").write_text("")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from mpidist.comm.mpi import library; library.load()"
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from mpidist.comm.mpi import "
+        "library; library.load()"
+    )
     done = started([sys.executable, "-c", code], 60)
-    assert "LaunchError: 'import mpi4py' finds" in done.stderr and "rename that file" in done.stderr, done.stderr
+    assert (
+        "LaunchError: 'import mpi4py' finds" in done.stderr and "rename that file" in done.stderr
+    ), done.stderr
     code = "from mpidist.comm.mpi import library; library.load()"
     done = started([sys.executable, "-c", code], 60, {"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so")})
     assert "LaunchError: no MPI library could be loaded" in done.stderr, done.stderr
@@ -45,10 +60,14 @@ def test_a_child_of_multiprocessing_is_no_rank(monkeypatch):
 
 
 def test_full_shared_memory_is_told_before_mpi_starts(monkeypatch):
-    monkeypatch.setattr(library.os, "statvfs", lambda folder: SimpleNamespace(f_bavail=16, f_frsize=4096))
+    monkeypatch.setattr(
+        library.os, "statvfs", lambda folder: SimpleNamespace(f_bavail=16, f_frsize=4096)
+    )
     with pytest.warns(RuntimeWarning, match="/dev/shm has 64 KiB left"):
         library._warn_of_full_memory("/dev/shm")
-    monkeypatch.setattr(library.os, "statvfs", lambda folder: SimpleNamespace(f_bavail=1 << 20, f_frsize=4096))
+    monkeypatch.setattr(
+        library.os, "statvfs", lambda folder: SimpleNamespace(f_bavail=1 << 20, f_frsize=4096)
+    )
     library._warn_of_full_memory("/dev/shm")
     monkeypatch.undo()
     library._warn_of_full_memory("/there is no such folder")

@@ -26,7 +26,14 @@ def is_untouched(memory):
 def test_a_longer_message_stays_outside_the_tensor(group, posted_first):
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     wrong = []
-    for numel, sent in ((1, 3), (100, 900), (100, 3000), (1000, 20_000), (1, 300_000), (200_000, 700_000)):
+    for numel, sent in (
+        (1, 3),
+        (100, 900),
+        (100, 3000),
+        (1000, 20_000),
+        (1, 300_000),
+        (200_000, 700_000),
+    ):
         tensor, behind = guarded(numel, sent)
         if posted_first:
             incoming = group.irecv(tensor, left)
@@ -40,7 +47,9 @@ def test_a_longer_message_stays_outside_the_tensor(group, posted_first):
             incoming.wait()
             wrong.append(f"{numel} of {sent}: no error")
         except MpidistError as error:
-            if f"expected {4 * numel} bytes" not in str(error) or f"rank {left} sent {4 * sent}" not in str(error):
+            if f"expected {4 * numel} bytes" not in str(
+                error
+            ) or f"rank {left} sent {4 * sent}" not in str(error):
                 wrong.append(str(error))
         outgoing.wait()
         if not is_untouched(tensor) or not is_untouched(behind):
@@ -95,7 +104,11 @@ def test_lists_of_other_sizes_than_what_is_sent(group):
     except DisagreementError as error:
         if f"sent {4 * sent} bytes, and this rank expected {4 * expected}" not in str(error):
             wrong.append(str(error))
-    wrong += [f"all_gather wrote past the end of {peer}" for peer, (_, behind) in enumerate(memory) if not is_untouched(behind)]
+    wrong += [
+        f"all_gather wrote past the end of {peer}"
+        for peer, (_, behind) in enumerate(memory)
+        if not is_untouched(behind)
+    ]
     inputs = [torch.zeros(expected) for _ in range(group.size)]
     inputs[right] = torch.zeros(sent)
     memory = [guarded(expected, sent) for _ in range(group.size)]
@@ -104,7 +117,11 @@ def test_lists_of_other_sizes_than_what_is_sent(group):
         wrong.append("all_to_all: no error")
     except DisagreementError:
         pass
-    wrong += [f"all_to_all wrote past the end of {peer}" for peer, (_, behind) in enumerate(memory) if not is_untouched(behind)]
+    wrong += [
+        f"all_to_all wrote past the end of {peer}"
+        for peer, (_, behind) in enumerate(memory)
+        if not is_untouched(behind)
+    ]
     agree(group, not wrong, "; ".join(wrong))
     total = torch.ones(3)
     group.all_reduce(total)  # the group goes on
@@ -114,7 +131,12 @@ def test_lists_of_other_sizes_than_what_is_sent(group):
 def test_receives_match_in_the_order_of_posting(group):
     if group.rank == 0:
         first, wildcard, other_tag, last = (torch.zeros(1) for _ in range(4))
-        works = [group.irecv(first, 1), group.irecv(wildcard), group.irecv(other_tag, 1, tag=9), group.irecv(last, 1)]
+        works = [
+            group.irecv(first, 1),
+            group.irecv(wildcard),
+            group.irecv(other_tag, 1, tag=9),
+            group.irecv(last, 1),
+        ]
         group.barrier()
         for work in reversed(works):
             work.wait()
@@ -133,7 +155,9 @@ def test_a_posted_receive_is_matched_while_its_owner_is_in_a_collective(group):
     """The sender of a long message waits for the match, and comes to the collective after that."""
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     into = torch.zeros(2_000_000)
-    incoming = group.irecv(into, left) if group.rank % 2 == 0 or group.rank == group.size - 1 else None
+    incoming = (
+        group.irecv(into, left) if group.rank % 2 == 0 or group.rank == group.size - 1 else None
+    )
     if group.rank % 2 == 1 or group.rank == 0:
         group.send(torch.full((2_000_000,), float(group.rank)), right)
     if incoming is None:

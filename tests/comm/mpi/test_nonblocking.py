@@ -31,20 +31,36 @@ def calls(group, numel):
     for op in ("sum", "avg", "max"):
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             tensor = own(dtype=dtype)
-            yield f"all_reduce {op} {dtype}", lambda t=tensor, op=op: group.all_reduce(t, op, async_op=True), [tensor]
+            yield (
+                f"all_reduce {op} {dtype}",
+                lambda t=tensor, op=op: group.all_reduce(t, op, async_op=True),
+                [tensor],
+            )
     tensor = own()
     yield "broadcast", lambda: group.broadcast(tensor, size - 1, async_op=True), [tensor]
     reduced = own()
     yield "reduce", lambda: group.reduce(reduced, 0, async_op=True), [reduced] if rank == 0 else []
     gathered = torch.zeros(numel * size)
-    yield "all_gather_into_tensor", lambda: group.all_gather_into_tensor(gathered, own(), async_op=True), [gathered]
+    yield (
+        "all_gather_into_tensor",
+        lambda: group.all_gather_into_tensor(gathered, own(), async_op=True),
+        [gathered],
+    )
     ragged = [torch.zeros(numel + place) for place in range(size)]
     mine = torch.full((numel + rank,), float(rank))
     yield "all_gather", lambda: group.all_gather(ragged, mine, async_op=True), ragged
     shard = torch.zeros(numel)
-    yield "reduce_scatter_tensor", lambda: group.reduce_scatter_tensor(shard, own(size), async_op=True), [shard]
+    yield (
+        "reduce_scatter_tensor",
+        lambda: group.reduce_scatter_tensor(shard, own(size), async_op=True),
+        [shard],
+    )
     swapped = torch.zeros(numel * size)
-    yield "all_to_all_single", lambda: group.all_to_all_single(swapped, own(size), async_op=True), [swapped]
+    yield (
+        "all_to_all_single",
+        lambda: group.all_to_all_single(swapped, own(size), async_op=True),
+        [swapped],
+    )
     yield "barrier", lambda: group.barrier(async_op=True), []
 
 
@@ -52,7 +68,9 @@ def calls(group, numel):
 def test_same_results(world, patient, numel, monkeypatch):
     monkeypatch.setattr(runtime.World, "nodes_of", lambda world, ranks: (0,) * len(ranks))
     plain = world.clone("plain")
-    for (name, call, result), (_, expected_call, expected) in zip(calls(patient, numel), calls(plain, numel), strict=True):
+    for (name, call, result), (_, expected_call, expected) in zip(
+        calls(patient, numel), calls(plain, numel), strict=True
+    ):
         call().wait()
         expected_call().wait()
         agree(world, all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), name)
@@ -71,9 +89,17 @@ def test_synchronous_calls_meet_asynchronous_ones(world, patient):
                 agree(world, bool((tensor == size * (size + 1) / 2).all()), f"all_reduce {dtype}")
             finished(patient.broadcast(tensor.fill_(patient.rank), size - 1, async_op=is_async))
             gathered = torch.empty(numel * size)
-            finished(patient.all_gather_into_tensor(gathered, torch.full((numel,), float(patient.rank)), async_op=is_async))
+            finished(
+                patient.all_gather_into_tensor(
+                    gathered, torch.full((numel,), float(patient.rank)), async_op=is_async
+                )
+            )
             finished(patient.barrier(async_op=is_async))
-            agree(world, bool((tensor == size - 1).all()) and torch.equal(gathered[::numel], torch.arange(float(size))))
+            agree(
+                world,
+                bool((tensor == size - 1).all())
+                and torch.equal(gathered[::numel], torch.arange(float(size))),
+            )
 
 
 def finished(work):
@@ -95,7 +121,11 @@ def test_it_leaves_the_core_to_others(patient, monkeypatch):
         sleep(0.2)
     patient.all_reduce(tensor, async_op=True).wait()
     expected = {f"mpidist-{patient.name}"} if patient.rank else set()
-    agree(patient, bool((tensor == patient.size).all()) and (not patient.rank or set(slept) == expected), str(set(slept)))
+    agree(
+        patient,
+        bool((tensor == patient.size).all()) and (not patient.rank or set(slept) == expected),
+        str(set(slept)),
+    )
 
 
 def test_wait_hands_the_status_on():

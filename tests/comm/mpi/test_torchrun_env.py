@@ -29,13 +29,19 @@ NAMES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
     [
         (OPEN_MPI, ["3", "4", "1", "2", UNKNOWN, "29500"]),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"}, ["0", "4", "1", "2", "node9", "29500"]),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, ["3", "4", "1", "4", "127.0.0.1", "29500"]),
+        (
+            {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+            ["3", "4", "1", "4", "127.0.0.1", "29500"],
+        ),
         (HYDRA, ["1", "2", "1", "2", "127.0.0.1", "29500"]),
         (SLURM, ["5", "7", "1", "2", "gpu07-ib", "29500"]),
         ({**SLURM, "SLURM_STEP_NODELIST": "node3,node5"}, ["5", "7", "1", "2", "node3", "29500"]),
         # What a launcher does not say is left out; Flux says nothing of a node's tasks.
         (FLUX, ["1", "2", "1", None, UNKNOWN, "29500"]),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2 each", "SLURM_STEP_NODELIST": ""}, ["5", "7", "1", None, UNKNOWN, "29500"]),
+        (
+            {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2 each", "SLURM_STEP_NODELIST": ""},
+            ["5", "7", "1", None, UNKNOWN, "29500"],
+        ),
     ],
 )
 def test_a_rank_gets_what_its_launcher_says(environ, expected):
@@ -44,7 +50,9 @@ def test_a_rank_gets_what_its_launcher_says(environ, expected):
     assert found[SET_BY_US].split(",") == [name for name in NAMES if name in found]
 
 
-@pytest.mark.parametrize("environ", [{}, {**OPEN_MPI, "TORCHELASTIC_RUN_ID": "x"}, {"PMI_SIZE": "2"}])
+@pytest.mark.parametrize(
+    "environ", [{}, {**OPEN_MPI, "TORCHELASTIC_RUN_ID": "x"}, {"PMI_SIZE": "2"}]
+)
 def test_nothing_is_set_for_others(environ):
     assert torch_variables(environ, "node9") == {}
 
@@ -53,7 +61,9 @@ def test_the_users_variables_stay_and_inherited_ones_of_ours_do_not():
     users = torch_variables({**OPEN_MPI, "RANK": "7", "MASTER_ADDR": "here"}, "node9")
     assert "RANK" not in users and "MASTER_ADDR" not in users and users["WORLD_SIZE"] == "4"
     # A rank has started a job of its own: its ranks inherit what was set for it.
-    inherited = torch_variables({**OPEN_MPI, **torch_variables(HYDRA, "node9"), "LOCAL_RANK": "1"}, "node9")
+    inherited = torch_variables(
+        {**OPEN_MPI, **torch_variables(HYDRA, "node9"), "LOCAL_RANK": "1"}, "node9"
+    )
     assert (inherited["RANK"], inherited["WORLD_SIZE"]) == ("3", "4")
     complete = {name: "1" for name in NAMES}
     assert torch_variables({**OPEN_MPI, **complete}, "node9") == {}
@@ -62,5 +72,7 @@ def test_the_users_variables_stay_and_inherited_ones_of_ours_do_not():
 def test_variables_of_another_job_are_told():
     assert disagreement({}, 1, 2) is None
     assert disagreement({"RANK": "1", "WORLD_SIZE": "2"}, 1, 2) is None
-    assert "RANK=0 is set, but MPI started this job with RANK=1" in (disagreement({"RANK": "0"}, 1, 2) or "")
+    assert "RANK=0 is set, but MPI started this job with RANK=1" in (
+        disagreement({"RANK": "0"}, 1, 2) or ""
+    )
     assert "Unset WORLD_SIZE" in (disagreement({"RANK": "1", "WORLD_SIZE": "8"}, 1, 2) or "")

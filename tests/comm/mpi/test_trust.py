@@ -7,7 +7,9 @@ import pytest
 from mpidist.comm.mpi import trust
 
 
-@pytest.mark.parametrize(("word", "expected"), [(None, False), ("", False), ("pickle", False), ("data", True)])
+@pytest.mark.parametrize(
+    ("word", "expected"), [(None, False), ("", False), ("pickle", False), ("data", True)]
+)
 def test_the_variable_says_whether_pickles_are_read(monkeypatch, word, expected):
     monkeypatch.delenv(trust.ENV_TRUST, raising=False)
     if word is not None:
@@ -18,7 +20,9 @@ def test_the_variable_says_whether_pickles_are_read(monkeypatch, word, expected)
 @pytest.mark.parametrize("word", ["1", "Data", "data ", "none"])
 def test_another_word_is_an_error_that_names_the_variable_and_the_word(monkeypatch, word):
     monkeypatch.setenv(trust.ENV_TRUST, word)
-    with pytest.raises(ValueError, match=f"MPIDIST_TRUST must be 'pickle' or 'data', or unset; got '{word}'"):
+    with pytest.raises(
+        ValueError, match=f"MPIDIST_TRUST must be 'pickle' or 'data', or unset; got '{word}'"
+    ):
         trust.is_data_only()
 
 
@@ -39,5 +43,7 @@ def test_ranks_that_differ_are_named():
 
 
 def test_an_unreadable_word_is_a_problem_on_one_rank_and_on_all():
-    assert "neither 'pickle' nor 'data' on rank 1" in (trust.problem([trust.DATA, trust.UNREADABLE]) or "")
+    assert "neither 'pickle' nor 'data' on rank 1" in (
+        trust.problem([trust.DATA, trust.UNREADABLE]) or ""
+    )
     assert "neither 'pickle' nor 'data' on rank 0" in (trust.problem([trust.UNREADABLE] * 2) or "")

@@ -26,13 +26,25 @@ SCALARS = st.one_of(
     st.binary(),
     st.text(st.characters(exclude_categories=[])),  # surrogates as well
     st.just(...),
-    st.sampled_from([torch.float32, torch.int8, torch.device("cpu"), torch.device("cuda", 1), torch.Size((2, 3))]),
+    st.sampled_from(
+        [
+            torch.float32,
+            torch.int8,
+            torch.device("cpu"),
+            torch.device("cuda", 1),
+            torch.Size((2, 3)),
+        ]
+    ),
     st.builds(np.float32, st.floats(width=32)),
     st.builds(np.int64, st.integers(-(1 << 63), (1 << 63) - 1)),
     st.builds(np.bool_, st.booleans()),
 )
 KEYS = st.recursive(
-    SCALARS, lambda inner: st.one_of(st.lists(inner, max_size=3).map(tuple), st.frozensets(inner, max_size=3)), max_leaves=5
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3).map(tuple), st.frozensets(inner, max_size=3)
+    ),
+    max_leaves=5,
 )
 DATA = st.recursive(
     SCALARS,
@@ -53,7 +65,10 @@ def there_and_back(obj, **how):
 
 
 def told(obj):
-    """Return an object as text, with all types; sets sorted. NaN is like NaN, and -0.0 not like 0.0."""
+    """Return an object as text, with all types; sets sorted.
+
+    NaN is like NaN, and -0.0 not like 0.0.
+    """
     kind = type(obj).__name__
     if isinstance(obj, (list, tuple)):
         return f"{kind}[{', '.join(map(told, obj))}]"
@@ -73,8 +88,15 @@ def test_what_goes_out_comes_back_exactly(obj):
 def test_objects_of_the_table_stand_by_number_each_once():
     tensor, array = torch.ones(2), np.arange(3)
     objects = []
-    written = data_writer.dumps([tensor, {"a": array, "b": tensor}, array[::2], bytearray(b"x")], objects)
-    assert len(objects) == 4 and objects[0] is tensor and objects[1] is array and objects[2].flags.c_contiguous
+    written = data_writer.dumps(
+        [tensor, {"a": array, "b": tensor}, array[::2], bytearray(b"x")], objects
+    )
+    assert (
+        len(objects) == 4
+        and objects[0] is tensor
+        and objects[1] is array
+        and objects[2].flags.c_contiguous
+    )
     read = data_reader.loads(written, objects)
     assert read[0] is tensor and read[1]["b"] is tensor and read[2].tolist() == [0, 2]
 
@@ -104,7 +126,11 @@ def test_what_is_no_data_is_refused_with_its_place(obj, place):
 def test_a_state_dict_keeps_its_order_and_its_metadata():
     state = torch.nn.Linear(2, 1).state_dict()
     back = there_and_back(state)
-    assert type(back) is OrderedDict and list(back) == list(state) and back._metadata == state._metadata
+    assert (
+        type(back) is OrderedDict
+        and list(back) == list(state)
+        and back._metadata == state._metadata
+    )
     assert back["weight"] is state["weight"]
     state.mine = 1
     with pytest.raises(NotPlainData, match=r"attributes \(_metadata, mine\)"):

@@ -14,8 +14,17 @@ from mpidist.errors import FrameError, NotPlainData
 from tests.bytes_fuzz import frames
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4) | st.tuples(inner, inner),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(), inner, max_size=4)
+        | st.tuples(inner, inner)
+    ),
     max_leaves=20,
 )
 
@@ -26,7 +35,16 @@ def test_round_trip(obj):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64]
+    "dtype",
+    [
+        torch.bool,
+        torch.uint8,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.complex64,
+    ],
 )
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (5, 7)])
 def test_tensors(dtype, shape):
@@ -120,7 +138,12 @@ def test_data_comes_back_to_whoever_asks_for_it_and_to_others(obj):
 
 def test_tensors_and_arrays_travel_as_data():
     base = torch.arange(20_000.0)
-    sent = {"base": base, "half": base[:10_000], "array": np.arange(5000), "leaf": torch.ones(2, requires_grad=True)}
+    sent = {
+        "base": base,
+        "half": base[:10_000],
+        "array": np.arange(5000),
+        "leaf": torch.ones(2, requires_grad=True),
+    }
     back = frame.from_bytes(frame.to_bytes(sent, data_only=True), data_only=True)
     back["half"].zero_()
     assert back["base"][:10_000].count_nonzero() == 0 and back["base"][-1] == 19_999

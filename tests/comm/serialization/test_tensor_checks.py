@@ -36,13 +36,19 @@ from tests.bytes_fuzz import tables
 from tests.bytes_fuzz.tables import described
 
 CASES = int(os.environ.get("MPIDIST_FUZZ_CASES", "600"))
-F32, I64, U8, BOOL = (DTYPE_NUMBERS[dtype] for dtype in (torch.float32, torch.int64, torch.uint8, torch.bool))
+F32, I64, U8, BOOL = (
+    DTYPE_NUMBERS[dtype] for dtype in (torch.float32, torch.int64, torch.uint8, torch.bool)
+)
 I8 = DTYPE_NUMBERS[torch.int8]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def row(number, form, flags, part, shape, *behind):
-    return ROW.pack(number, form, flags, len(shape), part) + struct.pack(f"<{len(shape)}q", *shape) + b"".join(behind)
+    return (
+        ROW.pack(number, form, flags, len(shape), part)
+        + struct.pack(f"<{len(shape)}q", *shape)
+        + b"".join(behind)
+    )
 
 
 def strides(offset, *numbers):
@@ -51,7 +57,9 @@ def strides(offset, *numbers):
 
 def read(rows, parts=(), is_strict=False):
     table = COUNTS.pack(len(rows), len(parts)) + b"".join(rows)
-    return tensor_rebuild.read(bytearray(table), 0, [memoryview(bytearray(part)) for part in parts], is_strict=is_strict)[0]
+    return tensor_rebuild.read(
+        bytearray(table), 0, [memoryview(bytearray(part)) for part in parts], is_strict=is_strict
+    )[0]
 
 
 def strided(shape, offset, numbers, number=F32):
@@ -79,12 +87,16 @@ HUGE = (1 << 62, (1 << 63) - 1, 1 << 40)
 REFUSED = {
     "negative sizes": [([row(F32, DENSE, INLINE | WHOLE, 0, (-2, -2), bytes(16))], [])],
     "a size below zero beside none": [([row(F32, DENSE, INLINE | WHOLE, 0, (0, -5))], [])],
-    "no elements, and sizes beyond": [([row(F32, DENSE, flags, 0, (0, *HUGE))], [b""]) for flags in (WHOLE, WHOLE | INLINE)]
+    "no elements, and sizes beyond": [
+        ([row(F32, DENSE, flags, 0, (0, *HUGE))], [b""]) for flags in (WHOLE, WHOLE | INLINE)
+    ]
     + [([row(ARRAY_NUMBERS[np.dtype("f4")], ARRAY, 0, 0, (0, *HUGE))], [b""])]
     + [([strided((0, *HUGE), 0, (1, 1, 1, 1))], [b""])],
     "too few bytes": [([whole(F32, 0, 5)], [bytes(16)]), ([whole(F32, 0, 5)], [b""])],
     "too many bytes": [([whole(F32, 0, 5)], [bytes(24)]), ([whole(F32, 0, 0)], [bytes(4)])],
-    "an array of other bytes": [([row(F32, ARRAY, 0, 0, shape)], [bytes(16)]) for shape in ((5,), (3,), (-1,), (-2, -2))],
+    "an array of other bytes": [
+        ([row(F32, ARRAY, 0, 0, shape)], [bytes(16)]) for shape in ((5,), (3,), (-1,), (-2, -2))
+    ],
     "a negative offset": [([strided((2,), -1, (1,))], [bytes(16)])],
     "a negative stride": [([strided((2,), 3, (-1,))], [bytes(16)])],
     "beyond the part": [
@@ -108,17 +120,44 @@ REFUSED = {
     ],
     "a bytearray with sizes": [([row(0, BYTEARRAY, 0, 0, (4,))], [bytes(4)])],
     "sparse within sparse": [
-        ([coo(coo(whole(I64, 0, 1, 1), whole(F32, 1, 1), (2,)), whole(F32, 1, 1), (2,))], [words(0), floats(1)])
+        (
+            [coo(coo(whole(I64, 0, 1, 1), whole(F32, 1, 1), (2,)), whole(F32, 1, 1), (2,))],
+            [words(0), floats(1)],
+        )
     ],
-    "inline within sparse": [([coo(row(I64, DENSE, INLINE | WHOLE, 0, (1, 1), words(0)), whole(F32, 0, 1), (2,))], [floats(1)])],
+    "inline within sparse": [
+        (
+            [coo(row(I64, DENSE, INLINE | WHOLE, 0, (1, 1), words(0)), whole(F32, 0, 1), (2,))],
+            [floats(1)],
+        )
+    ],
     "a form without name": [([row(F32, 77, 0, 0, (1,))], [])],
-    "indices and values of other lengths": [([coo(whole(I64, 0, 1, 2), whole(F32, 1, 1), (2,))], [words(0, 1), floats(1)])],
-    "indices of another dtype": [([coo(whole(F32, 0, 1, 1), whole(F32, 1, 1), (2,))], [floats(0), floats(1)])],
-    "other dimensions": [([coo(whole(I64, 0, 1, 1), whole(F32, 1, 1), (2, 2))], [words(0), floats(1)])],
-    "values of another dtype": [([coo(whole(I64, 0, 1, 1), whole(F32, 1, 1), (2,), number=I64)], [words(0), floats(1)])],
+    "indices and values of other lengths": [
+        ([coo(whole(I64, 0, 1, 2), whole(F32, 1, 1), (2,))], [words(0, 1), floats(1)])
+    ],
+    "indices of another dtype": [
+        ([coo(whole(F32, 0, 1, 1), whole(F32, 1, 1), (2,))], [floats(0), floats(1)])
+    ],
+    "other dimensions": [
+        ([coo(whole(I64, 0, 1, 1), whole(F32, 1, 1), (2, 2))], [words(0), floats(1)])
+    ],
+    "values of another dtype": [
+        ([coo(whole(I64, 0, 1, 1), whole(F32, 1, 1), (2,), number=I64)], [words(0), floats(1)])
+    ],
     "compressed rows of another number": [
         (
-            [row(F32, COMPRESSED[torch.sparse_csr], 0, 0, (5, 5), whole(I64, 0, 2), whole(I64, 1, 1), whole(F32, 2, 1))],
+            [
+                row(
+                    F32,
+                    COMPRESSED[torch.sparse_csr],
+                    0,
+                    0,
+                    (5, 5),
+                    whole(I64, 0, 2),
+                    whole(I64, 1, 1),
+                    whole(F32, 2, 1),
+                )
+            ],
             [words(0, 1), words(0), floats(1)],
         )
     ],
@@ -142,13 +181,29 @@ REFUSED = {
     ],
     "an axis that is none": [
         (
-            [row(0, PER_CHANNEL, 0, 0, (2, 1), OFFSET.pack(axis), whole(I8, 0, 2, 1), whole(F32, 1, size), whole(I64, 2, size))],
+            [
+                row(
+                    0,
+                    PER_CHANNEL,
+                    0,
+                    0,
+                    (2, 1),
+                    OFFSET.pack(axis),
+                    whole(I8, 0, 2, 1),
+                    whole(F32, 1, size),
+                    whole(I64, 2, size),
+                )
+            ],
             [bytes(2), floats(*[1.0] * size), words(*[0] * size)],
         )
         for axis, size in ((2, 2), (-1, 2), (0, 1), (0, 3), (1 << 40, 2))
     ],
-    "a quantized tensor of other sizes": [([row(0, PER_TENSOR, 0, 0, (3,), SCALE.pack(1.0, 0), whole(I8, 0, 2))], [bytes(2)])],
-    "quantized floats": [([row(0, PER_TENSOR, 0, 0, (2,), SCALE.pack(1.0, 0), whole(F32, 0, 2))], [bytes(8)])],
+    "a quantized tensor of other sizes": [
+        ([row(0, PER_TENSOR, 0, 0, (3,), SCALE.pack(1.0, 0), whole(I8, 0, 2))], [bytes(2)])
+    ],
+    "quantized floats": [
+        ([row(0, PER_TENSOR, 0, 0, (2,), SCALE.pack(1.0, 0), whole(F32, 0, 2))], [bytes(8)])
+    ],
 }
 
 
@@ -162,7 +217,10 @@ def test_structure_is_checked_before_memory_is_touched(case):
 
 csr = COMPRESSED[torch.sparse_csr]
 REFUSED_IF_STRICT = {
-    "more elements than bytes": [([strided((1 << 40,), 0, (0,))], [bytes(4)]), ([strided((2, 3), 0, (1, 1))], [bytes(20)])],
+    "more elements than bytes": [
+        ([strided((1 << 40,), 0, (0,))], [bytes(4)]),
+        ([strided((2, 3), 0, (1, 1))], [bytes(20)]),
+    ],
     "a bool of 2": [
         ([row(BOOL, DENSE, INLINE | WHOLE, 0, (3,), b"\0\1\2")], []),
         ([row(BOOL, DENSE, INLINE | WHOLE, 0, (), b"\xff")] * 2, []),
@@ -170,21 +228,36 @@ REFUSED_IF_STRICT = {
         ([strided((2,), 1, (1,), BOOL)], [b"\0\0\2"]),
         ([row(BOOL, ARRAY, 0, 0, (2,))], [b"\1\3"]),
     ],
-    "bools that share their memory with bytes": [([strided((3,), 0, (1,), BOOL), strided((3,), 0, (1,), U8)], [b"\1\1\1"])],
+    "bools that share their memory with bytes": [
+        ([strided((3,), 0, (1,), BOOL), strided((3,), 0, (1,), U8)], [b"\1\1\1"])
+    ],
     "an index out of range": [
-        ([coo(whole(I64, 0, 1, 1), whole(F32, 1, 1), (2,))], [words(place), floats(1)]) for place in (2, -1, 1 << 62)
+        ([coo(whole(I64, 0, 1, 1), whole(F32, 1, 1), (2,))], [words(place), floats(1)])
+        for place in (2, -1, 1 << 62)
     ],
     "not coalesced, and said to be": [
-        ([coo(whole(I64, 0, 1, 2), whole(F32, 1, 2), (3,), COALESCED)], [words(*places), floats(1, 2)])
+        (
+            [coo(whole(I64, 0, 1, 2), whole(F32, 1, 2), (3,), COALESCED)],
+            [words(*places), floats(1, 2)],
+        )
         for places in ((1, 0), (1, 1))
     ],
     "two dimensions not coalesced": [
-        ([coo(whole(I64, 0, 2, 2), whole(F32, 1, 2), (3, 3), COALESCED)], [words(1, 1, 2, 2), floats(1, 2)]),
-        ([coo(whole(I64, 0, 2, 2), whole(F32, 1, 2), (3, 3), COALESCED)], [words(2, 1, 0, 2), floats(1, 2)]),
+        (
+            [coo(whole(I64, 0, 2, 2), whole(F32, 1, 2), (3, 3), COALESCED)],
+            [words(1, 1, 2, 2), floats(1, 2)],
+        ),
+        (
+            [coo(whole(I64, 0, 2, 2), whole(F32, 1, 2), (3, 3), COALESCED)],
+            [words(2, 1, 0, 2), floats(1, 2)],
+        ),
     ],
     "indices that another row may change": [
         (
-            [coo(row(I64, DENSE, 0, 0, (1, 1), strides(0, 1, 1)), whole(F32, 1, 1), (2,)), strided((1,), 0, (1,), I64)],
+            [
+                coo(row(I64, DENSE, 0, 0, (1, 1), strides(0, 1, 1)), whole(F32, 1, 1), (2,)),
+                strided((1,), 0, (1,), I64),
+            ],
             [words(0), floats(1)],
         )
     ],
@@ -205,7 +278,19 @@ REFUSED_IF_STRICT = {
     ],
     "channels out of range": [
         (
-            [row(0, PER_CHANNEL, 0, 0, (1, 2), OFFSET.pack(0), whole(I8, 0, 1, 2), whole(F32, 1, 1), whole(I64, 2, 1))],
+            [
+                row(
+                    0,
+                    PER_CHANNEL,
+                    0,
+                    0,
+                    (1, 2),
+                    OFFSET.pack(0),
+                    whole(I8, 0, 1, 2),
+                    whole(F32, 1, 1),
+                    whole(I64, 2, 1),
+                )
+            ],
             [bytes(2), floats(scale), words(zero)],
         )
         for scale, zero in ((float("nan"), 0), (1.0, 200))
@@ -251,9 +336,21 @@ def test_a_dtype_that_this_torch_lacks_has_no_elements_of_another(monkeypatch):
 
 def equal(left, right):
     if isinstance(left, torch.Tensor):
-        dense = (lambda one: one.dequantize()) if left.is_quantized else (lambda one: one.detach().to_dense())
-        return left.dtype == right.dtype and left.layout == right.layout and torch.equal(dense(left), dense(right))
-    return left.dtype == right.dtype and np.array_equal(left, right) if isinstance(left, np.ndarray) else left == right
+        dense = (
+            (lambda one: one.dequantize())
+            if left.is_quantized
+            else (lambda one: one.detach().to_dense())
+        )
+        return (
+            left.dtype == right.dtype
+            and left.layout == right.layout
+            and torch.equal(dense(left), dense(right))
+        )
+    return (
+        left.dtype == right.dtype and np.array_equal(left, right)
+        if isinstance(left, np.ndarray)
+        else left == right
+    )
 
 
 @pytest.mark.parametrize("name", tables.objects())
@@ -289,7 +386,9 @@ def test_what_is_dense_has_no_more_elements_than_bytes():
 def test_packed_integers_of_less_than_a_byte_are_no_row():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tensor = torch.quantize_per_channel(torch.ones(4, 4), torch.ones(4), torch.zeros(4), 0, torch.quint4x2)
+        tensor = torch.quantize_per_channel(
+            torch.ones(4, 4), torch.ones(4), torch.zeros(4), 0, torch.quint4x2
+        )
     assert not tensor_table.is_describable(tensor)
 
 
@@ -302,7 +401,9 @@ def test_whatever_a_table_says_it_is_refused_or_what_comes_out_can_be_used(case)
 def test_views_of_bools_cost_no_more_than_their_part(monkeypatch):
     looked = []
     require = checks.require_bools
-    monkeypatch.setattr(checks, "require_bools", lambda data: (looked.append(data.numel()), require(data)))
+    monkeypatch.setattr(
+        checks, "require_bools", lambda data: (looked.append(data.numel()), require(data))
+    )
     part = bytes(4096)
     made = read([strided((4096,), 0, (1,), BOOL)] * 50, [part], is_strict=True)
     assert len(made) == 50
@@ -313,9 +414,17 @@ def test_views_of_bools_cost_no_more_than_their_part(monkeypatch):
 def test_views_of_bools_that_overlap_are_checked_all_the_same(views):
     part = bytes(15) + b"\2"
     with pytest.raises(FrameError, match="bool"):
-        read([strided((15,), 0, (1,), BOOL)] * (views - 1) + [strided((16,), 0, (1,), BOOL)], [part], is_strict=True)
+        read(
+            [strided((15,), 0, (1,), BOOL)] * (views - 1) + [strided((16,), 0, (1,), BOOL)],
+            [part],
+            is_strict=True,
+        )
 
 
 def test_what_lies_between_views_of_bools_need_not_be_bools():
-    left, right = read([strided((4,), 0, (4,), BOOL), strided((4,), 1, (4,), BOOL)], [b"\1\0\7\7" * 4], is_strict=True)
+    left, right = read(
+        [strided((4,), 0, (4,), BOOL), strided((4,), 1, (4,), BOOL)],
+        [b"\1\0\7\7" * 4],
+        is_strict=True,
+    )
     assert left.all() and not right.any()

@@ -34,7 +34,9 @@ def described(objects):
 def over(*objects):
     """Return objects that have been described and rebuilt, from within other bytes and with other parts behind theirs."""
     table, parts = described(objects)
-    there, used, end = tensor_rebuild.read(bytearray(b"ahead" + table + b"behind"), 5, [*parts, memoryview(b"other")])
+    there, used, end = tensor_rebuild.read(
+        bytearray(b"ahead" + table + b"behind"), 5, [*parts, memoryview(b"other")]
+    )
     assert used == len(parts) and end == 5 + len(table) and len(there) == len(objects)
     return there
 
@@ -63,7 +65,9 @@ def test_every_dtype_and_size(dtype):
 def test_arrays_of_every_dtype(dtype):
     for shape in ((), (0,), (3,), (2, 0, 3), (4, 5), (3, 2000)):
         array = (
-            np.arange(np.prod(shape, dtype=int) * dtype.itemsize).astype(np.uint8).view(dtype) if shape else np.ones((), dtype)
+            np.arange(np.prod(shape, dtype=int) * dtype.itemsize).astype(np.uint8).view(dtype)
+            if shape
+            else np.ones((), dtype)
         )
         array = array.astype(dtype).reshape(shape)
         (there,) = over(array)
@@ -73,7 +77,9 @@ def test_arrays_of_every_dtype(dtype):
 
 def test_bytearrays():
     one, two, none = over(bytearray(b"abc"), bytearray(100_000), bytearray())
-    assert (one, two, none) == (b"abc", bytes(100_000), b"") and type(one) is type(two) is type(none) is bytearray
+    assert (one, two, none) == (b"abc", bytes(100_000), b"") and type(one) is type(two) is type(
+        none
+    ) is bytearray
 
 
 def test_what_is_no_row():
@@ -83,9 +89,27 @@ def test_what_is_no_row():
     odd = torch.ones(2)
     odd.note = 1
     objects = [
-        *(1, b"bytes", memoryview(b"m"), [1], odd, torch.ones(2).as_subclass(Own), torch.ones(2, device="meta")),
-        *(torch.nested.nested_tensor([torch.ones(1)]), np.float64(1), np.ones((2, 3)).T, np.ones(2, dtype=">f4")),
-        *(np.array([None]), np.ones(2, "M8[s]"), torch.nn.Buffer(torch.ones(1)), np.ones(2).view(np.recarray)),
+        *(
+            1,
+            b"bytes",
+            memoryview(b"m"),
+            [1],
+            odd,
+            torch.ones(2).as_subclass(Own),
+            torch.ones(2, device="meta"),
+        ),
+        *(
+            torch.nested.nested_tensor([torch.ones(1)]),
+            np.float64(1),
+            np.ones((2, 3)).T,
+            np.ones(2, dtype=">f4"),
+        ),
+        *(
+            np.array([None]),
+            np.ones(2, "M8[s]"),
+            torch.nn.Buffer(torch.ones(1)),
+            np.ones(2).view(np.recarray),
+        ),
     ]
     for obj in objects:
         assert not tensor_table.is_describable(obj), type(obj)
@@ -117,7 +141,9 @@ def test_strides_are_kept(case):
 
 def test_expanded_and_scattered_tensors_do_not_bring_more_than_their_elements():
     expanded, scattered = base[0].expand(300, 8), wide[:, 0]
-    assert all(same(*pair) for pair in zip(over(expanded, scattered), (expanded, scattered), strict=True))
+    assert all(
+        same(*pair) for pair in zip(over(expanded, scattered), (expanded, scattered), strict=True)
+    )
     for tensor, most in ((expanded, expanded.nbytes), (scattered, scattered.nbytes)):
         table, parts = described([tensor])
         assert len(table) + sum(part.nbytes for part in parts) <= most + 100
@@ -133,7 +159,11 @@ def test_small_tensors_do_not_keep_their_message():
 
 def test_conjugates_and_negatives_arrive_resolved():
     number = torch.randn(5, dtype=torch.complex64)
-    for tensor in (number.conj(), number.conj().imag, torch.randn(5000, dtype=torch.complex64).conj()):
+    for tensor in (
+        number.conj(),
+        number.conj().imag,
+        torch.randn(5000, dtype=torch.complex64).conj(),
+    ):
         (there,) = over(tensor)
         assert not there.is_conj() and not there.is_neg()
         assert same(there, tensor.resolve_conj().resolve_neg())
@@ -147,9 +177,19 @@ def test_gradients_and_parameters(numel, layout):
     data = torch.ones(2 * numel)[::2] if layout == "strided" else torch.ones(numel)
     data = data.to_sparse() if layout == "sparse" else data
     leaf = data.clone().requires_grad_()
-    cases = [data, leaf, leaf * 1, torch.nn.Parameter(data), torch.nn.Parameter(data, requires_grad=False)]
+    cases = [
+        data,
+        leaf,
+        leaf * 1,
+        torch.nn.Parameter(data),
+        torch.nn.Parameter(data, requires_grad=False),
+    ]
     for there, case in zip([over(case)[0] for case in cases], cases, strict=True):
-        assert type(there) is type(case) and there.requires_grad == case.requires_grad and there.is_leaf
+        assert (
+            type(there) is type(case)
+            and there.requires_grad == case.requires_grad
+            and there.is_leaf
+        )
         assert torch.equal(there.detach().to_dense(), torch.ones(numel))
 
 
@@ -172,22 +212,34 @@ SPARSE = {
 def test_sparse_layouts(case):
     tensor = SPARSE[case]
     for there in over(tensor, torch.ones(2), tensor)[::2]:
-        assert there.layout == tensor.layout and there.shape == tensor.shape and there.dtype == tensor.dtype
+        assert (
+            there.layout == tensor.layout
+            and there.shape == tensor.shape
+            and there.dtype == tensor.dtype
+        )
         assert torch.equal(there.to_dense(), tensor.to_dense())
-        assert tensor.layout is not torch.sparse_coo or there.is_coalesced() == tensor.is_coalesced()
+        assert (
+            tensor.layout is not torch.sparse_coo or there.is_coalesced() == tensor.is_coalesced()
+        )
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_quantized_tensors():
     scales, zeros = torch.tensor([0.1, 0.2], dtype=torch.float64), torch.tensor([0, 1])
-    tensors = [torch.quantize_per_tensor(torch.randn(8), 0.1, 3, dtype) for dtype in (torch.qint8, torch.quint8, torch.qint32)]
+    tensors = [
+        torch.quantize_per_tensor(torch.randn(8), 0.1, 3, dtype)
+        for dtype in (torch.qint8, torch.quint8, torch.qint32)
+    ]
     tensors += [torch.quantize_per_channel(torch.randn(2, 8), scales, zeros, 0, torch.qint8)]
     tensors += [torch.quantize_per_channel(torch.randn(8, 2), scales, zeros, 1, torch.qint8)]
     for there, tensor in zip(over(*tensors), tensors, strict=True):
         assert there.dtype == tensor.dtype and there.qscheme() == tensor.qscheme()
         assert torch.equal(there.dequantize(), tensor.dequantize())
         if there.qscheme() is torch.per_tensor_affine:
-            assert (there.q_scale(), there.q_zero_point()) == (tensor.q_scale(), tensor.q_zero_point())
+            assert (there.q_scale(), there.q_zero_point()) == (
+                tensor.q_scale(),
+                tensor.q_zero_point(),
+            )
         else:
             assert there.q_per_channel_axis() == tensor.q_per_channel_axis()
 
@@ -195,10 +247,14 @@ def test_quantized_tensors():
 @pytest.mark.parametrize("rows", [4, 40_000])
 def test_views_that_overlap_or_adjoin_share_memory(rows):
     base = torch.arange(rows * 6.0).view(rows, 6)
-    left, right, whole, turned, as_ints = over(base[: rows // 2], base[rows // 2 :], base, base.t(), base.view(torch.int32))
+    left, right, whole, turned, as_ints = over(
+        base[: rows // 2], base[rows // 2 :], base, base.t(), base.view(torch.int32)
+    )
     left.zero_()
     right.fill_(1)
-    assert torch.equal(whole, torch.cat([torch.zeros(rows // 2, 6), torch.ones(rows - rows // 2, 6)]))
+    assert torch.equal(
+        whole, torch.cat([torch.zeros(rows // 2, 6), torch.ones(rows - rows // 2, 6)])
+    )
     assert torch.equal(turned, whole.t())
     whole.zero_()
     assert as_ints.count_nonzero() == 0
@@ -283,15 +339,30 @@ MANY = {
 @pytest.mark.parametrize("kind", MANY)
 def test_many_tensors_cost_linear_work_and_memory(kind):
     few, many = work_of(MANY[kind](200)), work_of(MANY[kind](800))
-    assert all(larger <= 4.4 * smaller for smaller, larger in zip(few, many, strict=True)), (few, many)
+    assert all(larger <= 4.4 * smaller for smaller, larger in zip(few, many, strict=True)), (
+        few,
+        many,
+    )
 
 
 def test_every_truncation_is_refused():
     base = torch.randn(3000, 4)
     quantized = torch.quantize_per_tensor(torch.randn(8), 0.1, 3, torch.qint8)
-    objects = [torch.ones(3), base[:, 1:], base.t(), torch.randn(5000), torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()]
+    objects = [
+        torch.ones(3),
+        base[:, 1:],
+        base.t(),
+        torch.randn(5000),
+        torch.eye(3).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+    ]
     objects += [quantized, np.arange(4), bytearray(b"abc"), torch.nn.Parameter(torch.ones(2))]
-    for chosen in ([torch.ones(3)], [torch.ones(3), torch.ones(9)], *([one] for one in objects[1:]), objects):
+    for chosen in (
+        [torch.ones(3)],
+        [torch.ones(3), torch.ones(9)],
+        *([one] for one in objects[1:]),
+        objects,
+    ):
         table, parts = described(chosen)
         tensor_rebuild.read(bytearray(table), 0, parts)
         for length in range(len(table)):
@@ -304,12 +375,23 @@ def test_every_truncation_is_refused():
 
 def test_parts_that_are_too_short_are_refused():
     base = torch.randn(3000, 4)
-    for tensor in (base, base[:, 1:], base.t(), torch.eye(3).to_sparse(), np.arange(4.0), torch.eye(9000, 2).to_sparse_csr()):
+    for tensor in (
+        base,
+        base[:, 1:],
+        base.t(),
+        torch.eye(3).to_sparse(),
+        np.arange(4.0),
+        torch.eye(9000, 2).to_sparse_csr(),
+    ):
         table, parts = described([tensor])
         for place, part in enumerate(parts):
             for length in {0, 1, 4, part.nbytes - 4, part.nbytes - 1}:
                 with pytest.raises(FrameError):
-                    tensor_rebuild.read(table, 0, [*parts[:place], memoryview(bytearray(part[:length])), *parts[place + 1 :]])
+                    tensor_rebuild.read(
+                        table,
+                        0,
+                        [*parts[:place], memoryview(bytearray(part[:length])), *parts[place + 1 :]],
+                    )
 
 
 def test_unknown_numbers_are_refused():

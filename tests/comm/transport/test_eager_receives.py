@@ -34,7 +34,9 @@ def numbered(transport, group, first, count=COUNT):
     for to in range(group.size):
         for number in range(first, first + count):
             if to != group.rank:
-                transport.send(to, 1, number, parts=[bytes([number]) * 100_000] if number % 3 == 0 else ())
+                transport.send(
+                    to, 1, number, parts=[bytes([number]) * 100_000] if number % 3 == 0 else ()
+                )
 
 
 def disorder(seen, count):
@@ -44,7 +46,11 @@ def disorder(seen, count):
         ours = [one for one in seen if one.source == source]
         if [one.sequence for one in ours] != list(range(count)):
             wrong.append(f"of rank {source}: {[one.sequence for one in ours]}")
-        wrong += [f"parts of {one.sequence}" for one in ours if one.parts and set(bytes(one.parts[0])) != {one.sequence}]
+        wrong += [
+            f"parts of {one.sequence}"
+            for one in ours
+            if one.parts and set(bytes(one.parts[0])) != {one.sequence}
+        ]
     return wrong
 
 
@@ -53,10 +59,14 @@ def test_nothing_is_received_before_it_is_asked_for(group, made):
     group.barrier()
     assert made.poll() is None
     made.receive(is_probing=False)
-    agree(group, not (wrong := disorder(receive(made, COUNT * (group.size - 1)), COUNT)), f"{wrong}")
+    agree(
+        group, not (wrong := disorder(receive(made, COUNT * (group.size - 1)), COUNT)), f"{wrong}"
+    )
 
 
-@pytest.mark.parametrize("ways", [(False, True), (True, False), (False, True, False, True), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    "ways", [(False, True), (True, False), (False, True, False, True), (True, True), (False, False)]
+)
 @pytest.mark.parametrize("polled", [0, 1, 3, 5])
 def test_messages_keep_their_order_over_changes(group, made, ways, polled):
     seen = []
@@ -88,7 +98,9 @@ def test_a_message_under_way_comes_before_those_of_posted_receives(group, made):
     one = made.poll(8)
     assert one is not None and header_of(one) == b"held" and one.source == 0
     assert made.poll(8) is None and made._probed is None and len(made._posted) == module._RECEIVES
-    agree(group, not (wrong := disorder(receive(made, COUNT * (group.size - 1)), COUNT)), f"{wrong}")
+    agree(
+        group, not (wrong := disorder(receive(made, COUNT * (group.size - 1)), COUNT)), f"{wrong}"
+    )
 
 
 class _Held:
@@ -123,7 +135,9 @@ def test_what_is_too_long_is_refused_and_the_next_ones_arrive(group, made, nbyte
     for request in requests:
         request.Wait()
     source = (group.rank - 1) % group.size
-    expected = [f"a message of {nbytes} bytes from rank {source}; at most {EAGER_BYTES} are received in one"] * 3
+    expected = [
+        f"a message of {nbytes} bytes from rank {source}; at most {EAGER_BYTES} are received in one"
+    ] * 3
     agree(group, (errors, header_of(one)) == (expected, b"behind"), f"{errors}")
 
 
@@ -136,9 +150,13 @@ def test_a_message_as_long_as_its_receive_arrives(group, made):
 
 
 def test_errors_of_withdrawn_receives_are_raised_in_their_place():
-    receive = ProbedReceive(MPI.COMM_SELF, 1, [(0, b"first"), (0, FrameError("too long")), (0, b"second")])
+    receive = ProbedReceive(
+        MPI.COMM_SELF, 1, [(0, b"first"), (0, FrameError("too long")), (0, b"second")]
+    )
     status = MPI.Status()
-    assert receive.Test(status) and receive.space[:5] == b"first" and status.Get_count(MPI.BYTE) == 5
+    assert (
+        receive.Test(status) and receive.space[:5] == b"first" and status.Get_count(MPI.BYTE) == 5
+    )
     with pytest.raises(FrameError, match="too long"):
         receive.Test(status)
     assert receive.Test(status) and receive.space[:6] == b"second" and not receive.Test(status)

@@ -20,45 +20,112 @@ _kept = []  # what nobody receives must stay in memory all the same
 def forged(sizes, header=b"", packed=b"", kind=1, marks=0, count=None, lengths=(0, 0), sequence=7):
     """Return an eager message that announces payloads of these sizes; ``lengths`` are added to those of header and section."""
     count = len(sizes) if count is None else count
-    fixed = module._FIXED.pack(kind, 0, count | marks, 0, sequence, 0, len(header) + lengths[0], len(packed) + lengths[1])
+    fixed = module._FIXED.pack(
+        kind, 0, count | marks, 0, sequence, 0, len(header) + lengths[0], len(packed) + lengths[1]
+    )
     return fixed + struct.pack(f"<{len(sizes)}Q", *sizes) + header + packed
 
 
 def post(transport, to, message, *payloads):
     """Send bytes as an eager message, and others as payloads."""
     byte = module.MPI.BYTE
-    for data, tag in ((message, transport._eager_tag), *((payload, transport._payload_tag) for payload in payloads)):
+    for data, tag in (
+        (message, transport._eager_tag),
+        *((payload, transport._payload_tag) for payload in payloads),
+    ):
         transport._sending.append((transport._mpi.Isend([data, byte], to, tag), data))
 
 
 ALL = module._ALL_PAYLOADS
 LARGE = 300_000
 DEVICE = 1 << payload_receives.DEVICE_SHIFT
-# Name: (eager message, payloads, a part of the reason, later payloads of this rank can still be received)
+# Name: (eager message, payloads, a part of the reason, later payloads of this rank can still be
+# received)
 DAMAGED = {
-    "a payload that is too short": (forged([LARGE], marks=ALL), [bytes(LARGE - 1)], "announced as 300000 bytes", True),
-    "no bytes at all": (forged([LARGE], marks=ALL), [b""], "announced as 300000 bytes: 0 bytes", True),
-    "the first of three": (forged([LARGE] * 3, marks=ALL), [bytes(20), *[bytes(LARGE)] * 2], "20 bytes have arrived", True),
-    "memory that there is not": (forged([1 << 43], marks=ALL), [bytes(LARGE)] * (1 << 13), "in host memory", True),
-    "a device that there is not": (forged([LARGE | 200 * DEVICE], marks=ALL), [bytes(LARGE)], "on device 199", True),
-    "the last device": (forged([20 | 255 * DEVICE, LARGE], marks=ALL), [bytes(20), bytes(LARGE)], "on device 254", True),
-    "a section that says more": (forged([], packed=struct.pack("<IQ", 1, 9)), [], "packed bytes do not hold", True),
-    "a section cut off": (forged([20]), [struct.pack("<I", 1 << 30) + bytes(16)], "do not hold what it announces", True),
-    "more than any memory": (forged([1 << 55] * 3, marks=ALL), [bytes(20)] * 3, "announced 108086391056891904 bytes", False),
-    "a header beyond the end": (forged([LARGE], lengths=(9, 0)), [bytes(LARGE)], "announces 1 payloads", False),
-    "packed parts beyond the end": (forged([], b"header", b"", lengths=(0, 2**31)), [], "2147483648 packed ones", True),
+    "a payload that is too short": (
+        forged([LARGE], marks=ALL),
+        [bytes(LARGE - 1)],
+        "announced as 300000 bytes",
+        True,
+    ),
+    "no bytes at all": (
+        forged([LARGE], marks=ALL),
+        [b""],
+        "announced as 300000 bytes: 0 bytes",
+        True,
+    ),
+    "the first of three": (
+        forged([LARGE] * 3, marks=ALL),
+        [bytes(20), *[bytes(LARGE)] * 2],
+        "20 bytes have arrived",
+        True,
+    ),
+    "memory that there is not": (
+        forged([1 << 43], marks=ALL),
+        [bytes(LARGE)] * (1 << 13),
+        "in host memory",
+        True,
+    ),
+    "a device that there is not": (
+        forged([LARGE | 200 * DEVICE], marks=ALL),
+        [bytes(LARGE)],
+        "on device 199",
+        True,
+    ),
+    "the last device": (
+        forged([20 | 255 * DEVICE, LARGE], marks=ALL),
+        [bytes(20), bytes(LARGE)],
+        "on device 254",
+        True,
+    ),
+    "a section that says more": (
+        forged([], packed=struct.pack("<IQ", 1, 9)),
+        [],
+        "packed bytes do not hold",
+        True,
+    ),
+    "a section cut off": (
+        forged([20]),
+        [struct.pack("<I", 1 << 30) + bytes(16)],
+        "do not hold what it announces",
+        True,
+    ),
+    "more than any memory": (
+        forged([1 << 55] * 3, marks=ALL),
+        [bytes(20)] * 3,
+        "announced 108086391056891904 bytes",
+        False,
+    ),
+    "a header beyond the end": (
+        forged([LARGE], lengths=(9, 0)),
+        [bytes(LARGE)],
+        "announces 1 payloads",
+        False,
+    ),
+    "packed parts beyond the end": (
+        forged([], b"header", b"", lengths=(0, 2**31)),
+        [],
+        "2147483648 packed ones",
+        True,
+    ),
     "sizes cut off": (forged([20], count=400), [bytes(20)], "announces 400 payloads", False),
     "too many": (forged([0] * 600, marks=ALL), [b""] * 600, "announces 600 payloads", False),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_messages_are_returned_with_the_reason_and_the_next_ones_arrive(monkeypatch, group, transport, name):
+def test_damaged_messages_are_returned_with_the_reason_and_the_next_ones_arrive(
+    monkeypatch, group, transport, name
+):
     """What a sender announces and what it sends need not agree; nobody else's memory is handed out, and nothing else suffers."""
     message, payloads, reason, keeps_order = DAMAGED[name]
     if name == "memory that there is not":
         lend = module.ReceiveMemory.lend
-        monkeypatch.setattr(module.ReceiveMemory, "lend", lambda self, nbytes: lend(self, nbytes) if nbytes < 1 << 40 else 1 / 0)
+        monkeypatch.setattr(
+            module.ReceiveMemory,
+            "lend",
+            lambda self, nbytes: lend(self, nbytes) if nbytes < 1 << 40 else 1 / 0,
+        )
         monkeypatch.setattr(buffer, "MAX_COUNT", 1 << 40)
         payloads = payloads[:8]
     if group.rank == 0:
@@ -70,14 +137,20 @@ def test_damaged_messages_are_returned_with_the_reason_and_the_next_ones_arrive(
         seen = receive(transport, 3)
         damaged, with_parts, without = seen
         agree_all = [
-            (damaged.kind, damaged.sequence, damaged.source) == (1, 7, 0) and reason in str(damaged.damage) and not damaged.parts,
+            (damaged.kind, damaged.sequence, damaged.source) == (1, 7, 0)
+            and reason in str(damaged.damage)
+            and not damaged.parts,
             header_of(without) == b"without" and without.damage is None,
             header_of(with_parts) == b"with parts",
             [bytes(part) for part in with_parts.parts] == [bytes(range(250)) * 400]
             if keeps_order
             else "received no more" in str(with_parts.damage),
         ]
-    agree(group, group.rank == 0 or all(agree_all), f"{group.rank and (agree_all, [str(one.damage) for one in seen])}")
+    agree(
+        group,
+        group.rank == 0 or all(agree_all),
+        f"{group.rank and (agree_all, [str(one.damage) for one in seen])}",
+    )
     _kept.extend(transport._sending)
     transport._sending.clear()
 
@@ -98,9 +171,13 @@ def test_what_another_message_has_left_in_lent_memory_is_not_handed_out(group, t
     agree(group, group.rank == 0 or (damaged.damage is not None and not damaged.parts), "damaged")
 
 
-@pytest.mark.parametrize(("announced", "sent"), [(20, 21), (20, 40_000), (20_000, 300_000), (LARGE, 5 * LARGE)])
+@pytest.mark.parametrize(
+    ("announced", "sent"), [(20, 21), (20, 40_000), (20_000, 300_000), (LARGE, 5 * LARGE)]
+)
 @pytest.mark.parametrize("transport", [True], indirect=True, ids=["probed"])
-def test_a_payload_longer_than_announced_is_not_received(monkeypatch, group, transport, announced, sent):
+def test_a_payload_longer_than_announced_is_not_received(
+    monkeypatch, group, transport, announced, sent
+):
     """Not a byte of it: what lies in and behind the memory for it is as it was."""
     blocks = []
 
@@ -111,14 +188,29 @@ def test_a_payload_longer_than_announced_is_not_received(monkeypatch, group, tra
     monkeypatch.setattr(module.ReceiveMemory, "lend", lend)
     if group.rank == 0:
         for to in range(1, group.size):
-            post(transport, to, forged([announced] * 3, marks=ALL), bytes(announced), b"\xff" * sent, bytes(announced))
+            post(
+                transport,
+                to,
+                forged([announced] * 3, marks=ALL),
+                bytes(announced),
+                b"\xff" * sent,
+                bytes(announced),
+            )
             transport.send(to, 1, header=b"with parts", parts=[bytes(range(250)) * 400])
         wrong = []
     else:
         damaged, behind = receive(transport, 2)
-        wrong = [] if f"announced as {announced} bytes: {sent} bytes have" in str(damaged.damage) else [str(damaged.damage)]
+        wrong = (
+            []
+            if f"announced as {announced} bytes: {sent} bytes have" in str(damaged.damage)
+            else [str(damaged.damage)]
+        )
         wrong += [] if blocks[1] == b"\x55" * len(blocks[1]) and not damaged.parts else ["written"]
-        wrong += [] if [bytes(part) for part in behind.parts] == [bytes(range(250)) * 400] else ["the next message"]
+        wrong += (
+            []
+            if [bytes(part) for part in behind.parts] == [bytes(range(250)) * 400]
+            else ["the next message"]
+        )
     agree(group, not wrong, f"{wrong}")
     _kept.extend(transport._sending)
     transport._sending.clear()

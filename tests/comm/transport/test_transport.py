@@ -24,7 +24,9 @@ pytestmark = pytest.mark.mpi(min_size=1)
 def receive(transport, count, limit_s=30):
     """Return the first sight of ``count`` messages, in their order, all complete."""
     seen, deadline = [], time.monotonic() + limit_s
-    while (len(seen) < count or not all(one.is_complete for one in seen)) and time.monotonic() < deadline:
+    while (
+        len(seen) < count or not all(one.is_complete for one in seen)
+    ) and time.monotonic() < deadline:
         one = transport.poll()
         if one is not None and one.is_new:
             one.is_new = False
@@ -55,18 +57,27 @@ def test_messages_and_parts_all_to_all_at_once(group, transport):
     for turn in range(4):
         for to in range(group.size):
             transport.send(to, 1, header=b"small %d" % turn)
-            parts = [torch.full((size,), (turn + group.rank) % 256, dtype=torch.uint8) for size in sizes]
+            parts = [
+                torch.full((size,), (turn + group.rank) % 256, dtype=torch.uint8) for size in sizes
+            ]
             transport.send(to, 1, header=b"large %d" % turn, parts=parts)
             transport.send(to, 1, header=b"%d" % turn, parts=[bytes([group.rank]) * 10])
     seen = receive(transport, 12 * group.size)
     for source in range(group.size):
-        expected = [words for turn in range(4) for words in (b"small %d" % turn, b"large %d" % turn, b"%d" % turn)]
+        expected = [
+            words
+            for turn in range(4)
+            for words in (b"small %d" % turn, b"large %d" % turn, b"%d" % turn)
+        ]
         assert headers(seen, source) == expected
     for one in seen:
         if len(one.parts) == len(sizes):
             turn = int(header_of(one).split()[-1])
             assert [len(part) for part in one.parts] == sizes
-            assert all((np.frombuffer(part, np.uint8) == (turn + one.source) % 256).all() for part in one.parts)
+            assert all(
+                (np.frombuffer(part, np.uint8) == (turn + one.source) % 256).all()
+                for part in one.parts
+            )
         elif one.parts:
             assert bytes(one.parts[0]) == bytes([one.source]) * 10
 
@@ -89,12 +100,15 @@ def test_a_sender_that_never_pauses_holds_up_no_payload(group, transport):
             transport.send(to, 2)
     else:
         transport.send(0, 1, header=b"large", parts=[bytes(1_000_000)] * 2)
-        # Small ones, until the large one is told to be there; with a pause, so that the receiver's queue stays short.
+        # Small ones, until the large one is told to be there; with a pause, so that the receiver's
+        # queue stays short.
         deadline = time.monotonic() + 20
         while (one := transport.poll()) is None:
             transport.send(0, 3, header=b"small")
             time.sleep(1e-3)
-            assert time.monotonic() < deadline, "the payloads were not received beside the small messages"
+            assert time.monotonic() < deadline, (
+                "the payloads were not received beside the small messages"
+            )
         assert one.kind == 2
 
 
@@ -119,7 +133,9 @@ def test_numbers_travel_as_they_are(group, transport):
     to = (group.rank + 1) % group.size
     transport.send(to, 255, 2**64 - 1, 2**63 + 1, 254, b"x")
     transport.send(to, 7, 3, 2**64 - 1, 1, b"y", [b"part"])
-    for one, numbers in zip(receive(transport, 2), ((255, 2**64 - 1, 2**63 + 1, 254), (7, 3, 2**64 - 1, 1)), strict=True):
+    for one, numbers in zip(
+        receive(transport, 2), ((255, 2**64 - 1, 2**63 + 1, 254), (7, 3, 2**64 - 1, 1)), strict=True
+    ):
         assert (one.kind, one.sequence, one.context, one.flags) == numbers
     group.barrier()
 
@@ -131,7 +147,9 @@ def test_any_number_of_parts(group, transport, count, nbytes):
     parts = [data[: nbytes - place % 2] for place in range(count)]
     transport.send((group.rank + 1) % group.size, 1, header=b"many", parts=parts)
     (one,) = receive(transport, 1)
-    assert len(one.parts) == count and all(bytes(part) == sent for part, sent in zip(one.parts, parts, strict=True))
+    assert len(one.parts) == count and all(
+        bytes(part) == sent for part, sent in zip(one.parts, parts, strict=True)
+    )
     group.barrier()
 
 
@@ -224,7 +242,11 @@ def test_a_part_for_a_device_waits_for_no_work_of_users(monkeypatch, group, tran
         device.current().record().synchronize()
         agree(group, arrival.parts[0].tolist() == data.tolist(), "the part")
         agree(group, not device.strays, "work is queued while another device is current")
-        agree(group, [id(part) for part in used] == [id(part) for part in arrival.parts], "its memory is let go too early")
+        agree(
+            group,
+            [id(part) for part in used] == [id(part) for part in arrival.parts],
+            "its memory is let go too early",
+        )
     group.barrier()
 
 
@@ -252,4 +274,9 @@ def test_alone_needs_no_mpi():
     transport = Transport(None)
     transport.send(0, 1, header=b"to myself", parts=[b"part"])
     one = transport.poll()
-    assert one.source == 0 and header_of(one) == b"to myself" and bytes(one.parts[0]) == b"part" and transport.poll() is None
+    assert (
+        one.source == 0
+        and header_of(one) == b"to myself"
+        and bytes(one.parts[0]) == b"part"
+        and transport.poll() is None
+    )

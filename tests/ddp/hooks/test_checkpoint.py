@@ -20,7 +20,9 @@ STEPS = 8
 
 def net(seed=0):
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.Tanh(), torch.nn.Linear(24, 12), torch.nn.Tanh())
+    return torch.nn.Sequential(
+        torch.nn.Linear(12, 24), torch.nn.Tanh(), torch.nn.Linear(24, 12), torch.nn.Tanh()
+    )
 
 
 def train(group, ddp, optimizer, steps):
@@ -43,7 +45,9 @@ def mean_error(group, state):
 
 
 def same(one, other, tolerance=1e-6):
-    return set(one) == set(other) and all(torch.allclose(one[name], other[name], atol=tolerance) for name in one)
+    return set(one) == set(other) and all(
+        torch.allclose(one[name], other[name], atol=tolerance) for name in one
+    )
 
 
 @pytest.fixture
@@ -57,7 +61,14 @@ def folder(group, tmp_path_factory):
 @pytest.mark.mpi
 @pytest.mark.usefixtures("default_group")
 @pytest.mark.filterwarnings("ignore:a PowerSGD state", "ignore:a loaded PowerSGD state")
-@pytest.mark.parametrize("hook", [mddp.powerSGD_hook, mddp.fp16_compress_wrapper(mddp.powerSGD_hook), mddp.batched_powerSGD_hook])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        mddp.powerSGD_hook,
+        mddp.fp16_compress_wrapper(mddp.powerSGD_hook),
+        mddp.batched_powerSGD_hook,
+    ],
+)
 def test_rank_0_saves_and_all_rebuild(group, folder, hook):
     """The example of torch's documentation, end to end; rank 0's file holds the mean of all errors."""
     ddp = DistributedDataParallel(net(), bucket_cap_mb=0.001)
@@ -68,7 +79,12 @@ def test_rank_0_saves_and_all_rebuild(group, folder, hook):
     expected = mean_error(group, state)
     whole = state.consolidated()
     if group.rank == 0:
-        saved = {"model": ddp.state_dict(), "optimizer": optimizer.state_dict(), "hook": hook, "hook_state": whole}
+        saved = {
+            "model": ddp.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "hook": hook,
+            "hook_state": whole,
+        }
         torch.save(saved, f"{folder}/checkpoint.pt")
     dist.barrier()
 
@@ -86,7 +102,8 @@ def test_rank_0_saves_and_all_rebuild(group, folder, hook):
     train(group, ddp, optimizer, range(STEPS, STEPS + 1))
     train(group, other, its_optimizer, range(STEPS, STEPS + 1))
     agree(group, same_everywhere(group, other.module))
-    if hook is mddp.powerSGD_hook:  # the mean of the errors is all that enters the average, so the next step is the same
+    # the mean of the errors is all that enters the average, so the next step is the same
+    if hook is mddp.powerSGD_hook:
         pairs = zip(ddp.module.parameters(), other.module.parameters(), strict=True)
         agree(group, all(torch.allclose(a, b, atol=1e-5) for a, b in pairs), "another step")
 
@@ -114,13 +131,18 @@ def test_every_rank_saves_and_goes_on_with_the_same_bits(group, folder, stop, ho
     other.load_state_dict(weights)
     its_optimizer.load_state_dict(momenta)
     loaded = checkpoint.load(folder, other)
-    assert not set(mddp.SAFE_GLOBALS) & set(torch.serialization.get_safe_globals())  # files of others can name none of ours
+    # files of others can name none of ours
+    assert not set(mddp.SAFE_GLOBALS) & set(torch.serialization.get_safe_globals())
     other.register_comm_hook(loaded, hook)
     train(group, other, its_optimizer, range(stop, stop + 4))
     agree(group, other.bucket_plan() == ddp.bucket_plan(), "other buckets")
     pairs = zip(ddp.module.parameters(), other.module.parameters(), strict=True)
     agree(group, all(torch.equal(a, b) for a, b in pairs), "other weights")
-    agree(group, same(loaded.error_dict, state.error_dict, 0) and same(loaded.q_memory_dict, state.q_memory_dict, 0))
+    agree(
+        group,
+        same(loaded.error_dict, state.error_dict, 0)
+        and same(loaded.q_memory_dict, state.q_memory_dict, 0),
+    )
 
 
 @pytest.mark.mpi(min_size=2)
@@ -135,7 +157,11 @@ def test_another_number_of_ranks_keeps_the_mean_error(group, world, folder):
     if fewer is not None:
         other = DistributedDataParallel(net(), process_group=fewer, bucket_cap_mb=0.001)
         loaded = checkpoint.load(folder, other)
-        agree(fewer, loaded.iter == STEPS and same(mean_error(fewer, loaded), expected), "the mean error changed")
+        agree(
+            fewer,
+            loaded.iter == STEPS and same(mean_error(fewer, loaded), expected),
+            "the mean error changed",
+        )
         other.register_comm_hook(loaded, mddp.powerSGD_hook)
         train(fewer, other, sgd(other), range(2))
         agree(fewer, same_everywhere(fewer, other.module))
@@ -151,11 +177,18 @@ def test_another_number_of_ranks_keeps_the_mean_error(group, world, folder):
 @pytest.mark.mpi
 def test_what_cannot_be_loaded(group, folder):
     ddp = DistributedDataParallel(net(), process_group=group)
-    raises_on_all(group, FileNotFoundError, lambda: checkpoint.load(folder, ddp), "one run; found those of 0")
+    raises_on_all(
+        group, FileNotFoundError, lambda: checkpoint.load(folder, ddp), "one run; found those of 0"
+    )
     state = PowerSGDState(group, 2)
     path = checkpoint.save(folder, ddp, state)
     other = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
-    raises_on_all(group, ValueError, lambda: checkpoint.load(folder, other), "each parameter of this module once")
+    raises_on_all(
+        group,
+        ValueError,
+        lambda: checkpoint.load(folder, other),
+        "each parameter of this module once",
+    )
     if group.rank == group.size - 1:
         path.write_bytes(b"damaged")
     group.barrier()
@@ -166,7 +199,10 @@ def test_what_cannot_be_loaded(group, folder):
         caught = error
     expected = ValueError if group.rank == group.size - 1 else MpidistError
     agree(
-        group, isinstance(caught, expected) and f"powersgd-{group.size - 1}-of-{group.size}.pt is no" in str(caught), repr(caught)
+        group,
+        isinstance(caught, expected)
+        and f"powersgd-{group.size - 1}-of-{group.size}.pt is no" in str(caught),
+        repr(caught),
     )
     if group.rank == group.size - 1:
         path.rename(path.with_name(f"powersgd-{group.size}-of-{group.size + 1}.pt"))
@@ -180,7 +216,9 @@ def test_a_state_of_another_module_is_refused(group):
     state.error_dict["0.weight"] = torch.zeros(3, 3)
     ddp = DistributedDataParallel(net(), process_group=group)
     ddp.register_comm_hook(state, mddp.powerSGD_hook)
-    raises_on_all(group, ValueError, lambda: train(group, ddp, sgd(ddp), range(1)), "it is of another module")
+    raises_on_all(
+        group, ValueError, lambda: train(group, ddp, sgd(ddp), range(1)), "it is of another module"
+    )
 
 
 def test_merged_keeps_the_mean():
@@ -190,7 +228,9 @@ def test_merged_keeps_the_mean():
         state.error_dict["a"] = torch.full((2, 2), float(rank))
     states[0].error_dict["b"] = torch.full((2,), 3.0)
     mean = merged(states)
-    assert torch.equal(mean.error_dict["a"], torch.ones(2, 2)) and torch.equal(mean.error_dict["b"], torch.ones(2))
+    assert torch.equal(mean.error_dict["a"], torch.ones(2, 2)) and torch.equal(
+        mean.error_dict["b"], torch.ones(2)
+    )
     assert mean.iter == 4 and torch.equal(states[0].error_dict["a"], torch.zeros(2, 2))
     states[1].iter = 5
     with pytest.raises(ValueError, match="different steps"):
@@ -210,7 +250,11 @@ def test_hooks_survive_a_file():
     with torch.serialization.safe_globals(mddp.SAFE_GLOBALS):
         again = torch.load(file, weights_only=True)
     assert again[:-1] == hooks[:-1]
-    assert (again[-1].dtype, again[-1].hook.dtype, again[-1].hook.hook) == (torch.bfloat16, torch.float16, mddp.allreduce_hook)
+    assert (again[-1].dtype, again[-1].hook.dtype, again[-1].hook.hook) == (
+        torch.bfloat16,
+        torch.float16,
+        mddp.allreduce_hook,
+    )
 
 
 def test_a_state_warns_that_its_group_stays_behind():
@@ -222,4 +266,7 @@ def test_a_state_warns_that_its_group_stays_behind():
         with torch.serialization.safe_globals(mddp.SAFE_GLOBALS):
             again = torch.load(file, weights_only=True)
     assert [str(w.message).count("process group") for w in told] == [1, 1]
-    assert again.process_group is None and (again.matrix_approximation_rank, again.random_seed) == (3, 7)
+    assert again.process_group is None and (again.matrix_approximation_rank, again.random_seed) == (
+        3,
+        7,
+    )

@@ -42,9 +42,17 @@ def test_hooks_average(group, name, in_thread, monkeypatch):
     expected = gradients(group, None, None)
     got = gradients(group, group, hook)
     pairs = list(zip(got, expected, strict=True))
-    agree(group, all(torch.allclose(a, b, rtol=tolerance, atol=tolerance * b.abs().max()) for a, b in pairs), name)
+    agree(
+        group,
+        all(torch.allclose(a, b, rtol=tolerance, atol=tolerance * b.abs().max()) for a, b in pairs),
+        name,
+    )
     changed = any(not torch.equal(a, b) for a, b in pairs)
-    agree(group, changed == (name != "allreduce"), "half precision leaves its mark, and the plain hook none")
+    agree(
+        group,
+        changed == (name != "allreduce"),
+        "half precision leaves its mark, and the plain hook none",
+    )
 
 
 def test_noop_leaves_each_ranks_own(group):
@@ -61,10 +69,15 @@ def test_noop_leaves_each_ranks_own(group):
 @pytest.mark.usefixtures("default_group")
 @pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"])
 def test_torchs_own_hooks_run(group, name):
-    tolerance = {"allreduce_hook": 1e-6, "fp16_compress_hook": 2e-3, "bf16_compress_hook": 2e-2}[name]
+    tolerance = {"allreduce_hook": 1e-6, "fp16_compress_hook": 2e-3, "bf16_compress_hook": 2e-2}[
+        name
+    ]
     expected = gradients(group, None, None)
     got = gradients(group, dist.group.WORLD, getattr(torch_hooks, name))
-    ok = all(torch.allclose(a, b, rtol=tolerance, atol=tolerance * b.abs().max()) for a, b in zip(got, expected, strict=True))
+    ok = all(
+        torch.allclose(a, b, rtol=tolerance, atol=tolerance * b.abs().max())
+        for a, b in zip(got, expected, strict=True)
+    )
     agree(group, ok, name)
 
 
@@ -82,4 +95,8 @@ def test_complex_buckets_travel_as_they_are(group, name):
     ddp.register_comm_hook(group, HOOKS[name][0])
     ddp(torch.full((5,), 1.0 + group.rank)).backward()
     mean = sum((1 + rank) ** 2 for rank in range(group.size)) / group.size
-    agree(group, torch.allclose(ddp.module.weight.grad, torch.full((5,), 2 * mean * (1 + 2j))), str(ddp.module.weight.grad))
+    agree(
+        group,
+        torch.allclose(ddp.module.weight.grad, torch.full((5,), 2 * mean * (1 + 2j))),
+        str(ddp.module.weight.grad),
+    )

@@ -27,7 +27,9 @@ def trained(group, change, steps_itself):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for step in range(3):
         ddp.zero_grad()
-        ddp(torch.randn(4, 6, generator=torch.Generator().manual_seed(9 * step + group.rank))).square().sum().backward()
+        ddp(
+            torch.randn(4, 6, generator=torch.Generator().manual_seed(9 * step + group.rank))
+        ).square().sum().backward()
         if steps_itself:
             optimizer.step()
     return torch.cat([p.detach().flatten() for p in module.parameters()])
@@ -38,7 +40,9 @@ def test_steps_within_the_hook_are_steps_behind_it(group, monkeypatch):
         monkeypatch.setattr(type(group), "is_single_node", not between_nodes)
         expected = trained(group, lambda ddp: None, steps_itself=True)
         hook = hook_then_optimizer(allreduce_hook, OptimizerHookState(Plain()))
-        got = trained(group, lambda ddp, hook=hook: ddp.register_comm_hook(group, hook), steps_itself=False)
+        got = trained(
+            group, lambda ddp, hook=hook: ddp.register_comm_hook(group, hook), steps_itself=False
+        )
         agree(group, torch.allclose(got, expected, atol=1e-6), f"between nodes: {between_nodes}")
     narrow = hook_then_optimizer(bf16_compress_wrapper(allreduce_hook), OptimizerHookState(Plain()))
     got = trained(group, lambda ddp: ddp.register_comm_hook(group, narrow), steps_itself=False)

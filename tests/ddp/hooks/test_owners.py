@@ -40,7 +40,9 @@ def flat(gradient):
 def wrong(group, ddp, plain, bounds, is_same):
     """Say which gradient is not this rank's share of plain DDP's."""
     named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
-    for (name, p), q in zip(named, [q for q in plain.module.parameters() if q.requires_grad], strict=True):
+    for (name, p), q in zip(
+        named, [q for q in plain.module.parameters() if q.requires_grad], strict=True
+    ):
         expected = None if q.grad is None else q.grad.clone()
         if p in bounds:
             own = [(start, stop) for rank, start, stop in bounds[p] if rank == group.rank]
@@ -64,10 +66,15 @@ def close(one, other, tolerance=1e-5):
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
 
 
-def pair(group, options=None, hook=allreduce_hook, state=None, net=Net, around=lambda hook: hook, of=None):
+def pair(
+    group, options=None, hook=allreduce_hook, state=None, net=Net, around=lambda hook: hook, of=None
+):
     """Return two modules of the same values, one that reduces to owners and one that does not, and the owners."""
     options = {"process_group": group, "bucket_cap_mb": SMALL, **(options or {})}
-    one, plain = DistributedDataParallel(net(), **options), DistributedDataParallel(net(), **options)
+    one, plain = (
+        DistributedDataParallel(net(), **options),
+        DistributedDataParallel(net(), **options),
+    )
     bounds = bounds_of(one.module, group.size)
     one.register_comm_hook(None if state is None else state(), around(to_owners(bounds, of)))
     plain.register_comm_hook(group if state is None else state(), hook)
@@ -92,13 +99,25 @@ def test_each_rank_gets_its_share(group, in_thread, monkeypatch):
             for ddp in (one, plain):
                 ddp.zero_grad(set_to_none=step != 1)
                 backward(ddp, group.rank, step)
-            agree(group, not (text := wrong(group, one, plain, bounds, is_same)), f"{options}, step {step}: {text}")
-        if unused and not options.get("skip_all_reduce_unused_params") and "static_graph" not in options:
+            agree(
+                group,
+                not (text := wrong(group, one, plain, bounds, is_same)),
+                f"{options}, step {step}: {text}",
+            )
+        if (
+            unused
+            and not options.get("skip_all_reduce_unused_params")
+            and "static_graph" not in options
+        ):
             for ddp in (one, plain):  # used by one rank, which need not be the owner
                 ddp.zero_grad()
                 x, target = data(group.rank, 9)
                 loss_of(ddp(x, group.rank == 0), target).backward()
-            agree(group, not (text := wrong(group, one, plain, bounds, is_same)), f"{options}, used by rank 0: {text}")
+            agree(
+                group,
+                not (text := wrong(group, one, plain, bounds, is_same)),
+                f"{options}, used by rank 0: {text}",
+            )
 
 
 @pytest.mark.parametrize("view", [True, False])
@@ -112,7 +131,9 @@ def test_passes_add_up(group, view):
                 if what in "zn":
                     ddp.zero_grad(set_to_none=what == "n")
                 elif what == "b":  # a loss of the weights alone, beside DDP
-                    sum(p.square().sum() for p in ddp.module.parameters() if p.requires_grad).backward()
+                    sum(
+                        p.square().sum() for p in ddp.module.parameters() if p.requires_grad
+                    ).backward()
                 elif what == "l":
                     with ddp.no_sync():
                         backward(ddp, group.rank, step)
@@ -125,8 +146,16 @@ def test_passes_add_up(group, view):
 def test_it_holds_the_buckets_under_way_and_its_share_alone(group):
     """Bytes of gradients and buckets, counted by memory: during the pass, and at its end."""
     width, layers = 32, 12
-    parts = [part for _ in range(layers) for part in (torch.nn.Linear(width, width, bias=False), torch.nn.Tanh())]
-    ddp = DistributedDataParallel(torch.nn.Sequential(*parts), process_group=group, bucket_cap_mb_list=[4 * width**2 / (1 << 20)])
+    parts = [
+        part
+        for _ in range(layers)
+        for part in (torch.nn.Linear(width, width, bias=False), torch.nn.Tanh())
+    ]
+    ddp = DistributedDataParallel(
+        torch.nn.Sequential(*parts),
+        process_group=group,
+        bucket_cap_mb_list=[4 * width**2 / (1 << 20)],
+    )
     weights = list(ddp.module.parameters())
     one_bytes = 4 * width**2
 
@@ -145,7 +174,9 @@ def test_it_holds_the_buckets_under_way_and_its_share_alone(group):
     handles = [weight.register_post_accumulate_grad_hook(look) for weight in weights]
     ddp(torch.ones(2, width)).sum().backward()
     agree(group, most == held() == layers * one_bytes, f"plain DDP: {most}")
-    bounds = {weight: ((number % group.size, 0, width**2),) for number, weight in enumerate(weights)}
+    bounds = {
+        weight: ((number % group.size, 0, width**2),) for number, weight in enumerate(weights)
+    }
     share = len(range(group.rank, layers, group.size)) * one_bytes
     for buffers in (1, 3):
         ddp.zero_grad()
@@ -154,21 +185,33 @@ def test_it_holds_the_buckets_under_way_and_its_share_alone(group):
             most = 0
             ddp.zero_grad()
             ddp(torch.ones(2, width)).sum().backward()
-            agree(group, held() == buffers * one_bytes + share, f"{buffers} buffers: {held()} bytes, {share} its own")
+            agree(
+                group,
+                held() == buffers * one_bytes + share,
+                f"{buffers} buffers: {held()} bytes, {share} its own",
+            )
             if step:  # the first one has buckets in another order
                 limit = buffers * one_bytes + share + one_bytes
-                agree(group, most <= limit or weights[0].is_cuda, f"{buffers} buffers: {most} bytes")
+                agree(
+                    group, most <= limit or weights[0].is_cuda, f"{buffers} buffers: {most} bytes"
+                )
     for handle in handles:
         handle.remove()
     ddp.zero_grad()
     ddp.register_comm_hook(None, None)
     ddp(torch.ones(2, width)).sum().backward()
-    agree(group, held() == layers * one_bytes and all(p.grad is not None for p in weights), "plain DDP again")
+    agree(
+        group,
+        held() == layers * one_bytes and all(p.grad is not None for p in weights),
+        "plain DDP again",
+    )
 
 
 def test_it_composes(group):
     """Halves around it, PowerSGD within it, both; a hook of a user's that returns other memory."""
-    powersgd = functools.partial(PowerSGDState, group, 2, start_powerSGD_iter=1, min_compression_rate=1)
+    powersgd = functools.partial(
+        PowerSGDState, group, 2, start_powerSGD_iter=1, min_compression_rate=1
+    )
 
     def doubled(state, bucket):
         future = allreduce_hook(group, bucket)
@@ -177,7 +220,13 @@ def test_it_composes(group):
     ways = {
         "halves": (bf16_compress_wrapper(allreduce_hook), None, None, bf16_compress_wrapper, 2e-2),
         "PowerSGD": (powerSGD_hook, powersgd, powerSGD_hook, lambda hook: hook, 1e-5),
-        "PowerSGD in halves": (bf16_compress_wrapper(powerSGD_hook), powersgd, powerSGD_hook, bf16_compress_wrapper, 2e-2),
+        "PowerSGD in halves": (
+            bf16_compress_wrapper(powerSGD_hook),
+            powersgd,
+            powerSGD_hook,
+            bf16_compress_wrapper,
+            2e-2,
+        ),
         "a user's": (doubled, None, doubled, lambda hook: hook, 1e-5),
     }
     for name, (hook, state, of, around, tolerance) in ways.items():
@@ -193,14 +242,18 @@ def test_it_composes(group):
 def test_uneven_inputs(group):
     """A rank without inputs gets its share of each pass of the others, and has its own gradients back in the end."""
     for view in (True, False):
-        one, plain, bounds = pair(group, {"gradient_as_bucket_view": view, "find_unused_parameters": True})
+        one, plain, bounds = pair(
+            group, {"gradient_as_bucket_view": view, "find_unused_parameters": True}
+        )
         seen = {one: [], plain: []}
         for ddp in (one, plain):
             mirror = ddp.mirror
 
             def noting(iteration, ddp=ddp, mirror=mirror, seen=seen):
                 mirror(iteration)
-                seen[ddp].append([None if p.grad is None else p.grad.clone() for p in ddp.parameters()])
+                seen[ddp].append(
+                    [None if p.grad is None else p.grad.clone() for p in ddp.parameters()]
+                )
 
             ddp.mirror = noting
             for epoch in range(2):
@@ -215,10 +268,20 @@ def test_uneven_inputs(group):
         for shares, averages in zip(seen[one], seen[plain], strict=True):
             for p, share, average in zip(one.parameters(), shares, averages, strict=True):
                 owners = bounds.get(p, ((group.rank, 0, p.numel()),)) if p.requires_grad else ()
-                own = [(start, stop) for rank, start, stop in owners if rank == group.rank and start < stop]
+                own = [
+                    (start, stop)
+                    for rank, start, stop in owners
+                    if rank == group.rank and start < stop
+                ]
                 is_right = is_right and (share is None) == (not own)
-                is_right = is_right and all(close(flat(share)[a:b], flat(average)[a:b]) for a, b in own)
-        agree(group, is_right and len(seen[one]) == 2 * (group.size - 1 - group.rank), f"while it mirrors, views {view}")
+                is_right = is_right and all(
+                    close(flat(share)[a:b], flat(average)[a:b]) for a, b in own
+                )
+        agree(
+            group,
+            is_right and len(seen[one]) == 2 * (group.size - 1 - group.rank),
+            f"while it mirrors, views {view}",
+        )
         for ddp in (one, plain):
             ddp.zero_grad(set_to_none=False)
             backward(ddp, group.rank, 3)
@@ -243,10 +306,17 @@ def test_sparse_gradients_are_averaged_on_all_ranks(group):
         for ddp in (one, plain):
             ddp.zero_grad()
             ddp(torch.tensor([group.rank, 5, 5])).square().sum().backward()
-        agree(group, torch.equal(one.module.table.weight.grad.to_dense(), plain.module.table.weight.grad.to_dense()))
+        agree(
+            group,
+            torch.equal(
+                one.module.table.weight.grad.to_dense(), plain.module.table.weight.grad.to_dense()
+            ),
+        )
         is_owner = group.rank == group.size - 1
         agree(group, is_owner == (one.module.out.weight.grad is not None))
-        agree(group, not is_owner or close(one.module.out.weight.grad, plain.module.out.weight.grad))
+        agree(
+            group, not is_owner or close(one.module.out.weight.grad, plain.module.out.weight.grad)
+        )
 
 
 @pytest.mark.parametrize("view", [True, False])
@@ -270,15 +340,25 @@ def test_captured_passes(group, monkeypatch, view):
                 agree(group, all(p.grad is None for p in trained))
         trained = [p for p in one.module.parameters() if p.requires_grad]
         for p, share, average in zip(trained, *found, strict=True):
-            own = [(a, b) for rank, a, b in bounds.get(p, ((group.rank, 0, p.numel()),)) if rank == group.rank and a < b]
-            right = (share is None) == (not own) and all(close(flat(share)[a:b], flat(average)[a:b]) for a, b in own)
+            own = [
+                (a, b)
+                for rank, a, b in bounds.get(p, ((group.rank, 0, p.numel()),))
+                if rank == group.rank and a < b
+            ]
+            right = (share is None) == (not own) and all(
+                close(flat(share)[a:b], flat(average)[a:b]) for a, b in own
+            )
             agree(group, right, f"step {step}, shape {tuple(p.shape)}")
         monkeypatch.setattr(autograd_context, "_join", None)
         for ddp in (one, plain):
             with ddp.no_sync() if step else contextlib.nullcontext():
                 backward(ddp, group.rank, step)
         monkeypatch.setattr(autograd_context, "_join", joined.append)
-        agree(group, step or not (text := wrong(group, one, plain, bounds, close)), f"step {step}: {text}")
+        agree(
+            group,
+            step or not (text := wrong(group, one, plain, bounds, close)),
+            f"step {step}: {text}",
+        )
     monkeypatch.setattr(autograd_context, "_join", None)
     for ddp in (one, plain):
         backward(ddp, group.rank, 5)
@@ -287,7 +367,10 @@ def test_captured_passes(group, monkeypatch, view):
 
 def test_it_is_registered_and_taken_back(group):
     one, plain, bounds = pair(group)
-    others = {p: tuple(((rank + 1) % group.size, a, b) for rank, a, b in owners) for p, owners in bounds.items()}
+    others = {
+        p: tuple(((rank + 1) % group.size, a, b) for rank, a, b in owners)
+        for p, owners in bounds.items()
+    }
     for step, of in enumerate([bounds, None, others, {}, bounds, others]):
         one.zero_grad()
         plain.zero_grad()
@@ -296,7 +379,9 @@ def test_it_is_registered_and_taken_back(group):
         one.register_comm_hook(None, None if of is None else to_owners(of))
         backward(one, group.rank, step)
         backward(plain, group.rank, step)
-        agree(group, not (text := wrong(group, one, plain, of or {}, close)), f"change {step}: {text}")
+        agree(
+            group, not (text := wrong(group, one, plain, of or {}, close)), f"change {step}: {text}"
+        )
     # Averages that one rank holds go on to the next owner.
     one.register_comm_hook(None, to_owners(bounds))
     backward(one, group.rank, 7)
@@ -308,7 +393,10 @@ def test_it_is_registered_and_taken_back(group):
 @pytest.mark.parametrize("of", [None, allreduce_hook])
 def test_torchs_ddp(group, of):
     """It keeps its buckets; what a rank does not own becomes zeros."""
-    one, plain = TorchDDP(Net(), bucket_cap_mb=SMALL), DistributedDataParallel(Net(), process_group=group)
+    one, plain = (
+        TorchDDP(Net(), bucket_cap_mb=SMALL),
+        DistributedDataParallel(Net(), process_group=group),
+    )
     bounds = bounds_of(one.module, group.size)
 
     def torchs(state, bucket):
@@ -325,7 +413,11 @@ def test_torchs_ddp(group, of):
                 mask = torch.zeros(p.numel())
                 for rank, start, stop in bounds.get(p, ((group.rank, 0, p.numel()),)):
                     mask[start:stop] = rank == group.rank
-                agree(group, close(flat(p.grad), flat(q.grad) * mask), f"step {step}, shape {tuple(p.shape)}")
+                agree(
+                    group,
+                    close(flat(p.grad), flat(q.grad) * mask),
+                    f"step {step}, shape {tuple(p.shape)}",
+                )
     if of is None:
         cut = next(p for p in bounds if p.numel() > 1)
         again = TorchDDP(Net())
@@ -342,17 +434,39 @@ def test_wrong_owners_are_refused_on_all_ranks(group):
         return lambda: ddp.register_comm_hook(None, to_owners(bounds, **options))
 
     raises_on_all(group, ValueError, registering({first: ((0, 0, 1),)}), "cover 1 of")
-    raises_on_all(group, ValueError, registering({first: ((group.size, 0, numel),)}), "as an owner; the group has ranks")
-    raises_on_all(group, ValueError, registering({other: ((0, 0, numel),)}), "whose gradients this module does not reduce")
+    raises_on_all(
+        group,
+        ValueError,
+        registering({first: ((group.size, 0, numel),)}),
+        "as an owner; the group has ranks",
+    )
+    raises_on_all(
+        group,
+        ValueError,
+        registering({other: ((0, 0, numel),)}),
+        "whose gradients this module does not reduce",
+    )
     raises_on_all(group, TypeError, registering({}, hook="a name"), "can be called")
     raises_on_all(group, ValueError, registering({}, buffers=0), "number of buffers")
     raises_on_all(group, TypeError, lambda: ddp.register_comm_hook(None, "a name"), "callable")
     if group.size > 1:
-        raises_on_all(group, DisagreementError, registering({first: ((group.rank, 0, numel),)}), "'first.weight' differ")
-        raises_on_all(group, DisagreementError, registering({}, buffers=1 + group.rank), "numbers of buffers")
+        raises_on_all(
+            group,
+            DisagreementError,
+            registering({first: ((group.rank, 0, numel),)}),
+            "'first.weight' differ",
+        )
+        raises_on_all(
+            group, DisagreementError, registering({}, buffers=1 + group.rank), "numbers of buffers"
+        )
         is_wrong = group.rank == 0
         error = ValueError if is_wrong else DisagreementError
-        raises_on_all(group, error, registering({first: ((0, 0, numel - is_wrong),)}), "cover" if is_wrong else "was refused")
+        raises_on_all(
+            group,
+            error,
+            registering({first: ((0, 0, numel - is_wrong),)}),
+            "cover" if is_wrong else "was refused",
+        )
         alone = group.split(group.rank)
         ddp.register_comm_hook(alone, to_owners({}))
         raises_on_all(group, ValueError, lambda: backward(ddp, group.rank, 0), "as its state")
@@ -362,4 +476,8 @@ def test_wrong_owners_are_refused_on_all_ranks(group):
     del first._in_backward_optimizers
     ddp.register_comm_hook(None, to_owners({}))
     backward(ddp, group.rank, 0)
-    agree(group, ddp.module.first.weight.grad is not None, "a hook that was refused leaves the module as it was")
+    agree(
+        group,
+        ddp.module.first.weight.grad is not None,
+        "a hook that was refused leaves the module as it was",
+    )

@@ -40,7 +40,9 @@ def expected_gradients(rank, size, step, start, locally):
 def test_all_ranks_then_the_node(group, monkeypatch, locally, given):
     monkeypatch.setattr(runtime.World, "nodes_of", lambda self, ranks: pairs(ranks))
     whole = group.clone()  # made behind the patch: pairs of ranks are its nodes
-    monkeypatch.setattr(type(whole), "split_by_node", lambda self: self.split(self.rank // 2, self.rank))
+    monkeypatch.setattr(
+        type(whole), "split_by_node", lambda self: self.split(self.rank // 2, self.rank)
+    )
     subgroup = whole.split(whole.rank // 2, whole.rank) if given else None
     state = PostLocalSGDState(whole, subgroup, 2, locally)
     ddp = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False), process_group=whole)
@@ -49,7 +51,11 @@ def test_all_ranks_then_the_node(group, monkeypatch, locally, given):
         ddp.zero_grad()
         ddp(gradient(whole.rank, step)).sum().backward()
         want = expected_gradients(whole.rank, whole.size, step, 2, locally)
-        agree(group, torch.allclose(ddp.module.weight.grad[0], want), f"step {step}: {ddp.module.weight.grad} and not {want}")
+        agree(
+            group,
+            torch.allclose(ddp.module.weight.grad[0], want),
+            f"step {step}: {ddp.module.weight.grad} and not {want}",
+        )
     agree(group, state.iter == 2)
     if state.subgroup is not None and state.subgroup is not whole:
         state.subgroup.close()
@@ -65,7 +71,11 @@ def trained(module, rank, optimizer):
     losses = []
     for step in range(8):
         optimizer.zero_grad()
-        loss = module(torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))).square().mean()
+        loss = (
+            module(torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank)))
+            .square()
+            .mean()
+        )
         loss.backward()
         optimizer.step()
         losses.append(float(loss))
@@ -81,15 +91,19 @@ def test_training_as_with_torchs_parts_on_torchs_module(group):
         ("torch", torch.nn.parallel.DistributedDataParallel, theirs.post_localSGD_hook, theirs.PostLocalSGDState,
          torchs_averagers.PeriodicModelAverager, TorchsOptimizer),
         ("ours", DistributedDataParallel, post_localSGD_hook, PostLocalSGDState, PeriodicModelAverager, PostLocalSGDOptimizer),
-        ("torch's parts on ours", DistributedDataParallel, theirs.post_localSGD_hook, theirs.PostLocalSGDState,
+        ("torch's parts on "
+         "ours", DistributedDataParallel, theirs.post_localSGD_hook, theirs.PostLocalSGDState,
          torchs_averagers.PeriodicModelAverager, TorchsOptimizer),
-        ("our averager", torch.nn.parallel.DistributedDataParallel, theirs.post_localSGD_hook, theirs.PostLocalSGDState,
+        ("our "
+         "averager", torch.nn.parallel.DistributedDataParallel, theirs.post_localSGD_hook, theirs.PostLocalSGDState,
          PeriodicModelAverager, TorchsOptimizer),
     ]:  # fmt: skip
         module = module_of(net())
         module.register_comm_hook(state_of(None, subgroup, 3), hook)
         local = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        runs[name] = trained(module, group.rank, optimizer_of(local, averager_of(period=4, warmup_steps=3)))
+        runs[name] = trained(
+            module, group.rank, optimizer_of(local, averager_of(period=4, warmup_steps=3))
+        )
     for name, (weights, losses) in runs.items():
         agree(group, torch.allclose(weights, runs["torch"][0], atol=1e-6), f"{name}: weights")
         agree(group, losses == pytest.approx(runs["torch"][1], abs=1e-5), f"{name}: losses")
@@ -105,10 +119,17 @@ def test_bad_settings_and_copies(group):
         (TypeError, (group, "node", 1), "needs a group of mpidist"),
         (TypeError, (3, None, 1), "needs a group of mpidist"),
     ]:
-        raises_on_all(group, error, lambda arguments=arguments: PostLocalSGDState(*arguments), words)
+        raises_on_all(
+            group, error, lambda arguments=arguments: PostLocalSGDState(*arguments), words
+        )
     own = group.new_group([group.rank])
     if group.size > 1:
-        raises_on_all(group, ValueError, lambda: PostLocalSGDState(own, group, 1), "must be some of process_group's ranks")
+        raises_on_all(
+            group,
+            ValueError,
+            lambda: PostLocalSGDState(own, group, 1),
+            "must be some of process_group's ranks",
+        )
     state = PostLocalSGDState(group, own, 7, False)
     with pytest.warns(UserWarning, match="without its groups"):
         twin = copy.copy(state)

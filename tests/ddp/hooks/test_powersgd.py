@@ -11,14 +11,24 @@ from tests.support import agree
 
 pytestmark = pytest.mark.usefixtures("device")
 
-SHAPES = {"a": (12, 20), "b": (12,), "conv": (8, 3, 5, 5), "c": (12, 20), "empty": (0, 4), "scalar": ()}
+SHAPES = {
+    "a": (12, 20),
+    "b": (12,),
+    "conv": (8, 3, 5, 5),
+    "c": (12, 20),
+    "empty": (0, 4),
+    "scalar": (),
+}
 
 
 def bucket_of(rank, names=tuple(SHAPES), seed=0, channels_last=False):
     parameters = [torch.nn.Parameter(torch.zeros(SHAPES[name])) for name in names]
     if channels_last:
         parameters = [
-            torch.nn.Parameter(p.detach().to(memory_format=torch.channels_last)) if p.dim() == 4 else p for p in parameters
+            torch.nn.Parameter(p.detach().to(memory_format=torch.channels_last))
+            if p.dim() == 4
+            else p
+            for p in parameters
         ]
     bucket = Bucket(range(len(names)), parameters, names)
     generator = torch.Generator().manual_seed(100 * seed + rank)
@@ -52,8 +62,14 @@ def test_approximation_and_error_add_up_to_the_input(group, hook, in_thread, mon
         result = hook(state, GradBucket(bucket, 0, True)).wait()
         for name, view in zip(names, bucket.views, strict=True):
             start = view.storage_offset()
-            m = (flat[start : start + view.numel()] + before.get(name, torch.zeros(1)).flatten()).view_as(view)
-            agree(group, torch.allclose(view + state.error_dict[name].view_as(view), m, atol=1e-5), f"{name} step {step}")
+            m = (
+                flat[start : start + view.numel()] + before.get(name, torch.zeros(1)).flatten()
+            ).view_as(view)
+            agree(
+                group,
+                torch.allclose(view + state.error_dict[name].view_as(view), m, atol=1e-5),
+                f"{name} step {step}",
+            )
         told = group.all_gather_object(result)
         agree(group, all(torch.equal(other, told[0]) for other in told), "ranks differ")
 
@@ -65,7 +81,12 @@ def test_approximation_and_error_add_up_to_the_input(group, hook, in_thread, mon
 def test_full_rank_is_the_plain_average(group, batch, channels_last, epsilon):
     # Only if the ranks' column spaces together have no more than r dimensions, so r = n.
     state = PowerSGDState(
-        group, 12, 0, min_compression_rate=0.1, batch_tensors_with_same_shape=batch, orthogonalization_epsilon=epsilon
+        group,
+        12,
+        0,
+        min_compression_rate=0.1,
+        batch_tensors_with_same_shape=batch,
+        orthogonalization_epsilon=epsilon,
     )
     bucket = bucket_of(group.rank, channels_last=channels_last)
     expected = mean_of(group, [view.contiguous() for view in bucket.views])
@@ -93,14 +114,25 @@ def test_what_is_kept_follows_the_names_not_the_buckets(group):
     for step in range(3):
         one = bucket_of(group.rank, names, step)
         powerSGD_hook(kept, GradBucket(one, 0, True)).wait()
-        parts = {name: view.clone() for name, view in zip(names, bucket_of(group.rank, names, step).views, strict=True)}
+        parts = {
+            name: view.clone()
+            for name, view in zip(names, bucket_of(group.rank, names, step).views, strict=True)
+        }
         for index, chosen in enumerate([("c", "a"), ("conv",)] if step else [names]):
-            bucket = Bucket(range(len(chosen)), [torch.nn.Parameter(torch.zeros(SHAPES[n])) for n in chosen], chosen)
+            bucket = Bucket(
+                range(len(chosen)),
+                [torch.nn.Parameter(torch.zeros(SHAPES[n])) for n in chosen],
+                chosen,
+            )
             for name, view in zip(chosen, bucket.views, strict=True):
                 view.copy_(parts[name])
             powerSGD_hook(moved, GradBucket(bucket, index, index == (1 if step else 0))).wait()
             for name, view in zip(chosen, bucket.views, strict=True):
-                agree(group, torch.allclose(view, one.views[names.index(name)], atol=1e-5), f"{name} step {step}")
+                agree(
+                    group,
+                    torch.allclose(view, one.views[names.index(name)], atol=1e-5),
+                    f"{name} step {step}",
+                )
 
 
 @pytest.mark.mpi
@@ -124,9 +156,17 @@ def test_training_with_it_learns_and_keeps_ranks_equal(group, hook, in_thread, m
         optimizer.step()
         losses.append(loss.item())
     told = group.all_gather_object([p.detach() for p in module.parameters()])
-    agree(group, all(torch.equal(a, b) for other in told for a, b in zip(other, told[0], strict=True)), "ranks differ")
+    agree(
+        group,
+        all(torch.equal(a, b) for other in told for a, b in zip(other, told[0], strict=True)),
+        "ranks differ",
+    )
     agree(group, losses[-1] < 0.7 * losses[0], str(losses[::10]))
-    agree(group, state.iter == 60 and state.compression_stats()[0] > 1.5, str(state.compression_stats()))
+    agree(
+        group,
+        state.iter == 60 and state.compression_stats()[0] > 1.5,
+        str(state.compression_stats()),
+    )
 
 
 @pytest.mark.mpi
@@ -154,7 +194,11 @@ def test_the_statistics_are_what_is_sent(group, hook, in_thread, monkeypatch):
         bucket = bucket_of(group.rank, seed=step)
         hook(state, GradBucket(bucket, 0, True)).wait()
         before += bucket.flat.numel()
-    agree(group, state.compression_stats() == (before / sum(sent), before, sum(sent)), f"{state.compression_stats()} {sent}")
+    agree(
+        group,
+        state.compression_stats() == (before / sum(sent), before, sum(sent)),
+        f"{state.compression_stats()} {sent}",
+    )
     agree(group, sum(sent) < before / 1.5)
 
 
@@ -168,8 +212,15 @@ def test_a_transposed_parameter_is_compressed_as_its_transpose(group):
         before = state.error_dict.get("turned", torch.zeros(1)).clone()
         bucket.views[0].copy_(given)
         powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
-        agree(group, torch.allclose(bucket.views[0] + state.error_dict["turned"], given + before, atol=1e-5), f"step {step}")
-    agree(group, state.q_memory_dict["turned"].shape == (12, 2) and bucket.views[0].stride() == (1, 12))
+        agree(
+            group,
+            torch.allclose(bucket.views[0] + state.error_dict["turned"], given + before, atol=1e-5),
+            f"step {step}",
+        )
+    agree(
+        group,
+        state.q_memory_dict["turned"].shape == (12, 2) and bucket.views[0].stride() == (1, 12),
+    )
 
 
 @pytest.mark.mpi
@@ -205,16 +256,25 @@ def test_an_error_goes_on_in_another_layout(group, hook):
     state, names = state_of(group, 2), ("conv",)
     hook(state, GradBucket(bucket_of(group.rank, names, channels_last=True), 0, True)).wait()
     before = state.error_dict["conv"].clone()
-    agree(group, before.shape == SHAPES["conv"] and not before.is_contiguous() and bool(before.any()))
+    agree(
+        group, before.shape == SHAPES["conv"] and not before.is_contiguous() and bool(before.any())
+    )
     bucket = bucket_of(group.rank, names, 1)
     given = bucket.views[0].clone()
     hook(state, GradBucket(bucket, 0, True)).wait()
-    agree(group, torch.allclose(bucket.views[0] + state.error_dict["conv"], given + before, atol=1e-5))
+    agree(
+        group, torch.allclose(bucket.views[0] + state.error_dict["conv"], given + before, atol=1e-5)
+    )
 
 
 RESNET18 = [(64, 3, 7, 7)]
 for width, before in ((64, 64), (128, 64), (256, 128), (512, 256)):
-    RESNET18 += [(width, before, 3, 3), (width, width, 3, 3), (width, width, 3, 3), (width, width, 3, 3)]
+    RESNET18 += [
+        (width, before, 3, 3),
+        (width, width, 3, 3),
+        (width, width, 3, 3),
+        (width, width, 3, 3),
+    ]
     if width != before:
         RESNET18.append((width, before, 1, 1))
 
@@ -222,7 +282,11 @@ for width, before in ((64, 64), (128, 64), (256, 128), (512, 256)):
 @pytest.mark.parametrize(("rank", "rate"), [(1, 243), (2, 136), (4, 72)])
 def test_volume_on_resnet18(rank, rate):
     """arXiv 1905.13727, table 3: ResNet-18 for CIFAR, 10 classes, batch norms sent whole."""
-    matrices = [(64, 3 * 3 * 3), *[(s[0], torch.Size(s[1:]).numel()) for s in RESNET18[1:]], (10, 512)]
+    matrices = [
+        (64, 3 * 3 * 3),
+        *[(s[0], torch.Size(s[1:]).numel()) for s in RESNET18[1:]],
+        (10, 512),
+    ]
     vectors = 2 * (64 + sum(s[0] for s in RESNET18[1:])) + 10
     before = vectors + sum(n * m for n, m in matrices)
     after = vectors + sum(min(n * m, (n + m) * min(n, m, rank)) for n, m in matrices)
@@ -246,15 +310,31 @@ def test_bad_options(options, match):
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"matrix_approximation_rank": 1.5}, TypeError, "matrix_approximation_rank must be an int; got 1.5"),
-        ({"matrix_approximation_rank": True}, TypeError, "matrix_approximation_rank must be an int"),
+        (
+            {"matrix_approximation_rank": 1.5},
+            TypeError,
+            "matrix_approximation_rank must be an int; got 1.5",
+        ),
+        (
+            {"matrix_approximation_rank": True},
+            TypeError,
+            "matrix_approximation_rank must be an int",
+        ),
         ({"matrix_approximation_rank": "2"}, TypeError, "matrix_approximation_rank must be an int"),
         ({"start_powerSGD_iter": 10.0}, TypeError, "start_powerSGD_iter must be an int"),
         ({"random_seed": None}, TypeError, "random_seed must be an int"),
-        ({"compression_stats_logging_frequency": 0.5}, TypeError, "compression_stats_logging_frequency must be an int"),
+        (
+            {"compression_stats_logging_frequency": 0.5},
+            TypeError,
+            "compression_stats_logging_frequency must be an int",
+        ),
         ({"min_compression_rate": "2"}, TypeError, "min_compression_rate must be a number"),
         ({"min_compression_rate": float("nan")}, ValueError, "min_compression_rate must be finite"),
-        ({"orthogonalization_epsilon": float("inf")}, ValueError, "orthogonalization_epsilon must be finite"),
+        (
+            {"orthogonalization_epsilon": float("inf")},
+            ValueError,
+            "orthogonalization_epsilon must be finite",
+        ),
     ],
 )
 def test_options_of_another_type_are_refused_at_once(options, error, match):

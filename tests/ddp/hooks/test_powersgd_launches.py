@@ -21,13 +21,19 @@ def test_a_bucket_takes_two_collectives_and_five_launches(group, monkeypatch):
     launched = use_cuda_text_on_the_cpu(monkeypatch)
     sent = []
     call = group.all_reduce
-    monkeypatch.setattr(group, "all_reduce", lambda *args, **kwargs: (sent.append(args), call(*args, **kwargs))[1])
+    monkeypatch.setattr(
+        group, "all_reduce", lambda *args, **kwargs: (sent.append(args), call(*args, **kwargs))[1]
+    )
     bucket = bucket_of(group.rank)
     for step in range(3):
         bucket.flat.copy_(bucket_of(group.rank, seed=step).flat)
         powerSGD_hook(text, GradBucket(bucket, 0, True)).wait()
         agree(group, torch.allclose(bucket.flat, wanted[step].flat, atol=1e-4), f"step {step}")
-        agree(group, len(launched) == 5 * (step + 1) and len(sent) == 2 * (step + 1), f"{launched} {len(sent)}")
+        agree(
+            group,
+            len(launched) == 5 * (step + 1) and len(sent) == 2 * (step + 1),
+            f"{launched} {len(sent)}",
+        )
     for name, error in twin.error_dict.items():
         agree(group, torch.allclose(error, text.error_dict[name], atol=1e-4), name)
 
@@ -45,12 +51,23 @@ def test_buckets_are_collected_and_handed_back_in_one_launch(group, monkeypatch)
     agree(group, all(torch.equal(a, b) for a, b in zip(bucket.views, given, strict=True)))
     bucket.flat.mul_(2)
     bucket.hand_back([True] * len(given), as_views=False)
-    agree(group, launched[1:] == ["unpack_float_float"] and bool((given[0] == bucket.views[0]).all()), str(launched))
-    # A parameter without a gradient, and one of another layout: not all of the bucket, so torch copies.
+    agree(
+        group,
+        launched[1:] == ["unpack_float_float"] and bool((given[0] == bucket.views[0]).all()),
+        str(launched),
+    )
+    # A parameter without a gradient, and one of another layout: not all of the bucket, so torch
+    # copies.
     bucket.parameters[0].grad = None
     bucket._collect_together(as_views=True)
-    agree(group, len(launched) == 2 and not bucket.views[0].any() and bucket.parameters[0].grad is None)
-    agree(group, all(p.grad is v for p, v in zip(bucket.parameters[1:], bucket.views[1:], strict=True)))
+    agree(
+        group,
+        len(launched) == 2 and not bucket.views[0].any() and bucket.parameters[0].grad is None,
+    )
+    agree(
+        group,
+        all(p.grad is v for p, v in zip(bucket.parameters[1:], bucket.views[1:], strict=True)),
+    )
 
 
 @pytest.mark.mpi

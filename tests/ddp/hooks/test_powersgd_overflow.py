@@ -46,7 +46,9 @@ def train(group, hook, bad=None, feedback=True, cap=None):
             skipped += [all(p.grad.isfinite().all() for p in module.parameters())]
         scaler.step(optimizer)
         scaler.update()
-        assert (scaler.get_scale() < scale) == (step == OVERFLOW), f"step {step}: scale {scaler.get_scale()} after {scale}"
+        assert (scaler.get_scale() < scale) == (step == OVERFLOW), (
+            f"step {step}: scale {scaler.get_scale()} after {scale}"
+        )
     return module, state, scaler
 
 
@@ -60,10 +62,18 @@ def test_training_goes_on_as_if_the_step_had_not_been(group, hook, in_thread, mo
             module, state, scaler = train(group, hook, bad, feedback)
             text = f"feedback {feedback} bad {bad}"
             pairs = zip(module.parameters(), expected.parameters(), strict=True)
-            agree(group, all(torch.allclose(a, b, atol=1e-5) for a, b in pairs), f"other weights: {text}")
+            agree(
+                group,
+                all(torch.allclose(a, b, atol=1e-5) for a, b in pairs),
+                f"other weights: {text}",
+            )
             agree(group, scaler.get_scale() == 512 and state.iter == its_state.iter + 1, text)
             held = [*state.error_dict.values(), *state.q_memory_dict.values()]
-            agree(group, bool(state.q_memory_dict) and all(bool(t.isfinite().all()) for t in held), f"not finite: {text}")
+            agree(
+                group,
+                bool(state.q_memory_dict) and all(bool(t.isfinite().all()) for t in held),
+                f"not finite: {text}",
+            )
             alike = [list(module.state_dict().values()), list(state.q_memory_dict.values())]
             told = group.all_gather_object(alike)
             same = all(
@@ -74,20 +84,36 @@ def test_training_goes_on_as_if_the_step_had_not_been(group, hook, in_thread, mo
             )
             agree(group, same, f"ranks differ: {text}")
             errors = state.error_dict.items()
-            agree(group, all(torch.allclose(e, its_state.error_dict[name], atol=1e-3) for name, e in errors), f"errors: {text}")
+            agree(
+                group,
+                all(torch.allclose(e, its_state.error_dict[name], atol=1e-3) for name, e in errors),
+                f"errors: {text}",
+            )
 
 
 @pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
 def test_several_buckets_and_half_precision(group, hook):
     """Buckets that stay finite have ended their step; a finite gradient past fp16's range counts as an overflow, too."""
-    for chosen, cap, bad in itertools.product([hook, fp16_compress_wrapper(hook)], [None, 0.001], [float("inf"), 1e9]):
+    for chosen, cap, bad in itertools.product(
+        [hook, fp16_compress_wrapper(hook)], [None, 0.001], [float("inf"), 1e9]
+    ):
         if bad == 1e9 and chosen is hook:
             continue
         module, state, _ = train(group, chosen, bad, cap=cap)
-        held = [*state.error_dict.values(), *state.q_memory_dict.values(), *module.state_dict().values()]
+        held = [
+            *state.error_dict.values(),
+            *state.q_memory_dict.values(),
+            *module.state_dict().values(),
+        ]
         agree(group, all(bool(t.isfinite().all()) for t in held), f"cap {cap} bad {bad}")
-        told = group.all_gather_object([*module.state_dict().values(), *state.q_memory_dict.values()])
-        agree(group, all(torch.equal(a, b) for other in told for a, b in zip(other, told[0], strict=True)), "ranks differ")
+        told = group.all_gather_object(
+            [*module.state_dict().values(), *state.q_memory_dict.values()]
+        )
+        agree(
+            group,
+            all(torch.equal(a, b) for other in told for a, b in zip(other, told[0], strict=True)),
+            "ranks differ",
+        )
 
 
 def span_of(q):
@@ -113,14 +139,27 @@ def test_the_state_of_a_step_that_is_given_up(group, device, is_text, monkeypatc
             bucket.views[0][3, 5] = float("-inf")
         powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
         agree(group, bool(bucket.views[0].isnan().all()) and bool(bucket.views[1].isfinite().all()))
-        agree(group, all(torch.equal(error, state.error_dict[name]) for name, error in before.items()), "errors changed")
-        agree(group, set(state.q_memory_dict) == set(spans), f"the Qs of {list(state.q_memory_dict)}")
-        kept = {name: torch.allclose(span_of(q), spans[name], atol=1e-4) for name, q in state.q_memory_dict.items()}
+        agree(
+            group,
+            all(torch.equal(error, state.error_dict[name]) for name, error in before.items()),
+            "errors changed",
+        )
+        agree(
+            group, set(state.q_memory_dict) == set(spans), f"the Qs of {list(state.q_memory_dict)}"
+        )
+        kept = {
+            name: torch.allclose(span_of(q), spans[name], atol=1e-4)
+            for name, q in state.q_memory_dict.items()
+        }
         agree(group, all(kept.values()), f"other Qs: {kept}")
     bucket.flat.copy_(bucket_of(group.rank, seed=2).flat)
     given = bucket.views[0].clone()
     powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
-    agree(group, torch.allclose(bucket.views[0] + state.error_dict["a"], given + before["a"], atol=1e-4), "the next step")
+    agree(
+        group,
+        torch.allclose(bucket.views[0] + state.error_dict["a"], given + before["a"], atol=1e-4),
+        "the next step",
+    )
 
 
 @pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
@@ -137,7 +176,9 @@ def test_ranks_with_kernels_and_without_give_up_alike(group, hook, monkeypatch):
     monkeypatch.setattr(powersgd.Bucket, "__init__", on_cuda)
     calls = []
     call = group.all_reduce
-    monkeypatch.setattr(group, "all_reduce", lambda *args, **kwargs: (calls.append(args), call(*args, **kwargs))[1])
+    monkeypatch.setattr(
+        group, "all_reduce", lambda *args, **kwargs: (calls.append(args), call(*args, **kwargs))[1]
+    )
     state = state_of(group, 2)
     for step in range(4):
         bucket = bucket_of(group.rank, ("a", "conv", "c"), seed=step)
@@ -149,7 +190,9 @@ def test_ranks_with_kernels_and_without_give_up_alike(group, hook, monkeypatch):
         agree(group, told == [2] * group.size, f"collectives of step {step}: {told}")
         agree(group, bool(bucket.flat.isfinite().all()) == (step != 1), f"step {step}")
         qs = group.all_gather_object(state.q_memory_dict)
-        same = all(torch.allclose(q, its[name], atol=1e-4) for its in qs for name, q in qs[0].items())
+        same = all(
+            torch.allclose(q, its[name], atol=1e-4) for its in qs for name, q in qs[0].items()
+        )
         agree(group, bool(qs[0]) and same, f"Qs of step {step}")
 
 

@@ -8,15 +8,28 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as theirs
 
 from mpidist.ddp.hooks import quantization
-from mpidist.ddp.hooks.quantization import quantization_perchannel_hook, quantization_pertensor_hook, share_bounds
+from mpidist.ddp.hooks.quantization import (
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+    share_bounds,
+)
 from mpidist.ddp.module import DistributedDataParallel
 from tests.support import agree, raises_on_all
 
 
 def test_shares_cover_all_elements_in_whole_blocks():
-    for numel, block, ranks in [(1, 1, 3), (10, 10, 3), (10, 4, 3), (7, 2, 2), (100, 7, 6), (3, 3, 8)]:
+    for numel, block, ranks in [
+        (1, 1, 3),
+        (10, 10, 3),
+        (10, 4, 3),
+        (7, 2, 2),
+        (100, 7, 6),
+        (3, 3, 8),
+    ]:
         bounds = share_bounds(numel, block, ranks)
-        assert [element for start, stop in bounds for element in range(start, stop)] == list(range(numel))
+        assert [element for start, stop in bounds for element in range(start, stop)] == list(
+            range(numel)
+        )
         assert block == numel or all(start % block == 0 for start, stop in bounds if start < stop)
         assert bounds[0][1] == max(stop - start for start, stop in bounds)
 
@@ -30,7 +43,9 @@ def twin(parts, block):
             low, high = min(float(x.min()), 0.0), max(float(x.max()), 0.0)
             scale = (high - low) / 255 or 1.0
             zero = -round(low / scale)
-            total[start : start + block] += scale * (((x / scale).round() + zero).clamp(0, 255) - zero)
+            total[start : start + block] += scale * (
+                ((x / scale).round() + zero).clamp(0, 255) - zero
+            )
     return total / len(parts)
 
 
@@ -42,7 +57,9 @@ HOOKS = {
 
 
 def gradients(rank):
-    return torch.randn(700, generator=torch.Generator().manual_seed(rank)) * torch.logspace(-3, 0, 700)
+    return torch.randn(700, generator=torch.Generator().manual_seed(rank)) * torch.logspace(
+        -3, 0, 700
+    )
 
 
 def as_real(tensor):
@@ -74,8 +91,12 @@ def test_average_of_what_was_sent(group, name, most_to_all, monkeypatch):
             ddp = DistributedDataParallel(Dot(dtype), process_group=group)
             ddp.register_comm_hook(group, hook)
             ddp(gradients(group.rank).to(dtype)).backward()
-            expected = twin([as_real(gradients(rank).to(dtype)) for rank in range(group.size)], block)
-            near = torch.isclose(as_real(ddp.module.weight.grad).double(), expected, rtol=1e-5, atol=1e-7)
+            expected = twin(
+                [as_real(gradients(rank).to(dtype)) for rank in range(group.size)], block
+            )
+            near = torch.isclose(
+                as_real(ddp.module.weight.grad).double(), expected, rtol=1e-5, atol=1e-7
+            )
             # A value half way between two steps may go either way in another precision.
             agree(group, near.float().mean() > 0.99, f"{dtype}: {int((~near).sum())} differ")
 
@@ -92,13 +113,29 @@ def test_both_ways_give_the_same_bits_on_all_ranks(group, monkeypatch):
         group.all_gather_into_tensor(rows, flat)
         agree(group, bool((rows == rows[0]).all()), "ranks differ")
         found.append(flat)
-    agree(group, torch.equal(found[0], found[1]) and torch.equal(found[2], found[3]) and not torch.equal(found[0], found[2]))
-    raises_on_all(group, ValueError, lambda: quantization_perchannel_hook(group, None, 0), "bucket_size must be at least 1")
-    raises_on_all(group, TypeError, lambda: quantization_pertensor_hook(3, None), "needs a group of mpidist")
+    agree(
+        group,
+        torch.equal(found[0], found[1])
+        and torch.equal(found[2], found[3])
+        and not torch.equal(found[0], found[2]),
+    )
+    raises_on_all(
+        group,
+        ValueError,
+        lambda: quantization_perchannel_hook(group, None, 0),
+        "bucket_size must be at least 1",
+    )
+    raises_on_all(
+        group, TypeError, lambda: quantization_pertensor_hook(3, None), "needs a group of mpidist"
+    )
     flat = gradients(group.rank)
     flat[3] = float("inf") if group.rank == group.size - 1 else 0.0
     quantization.average_quantized(group, flat, 350)
-    agree(group, bool(flat[:350].isnan().all() and flat[350:].isfinite().all()), "an overflow reaches all ranks")
+    agree(
+        group,
+        bool(flat[:350].isnan().all() and flat[350:].isfinite().all()),
+        "an overflow reaches all ranks",
+    )
 
 
 def trained(ddp, rank):
@@ -122,9 +159,14 @@ def test_as_torchs_hook_on_torchs_module(group):
     reference.register_comm_hook(dist.group.WORLD, theirs.quantization_pertensor_hook)
     expected = trained(reference, group.rank)
     plain = trained(DistributedDataParallel(net(), process_group=group), group.rank)
-    for hook in (quantization_pertensor_hook, theirs.quantization_pertensor_hook):  # torch's own runs on our bucket, too
+    # torch's own runs on our bucket, too
+    for hook in (quantization_pertensor_hook, theirs.quantization_pertensor_hook):
         ours = DistributedDataParallel(net())
         ours.register_comm_hook(dist.group.WORLD, hook)
         got = trained(ours, group.rank)
-        agree(group, torch.allclose(got, expected, atol=1e-5), f"{float((got - expected).abs().max())}")
+        agree(
+            group,
+            torch.allclose(got, expected, atol=1e-5),
+            f"{float((got - expected).abs().max())}",
+        )
         agree(group, not torch.allclose(got, plain, atol=1e-6), "quantization leaves its mark")

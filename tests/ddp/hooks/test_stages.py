@@ -6,8 +6,15 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    powerSGD_hook,
+    quantization_hooks,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 
 from mpidist.ddp.hooks import default
 from mpidist.ddp.module import DistributedDataParallel
@@ -51,7 +58,10 @@ def plain(group, steps):
 
 
 def equal(one, other, tolerance=1e-5):
-    return all(torch.allclose(a, b, atol=tolerance) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    return all(
+        torch.allclose(a, b, atol=tolerance)
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("future_of", ["ours", "torch's"])
@@ -82,7 +92,9 @@ def test_a_users_hook_with_late_callbacks(group, future_of):
 
         def result(future):
             future.value()
-            assert bool((sums == bucket.index()).all()), f"bucket {bucket.index()} met another: {sums}"
+            assert bool((sums == bucket.index()).all()), (
+                f"bucket {bucket.index()} met another: {sums}"
+            )
             return torch.cat(halves)
 
         return first.then(third).then(result)
@@ -96,13 +108,16 @@ def test_a_users_hook_with_late_callbacks(group, future_of):
 
 @pytest.mark.usefixtures("default_group", "in_thread")
 def test_torchs_powersgd(group):
-    # Its batched form cannot be run anywhere: torch 2.13 asserts three dimensions of a matrix that has two.
+    # Its batched form cannot be run anywhere: torch 2.13 asserts three dimensions of a matrix that
+    # has two.
     state = powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=3, min_compression_rate=1)
     ddp = DistributedDataParallel(net(), bucket_cap_mb=0.001)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     losses = train(group, ddp, 30)
     agree(group, same_everywhere(group, ddp.module), "ranks differ")
-    agree(group, losses[-1] < 0.9 * losses[0] and state.compression_stats()[0] > 1, str(losses[::10]))
+    agree(
+        group, losses[-1] < 0.9 * losses[0] and state.compression_stats()[0] > 1, str(losses[::10])
+    )
 
 
 @pytest.mark.usefixtures("default_group", "in_thread")
@@ -112,14 +127,22 @@ def test_torchs_other_hooks(group):
         "bf16": (None, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook), 3e-2),
         "fp16": (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), 3e-3),
         "per tensor": (dist.group.WORLD, quantization_hooks.quantization_pertensor_hook, 0.1),
-        "local SGD": (PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=100), post_localSGD_hook, 1e-5),
+        "local SGD": (
+            PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=100),
+            post_localSGD_hook,
+            1e-5,
+        ),
     }
     expected = plain(group, 5)
     for name, (state, hook, tolerance) in hooks.items():
         ddp = DistributedDataParallel(net(), bucket_cap_mb=0.001)
         ddp.register_comm_hook(state, hook)
         train(group, ddp, 5)
-        agree(group, same_everywhere(group, ddp.module) and equal(ddp.module, expected, tolerance), name)
+        agree(
+            group,
+            same_everywhere(group, ddp.module) and equal(ddp.module, expected, tolerance),
+            name,
+        )
 
 
 @pytest.mark.usefixtures("in_thread")
@@ -164,8 +187,16 @@ def test_a_result_in_other_memory_is_taken(group):
 WRONG = {
     "no future": (lambda state, bucket: None, TypeError, "must return a future"),
     "no tensor": (lambda state, bucket: completed("text"), TypeError, "a tensor; got str"),
-    "too short": (lambda state, bucket: bucket.set_buffer(torch.zeros(1)), ValueError, "set_buffer needs"),
-    "too short a result": (lambda state, bucket: completed(bucket.buffer()[:1]), ValueError, "elements; got shape (1,)"),
+    "too short": (
+        lambda state, bucket: bucket.set_buffer(torch.zeros(1)),
+        ValueError,
+        "set_buffer needs",
+    ),
+    "too short a result": (
+        lambda state, bucket: completed(bucket.buffer()[:1]),
+        ValueError,
+        "elements; got shape (1,)",
+    ),
     "its own error": (lambda state, bucket: {}["key"], KeyError, "key"),
 }
 

@@ -31,7 +31,13 @@ def test_there_and_back_is_within_half_a_step(monkeypatch, piece, numel, block):
 
 
 def test_scales_and_zero_points_are_those_of_torchs_observer():
-    for x in (torch.randn(40), torch.rand(40) + 1, -torch.rand(40) - 1, torch.ones(4), torch.tensor([-3.0, 1e-3])):
+    for x in (
+        torch.randn(40),
+        torch.rand(40) + 1,
+        -torch.rand(40) - 1,
+        torch.ones(4),
+        torch.tensor([-3.0, 1e-3]),
+    ):
         observer = torch.ao.quantization.MinMaxObserver()
         observer(x)
         expected = torch.tensor([float(value) for value in observer.calculate_qparams()])
@@ -54,7 +60,9 @@ def test_small_values_zeros_and_what_is_not_finite():
     assert torch.equal(dequantized(torch.zeros(5)), torch.zeros(5))
     for bad in (math.inf, -math.inf, math.nan):
         out = dequantized(torch.tensor([1.0, bad, 2.0, 3.0]), block=2)
-        assert out[:2].isnan().all() and torch.allclose(out[2:], torch.tensor([2.0, 3.0]), rtol=0.01)
+        assert out[:2].isnan().all() and torch.allclose(
+            out[2:], torch.tensor([2.0, 3.0]), rtol=0.01
+        )
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         x = torch.randn(9).to(dtype)
         assert torch.allclose(dequantized(x).to(dtype), x, atol=float(x.max() - x.min()) / 255)

@@ -16,7 +16,8 @@ def test_steps_are_torchs(group):
     for period, warmup_steps in [(2, 0), (4, 3), (3, 5)]:
         mine = PeriodicModelAverager(period, warmup_steps, group)
         torchs = theirs.PeriodicModelAverager(period, warmup_steps, dist.group.WORLD)
-        default = PeriodicModelAverager(period, warmup_steps)  # torch's default group, which is ours
+        # torch's default group, which is ours
+        default = PeriodicModelAverager(period, warmup_steps)
         for step in range(14):
             found = []
             for averager in (mine, torchs, default):

@@ -20,7 +20,8 @@ from tests.support import agree, raises_on_all
         ([0, 1, 0, 1], 2, [(0, 2), (1, 3)]),  # ranks placed round robin
         ([0, 1, 0, 1], 4, [(0, 2, 1, 3)]),
         ([0, 1, 2, 3, 0, 1, 2, 3], 4, [(0, 4, 1, 5), (2, 6, 3, 7)]),  # two whole nodes each
-        ([0, 0, 0, 1, 1, 1], 2, [(0, 1), (2, 3), (4, 5)]),  # parts would straddle: consecutive ranks
+        # parts would straddle: consecutive ranks
+        ([0, 0, 0, 1, 1, 1], 2, [(0, 1), (2, 3), (4, 5)]),
         ([0, 1, 0, 1, 0, 1], 2, [(0, 1), (2, 3), (4, 5)]),
         ([0, 0, 0], 1, [(0,), (1,), (2,)]),
     ],
@@ -39,9 +40,12 @@ def averaged(averager, rank):
 @pytest.mark.mpi
 @pytest.mark.usefixtures("default_group")
 def test_levels_are_torchs(group):
-    levels = {1: [(3, 1)], 2: [(2, 1), (4, 2)], 3: [(2, 1), (6, 3)], 4: [(2, 1), (3, 2), (6, 4)]}.get(
-        group.size, [(2, group.size)]
-    )
+    levels = {
+        1: [(3, 1)],
+        2: [(2, 1), (4, 2)],
+        3: [(2, 1), (6, 3)],
+        4: [(2, 1), (3, 2), (6, 4)],
+    }.get(group.size, [(2, group.size)])
     mine = HierarchicalModelAverager(OrderedDict(levels), 2, dist.group.WORLD)
     torchs = theirs.HierarchicalModelAverager(OrderedDict(levels), 2, dist.group.WORLD)
     for step in range(13):
@@ -56,7 +60,9 @@ def test_levels_are_torchs(group):
 def test_groups_follow_the_nodes(group, monkeypatch):
     if group.size % 2:
         pytest.skip("needs an even number of ranks")
-    monkeypatch.setattr(runtime.World, "nodes_of", lambda self, ranks: tuple(rank % 2 for rank in ranks))
+    monkeypatch.setattr(
+        runtime.World, "nodes_of", lambda self, ranks: tuple(rank % 2 for rank in ranks)
+    )
     half = group.size // 2
     averager = HierarchicalModelAverager(OrderedDict([(1, half), (4, group.size)]), 0, group)
     found = [averaged(averager, group.rank) for _ in range(4)]
@@ -79,13 +85,24 @@ def test_bad_levels_on_all_ranks(group):
         ({2: size + 1, 4: size}, ValueError, "sizes that divide the next"),
         ({2: size + 1}, ValueError, f"must be that of process_group, {size}"),
     ]:
-        raises_on_all(group, error, lambda levels=levels: HierarchicalModelAverager(levels, 0, group), words)
-    raises_on_all(group, ValueError, lambda: HierarchicalModelAverager({2: size}, -1, group), "warmup_steps")
+        raises_on_all(
+            group, error, lambda levels=levels: HierarchicalModelAverager(levels, 0, group), words
+        )
+    raises_on_all(
+        group, ValueError, lambda: HierarchicalModelAverager({2: size}, -1, group), "warmup_steps"
+    )
     if size > 1:
         own = {2 + group.rank: size}
-        raises_on_all(group, DisagreementError, lambda: HierarchicalModelAverager(own, 0, group), "differ between ranks")
+        raises_on_all(
+            group,
+            DisagreementError,
+            lambda: HierarchicalModelAverager(own, 0, group),
+            "differ between ranks",
+        )
         own = {2: size} if group.rank else {}
         kind = DisagreementError if group.rank else ValueError
-        raises_on_all(group, kind, lambda: HierarchicalModelAverager(own, 0, group), "must map periods")
+        raises_on_all(
+            group, kind, lambda: HierarchicalModelAverager(own, 0, group), "must map periods"
+        )
     with pytest.warns(UserWarning, match="every step"):
         HierarchicalModelAverager({1: size}, 0, group)

@@ -17,7 +17,11 @@ from tests.support import agree, raises_on_all
 
 def made(rank):
     torch.manual_seed(0)
-    base = [torch.randn(3, 4), torch.randn(5, dtype=torch.float64), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)]
+    base = [
+        torch.randn(3, 4),
+        torch.randn(5, dtype=torch.float64),
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    ]
     base += [torch.randn(6, dtype=torch.bfloat16), torch.randn(4, 6).t(), torch.zeros(0, 2)]
     return [torch.nn.Parameter(tensor + rank) for tensor in base]
 
@@ -42,9 +46,17 @@ def test_averages_in_place(group, batch_bytes, monkeypatch):
     views = [p.detach() for p in held]
     average_parameters(iter(held), group)
     for parameter, view, want in zip(held, views, expected, strict=True):
-        agree(group, parameter.data_ptr() == view.data_ptr() and parameter.stride() == want.stride(), "other memory")
+        agree(
+            group,
+            parameter.data_ptr() == view.data_ptr() and parameter.stride() == want.stride(),
+            "other memory",
+        )
         tolerance = 5e-2 if want.dtype is torch.bfloat16 else 1e-6
-        agree(group, torch.allclose(parameter, want, atol=tolerance), f"{want.dtype} {tuple(want.shape)}")
+        agree(
+            group,
+            torch.allclose(parameter, want, atol=tolerance),
+            f"{want.dtype} {tuple(want.shape)}",
+        )
 
 
 @pytest.mark.mpi
@@ -63,21 +75,43 @@ def test_a_gradient_on_any_rank_counts_and_differences_are_errors(group):
     weight, _ = averaged(False)
     agree(group, bool((weight == group.rank).all()), "no gradient anywhere")
     average_parameters_or_parameter_groups([], group)
-    raises_on_all(group, TypeError, lambda: average_parameters([torch.zeros(1)], "gloo"), "needs a group of mpidist")
+    raises_on_all(
+        group,
+        TypeError,
+        lambda: average_parameters([torch.zeros(1)], "gloo"),
+        "needs a group of mpidist",
+    )
     average_parameters([torch.zeros(1)], dist.GroupMember.NON_GROUP_MEMBER)
     sparse = [torch.zeros(3).to_sparse()]
     raises_on_all(group, TypeError, lambda: average_parameters(sparse, group), "dense")
     if group.size > 1:
         uneven = [torch.zeros(group.rank + 1)]
-        raises_on_all(group, DisagreementError, lambda: average_parameters(uneven, group), "parameter 0: rank 0: (1,)")
+        raises_on_all(
+            group,
+            DisagreementError,
+            lambda: average_parameters(uneven, group),
+            "parameter 0: rank 0: (1,)",
+        )
         other = [torch.zeros(2, dtype=torch.float64 if group.rank else torch.float32)]
-        raises_on_all(group, DisagreementError, lambda: average_parameters(other, group), "rank 1: (2,) torch.float64")
+        raises_on_all(
+            group,
+            DisagreementError,
+            lambda: average_parameters(other, group),
+            "rank 1: (2,) torch.float64",
+        )
         turned = [torch.zeros(2), torch.zeros(3)][:: -1 if group.rank else 1]
-        raises_on_all(group, DisagreementError, lambda: average_parameters(turned, group), "parameter 0")
+        raises_on_all(
+            group, DisagreementError, lambda: average_parameters(turned, group), "parameter 0"
+        )
         refused = ["weight"] if group.rank else [torch.zeros(1)]
         kind = NotImplementedError if group.rank else DisagreementError
-        raises_on_all(group, kind, lambda: average_parameters_or_parameter_groups(refused, group), "got str")
+        raises_on_all(
+            group, kind, lambda: average_parameters_or_parameter_groups(refused, group), "got str"
+        )
         uneven = [torch.zeros(1)] * (group.rank + 1)
         raises_on_all(
-            group, DisagreementError, lambda: average_parameters_or_parameter_groups(uneven, group), "the same parameters"
+            group,
+            DisagreementError,
+            lambda: average_parameters_or_parameter_groups(uneven, group),
+            "the same parameters",
         )

@@ -58,7 +58,10 @@ def test_parameters_that_got_other_memory():
 def test_parameters_and_gradients_of_other_strides(name, fused):
     """torch's fused kernels go through memory, and mix up elements where strides differ."""
     mine, theirs = (
-        torch.nn.Parameter(torch.arange(12.0).view(3, 4).t().clone(memory_format=torch.preserve_format)) for _ in "ab"
+        torch.nn.Parameter(
+            torch.arange(12.0).view(3, 4).t().clone(memory_format=torch.preserve_format)
+        )
+        for _ in "ab"
     )
     plain, torchs = ones(4, 3), ones(4, 3)
     ours = getattr(functional, name)([mine, plain], fused=fused)
@@ -83,7 +86,9 @@ def test_state_of_other_strides_is_laid_out_anew():
     one_more = functional.Adam([twin := ones(4, 3)])
     for _ in range(2):
         one_more.step([torch.arange(12.0).view(4, 3)])
-    torch.testing.assert_close(loaded.state_dict()["state"][0]["exp_avg"], one_more.state_dict()["state"][0]["exp_avg"])
+    torch.testing.assert_close(
+        loaded.state_dict()["state"][0]["exp_avg"], one_more.state_dict()["state"][0]["exp_avg"]
+    )
     assert twin.shape == parameter.shape
 
 
@@ -142,7 +147,12 @@ PARAMETER = ones(2)
         ([], {}, ValueError, "empty parameter list"),
         ([PARAMETER * 2], {}, ValueError, "non-leaf"),
         ([PARAMETER, PARAMETER], {}, ValueError, "twice"),
-        ([{"params": [PARAMETER]}, {"params": [PARAMETER]}], {}, ValueError, "more than one parameter group"),
+        (
+            [{"params": [PARAMETER]}, {"params": [PARAMETER]}],
+            {},
+            ValueError,
+            "more than one parameter group",
+        ),
         (["weight"], {}, TypeError, "only optimize Tensors"),
         ([PARAMETER], {"lr": -1}, ValueError, "Invalid learning rate"),
         ([PARAMETER], {"speed": 1}, TypeError, "speed"),
@@ -173,11 +183,16 @@ for name in functional.__all__[:-3]:
     o.load_state_dict(o.state_dict())
 assert "torch._dynamo" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("values", [{"exp_avg": torch.zeros(1)}, {"exp_avg_sq": torch.zeros(0)}, {"step": torch.zeros(3)}])
+@pytest.mark.parametrize(
+    "values",
+    [{"exp_avg": torch.zeros(1)}, {"exp_avg_sq": torch.zeros(0)}, {"step": torch.zeros(3)}],
+)
 def test_a_state_of_another_shape_is_refused(values):
     """torch's fused kernels would read and write behind its memory."""
     parameter = ones(100_000)

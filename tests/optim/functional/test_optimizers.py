@@ -18,7 +18,10 @@ CASES = [
     ("Adam", {"maximize": True, "weight_decay": 0.1}),
     ("AdamW", {"lr": 0.1, "weight_decay": 0.3, "amsgrad": True}),
     ("AdamW", {"maximize": True}),
-    ("Adagrad", {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5}),
+    (
+        "Adagrad",
+        {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5},
+    ),
     ("Adagrad", {"maximize": True}),
     ("Adadelta", {"lr": 0.5, "rho": 0.8, "weight_decay": 0.1}),
     ("Adadelta", {"maximize": True}),
@@ -35,14 +38,19 @@ SHAPES = [(5, 3), (), (67,), (0, 4)]
 
 def parameters(**kwargs):
     generator = torch.Generator().manual_seed(1)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator, **kwargs)) for shape in SHAPES]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator, **kwargs)) for shape in SHAPES
+    ]
 
 
 def gradients(step, some_none):
     """Return a gradient for each parameter."""
     generator = torch.Generator().manual_seed(step)
     made = [torch.randn(shape, generator=generator) for shape in SHAPES]
-    return [None if some_none and (step + number) % 4 == 0 else gradient for number, gradient in enumerate(made)]
+    return [
+        None if some_none and (step + number) % 4 == 0 else gradient
+        for number, gradient in enumerate(made)
+    ]
 
 
 def pair(name, options, **torchs):
@@ -60,9 +68,14 @@ def step_both(ours, theirs, of_theirs, step, some_none=True):
     theirs.step()
 
 
-@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: value if isinstance(value, str) else "-".join(value))
+@pytest.mark.parametrize(
+    ("name", "options"),
+    CASES,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
 def test_same_bits_as_torch_with_the_same_kernel(name, options):
-    # torch's fused SGD fails if a parameter has its first gradient, and momentum, later than others; ours does not fuse then.
+    # torch's fused SGD fails if a parameter has its first gradient, and momentum, later than
+    # others; ours does not fuse then.
     some_none = name != "SGD" or "momentum" not in options
     kernel = {"fused": True} if name in FUSED else {"foreach": False}
     ours, theirs, mine, of_theirs = pair(name, options, **kernel)
@@ -74,7 +87,11 @@ def test_same_bits_as_torch_with_the_same_kernel(name, options):
     assert not all(torch.equal(a, b) for a, b in zip(mine, parameters(), strict=True))
 
 
-@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: value if isinstance(value, str) else "-".join(value))
+@pytest.mark.parametrize(
+    ("name", "options"),
+    CASES,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
 def test_close_to_torchs_loop_and_its_state_loads_there(name, options):
     ours, theirs, mine, of_theirs = pair(name, options, foreach=False)
     for step in range(3):
@@ -93,7 +110,10 @@ def test_close_to_torchs_loop_and_its_state_loads_there(name, options):
 def test_sparse_gradients(name):
     mine, theirs = (torch.nn.Embedding(6, 3, sparse=True) for _ in range(2))
     theirs.load_state_dict(mine.state_dict())
-    ours, torchs = (getattr(lib, name)(model.parameters(), lr=0.1) for lib, model in ((functional, mine), (torch.optim, theirs)))
+    ours, torchs = (
+        getattr(lib, name)(model.parameters(), lr=0.1)
+        for lib, model in ((functional, mine), (torch.optim, theirs))
+    )
     for step in range(3):
         theirs.zero_grad()
         theirs(torch.tensor([step, 5, 5])).square().sum().backward()
@@ -109,10 +129,14 @@ def test_sparse_gradients_are_refused_with_torchs_words():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
-@pytest.mark.parametrize("name", [name for name in functional.__all__ if name not in ("FunctionalOptimizer", "Rprop")])
+@pytest.mark.parametrize(
+    "name", [name for name in functional.__all__ if name not in ("FunctionalOptimizer", "Rprop")]
+)
 def test_other_dtypes(name, dtype):
     mine, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 7).to(dtype)) for _ in range(2))
-    ours, torchs = (getattr(lib, name)([p]) for lib, p in ((functional, mine), (torch.optim, theirs)))
+    ours, torchs = (
+        getattr(lib, name)([p]) for lib, p in ((functional, mine), (torch.optim, theirs))
+    )
     for _ in range(3):
         theirs.grad = torch.linspace(2, 1, 7).to(dtype)
         ours.step([theirs.grad.clone()])
@@ -121,10 +145,17 @@ def test_other_dtypes(name, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in functional.__all__ if name != "FunctionalOptimizer"])
+@pytest.mark.parametrize(
+    "name", [name for name in functional.__all__ if name != "FunctionalOptimizer"]
+)
 def test_same_bits_as_torch_on_a_device(name):
-    mine, theirs = ([torch.nn.Parameter(torch.linspace(-1, 1, size, device="cuda")) for size in (7, 200)] for _ in range(2))
-    ours, torchs = (getattr(lib, name)(ps) for lib, ps in ((functional, mine), (torch.optim, theirs)))
+    mine, theirs = (
+        [torch.nn.Parameter(torch.linspace(-1, 1, size, device="cuda")) for size in (7, 200)]
+        for _ in range(2)
+    )
+    ours, torchs = (
+        getattr(lib, name)(ps) for lib, ps in ((functional, mine), (torch.optim, theirs))
+    )
     for _ in range(3):
         for parameter in theirs:
             parameter.grad = parameter.detach().cos()

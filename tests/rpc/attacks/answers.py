@@ -58,7 +58,14 @@ def told(attacker: Attacker, function: Any) -> object:
 
 
 def noted(
-    name: str, idea: str, kind: int, header: bytes = b"", *, flags: int = 0, parts: tuple[bytes, ...] = (), reason: str = DAMAGED
+    name: str,
+    idea: str,
+    kind: int,
+    header: bytes = b"",
+    *,
+    flags: int = 0,
+    parts: tuple[bytes, ...] = (),
+    reason: str = DAMAGED,
 ) -> None:
     """Note an attack: this answer to a call of the attacked worker."""
 
@@ -81,12 +88,28 @@ def description(content: Any, *texts: Any) -> bytes:
 
 def error_of(name: str) -> bytes:
     """Write an answer with an exception of a class."""
-    return description(ext(TUPLE, array(encode(name), encode("text"), NO_ARGUMENTS.data, encode({}))))
+    return description(
+        ext(TUPLE, array(encode(name), encode("text"), NO_ARGUMENTS.data, encode({})))
+    )
 
 
 noted("pickle", "A pickle is the result", Kind.RESULT, FIRE, flags=PICKLED, reason=DATA_ONLY)
-noted("pickle_far", "A pickle is the result, in a part", Kind.RESULT, flags=PICKLED | FAR, parts=(FIRE,), reason=DATA_ONLY)
-noted("pickle_error", "A pickle is the exception", Kind.EXCEPTION, FIRE, flags=PICKLED, reason=DATA_ONLY)
+noted(
+    "pickle_far",
+    "A pickle is the result, in a part",
+    Kind.RESULT,
+    flags=PICKLED | FAR,
+    parts=(FIRE,),
+    reason=DATA_ONLY,
+)
+noted(
+    "pickle_error",
+    "A pickle is the exception",
+    Kind.EXCEPTION,
+    FIRE,
+    flags=PICKLED,
+    reason=DATA_ONLY,
+)
 noted(
     "pickle_within",
     "An exception whose content is a pickle, as workers without a list send it",
@@ -102,16 +125,39 @@ for _name, _class in {
     "fire": f"{CANARY}:fire",
     "dotted": "builtins:ValueError.__subclasses__",
 }.items():
-    noted(f"error_{_name}", f"An exception by the name {_class}", Kind.EXCEPTION, error_of(_class), reason=REFUSED)
+    noted(
+        f"error_{_name}",
+        f"An exception by the name {_class}",
+        Kind.EXCEPTION,
+        error_of(_class),
+        reason=REFUSED,
+    )
 noted("error_number", "An exception that is a number", Kind.EXCEPTION, encode(5))
 noted("error_nothing", "An exception that is nothing", Kind.EXCEPTION)
-noted("error_texts", "An exception whose texts are numbers", Kind.EXCEPTION, description(None, 1, 2, 3))
+noted(
+    "error_texts",
+    "An exception whose texts are numbers",
+    Kind.EXCEPTION,
+    description(None, 1, 2, 3),
+)
 noted("error_fields", "An exception of two fields", Kind.EXCEPTION, own(TUPLE, "a", "b"))
 noted("error_list", "An exception that is a list", Kind.EXCEPTION, encode(["a", "b", "c", None]))
 noted("damaged", "A result that is no data", Kind.RESULT, b"\xc1")
 noted("behind", "Bytes behind a result", Kind.RESULT, b"\xc0\xc0")
-noted("unlisted", "A result that names what is not listed", Kind.RESULT, own(NAMED, f"{CANARY}:fire"), reason=REFUSED)
-noted("record", "A result of an unlisted record", Kind.RESULT, own(RECORD, f"{VICTIM}:Unlisted", 1), reason=REFUSED)
+noted(
+    "unlisted",
+    "A result that names what is not listed",
+    Kind.RESULT,
+    own(NAMED, f"{CANARY}:fire"),
+    reason=REFUSED,
+)
+noted(
+    "record",
+    "A result of an unlisted record",
+    Kind.RESULT,
+    own(RECORD, f"{VICTIM}:Unlisted", 1),
+    reason=REFUSED,
+)
 noted(
     "error_as_result",
     "A result that is an exception of no class",
@@ -119,7 +165,13 @@ noted(
     own(ERROR, "a:b", "", NO_ARGUMENTS, {}),
     reason=REFUSED,
 )
-noted("table", "A result whose table is damaged", Kind.RESULT, COUNTS.pack(1, 1) + b"\0" * 8, flags=TABLE)
+noted(
+    "table",
+    "A result whose table is damaged",
+    Kind.RESULT,
+    COUNTS.pack(1, 1) + b"\0" * 8,
+    flags=TABLE,
+)
 noted("reference", "A result with a reference that did not come", Kind.RESULT, own(REFERENCE, 0))
 noted(
     "owner",
@@ -128,7 +180,13 @@ noted(
     written_references([(1, 2, 99)]) + own(REFERENCE, 0),
     flags=REFERENCES,
 )
-noted("owners_cut_off", "A result whose references are cut off", Kind.RESULT, b"\xff\xff", flags=REFERENCES)
+noted(
+    "owners_cut_off",
+    "A result whose references are cut off",
+    Kind.RESULT,
+    b"\xff\xff",
+    flags=REFERENCES,
+)
 noted("far_nothing", "A result in a part that did not come", Kind.RESULT, flags=FAR)
 noted("unknown_kind", "An answer of a kind that there is not", 40, encode(1), reason="unknown kind")
 
@@ -180,7 +238,12 @@ def _forge(to: int, numbers: range) -> None:
 @attack("An answer of a worker that was not asked", "", ranks=3)
 def of_another(attacker: Attacker) -> None:
     def reply(attacker: Attacker, incoming: Any) -> None:
-        rpc.rpc_sync(2, _forge, args=(attacker.to, range(incoming.sequence, incoming.sequence + 1)), timeout=WAIT_S)
+        rpc.rpc_sync(
+            2,
+            _forge,
+            args=(attacker.to, range(incoming.sequence, incoming.sequence + 1)),
+            timeout=WAIT_S,
+        )
         attacker.send(Kind.RESULT, encode(["true"]), sequence=incoming.sequence)
 
     # The reply waits for another worker, which the thread that polls must not.

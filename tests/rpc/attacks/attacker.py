@@ -51,15 +51,31 @@ class Attacker:
         self.to = to
 
     def send(
-        self, kind: int, header: bytes = b"", *, flags: int = 0, parts: Sequence[Any] = (), sequence: int = 0, context: int = 0
+        self,
+        kind: int,
+        header: bytes = b"",
+        *,
+        flags: int = 0,
+        parts: Sequence[Any] = (),
+        sequence: int = 0,
+        context: int = 0,
     ) -> None:
         """Send a message that nobody answers."""
         if kind in _COUNTED:
-            # As an honest sender counts them: else the end would wait for messages that were never sent.
+            # As an honest sender counts them: else the end would wait for messages that were never
+            # sent.
             self.agent.wire.one_way_sent += 1
         self.agent._transport.send(self.to, kind, sequence, context, flags, header, parts)
 
-    def request(self, kind: int, header: bytes = b"", *, flags: int = 0, parts: Sequence[Any] = (), context: int = 0) -> Any:
+    def request(
+        self,
+        kind: int,
+        header: bytes = b"",
+        *,
+        flags: int = 0,
+        parts: Sequence[Any] = (),
+        context: int = 0,
+    ) -> Any:
         """Send a request and return what its answer holds, or raise it."""
         calls = self.agent.calls
         call = Call(self.to, "an attack", WAIT_S)
@@ -86,7 +102,12 @@ class Attacker:
         return self.request(kind, header, flags=flags, parts=parts, context=context)
 
     def pickled(
-        self, data: bytes, name: str = "tests.rpc.attacks.victim:echo", *, flags: int = 0, parts: Sequence[Any] = ()
+        self,
+        data: bytes,
+        name: str = "tests.rpc.attacks.victim:echo",
+        *,
+        flags: int = 0,
+        parts: Sequence[Any] = (),
     ) -> Any:
         """Send a call of a listed function with a pickle for arguments; with an empty name the pickle names the function."""
         return self.call(name, data, flags=codec.PICKLED | flags, parts=parts)
@@ -95,7 +116,10 @@ class Attacker:
         """Send bytes as an eager message, and others as payloads, past our transport."""
         transport = self.agent._transport
         requests = [transport._mpi.Isend([message, MPI.BYTE], self.to, transport._eager_tag)]
-        requests += [transport._mpi.Isend([payload, MPI.BYTE], self.to, transport._payload_tag) for payload in payloads]
+        requests += [
+            transport._mpi.Isend([payload, MPI.BYTE], self.to, transport._payload_tag)
+            for payload in payloads
+        ]
         for request in requests:
             request.Wait()
 
@@ -114,7 +138,8 @@ class Attack(NamedTuple):
     Attributes:
         name: Its own.
         idea: A line.
-        reason: A pattern of the text that must be in the answer or in the worker's log; empty where nothing need be said.
+        reason: A pattern of the text that must be in the answer or in the worker's log; empty where
+            nothing need be said.
         run: Called with an ``Attacker``; raises what the worker answers.
         ranks: How many workers it needs.
     """
@@ -140,7 +165,10 @@ class Attacks(list[Attack]):
 
 
 def outcome_of(attack: Attack, attacker: Attacker) -> list[str]:
-    """Run an attack; return what is wrong with how the worker took it. Empty where it was refused as it should be."""
+    """Run an attack; return what is wrong with how the worker took it.
+
+    Empty where it was refused as it should be.
+    """
     before = attacker.look()
     told = ""
     is_refused = False
@@ -158,12 +186,19 @@ def outcome_of(attack: Attack, attacker: Attacker) -> list[str]:
     while True:
         seen = attacker.look()
         log += seen.log
-        if is_refused or re.search(attack.reason, "\n".join(log), re.S) or time.monotonic() > deadline:
+        if (
+            is_refused
+            or re.search(attack.reason, "\n".join(log), re.S)
+            or time.monotonic() > deadline
+        ):
             break
         time.sleep(0.02)
     wrong = []
     if not is_refused and not re.search(attack.reason, "\n".join(log), re.S):
-        wrong.append(f"no {attack.reason!r} in the answer or the log; answered: {told or 'nothing'}; logged: {log}")
+        wrong.append(
+            f"no {attack.reason!r} in the answer or the log; answered: {told or 'nothing'}; "
+            f"logged: {log}"
+        )
     if attack.reason and not log and not is_refused:
         wrong.append("nothing was logged")
     if told.startswith("the attack was accepted"):

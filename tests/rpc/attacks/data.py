@@ -51,7 +51,10 @@ def array(*items: bytes) -> bytes:
 
 def own(code: int, *values: Any) -> bytes:
     """Write an extension type that holds an array of plain values; bytes of ``Written`` go as they are."""
-    return ext(code, array(*[value.data if isinstance(value, Written) else encode(value) for value in values]))
+    return ext(
+        code,
+        array(*[value.data if isinstance(value, Written) else encode(value) for value in values]),
+    )
 
 
 class Written:
@@ -83,8 +86,14 @@ noted("array_announced", "2^32 - 1 items announced, none there", b"\xdd\xff\xff\
 noted("map_announced", "2^32 - 1 pairs announced, none there", b"\xdf\xff\xff\xff\xff")
 noted("text_announced", "4 GiB of text announced, none there", b"\xdb\xff\xff\xff\xff")
 noted("bytes_announced", "4 GiB of bytes announced, none there", b"\xc6\xff\xff\xff\xff")
-noted("extension_announced", "4 GiB of an extension type announced, none there", ext(INTEGER, b"", 0xFFFFFFFF))
-noted("many_announced", "Arrays of 2^32 - 1 items within each other", b"\xdd\xff\xff\xff\xff" * 1500)
+noted(
+    "extension_announced",
+    "4 GiB of an extension type announced, none there",
+    ext(INTEGER, b"", 0xFFFFFFFF),
+)
+noted(
+    "many_announced", "Arrays of 2^32 - 1 items within each other", b"\xdd\xff\xff\xff\xff" * 1500
+)
 noted("deep", "100,000 arrays within each other", b"\x91" * 100_000 + b"\xc0")
 noted("deep_maps", "100,000 maps within each other", b"\x81\xc0" * 100_000 + b"\xc0")
 noted("cut_off", "An int that is cut off", b"\xcf\0\0")
@@ -95,16 +104,31 @@ noted("no_arguments", "An int in the place of the arguments", b"\x01", is_whole=
 noted("map_for_arguments", "A map in the place of the arguments", b"\x80", is_whole=True)
 noted("text_for_arguments", "A text in the place of the arguments", b"\xa3abc", is_whole=True)
 noted("empty", "One byte of nothing", b"\0", is_whole=True)
-noted("marshalled", "Another format: what workers without a list read", b"\xa9\x01\xe9\x01\0\0\0", is_whole=True)
+noted(
+    "marshalled",
+    "Another format: what workers without a list read",
+    b"\xa9\x01\xe9\x01\0\0\0",
+    is_whole=True,
+)
 noted("timestamp", "A timestamp of a wrong length", ext(-1, b"\0\0\0"))
-noted("timestamp_far", "A timestamp beyond what a datetime holds", ext(-1, struct.pack(">Iq", 0, 1 << 62)))
-noted("timestamp_nanoseconds", "A timestamp of 2^32 - 1 nanoseconds", ext(-1, struct.pack(">Iq", 0xFFFFFFFF, 0)))
+noted(
+    "timestamp_far",
+    "A timestamp beyond what a datetime holds",
+    ext(-1, struct.pack(">Iq", 0, 1 << 62)),
+)
+noted(
+    "timestamp_nanoseconds",
+    "A timestamp of 2^32 - 1 nanoseconds",
+    ext(-1, struct.pack(">Iq", 0xFFFFFFFF, 0)),
+)
 
 # Its extension types.
 noted("unknown_code", "A code that there is not", ext(99, array()))
 noted("unknown_low_code", "… below the callers' own", ext(31, array()))
 noted("negative_code", "A code below 0", ext(-7, b"\0"))
-noted("object_beyond", "A mark of an object beyond those that came", ext(OBJECT, struct.pack("<I", 1)))
+noted(
+    "object_beyond", "A mark of an object beyond those that came", ext(OBJECT, struct.pack("<I", 1))
+)
 noted("object_far_beyond", "… far beyond", ext(OBJECT, struct.pack("<I", 0xFFFFFFFF)))
 noted("object_short", "A mark of one byte", ext(OBJECT, b"\0"))
 noted("tuple_of_int", "A tuple that holds no array", ext(TUPLE, b"\x01"))
@@ -121,7 +145,11 @@ noted("ellipsis_bytes", "An ellipsis with bytes", ext(ELLIPSIS, b"\0"))
 noted("text_no_utf8", "A text with bytes that even surrogates do not make", ext(TEXT, b"\xff\xff"))
 noted("scalar_name", "A numpy scalar of type object", own(SCALAR, "object", b"\1" * 8))
 noted("scalar_void", "A numpy scalar of a record type", own(SCALAR, "void64", b"\1" * 8))
-noted("scalar_dtype_text", "A numpy scalar whose type is a description", own(SCALAR, "O,O", b"\1" * 16))
+noted(
+    "scalar_dtype_text",
+    "A numpy scalar whose type is a description",
+    own(SCALAR, "O,O", b"\1" * 16),
+)
 noted("scalar_short", "A numpy scalar of too few bytes", own(SCALAR, "float64", b"\0" * 7))
 noted("scalar_long", "A numpy scalar of too many", own(SCALAR, "float64", b"\0" * 9))
 noted("scalar_bool", "A numpy bool that is 2", own(SCALAR, "bool", b"\2"))
@@ -150,13 +178,25 @@ noted("reference_none", "A reference without a number", own(REFERENCE))
 noted("reference_two", "A reference of two numbers", own(REFERENCE, 0, 0))
 noted("named_unlisted", "An unlisted function by name", own(NAMED, f"{CANARY}:fire"), REFUSED)
 noted("named_system", "os.system by name", own(NAMED, "posix:system"), REFUSED)
-noted("named_dotted", "A path from a listed class", own(NAMED, f"{VICTIM}:Box.get.__globals__"), REFUSED)
+noted(
+    "named_dotted",
+    "A path from a listed class",
+    own(NAMED, f"{VICTIM}:Box.get.__globals__"),
+    REFUSED,
+)
 noted("named_module", "A module", own(NAMED, VICTIM), REFUSED)
 noted("named_number", "A name that is a number", own(NAMED, 1), REFUSED)
 noted("named_list", "A name that is a list", own(NAMED, []), REFUSED)
 noted("named_none", "No name", own(NAMED), REFUSED)
-noted("record_unlisted", "A record of an unlisted class", own(RECORD, f"{VICTIM}:Unlisted", 1), REFUSED)
-noted("record_class", "A record of a class without fields", own(RECORD, f"{VICTIM}:Box", 1), REFUSED)
+noted(
+    "record_unlisted",
+    "A record of an unlisted class",
+    own(RECORD, f"{VICTIM}:Unlisted", 1),
+    REFUSED,
+)
+noted(
+    "record_class", "A record of a class without fields", own(RECORD, f"{VICTIM}:Box", 1), REFUSED
+)
 noted("record_function", "A record of a function", own(RECORD, f"{VICTIM}:echo", 1), REFUSED)
 noted("record_builtin", "A record of a builtin class", own(RECORD, "builtins:dict", 1), REFUSED)
 noted("record_few", "A record of too few fields", own(RECORD, f"{VICTIM}:Point", 1))
@@ -164,7 +204,9 @@ noted("record_many", "A record of too many fields", own(RECORD, f"{VICTIM}:Point
 noted("record_pair", "A named tuple of too many fields", own(RECORD, f"{VICTIM}:Pair", 1, 2, 3))
 noted("record_none", "A record without a name", own(RECORD))
 noted("record_number", "A record whose name is a number", own(RECORD, 1, 2))
-noted("worker_name", "A worker whose name is none", own(WORKER, "a/../b", 0), f"{REFUSED}|Worker name")
+noted(
+    "worker_name", "A worker whose name is none", own(WORKER, "a/../b", 0), f"{REFUSED}|Worker name"
+)
 noted("worker_number", "A worker whose name is a number", own(WORKER, 1, 0))
 noted("worker_rank", "A worker whose rank is a text", own(WORKER, "a", "0"))
 noted("worker_fields", "A worker of one field", own(WORKER, "a"))
@@ -172,9 +214,24 @@ noted("carried_unknown", "A carried object of an unknown kind", own(CARRIED, 99,
 noted("carried_list", "… whose kind is a list", own(CARRIED, []), REFUSED)
 noted("carried_none", "… without a kind", own(CARRIED), REFUSED)
 noted("carried_empty", "A carried object without contents", own(CARRIED, 0), CARRIED_REFUSED)
-noted("carried_text", "A remote module whose reference is a text", own(CARRIED, 1, 0, "cpu", "x", None), CARRIED_REFUSED)
-noted("carried_rank", "A remote module on a worker that there is not", own(CARRIED, 1, 99, "cpu", None, None), CARRIED_REFUSED)
-noted("carried_device", "A remote module on a device that is a number", own(CARRIED, 1, 0, 5, None, None), CARRIED_REFUSED)
+noted(
+    "carried_text",
+    "A remote module whose reference is a text",
+    own(CARRIED, 1, 0, "cpu", "x", None),
+    CARRIED_REFUSED,
+)
+noted(
+    "carried_rank",
+    "A remote module on a worker that there is not",
+    own(CARRIED, 1, 99, "cpu", None, None),
+    CARRIED_REFUSED,
+)
+noted(
+    "carried_device",
+    "A remote module on a device that is a number",
+    own(CARRIED, 1, 0, 5, None, None),
+    CARRIED_REFUSED,
+)
 noted(
     "carried_class",
     "A remote module whose interface is a text",
@@ -199,9 +256,22 @@ for _name, _class in {
         own(ERROR, _class, "text", NO_ARGUMENTS, NO_ATTRIBUTES),
         REFUSED,
     )
-noted("error_arguments", "An exception whose arguments are no tuple", own(ERROR, "builtins:ValueError", "text", 1, {}))
-noted("error_attributes", "An exception whose attributes are no dict", own(ERROR, "builtins:ValueError", "text", NO_ARGUMENTS, 1))
-noted("error_text", "An exception whose text is a number, of an unlisted class", own(ERROR, "a:b", 1, NO_ARGUMENTS, {}), REFUSED)
+noted(
+    "error_arguments",
+    "An exception whose arguments are no tuple",
+    own(ERROR, "builtins:ValueError", "text", 1, {}),
+)
+noted(
+    "error_attributes",
+    "An exception whose attributes are no dict",
+    own(ERROR, "builtins:ValueError", "text", NO_ARGUMENTS, 1),
+)
+noted(
+    "error_text",
+    "An exception whose text is a number, of an unlisted class",
+    own(ERROR, "a:b", 1, NO_ARGUMENTS, {}),
+    REFUSED,
+)
 noted("error_fields", "An exception of one field", own(ERROR, "builtins:ValueError"))
 noted(
     "error_unicode",
@@ -217,11 +287,27 @@ def _unicode(kind: str, obj: Any, start: int, end: int) -> bytes:
     return own(ERROR, f"builtins:{kind}", "text", arguments, {})
 
 
-noted("error_far", "A UnicodeDecodeError that reads far away", _unicode("UnicodeDecodeError", b"abc", -(1 << 50), 1 - (1 << 50)))
-noted("error_near", "A UnicodeDecodeError that reads before its object", _unicode("UnicodeDecodeError", b"abc", -32, -31))
-noted("error_behind", "A UnicodeDecodeError that reads behind its object", _unicode("UnicodeDecodeError", b"abc", 3, 4))
+noted(
+    "error_far",
+    "A UnicodeDecodeError that reads far away",
+    _unicode("UnicodeDecodeError", b"abc", -(1 << 50), 1 - (1 << 50)),
+)
+noted(
+    "error_near",
+    "A UnicodeDecodeError that reads before its object",
+    _unicode("UnicodeDecodeError", b"abc", -32, -31),
+)
+noted(
+    "error_behind",
+    "A UnicodeDecodeError that reads behind its object",
+    _unicode("UnicodeDecodeError", b"abc", 3, 4),
+)
 noted("error_of_text", "A UnicodeDecodeError of a str", _unicode("UnicodeDecodeError", "abc", 0, 1))
-noted("error_encode", "A UnicodeEncodeError beyond its object", _unicode("UnicodeEncodeError", "abc", 0, 1 << 40))
+noted(
+    "error_encode",
+    "A UnicodeEncodeError beyond its object",
+    _unicode("UnicodeEncodeError", "abc", 0, 1 << 40),
+)
 noted(
     "error_dunder",
     "An exception with __class__ among its attributes",

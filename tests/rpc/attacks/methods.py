@@ -70,7 +70,11 @@ _note("unlisted_any", "Any attribute, by an unlisted class's __getattr__", _bird
 _note("unlisted_call", "The call of an unlisted value", _bird, "__call__")
 _note("of_tuple", "A method of a builtin type", _value(1), "count", 1)
 _note(
-    "of_tensor", "A method of a tensor", lambda attacker: rpc.remote(attacker.to, torch.add, args=(torch.ones(1), 1)), "add_", 1
+    "of_tensor",
+    "A method of a tensor",
+    lambda attacker: rpc.remote(attacker.to, torch.add, args=(torch.ones(1), 1)),
+    "add_",
+    1,
 )
 _note(
     "of_exception",
@@ -80,9 +84,18 @@ _note(
     "x",
 )
 _note(
-    "of_record", "A method of a named tuple that tuple defines", lambda a: rpc.remote(a.to, victim.Pair, args=(1, 2)), "index", 1
+    "of_record",
+    "A method of a named tuple that tuple defines",
+    lambda a: rpc.remote(a.to, victim.Pair, args=(1, 2)),
+    "index",
+    1,
 )
-_note("of_record_replace", "A private method of a named tuple", lambda a: rpc.remote(a.to, victim.Pair, args=(1, 2)), "_replace")
+_note(
+    "of_record_replace",
+    "A private method of a named tuple",
+    lambda a: rpc.remote(a.to, victim.Pair, args=(1, 2)),
+    "_replace",
+)
 
 
 @attack("The question for an attribute runs an unlisted class's __getattr__", "")
@@ -103,6 +116,9 @@ def has_property(attacker: Attacker) -> None:
     raise AssertionError("a property was called")
 
 
-@attack("A method of a value whose creation failed", "ZeroDivisionError|TypeError|may not be called|not in the list")
+@attack(
+    "A method of a value whose creation failed",
+    "ZeroDivisionError|TypeError|may not be called|not in the list",
+)
 def of_failed(attacker: Attacker) -> object:
     return rpc.remote(attacker.to, victim.Box, args=(1, 2, 3)).rpc_sync(timeout=5).get()

@@ -21,12 +21,21 @@ _PYTHON = {
     "import_module": ("An import", "importlib:import_module"),
     "unlisted": ("A function of a module that was never listed", "tests.rpc.attacks.canary:fire"),
     "unlisted_class": ("A class that was never listed", "tests.rpc.attacks.canary:Bird"),
-    "unlisted_record": ("A dataclass of a module of which other names are listed", f"{VICTIM}:Unlisted"),
+    "unlisted_record": (
+        "A dataclass of a module of which other names are listed",
+        f"{VICTIM}:Unlisted",
+    ),
     "imported_there": ("What the module of a listed function imports", f"{VICTIM}:canary.fire"),
     "instance_there": ("A method of an instance in that module", f"{VICTIM}:log.close"),
     "globals_of_function": ("The globals of a listed function", f"{VICTIM}:look.__globals__.clear"),
-    "globals_of_method": ("The globals of a method of a listed class", f"{VICTIM}:Box.get.__globals__.clear"),
-    "globals_of_constructor": ("The globals of a listed class's constructor", f"{VICTIM}:Box.__init__.__globals__.copy"),
+    "globals_of_method": (
+        "The globals of a method of a listed class",
+        f"{VICTIM}:Box.get.__globals__.clear",
+    ),
+    "globals_of_constructor": (
+        "The globals of a listed class's constructor",
+        f"{VICTIM}:Box.__init__.__globals__.copy",
+    ),
     "builtins_of_function": ("A listed function's builtins", f"{VICTIM}:look.__builtins__.get"),
     "class_of_class": ("The metaclass of a listed class", f"{VICTIM}:Box.__class__"),
     "class_of_function": ("The class of functions", f"{VICTIM}:look.__class__"),
@@ -36,14 +45,23 @@ _PYTHON = {
     "constructor": ("A listed class's __init__ by itself", f"{VICTIM}:Box.__init__"),
     "new": ("A listed class's __new__ by itself", f"{VICTIM}:Box.__new__"),
     "reduce": ("How a listed class is pickled", f"{VICTIM}:Box.__reduce__"),
-    "set_attribute": ("The assignment to attributes of a listed class", f"{VICTIM}:Box.__setattr__"),
+    "set_attribute": (
+        "The assignment to attributes of a listed class",
+        f"{VICTIM}:Box.__setattr__",
+    ),
     "getter": ("The function behind a property", f"{VICTIM}:Box.price.fget"),
-    "inherited": ("A method that a listed class inherits from one that is not", f"{VICTIM}:Box.inherited"),
+    "inherited": (
+        "A method that a listed class inherits from one that is not",
+        f"{VICTIM}:Box.inherited",
+    ),
     "call_of_function": ("A listed function's __call__", f"{VICTIM}:look.__call__"),
     "get_of_function": ("A listed function's __get__", f"{VICTIM}:look.__get__"),
     "call_method": ("The library's own call of methods", "mpidist.rpc.proxy:call_method"),
     "type_of": ("The library's own question for a type", "mpidist.rpc.proxy:type_of"),
-    "has_attribute": ("The library's own question for an attribute", "mpidist.rpc.proxy:has_attribute"),
+    "has_attribute": (
+        "The library's own question for an attribute",
+        "mpidist.rpc.proxy:has_attribute",
+    ),
     "require": ("The agent itself", "mpidist.rpc.current:require"),
     "gather": ("A gathering's leader", "mpidist.rpc.worker_gather:_gather_to_leader"),
     "broadcast": ("A gathering's follower", "mpidist.rpc.worker_gather:_broadcast_to_followers"),
@@ -52,9 +70,15 @@ _PYTHON = {
     "worker_info": ("A class of the library that data may hold", "mpidist.rpc.worker:WorkerInfo"),
     "error_class": ("An exception of the library", "mpidist.errors:MpidistError"),
     "optimizer": ("The entry for optimizers, which is not listed", "mpidist.optim.local:make"),
-    "remote_module": ("The entry for remote modules, which is not listed", "mpidist.nn.remote:execute"),
+    "remote_module": (
+        "The entry for remote modules, which is not listed",
+        "mpidist.nn.remote:execute",
+    ),
     "script_module": ("The reader of script modules", "mpidist.rpc.pickles:_script_module"),
-    "with_attributes": ("What pickles of tensors call", "mpidist.comm.serialization.tensor_pickle:_with_attributes"),
+    "with_attributes": (
+        "What pickles of tensors call",
+        "mpidist.comm.serialization.tensor_pickle:_with_attributes",
+    ),
     "cyrillic": ("A letter that looks the same", f"{VICTIM}:l\u043eok"),
     "full_width": ("A letter that NFKC makes the same", f"{VICTIM}:\uff4cook"),
     "nul": ("A NUL behind the name", f"{VICTIM}:look\0"),
@@ -92,7 +116,10 @@ _OPERATORS = {
     "bare_namespace": ("A namespace without an operator", "aten::"),
     "python_as_operator": ("A listed function in the place of an operator", f"{VICTIM}:look"),
     "dotted_function": ("A listed function as torch names its own", f"{VICTIM}.look"),
-    "set_data": ("An operator that changes any tensor's memory", "aten::set_.source_Storage_storage_offset"),
+    "set_data": (
+        "An operator that changes any tensor's memory",
+        "aten::set_.source_Storage_storage_offset",
+    ),
 }
 
 _SCRIPTS = {
@@ -122,7 +149,10 @@ def no_text(attacker: Attacker) -> object:
     return attacker.call(b"\xff\xfe:\x80")
 
 
-@attack("A function without a name, and data for arguments", f"{REFUSED}|importable name|data only|without a name")
+@attack(
+    "A function without a name, and data for arguments",
+    f"{REFUSED}|importable name|data only|without a name",
+)
 def unnamed(attacker: Attacker) -> object:
     return attacker.call("", b"\x90")
 
@@ -144,7 +174,9 @@ def remote_nothing(attacker: Attacker) -> object:
 
 @attack("An unlisted function whose result stays", REFUSED)
 def remote_unlisted(attacker: Attacker) -> object:
-    prefix = struct.pack("<QQ", attacker.agent.references.store.make_id(), attacker.agent.references.store.make_id())
+    prefix = struct.pack(
+        "<QQ", attacker.agent.references.store.make_id(), attacker.agent.references.store.make_id()
+    )
     return attacker.call("tests.rpc.attacks.canary:fire", kind=Kind.REMOTE_PYTHON, prefix=prefix)
 
 

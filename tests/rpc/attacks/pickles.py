@@ -50,38 +50,72 @@ noted(
     "STACK_GLOBAL and REDUCE call a function that is not listed",
     lambda: called(named(CANARY, "fire"), plain("reduce")),
 )
-noted("global_text", "GLOBAL, of protocol 0, names it in text", lambda: b"ctests.rpc.attacks.canary\nfire\n(tR")
+noted(
+    "global_text",
+    "GLOBAL, of protocol 0, names it in text",
+    lambda: b"ctests.rpc.attacks.canary\nfire\n(tR",
+)
 noted("inst", "INST makes an instance by name", lambda: b"(itests.rpc.attacks.canary\nBird\n")
-noted("obj", "OBJ makes an instance of a class on the stack", lambda: b"(" + named(CANARY, "Bird") + b"o")
+noted(
+    "obj",
+    "OBJ makes an instance of a class on the stack",
+    lambda: b"(" + named(CANARY, "Bird") + b"o",
+)
 noted("newobj", "NEWOBJ calls __new__ of a class", lambda: named(CANARY, "Bird") + b")\x81")
-noted("newobj_ex", "NEWOBJ_EX calls __new__ with keywords", lambda: named(CANARY, "Bird") + b")}\x92")
-noted("newobj_listed", "NEWOBJ makes a listed class without its constructor", lambda: named(VICTIM, "Box") + b")\x81")
+noted(
+    "newobj_ex", "NEWOBJ_EX calls __new__ with keywords", lambda: named(CANARY, "Bird") + b")}\x92"
+)
+noted(
+    "newobj_listed",
+    "NEWOBJ makes a listed class without its constructor",
+    lambda: named(VICTIM, "Box") + b")\x81",
+)
 noted("extension", "EXT1 names a function by copyreg's table", lambda: b"\x82\x01")
 noted("persistent", "BINPERSID asks for a persistent object", lambda: plain("x") + b"Q")
 noted(
-    "dotted", "A dotted name leads from a listed class to the globals of its module", lambda: named(VICTIM, "Box.get.__globals__")
+    "dotted",
+    "A dotted name leads from a listed class to the globals of its module",
+    lambda: named(VICTIM, "Box.get.__globals__"),
 )
 noted(
     "imported_there",
     "A dotted name leads from a listed function's module to what it imports",
     lambda: called(named(VICTIM, "canary.fire"), plain("imported")),
 )
-noted("bool_of_eval", "builtins.eval is called with a text", lambda: called(named("builtins", "eval"), plain("1")))
-noted("system", "os.system under the name of its C module", lambda: called(named("posix", "system"), plain("true")))
+noted(
+    "bool_of_eval",
+    "builtins.eval is called with a text",
+    lambda: called(named("builtins", "eval"), plain("1")),
+)
+noted(
+    "system",
+    "os.system under the name of its C module",
+    lambda: called(named("posix", "system"), plain("true")),
+)
 noted(
     "getattr",
     "operator.attrgetter follows attributes",
-    lambda: called(called(named("operator", "attrgetter"), plain("__globals__")), named(VICTIM, "look")),
+    lambda: called(
+        called(named("operator", "attrgetter"), plain("__globals__")), named(VICTIM, "look")
+    ),
 )
 noted("memo_bomb", "Each level holds the one before ten times", lambda: _doubled(60))
 noted("deep", "Ten thousand tuples within each other", lambda: b"N" + b"\x85" * 10_000)
-noted("announced", "BINBYTES8 announces 2^62 bytes", lambda: b"\x8e" + struct.pack("<Q", 1 << 62) + b"x")
+noted(
+    "announced",
+    "BINBYTES8 announces 2^62 bytes",
+    lambda: b"\x8e" + struct.pack("<Q", 1 << 62) + b"x",
+)
 noted(
     "memo_place",
     "LONG_BINPUT notes under the number 2^32 - 1: a table of 32 GiB",
     lambda: b"Nr" + struct.pack("<I", (1 << 32) - 1),
 )
-noted("long", "LONG4 announces 2^31 - 1 bytes of an int", lambda: b"\x8b" + struct.pack("<i", (1 << 31) - 1))
+noted(
+    "long",
+    "LONG4 announces 2^31 - 1 bytes of an int",
+    lambda: b"\x8b" + struct.pack("<i", (1 << 31) - 1),
+)
 noted("stack", "REDUCE on an empty stack", lambda: b"0R")
 noted("buffer", "NEXT_BUFFER without a buffer", lambda: b"\x97")
 noted(
@@ -100,19 +134,31 @@ noted(
     "BUILD with the state of slots sets a listed function's defaults",
     lambda: _set(named(VICTIM, "look"), "__defaults__"),
 )
-noted("of_class", "BUILD with the state of slots sets attributes of a listed class", lambda: _set(named(VICTIM, "Box"), "get"))
+noted(
+    "of_class",
+    "BUILD with the state of slots sets attributes of a listed class",
+    lambda: _set(named(VICTIM, "Box"), "get"),
+)
 noted(
     "of_library",
     "… of a function of this library that every pickle needs",
-    lambda: _set(named("mpidist.comm.serialization.tensor_pickle", "_with_attributes"), "__defaults__"),
+    lambda: _set(
+        named("mpidist.comm.serialization.tensor_pickle", "_with_attributes"), "__defaults__"
+    ),
 )
-noted("set_state", "BUILD calls __setstate__ of an exception", lambda: called(named("builtins", "ValueError"), plain(1)) + b"}b")
+noted(
+    "set_state",
+    "BUILD calls __setstate__ of an exception",
+    lambda: called(named("builtins", "ValueError"), plain(1)) + b"}b",
+)
 
 
 def _doubled(levels: int) -> bytes:
     made = kept(0, plain([1]))
     for level in range(levels):
-        made += kept(level + 1, items(again(level), again(level))[0:0] + b"(" + again(level) * 10 + b"t")
+        made += kept(
+            level + 1, items(again(level), again(level))[0:0] + b"(" + again(level) * 10 + b"t"
+        )
     return made
 
 
@@ -128,7 +174,14 @@ def unnamed_function(attacker: Attacker) -> object:
 @attack("… an own function of the library, which any list admitted", PICKLE)
 def unnamed_own_function(attacker: Attacker) -> object:
     return attacker.pickled(
-        whole(items(named("mpidist.rpc.worker_gather", "_broadcast_to_followers"), items(text("0"), b"}"), b"}")), ""
+        whole(
+            items(
+                named("mpidist.rpc.worker_gather", "_broadcast_to_followers"),
+                items(text("0"), b"}"),
+                b"}",
+            )
+        ),
+        "",
     )
 
 
@@ -159,12 +212,16 @@ def operator(attacker: Attacker) -> object:
 
 @attack("A pickle asks for a backward pass", PICKLE)
 def backward(attacker: Attacker) -> object:
-    return attacker.request(Kind.BACKWARD_AUTOGRAD, whole(called(named(CANARY, "fire"), plain("backward"))), flags=1)
+    return attacker.request(
+        Kind.BACKWARD_AUTOGRAD, whole(called(named(CANARY, "fire"), plain("backward"))), flags=1
+    )
 
 
 @attack("A pickle is a notice of distributed autograd", PICKLE)
 def notice(attacker: Attacker) -> None:
-    attacker.send(Kind.AUTOGRAD_NOTICE, whole(called(named(CANARY, "fire"), plain("notice"))), flags=1)
+    attacker.send(
+        Kind.AUTOGRAD_NOTICE, whole(called(named(CANARY, "fire"), plain("notice"))), flags=1
+    )
 
 
 @attack("A pickle is a gradient", PICKLE)
@@ -174,7 +231,8 @@ def gradient(attacker: Attacker) -> None:
 
 
 @attack(
-    "The whole way to the worker's own list: `type` by a reference made of an exception, a str whose startswith lies, a class "
+    "The whole way to the worker's own list: `type` by a reference made of an exception, a str "
+    "whose startswith lies, a class "
     "under the name of a listed one, and the list of the agent that a real reference leads to",
     PICKLE,
 )
@@ -192,20 +250,44 @@ def own_list(attacker: Attacker) -> object:
         return value_of(obj) + dropped(kept(place, called(type_of, again(0))))
 
     own = called(named("mpidist.rpc.pickles", "_reference"), plain(0))
-    # 0: the false reference; 1: type; 2: a class whose instances are false; 3: the lying str; 4, 5: classes of what is read.
-    made = dropped(kept(0, fake)) + value_of(again(0)) + dropped(with_slots(type_of, __defaults__=items(again(0))))
-    made += dropped(kept(1, called(type_of, _filled(called(named("builtins", "ValueError")), local_value=type_of))))
-    falsy = called(again(1), plain("F"), items(named("builtins", "ValueError")), mapping(__bool__=named("builtins", "bool")))
+    # 0: the false reference; 1: type; 2: a class whose instances are false; 3: the lying str; 4, 5:
+    # classes of what is read.
+    made = (
+        dropped(kept(0, fake))
+        + value_of(again(0))
+        + dropped(with_slots(type_of, __defaults__=items(again(0))))
+    )
+    made += dropped(
+        kept(
+            1,
+            called(type_of, _filled(called(named("builtins", "ValueError")), local_value=type_of)),
+        )
+    )
+    falsy = called(
+        again(1),
+        plain("F"),
+        items(named("builtins", "ValueError")),
+        mapping(__bool__=named("builtins", "bool")),
+    )
     made += dropped(kept(2, falsy))
-    lying = called(again(1), plain("L"), items(named("builtins", "str")), mapping(startswith=again(2)))
+    lying = called(
+        again(1), plain("L"), items(named("builtins", "str")), mapping(startswith=again(2))
+    )
     made += dropped(kept(3, lying))
     made += dropped(kept(6, own)) + _under_listed_name(kind_of, 4, again(6))
-    made += dropped(kept(7, _read(value_of, again(6), "_agent"))) + _under_listed_name(kind_of, 5, again(7))
+    made += dropped(kept(7, _read(value_of, again(6), "_agent"))) + _under_listed_name(
+        kind_of, 5, again(7)
+    )
     made += dropped(kept(8, _read(value_of, again(7), "allowed")))
     names = called(named("builtins", "frozenset"), plain(["tests.rpc.attacks", CANARY, VICTIM]))
     made += dropped(with_slots(again(8), names=names))
     table = written_references([box.fork(attacker.to)])
-    header = table + struct.pack("<H", len(f"{VICTIM}:echo")) + f"{VICTIM}:echo".encode() + whole(made, items(b")", b"}"))
+    header = (
+        table
+        + struct.pack("<H", len(f"{VICTIM}:echo"))
+        + f"{VICTIM}:echo".encode()
+        + whole(made, items(b")", b"}"))
+    )
     attacker.request(Kind.CALL_PYTHON, header, flags=1 | REFERENCES)
     return attacker.call(f"{CANARY}:fire")
 
@@ -221,9 +303,13 @@ def _filled(obj: bytes, **attributes: bytes) -> bytes:
 
 
 def _under_listed_name(kind_of: Callable[[int, bytes], bytes], place: int, obj: bytes) -> bytes:
-    return kind_of(place, obj) + dropped(with_slots(again(place), __module__=plain(VICTIM), __qualname__=plain("Box")))
+    return kind_of(place, obj) + dropped(
+        with_slots(again(place), __module__=plain(VICTIM), __qualname__=plain("Box"))
+    )
 
 
 def _read(value_of: Callable[[bytes], bytes], obj: bytes, name: str) -> bytes:
     call_method = named("mpidist.rpc.proxy", "call_method")
-    return value_of(obj) + called(call_method, again(0), called(again(3), plain("__getattribute__")), items(plain(name)), b"}")
+    return value_of(obj) + called(
+        call_method, again(0), called(again(3), plain("__getattribute__")), items(plain(name)), b"}"
+    )

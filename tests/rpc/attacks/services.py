@@ -37,7 +37,13 @@ def words(*numbers: int) -> bytes:
 
 
 # Quiescence: rank 0 is the coordinator, and the attacked.
-noted("verdict", "The end's verdict, of a worker that does not coordinate", Kind.QUIET_VERDICT, words(0, 1), REFUSED)
+noted(
+    "verdict",
+    "The end's verdict, of a worker that does not coordinate",
+    Kind.QUIET_VERDICT,
+    words(0, 1),
+    REFUSED,
+)
 noted("verdict_empty", "A verdict without words", Kind.QUIET_VERDICT, b"", REFUSED)
 noted("verdict_odd", "A verdict of seven bytes", Kind.QUIET_VERDICT, b"\0" * 7, REFUSED)
 noted("report_empty", "A report without words", Kind.QUIET_REPORT, b"", REFUSED)
@@ -50,25 +56,77 @@ noted("fork_odd", "A fork without its number", Kind.RREF_FORK, words(1), REFUSED
 noted("fork_cut_off", "Forks that are cut off", Kind.RREF_FORK, b"\0" * 15, REFUSED)
 noted("delete_odd", "A delete without its number", Kind.RREF_USER_DELETE, words(1), REFUSED)
 noted("delete_cut_off", "Deletes that are cut off", Kind.RREF_USER_DELETE, b"\0" * 3, REFUSED)
-noted("delete_unknown", "A delete of what is not there", Kind.RREF_USER_DELETE, words(_FAR, _FAR), "")
+noted(
+    "delete_unknown", "A delete of what is not there", Kind.RREF_USER_DELETE, words(_FAR, _FAR), ""
+)
 
 # Distributed autograd.
 noted("notice_empty", "A notice without content", Kind.AUTOGRAD_NOTICE, b"", REFUSED)
 noted("notice_int", "A notice that is an int", Kind.AUTOGRAD_NOTICE, encode(1), REFUSED)
 noted("notice_short", "A notice of one field", Kind.AUTOGRAD_NOTICE, encode([1]), REFUSED)
-noted("notice_unknown", "A notice that there is not", Kind.AUTOGRAD_NOTICE, encode([99, 1]), REFUSED)
-noted("notice_text", "A notice whose kind is a text", Kind.AUTOGRAD_NOTICE, encode(["eval", 1]), REFUSED)
-noted("done_text", "DONE of a pass that is a text", Kind.AUTOGRAD_NOTICE, encode([1, 1, "x", "y"]), REFUSED)
-noted("failed_error", "FAILED with what is no error", Kind.AUTOGRAD_NOTICE, encode([2, 1, 1, 5]), REFUSED)
+noted(
+    "notice_unknown", "A notice that there is not", Kind.AUTOGRAD_NOTICE, encode([99, 1]), REFUSED
+)
+noted(
+    "notice_text",
+    "A notice whose kind is a text",
+    Kind.AUTOGRAD_NOTICE,
+    encode(["eval", 1]),
+    REFUSED,
+)
+noted(
+    "done_text",
+    "DONE of a pass that is a text",
+    Kind.AUTOGRAD_NOTICE,
+    encode([1, 1, "x", "y"]),
+    REFUSED,
+)
+noted(
+    "failed_error",
+    "FAILED with what is no error",
+    Kind.AUTOGRAD_NOTICE,
+    encode([2, 1, 1, 5]),
+    REFUSED,
+)
 noted("stop_fields", "STOP of five fields", Kind.AUTOGRAD_NOTICE, encode([3, 1, 2, 3, 4]), REFUSED)
-noted("summary_forged", "SUMMARY with hops that are texts", Kind.AUTOGRAD_NOTICE, encode([5, 1, 1, {"x": "y"}, "z"]), REFUSED)
-noted("await_unknown", "AWAIT of sends that are not there", Kind.AUTOGRAD_NOTICE, encode([6, 1, 1, True, [1, 2]]), REFUSED)
-noted("report_text", "REPORT with texts in the place of ranks", Kind.AUTOGRAD_NOTICE, encode([8, 1, 1, "s", 1, ["x"]]), REFUSED)
-noted("clean_up_text", "CLEANUP of a context that is a list", Kind.AUTOGRAD_NOTICE, encode([9, []]), REFUSED)
+noted(
+    "summary_forged",
+    "SUMMARY with hops that are texts",
+    Kind.AUTOGRAD_NOTICE,
+    encode([5, 1, 1, {"x": "y"}, "z"]),
+    REFUSED,
+)
+noted(
+    "await_unknown",
+    "AWAIT of sends that are not there",
+    Kind.AUTOGRAD_NOTICE,
+    encode([6, 1, 1, True, [1, 2]]),
+    REFUSED,
+)
+noted(
+    "report_text",
+    "REPORT with texts in the place of ranks",
+    Kind.AUTOGRAD_NOTICE,
+    encode([8, 1, 1, "s", 1, ["x"]]),
+    REFUSED,
+)
+noted(
+    "clean_up_text",
+    "CLEANUP of a context that is a list",
+    Kind.AUTOGRAD_NOTICE,
+    encode([9, []]),
+    REFUSED,
+)
 noted("notice_damaged", "A notice that is no data", Kind.AUTOGRAD_NOTICE, b"\xc1", REFUSED)
 noted("gradients_empty", "Gradients without words", Kind.GRADIENTS, b"", REFUSED)
 noted("gradients_cut_off", "Gradients that are cut off", Kind.GRADIENTS, b"\0" * 10, REFUSED)
-noted("gradients_text", "Gradients that are texts", Kind.GRADIENTS, GRADIENTS.pack(1, 1, 1, 0) + encode(["x"]), "")
+noted(
+    "gradients_text",
+    "Gradients that are texts",
+    Kind.GRADIENTS,
+    GRADIENTS.pack(1, 1, 1, 0) + encode(["x"]),
+    "",
+)
 noted(
     "gradients_unknown",
     "Gradients of a context that there is not, for a worker that there is not",
@@ -99,11 +157,15 @@ def gathering(number: int, joined: str, generation: int | None = None) -> str:
     return f"{current.require().generation if generation is None else generation}:{number}:{joined}"
 
 
-def part(name: str, idea: str, sequence_id: Callable[[], str], giver: str, names: set[str], reason: str) -> None:
+def part(
+    name: str, idea: str, sequence_id: Callable[[], str], giver: str, names: set[str], reason: str
+) -> None:
     """Note an attack: a part of a gathering that nobody has called."""
 
     def run(attacker: Attacker) -> object:
-        rpc.rpc_sync(attacker.to, gather_to_leader, args=(sequence_id(), giver, b"x", names), timeout=5)
+        rpc.rpc_sync(
+            attacker.to, gather_to_leader, args=(sequence_id(), giver, b"x", names), timeout=5
+        )
         return "kept"
 
     run.__name__ = name
@@ -112,37 +174,103 @@ def part(name: str, idea: str, sequence_id: Callable[[], str], giver: str, names
 
 BOTH = {"worker0", "worker1"}
 JOINED = "worker0 worker1"
-part("part_of_another", "A part in the name of another", lambda: gathering(0, JOINED), "worker0", BOTH, "comes from worker1")
-part("part_far_ahead", "A part of a gathering far ahead", lambda: gathering(64, JOINED), "worker1", BOTH, "too far ahead")
-part("part_of_other_names", "A part with other names", lambda: gathering(0, JOINED), "worker1", {"worker1"}, "names are others")
+part(
+    "part_of_another",
+    "A part in the name of another",
+    lambda: gathering(0, JOINED),
+    "worker0",
+    BOTH,
+    "comes from worker1",
+)
+part(
+    "part_far_ahead",
+    "A part of a gathering far ahead",
+    lambda: gathering(64, JOINED),
+    "worker1",
+    BOTH,
+    "too far ahead",
+)
+part(
+    "part_of_other_names",
+    "A part with other names",
+    lambda: gathering(0, JOINED),
+    "worker1",
+    {"worker1"},
+    "names are others",
+)
 part("part_no_id", "A part of anything", lambda: "1", "worker1", BOTH, "no sequence id")
-part("part_long_id", "A part of a number of many digits", lambda: f"0:{'9' * 5000}:{JOINED}", "worker1", BOTH, "no sequence id")
-part("part_unordered", "Names that are not in order", lambda: gathering(0, "worker1 worker0"), "worker1", BOTH, "not in order")
-part("part_of_others", "A gathering without the receiver", lambda: gathering(0, "worker1"), "worker1", {"worker1"}, "no part")
-part("part_earlier", "A part of an earlier init_rpc", lambda: gathering(0, JOINED, 10**9), "worker1", BOTH, "of init_rpc")
-part("part_without_sender", "A gathering without the sender", lambda: gathering(0, "worker0"), "worker1", {"worker0"}, "no part")
+part(
+    "part_long_id",
+    "A part of a number of many digits",
+    lambda: f"0:{'9' * 5000}:{JOINED}",
+    "worker1",
+    BOTH,
+    "no sequence id",
+)
+part(
+    "part_unordered",
+    "Names that are not in order",
+    lambda: gathering(0, "worker1 worker0"),
+    "worker1",
+    BOTH,
+    "not in order",
+)
+part(
+    "part_of_others",
+    "A gathering without the receiver",
+    lambda: gathering(0, "worker1"),
+    "worker1",
+    {"worker1"},
+    "no part",
+)
+part(
+    "part_earlier",
+    "A part of an earlier init_rpc",
+    lambda: gathering(0, JOINED, 10**9),
+    "worker1",
+    BOTH,
+    "of init_rpc",
+)
+part(
+    "part_without_sender",
+    "A gathering without the sender",
+    lambda: gathering(0, "worker0"),
+    "worker1",
+    {"worker0"},
+    "no part",
+)
 
 
 @attack("Parts of a gathering with a worker that there is not", "could not find destination")
 def part_of_nobody(attacker: Attacker) -> object:
     names = {"worker0", "worker1", "nobody"}
     sequence_id = gathering(0, "nobody worker0 worker1")
-    rpc.rpc_sync(attacker.to, gather_to_leader, args=(sequence_id, "worker1", b"x", names), timeout=5)
+    rpc.rpc_sync(
+        attacker.to, gather_to_leader, args=(sequence_id, "worker1", b"x", names), timeout=5
+    )
     return "kept"
 
 
 @attack("The parts of all, from a worker that does not lead", "refused: .*does not lead")
 def told_by_follower(attacker: Attacker) -> object:
-    rpc.rpc_sync(attacker.to, tell_follower, args=(gathering(0, JOINED), dict.fromkeys(BOTH)), timeout=5)
+    rpc.rpc_sync(
+        attacker.to, tell_follower, args=(gathering(0, JOINED), dict.fromkeys(BOTH)), timeout=5
+    )
     return "kept"
 
 
-@attack("Parts of all gatherings that a worker may be ahead of, and more", "refused: .*too far ahead", ranks=3)
+@attack(
+    "Parts of all gatherings that a worker may be ahead of, and more",
+    "refused: .*too far ahead",
+    ranks=3,
+)
 def parts_ahead(attacker: Attacker) -> object:
     for number in range(80):
         for joined in (JOINED, f"{JOINED} worker2"):
             sequence_id, names = gathering(number, joined), set(joined.split())
-            rpc.rpc_sync(attacker.to, gather_to_leader, args=(sequence_id, "worker1", b"x", names), timeout=5)
+            rpc.rpc_sync(
+                attacker.to, gather_to_leader, args=(sequence_id, "worker1", b"x", names), timeout=5
+            )
     return "kept"
 
 
@@ -187,18 +315,31 @@ def number_taken(attacker: Attacker) -> None:
     box._get_future().wait()
     prefix = PAIR.pack(box._reference, attacker.agent.references.store.make_id())
     try:
-        attacker.call("tests.rpc.attacks.victim:echo", array(encode(1)), kind=Kind.REMOTE_PYTHON, prefix=prefix)
+        attacker.call(
+            "tests.rpc.attacks.victim:echo",
+            array(encode(1)),
+            kind=Kind.REMOTE_PYTHON,
+            prefix=prefix,
+        )
     except Exception:
         pass
     assert box.rpc_sync(timeout=5).get() == 7, "another call has taken the place of a value"
 
 
-@attack("A call whose result would take the place of a value of the worker's own", "which it has not made")
+@attack(
+    "A call whose result would take the place of a value of the worker's own",
+    "which it has not made",
+)
 def value_replaced(attacker: Attacker) -> object:
     own = attacker.ask(victim.shared)
     prefix = PAIR.pack(own._reference, attacker.agent.references.store.make_id())
     try:
-        return attacker.call("tests.rpc.attacks.victim:echo", array(encode("mine")), kind=Kind.REMOTE_PYTHON, prefix=prefix)
+        return attacker.call(
+            "tests.rpc.attacks.victim:echo",
+            array(encode("mine")),
+            kind=Kind.REMOTE_PYTHON,
+            prefix=prefix,
+        )
     finally:
         assert own.to_here(timeout=5) == "a value of its own"
 
@@ -218,5 +359,9 @@ def unnamed_method(attacker: Attacker) -> object:
 
 @attack("A method of another worker's value", "RRefError|can't call localValue", ranks=3)
 def method_of_others(attacker: Attacker) -> object:
-    header = written_references([(1, attacker.agent.references.store.make_id(), 2)]) + b"\3\0get" + array(own(REFERENCE, 0))
+    header = (
+        written_references([(1, attacker.agent.references.store.make_id(), 2)])
+        + b"\3\0get"
+        + array(own(REFERENCE, 0))
+    )
     return attacker.request(Kind.CALL_METHOD, header, flags=REFERENCES)

@@ -37,12 +37,19 @@ attack = Attacks()
 
 REFUSED = "FrameError"
 TOUCHED = "tests.rpc.attacks.victim:touched"
-F32, F64, I64, BOOL, U8 = (DTYPE_NUMBERS[dtype] for dtype in (torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8))
+F32, F64, I64, BOOL, U8 = (
+    DTYPE_NUMBERS[dtype]
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8)
+)
 
 
-def row(number: int, form: int, flags: int, shape: Sequence[int], part: int = 0, dims: int | None = None) -> bytes:
+def row(
+    number: int, form: int, flags: int, shape: Sequence[int], part: int = 0, dims: int | None = None
+) -> bytes:
     """Write the head of a row; ``dims`` in the place of the right number of dimensions."""
-    return ROW.pack(number, form, flags, len(shape) if dims is None else dims, part) + struct.pack(f"<{len(shape)}q", *shape)
+    return ROW.pack(number, form, flags, len(shape) if dims is None else dims, part) + struct.pack(
+        f"<{len(shape)}q", *shape
+    )
 
 
 def inline(number: int, shape: Sequence[int], data: bytes = b"", flags: int = 0) -> bytes:
@@ -50,9 +57,15 @@ def inline(number: int, shape: Sequence[int], data: bytes = b"", flags: int = 0)
     return row(number, DENSE, INLINE | WHOLE | flags, shape) + data
 
 
-def strided(number: int, shape: Sequence[int], strides: Sequence[int], offset: int = 0, part: int = 0) -> bytes:
+def strided(
+    number: int, shape: Sequence[int], strides: Sequence[int], offset: int = 0, part: int = 0
+) -> bytes:
     """Write a row that views a part."""
-    return row(number, DENSE, 0, shape, part) + OFFSET.pack(offset) + struct.pack(f"<{len(strides)}q", *strides)
+    return (
+        row(number, DENSE, 0, shape, part)
+        + OFFSET.pack(offset)
+        + struct.pack(f"<{len(strides)}q", *strides)
+    )
 
 
 def int64s(*values: int) -> bytes:
@@ -60,7 +73,14 @@ def int64s(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}q", *values)
 
 
-def noted(name: str, idea: str, rows: bytes, parts: Sequence[bytes] = (), count: int = 1, used: int | None = None) -> None:
+def noted(
+    name: str,
+    idea: str,
+    rows: bytes,
+    parts: Sequence[bytes] = (),
+    count: int = 1,
+    used: int | None = None,
+) -> None:
     """Note an attack: a call with one tensor, whose table has these rows and parts."""
 
     def run(attacker: Attacker) -> object:
@@ -79,15 +99,42 @@ noted("unknown_dtype", "A number of a dtype that there is not", inline(200, (1,)
 noted("dtype_in_a_part", "… of a tensor in a part", row(200, DENSE, WHOLE, (1,)), [b"\0" * 8])
 noted("unknown_form", "A form of row that there is not", row(F32, 99, 0, (1,)), [b"\0" * 8])
 noted("negative_size", "A size below 0", inline(F32, (-1,), b"\0" * 4))
-noted("two_negative_sizes", "Two sizes below 0, whose product is not", inline(F32, (-2, -2), b"\0" * 16))
-noted("huge_size", "2^62 elements inline", inline(F32, (1 << 62,), b"\0" * 4))
-noted("overflowing_sizes", "Sizes whose product is 0 in 64 bits", row(F32, DENSE, WHOLE, (1 << 32, 1 << 32)), [b"\0" * 4])
-noted("huge_beside_zero", "No elements, and sizes whose product overflows", inline(F32, (0, 1 << 62, 1 << 62)))
-noted("huge_beside_zero_strided", "… with strides", strided(F32, (0, 1 << 62, 1 << 62), (1, 1, 1)), [b"\0" * 4])
-noted("dimensions", "255 dimensions announced, one there", row(F32, DENSE, INLINE | WHOLE, (1,), dims=255) + b"\0" * 4)
-noted("cut_off", "Elements inline, cut off", COUNTS.pack(1, 0)[8:] + inline(F32, (1000,), b"\0" * 4))
 noted(
-    "no_bytes", "A thousand elements over an empty part: memory that nobody has written", row(F32, DENSE, WHOLE, (1000,)), [b""]
+    "two_negative_sizes",
+    "Two sizes below 0, whose product is not",
+    inline(F32, (-2, -2), b"\0" * 16),
+)
+noted("huge_size", "2^62 elements inline", inline(F32, (1 << 62,), b"\0" * 4))
+noted(
+    "overflowing_sizes",
+    "Sizes whose product is 0 in 64 bits",
+    row(F32, DENSE, WHOLE, (1 << 32, 1 << 32)),
+    [b"\0" * 4],
+)
+noted(
+    "huge_beside_zero",
+    "No elements, and sizes whose product overflows",
+    inline(F32, (0, 1 << 62, 1 << 62)),
+)
+noted(
+    "huge_beside_zero_strided",
+    "… with strides",
+    strided(F32, (0, 1 << 62, 1 << 62), (1, 1, 1)),
+    [b"\0" * 4],
+)
+noted(
+    "dimensions",
+    "255 dimensions announced, one there",
+    row(F32, DENSE, INLINE | WHOLE, (1,), dims=255) + b"\0" * 4,
+)
+noted(
+    "cut_off", "Elements inline, cut off", COUNTS.pack(1, 0)[8:] + inline(F32, (1000,), b"\0" * 4)
+)
+noted(
+    "no_bytes",
+    "A thousand elements over an empty part: memory that nobody has written",
+    row(F32, DENSE, WHOLE, (1000,)),
+    [b""],
 )
 noted("few_bytes", "A thousand elements over eight bytes", strided(F32, (1000,), (1,)), [b"\1" * 8])
 noted("few_bytes_whole", "… as a whole part", row(F32, DENSE, WHOLE, (1000,)), [b"\1" * 8])
@@ -95,19 +142,46 @@ noted("odd_bytes", "Seven bytes of float32", row(F32, DENSE, WHOLE, (1,)), [b"\1
 noted("more_bytes", "More bytes than the tensor has", row(F32, DENSE, WHOLE, (1,)), [b"\1" * 64])
 noted("offset_behind", "An offset behind the end", strided(F32, (2,), (1,), offset=1), [b"\0" * 8])
 noted("offset_below", "An offset below 0", strided(F32, (1,), (1,), offset=-1), [b"\0" * 8])
-noted("offset_huge", "An offset that overflows in bytes", strided(F32, (1,), (1,), offset=1 << 62), [b"\0" * 8])
-noted("stride_behind", "A stride that leaves the part", strided(F32, (2, 2), (100, 1)), [b"\0" * 16])
+noted(
+    "offset_huge",
+    "An offset that overflows in bytes",
+    strided(F32, (1,), (1,), offset=1 << 62),
+    [b"\0" * 8],
+)
+noted(
+    "stride_behind", "A stride that leaves the part", strided(F32, (2, 2), (100, 1)), [b"\0" * 16]
+)
 noted("stride_below", "A stride below 0", strided(F32, (2,), (-1,), offset=1), [b"\0" * 8])
 noted("stride_huge", "A stride whose span overflows", strided(F32, (3,), (1 << 62,)), [b"\0" * 8])
 noted("expanded", "One element as 2^40 of them", strided(F32, (1 << 40,), (0,)), [b"\0" * 4])
-noted("overlapping", "Windows that overlap: 10^6 elements of 2,000", strided(F32, (1000, 1000), (1, 1)), [b"\0" * 8000])
+noted(
+    "overlapping",
+    "Windows that overlap: 10^6 elements of 2,000",
+    strided(F32, (1000, 1000), (1, 1)),
+    [b"\0" * 8000],
+)
 noted("no_part", "A part that did not come", row(F32, DENSE, WHOLE, (1,)), [], used=1)
-noted("part_beyond", "A part beyond those that came", row(F32, DENSE, WHOLE, (1,), part=7), [b"\0" * 4])
-noted("part_too_many", "A part that no row describes", inline(F32, (1,), b"\0" * 4), [b"\0" * 4], used=0)
+noted(
+    "part_beyond",
+    "A part beyond those that came",
+    row(F32, DENSE, WHOLE, (1,), part=7),
+    [b"\0" * 4],
+)
+noted(
+    "part_too_many",
+    "A part that no row describes",
+    inline(F32, (1,), b"\0" * 4),
+    [b"\0" * 4],
+    used=0,
+)
 noted("row_missing", "Two rows announced, one there", inline(F32, (1,), b"\0" * 4), count=2)
-noted("rows_announced", "2^32 - 1 rows announced", inline(F32, (1,), b"\0" * 4), count=(1 << 32) - 1)
+noted(
+    "rows_announced", "2^32 - 1 rows announced", inline(F32, (1,), b"\0" * 4), count=(1 << 32) - 1
+)
 noted("no_rows", "No row, and a mark of an object", b"", count=0)
-noted("parts_announced", "2^32 - 1 parts announced", inline(F32, (1,), b"\0" * 4), used=(1 << 32) - 1)
+noted(
+    "parts_announced", "2^32 - 1 parts announced", inline(F32, (1,), b"\0" * 4), used=(1 << 32) - 1
+)
 noted("bool_two", "A bool that is 2: undefined in C++", inline(BOOL, (3,), b"\0\2\1"))
 noted("bool_in_a_part", "… in a part", row(BOOL, DENSE, WHOLE, (3,)), [b"\0\2\1"])
 noted("bool_strided", "… of a view", strided(BOOL, (2,), (2,)), [b"\0\1\xff\1"])
@@ -116,7 +190,11 @@ noted(
     "A parameter of integers that requires a gradient",
     inline(I64, (1,), b"\0" * 8, PARAMETER | REQUIRES_GRAD),
 )
-noted("gradient_of_ints", "Integers that require a gradient", inline(I64, (1,), b"\0" * 8, REQUIRES_GRAD))
+noted(
+    "gradient_of_ints",
+    "Integers that require a gradient",
+    inline(I64, (1,), b"\0" * 8, REQUIRES_GRAD),
+)
 
 # Arrays and bytearrays.
 noted("array_dtype", "An array's dtype that there is not", row(200, ARRAY, 0, (2,)), [b"\0" * 16])
@@ -126,11 +204,26 @@ noted(
     row(ARRAY_NUMBERS[torch.zeros(1).numpy().dtype], ARRAY, 0, (1000,)),
     [b"\0" * 8],
 )
-noted("array_negative", "An array of size -1: numpy counts by itself", row(F32, ARRAY, 0, (-1,)), [b"\0" * 8])
+noted(
+    "array_negative",
+    "An array of size -1: numpy counts by itself",
+    row(F32, ARRAY, 0, (-1,)),
+    [b"\0" * 8],
+)
 noted("array_empty", "An array of elements over no bytes", row(F32, ARRAY, 0, (10,)), [b""])
 noted("array_bool", "An array's bool that is 2", row(BOOL, ARRAY, 0, (2,)), [b"\0\2"])
-noted("array_overflow", "An array whose size overflows", row(F32, ARRAY, 0, (1 << 32, 1 << 32)), [b"\0" * 8])
-noted("bytearray_part", "A bytearray of a part that did not come", row(0, BYTEARRAY, 0, (), part=3), [b"\0" * 8])
+noted(
+    "array_overflow",
+    "An array whose size overflows",
+    row(F32, ARRAY, 0, (1 << 32, 1 << 32)),
+    [b"\0" * 8],
+)
+noted(
+    "bytearray_part",
+    "A bytearray of a part that did not come",
+    row(0, BYTEARRAY, 0, (), part=3),
+    [b"\0" * 8],
+)
 
 # Sparse and quantized: rows of rows, each in a part of its own.
 
@@ -174,20 +267,38 @@ def coo(shape: Sequence[int] = (4,), flags: int = 0) -> Rows:
 coo().ints((1, 2), 0, 4).floats(1, 2).noted("coo_behind", "An index behind the end")
 coo().ints((1, 2), 0, 1 << 40).floats(1, 2).noted("coo_far_behind", "An index 2^40 behind it")
 coo().ints((1, 2), -1, 0).floats(1, 2).noted("coo_below", "An index below 0")
-coo(flags=COALESCED).ints((1, 2), 1, 1).floats(1, 2).noted("coo_claim_double", "Indices twice, said to be coalesced")
-coo(flags=COALESCED).ints((1, 2), 3, 0).floats(1, 2).noted("coo_claim_order", "Indices out of order, said to be coalesced")
+coo(flags=COALESCED).ints((1, 2), 1, 1).floats(1, 2).noted(
+    "coo_claim_double", "Indices twice, said to be coalesced"
+)
+coo(flags=COALESCED).ints((1, 2), 3, 0).floats(1, 2).noted(
+    "coo_claim_order", "Indices out of order, said to be coalesced"
+)
 coo().ints((1, 3), 0, 1, 2).floats(1, 2).noted("coo_counts", "More indices than values")
-coo().whole(F32, (1, 2), b"\0" * 8).floats(1, 2).noted("coo_float_indices", "Indices that are floats")
-coo().ints((2, 2), 0, 0, 0, 0).floats(1, 2).noted("coo_dims", "Indices of two dimensions for a vector")
+coo().whole(F32, (1, 2), b"\0" * 8).floats(1, 2).noted(
+    "coo_float_indices", "Indices that are floats"
+)
+coo().ints((2, 2), 0, 0, 0, 0).floats(1, 2).noted(
+    "coo_dims", "Indices of two dimensions for a vector"
+)
 coo((-4,)).ints((1, 2), 0, 1).floats(1, 2).noted("coo_negative_shape", "A size below 0")
-coo((1 << 40, 1 << 40)).ints((2, 2), 0, 1, 0, 1).floats(1, 2).noted("coo_huge_shape", "A shape whose product overflows")
-coo().ints((1, 2), 0, 1).whole(I64, (2,), int64s(1, 2)).noted("coo_type", "Values of another type than the tensor's")
-coo().add(row(F32, COO, 0, (4,))).ints((1, 2), 0, 1).floats(1, 2).floats(1, 2).noted("coo_of_coo", "Indices that are sparse")
-coo().ints((1, 2), 0, 1).whole(F32, (2,), b"\0" * 8, ARRAY).noted("coo_of_array", "Values that are an array")
+coo((1 << 40, 1 << 40)).ints((2, 2), 0, 1, 0, 1).floats(1, 2).noted(
+    "coo_huge_shape", "A shape whose product overflows"
+)
+coo().ints((1, 2), 0, 1).whole(I64, (2,), int64s(1, 2)).noted(
+    "coo_type", "Values of another type than the tensor's"
+)
+coo().add(row(F32, COO, 0, (4,))).ints((1, 2), 0, 1).floats(1, 2).floats(1, 2).noted(
+    "coo_of_coo", "Indices that are sparse"
+)
+coo().ints((1, 2), 0, 1).whole(F32, (2,), b"\0" * 8, ARRAY).noted(
+    "coo_of_array", "Values that are an array"
+)
 coo().add(inline(I64, (1, 2), int64s(0, 9))).add(inline(F32, (2,), b"\0" * 8)).noted(
     "coo_inline", "An index behind the end, inline"
 )
-Rows().add(row(F32, COO, 0, (4,)) * 3000).noted("coo_within", "Sparse tensors within each other, 3,000 deep")
+Rows().add(row(F32, COO, 0, (4,)) * 3000).noted(
+    "coo_within", "Sparse tensors within each other, 3,000 deep"
+)
 
 
 def csr(compressed: Sequence[int], plain: Sequence[int], shape: Sequence[int] = (2, 3)) -> Rows:
@@ -215,23 +326,37 @@ def by_channel(axis: int) -> Rows:
     return Rows().add(row(0, PER_CHANNEL, 0, (2,)) + OFFSET.pack(axis)).whole(U8, (2,), b"\1\2")
 
 
-by_tensor(float("nan"), 0).whole(U8, (2,), b"\1\2").noted("quantized_nan", "A scale that is no number")
+by_tensor(float("nan"), 0).whole(U8, (2,), b"\1\2").noted(
+    "quantized_nan", "A scale that is no number"
+)
 by_tensor(float("inf"), 0).whole(U8, (2,), b"\1\2").noted("quantized_infinite", "An infinite scale")
-by_tensor(1.0, 1 << 40).whole(U8, (2,), b"\1\2").noted("quantized_zero_point", "A zero point beyond the type")
+by_tensor(1.0, 1 << 40).whole(U8, (2,), b"\1\2").noted(
+    "quantized_zero_point", "A zero point beyond the type"
+)
 by_tensor(1.0, 0).floats(1, 2).noted("quantized_floats", "Integers that are floats")
 by_tensor(1.0, 0).add(by_tensor(1.0, 0).data).whole(U8, (2,), b"\1\2").noted(
     "quantized_within", "… that are quantized themselves"
 )
-by_channel(5).whole(F64, (2,), b"\0" * 16).ints((2,), 0, 0).noted("channel_axis", "An axis that there is not")
-by_channel(-(1 << 40)).whole(F64, (2,), b"\0" * 16).ints((2,), 0, 0).noted("channel_axis_below", "An axis far below 0")
-by_channel(0).whole(F64, (1,), b"\0" * 8).ints((2,), 0, 0).noted("channel_scales", "Fewer scales than channels")
+by_channel(5).whole(F64, (2,), b"\0" * 16).ints((2,), 0, 0).noted(
+    "channel_axis", "An axis that there is not"
+)
+by_channel(-(1 << 40)).whole(F64, (2,), b"\0" * 16).ints((2,), 0, 0).noted(
+    "channel_axis_below", "An axis far below 0"
+)
+by_channel(0).whole(F64, (1,), b"\0" * 8).ints((2,), 0, 0).noted(
+    "channel_scales", "Fewer scales than channels"
+)
 
 
 @attack("A bool that is 2 behind a head that has been read before", REFUSED)
 def bool_seen(attacker: Attacker) -> object:
     for data in (b"\0\1", b"\0\1"):
-        attacker.call(TOUCHED, COUNTS.pack(1, 0) + inline(BOOL, (2,), data) + LONE_ARGUMENT, flags=TABLE)
-    return attacker.call(TOUCHED, COUNTS.pack(1, 0) + inline(BOOL, (2,), b"\0\2") + LONE_ARGUMENT, flags=TABLE)
+        attacker.call(
+            TOUCHED, COUNTS.pack(1, 0) + inline(BOOL, (2,), data) + LONE_ARGUMENT, flags=TABLE
+        )
+    return attacker.call(
+        TOUCHED, COUNTS.pack(1, 0) + inline(BOOL, (2,), b"\0\2") + LONE_ARGUMENT, flags=TABLE
+    )
 
 
 @attack("A table is announced, and nothing is there", REFUSED)

@@ -1,6 +1,7 @@
 """Attacks of one worker on another that names what may be called: each is refused with its reason, and nothing has changed.
 
-Rank 1 attacks, rank 0 has the list (it coordinates the end, too), a third is an accomplice. All share one ``init_rpc``.
+Rank 1 attacks, rank 0 has the list (it coordinates the end, too), a third is an accomplice. All
+share one ``init_rpc``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ MODULES = ("pickles", "names", "methods", "tensors", "data", "answers", "service
 ATTACKER, ATTACKED = 1, 0
 
 ATTACKS: list[tuple[str, Attack]] = [
-    (module, attack) for module in MODULES for attack in importlib.import_module(f"tests.rpc.attacks.{module}").attack
+    (module, attack)
+    for module in MODULES
+    for attack in importlib.import_module(f"tests.rpc.attacks.{module}").attack
 ]
 
 
@@ -37,7 +40,8 @@ def workers(world):
     logger.removeHandler(victim.log)
     rpc.shutdown(timeout=10)
     interceptor.register(before)
-    # Payloads of the attacker are received no more by this transport: later tests of this job need another one.
+    # Payloads of the attacker are received no more by this transport: later tests of this job need
+    # another one.
     world.barrier()
     membership._transports.pop(world.world_ranks).close(1)
 
@@ -48,7 +52,9 @@ def test_names_are_unique():
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("attack", [pytest.param(attack, id=f"{module}.{attack.name}") for module, attack in ATTACKS])
+@pytest.mark.parametrize(
+    "attack", [pytest.param(attack, id=f"{module}.{attack.name}") for module, attack in ATTACKS]
+)
 def test_an_attack_is_refused(workers, attack):
     if attack.ranks > workers.size:
         pytest.skip(f"needs {attack.ranks} ranks")

@@ -118,7 +118,9 @@ def test_a_frame_that_is_none(world, generation, change):
     encode = frame.encode
 
     def hostile(obj: Any, *args: Any, **options: Any) -> Any:
-        header, body = encode(Bomb() if change == "claims_data" else ["worker1", 1, {}, False, None], *args[:0])
+        header, body = encode(
+            Bomb() if change == "claims_data" else ["worker1", 1, {}, False, None], *args[:0]
+        )
         header, first = bytearray(header), bytearray(body[0])
         if change == "claims_data":
             header[6] = 1

@@ -56,11 +56,17 @@ def touched(*args: Any) -> list[str]:
 
 def _touch(item: Any) -> str:
     if isinstance(item, torch.Tensor):
-        # A sparse tensor is as large as its sender says; what a listed function makes of that is its own.
-        whole = item.to_dense() if item.layout is not torch.strided and item.numel() <= _MOST_DENSE else item
+        # A sparse tensor is as large as its sender says; what a listed function makes of that is
+        # its own.
+        whole = (
+            item.to_dense()
+            if item.layout is not torch.strided and item.numel() <= _MOST_DENSE
+            else item
+        )
         whole = whole.dequantize() if whole.is_quantized else whole
         return (
-            f"{whole.shape} {whole.clone().sum() if whole.layout is not torch.strided else whole.clone().view(-1).float().sum()}"
+            f"{whole.shape} "
+            f"{whole.clone().sum() if whole.layout is not torch.strided else whole.clone().view(-1).float().sum()}"
         )
     if isinstance(item, np.ndarray):
         return f"{item.shape} {item!r}"

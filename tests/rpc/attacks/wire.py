@@ -89,7 +89,10 @@ def section_payload(attacker: Attacker) -> None:
     attacker.raw(eager(attacker, _NAME + section, header=len(_NAME), packed=len(section)))
 
 
-@attack("A payload of which 8 of 100,000 bytes come: the rest would be memory of others' messages", REFUSED)
+@attack(
+    "A payload of which 8 of 100,000 bytes come: the rest would be memory of others' messages",
+    REFUSED,
+)
 def payload_short(attacker: Attacker) -> None:
     rest = struct.pack("<Q", 100_000) + _NAME
     message = eager(attacker, rest, flags=FAR, payloads=1 | _ALL_PAYLOADS, header=len(_NAME))
@@ -106,7 +109,9 @@ def payload_long(attacker: Attacker) -> None:
 @attack("A payload for a device that is not there", REFUSED)
 def payload_device(attacker: Attacker) -> None:
     rest = struct.pack("<Q", 8 | 200 << 56) + _NAME
-    attacker.raw(eager(attacker, rest, flags=FAR, payloads=1 | _ALL_PAYLOADS, header=len(_NAME)), b"\x90" * 8)
+    attacker.raw(
+        eager(attacker, rest, flags=FAR, payloads=1 | _ALL_PAYLOADS, header=len(_NAME)), b"\x90" * 8
+    )
 
 
 @attack("A payload of 2^50 bytes: none comes", REFUSED)
