@@ -22,6 +22,7 @@ from mpidist.comm.monitored_barrier import MonitoredBarrier
 from mpidist.comm.mpi import creation_barrier, mpi_errors, nonblocking, runtime
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.objects import Objects
 from mpidist.comm.p2p import PointToPoint
 from mpidist.comm.work import seconds
@@ -31,7 +32,6 @@ from mpidist.errors import DisagreementError, GroupError
 DEFAULT_TIMEOUT_S = 1800.0  # torch's default_pg_timeout
 _CLOSE_S = 30.0  # how long close() lets asynchronous operations end
 _HIGHEST_CREATE_TAG = 32_000  # MPI guarantees tags up to 32767
-_MEETING_TAG = 10  # the library's own
 # "raise" or "abort": for groups that are made from the world without on_timeout
 _ENV_ON_TIMEOUT = "MPIDIST_ON_TIMEOUT"
 
@@ -54,7 +54,7 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
         super().__init__(*args, **kwargs)
         self._made: Counter[str] = Counter()
         self._meeting = creation_barrier.Meeting(
-            self._mpi, self._comm.own_tag(_MEETING_TAG), self.world_ranks
+            self._mpi, self._comm.own_tag(Tag.GROUP_CREATION), self.world_ranks
         )
 
     def new_group(

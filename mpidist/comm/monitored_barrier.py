@@ -19,10 +19,10 @@ from mpidist.comm import profiling
 from mpidist.comm.execution import Execution
 from mpidist.comm.mpi import exited_ranks
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.work import seconds
 from mpidist.errors import CommTimeout
 
-_ARRIVE, _VERDICT = 4, 5  # the library's own tags
 _PAUSE_S = 50e-6
 _SPIN_S = 500e-6
 _GRACE_S = 2.0  # how much longer than rank 0 the others wait for its verdict
@@ -101,7 +101,9 @@ class MonitoredBarrier(Execution):
 
         def all_there() -> bool:
             while (
-                message := self._mpi.Improbe(MPI.ANY_SOURCE, self._comm.own_tag(_ARRIVE), status)
+                message := self._mpi.Improbe(
+                    MPI.ANY_SOURCE, self._comm.own_tag(Tag.BARRIER_ARRIVAL), status
+                )
             ) is not None:
                 word, peer = bytearray(8), status.Get_source()
                 message.Recv((word, 8, MPI.BYTE))
@@ -121,7 +123,9 @@ class MonitoredBarrier(Execution):
             verdict = b"".join(
                 word.to_bytes(8, "little") for word in (number, bool(ended), *missing)
             )
-            self._mpi.Send((verdict, len(verdict), MPI.BYTE), peer, self._comm.own_tag(_VERDICT))
+            self._mpi.Send(
+                (verdict, len(verdict), MPI.BYTE), peer, self._comm.own_tag(Tag.BARRIER_VERDICT)
+            )
         return missing, bool(ended)
 
     def _report_arrival(self, limit_s: float | None) -> tuple[list[int], bool]:
@@ -131,7 +135,7 @@ class MonitoredBarrier(Execution):
 
         def verdict_there() -> bool:
             while (
-                message := self._mpi.Improbe(0, self._comm.own_tag(_VERDICT), status)
+                message := self._mpi.Improbe(0, self._comm.own_tag(Tag.BARRIER_VERDICT), status)
             ) is not None:
                 data = bytearray(status.Get_count(MPI.BYTE))
                 message.Recv((data, len(data), MPI.BYTE))
@@ -159,7 +163,7 @@ class MonitoredBarrier(Execution):
 
     def _tell_root(self, number: int) -> None:
         word = number.to_bytes(8, "little", signed=True)
-        self._mpi.Send((word, 8, MPI.BYTE), 0, self._comm.own_tag(_ARRIVE))
+        self._mpi.Send((word, 8, MPI.BYTE), 0, self._comm.own_tag(Tag.BARRIER_ARRIVAL))
 
     def _poll(
         self, ready: Callable[[], bool], limit_s: float | None, needed: Callable[[], list[int]]

@@ -29,12 +29,12 @@ from mpidist.comm.memory.buffer_pool import zeroed
 from mpidist.comm.mpi import exited_ranks, trust
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.serialization import frame
 from mpidist.comm.serialization.frame import Message
 from mpidist.comm.work import RequestWork
 from mpidist.errors import CommTimeout, FrameError, MpidistError
 
-_TAG = 2
 _SPIN_S, _SLEEP_S = 1e-3, 50e-6  # a receive looks without pause first, then with pauses
 # a frame up to this size is gathered in one collective, and sent in one message with its header
 _SMALL_BYTES = 64 << 10
@@ -160,9 +160,9 @@ class Objects(Execution):
         # All parts are under way before any is waited for: one that is given up must not leave the
         # others unsent.
         with self._posting_objects:
-            for part, number in _parts(message, _OBJECT_TAG):
+            for part, use in _parts(message, Tag.OBJECT_MESSAGE):
                 request = self._mpi.Isend(
-                    (part, memoryview(part).nbytes, MPI.BYTE), dst, self._comm.own_tag(number)
+                    (part, memoryview(part).nbytes, MPI.BYTE), dst, self._comm.own_tag(use)
                 )
                 works.append(self._part_work("send_object", request, part, dst))
         for work in works:
@@ -191,7 +191,7 @@ class Objects(Execution):
             limit = (self.where("recv_object"), self.timeout_s, self.peers_of(src))
             source = MPI.ANY_SOURCE if src is None else src
             header, body, source = self._incoming.receive(
-                self._comm, source, _OBJECT_TAG, limit, self._wait_for_part
+                self._comm, source, Tag.OBJECT_MESSAGE, limit, self._wait_for_part
             )
         except Exception as error:
             raise self._explain(error, "recv_object") from error
@@ -209,10 +209,10 @@ class Objects(Execution):
         return work
 
 
-_OBJECT_TAG = 3  # users' object messages must not match the collectives' own
-# what is added to a tag for the parts of an object behind the first: a probe for the next object
-# must not match them
-_REST = 7
+_PARTS_OF = {
+    Tag.OBJECT_COLLECTIVE: Tag.OBJECT_COLLECTIVE_PART,
+    Tag.OBJECT_MESSAGE: Tag.OBJECT_MESSAGE_PART,
+}
 # whose wait, seconds, and the world ranks without which nothing can come
 Limit = tuple[str, float | None, Sequence[int]]
 
@@ -295,7 +295,11 @@ def _gather(
         return
     incoming = Incoming()
     for peer in range(comm.size):
-        bodies.append(_copied(message) if peer == root else incoming.receive(comm, peer, _TAG)[:2])
+        bodies.append(
+            _copied(message)
+            if peer == root
+            else incoming.receive(comm, peer, Tag.OBJECT_COLLECTIVE)[:2]
+        )
 
 
 def _scatter(
@@ -307,7 +311,7 @@ def _scatter(
     came: list[Any],
 ) -> None:
     if messages is None:
-        came.append(Incoming().receive(comm, root, _TAG)[:2])
+        came.append(Incoming().receive(comm, root, Tag.OBJECT_COLLECTIVE)[:2])
         return
     for peer, message in enumerate(messages):
         if peer == root:
@@ -317,21 +321,21 @@ def _scatter(
 
 
 def _send(comm: Communicator, message: Message, to: int) -> None:
-    for part, number in _parts(message, _TAG):
-        comm.mpi.Send((part, memoryview(part).nbytes, MPI.BYTE), to, comm.own_tag(number))
+    for part, use in _parts(message, Tag.OBJECT_COLLECTIVE):
+        comm.mpi.Send((part, memoryview(part).nbytes, MPI.BYTE), to, comm.own_tag(use))
 
 
-def _parts(message: Message, number: int) -> Iterator[tuple[Any, int]]:
-    """Return the messages of an object, each with the number of its tag.
+def _parts(message: Message, use: Tag) -> Iterator[tuple[Any, Tag]]:
+    """Return the messages of an object, each with the use of its tag.
 
     Header and content in one message, then each buffer from its own memory.
     """
     header, body = message
     first = header + body[0] if body[0].nbytes <= _SMALL_BYTES else header
-    yield first, number
+    yield first, use
     for part in body[1:] if first is not header else body:
         for start, count in buffer.pieces(part.nbytes):
-            yield part[start : start + count], number + _REST
+            yield part[start : start + count], _PARTS_OF[use]
 
 
 class Incoming:
@@ -351,7 +355,7 @@ class Incoming:
         self,
         comm: Communicator,
         source: int,
-        number: int,
+        use: Tag,
         limit: Limit = ("", None, ()),
         wait: Callable[[Any, Any, int], None] | None = None,
     ) -> tuple[Any, list[Any], int]:
@@ -361,7 +365,7 @@ class Incoming:
             wait: Waits for the request of a part, with the part's memory and the sender's rank; in
                 MPI if None.
         """
-        message, status = _matched(comm, source, comm.own_tag(number), limit, self._lock)
+        message, status = _matched(comm, source, comm.own_tag(use), limit, self._lock)
         try:
             source, nbytes = status.Get_source(), status.Get_count(MPI.BYTE)
             first = bytearray(nbytes)  # as many bytes as were sent, not as many as were announced
@@ -371,7 +375,7 @@ class Incoming:
             body: list[Any] = [memoryview(first)[header_bytes:]] if nbytes > header_bytes else []
             if len(body) == len(lengths):
                 return first, body, source
-            key, have_come = (source, number), threading.Event()
+            key, have_come = (source, use), threading.Event()
             before, self._last[key] = self._last.get(key), have_come
         finally:
             self._lock.release()
@@ -382,7 +386,7 @@ class Incoming:
                 part = zeroed(length)
                 for start, count in buffer.pieces(length):
                     piece = AnnouncedReceive(
-                        comm, part[start : start + count], source, comm.own_tag(number + _REST)
+                        comm, part[start : start + count], source, comm.own_tag(_PARTS_OF[use])
                     )
                     if wait is None:
                         piece.receive()

@@ -18,6 +18,7 @@ import torch
 from mpidist.autograd import control_messages
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi import mpi_errors
+from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.transport import eager_receives, payload_receives, transport
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import CommTimeout
@@ -35,7 +36,6 @@ from tests.rpc.attacks import canary, victim
 SIZE, SENDER, READER = 3, 1, 0
 _AGENT_CASES = 400  # cases that one agent reads: what it keeps of them is bounded so
 _ASKED_EVERY = 50  # cases, and a listed function must be answered
-_EAGER_TAG = 7
 
 # MPI is not started
 transport.MPI = eager_receives.MPI = mpi_errors.MPI = buffer.MPI = payload_receives.MPI = Mpi
@@ -116,9 +116,9 @@ def samples() -> list[bytes]:
             send()
         except CommTimeout:
             pass
-        eager = [data for _, tag, data in network.sent if tag == _EAGER_TAG][-1]
+        eager = [data for _, tag, data in network.sent if tag == Tag.EAGER][-1]
         payloads = b"".join(
-            LENGTH.pack(len(data)) + data for _, tag, data in network.sent if tag != _EAGER_TAG
+            LENGTH.pack(len(data)) + data for _, tag, data in network.sent if tag != Tag.EAGER
         )
         written.append(struct.pack("<H", len(eager)) + eager + payloads)
 
@@ -253,7 +253,7 @@ def _require_alive(worker: _Worker) -> None:
     name = b"tests.rpc.attacks.victim:echo"
     header = struct.pack("<H", len(name)) + name + b"\x91\x07"
     worker.take(struct.pack("<BBHIQQII", Kind.CALL_PYTHON, 0, 0, 1, 77, 0, len(header), 0) + header)
-    answers = [data for to, tag, data in worker.network.sent if to == SENDER and tag == _EAGER_TAG]
+    answers = [data for to, tag, data in worker.network.sent if to == SENDER and tag == Tag.EAGER]
     assert (
         len(answers) == 1
         and answers[0][0] == Kind.RESULT

@@ -9,6 +9,7 @@ import pytest
 
 from mpidist.comm import objects, work
 from mpidist.comm.memory.buffer_pool import zeroed
+from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.serialization import frame
 from mpidist.errors import CommTimeout, FrameError
 from tests.support import agree
@@ -109,7 +110,7 @@ def send(group, part, dst, tag):
 def test_a_receive_of_what_is_announced_and_not_sent_takes_no_memory(group):
     grown = 0
     if group.rank == 1:
-        send(group, header(2 * GIB), 0, objects._OBJECT_TAG)
+        send(group, header(2 * GIB), 0, Tag.OBJECT_MESSAGE)
     elif group.rank == 0:
         before = resident_mib()
         group.timeout_s = 0.2
@@ -119,7 +120,7 @@ def test_a_receive_of_what_is_announced_and_not_sent_takes_no_memory(group):
         grown = resident_mib() - before
     group.barrier()
     if group.rank == 1:
-        send(group, b"late", 0, objects._OBJECT_TAG + objects._REST)
+        send(group, b"late", 0, Tag.OBJECT_MESSAGE_PART)
     group.barrier()
     while work._orphans:
         work.release_orphans()
@@ -131,8 +132,8 @@ def test_a_receive_of_what_is_announced_and_not_sent_takes_no_memory(group):
 def test_a_part_of_another_length_than_announced_is_a_frame_error(group, sent):
     wrong = ""
     if group.rank == 1:
-        send(group, header(100_000), 0, objects._OBJECT_TAG)
-        send(group, bytes(sent), 0, objects._OBJECT_TAG + objects._REST)
+        send(group, header(100_000), 0, Tag.OBJECT_MESSAGE)
+        send(group, bytes(sent), 0, Tag.OBJECT_MESSAGE_PART)
         group.send_object("next", 0)
     elif group.rank == 0:
         with pytest.raises(FrameError, match=f"sent {sent} bytes"):
@@ -146,12 +147,12 @@ def test_a_gathered_part_of_another_length_than_announced_is_a_frame_error(group
     comm = group._comm
     if group.rank == 1:
         comm.mpi.Send(
-            (header(100_000), frame.HEADER_BYTES, objects.MPI.BYTE), 0, comm.own_tag(objects._TAG)
+            (header(100_000), frame.HEADER_BYTES, objects.MPI.BYTE),
+            0,
+            comm.own_tag(Tag.OBJECT_COLLECTIVE),
         )
-        comm.mpi.Send(
-            (bytes(7), 7, objects.MPI.BYTE), 0, comm.own_tag(objects._TAG + objects._REST)
-        )
+        comm.mpi.Send((bytes(7), 7, objects.MPI.BYTE), 0, comm.own_tag(Tag.OBJECT_COLLECTIVE_PART))
     elif group.rank == 0:
         with pytest.raises(FrameError, match="sent 7 bytes"):
-            objects.Incoming().receive(comm, 1, objects._TAG)
+            objects.Incoming().receive(comm, 1, Tag.OBJECT_COLLECTIVE)
     group.barrier()

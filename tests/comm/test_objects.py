@@ -8,6 +8,7 @@ import torch
 
 from mpidist.comm import objects, work
 from mpidist.comm.memory import buffer
+from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.serialization import frame
 from mpidist.errors import CommTimeout, FrameError, MpidistError, NotPlainData
 from tests.support import agree, raises_on_all
@@ -178,7 +179,7 @@ def test_objects_with_tensors_of_one_element_and_any_stride(group):
 @pytest.mark.mpi(min_size=2)
 def test_a_sender_that_stops_between_two_parts(group):
     """The parts behind the first are waited for as long as the group's timeout, too."""
-    parts = list(objects._parts(frame.encode(torch.zeros(100_000)), objects._OBJECT_TAG))
+    parts = list(objects._parts(frame.encode(torch.zeros(100_000)), Tag.OBJECT_MESSAGE))
 
     def send(part, number):
         group._mpi.Send(
@@ -337,3 +338,22 @@ def test_an_unreadable_setting_is_an_error_before_anything_is_sent(group, monkey
             told[name] = "MPIDIST_TRUST must be 'pickle' or 'data'" in str(error)
     monkeypatch.undo()
     agree(group, told == dict.fromkeys(calls, True), str(told))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_group_is_made_while_parts_of_an_object_are_under_way(group):
+    """The members' messages and the parts of an object once had one tag: each took the other's."""
+    sent = [torch.arange(100_000.0), torch.ones(50_000)]
+    sending = threading.Thread(target=group.send_object, args=(sent, 1), daemon=True)
+    if group.rank == 0:
+        sending.start()
+    group.barrier()
+    child = group.new_group(range(group.size))
+    got = group.recv_object(0)[0] if group.rank == 1 else sent
+    if group.rank == 0:
+        sending.join(60)
+    total = torch.ones(1)
+    child.all_reduce(total)
+    child.close()
+    same = all(torch.equal(a, b) for a, b in zip(got, sent, strict=True))
+    agree(group, same and total.item() == group.size and not sending.is_alive(), f"{got}")

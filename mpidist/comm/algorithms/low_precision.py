@@ -18,6 +18,8 @@ from mpidist.comm.memory import buffer
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.matched_probe import LengthError, Receives
+from mpidist.comm.mpi.scratch import Scratch
+from mpidist.comm.mpi.tags import Tag
 
 # Measured crossovers, docs/decisions/0002.
 WHOLE_BYTES = 128 << 10  # two ranks exchange a half type as a whole up to this size
@@ -61,8 +63,12 @@ def prepared(
     ):
         return None
     if comm.size == 2 and tensor.nbytes <= WHOLE_BYTES:
-        peer, tag, combine = 1 - comm.rank, comm.own_tag(pairwise.TAG), COMBINE[plan.combine]
-        space, status, nbytes = _space(comm, tensor.dtype, slot=6), MPI.Status(), tensor.nbytes
+        peer, tag, combine = 1 - comm.rank, comm.own_tag(Tag.PAIRWISE), COMBINE[plan.combine]
+        space, status, nbytes = (
+            _space(comm, tensor.dtype, Scratch.PREPARED_RECEIVED),
+            MPI.Status(),
+            tensor.nbytes,
+        )
         mine, theirs, other = buffer.as_bytes(tensor), buffer.as_bytes(space), space[:numel]
 
         def exchange(tensor: torch.Tensor) -> None:
@@ -73,7 +79,7 @@ def prepared(
 
         return exchange
     if comm.size > 2 and numel <= PREPARED_NUMEL:
-        wide = comm.scratch(numel, torch.float32, slot=5)
+        wide = comm.scratch(numel, torch.float32, Scratch.PREPARED_WIDE)
         datatype, op = mpi_ops.types_of(torch.float32, plan)
         message = buffer.elements(wide, 0, numel, datatype)
 
@@ -89,7 +95,7 @@ def prepared(
 
 def _exchange_whole(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
     # Two ranks: a + b is b + a to the bit, so both compute the whole.
-    peer, tag = 1 - comm.rank, comm.own_tag(pairwise.TAG)
+    peer, tag = 1 - comm.rank, comm.own_tag(Tag.PAIRWISE)
     space, status = _space(comm, flat.dtype), MPI.Status()
     comm.mpi.Sendrecv(buffer.as_bytes(flat), peer, tag, buffer.as_bytes(space), peer, tag, status)
     if status.Get_count(MPI.BYTE) != flat.nbytes:
@@ -105,7 +111,7 @@ def _exchange_whole(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> 
 def _exchange_halves(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
     # Shards of two ranks in one chunk, without the general case's bookkeeping, which takes as long
     # as the transfer.
-    peer, tag, middle = 1 - comm.rank, comm.own_tag(pairwise.TAG), flat.numel() // 2
+    peer, tag, middle = 1 - comm.rank, comm.own_tag(Tag.PAIRWISE), flat.numel() // 2
     mine, theirs = (
         (flat[:middle], flat[middle:]) if comm.rank == 0 else (flat[middle:], flat[:middle])
     )
@@ -124,7 +130,7 @@ def _swap(comm: Communicator, received: Receives, out: Any, into: Any, peer: int
     comm.wait_all([request])
 
 
-def _space(comm: Communicator, dtype: torch.dtype, slot: int = 0) -> torch.Tensor:
+def _space(comm: Communicator, dtype: torch.dtype, use: Scratch = Scratch.WORK) -> torch.Tensor:
     # As long as any message of this tag, whatever the peer's tensor is: no probe is needed to
     # receive it.
-    return comm.scratch(max(pairwise.CHUNK_BYTES, WHOLE_BYTES) // dtype.itemsize, dtype, slot)
+    return comm.scratch(max(pairwise.CHUNK_BYTES, WHOLE_BYTES) // dtype.itemsize, dtype, use)

@@ -24,6 +24,8 @@ from mpidist.comm.memory.overlap import Places, separated
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.matched_probe import LengthError, Receives
+from mpidist.comm.mpi.scratch import Scratch
+from mpidist.comm.mpi.tags import Tag
 from mpidist.kernels.view import byte_view
 
 Tensors = Sequence[torch.Tensor]
@@ -37,7 +39,6 @@ FLAT_BYTES = 32 << 10
 HEAD_BYTES = 1 << 10
 _LENGTH_BYTES = 8
 _INLINE = 1 << 63  # in the length: the data follow in the same message
-_TAG = 0
 
 
 def barrier(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
@@ -83,7 +84,7 @@ def _broadcast_one(comm: Communicator, tensor: torch.Tensor, nbytes: int, root: 
         if tensor.is_cpu:
             memmove(tensor.data_ptr(), data, nbytes)
         else:
-            memory = comm.scratch(HEAD_BYTES, torch.uint8, slot=7)
+            memory = comm.scratch(HEAD_BYTES, torch.uint8, Scratch.HEADER)
             byte_view(tensor).copy_(memory[_LENGTH_BYTES : _LENGTH_BYTES + nbytes])
     return sent
 
@@ -92,7 +93,7 @@ def _head(comm: Communicator) -> tuple[c_uint64, int, Any]:
     """Return the first message of a broadcast: its length word, the address of its data, and the message."""
     held: tuple[c_uint64, int, Any] | None = comm.kept.get("head")
     if held is None:
-        address = comm.scratch(HEAD_BYTES, torch.uint8, slot=7).data_ptr()
+        address = comm.scratch(HEAD_BYTES, torch.uint8, Scratch.HEADER).data_ptr()
         message = (buffer.memory(address, HEAD_BYTES), HEAD_BYTES, MPI.BYTE)
         held = comm.kept["head"] = (
             c_uint64.from_address(address),
@@ -251,7 +252,7 @@ def exchange(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """
     rank, size = comm.rank, comm.size
     _copy_own(outputs[rank], inputs[rank])
-    tag, received = comm.own_tag(_TAG), Receives(comm)
+    tag, received = comm.own_tag(Tag.MOVEMENT), Receives(comm)
     for distance in range(1, size):
         to, source = (rank + distance) % size, (rank - distance) % size
         requests = _sends(comm, inputs[to], to, tag)
@@ -271,7 +272,7 @@ def transfer(
         LengthError: A peer sent another number of bytes than this rank expected; after the last
             message.
     """
-    tag, received = comm.own_tag(_TAG), Receives(comm)
+    tag, received = comm.own_tag(Tag.MOVEMENT), Receives(comm)
     requests = [request for peer, tensor in sends for request in _sends(comm, tensor, peer, tag)]
     for peer, tensor in receives:
         _receive(received, tensor, peer, tag)

@@ -18,8 +18,9 @@ from mpidist.comm.memory import buffer
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.matched_probe import Receives
+from mpidist.comm.mpi.scratch import Scratch
+from mpidist.comm.mpi.tags import Tag
 
-TAG = 1
 # Measured crossovers, docs/decisions/0002.
 # full-width tensors from this size on go by shards, on one node of at most RANKS ranks
 FROM_BYTES = 16 << 20
@@ -56,7 +57,11 @@ def reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction, root: int) -
     bounds = shard_bounds(flat.numel(), comm.size)
     parts = [flat[bounds[place] : bounds[place + 1]] for place in range(comm.size)]
     own = parts[comm.rank]
-    mine = own if comm.rank == root else comm.scratch(own.numel(), own.dtype, slot=1).copy_(own)
+    mine = (
+        own
+        if comm.rank == root
+        else comm.scratch(own.numel(), own.dtype, Scratch.CONTRIBUTION).copy_(own)
+    )
     reduce_shard(comm, flat, bounds, plan, mine)
     if comm.rank == root:
         movement.transfer(
@@ -84,7 +89,7 @@ def reduce_shard(
     rank, size = comm.rank, comm.size
     if mine is None:
         mine = flat[bounds[rank] : bounds[rank + 1]]
-    itemsize, tag = flat.element_size(), comm.own_tag(TAG)
+    itemsize, tag = flat.element_size(), comm.own_tag(Tag.PAIRWISE)
     chunk = max(CHUNK_BYTES // itemsize, 1)
     longest = max(bounds[i + 1] - bounds[i] for i in range(size))
     slots = comm.scratch(min(chunk, longest) * size, flat.dtype).view(size, -1)
@@ -119,8 +124,8 @@ def _combine_in_rank_order(
     # ((r0 + r1) + r2) + … with this rank's own contribution at its place, whoever computes it.
     combine = COMBINE[plan.combine]
     if plan.wide is not None and not (comm.size == 2 and reduce_op.rounds_once(mine.dtype, plan)):
-        total = comm.scratch(mine.numel(), plan.wide, slot=2)
-        term = comm.scratch(mine.numel(), plan.wide, slot=3)
+        total = comm.scratch(mine.numel(), plan.wide, Scratch.TOTAL)
+        term = comm.scratch(mine.numel(), plan.wide, Scratch.TERM)
         for place in range(comm.size):
             source = mine if place == comm.rank else slots[place]
             if place == 0:

@@ -37,6 +37,7 @@ from mpidist.comm.memory import buffer
 from mpidist.comm.memory.overlap import separated
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.scratch import Scratch
 
 Tensors = Sequence[torch.Tensor]
 
@@ -114,7 +115,7 @@ def all_reduce_flat(
     short = [t for t in outputs if t.nbytes <= COALESCE_BYTES]
     if len(short) > 1 and comm.size > 1:
         counts = [t.numel() for t in short]
-        flat = comm.scratch(sum(counts), short[0].dtype, slot=4)
+        flat = comm.scratch(sum(counts), short[0].dtype, Scratch.COALESCED)
         parts = flat.split(counts)
         for part, tensor in zip(parts, short, strict=True):
             part.copy_(tensor.view(-1))
@@ -170,7 +171,7 @@ def reduce_scatter(
     """Reduce W tensors a rank and keep the rank's own: W inputs whose sizes may differ, one output of the size of the own."""
     (target,) = outputs
     bounds = [0, *accumulate(t.numel() for t in inputs)]
-    held = comm.scratch(bounds[-1], target.dtype, slot=1)
+    held = comm.scratch(bounds[-1], target.dtype, Scratch.CONTRIBUTION)
     for (start, end), tensor in zip(itertools.pairwise(bounds), inputs, strict=True):
         held[start:end].copy_(tensor.view(-1))
     _reduce_scatter_flat(comm, held, target.view(-1), bounds, operation, may_write=True)

@@ -25,6 +25,7 @@ from mpidist.comm.memory import buffer
 from mpidist.comm.memory.buffer import Order
 from mpidist.comm.memory.stream import Event
 from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.tags import Tag
 from mpidist.kernels.accumulate import accumulate
 from mpidist.kernels.launch import NAMES
 
@@ -33,7 +34,6 @@ Tensor = torch.Tensor
 # Where the tuning table has none. Ranks of one GPU take longer ones yet; a network hides an
 # addition behind these.
 CHUNK_BYTES = 16 << 20
-_TAG = 6  # of the library's own; those below are others'
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class _Messages:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._tag = comm.own_tag(_TAG)
+        self._tag = comm.own_tag(Tag.RING)
         self._left, self._right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         self.sends: list[Any] = []
         self.receives: list[Any] = []

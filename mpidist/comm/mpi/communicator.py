@@ -12,7 +12,9 @@ import torch
 from mpidist.comm.mpi import autograd_mode
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import TwinComm, patiently, promptly
+from mpidist.comm.mpi.scratch import Scratch
 from mpidist.comm.mpi.serialized import wait_all
+from mpidist.comm.mpi.tags import Tag
 
 # the highest tags belong to the library's own algorithms, all below them to the user
 _RESERVED_TAGS = 64
@@ -66,7 +68,7 @@ class Communicator:
         # by device type: which all-reduce is the fastest at which size
         self.tuning_tables: dict[str, Any] = {}
         self.kept: dict[str, Any] = {}  # what executors keep between calls, by their names for it
-        self._scratch: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+        self._scratch: dict[tuple[torch.dtype, Scratch], torch.Tensor] = {}
 
     def patient(self) -> Communicator:
         """Return the same communicator, with the same memory, for a thread that gives its core away while it waits."""
@@ -122,19 +124,19 @@ class Communicator:
         made = [comm for levels in self._levels for comm in (levels.node, levels.leaders)]
         return [comm.plain for comm in made if comm is not None]
 
-    def own_tag(self, number: int) -> int:
-        """Return the library's ``number``-th reserved tag, out of reach of users' messages."""
-        return self.max_tag + 1 + number
+    def own_tag(self, use: Tag) -> int:
+        """Return the tag of one of the library's own uses, out of reach of users' messages."""
+        return self.max_tag + 1 + use
 
-    def scratch(self, numel: int, dtype: torch.dtype, slot: int = 0) -> torch.Tensor:
-        """Return host memory of at least ``numel`` elements that later calls of the same slot use again.
+    def scratch(self, numel: int, dtype: torch.dtype, use: Scratch = Scratch.WORK) -> torch.Tensor:
+        """Return host memory of at least ``numel`` elements that later calls for the same use get again.
 
         Fresh memory costs a page fault every 4 KiB, more than the transfer itself; a group executes
-        one collective at a time, so one buffer a dtype and slot is enough.
+        one collective at a time, so one buffer a dtype and use is enough.
         """
-        held = self._scratch.get((dtype, slot))
+        held = self._scratch.get((dtype, use))
         if held is None or held.numel() < numel:
             with autograd_mode.allocating():
                 held = torch.empty(numel, dtype=dtype, device="cpu")
-            self._scratch[dtype, slot] = held
+            self._scratch[dtype, use] = held
         return held[:numel]

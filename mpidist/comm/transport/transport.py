@@ -40,6 +40,7 @@ from mpidist.comm.memory.buffer_pool import ReceiveMemory
 from mpidist.comm.memory.stream import device_at, start_request
 from mpidist.comm.mpi import mpi_errors, runtime
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.transport.eager_receives import EAGER_BYTES, ProbedReceive, posted, withdraw
 from mpidist.comm.transport.incoming import (
     MAX_PAYLOADS,
@@ -55,7 +56,6 @@ from mpidist.errors import FrameError, RankFailureError
 HEADER_BYTES = 16 << 10  # what a header may always have
 _FIXED = struct.Struct("<BBHIQQII")
 _START = _FIXED.size
-_EAGER_TAG, _PAYLOAD_TAG = 7, 8
 _ALL_PAYLOADS = 1 << 15  # no part is packed
 _RECEIVES = 4  # posted at a time
 _SENDING = 64  # sends under way, past which a rank that never stops receiving tests them as well
@@ -91,8 +91,8 @@ class Transport:
             self._mpi = group._comm.plain
             self._isend, self._byte = self._mpi.Isend, MPI.BYTE
             self._eager_tag, self._payload_tag = (
-                group._comm.own_tag(_EAGER_TAG),
-                group._comm.own_tag(_PAYLOAD_TAG),
+                group._comm.own_tag(Tag.EAGER),
+                group._comm.own_tag(Tag.PAYLOAD),
             )
             self._status: Any = MPI.Status()
             self._payloads = PayloadReceives(self._mpi, self._payload_tag, self._memory)
