@@ -96,8 +96,9 @@ COVERED_BY = {
     "zero/modes": "zero/test_in_backward.py",  # and test_overlap, test_join
     "c10d/backend": "integration/test_torch_groups.py",
     "c10d/dispatched": "integration/test_torch_profiler.py",
-    "c10d/monitored_barrier": "integration/test_torch_api.py",
+    "c10d/overrides": "integration/test_torch_api.py",
     "c10d/process_group": "integration/test_torch_api.py",
+    "c10d/reductions": "integration/test_torch_api.py",
     "zero/first_state": "zero/test_checkpoint.py",
     "zero/unowned_state": "zero/test_loading.py",
     "zero/saving": "zero/test_consolidation.py",

@@ -152,9 +152,31 @@ def _require_alike(native: Any, listed: str) -> None:
         )
 
 
+def _native_of_default() -> Any:
+    """Return the native group behind torch's default group.
+
+    Raises:
+        RuntimeError: The default group is another backend's.
+    """
+    import torch.distributed as dist
+
+    from mpidist.c10d.overrides import native_of
+
+    native = native_of(dist.distributed_c10d._get_default_group())
+    if native is None:
+        raise RuntimeError(
+            'new_group(backend="mpidist") needs a default group on mpidist, whose ranks MPI '
+            "knows; the default is on "
+            f'{dist.get_backend()}. Make that one with init_process_group("mpidist"), or '
+            '"cpu:mpidist,cuda:nccl"; with '
+            "MPIDIST_REPLACE name its backend there, too"
+        )
+    return native
+
+
 def _create(options: Any, backend_options: Any = None) -> Any:
     """Make the process group that torch asks for; called on its members only."""
-    from mpidist.c10d.process_group import TorchProcessGroup, native_of_default
+    from mpidist.c10d.process_group import TorchProcessGroup
     from mpidist.comm import group
     from mpidist.comm.mpi import runtime
 
@@ -168,7 +190,7 @@ def _create(options: Any, backend_options: Any = None) -> Any:
     ranks = list(options.global_ranks_in_group)
     name, timeout = str(options.group_id), options.timeout
     if ranks:
-        native = native_of_default().new_group(ranks, name, timeout)
+        native = _native_of_default().new_group(ranks, name, timeout)
         assert native is not None  # torch asks members only
     else:
         if options.group_size != world.size:

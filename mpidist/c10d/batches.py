@@ -13,17 +13,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from mpidist.c10d.mixed import MixedProcessGroup
-
-_installed: Callable[..., Any] | None = None
+from mpidist.c10d.overrides import native_of, override
 
 
 def install() -> None:
     """Have ``batch_isend_irecv`` start batches of mixed groups as one; every other goes to torch's own function."""
-    global _installed
-    if _installed is None:
-        _installed = _batching(distributed_c10d.batch_isend_irecv)
-        dist.batch_isend_irecv = distributed_c10d.batch_isend_irecv = _installed
+    override("batch_isend_irecv", _batching)
 
 
 def _batching(torchs: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -31,11 +26,7 @@ def _batching(torchs: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         """See torch.distributed.batch_isend_irecv."""
         first = p2p_op_list[0] if p2p_op_list else None
         group = getattr(first, "group", None) or dist.group.WORLD
-        if (
-            first is None
-            or not isinstance(group, MixedProcessGroup)
-            or not group.coalesces(first.tensor.device)
-        ):
+        if first is None or native_of(group) is None or not group.coalesces(first.tensor.device):
             return torchs(p2p_op_list)
         distributed_c10d._check_p2p_op_list(p2p_op_list)
         with distributed_c10d._coalescing_manager(

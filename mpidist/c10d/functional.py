@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpidist.c10d.overrides import native_of
+
 Tensor = torch.Tensor
 
 _DEVICES = ("CPU", "CUDA")
@@ -66,7 +68,7 @@ def _batch_p2p_ops(
         return _torchs("batch_p2p_ops")(op_list, peer_list, tag_list, tensors, group_name)
     # A mixed group's NCCL wants the messages of a batch started as one.
     device = tensors[0].device if tensors else None
-    as_one = device is not None and hasattr(group, "coalesces") and group.coalesces(device)
+    as_one = device is not None and group.coalesces(device)
     if as_one:
         group._start_coalescing(device)
     works = [
@@ -94,7 +96,7 @@ def _ours(named: Any) -> Any:
         group: Any = dist.distributed_c10d._resolve_process_group(named)  # type: ignore[arg-type]
     else:
         group = dist.ProcessGroup.unbox(named) if isinstance(named, torch.ScriptObject) else named
-    return group if getattr(group, "native", None) is not None else None
+    return group if native_of(group) is not None else None
 
 
 def _torchs(name: str) -> Callable[..., Any]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from mpidist.c10d import monitored_barrier
+from mpidist.c10d import overrides
 from mpidist.c10d.device_backend import DeviceBackend
 from mpidist.comm.group import ProcessGroup
 from mpidist.dynamo import untraced
@@ -126,6 +124,10 @@ class ManagedGroup(dist.ProcessGroup):
         """Close the group."""
         self.native.close()
 
+    def coalesces(self, device: torch.device) -> bool:
+        """Return whether messages on a device have to be started as one batch; MPI's need not."""
+        return False
+
     def abort(self) -> None:
         """Make calls under way return with an error where MPI can, and refuse new ones."""
         from mpidist.errors import GroupError
@@ -140,19 +142,5 @@ class ManagedGroup(dist.ProcessGroup):
         self.native.monitored_barrier(timeout, wait_all_ranks)
 
 
-def _with_ours(torchs: Callable[..., None]) -> Callable[..., None]:
-    # torch's own changes the timeouts of Gloo and NCCL, and warns that there is none of them.
-    @functools.wraps(torchs)
-    def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
-        chosen = distributed_c10d._get_default_group() if group is None else group
-        if isinstance(chosen, ManagedGroup):
-            chosen.set_timeout(timeout)
-        else:
-            torchs(timeout, group)
-
-    return _set_pg_timeout
-
-
-monitored_barrier.install()
-if hasattr(distributed_c10d, "_set_pg_timeout"):
-    distributed_c10d._set_pg_timeout = _with_ours(distributed_c10d._set_pg_timeout)
+overrides.override_monitored_barrier()
+overrides.override_set_timeout()

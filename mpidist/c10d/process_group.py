@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import ReduceOp, Work
 
 from mpidist.c10d import functional
 from mpidist.c10d.dispatched import dispatched, modes
 from mpidist.c10d.managed import ManagedGroup
+from mpidist.c10d.reductions import operation_of, requested_operation
 from mpidist.c10d.work import ENDED, Several, TorchReceive, TorchWork
 from mpidist.comm.algorithms import reduce_op
-from mpidist.comm.algorithms.reduce_op import Operation, PremulSum
+from mpidist.comm.algorithms.reduce_op import Operation
 from mpidist.comm.group import ProcessGroup
 from mpidist.dynamo import untraced
 
@@ -27,47 +27,7 @@ Tensor = torch.Tensor
 TensorList = Sequence[torch.Tensor]
 
 _SUM = ReduceOp.SUM
-_OPERATIONS: tuple[tuple[Any, Operation], ...] = (
-    (ReduceOp.SUM, reduce_op.SUM),
-    (ReduceOp.AVG, reduce_op.AVG),
-    (ReduceOp.MAX, reduce_op.MAX),
-    (ReduceOp.MIN, reduce_op.MIN),
-    (ReduceOp.PRODUCT, reduce_op.PRODUCT),
-    (ReduceOp.BAND, reduce_op.BAND),
-    (ReduceOp.BOR, reduce_op.BOR),
-    (ReduceOp.BXOR, reduce_op.BXOR),
-)
-
 _FLAGS = 1024  # works of one element that are kept alive
-
-
-def native_of_default() -> ProcessGroup:
-    """Return the native group behind torch's default group.
-
-    Raises:
-        RuntimeError: The default group is another backend's.
-    """
-    default = dist.distributed_c10d._get_default_group()
-    if not isinstance(default, TorchProcessGroup):
-        raise RuntimeError(
-            'new_group(backend="mpidist") needs a default group on mpidist, whose ranks MPI '
-            "knows; the default is on "
-            f'{dist.get_backend()}. Make that one with init_process_group("mpidist"), or '
-            '"cpu:mpidist,cuda:nccl"; with '
-            "MPIDIST_REPLACE name its backend there, too"
-        )
-    return default.native
-
-
-def operation_of(op: Any) -> Operation:
-    """Translate torch's ReduceOp."""
-    for theirs, ours in _OPERATIONS:
-        if op == theirs:
-            return ours
-    if op == ReduceOp.PREMUL_SUM:
-        factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
-        return PremulSum(factor)
-    raise ValueError(f"mpidist has no reduction {op}")
 
 
 @untraced
@@ -107,7 +67,11 @@ class TorchProcessGroup(ManagedGroup):
         if modes():
             return dispatched("allreduce_coalesced", self, tensors, opts)
         return self._call(
-            self.native.all_reduce_coalesced, tensors, opts, _plain(tensors), _operation(opts)
+            self.native.all_reduce_coalesced,
+            tensors,
+            opts,
+            _plain(tensors),
+            requested_operation(opts),
         )
 
     def reduce(self, tensors: TensorList, opts: Any) -> Work:
@@ -115,7 +79,12 @@ class TorchProcessGroup(ManagedGroup):
         if modes():
             return dispatched("reduce", self, tensors, opts)
         return self._call(
-            self.native.reduce, tensors, opts, _plain(tensors)[0], opts.rootRank, _operation(opts)
+            self.native.reduce,
+            tensors,
+            opts,
+            _plain(tensors)[0],
+            opts.rootRank,
+            requested_operation(opts),
         )
 
     def reduce_scatter(
@@ -126,7 +95,12 @@ class TorchProcessGroup(ManagedGroup):
             return dispatched("reduce_scatter", self, outputs, inputs, opts)
         (output,), (parts,) = _plain(outputs), inputs
         return self._call(
-            self.native.reduce_scatter, outputs, opts, output, _plain(parts), _operation(opts)
+            self.native.reduce_scatter,
+            outputs,
+            opts,
+            output,
+            _plain(parts),
+            requested_operation(opts),
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
@@ -142,7 +116,9 @@ class TorchProcessGroup(ManagedGroup):
         if modes():
             return dispatched("reduce_scatter_single_coalesced", self, outputs, inputs, opts)
         method = self.native.reduce_scatter_tensor_coalesced
-        return self._call(method, outputs, opts, _plain(outputs), _plain(inputs), _operation(opts))
+        return self._call(
+            method, outputs, opts, _plain(outputs), _plain(inputs), requested_operation(opts)
+        )
 
     # --- movement ---
 
@@ -294,10 +270,6 @@ class TorchProcessGroup(ManagedGroup):
 
 def _never(tensor: Tensor, op: Operation) -> bool:
     return False
-
-
-def _operation(opts: Any) -> Operation:
-    return operation_of(opts.reduceOp) if opts is not None else reduce_op.SUM
 
 
 def _plain(tensors: TensorList) -> list[Tensor]:

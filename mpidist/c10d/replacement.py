@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mpidist.c10d import ddp_name, monitored_barrier, names
+from mpidist.c10d import ddp_name, names, overrides
 from mpidist.comm.mpi.torchrun_env import torch_variables
 
 VARIABLE = "MPIDIST_REPLACE"
@@ -121,7 +121,7 @@ def _patch(chosen: Replacement) -> None:
             # where that is True.
             setattr(dist, f"is_{name}_available", _available(getattr(dist, f"is_{name}_available")))
     if "gloo" in chosen.backends:
-        monitored_barrier.install()
+        overrides.override_monitored_barrier()
     if chosen.ddp:
         ddp_name.install()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpidist.c10d import batches, functional, mixed
+from mpidist.c10d import batches, functional, mixed, overrides
 from mpidist.c10d.process_group import TorchProcessGroup
 from mpidist.c10d.work import ENDED
 from mpidist.comm.group import ProcessGroup
@@ -152,7 +152,7 @@ def test_what_torch_asks_of_a_group(world, shared):
 def test_a_batch_of_messages_is_started_as_one(world, shared, monkeypatch):
     for module in (dist, dist.distributed_c10d):
         monkeypatch.setattr(module, "batch_isend_irecv", module.batch_isend_irecv)
-    monkeypatch.setattr(batches, "_installed", None)
+    monkeypatch.setattr(overrides, "_overridden", set())
     batches.install()
     tensor = torch.ones(2, device="meta")
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size

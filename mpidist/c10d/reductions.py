@@ -1,0 +1,37 @@
+"""Translation of torch's ``ReduceOp`` and option objects into mpidist's reduce operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.distributed_c10d import ReduceOp
+
+from mpidist.comm.algorithms import reduce_op
+from mpidist.comm.algorithms.reduce_op import Operation, PremulSum
+
+_OPERATIONS: tuple[tuple[Any, Operation], ...] = (
+    (ReduceOp.SUM, reduce_op.SUM),
+    (ReduceOp.AVG, reduce_op.AVG),
+    (ReduceOp.MAX, reduce_op.MAX),
+    (ReduceOp.MIN, reduce_op.MIN),
+    (ReduceOp.PRODUCT, reduce_op.PRODUCT),
+    (ReduceOp.BAND, reduce_op.BAND),
+    (ReduceOp.BOR, reduce_op.BOR),
+    (ReduceOp.BXOR, reduce_op.BXOR),
+)
+
+
+def operation_of(op: Any) -> Operation:
+    """Translate torch's ReduceOp."""
+    for theirs, ours in _OPERATIONS:
+        if op == theirs:
+            return ours
+    if op == ReduceOp.PREMUL_SUM:
+        factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
+        return PremulSum(factor)
+    raise ValueError(f"mpidist has no reduction {op}")
+
+
+def requested_operation(opts: Any) -> Operation:
+    """Return the operation of an option object; SUM without one."""
+    return operation_of(opts.reduceOp) if opts is not None else reduce_op.SUM
