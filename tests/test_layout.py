@@ -13,6 +13,8 @@ COVERED_BY = {
     "autograd/initiator": "autograd/test_engine.py",
     "autograd/control_messages": "autograd/test_engine.py",
     "autograd/parts": "autograd/test_engine.py",
+    "autograd/reductions": "autograd/test_data_parallel.py",
+    "autograd/start": "autograd/test_engine.py",
     "checkpoint/saving": "checkpoint/test_training.py",
     "__main__": "cli/test_run.py",
     "cli/app": "cli/test_command.py",

@@ -18,6 +18,7 @@ import threading
 from typing import Any
 
 from mpidist.autograd.control_messages import Notice, notify_all
+from mpidist.autograd.dependencies import Plan
 from mpidist.autograd.gradients import Gradients
 from mpidist.autograd.recording import Node, Receive, Send
 from mpidist.ddp import autograd_context
@@ -60,7 +61,7 @@ class Context:
         self.gradients = Gradients()
         self.reductions: dict[Captured, Reduction] = {}
         self.parts: dict[int, Any] = {}
-        self.plans: dict[int, Any] = {}
+        self.plans: dict[int, Plan] = {}
         self.early: dict[int, list[Any]] = {}
         self.stopped: set[int] = set()
         self.completed: set[int] = set()

@@ -8,9 +8,11 @@ is **cut**: the gradient at that edge is kept until the node below can run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from mpidist.autograd.recording import LEAF, RECEIVE, Edge, Node
+
+ROOTS = 0  # key of the roots among the sources; keys of messages are positive
 
 
 class Captures:
@@ -27,9 +29,11 @@ class Plan:
     """The graph below some sources.
 
     Args:
-        sources: The edges of each, none of them empty.
+        sources: Edges of each source, none of them empty, by message number or ``ROOTS``.
 
     Attributes:
+        keys: Message numbers or ``ROOTS``; bit i of a mask is the source ``keys[i]``.
+        sources: Edges, in the order of ``keys``.
         masks: By node.
         order: All nodes, each behind those below it; empty if there is one source, for there is
             nothing to cut then.
@@ -37,17 +41,18 @@ class Plan:
         cuts: By mask: edges from its nodes into nodes of another mask.
     """
 
-    def __init__(self, sources: Sequence[Sequence[Edge]]) -> None:
-        self.sources = sources
+    def __init__(self, sources: Mapping[int, Sequence[Edge]]) -> None:
+        self.keys = list(sources)
+        self.sources = list(sources.values())
         self.order: list[Node] = []
         self.masks: dict[Node, int] = {}
         self.captures: dict[int, Captures] = {}
         self.cuts: dict[int, set[Edge]] = {}
         if len(sources) == 1:
-            ends = self._walk(sources[0])
+            ends = self._walk(self.sources[0])
         elif sources:
-            ends = self._walk_in_order(sources)
-            self._spread(sources)
+            ends = self._walk_in_order(self.sources)
+            self._spread(self.sources)
         else:
             ends = []
         for node in ends:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
-import torch
-
-from mpidist.autograd.context import SMART, Context, Contexts, here, unknown
+from mpidist.autograd.context import SMART, Contexts, here
 from mpidist.autograd.control_messages import Notice, notify, notify_all
-from mpidist.autograd.dependencies import Plan
-from mpidist.autograd.local_pass import ROOTS
 from mpidist.autograd.parts import Parts, plan_of
 from mpidist.autograd.passes import Pass
 from mpidist.autograd.recording import Edge, Tensor
-from mpidist.autograd.smart import Hop, Summary, Survey, closure, summary
+from mpidist.autograd.smart import Summary
+from mpidist.autograd.start import SmartStart, Start
 from mpidist.errors import FrameError, MpidistError, RankFailureError
 from mpidist.rpc import current, remote_error
 from mpidist.rpc.agent import Agent
@@ -53,6 +49,7 @@ class Initiator:
     def __init__(self, contexts: Contexts) -> None:
         self._contexts = contexts
         self._passes: dict[int, Pass] = {}
+        self._surveying: dict[int, SmartStart] = {}  # by pass, in SMART mode
         self.parts = Parts(contexts, self._complete, self._fail)
 
     def backward(self, number: int, roots: Sequence[Tensor], retain: bool, mode: str) -> None:
@@ -65,11 +62,12 @@ class Initiator:
         running = self._passes[key] = Pass(key, number, me)
         before, here.waits = here.waits, True
         try:
-            plan, names = plan_of(context, edges)
+            start = (self.parts, running, context, retain, plan_of(context, edges), roots)
             if mode == "smart":
-                self._survey(running, context, retain, plan, names, roots)
+                smart = self._surveying[key] = SmartStart(*start)
+                smart.ask()
             else:
-                self._begin(running, context, retain, plan, names, roots, None)
+                Start(*start).begin()
             running.wait(
                 agent.polling.wait,
                 agent.calls.rpc_timeout,
@@ -84,73 +82,7 @@ class Initiator:
         finally:
             here.waits = before
             del self._passes[key]
-            running.survey = None  # it refers to the pass
-
-    def _begin(
-        self,
-        running: Pass,
-        context: Context,
-        retain: bool,
-        plan: Plan,
-        names: Sequence[int],
-        roots: Sequence[Tensor],
-        awaited: Iterable[int] | None,
-    ) -> None:
-        part = self.parts.begin(context, running.key, retain, plan, names, awaited)
-        if part is None:
-            running.fail(unknown(context.number))
-        else:
-            self.parts.deliver(part, ROOTS, [torch.ones_like(root) for root in roots])
-
-    # SMART mode.
-
-    def _survey(
-        self,
-        running: Pass,
-        context: Context,
-        retain: bool,
-        plan: Plan,
-        names: list[int],
-        roots: Sequence[Tensor],
-    ) -> None:
-        me = current.require().workers.me.id
-        own = summary(plan, names, context.receives)
-        running.survey = Survey(me, own, context.peers() - {me})
-        running.survey.begin = partial(
-            self._begin_awaited, running, context, retain, plan, names, roots, own[ROOTS]
-        )
-        self._ask(running)
-
-    def _ask(self, running: Pass) -> None:
-        """Ask the workers that are new; begin once all have answered."""
-        for worker in running.survey.next():
-            notify(worker, Notice.ASK, running.context, running.key)
-        if running.survey.is_complete():
-            running.survey.begin()
-
-    def _begin_awaited(
-        self,
-        running: Pass,
-        context: Context,
-        retain: bool,
-        plan: Plan,
-        names: Sequence[int],
-        roots: Sequence[Tensor],
-        first: Sequence[Hop],
-    ) -> None:
-        me = current.require().workers.me.id
-        reached = closure(running.survey.summaries, first)
-        running.expect(worker for worker, sends in reached.items() if sends)
-        for worker in running.survey.asked - {me}:
-            notify(
-                worker,
-                Notice.AWAIT,
-                context.number,
-                running.key,
-                retain,
-                tuple(reached.get(worker, ())),
-            )
-        self._begin(running, context, retain, plan, names, roots, [ROOTS, *reached.get(me, ())])
+            self._surveying.pop(key, None)
 
     def take_summary(
         self, worker: int, number: int, key: int, found: Summary, peers: Sequence[int]
@@ -163,21 +95,14 @@ class Initiator:
         running = self._running(number, key)
         if running is None or running.error is not None:
             return
-        survey = running.survey
-        if survey is None or worker not in survey.asked or worker in survey.summaries:
+        smart = self._surveying.get(key)
+        if smart is None or not smart.survey.expects(worker):
             raise FrameError(
                 f"rank {worker} answers a survey of pass {key} that it was not asked for, or again"
             )
         running.progress()
         try:
-            strangers = {source for hops in found.values() for _, source in hops} - set(peers)
-            if strangers:
-                raise FrameError(
-                    f"rank {worker} has tensors of ranks {sorted(strangers)}, which are none of "
-                    "its peers"
-                )
-            if survey.add(worker, found, peers):
-                self._ask(running)
+            smart.take_summary(worker, found, peers)
         except Exception as error:
             running.fail(error)
 

@@ -25,12 +25,11 @@ from mpidist.autograd.context import Context, here
 from mpidist.autograd.dependencies import Plan
 from mpidist.autograd.fence import Fence
 from mpidist.autograd.recording import LEAF, Edge, Node, Tensor
+from mpidist.autograd.reductions import Reductions
 from mpidist.autograd.single_node import Gradient, run_alone
-from mpidist.ddp.autograd_context import Reduction
 from mpidist.errors import MpidistError
 
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
-ROOTS = 0  # the name of the source that the roots are; messages have numbers above
 
 
 class Outlet(Protocol):
@@ -52,7 +51,6 @@ class LocalPass:
         key: The pass's number.
         retain: Whether the graph is kept.
         plan: Of all the sources.
-        names: Of the plan's sources, in their order: numbers of messages, or ``ROOTS``.
         awaited: Those that get gradients; None for all.
 
     Raises:
@@ -70,7 +68,6 @@ class LocalPass:
         key: int,
         retain: bool,
         plan: Plan,
-        names: Sequence[int],
         awaited: Iterable[int] | None = None,
     ) -> None:
         self.context = context
@@ -80,8 +77,8 @@ class LocalPass:
         self.is_stopped = False
         self._outlet = outlet
         self._plan = plan
-        self._places = {name: place for place, name in enumerate(names)}
-        self._needed = self._all = (1 << len(names)) - 1
+        self._places = {name: place for place, name in enumerate(plan.keys)}
+        self._needed = self._all = (1 << len(plan.keys)) - 1
         if awaited is not None:
             awaited = set(awaited)
             if not awaited <= self._places.keys():
@@ -100,7 +97,7 @@ class LocalPass:
         self._is_busy = False
         self._since = time.monotonic()
         self._lock = threading.Lock()
-        self._reductions = _opened(context, plan)
+        self._reductions = Reductions(context, plan)
 
     @property
     def since(self) -> float:
@@ -118,7 +115,7 @@ class LocalPass:
             self._inbox.clear()
             if not self._is_busy:
                 self._kept.clear()
-                self._close()
+                self._reductions.close()
 
     def deliver(self, name: int, gradients: Sequence[Gradient]) -> None:
         """Take the gradients of one source, and run what is ready; if another thread does that already, leave them to it.
@@ -143,20 +140,16 @@ class LocalPass:
                         break
                 self._advance(arrived)
         except BaseException:
-            self._close()
+            self._reductions.close()
             raise
         finally:
             here.context = before
             self._since = time.monotonic()
             if self.is_stopped:
-                self._close()
+                self._reductions.close()
 
-    def _close(self) -> None:
-        for reduction in self._reductions:
-            reduction.close()
-
-    def _advance(self, arrived: list[tuple[int, Sequence[Gradient], Fence]]) -> None:
-        plan, masks = self._plan, self._plan.masks
+    def _accept(self, arrived: list[tuple[int, Sequence[Gradient], Fence]]) -> None:
+        """Keep the gradients of sources at the edges that the sources lead to."""
         self._fence.hold(self._kept.values())
         for name, gradients, fence in arrived:
             fence.hold(gradients)
@@ -167,9 +160,14 @@ class LocalPass:
                     "awaited in it"
                 )
             self._arrived |= 1 << place
-            for edge, gradient in zip(plan.sources[place], gradients, strict=True):
+            for edge, gradient in zip(self._plan.sources[place], gradients, strict=True):
                 if gradient is not None:
                     self._keep(edge, gradient)
+
+    def _advance(self, arrived: list[tuple[int, Sequence[Gradient], Fence]]) -> None:
+        """Accept gradients and run the nodes that are ready."""
+        self._accept(arrived)
+        plan, masks = self._plan, self._plan.masks
         waits_for = self._all & ~self._arrived
         leaves: list[Node] = []
         receives: list[Node] = []
@@ -201,16 +199,7 @@ class LocalPass:
         self._fence.record(self._kept.values())
         if self.is_stopped:
             return
-        if self._reductions:
-            # Data-parallel modules have taken theirs as they came, and hand the averages over at
-            # the end.
-            found = [
-                pair
-                for pair in found
-                if not any(reduction.owns(pair[0]) for reduction in self._reductions)
-            ]
-            if not waits_for:
-                found += [pair for reduction in self._reductions for pair in reduction.finish()]
+        found = self._reductions.exchange(found, is_last=not waits_for)
         if found:
             self.context.gradients.add(found)
         if not waits_for:
@@ -286,24 +275,6 @@ class LocalPass:
     def _keep(self, edge: Edge, gradient: Tensor) -> None:
         before = self._kept.get(edge)
         self._kept[edge] = gradient if before is None else _sum(before, gradient)
-
-
-def _opened(context: Context, plan: Plan) -> list[Reduction]:
-    """Return the data-parallel modules of a context that a pass may reach, open for its gradients."""
-    if not context.reductions:
-        return []
-    leaves = [node.variable for capture in plan.captures.values() for node in capture.leaves]
-    opened: list[Reduction] = []
-    try:
-        for reduction in list(context.reductions.values()):
-            if any(map(reduction.owns, leaves)):
-                reduction.open()
-                opened.append(reduction)
-    except BaseException:
-        for reduction in opened:
-            reduction.close()
-        raise
-    return opened
 
 
 def _sum(first: Tensor, second: Tensor) -> Tensor:

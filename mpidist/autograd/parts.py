@@ -10,8 +10,8 @@ from mpidist.autograd import checks
 from mpidist.autograd.checks import initiator_of
 from mpidist.autograd.context import SMART, Context, Contexts, unknown
 from mpidist.autograd.control_messages import Notice, notify, notify_all, send_gradients
-from mpidist.autograd.dependencies import Plan
-from mpidist.autograd.local_pass import ROOTS, LocalPass
+from mpidist.autograd.dependencies import ROOTS, Plan
+from mpidist.autograd.local_pass import LocalPass
 from mpidist.autograd.recording import Edge, Node
 from mpidist.autograd.single_node import Gradient
 from mpidist.autograd.smart import summary
@@ -21,14 +21,13 @@ from mpidist.rpc import current
 _MAX_PLANS = 64  # of one context, asked for and not begun: each is as large as the graph
 
 
-def plan_of(context: Context, roots: Sequence[Edge] | None = None) -> tuple[Plan, list[int]]:
-    """Plan a pass from all sends of a context, and from the roots if it begins here; return the sources' names, too."""
-    sends = list(context.sends.items())
-    names = [name for name, _ in sends]
-    sources = [send.next_functions for _, send in sends]
-    if roots is not None:
-        return Plan([roots, *sources]), [ROOTS, *names]
-    return Plan(sources), names
+def plan_of(context: Context, roots: Sequence[Edge] | None = None) -> Plan:
+    """Plan a pass from all sends of a context, and from the roots at the initiator."""
+    sources: dict[int, Sequence[Edge]] = {} if roots is None else {ROOTS: roots}
+    # Other threads may record a send meanwhile.
+    for message, send in list(context.sends.items()):
+        sources[message] = send.next_functions
+    return Plan(sources)
 
 
 class Parts:
@@ -99,8 +98,7 @@ class Parts:
             if key & SMART:  # what to await is still under way
                 context.early.setdefault(key, []).append((message, gradients))
                 return None
-            plan, names = plan_of(context)
-            part = context.parts[key] = LocalPass(self, context, key, retain, plan, names)
+            part = context.parts[key] = LocalPass(self, context, key, retain, plan_of(context))
             return part
 
     def begin(
@@ -109,14 +107,13 @@ class Parts:
         key: int,
         retain: bool,
         plan: Plan,
-        names: Sequence[int],
         awaited: Iterable[int] | None = None,
     ) -> LocalPass | None:
         """Begin a part, and give it what has come already; None if the pass has failed meanwhile."""
         with context.lock:
             if key in context.stopped or context.is_released:
                 return None
-            part = context.parts[key] = LocalPass(self, context, key, retain, plan, names, awaited)
+            part = context.parts[key] = LocalPass(self, context, key, retain, plan, awaited)
             early = context.early.pop(key, ())
         for message, gradients in early:
             self.deliver(part, message, gradients)
@@ -145,18 +142,18 @@ class Parts:
                     f"{len(context.plans)} passes have asked context {number} for its plan, and "
                     "not begun"
                 )
-            plan, names = plan_of(context)
-            found = summary(plan, names, context.receives)
+            plan = plan_of(context)
+            found = summary(plan, context.receives)
         except Exception as error:
             self.abort(context, key, error)
             return
-        context.plans[key] = plan, names
+        context.plans[key] = plan
         notify_all([initiator_of(key)], Notice.SUMMARY, number, key, found, tuple(context.peers()))
 
     def begin_awaited(self, number: int, key: int, retain: bool, awaited: Sequence[int]) -> None:
         """Begin a part with the sends that get gradients, if any."""
         context = self._contexts.find(number)
-        plan, names = context.plans.pop(key, (None, ())) if context is not None else (None, ())
+        plan = context.plans.pop(key, None) if context is not None else None
         if not awaited:
             return
         if context is None:
@@ -170,7 +167,7 @@ class Parts:
                 )
         else:
             try:
-                self.begin(context, key, retain, plan, names, awaited)
+                self.begin(context, key, retain, plan, awaited)
             except Exception as error:
                 self.abort(context, key, error)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from mpidist.autograd.smart import Survey
 from mpidist.errors import CommTimeout, MpidistError
 from mpidist.rpc.call import Call
 
@@ -37,7 +38,7 @@ class Pass:
         self.key = key
         self.context = context
         self.error: BaseException | None = None
-        self.survey: Any = None
+        self.survey: Survey | None = None
         self.me = me
         self.mentioned = {me}
         self._complete: set[int] = set()
@@ -83,7 +84,7 @@ class Pass:
     def involves(self, worker: int) -> bool:
         """Say whether a worker has a part that is not complete, or has not yet answered the survey."""
         survey = self.survey
-        if survey is not None and worker in survey.asked and worker not in survey.summaries:
+        if survey is not None and survey.expects(worker):
             return True
         return worker in self.mentioned and worker not in self._complete
 

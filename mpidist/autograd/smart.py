@@ -12,7 +12,7 @@ Source: "Distributed Autograd Design", pytorch.org/docs/stable/rpc/distributed_a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mpidist.autograd.dependencies import Plan
 from mpidist.autograd.recording import Node, Receive
@@ -22,22 +22,15 @@ Hop = tuple[int, int]  # a message, and the worker that sent it
 Summary = Mapping[int, Sequence[Hop]]
 
 
-def summary(
-    plan: Plan, names: Sequence[int], receives: Mapping[Node, Receive]
-) -> dict[int, list[Hop]]:
-    """Return which receives each of a plan's sources reaches.
-
-    Args:
-        names: Of the sources.
-        receives: By node.
-    """
-    found: dict[int, list[Hop]] = {name: [] for name in names}
+def summary(plan: Plan, receives: Mapping[Node, Receive]) -> dict[int, list[Hop]]:
+    """Return the receives that each source of a plan reaches, by the source's key."""
+    found: dict[int, list[Hop]] = {key: [] for key in plan.keys}
     for mask, captures in plan.captures.items():
         hops = [(receives[node].message, receives[node].source) for node in captures.receives]
         if hops:
-            for place, name in enumerate(names):
+            for place, key in enumerate(plan.keys):
                 if mask >> place & 1:
-                    found[name] += hops
+                    found[key] += hops
     return found
 
 
@@ -70,11 +63,9 @@ class Survey:
     Attributes:
         summaries: By worker.
         asked: Workers, the asking one among them.
-        begin: Called once all have answered.
     """
 
     def __init__(self, me: int, own: Summary, peers: Iterable[int]) -> None:
-        self.begin: Callable[[], None] = _nothing
         self._lock = threading.Lock()
         self.summaries: dict[int, Summary] = {me: own}
         self.asked: set[int] = {me}
@@ -98,6 +89,10 @@ class Survey:
             self._found.update(peers)
             return bool(self._found - self.asked) or self._has_all()
 
+    def expects(self, worker: int) -> bool:
+        """Return whether a worker was asked and has not answered."""
+        return worker in self.asked and worker not in self.summaries
+
     def is_complete(self) -> bool:
         """Say whether all that are known have answered; True once."""
         with self._lock:
@@ -106,7 +101,3 @@ class Survey:
 
     def _has_all(self) -> bool:
         return self._found | self.asked <= self.summaries.keys()
-
-
-def _nothing() -> None:
-    raise AssertionError("nothing to begin")

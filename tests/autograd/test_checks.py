@@ -10,9 +10,10 @@ import torch
 from mpidist.autograd import checks
 from mpidist.autograd.context import SMART, Context
 from mpidist.autograd.control_messages import Notice
+from mpidist.autograd.parts import plan_of
 from mpidist.autograd.passes import Pass
 from mpidist.autograd.recording import Send
-from mpidist.autograd.smart import Survey
+from mpidist.autograd.start import SmartStart
 from mpidist.errors import FrameError
 from mpidist.rpc import current
 from mpidist.rpc.message import Kind
@@ -189,8 +190,10 @@ class TestSurveys:
     @pytest.fixture
     def under_way(self, engine):
         made = running(engine, SMART)
-        made.survey = Survey(ME, {}, {PEER})
-        made.survey.begin = lambda: self.begun.append(made)
+        context = engine.contexts.find(OWN)
+        start = SmartStart(engine.initiator.parts, made, context, False, plan_of(context, []), [])
+        engine.initiator._surveying[made.key] = start
+        start._begin_everywhere = lambda: self.begun.append(made)
         self.begun = []
         assert made.survey.next() == {PEER}
         return made

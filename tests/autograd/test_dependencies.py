@@ -35,7 +35,7 @@ def graph(rng):
 def test_plans_equal_brute_force(seed):
     sends = graph(random.Random(seed))
     sources = [send.next_functions for send in sends]
-    plan = Plan(sources)
+    plan = Plan(dict(enumerate(sources)))
     reached = [set().union(*(below(node, set()) for node, _ in edges)) for edges in sources]
     masks = {
         node: sum(1 << place for place, nodes in enumerate(reached) if node in nodes)
@@ -75,12 +75,12 @@ def test_plans_equal_brute_force(seed):
 
 
 def test_no_sources_and_deep_graphs():
-    assert not Plan([]).masks
+    assert not Plan({}).masks
     value = leaf = torch.ones(1, requires_grad=True)
     for _ in range(20_000):  # deeper than Python's stack
         value = value * 1
     for sources in ([[value]], [[value], [value]]):
-        plan = Plan([Send(0, True, one).next_functions for one in sources])
+        plan = Plan({place: Send(0, True, one).next_functions for place, one in enumerate(sources)})
         (captures,) = plan.captures.values()
         assert [node.variable is leaf for node in captures.leaves] == [True] and len(
             plan.masks

@@ -30,9 +30,8 @@ class Recording:
 
 def part_of(context, sources, outlet=None, awaited=None, retain=True):
     sends = [Send(1, True, tensors) for tensors in sources]
-    names = list(range(1, len(sends) + 1))
-    plan = Plan([send.next_functions for send in sends])
-    return LocalPass(outlet or Recording(), context, 5, retain, plan, names, awaited)
+    plan = Plan({place: send.next_functions for place, send in enumerate(sends, 1)})
+    return LocalPass(outlet or Recording(), context, 5, retain, plan, awaited)
 
 
 def arrival(context, tensors, message):

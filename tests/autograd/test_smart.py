@@ -23,8 +23,8 @@ def test_a_summary_names_the_receives_below_each_send():
         Send(1, True, [first + second]),
         Send(1, False, [torch.ones(1, requires_grad=True)]),
     ]
-    plan = Plan([send.next_functions for send in sends])
-    found = summary(plan, [7, 8, 9], receives)
+    plan = Plan(dict(zip([7, 8, 9], [send.next_functions for send in sends], strict=True)))
+    found = summary(plan, receives)
     assert {name: sorted(hops) for name, hops in found.items()} == {
         7: [(11, 1)],
         8: [(11, 1), (22, 2)],
