@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mpidist.autograd import control_messages
-from mpidist.autograd.context import MAX_COUNT, MODES, WORKER_SHIFT, Context, here, unknown
+from mpidist.autograd.context import MAX_COUNT, MODES, WORKER_SHIFT, Context, thread_state, unknown
 from mpidist.autograd.engine import Engine
 from mpidist.dynamo import untraced
 from mpidist.rpc import current, interceptor
@@ -36,7 +36,7 @@ class context:
 
     def __exit__(self, *error: Any) -> None:
         """End it. Returns at once: others are told one way."""
-        here.context = None
+        thread_state.context = None
         _engine.release(self._context.number)
 
 
@@ -98,24 +98,24 @@ def _new_context() -> Context:
     if _engine.current_context():
         raise RuntimeError("Already have an autograd context id for this thread")
     interceptor.load()
-    here.context = made = _engine.contexts.create(current.require().workers.me.id)
+    thread_state.context = made = _engine.contexts.create(current.require().workers.me.id)
     return made
 
 
 def _release_context(context_id: int) -> None:
-    if here.context is not None and here.context.number == context_id:
-        here.context = None
+    if thread_state.context is not None and thread_state.context.number == context_id:
+        thread_state.context = None
     if not _engine.release(context_id):
         raise unknown(context_id)
 
 
 def _current_context() -> Context:
-    if not _engine.current_context() or here.context is None:
+    if not _engine.current_context() or thread_state.context is None:
         raise RuntimeError(
             "Current thread doesn't have a valid autograd context. Please wrap your code using: "
             "`with context()`"
         )
-    return here.context
+    return thread_state.context
 
 
 def _retrieve_context(context_id: int) -> Context:

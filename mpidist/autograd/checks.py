@@ -95,11 +95,11 @@ def sender(
         is_right = (
             initiator_of(key) == source
             or found is None
-            or source in found.told
-            or source in found.told_by
+            or source in found.callees
+            or source in found.callers
         )
     elif what == Notice.CLEANUP:
-        is_right = owner != me and (source == owner or found is None or source in found.told_by)
+        is_right = owner != me and (source == owner or found is None or source in found.callers)
     else:
         is_right = owner == me
     if not is_right:

@@ -36,8 +36,8 @@ class Context:
 
     Attributes:
         number: Its id; the worker that made it is in the top 16 bits.
-        told: Ranks to which requests were sent within it.
-        told_by: Ranks whose requests came within it.
+        callees: Ranks that requests within the context were sent to, and ranks adopted for clean-up.
+        callers: Ranks that requests within the context arrived from.
         sends: By number of the message.
         receives: By node.
         gradients: Of the leaves.
@@ -54,8 +54,8 @@ class Context:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.told: set[int] = set()
-        self.told_by: set[int] = set()
+        self.callees: set[int] = set()
+        self.callers: set[int] = set()
         self.sends: dict[int, Send] = {}
         self.receives: dict[Node, Receive] = {}
         self.gradients = Gradients()
@@ -71,7 +71,7 @@ class Context:
 
     def peers(self) -> set[int]:
         """Return all workers that it is shared with, as far as this worker knows."""
-        return set(self.told) | set(self.told_by)
+        return set(self.callees) | set(self.callers)
 
     # torch's names, read by its tests.
 
@@ -85,20 +85,20 @@ class Context:
         return {receive.message: node for node, receive in list(self.receives.items())}
 
     def _known_worker_ids(self) -> set[int]:
-        return set(self.told)
+        return set(self.callees)
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     context: Context | None = None
     waits = False  # the thread waits in ``backward``
 
 
-here = _Here()
+thread_state = _ThreadState()
 
 
 def _join(reduction: Reduction) -> None:
-    if here.context is not None:
-        here.context.reductions.setdefault(reduction.reducer, reduction)
+    if thread_state.context is not None:
+        thread_state.context.reductions.setdefault(reduction.reducer, reduction)
 
 
 autograd_context.register(_join)
@@ -133,7 +133,7 @@ class Contexts:
                 # nobody would end it again
                 return
             found = self._by_number[number] = Context(number)
-        found.told_by.add(source)
+        found.callers.add(source)
 
     def find(self, number: int) -> Context | None:
         """Return a context; None if it is not known here, or no more."""
@@ -173,9 +173,9 @@ class Contexts:
             if owner == rank:
                 self.release(context.number, me)
                 ended.append(context)
-            elif rank in context.told_by:
-                context.told_by.discard(rank)
-                if not context.told_by and owner != me:
+            elif rank in context.callers:
+                context.callers.discard(rank)
+                if not context.callers and owner != me:
                     notify_all([owner], Notice.ADOPT, context.number)
         return ended
 
@@ -183,7 +183,7 @@ class Contexts:
         """Have a worker cleaned up when the context ends; at once if it has."""
         found = self._by_number.get(number)
         if found is not None:
-            found.told.add(worker)
+            found.callees.add(worker)
         else:
             notify_all([worker], Notice.CLEANUP, number)
 
@@ -214,15 +214,15 @@ class Within:
 
     def __enter__(self) -> None:
         """Make it the thread's."""
-        self._before = here.context
-        here.context = context = self._context
+        self._before = thread_state.context
+        thread_state.context = context = self._context
         if context is not None:
             with context.lock:
                 context.active += 1
 
     def __exit__(self, *error: Any) -> None:
         """Give the thread back what it had."""
-        here.context = self._before
+        thread_state.context = self._before
         context = self._context
         if context is not None:
             with context.lock:
@@ -240,4 +240,6 @@ def unknown(number: int) -> MpidistError:
 def _pass_on(context: Context, me: int) -> None:
     # The context's own worker has ended it first. All others get it, also those that told us: we
     # may have told them again.
-    notify_all(context.told - {me, context.number >> WORKER_SHIFT}, Notice.CLEANUP, context.number)
+    notify_all(
+        context.callees - {me, context.number >> WORKER_SHIFT}, Notice.CLEANUP, context.number
+    )

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mpidist.autograd import checks, recording
-from mpidist.autograd.context import WORKER_SHIFT, Context, Contexts, Within, here, unknown
+from mpidist.autograd.context import WORKER_SHIFT, Context, Contexts, Within, thread_state, unknown
 from mpidist.autograd.control_messages import GRADIENT_KINDS, Notice, notify_all
 from mpidist.autograd.initiator import Initiator, loss_of
 from mpidist.autograd.recording import Receive, Send, Tensor
@@ -29,7 +29,7 @@ class Engine:
 
     def current_context(self) -> int:
         """See ``Interceptor``."""
-        context = here.context
+        context = thread_state.context
         return context.number if context is not None and not context.is_released else 0
 
     def request_came(self, context: int, source: int) -> None:
@@ -52,9 +52,9 @@ class Engine:
             found = self.contexts.find(context)
         else:
             # it may have ended a moment ago: the clean-up follows when this handler ends
-            found = here.context
+            found = thread_state.context
             if found is not None and found.number == context:
-                found.told.add(to)
+                found.callees.add(to)
         if found is None:
             return 0
         sent = [tensor for tensor in tensors if tensor.requires_grad]
@@ -99,7 +99,7 @@ class Engine:
             FrameError: The message does not hold what it must, or its sender may not send it.
         """
         if kind in GRADIENT_KINDS:
-            return _work(self._parts.take_gradients, source, obj)
+            return _work(self._parts.receive_gradients, source, obj)
         agent = current.require()
         count, me = len(agent.workers.infos), agent.workers.me.id
         what, number, key, rest = checks.head(obj, count)
@@ -117,23 +117,23 @@ class Engine:
                 self._parts.report_failure(number, key, told)
             raise
         if what == Notice.DONE:
-            self.initiator.take_done(source, number, key, *rest)
+            self.initiator.complete_part(source, number, key, *rest)
         elif what == Notice.FAILED:
-            self.initiator.take_failure(agent, source, number, key, *rest)
+            self.initiator.fail_part(agent, source, number, key, *rest)
         elif what == Notice.STOP:
             if found is not None:
                 self._parts.stop(found, key)
         elif what == Notice.ASK:
             return _work(self._parts.answer_survey, number, key)
         elif what == Notice.SUMMARY:
-            return _work(self.initiator.take_summary, source, number, key, *rest)
+            return _work(self.initiator.add_summary, source, number, key, *rest)
         elif what == Notice.AWAIT:
             return _work(self._parts.begin_awaited, number, key, *rest)
         elif what == Notice.PROBE:
             idle_s, missing, sent_to = self._parts.report(number, key)
             notify_all([source], Notice.REPORT, number, key, idle_s, missing, tuple(sent_to))
         elif what == Notice.REPORT:
-            self.initiator.take_report(source, number, key, *rest)
+            self.initiator.add_report(source, number, key, *rest)
         elif what == Notice.CLEANUP:
             self.release(number)
         elif what == Notice.ADOPT:
@@ -192,4 +192,4 @@ def _me() -> int:
 def _work(function: Any, *args: Any) -> Task:
     # The thread that waits for its pass does the work by itself; one that waits for something else
     # leaves it to the pool.
-    return Task(partial(function, *args), not here.waits)
+    return Task(partial(function, *args), not thread_state.waits)

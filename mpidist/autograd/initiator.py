@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mpidist.autograd.context import SMART, Contexts, here
+from mpidist.autograd.context import SMART, Contexts, thread_state
 from mpidist.autograd.control_messages import Notice, notify, notify_all
 from mpidist.autograd.parts import Parts, plan_of
 from mpidist.autograd.passes import Pass
@@ -60,7 +60,7 @@ class Initiator:
         me = agent.workers.me.id
         key = self._contexts.make_id(me) | (SMART if mode == "smart" else 0)
         running = self._passes[key] = Pass(key, number, me)
-        before, here.waits = here.waits, True
+        before, thread_state.waits = thread_state.waits, True
         try:
             start = (self.parts, running, context, retain, plan_of(context, edges), roots)
             if mode == "smart":
@@ -80,11 +80,11 @@ class Initiator:
                 notify_all(running.survey.asked - {me}, Notice.STOP, number, key)
             raise
         finally:
-            here.waits = before
+            thread_state.waits = before
             del self._passes[key]
             self._surveying.pop(key, None)
 
-    def take_summary(
+    def add_summary(
         self, worker: int, number: int, key: int, found: Summary, peers: Sequence[int]
     ) -> None:
         """Take a worker's answer to the survey.
@@ -102,7 +102,7 @@ class Initiator:
             )
         running.progress()
         try:
-            smart.take_summary(worker, found, peers)
+            smart.add_summary(worker, found, peers)
         except Exception as error:
             running.fail(error)
 
@@ -130,7 +130,7 @@ class Initiator:
             running.complete(running.me, sent_to)
             self._require_living(running)
 
-    def take_done(self, worker: int, number: int, key: int, sent_to: Iterable[int]) -> None:
+    def complete_part(self, worker: int, number: int, key: int, sent_to: Iterable[int]) -> None:
         """Note that a worker's part is complete."""
         running = self._running(number, key)
         if running is not None:
@@ -154,9 +154,7 @@ class Initiator:
         else:
             running.fail(_error_on(running.me, error))
 
-    def take_failure(
-        self, agent: Agent, worker: int, number: int, key: int, description: Any
-    ) -> None:
+    def fail_part(self, agent: Agent, worker: int, number: int, key: int, description: Any) -> None:
         """End a pass for an error on another worker."""
         running = self._running(number, key)
         if running is None:
@@ -167,7 +165,7 @@ class Initiator:
             error = FrameError(f"rank {worker} reports an error that cannot be read: {failure}")
         running.fail(_error_on(worker, error))
 
-    def take_report(
+    def add_report(
         self,
         worker: int,
         number: int,

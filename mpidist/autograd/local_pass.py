@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge
 
-from mpidist.autograd.context import Context, here
+from mpidist.autograd.context import Context, thread_state
 from mpidist.autograd.dependencies import Plan
 from mpidist.autograd.fence import Fence
 from mpidist.autograd.recording import LEAF, Edge, Node, Tensor
@@ -130,7 +130,7 @@ class LocalPass:
                 return
             self._is_busy = True
         # calls of nodes and hooks, of a recomputed forward pass say, are not recorded
-        before, here.context = here.context, None
+        before, thread_state.context = thread_state.context, None
         try:
             while not self.is_stopped:
                 with self._lock:
@@ -143,7 +143,7 @@ class LocalPass:
             self._reductions.close()
             raise
         finally:
-            here.context = before
+            thread_state.context = before
             self._since = time.monotonic()
             if self.is_stopped:
                 self._reductions.close()

@@ -49,7 +49,7 @@ class Parts:
         self._complete = complete
         self._fail = fail
 
-    def take_gradients(self, source: int, content: Sequence[Any]) -> None:
+    def receive_gradients(self, source: int, content: Sequence[Any]) -> None:
         """Take a message of gradients; in FAST mode the first of a pass begins this worker's part.
 
         Raises:
@@ -66,7 +66,7 @@ class Parts:
         if context is None:
             self.report_failure(number, key, unknown(number))
             return
-        if source not in context.told and source not in context.told_by:
+        if source not in context.callees and source not in context.callers:
             raise FrameError(
                 f"rank {source} sent gradients of context {number}, which it does not share"
             )

@@ -90,7 +90,7 @@ class SmartStart(Start):
         if self.survey.is_complete():
             self._begin_everywhere()
 
-    def take_summary(self, worker: int, found: Summary, peers: Sequence[int]) -> None:
+    def add_summary(self, worker: int, found: Summary, peers: Sequence[int]) -> None:
         """Record a worker's answer, then ask further workers or begin.
 
         Raises:

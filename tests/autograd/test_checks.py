@@ -99,7 +99,7 @@ def test_contexts_and_passes_that_no_worker_makes(engine, outbox, what, number):
 )
 def test_who_has_no_say(engine, outbox, what, source, context, key):
     known = engine.contexts._by_number[PEERS] = Context(PEERS)
-    known.told_by.add(PEER)
+    known.callers.add(PEER)
     rest = {
         Notice.DONE: [()],
         Notice.FAILED: [("E", "E", "", None)],
@@ -111,13 +111,13 @@ def test_who_has_no_say(engine, outbox, what, source, context, key):
     with pytest.raises(FrameError, match=r"has no say|not of SMART mode"):
         notice(engine, source, what, *numbers, *rest.get(what, []))
     assert outbox.sent == [] and len(engine.contexts) == 2
-    assert not engine.contexts.find(OWN).stopped and not known.told
+    assert not engine.contexts.find(OWN).stopped and not known.callees
 
 
 def test_who_has_a_say_in_the_end_of_a_context(engine, outbox):
     for source in (PEER, STRANGER):  # whose context it is, and who has called within it
         known = engine.contexts._by_number[PEERS] = Context(PEERS)
-        known.told_by.add(STRANGER)
+        known.callers.add(STRANGER)
         notice(engine, source, Notice.CLEANUP, PEERS)
         assert engine.contexts.find(PEERS) is None
 
@@ -251,7 +251,7 @@ class TestSurveys:
 class TestAwaited:
     KEY = PEER << 48 | SMART | 5
 
-    def told(self, outbox):
+    def failures(self, outbox):
         """Return the texts of the failures that the worker which began the pass was told."""
         assert all(
             to == PEER and content[0] == Notice.FAILED and content[2] == self.KEY
@@ -271,7 +271,7 @@ class TestAwaited:
         outbox.sent.clear()
         with pytest.raises(FrameError):
             notice(engine, PEER, Notice.AWAIT, OWN, self.KEY, *fields)
-        assert "rank 1 sent AWAIT with a field of another form" in self.told(outbox)[0]
+        assert "rank 1 sent AWAIT with a field of another form" in self.failures(outbox)[0]
         assert not engine.contexts.find(OWN).parts
 
     @pytest.mark.parametrize("awaited", [(5,), (MESSAGE, 5), tuple(range(1, 100_000))])
@@ -279,7 +279,9 @@ class TestAwaited:
         notice(engine, PEER, Notice.ASK, OWN, self.KEY)
         outbox.sent.clear()
         notice(engine, PEER, Notice.AWAIT, OWN, self.KEY, True, awaited)
-        assert "awaits gradients of messages that this worker has not sent" in self.told(outbox)[0]
+        assert (
+            "awaits gradients of messages that this worker has not sent" in self.failures(outbox)[0]
+        )
         assert not engine.contexts.find(OWN).parts
 
     def test_a_message_twice_counts_once(self, engine, outbox):
@@ -291,7 +293,7 @@ class TestAwaited:
 
     def test_a_pass_that_has_not_asked(self, engine, outbox):
         notice(engine, PEER, Notice.AWAIT, OWN, self.KEY, True, (MESSAGE,))
-        assert "has not asked which there are" in self.told(outbox)[0]
+        assert "has not asked which there are" in self.failures(outbox)[0]
 
     def test_questions_without_end_do_not_fill_the_memory(self, engine, outbox):
         for count in range(1000):
@@ -357,7 +359,7 @@ class TestGradients:
         assert told == [(PEER, Notice.FAILED, self.KEY)]
 
     def test_of_another_worker_that_shares_the_context(self, engine, outbox):
-        engine.contexts.find(OWN).told.add(STRANGER)
+        engine.contexts.find(OWN).callees.add(STRANGER)
         told = self.refused(
             engine, outbox, right(), "which this worker has not sent to it", source=STRANGER
         )

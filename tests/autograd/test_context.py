@@ -37,7 +37,7 @@ def test_a_request_makes_a_context_of_another_worker_and_none_of_ours():
     contexts.request_came(1, 2 << 48 | 5, 0)
     contexts.request_came(1, 2 << 48 | 5, 2)
     contexts.request_came(1, 1 << 48 | 5, 0)  # ours has ended
-    assert [one.told_by for one in contexts.values()] == [{0, 2}] and contexts.find(
+    assert [one.callers for one in contexts.values()] == [{0, 2}] and contexts.find(
         1 << 48 | 5
     ) is None
     contexts.request_came(1, 2 << 48 | 5, 1)

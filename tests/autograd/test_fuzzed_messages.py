@@ -122,7 +122,7 @@ def test_rows_of_messages(messages, mode):
         assert (
             len(context.plans) <= 64
             and list(context.sends) == [MESSAGE]
-            and {PEER} <= context.told <= set(range(WORKERS))
+            and {PEER} <= context.callees <= set(range(WORKERS))
         )
         for gradient in context.gradients.all().values():
             assert gradient.shape == (2, 3) and gradient.dtype is torch.float32
