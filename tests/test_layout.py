@@ -20,6 +20,10 @@ COVERED_BY = {
     "cli/app": "cli/test_command.py",
     "cli/device_findings": "cli/test_findings.py",
     "cli/finding": "cli/test_findings.py",
+    "cli/help_examples": "cli/test_command.py",
+    "cli/launch_request": "cli/test_launch_plan.py",
+    "cli/launcher_options": "cli/test_launch_plan.py",
+    "cli/node_findings": "cli/test_findings.py",
     "cli/questions": "cli/test_doctor.py",
     "cli/tables": "cli/test_command.py",
     "c10d/batches": "c10d/test_mixed.py",
@@ -68,6 +72,7 @@ COVERED_BY = {
     "frameworks/environment": "frameworks/test_lightning.py",
     "frameworks/group": "frameworks/test_lightning.py",
     "kernels/launch": "kernels/test_pack.py",  # on a device: with make gpu
+    "nn/batch_function": "nn/test_sync_batch_norm.py",
     "nn/batch_kernels": "nn/test_sync_batch_norm.py",
     "nn/handle": "nn/test_remote_module.py",
     "nn/remote": "nn/test_remote_module.py",

@@ -98,6 +98,14 @@ def mixed_group(
             raise ValueError(
                 f"{where} asks for backends by device, which rank {rank} cannot have: {problem}"
             )
+    others = _torch_group(options, backends, device_id, nccl_options)
+    return MixedProcessGroup(native, options.store, str(options.group_id), backends, others)
+
+
+def _torch_group(
+    options: Any, backends: Mapping[str, str], device_id: torch.device | None, nccl_options: Any
+) -> Any:
+    """Make a ProcessGroup of torch's class with the backends that are not mpidist's."""
     others: Any = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     if device_id is not None:
         others.bound_device_id = device_id
@@ -117,9 +125,8 @@ def mixed_group(
     others._set_default_backend(kinds.NCCL if _NCCL in made else kinds.GLOO)
     if _NCCL in made:
         batches.install()
-    name = str(options.group_id)
-    others._set_group_name(name)
-    return MixedProcessGroup(native, options.store, name, backends, others)
+    others._set_group_name(str(options.group_id))
+    return others
 
 
 def _gloo(store: Any, options: Any) -> Any:

@@ -17,13 +17,12 @@ import warnings
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mpidist.comm.algorithms.reduce_op import SUM
 from mpidist.comm.resolve_group import native_group
 from mpidist.dynamo import untraced
-from mpidist.nn import batch_kernels, batch_statistics
+from mpidist.nn import batch_kernels
+from mpidist.nn.batch_function import Normalize, gather_statistics
 from mpidist.nn.batch_statistics import Statistics
 
 Tensor = torch.Tensor
@@ -125,10 +124,10 @@ class SyncBatchNorm(_BatchNorm):
         needs_gradient = torch.is_grad_enabled() and input.requires_grad
         if not self._is_compared:
             self._require_same_layer(group)
-        statistics = gathered(group, own, self.num_features, needs_gradient, refusal)
+        statistics = gather_statistics(group, own, self.num_features, needs_gradient, refusal)
         assert own is not None
         self._track(statistics)
-        return _Normalise.apply(own, self.weight, self.bias, statistics, self.eps, group)
+        return Normalize.apply(own, self.weight, self.bias, statistics, self.eps, group)
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Leave it to ``forward``."""
@@ -241,89 +240,6 @@ class SyncBatchNorm(_BatchNorm):
         if hasattr(layer, "qconfig"):
             made.qconfig = layer.qconfig
         return made
-
-
-@torch.no_grad()
-def gathered(
-    group: Any, input: Tensor | None, channels: int, needs_gradient: bool, refusal: str | None
-) -> Statistics:
-    """Return the statistics over all ranks' inputs.
-
-    Collective: over the group.
-
-    Args:
-        input: A dense tensor; None if it was refused.
-        channels: C.
-
-    Raises:
-        ValueError: See ``batch_statistics.merge``; on all ranks.
-    """
-    if input is None:
-        row = batch_statistics.row_of(
-            channels, batch_statistics.REFUSED, needs_gradient, None, None
-        )
-    elif not input.numel():
-        row = batch_statistics.row_of(channels, 0, needs_gradient, None, None).to(input.device)
-    else:
-        row = batch_statistics.row_of(
-            channels, input.numel() // channels, needs_gradient, *batch_kernels.statistics(input)
-        )
-    rows = row.new_empty(group.size, row.numel())
-    group.all_gather_into_tensor(rows, row)
-    return batch_statistics.merge(rows, refusal)
-
-
-class _Normalise(torch.autograd.Function):
-    """Normalisation by statistics to which all ranks' inputs contributed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        statistics: Statistics,
-        eps: float,
-        group: Any,
-    ) -> Tensor:
-        kind = torch.float64 if input.dtype is torch.float64 else torch.float32
-        mean, inverse = statistics.mean.to(kind), (statistics.variance + eps).rsqrt().to(kind)
-        ctx.save_for_backward(input, weight, mean, inverse)
-        ctx.count, ctx.group = statistics.count, group
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return (
-            batch_kernels.normalise(input, weight, bias, mean, inverse)
-            if input.numel()
-            else torch.empty_like(input)
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, mean, inverse = ctx.saved_tensors
-        gradient = batch_kernels.dense(gradient)
-        is_empty = not input.numel()
-        sums = (
-            mean.new_zeros(2, mean.numel())
-            if is_empty
-            else batch_kernels.sums(gradient, input, mean, inverse)
-        )
-        # Zeros of a rank without a batch, and not None: data-parallel modules wait for a gradient
-        # of every parameter.
-        by_weight = sums[1].to(weight.dtype) if ctx.needs_input_grad[1] else None
-        by_bias = sums[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        by_input: Tensor | None = None
-        if ctx.needs_input_grad[0]:
-            whole = sums.to(torch.float64, copy=True)
-            ctx.group.all_reduce(whole, SUM)
-            if is_empty:
-                by_input = torch.zeros_like(input)
-            else:
-                means = (whole / ctx.count).to(mean.dtype)
-                by_input = batch_kernels.input_gradient(
-                    gradient, input, mean, inverse, weight, means
-                )
-        return by_input, by_weight, by_bias, None, None, None
 
 
 def _is_batch_norm(module: torch.nn.Module) -> bool:

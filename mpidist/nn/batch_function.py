@@ -1,0 +1,105 @@
+"""Batch normalisation over the ranks of a group as an autograd function, and the gather of its statistics.
+
+Letters: C channels; N values per channel in the batches of all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from mpidist.comm.algorithms.reduce_op import SUM
+from mpidist.nn import batch_kernels, batch_statistics
+from mpidist.nn.batch_statistics import Statistics
+
+Tensor = torch.Tensor
+
+
+@torch.no_grad()
+def gather_statistics(
+    group: Any, input: Tensor | None, channels: int, needs_gradient: bool, refusal: str | None
+) -> Statistics:
+    """Return the statistics over all ranks' inputs.
+
+    Collective: over the group.
+
+    Args:
+        input: A dense tensor; None if it was refused.
+        channels: C.
+
+    Raises:
+        ValueError: See ``batch_statistics.merge``; on all ranks.
+    """
+    if input is None:
+        row = batch_statistics.row_of(
+            channels, batch_statistics.REFUSED, needs_gradient, None, None
+        )
+    elif not input.numel():
+        row = batch_statistics.row_of(channels, 0, needs_gradient, None, None).to(input.device)
+    else:
+        row = batch_statistics.row_of(
+            channels, input.numel() // channels, needs_gradient, *batch_kernels.statistics(input)
+        )
+    rows = row.new_empty(group.size, row.numel())
+    group.all_gather_into_tensor(rows, row)
+    return batch_statistics.merge(rows, refusal)
+
+
+class Normalize(torch.autograd.Function):
+    """Normalisation by statistics to which all ranks' inputs contributed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        statistics: Statistics,
+        eps: float,
+        group: Any,
+    ) -> Tensor:
+        """Normalise this rank's batch by the statistics of all batches."""
+        kind = torch.float64 if input.dtype is torch.float64 else torch.float32
+        mean, inverse = statistics.mean.to(kind), (statistics.variance + eps).rsqrt().to(kind)
+        ctx.save_for_backward(input, weight, mean, inverse)
+        ctx.count, ctx.group = statistics.count, group
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return (
+            batch_kernels.normalise(input, weight, bias, mean, inverse)
+            if input.numel()
+            else torch.empty_like(input)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of batch, weight and bias.
+
+        Collective: over the group, if the input needs a gradient.
+        """
+        input, weight, mean, inverse = ctx.saved_tensors
+        gradient = batch_kernels.dense(gradient)
+        is_empty = not input.numel()
+        sums = (
+            mean.new_zeros(2, mean.numel())
+            if is_empty
+            else batch_kernels.sums(gradient, input, mean, inverse)
+        )
+        # Zeros of a rank without a batch, and not None: data-parallel modules wait for a gradient
+        # of every parameter.
+        by_weight = sums[1].to(weight.dtype) if ctx.needs_input_grad[1] else None
+        by_bias = sums[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        by_input: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            whole = sums.to(torch.float64, copy=True)
+            ctx.group.all_reduce(whole, SUM)
+            if is_empty:
+                by_input = torch.zeros_like(input)
+            else:
+                means = (whole / ctx.count).to(mean.dtype)
+                by_input = batch_kernels.input_gradient(
+                    gradient, input, mean, inverse, weight, means
+                )
+        return by_input, by_weight, by_bias, None, None, None
