@@ -48,7 +48,8 @@ load_modules() {
     set -u
 }
 
-# PYTHON: the interpreter, within the container if there is one. It says which MPI it loads, without starting it.
+# PYTHON: the interpreter, within the container if there is one. Python loads the MPI library without starting it, and chooses
+# SRUN_TYPE, the type of `srun --mpi` for this library among those that Slurm offers ("" without one).
 find_python() {
     local python=python3 runtime='' library
     if [[ $MPIDIST_IMAGE ]]; then
@@ -65,39 +66,35 @@ find_python() {
         python=$(type -P python || type -P python3) || die "edit $SITE: MPIDIST_VENV is empty, and no python is on PATH"
         PYTHON=("$python")
     fi
+    OFFERED=$(srun --mpi=list 2>&1) || die "srun --mpi=list failed: $OFFERED"
     library=$("${PYTHON[@]}" -c '
+import sys
 from mpidist import shipped
+from mpidist.cli import srun_types
 from mpidist.comm.discovery.installed import installed
 library = installed()
 print("cray" if "CRAY" in library.text.upper() else library.abi)
+print(srun_types.choose(library.abi, f"{library.text} {library.file}", srun_types.parse(sys.argv[1])))
 print(shipped.folder("examples"))
-print(shipped.folder("benchmarks"))') || die "edit $SITE: MPIDIST_VENV, MPIDIST_MODULES or MPIDIST_IMAGE:" \
+print(shipped.folder("benchmarks"))' "$OFFERED") || die "edit $SITE: MPIDIST_VENV, MPIDIST_MODULES or MPIDIST_IMAGE:" \
         "'${PYTHON[*]}' cannot import mpidist or load MPI, as it says above"
-    { read -r LIBRARY && read -r MPIDIST_EXAMPLES && read -r MPIDIST_BENCHMARKS; } <<< "$library"
+    { read -r LIBRARY && read -r SRUN_TYPE && read -r MPIDIST_EXAMPLES && read -r MPIDIST_BENCHMARKS; } <<< "$library"
     export MPIDIST_EXAMPLES MPIDIST_BENCHMARKS
 }
 
 # LAUNCHER: srun with the --mpi that fits the library, or mpirun.
 choose_launcher() {
-    local offered mpi name
-    offered=$(srun --mpi=list 2>&1) || die "srun --mpi=list failed: $offered"
-    mpi=$MPIDIST_MPI
+    local mpi=$MPIDIST_MPI
     if [[ $mpi == auto ]]; then
-        local -A fitting=([openmpi]="pmix" [cray]="cray_shasta pmi2" [mpich]="pmi2")
-        for name in ${fitting[$LIBRARY]}; do
-            if [[ $mpi == auto ]] && grep -qw "$name" <<< "$offered"; then mpi=$name; fi
-        done
-        if [[ $mpi == auto ]]; then
-            # Open MPI's mpirun asks Slurm for the nodes; that of MPICH would need to know the cluster's srun.
-            [[ $LIBRARY == openmpi ]] || die "edit $SITE: MPIDIST_MPI: Slurm offers none of ${fitting[$LIBRARY]} for $LIBRARY: $offered"
-            mpi=mpirun
-        fi
+        # Open MPI's mpirun asks Slurm for the nodes; that of MPICH would need to know the cluster's srun.
+        [[ $SRUN_TYPE || $LIBRARY == openmpi ]] || die "edit $SITE: MPIDIST_MPI: Slurm offers no --mpi type for $LIBRARY: $OFFERED"
+        mpi=${SRUN_TYPE:-mpirun}
     fi
     if [[ $mpi == mpirun ]]; then
         [[ -z $MPIDIST_IMAGE ]] || die "edit $SITE: MPIDIST_MPI=mpirun cannot start ranks in a container; srun needs pmix or pmi2"
-        LAUNCHER=("$(type -P mpirun)") || die "edit $SITE: MPIDIST_MPI: no mpirun on PATH, and Slurm offers: $offered"
+        LAUNCHER=("$(type -P mpirun)") || die "edit $SITE: MPIDIST_MPI: no mpirun on PATH, and Slurm offers: $OFFERED"
     else
-        grep -qw "$mpi" <<< "$offered" || die "edit $SITE: MPIDIST_MPI=$mpi is not among what Slurm offers: $offered"
+        grep -qw "$mpi" <<< "$OFFERED" || die "edit $SITE: MPIDIST_MPI=$mpi is not among what Slurm offers: $OFFERED"
         # One that ends early is waited for: the others are saving. --kill-on-bad-exit would end them meanwhile.
         LAUNCHER=(srun --mpi="$mpi" --kill-on-bad-exit=0 --wait=60)
     fi

@@ -15,29 +15,11 @@ from typing import Annotated, Any
 import typer
 
 from mpidist.cli.bench import RANKS
-from mpidist.cli.launch_plan import BINDINGS, Plan, Request
+from mpidist.cli.help_examples import EXAMPLES, epilog
+from mpidist.cli.launch_plan import Plan
+from mpidist.cli.launch_request import BINDINGS, Request
 from mpidist.errors import MpidistError
 
-# Each subcommand's examples, which end its help.
-EXAMPLES = {
-    "doctor": ["mpidist doctor", "mpirun -n 4 mpidist doctor --json found.json"],
-    "run": [
-        "mpidist run -n 4 train.py --epochs 3",
-        "mpidist run -n 4 -m package.train",
-        "mpidist run --dry-run -n 4 train.py",
-    ],
-    "bench": [
-        "mpidist bench collectives -n 2 --output results",
-        "mpidist bench ddp -- --models mlp:64 --rounds 5",
-        "mpidist bench scaling -- sweep",
-    ],
-    "tune": ["srun mpidist tune", "mpidist tune -n 4 --device host"],
-    "submit": [
-        "mpidist submit ddp --nodes 2 --time 1:00:00 -- train.py",
-        "mpidist submit test --gpus-per-node 0 --dry-run",
-        "mpidist submit ddp --set MPIDIST_MODULES=openmpi/5 -- train.py",
-    ],
-}
 _STATUS_OF_ERROR = 2
 # The program's own options follow its name, or stand behind --.
 _PROGRAM = {
@@ -55,11 +37,7 @@ DryRun = Annotated[
 ]
 
 
-def _epilog(*lines: str) -> str:
-    return "\n\n".join([f"Example{'s' * (len(lines) > 1)}:", *lines])
-
-
-def _told(call: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting_errors(call: Callable[..., Any]) -> Callable[..., Any]:
     """Have errors of ours end the command with their text and status 2, without a traceback."""
 
     @functools.wraps(call)
@@ -78,7 +56,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Distributed PyTorch over MPI: look at a machine, start jobs, measure, submit to Slurm.",
-    epilog=_epilog("mpidist doctor", "mpidist run -n 4 train.py"),
+    epilog=epilog("mpidist doctor", "mpidist run -n 4 train.py"),
 )
 
 
@@ -98,8 +76,8 @@ def _common(
     pass
 
 
-@app.command(epilog=_epilog(*EXAMPLES["doctor"]))
-@_told
+@app.command(epilog=epilog(*EXAMPLES["doctor"]))
+@_reporting_errors
 def doctor(
     json_file: Annotated[
         Path | None,
@@ -143,8 +121,8 @@ def doctor(
     raise typer.Exit(report.exit_code(strict))
 
 
-@app.command(epilog=_epilog(*EXAMPLES["run"]), context_settings=_PROGRAM)
-@_told
+@app.command(epilog=epilog(*EXAMPLES["run"]), context_settings=_PROGRAM)
+@_reporting_errors
 def run(
     context: typer.Context,
     ranks: Ranks = None,
@@ -183,8 +161,8 @@ def run(
     )  # fmt: skip
 
 
-@app.command(epilog=_epilog(*EXAMPLES["bench"]), context_settings=_BEHIND)
-@_told
+@app.command(epilog=epilog(*EXAMPLES["bench"]), context_settings=_BEHIND)
+@_reporting_errors
 def bench(
     context: typer.Context,
     name: Annotated[Benchmark, typer.Argument(help="the benchmark")],
@@ -200,7 +178,7 @@ def bench(
     bound to cores.
     """
     from mpidist.cli import bench as benchmark
-    from mpidist.cli.launch_plan import in_allocation
+    from mpidist.cli.launch_request import in_allocation
 
     program = benchmark.program(name.value, output, context.args)
     if not benchmark.is_job(name.value, context.args):
@@ -219,9 +197,9 @@ def bench(
 
 
 @app.command(
-    epilog=_epilog(*EXAMPLES["tune"]), context_settings=_BEHIND | {"ignore_unknown_options": True}
+    epilog=epilog(*EXAMPLES["tune"]), context_settings=_BEHIND | {"ignore_unknown_options": True}
 )
-@_told
+@_reporting_errors
 def tune(context: typer.Context, ranks: Ranks = None, dry_run: DryRun = False) -> None:
     """Measure which all-reduce is the fastest at which size, and keep the table for later jobs.
 
@@ -236,8 +214,8 @@ def tune(context: typer.Context, ranks: Ranks = None, dry_run: DryRun = False) -
     _start(tuple(context.args), "mpidist.tune", dry_run, ranks=ranks)
 
 
-@app.command(epilog=_epilog(*EXAMPLES["submit"]), context_settings=_BEHIND)
-@_told
+@app.command(epilog=epilog(*EXAMPLES["submit"]), context_settings=_BEHIND)
+@_reporting_errors
 def submit(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="the job script: ddp, oss, rpc, bench or test")],
@@ -285,11 +263,9 @@ def submit(
     header: dict[str, str | None] = {key: text for key, text in given.items() if text}
     header |= _pairs(sbatch, "--sbatch")
     options = Options(header, _pairs(settings, "--set"), tuple(context.args))
-    text, filled = submission.text_of(name, options, env, os.environ)
-    if dry_run:
-        print(text, end="")
-        return
-    raise typer.Exit(submission.submit(text, filled))
+    status = submission.run(name, options, env, os.environ, dry_run)
+    if status is not None:
+        raise typer.Exit(status)
 
 
 def _start(words: tuple[str, ...], module: str, is_dry: bool, **asked: Any) -> None:

@@ -61,3 +61,13 @@ def ranks_of(numbers: Sequence[int]) -> str:
             runs.append([number, number])
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(texts)}"
+
+
+def size(nbytes: int) -> str:
+    """Return a number of bytes in words; -1 is no limit."""
+    if nbytes < 0:
+        return "unlimited"
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes} B"

@@ -10,15 +10,9 @@ import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from mpidist.cli.launch_plan import (
-    Plan,
-    Request,
-    Site,
-    in_allocation,
-    parse_mpi_types,
-    plan,
-    program_of,
-)
+from mpidist.cli import srun_types
+from mpidist.cli.launch_plan import Plan, plan, program_of
+from mpidist.cli.launch_request import Request, Site, in_allocation
 from mpidist.comm.discovery import installed
 from mpidist.errors import LaunchError
 
@@ -113,7 +107,7 @@ def _mpi_types(srun: str) -> tuple[str, ...]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    return parse_mpi_types(f"{done.stdout}\n{done.stderr}")
+    return srun_types.parse(f"{done.stdout}\n{done.stderr}")
 
 
 def _is_script(name: str) -> bool:

@@ -184,6 +184,22 @@ def absolute(arguments: Sequence[str]) -> tuple[str, ...]:
     )
 
 
+def run(
+    name: str, options: Options, env_file: Path | None, environ: Mapping[str, str], is_dry: bool
+) -> int | None:
+    """Submit a shipped job script and return sbatch's exit status; print the text if ``is_dry``.
+
+    Raises:
+        LaunchError: See ``text_of`` and ``submit``.
+        ValueError: See ``text_of``.
+    """
+    text, filled = text_of(name, options, env_file, environ)
+    if is_dry:
+        print(text, end="")
+        return None
+    return submit(text, filled)
+
+
 def submit(text: str, options: Options) -> int:
     """Hand a text to sbatch; return its exit status. sbatch prints the job's number.
 

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from mpidist.cli.doctor import Report
 from mpidist.cli.facts import SHARED_MEMORY, Facts
-from mpidist.cli.finding import PROBLEM, WARNING, ranks_of
-from mpidist.cli.findings import size
+from mpidist.cli.finding import PROBLEM, WARNING, ranks_of, size
 
 _WIDTH_OF_LOGS = 130
 _MOST_RANKS = 64

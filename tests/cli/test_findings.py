@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from mpidist.cli.facts import Device, Facts
-from mpidist.cli.finding import NOTE, PROBLEM, WARNING, by_node, ranks_of, values
-from mpidist.cli.findings import findings, size
+from mpidist.cli.finding import NOTE, PROBLEM, WARNING, by_node, ranks_of, size, values
+from mpidist.cli.findings import findings
 from mpidist.cli.questions import MpiFacts
 from mpidist.comm.discovery.transports import Transports
 

@@ -5,15 +5,8 @@ import itertools
 
 import pytest
 
-from mpidist.cli.launch_plan import (
-    BINDINGS,
-    Request,
-    Site,
-    choose_mpi_type,
-    parse_mpi_types,
-    plan,
-    program_of,
-)
+from mpidist.cli.launch_plan import plan, program_of
+from mpidist.cli.launch_request import BINDINGS, Request, Site
 from mpidist.errors import LaunchError
 
 OPEN = Site(
@@ -211,30 +204,6 @@ def test_every_wish_ends_with_the_program_or_an_error():
         assert made.argv[-len(TRAIN) :] == TRAIN
         assert (made.argv[0] == "/s/srun") == (bool(environ) and bool(site.srun) and not ulfm)
     assert planned > 100
-
-
-def test_types_of_srun_are_read_and_chosen():
-    text = (
-        "MPI plugin types are...\n\tnone\n\tpmi2\n\tcray_shasta\n\tpmix\nspecific pmix plugin "
-        "versions available: "
-    )
-    text += "pmix_v3,pmix_v4\n"
-    types = parse_mpi_types(text)
-    assert types == ("none", "pmi2", "cray_shasta", "pmix", "pmix_v3", "pmix_v4")
-    assert parse_mpi_types("srun: MPI types are...\nsrun: none\nsrun: pmi2\n") == ("none", "pmi2")
-    assert parse_mpi_types("srun: fatal error without a list") == ()
-    cray = dataclasses.replace(
-        MPICH, library="MPI VERSION : CRAY MPICH version 8.1", mpi_types=types
-    )
-    for site, expected in [
-        (dataclasses.replace(OPEN, mpi_types=types), "pmix"),
-        (dataclasses.replace(OPEN, mpi_types=("pmix_v3", "pmix_v4")), "pmix_v4"),
-        (dataclasses.replace(OPEN, mpi_types=("pmi2",)), ""),
-        (dataclasses.replace(MPICH, mpi_types=types), "pmi2"),
-        (cray, "cray_shasta"),
-        (dataclasses.replace(MPICH, mpi_types=("pmix",)), ""),
-    ]:
-        assert choose_mpi_type(site) == expected
 
 
 def test_a_program_is_found_or_named():

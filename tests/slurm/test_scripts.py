@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 
 from mpidist.checkpoint import REQUEUE_EXIT_CODE
 from mpidist.cli.job_script import Options, render
+from mpidist.comm.discovery.installed import installed
+from mpidist.comm.mpi.launcher_env import OPEN_MPI
 from tests.support import ROOT, missing
 
 FOLDER = ROOT / "slurm"
@@ -129,3 +132,29 @@ def test_modules_are_found_though_a_command_of_their_script_fails(tmp_path):
         "loaded",
         "",
     ], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("offered", "setting", "said"),
+    [
+        ("none\n\tpmix\n\tpmi2", "auto", "srun --mpi=pmix "),
+        ("none\nspecific pmix plugin versions available: pmix_v3,pmix_v4", "auto", "--mpi=pmix_v4"),
+        ("none\n\tpmi2", "auto", "mpirun"),
+        ("none\n\tpmi2\n\tpmix", "pmi2", "srun --mpi=pmi2 "),
+        ("none\n\tpmi2", "pmix", "MPIDIST_MPI=pmix is not among what Slurm offers"),
+    ],
+)
+def test_the_launcher_fits_the_library_and_slurm(tmp_path, offered, setting, said):
+    if installed().abi != OPEN_MPI:
+        pytest.skip("Python loads another MPI library than Open MPI")
+    functions, _ = (FOLDER / "job.sh").read_text().split("\nSITE=")
+    (tmp_path / "srun").write_text(f"#!/bin/sh\nprintf 'MPI plugin types are...\\n\\t{offered}\\n'")
+    (tmp_path / "srun").chmod(0o755)
+    job = (
+        f"set -euo pipefail\n{functions}\nSITE=env.sh MPIDIST_IMAGE= MPIDIST_MPI={setting}\n"
+        'find_python; choose_launcher; echo "$LIBRARY: ${LAUNCHER[*]}"'
+    )
+    environ = {**os.environ, "MPIDIST_VENV": sys.prefix}
+    environ["PATH"] = f"{tmp_path}:{environ['PATH']}"
+    done = subprocess.run(["bash", "-c", job], capture_output=True, text=True, env=environ)
+    assert said in f"{done.stdout}{done.stderr}"

@@ -1,0 +1,105 @@
+"""Command-line options of srun, Open MPI's mpirun and MPICH's Hydra for one request; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mpidist.cli.launch_request import Request, Site, is_one_node
+from mpidist.errors import LaunchError
+
+_SRUN_BINDINGS = {"none": "none", "core": "cores", "socket": "sockets", "numa": "ldoms"}
+# Steps of a Slurm job that are no srun's: the batch script, and the shell of a salloc (slurm.h:
+# SLURM_BATCH_SCRIPT, SLURM_INTERACTIVE_STEP).
+_SHELL_STEPS = ("4294967291", "4294967290")
+
+
+def srun_command(
+    request: Request, site: Site, environ: Mapping[str, str], mpi_type: str
+) -> tuple[str, ...]:
+    """Return the whole command line of srun, with the program."""
+    argv = [site.srun, f"--mpi={mpi_type}"]
+    if request.ranks is not None:
+        argv.append(f"--ntasks={request.ranks}")
+    if request.nodes is not None:
+        argv.append(f"--nodes={request.nodes}")
+    if request.binding:
+        argv.append(f"--cpu-bind={_SRUN_BINDINGS[request.binding]}")
+    if request.tags:
+        argv.append("--label")
+    # Within `srun --pty bash` that step holds all there is.
+    if environ.get("SLURM_STEP_ID", _SHELL_STEPS[0]) not in _SHELL_STEPS:
+        argv.append("--overlap")
+    # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task.
+    if "SLURM_CPUS_PER_TASK" in environ:
+        argv.append(f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}")
+    # A rank that dies ends the job, or the others would wait for it.
+    return (*argv, "--kill-on-bad-exit=1", *request.program)
+
+
+def mpirun_options(
+    request: Request, site: Site, environ: Mapping[str, str], ranks: int, variables: dict[str, str]
+) -> list[str]:
+    """Return the options of Open MPI's mpirun.
+
+    Args:
+        variables: Environment of mpirun; the permission to run as root is added.
+
+    Raises:
+        LaunchError: ULFM with a version before 5.
+    """
+    if request.ulfm and site.open_mpi_major not in (0, *range(5, 100)):
+        raise LaunchError(f"--ft needs Open MPI 5 or newer; this is {site.library.splitlines()[0]}")
+    options = ["-n", str(ranks)]
+    if is_one_node(request, environ) and ranks > site.cores:
+        options.append("--oversubscribe")
+    # A rank has more threads than one: torch's, mpidist's, the data loader's.
+    is_newer = site.open_mpi_major >= 5
+    options += [
+        "--bind-to",
+        "package" if request.binding == "socket" and is_newer else request.binding or "none",
+    ]
+    if request.hosts:
+        options += ["--host", ",".join(request.hosts)]
+    if request.hostfile:
+        options += ["--hostfile", request.hostfile]
+    if request.nodes is not None:
+        options += ["--map-by", f"ppr:{-(-ranks // request.nodes)}:node"]
+    if request.tags:
+        options += ["--output", "tag"] if is_newer else ["--tag-output"]
+    if request.ulfm:
+        options += ["--with-ft", "ulfm"]
+    if site.is_root:
+        names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+        variables.update({name: "1" for name in names if name not in environ})
+    # Open MPI hands variables of its own on to other nodes, and others when told.
+    exported = sorted(
+        {
+            *variables,
+            *(name for name in environ if name.startswith("MPIDIST_") or name == "OMP_NUM_THREADS"),
+        }
+    )
+    if not is_one_node(request, environ):
+        options += [
+            word for name in exported if not name.startswith("OMPI_") for word in ("-x", name)
+        ]
+    return options
+
+
+def hydra_options(request: Request, ranks: int) -> list[str]:
+    """Return the options of MPICH's mpiexec.
+
+    Raises:
+        LaunchError: ULFM.
+    """
+    if request.ulfm:
+        raise LaunchError("--ft needs Open MPI 5: MPICH has no ULFM that a group could survive by")
+    options = ["-n", str(ranks)]
+    if request.binding:
+        options += ["-bind-to", request.binding]
+    if request.hosts:
+        options += ["-hosts", ",".join(request.hosts)]
+    if request.hostfile:
+        options += ["-f", request.hostfile]
+    if request.nodes is not None:
+        options += ["-ppn", str(-(-ranks // request.nodes))]
+    return [*options, "-prepend-rank"] if request.tags else options
