@@ -44,7 +44,7 @@ class Captured(Hashable, Protocol):
     def restore(self, aside: Any) -> None:
         """See ``Reducer``."""
 
-    def arrived(self, place: int, parameter: Tensor) -> None:
+    def mark_ready(self, place: int, parameter: Tensor) -> None:
         """See ``Reducer``."""
 
     def finish_captured(self) -> bool:
@@ -141,7 +141,7 @@ class Reduction:
         if self._put_aside is not None:
             parameter = self.reducer.parameters[place]
             parameter.grad = gradient.detach()
-            self.reducer.arrived(place, parameter)
+            self.reducer.mark_ready(place, parameter)
 
 
 def _is_at(gradient: Tensor, view: Tensor | None) -> bool:

@@ -18,7 +18,7 @@ from mpidist.ddp.buffer_rotation import Turns
 from mpidist.ddp.hooks import stages
 from mpidist.ddp.layout import Layout
 from mpidist.ddp.owned_bucket import OwnedBucket
-from mpidist.ddp.readiness import Arrivals
+from mpidist.ddp.readiness import Readiness
 
 Tensor = torch.Tensor
 Hook = Callable[[Any, GradBucket], Any]
@@ -83,11 +83,13 @@ class BackwardPass:
         expected: Sequence[int] | None,
         skipped: Collection[int] = frozenset(),
     ) -> None:
-        self.arrivals = Arrivals(layout.plan, expected, skipped)
+        self.readiness = Readiness(layout.plan, expected, skipped)
         self.complaints: list[str] = []
         self._layout = layout
         self._reduction = reduction
-        self._turns = Turns([bucket.buffer for bucket in layout.buckets], self.arrivals.leaving)
+        self._turns = Turns(
+            [bucket.buffer for bucket in layout.buckets], self.readiness.launch_order
+        )
         self._futures: dict[int, Any] = {}  # of the buckets under way, in the order of launch
         # what waits to be handed back, with results not accepted yet
         self._reduced: list[tuple[int, Tensor | None]] = []
@@ -98,9 +100,9 @@ class BackwardPass:
             if isinstance(bucket, OwnedBucket):
                 bucket.begin()
 
-    def arrived(self, place: int, parameter: Tensor) -> bool:
+    def mark_ready(self, place: int, parameter: Tensor) -> bool:
         """Take a gradient that was added to, and launch what is complete; return False if it came once too often."""
-        left = self.arrivals.note(place)
+        left = self.readiness.mark_ready(place)
         if left:
             return left > 0
         if parameter.is_cuda:  # the whole bucket will be one launch
@@ -109,19 +111,19 @@ class BackwardPass:
                 self._producers[here] = torch.cuda.current_stream(parameter.device)
         else:
             self._take(place, parameter)
-        if self.arrivals.may_leave:
-            for index in self.arrivals.take_ready():
+        if self.readiness.may_launch:
+            for index in self.readiness.pop_ready():
                 self._launch(index)
         return True
 
     def launch_rest(self) -> None:
         """Launch what has not left yet, with zeros for gradients that are missing."""
-        for index in self.arrivals.take_rest():
+        for index in self.readiness.pop_rest():
             self._launch(index)
 
     def mirror(self) -> None:
         """Launch all buckets with zeros."""
-        for index in self.arrivals.take_rest():
+        for index in self.readiness.pop_rest():
             self._wait_for_buffer(index)
             self._layout.buckets[index].clear()
             self._reduce(index)
@@ -159,7 +161,7 @@ class BackwardPass:
 
     def _take(self, place: int, parameter: Tensor) -> None:
         # At once: it is still in the cache, and its memory serves the next one.
-        index = self.arrivals.bucket_of[place]
+        index = self.readiness.bucket_of[place]
         bucket = self._layout.buckets[index]
         if isinstance(bucket, OwnedBucket):
             if self._turns.is_open(index):
@@ -184,7 +186,7 @@ class BackwardPass:
         bucket, group = self._layout.buckets[index], self._reduction.group
         if self._reduction.hook is not None and isinstance(bucket, Bucket):
             hook, state = self._reduction.hook
-            is_last = self.arrivals.is_last(index, self._layout.sparse)
+            is_last = self.readiness.is_last(index, self._layout.sparse)
             future = stages.call(hook, state, GradBucket(bucket, index, is_last, group), group)
         elif bucket.node_tensor is not None:
             bucket.node_tensor.average()

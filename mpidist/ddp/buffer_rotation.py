@@ -55,14 +55,14 @@ class Turns:
 
     Args:
         buffers: For each bucket the number of its buffer; None for one that has memory of its own.
-        leaving: The buckets that leave, in their order.
+        launch_order: The buckets that leave, in their order.
     """
 
-    def __init__(self, buffers: Sequence[int | None], leaving: Sequence[int]) -> None:
+    def __init__(self, buffers: Sequence[int | None], launch_order: Sequence[int]) -> None:
         self._buffers = buffers
         # by buffer, the buckets that have not passed it on yet, the next one last
         self._waiting: dict[int, list[int]] = {}
-        for index in reversed(leaving):
+        for index in reversed(launch_order):
             buffer = buffers[index]
             if buffer is not None:
                 self._waiting.setdefault(buffer, []).append(index)

@@ -84,11 +84,11 @@ class Layout:
         self.views: dict[int, Tensor] = {}
         # Which parameters a pass uses, and so the order of their gradients, varies with unused
         # ones.
-        self._follows_arrivals = settings.static_graph or not settings.find_unused_parameters
+        self._follows_readiness = settings.static_graph or not settings.find_unused_parameters
         # Gradients come in the reverse order of use, which is about that of registration.
         self.plan = self._planned(list(reversed(range(len(parameters)))))
         self._make(local)
-        self.is_settled = not local and not self._follows_arrivals
+        self.is_settled = not local and not self._follows_readiness
 
     def settle(self, arrived: Sequence[int]) -> None:
         """Lay the buckets out in the order in which gradients arrive; those that exist keep their values.
@@ -101,7 +101,7 @@ class Layout:
                 added in the present order.
         """
         planned = self.plan
-        if self._follows_arrivals:
+        if self._follows_readiness:
             known = set(arrived)
             rest = [place for indices in self.plan for place in indices if place not in known]
             order = torch.tensor([*arrived, *rest], device="cpu")

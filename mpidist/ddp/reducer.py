@@ -1,6 +1,6 @@
 """Gradients to their average: joins autograd's passes, begins and ends them, and holds what outlives a pass.
 
-A backward pass has three moments: ``_begin`` (the gradient of an output is there), ``arrived``
+A backward pass has three moments: ``_begin`` (the gradient of an output is there), ``mark_ready``
 (autograd has added to one parameter's gradient) and ``_finish`` (autograd's last act, in which what
 is missing is completed and the results are waited for).
 """
@@ -247,7 +247,7 @@ class Reducer(ReducerNames):
         if not self.captures:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
-    def arrived(self, place: int, parameter: Tensor) -> None:
+    def mark_ready(self, place: int, parameter: Tensor) -> None:
         """Take a parameter's gradient: autograd has added to it, or a captured one has been put there."""
         if not self.averages():
             if self._standing is not None and parameter.grad is not None:
@@ -255,7 +255,7 @@ class Reducer(ReducerNames):
             return
         if not self._is_begun:
             self._begin()
-        if not self._pass.arrived(place, parameter):
+        if not self._pass.mark_ready(place, parameter):
             self._pass.complaints.append(self._surplus(place))
 
     def _surplus(self, place: int) -> str:
@@ -264,12 +264,12 @@ class Reducer(ReducerNames):
             return gradient_errors.of_unused(name)
         if self._settings.static_graph:
             first = self._times[place] if self._times is not None else 0
-            return gradient_errors.of_graph(name, self._pass.arrivals.counts[place], first)
+            return gradient_errors.of_graph(name, self._pass.readiness.counts[place], first)
         return gradient_errors.of_twice(name)
 
     def _finish(self) -> None:
         self._is_armed = self._is_begun = False
-        counts = self._pass.arrivals.counts
+        counts = self._pass.readiness.counts
         if self._times is None:
             self._times = list(counts)
         has_gradient = self._pass.has_gradients(self.parameters)
@@ -306,7 +306,7 @@ class Reducer(ReducerNames):
         # Here, where every rank passes, and not before the next forward pass, which one rank may
         # run alone.
         if not self._layout.is_settled:
-            self._layout.settle(self._pass.arrivals.order)
+            self._layout.settle(self._pass.readiness.ready_order)
 
     # --- parameters that no rank uses ---
 
@@ -331,7 +331,7 @@ def _without_owner(reducer: Reducer) -> Callable[[int, Tensor], None]:
     def arrived(place: int, parameter: Tensor) -> None:
         owner = reference()
         if owner is not None:
-            owner.arrived(place, parameter)
+            owner.mark_ready(place, parameter)
 
     return arrived
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from mpidist.ddp.readiness import Arrivals
+from mpidist.ddp.readiness import Readiness
 
 
 def leave(buckets, expected, skipped, order):
@@ -27,14 +27,14 @@ def leave(buckets, expected, skipped, order):
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_plan_order(order):
     buckets = [(3, 2), (0,), (1,)]
-    arrivals = Arrivals(buckets, [1] * 4)
+    readiness = Readiness(buckets, [1] * 4)
     gone = []
     for place, expected in zip(order, leave(buckets, [1] * 4, (), order), strict=True):
-        assert arrivals.note(place) == 0
-        gone += arrivals.take_ready()
+        assert readiness.mark_ready(place) == 0
+        gone += readiness.pop_ready()
         assert gone == expected
-    assert gone == [0, 1, 2] and arrivals.take_rest() == []
-    assert arrivals.order == list(order)
+    assert gone == [0, 1, 2] and readiness.pop_rest() == []
+    assert readiness.ready_order == list(order)
 
 
 def test_random_plans_against_the_twin():
@@ -51,27 +51,29 @@ def test_random_plans_against_the_twin():
         skipped = frozenset(random.sample(unused, random.randint(0, len(unused))))
         order = [place for place, times in enumerate(expected) for _ in range(times)]
         random.shuffle(order)
-        arrivals, gone = Arrivals(buckets, expected, skipped), []
+        readiness, gone = Readiness(buckets, expected, skipped), []
         for place, wanted in zip(order, leave(buckets, expected, skipped, order), strict=True):
-            arrivals.note(place)
-            if arrivals.counts[place] == expected[place]:
-                gone += arrivals.take_ready()
+            readiness.mark_ready(place)
+            if readiness.counts[place] == expected[place]:
+                gone += readiness.pop_ready()
                 assert gone == wanted
-        gone += arrivals.take_rest()
+        gone += readiness.pop_rest()
         assert gone == [index for index in range(len(buckets)) if index not in skipped]
-        assert [arrivals.is_last(index) for index in gone] == [False] * (len(gone) - 1) + [
+        assert [readiness.is_last(index) for index in gone] == [False] * (len(gone) - 1) + [
             True
         ] * bool(gone)
 
 
 def test_a_surplus_is_told():
-    arrivals = Arrivals([(0,), (1,)], [2, 0])
-    assert [arrivals.note(0) for _ in range(3)] == [1, 0, -1]
-    assert arrivals.note(1) == -1
+    readiness = Readiness([(0,), (1,)], [2, 0])
+    assert [readiness.mark_ready(0) for _ in range(3)] == [1, 0, -1]
+    assert readiness.mark_ready(1) == -1
 
 
 def test_unknown_times_hold_everything_back():
-    arrivals = Arrivals([(0, 1)], None)
-    assert arrivals.note(1) > 0 and arrivals.note(0) > 0 and arrivals.note(1) > 0
-    assert arrivals.take_ready() == [] and arrivals.take_rest() == [0]
-    assert arrivals.counts == [1, 2] and arrivals.order == [1, 0]
+    readiness = Readiness([(0, 1)], None)
+    assert (
+        readiness.mark_ready(1) > 0 and readiness.mark_ready(0) > 0 and readiness.mark_ready(1) > 0
+    )
+    assert readiness.pop_ready() == [] and readiness.pop_rest() == [0]
+    assert readiness.counts == [1, 2] and readiness.ready_order == [1, 0]
