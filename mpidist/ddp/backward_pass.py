@@ -14,7 +14,7 @@ import torch
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.ddp import gradient_errors
 from mpidist.ddp.bucket import Bucket, GradBucket, take
-from mpidist.ddp.buffer_rotation import Turns
+from mpidist.ddp.buffer_rotation import BufferRotation
 from mpidist.ddp.hooks import stages
 from mpidist.ddp.layout import Layout
 from mpidist.ddp.owned_bucket import OwnedBucket
@@ -87,7 +87,7 @@ class BackwardPass:
         self.complaints: list[str] = []
         self._layout = layout
         self._reduction = reduction
-        self._turns = Turns(
+        self._rotation = BufferRotation(
             [bucket.buffer for bucket in layout.buckets], self.readiness.launch_order
         )
         self._futures: dict[int, Any] = {}  # of the buckets under way, in the order of launch
@@ -164,7 +164,7 @@ class BackwardPass:
         index = self.readiness.bucket_of[place]
         bucket = self._layout.buckets[index]
         if isinstance(bucket, OwnedBucket):
-            if self._turns.is_open(index):
+            if self._rotation.is_current(index):
                 bucket.take(place, parameter)
         elif isinstance(bucket, Bucket):
             take(parameter, self._layout.views[place], self._reduction.as_views)
@@ -179,7 +179,7 @@ class BackwardPass:
         self._reduce(index)
 
     def _wait_for_buffer(self, index: int) -> None:
-        while (holder := self._turns.holder(index)) is not None:
+        while (holder := self._rotation.holder(index)) is not None:
             self._retire(holder)
 
     def _reduce(self, index: int) -> None:
@@ -216,7 +216,7 @@ class BackwardPass:
             bucket.keep()
         except ValueError as error:
             self._problem = self._problem or error
-        self._turns.pass_on(index)
+        self._rotation.release(index)
         self._reduced.append((index, None))
 
     def _scale(self, bucket: Any) -> float:

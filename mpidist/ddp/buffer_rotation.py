@@ -1,4 +1,4 @@
-"""Turns of buckets in a few buffers: the memory, and which bucket may write into a buffer now."""
+"""BufferRotation of buckets in a few buffers: the memory, and which bucket may write into a buffer now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpidist.comm.algorithms.shared_memory import NodeTensor, share
 Tensor = torch.Tensor
 
 
-class TurnMemory:
+class RotatingBuffers:
     """Buffers of one device, each of the biggest bucket's size: memory of the node where ranks share one.
 
     Collective: constructed by all ranks of the group, if it ``shares``.
@@ -40,7 +40,9 @@ class TurnMemory:
             ]
         self._device = device
 
-    def take(self, buffer: int, numel: int, dtype: torch.dtype) -> tuple[NodeTensor | None, Tensor]:
+    def tensor(
+        self, buffer: int, numel: int, dtype: torch.dtype
+    ) -> tuple[NodeTensor | None, Tensor]:
         """Return a buffer's first elements: of all ranks, if they share the memory, and of this one."""
         if self._memory is None:
             return None, self._buffers[buffer][: numel * dtype.itemsize].view(dtype)
@@ -50,7 +52,7 @@ class TurnMemory:
         return node_tensor, node_tensor.own
 
 
-class Turns:
+class BufferRotation:
     """The order in which buckets have the buffers in one backward pass: pure bookkeeping.
 
     Args:
@@ -67,7 +69,7 @@ class Turns:
             if buffer is not None:
                 self._waiting.setdefault(buffer, []).append(index)
 
-    def is_open(self, index: int) -> bool:
+    def is_current(self, index: int) -> bool:
         """Say whether a bucket's gradients may be written: no bucket before it needs the same buffer any more."""
         buffer = self._buffers[index]
         return buffer is None or self._waiting.get(buffer, [])[-1:] == [index]
@@ -78,7 +80,7 @@ class Turns:
         waiting = self._waiting.get(buffer, []) if buffer is not None else []
         return waiting[-1] if waiting and waiting[-1] != index else None
 
-    def pass_on(self, index: int) -> None:
+    def release(self, index: int) -> None:
         """Give a bucket's buffer to the next; its results have been copied out."""
         buffer = self._buffers[index]
         if buffer is not None:

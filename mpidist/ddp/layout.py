@@ -14,7 +14,7 @@ import torch
 from mpidist.comm.algorithms.shared_memory import share
 from mpidist.ddp import plan
 from mpidist.ddp.bucket import Bucket
-from mpidist.ddp.buffer_rotation import TurnMemory
+from mpidist.ddp.buffer_rotation import RotatingBuffers
 from mpidist.ddp.owned_bucket import OwnedBucket, Owners
 from mpidist.ddp.sparse_bucket import SparseBucket
 from mpidist.errors import DisagreementError
@@ -247,7 +247,9 @@ class Layout:
         is_on_host = all(parameter.device.type == "cpu" for parameter in self._parameters)
         shares = is_on_host and not local
         self.buckets = (
-            self._laid_out(shares) if self.owners is None else self._in_turns(self.owners, shares)
+            self._separate_buckets(shares)
+            if self.owners is None
+            else self._rotating_buckets(self.owners, shares)
         )
         self._dtypes = list(map(_dtype_of, self._parameters))
         self._devices = list(map(Tensor.get_device, self._parameters))
@@ -267,7 +269,7 @@ class Layout:
         self._held = list(self.views.values())
         self._addresses = list(map(Tensor.data_ptr, self._held))
 
-    def _laid_out(self, shares: bool) -> list[Bucket | SparseBucket]:
+    def _separate_buckets(self, shares: bool) -> list[Bucket | SparseBucket]:
         """Return the plan's buckets, the dense ones one behind the other in memory of the node, each from a cache line on."""
         needed = sum(
             self._aligned_bytes(places)
@@ -293,7 +295,7 @@ class Layout:
             buckets.append(Bucket(places, self._parameters, self._names, node_tensor))
         return buckets
 
-    def _in_turns(self, owners: Owners, shares: bool) -> list[Bucket | SparseBucket]:
+    def _rotating_buckets(self, owners: Owners, shares: bool) -> list[Bucket | SparseBucket]:
         """Return the plan's buckets, the dense ones of a device in turn in buffers of the biggest one's size."""
         dense = [index for index in range(len(self.plan)) if index not in self.sparse]
         sizes: dict[torch.device, list[int]] = {}
@@ -302,7 +304,7 @@ class Layout:
                 self._aligned_bytes(self.plan[index])
             )
         memories = {
-            device: TurnMemory(self._group, device, held, owners.buffers, shares)
+            device: RotatingBuffers(self._group, device, held, owners.buffers, shares)
             for device, held in sizes.items()
         }
         first = dict(
@@ -322,7 +324,7 @@ class Layout:
             buffer = placed[device] % memories[device].count
             placed[device] += 1
             numel = sum(self._parameters[place].numel() for place in places)
-            node_tensor, flat = memories[device].take(
+            node_tensor, flat = memories[device].tensor(
                 buffer, numel, self._parameters[places[0]].dtype
             )
             number = first[device] + buffer
