@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 Marks = tuple[dict[int, int], dict[int, tuple[Tensor, int, int]]]
 
 
-class Standing:
+class AccumulatedAverages:
     """Averages of one reducer's parameters.
 
     Args:
@@ -40,7 +40,7 @@ class Standing:
         places: Iterable[int],
         size: int,
         is_averaging: Callable[[], bool],
-        before: Standing | None = None,
+        before: AccumulatedAverages | None = None,
     ) -> None:
         self._size = size
         self._is_averaging = is_averaging
@@ -54,7 +54,7 @@ class Standing:
             self.marks = before.marks
             for place in set().union(*self.marks):
                 self._forget_if_gone(place)
-        addition = _without_owner(self)
+        addition = _weak_hook(self)
         for place in set(places).union(*self.marks):
             if not parameters[place].requires_grad:
                 continue
@@ -72,7 +72,7 @@ class Standing:
     def __del__(self) -> None:
         self.close()
 
-    def hold(self, place: int, average: Tensor) -> None:
+    def record(self, place: int, average: Tensor) -> None:
         """Note that a parameter's gradient is an average that this rank alone holds."""
         self.forget(place)
         self.marks[0][place] = average.data_ptr()
@@ -82,7 +82,7 @@ class Standing:
         for marks in self.marks:
             marks.pop(place, None)
 
-    def put_aside(self) -> Marks:
+    def set_aside(self) -> Marks:
         """Take all marks away, with the gradients; return what is to be ``restored`` when those are back."""
         for place in set().union(*self.marks):
             self._forget_if_gone(place)
@@ -96,7 +96,7 @@ class Standing:
             gradient = self._parameters[place].grad
             # its values may have been copied back, which counts as a change
             if gradient is not None:
-                self.added(place, gradient)
+                self.record_addition(place, gradient)
 
     def weigh(self, place: int, gradient: Tensor, target: Tensor) -> None:
         """Make a contribution of an average: in ``target``, which is ``gradient`` or its copy."""
@@ -107,7 +107,7 @@ class Standing:
             target.add_(copies[place][0], alpha=self._size - 1)
         self.forget(place)
 
-    def added(self, place: int, gradient: Tensor) -> None:
+    def record_addition(self, place: int, gradient: Tensor) -> None:
         """Note what a gradient is after a pass that is not averaged."""
         copies = self.marks[1]
         if place in copies:
@@ -141,9 +141,9 @@ class Standing:
         return not is_there
 
 
-def _without_owner(standing: Standing) -> Callable[[int, Any], None]:
+def _weak_hook(averages: AccumulatedAverages) -> Callable[[int, Any], None]:
     # Autograd's nodes keep their hooks, and the collector does not see what those refer to.
-    reference = weakref.ref(standing)
+    reference = weakref.ref(averages)
 
     def before(place: int, gradients: Any) -> None:
         owner = reference()

@@ -38,7 +38,7 @@ class Captured(Hashable, Protocol):
     def views(self) -> Mapping[int, Tensor]:
         """See ``Reducer``."""
 
-    def put_aside(self) -> Any:
+    def set_aside(self) -> Any:
         """See ``Reducer``."""
 
     def restore(self, aside: Any) -> None:
@@ -75,7 +75,7 @@ class Reduction:
 
     def __init__(self, reducer: Captured) -> None:
         self.reducer = reducer
-        self._put_aside: Any = None
+        self._set_aside: Any = None
         self._handles: list[Any] = []
 
     def owns(self, leaf: Tensor) -> bool:
@@ -96,7 +96,7 @@ class Reduction:
                 "would be averaged with each other; run one backward pass after the other"
             )
         reducer.captures = True
-        self._put_aside = reducer.put_aside()
+        self._set_aside = reducer.set_aside()
         self._handles = [
             parameter.register_hook(partial(self._arrived, place))
             for parameter, place in reducer.places.items()
@@ -126,7 +126,7 @@ class Reduction:
 
     def close(self) -> None:
         """Give the parameters their own gradients back. Again does nothing."""
-        aside, self._put_aside = self._put_aside, None
+        aside, self._set_aside = self._set_aside, None
         if aside is None:
             return
         for handle in self._handles:
@@ -138,7 +138,7 @@ class Reduction:
     def _arrived(self, place: int, gradient: Tensor) -> None:
         # On the engine's thread, with the whole gradient: nodes above cuts at leaves with hooks are
         # run one by one.
-        if self._put_aside is not None:
+        if self._set_aside is not None:
             parameter = self.reducer.parameters[place]
             parameter.grad = gradient.detach()
             self.reducer.mark_ready(place, parameter)

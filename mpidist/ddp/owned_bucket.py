@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mpidist.comm.algorithms.shared_memory import NodeTensor
-from mpidist.ddp.accumulated_averages import Standing
+from mpidist.ddp.accumulated_averages import AccumulatedAverages
 from mpidist.ddp.bucket import Bucket, plain
 from mpidist.ddp.ownership import Bounds, Range
 from mpidist.kernels.view import laid_out
@@ -29,7 +29,7 @@ class Owners:
         bounds: By the parameter's place; one that is missing is common.
         buffers: How many buffers the buckets take turns in.
         rank: This rank.
-        standing: The averages that this rank alone holds.
+        averages: The averages that this rank alone holds.
         kept: By place, the memory of this rank's averages, if passes shall use it again; None for
             fresh tensors in each.
     """
@@ -37,7 +37,7 @@ class Owners:
     bounds: Mapping[int, Bounds]
     buffers: int
     rank: int
-    standing: Standing
+    averages: AccumulatedAverages
     kept: dict[int, Tensor] | None = field(default_factory=dict)
 
     def ranges(self, place: int, numel: int) -> tuple[Range, ...]:
@@ -148,11 +148,11 @@ class OwnedBucket(Bucket):
             if used[place]:
                 parameter.grad = self._results[place]
                 if place in self._owners.bounds:
-                    self._owners.standing.hold(place, self._results[place])
+                    self._owners.averages.record(place, self._results[place])
         self._results.clear()
 
     def _taken(self, place: int, parameter: Tensor, gradient: Tensor) -> None:
-        self._owners.standing.weigh(place, gradient, self._view_of[place])
+        self._owners.averages.weigh(place, gradient, self._view_of[place])
         self.present.add(place)
         # its memory may be another stream's, which must not use it before the copy has ended
         if gradient.is_cuda:

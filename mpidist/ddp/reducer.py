@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mpidist.ddp import autograd_context, gradient_errors, in_backward, shadowing
-from mpidist.ddp.accumulated_averages import Marks, Standing
+from mpidist.ddp.accumulated_averages import AccumulatedAverages, Marks
 from mpidist.ddp.backward_pass import BackwardPass, Hook, Reduction, adds_to_gradients
 from mpidist.ddp.layout import Layout, Settings
 from mpidist.ddp.owned_bucket import Owners
@@ -80,13 +80,13 @@ class Reducer(ReducerNames):
         # places that no rank used, if they are to be skipped
         self._unused: frozenset[int] | None = None
         self._mirrors: Aside | None = None  # this rank's own gradients, while it mirrors
-        self._standing: Standing | None = None
+        self._averages: AccumulatedAverages | None = None
         # of buffers that a hook synchronises beside the backward pass
         self._futures: list[Any] = []
         self._layout = Layout(
             self.parameters, self._names, self._expects_sparse, group, settings, local
         )
-        arrived = _without_owner(self)
+        arrived = _weak_hook(self)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(arrived, place))
             for place, parameter in enumerate(self.parameters)
@@ -122,15 +122,15 @@ class Reducer(ReducerNames):
             None if ownership is None else ownership.buffers,
             problem,
         )
-        before, self._standing, owners = self._standing, None, None
+        before, self._averages, owners = self._averages, None, None
         if ownership is not None and bounds is not None:
             # what stands shall not keep the reducer
-            is_averaging = partial(_asked, weakref.WeakMethod(self.averages))
-            self._standing = Standing(
+            is_averaging = partial(_asked, weakref.WeakMethod(self.is_averaging))
+            self._averages = AccumulatedAverages(
                 self.parameters, bounds, self._group.size, is_averaging, before
             )
             kept: dict[int, Tensor] | None = {} if self._as_views else None
-            owners = Owners(bounds, ownership.buffers, self._group.rank, self._standing, kept)
+            owners = Owners(bounds, ownership.buffers, self._group.rank, self._averages, kept)
         self._layout.own(owners)
 
     def buckets(self) -> list[tuple[int, ...]]:
@@ -194,7 +194,7 @@ class Reducer(ReducerNames):
         Collective: over the group.
         """
         if self._mirrors is None:
-            self._mirrors = self.put_aside()
+            self._mirrors = self.set_aside()
         self._arm()
         self._is_armed = False
         self._pass.mirror()
@@ -207,17 +207,17 @@ class Reducer(ReducerNames):
             self.restore(self._mirrors)
             self._mirrors = None
 
-    def put_aside(self) -> Aside:
+    def set_aside(self) -> Aside:
         """Take the gradients away from the parameters, for passes that shall not add to them."""
-        marks = None if self._standing is None else self._standing.put_aside()
-        return shadowing.put_aside(self.parameters, self._layout.views), marks
+        marks = None if self._averages is None else self._averages.set_aside()
+        return shadowing.set_aside(self.parameters, self._layout.views), marks
 
     def restore(self, aside: Aside) -> None:
-        """Give the parameters back what was ``put_aside``."""
+        """Give the parameters back what was ``set_aside``."""
         gradients, marks = aside
         shadowing.restore(gradients, self.parameters, self._layout.views)
-        if self._standing is not None and marks is not None:
-            self._standing.restore(marks)
+        if self._averages is not None and marks is not None:
+            self._averages.restore(marks)
 
     # --- the backward pass ---
 
@@ -230,7 +230,7 @@ class Reducer(ReducerNames):
         expected = None if self._settings.behind_all else self._times
         self._pass = BackwardPass(self._layout, reduction, expected, self._skipped())
 
-    def averages(self) -> bool:
+    def is_averaging(self) -> bool:
         """Say whether gradients that arrive now are averaged: not those under ``no_sync``, nor of a module called beside DDP."""
         return self._is_armed or self.captures
 
@@ -249,9 +249,9 @@ class Reducer(ReducerNames):
 
     def mark_ready(self, place: int, parameter: Tensor) -> None:
         """Take a parameter's gradient: autograd has added to it, or a captured one has been put there."""
-        if not self.averages():
-            if self._standing is not None and parameter.grad is not None:
-                self._standing.added(place, parameter.grad)
+        if not self.is_averaging():
+            if self._averages is not None and parameter.grad is not None:
+                self._averages.record_addition(place, parameter.grad)
             return
         if not self._is_begun:
             self._begin()
@@ -324,7 +324,7 @@ class Reducer(ReducerNames):
         )
 
 
-def _without_owner(reducer: Reducer) -> Callable[[int, Tensor], None]:
+def _weak_hook(reducer: Reducer) -> Callable[[int, Tensor], None]:
     # Parameters outlive a reducer, and the collector does not see what autograd's hooks refer to.
     reference = weakref.ref(reducer)
 

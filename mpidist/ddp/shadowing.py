@@ -16,7 +16,7 @@ Gradients = list[tuple[Tensor | None, Tensor | None]]
 _IS_MIRRORED = "_mpidist_is_mirrored"
 
 
-def put_aside(parameters: Sequence[Tensor], views: Mapping[int, Tensor]) -> Gradients:
+def set_aside(parameters: Sequence[Tensor], views: Mapping[int, Tensor]) -> Gradients:
     """Take the gradients away from their parameters.
 
     Args:
@@ -41,7 +41,7 @@ def put_aside(parameters: Sequence[Tensor], views: Mapping[int, Tensor]) -> Grad
 
 
 def restore(held: Gradients, parameters: Sequence[Tensor], views: Mapping[int, Tensor]) -> None:
-    """Give parameters the gradients that were ``put_aside``; what was a view is one of the present bucket."""
+    """Give parameters the gradients that were ``set_aside``; what was a view is one of the present bucket."""
     for place, (parameter, (gradient, values)) in enumerate(zip(parameters, held, strict=True)):
         parameter.grad = gradient if values is None else views[place].copy_(values)
         delattr(parameter, _IS_MIRRORED)

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from mpidist.ddp.accumulated_averages import Standing
+from mpidist.ddp.accumulated_averages import AccumulatedAverages
 
 SIZE = 3
 
@@ -16,20 +16,20 @@ class Case:
 
     def __init__(self):
         self.parameter = torch.nn.Parameter(torch.zeros(4))
-        self.averages = True
-        self.standing = Standing([self.parameter], [0], SIZE, lambda: self.averages)
+        self.is_averaging = True
+        self.averages = AccumulatedAverages([self.parameter], [0], SIZE, lambda: self.is_averaging)
         self.parameter.grad = torch.full((4,), 5.0)
-        self.standing.hold(0, self.parameter.grad)
+        self.averages.record(0, self.parameter.grad)
 
-    def add(self, averages, create_graph=False):
-        self.averages = averages
+    def add(self, is_averaging, create_graph=False):
+        self.is_averaging = is_averaging
         self.parameter.sum().backward(create_graph=create_graph)
-        if not averages:
-            self.standing.added(0, self.parameter.grad)
+        if not is_averaging:
+            self.averages.record_addition(0, self.parameter.grad)
 
     def contribution(self):
         view = self.parameter.grad.detach().clone()
-        self.standing.weigh(0, self.parameter.grad, view)
+        self.averages.weigh(0, self.parameter.grad, view)
         return float(view[0])
 
 
@@ -84,26 +84,26 @@ def test_what_adds_nothing_changes_nothing():
     torch.autograd.grad(case.parameter.sum(), case.parameter)
     assert case.contribution() == 5 * SIZE
     case = Case()
-    marks = case.standing.put_aside()
+    marks = case.averages.set_aside()
     case.add(True)
     assert case.contribution() == 6
-    case.standing.restore(marks)
+    case.averages.restore(marks)
     case.parameter.grad = None
     case.add(True)
     assert case.contribution() == 1
     # Under other owners what stands is still weighed; what was cleared is not taken for another
     # gradient at its address.
-    case.standing.hold(0, case.parameter.grad)
-    case.standing = Standing([case.parameter], [], SIZE, lambda: True, case.standing)
+    case.averages.record(0, case.parameter.grad)
+    case.averages = AccumulatedAverages([case.parameter], [], SIZE, lambda: True, case.averages)
     case.add(True)
     assert case.contribution() == SIZE + 1
-    case.standing.hold(0, case.parameter.grad)
+    case.averages.record(0, case.parameter.grad)
     address, case.parameter.grad = case.parameter.grad, None
-    case.standing = Standing([case.parameter], [], SIZE, lambda: True, case.standing)
+    case.averages = AccumulatedAverages([case.parameter], [], SIZE, lambda: True, case.averages)
     case.parameter.grad = address
     assert case.contribution() == SIZE + 1, "not weighed again"
-    case.standing.close()
-    gone = weakref.ref(case.standing)
+    case.averages.close()
+    gone = weakref.ref(case.averages)
     del case
     gc.collect()
     assert gone() is None
