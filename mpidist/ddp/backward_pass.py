@@ -121,7 +121,7 @@ class BackwardPass:
         for index in self.readiness.pop_rest():
             self._launch(index)
 
-    def mirror(self) -> None:
+    def shadow(self) -> None:
         """Launch all buckets with zeros."""
         for index in self.readiness.pop_rest():
             self._wait_for_buffer(index)

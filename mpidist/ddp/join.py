@@ -93,8 +93,8 @@ def joined(module: Any, group: Any, throws: bool, optimizers: Sequence[Any] = ()
     Collective: entered and left by all ranks of the group.
 
     Args:
-        module: Has ``parameters()``, ``mirror(iteration)``, ``end_mirroring()`` and
-            ``adopt_from(root)``.
+        module: Has ``parameters()``, ``shadow(iteration)``, ``end_shadowing()`` and
+            ``broadcast_from(root)``.
         throws: Raise on all ranks as soon as the first has no inputs left.
         optimizers: Sharded ones on the same group: have ``before_step`` (called before each step),
             ``step_joined()`` and ``end_joined()``.
@@ -123,12 +123,12 @@ def joined(module: Any, group: Any, throws: bool, optimizers: Sequence[Any] = ()
             if iteration.optimizer:
                 optimizers[iteration.optimizer - 1].step_joined()
             else:
-                module.mirror(iteration)
+                module.shadow(iteration)
     finally:
         for optimizer in optimizers:
             optimizer.end_joined()
-        module.end_mirroring()
-    module.adopt_from(last_joiner(group, is_last))
+        module.end_shadowing()
+    module.broadcast_from(last_joiner(group, is_last))
 
 
 def _announce(group: Any, optimizer: int, throws: bool) -> None:
@@ -153,9 +153,9 @@ class TorchJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         """Mirror one iteration."""
-        self._module.mirror(exchange(self._group, False))
+        self._module.shadow(exchange(self._group, False))
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give this rank its own gradients back, and all ranks the weights of one that had inputs to the end."""
-        self._module.end_mirroring()
-        self._module.adopt_from(last_joiner(self._group, is_last_joiner))
+        self._module.end_shadowing()
+        self._module.broadcast_from(last_joiner(self._group, is_last_joiner))

@@ -243,7 +243,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
             self.reducer.scale = 1.0 if iteration is None else self._scale(iteration)
             self.reducer.arm([tensor for tensor in tensors_in(output) if tensor.requires_grad])
         elif torch.is_grad_enabled():
-            self.reducer.stand_by()
+            self.reducer.disarm()
         return output
 
     # --- uneven inputs ---
@@ -290,7 +290,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         finally:
             self._is_joining = self._throws_on_join = False
 
-    def mirror(self, iteration: Iteration) -> None:
+    def shadow(self, iteration: Iteration) -> None:
         """Take part in the collectives of one iteration of the ranks that have inputs.
 
         Collective: over the group.
@@ -300,13 +300,13 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self.require_forward_param_sync = iteration.averages
         if iteration.averages:
             self.reducer.scale = self._scale(iteration)
-            self.reducer.mirror()
+            self.reducer.shadow()
 
-    def end_mirroring(self) -> None:
+    def end_shadowing(self) -> None:
         """Give this rank its gradients back as they were before it mirrored."""
-        self.reducer.end_mirroring()
+        self.reducer.end_shadowing()
 
-    def adopt_from(self, root: int) -> None:
+    def broadcast_from(self, root: int) -> None:
         """Take over ``root``'s parameters and buffers. Collective: over the group."""
         self._authoritative_rank = root
         broadcast_state(

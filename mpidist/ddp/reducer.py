@@ -79,7 +79,7 @@ class Reducer(ReducerNames):
         )
         # places that no rank used, if they are to be skipped
         self._unused: frozenset[int] | None = None
-        self._mirrors: Aside | None = None  # this rank's own gradients, while it mirrors
+        self._own_gradients: Aside | None = None  # this rank's own gradients, while it mirrors
         self._averages: AccumulatedAverages | None = None
         # of buffers that a hook synchronises beside the backward pass
         self._futures: list[Any] = []
@@ -176,7 +176,7 @@ class Reducer(ReducerNames):
             output.register_hook(self._began)
         autograd_context.join(self)
 
-    def stand_by(self) -> None:
+    def disarm(self) -> None:
         """Leave the gradients of the next backward pass as they are; called after a forward pass under ``no_sync``.
 
         An earlier forward pass whose backward pass has not come yet is averaged when that one
@@ -185,27 +185,27 @@ class Reducer(ReducerNames):
         if self._knows_outputs and not self._is_begun:
             self._is_armed = False
 
-    def mirror(self) -> None:
+    def shadow(self) -> None:
         """Take part in one backward pass of the others, with zeros: for a rank that has no inputs left.
 
-        Until ``end_mirroring`` this rank's gradients are the average, from which an optimizer of
+        Until ``end_shadowing`` this rank's gradients are the average, from which an optimizer of
         shards takes its step.
 
         Collective: over the group.
         """
-        if self._mirrors is None:
-            self._mirrors = self.set_aside()
+        if self._own_gradients is None:
+            self._own_gradients = self.set_aside()
         self._arm()
         self._is_armed = False
-        self._pass.mirror()
+        self._pass.shadow()
         self._pass.wait()
         self._settle([False] * len(self.parameters), missing=[])
 
-    def end_mirroring(self) -> None:
-        """Give this rank its gradients back as they were before the first ``mirror``."""
-        if self._mirrors is not None:
-            self.restore(self._mirrors)
-            self._mirrors = None
+    def end_shadowing(self) -> None:
+        """Give this rank its gradients back as they were before the first ``shadow``."""
+        if self._own_gradients is not None:
+            self.restore(self._own_gradients)
+            self._own_gradients = None
 
     def set_aside(self) -> Aside:
         """Take the gradients away from the parameters, for passes that shall not add to them."""
@@ -301,7 +301,7 @@ class Reducer(ReducerNames):
             used = [True] * len(self.parameters)
         self._pass.hand_back(used)
         self.wait_for_futures()
-        if self._mirrors is None and not self.captures:
+        if self._own_gradients is None and not self.captures:
             in_backward.step(self.parameters, used)
         # Here, where every rank passes, and not before the next forward pass, which one rank may
         # run alone.

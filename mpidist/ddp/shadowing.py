@@ -13,7 +13,7 @@ Gradients = list[tuple[Tensor | None, Tensor | None]]
 
 # Set on parameters meanwhile; ``mpidist.zero.join`` then takes their gradients for the others'
 # average.
-_IS_MIRRORED = "_mpidist_is_mirrored"
+_IS_SHADOWING = "_mpidist_is_shadowing"
 
 
 def set_aside(parameters: Sequence[Tensor], views: Mapping[int, Tensor]) -> Gradients:
@@ -36,7 +36,7 @@ def set_aside(parameters: Sequence[Tensor], views: Mapping[int, Tensor]) -> Grad
             values = gradient.detach().clone() if is_view else None
         held.append((gradient, values))
         parameter.grad = None
-        setattr(parameter, _IS_MIRRORED, True)
+        setattr(parameter, _IS_SHADOWING, True)
     return held
 
 
@@ -44,4 +44,4 @@ def restore(held: Gradients, parameters: Sequence[Tensor], views: Mapping[int, T
     """Give parameters the gradients that were ``set_aside``; what was a view is one of the present bucket."""
     for place, (parameter, (gradient, values)) in enumerate(zip(parameters, held, strict=True)):
         parameter.grad = gradient if values is None else views[place].copy_(values)
-        delattr(parameter, _IS_MIRRORED)
+        delattr(parameter, _IS_SHADOWING)

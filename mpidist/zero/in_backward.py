@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from mpidist.comm.memory.stream import used_here
 from mpidist.kernels.view import laid_out
 from mpidist.zero import groups
-from mpidist.zero.join import is_mirrored
+from mpidist.zero.join import is_shadowing
 from mpidist.zero.pieces import Piece
 
 Tensor = torch.Tensor
@@ -173,7 +173,7 @@ class SteppingHook:
         # A rank without inputs takes the others' step in ``step()``, which brings their settings,
         # too.
         steps = not (
-            is_mirrored(parameters)
+            is_shadowing(parameters)
             or (isinstance(bucket, GradBucket) and torch._C._current_graph_task_id() == -1)
         )
         has_gradient = [steps and parameter.grad is not None for parameter in parameters]

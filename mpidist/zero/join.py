@@ -15,14 +15,14 @@ from torch.distributed.algorithms.join import JoinHook
 Tensor = torch.Tensor
 
 # Set on parameters by ``mpidist.ddp.shadowing`` while their gradients are the other ranks' average.
-_IS_MIRRORED = "_mpidist_is_mirrored"
+_IS_SHADOWING = "_mpidist_is_shadowing"
 # Set by ``mpidist.ddp.join`` within ``DistributedDataParallel.join``.
 _IS_JOINING = "_mpidist_is_joining"
 
 
-def is_mirrored(parameters: Sequence[Tensor]) -> bool:
+def is_shadowing(parameters: Sequence[Tensor]) -> bool:
     """Say whether this rank has no inputs left, and its gradients are the average of the others'."""
-    return any(hasattr(parameter, _IS_MIRRORED) for parameter in parameters)
+    return any(hasattr(parameter, _IS_SHADOWING) for parameter in parameters)
 
 
 def require_named(parameters: Sequence[Tensor]) -> None:
@@ -66,7 +66,7 @@ class BorrowedGradients:
         Returns:
             The settings of a rank that has inputs: its schedulers go on.
         """
-        needs = not has_inputs and not is_mirrored(
+        needs = not has_inputs and not is_shadowing(
             [parameters[number] for number in owned[group.rank]]
         )
         told = torch.empty(2 * group.size, dtype=torch.uint8, device="cpu")

@@ -247,15 +247,15 @@ def test_uneven_inputs(group):
         )
         seen = {one: [], plain: []}
         for ddp in (one, plain):
-            mirror = ddp.mirror
+            shadow = ddp.shadow
 
-            def noting(iteration, ddp=ddp, mirror=mirror, seen=seen):
-                mirror(iteration)
+            def noting(iteration, ddp=ddp, shadow=shadow, seen=seen):
+                shadow(iteration)
                 seen[ddp].append(
                     [None if p.grad is None else p.grad.clone() for p in ddp.parameters()]
                 )
 
-            ddp.mirror = noting
+            ddp.shadow = noting
             for epoch in range(2):
                 with ddp.join():
                     for step in range(1 + group.rank):
@@ -263,7 +263,7 @@ def test_uneven_inputs(group):
                         backward(ddp, group.rank, step + 10 * epoch)
                 text = wrong(group, one, plain, bounds, close) if ddp is plain and epoch else ""
                 agree(group, not text, text)
-            del ddp.mirror
+            del ddp.shadow
         is_right = True
         for shares, averages in zip(seen[one], seen[plain], strict=True):
             for p, share, average in zip(one.parameters(), shares, averages, strict=True):
