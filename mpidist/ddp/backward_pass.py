@@ -175,7 +175,7 @@ class BackwardPass:
             if key != _stream_here(key[0]):
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
         for name, layout in self._layout.buckets[index].collect(self._reduction.as_views):
-            self.complaints.append(gradient_errors.of_layout(name, layout))
+            self.complaints.append(gradient_errors.wrong_layout(name, layout))
         self._reduce(index)
 
     def _wait_for_buffer(self, index: int) -> None:
@@ -187,13 +187,13 @@ class BackwardPass:
         if self._reduction.hook is not None and isinstance(bucket, Bucket):
             hook, state = self._reduction.hook
             is_last = self.readiness.is_last(index, self._layout.sparse)
-            future = stages.call(hook, state, GradBucket(bucket, index, is_last, group), group)
+            future = stages.call_hook(hook, state, GradBucket(bucket, index, is_last, group), group)
         elif bucket.node_tensor is not None:
             bucket.node_tensor.average()
             future = None
         else:
             work = group.all_reduce(
-                bucket.flat, AVG, async_op=stages.runs_beside(group, bucket.flat)
+                bucket.flat, AVG, async_op=stages.overlaps_backward(group, bucket.flat)
             )
             future = None if work is None else work.get_future()
         self._futures[index] = future

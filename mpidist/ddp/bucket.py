@@ -76,7 +76,7 @@ class Bucket:
             self.views.append(laid_out(self.flat[start : start + parameter.numel()], parameter))
             start += parameter.numel()
 
-    def adopt(self) -> None:
+    def attach_gradients(self) -> None:
         """Make the gradients that exist views of the bucket, with their values."""
         for view, parameter in zip(self.views, self.parameters, strict=True):
             take(parameter, view, as_view=True)

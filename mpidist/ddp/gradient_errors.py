@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def of_layout(name: str, layout: torch.layout) -> str:
+def wrong_layout(name: str, layout: torch.layout) -> str:
     """Return why a gradient of this layout was refused."""
     if layout is torch.strided:
         return (
@@ -20,7 +20,7 @@ def of_layout(name: str, layout: torch.layout) -> str:
     )
 
 
-def of_unused(name: str) -> str:
+def unused_before(name: str) -> str:
     """Return why a gradient of a parameter that is skipped was refused."""
     return (
         f"parameter {name!r} received a gradient, but no rank used it in the first backward pass; "
@@ -28,7 +28,7 @@ def of_unused(name: str) -> str:
     )
 
 
-def of_graph(name: str, times: int, first: int) -> str:
+def graph_changed(name: str, times: int, first: int) -> str:
     """Return why a gradient was refused that came ``times`` times, and ``first`` times in the first pass of a static graph."""
     return (
         f"the gradient of parameter {name!r} arrived {times} times in one backward pass, and "
@@ -38,7 +38,7 @@ def of_graph(name: str, times: int, first: int) -> str:
     )
 
 
-def of_twice(name: str) -> str:
+def added_twice(name: str) -> str:
     """Return why a second gradient of one pass was refused."""
     return (
         f"the gradient of parameter {name!r} arrived twice in one backward pass; a parameter that "

@@ -51,7 +51,7 @@ class Layout:
     Args:
         expects_sparse: For each parameter whether its gradients are sparse; it gets a bucket of its
             own.
-        local: Use memory of this rank alone until ``settle``, and communicate nothing: for a copy,
+        local: Use memory of this rank alone until ``rebuild``, and communicate nothing: for a copy,
             which one rank may make.
 
     Attributes:
@@ -63,7 +63,7 @@ class Layout:
         owners: Where gradients leave to their owners, and buckets take turns in a few buffers; else
             None.
         sparse: The places, in ``plan``, of buckets of sparse gradients.
-        is_settled: The buckets stay as they are.
+        is_rebuilt: The buckets stay as they are.
     """
 
     def __init__(
@@ -86,41 +86,41 @@ class Layout:
         # ones.
         self._follows_readiness = settings.static_graph or not settings.find_unused_parameters
         # Gradients come in the reverse order of use, which is about that of registration.
-        self.plan = self._planned(list(reversed(range(len(parameters)))))
-        self._make(local)
-        self.is_settled = not local and not self._follows_readiness
+        self.plan = self._assign(list(reversed(range(len(parameters)))))
+        self._allocate(local)
+        self.is_rebuilt = not local and not self._follows_readiness
 
-    def settle(self, arrived: Sequence[int]) -> None:
+    def rebuild(self, ready_order: Sequence[int]) -> None:
         """Lay the buckets out in the order in which gradients arrive; those that exist keep their values.
 
         Collective: over the group, at the end of the first backward pass. Rank 0's order holds for
         all.
 
         Args:
-            arrived: Places of parameters in the order of arrival; those without a gradient are
+            ready_order: Places of parameters in the order of arrival; those without a gradient are
                 added in the present order.
         """
         planned = self.plan
         if self._follows_readiness:
-            known = set(arrived)
+            known = set(ready_order)
             rest = [place for indices in self.plan for place in indices if place not in known]
-            order = torch.tensor([*arrived, *rest], device="cpu")
+            order = torch.tensor([*ready_order, *rest], device="cpu")
             self._group.broadcast(order, 0)
-            planned = self._planned(order.tolist())
+            planned = self._assign(order.tolist())
         if planned != self.plan or self._is_local:
             self.plan = planned
-            self._make()
-        self.is_settled = True
+            self._allocate()
+        self.is_rebuilt = True
 
-    def saved(self) -> dict[str, Any]:
+    def saved_plan(self) -> dict[str, Any]:
         """Return the buckets by names, and whether they stay."""
         return {
             "buckets": [[self._names[place] for place in indices] for indices in self.plan],
-            "is_rebuilt": self.is_settled,
+            "is_rebuilt": self.is_rebuilt,
         }
 
-    def use(self, saved: dict[str, Any]) -> None:
-        """Lay the buckets out as ``saved()`` said.
+    def load_plan(self, saved: dict[str, Any]) -> None:
+        """Lay the buckets out as ``saved_plan()`` said.
 
         Collective: over the group.
 
@@ -133,7 +133,7 @@ class Layout:
         buckets: list[tuple[int, ...]] = []
         is_rebuilt = False
         try:
-            buckets = self._by_place(saved["buckets"])
+            buckets = self._places_of(saved["buckets"])
             is_rebuilt = bool(saved["is_rebuilt"])
         except ValueError as error:
             problem = error
@@ -156,10 +156,10 @@ class Layout:
             )
             raise DisagreementError(f"the bucket plans of the ranks differ. {wrong}")
         self.plan = buckets
-        self._make()
-        self.is_settled = is_rebuilt
+        self._allocate()
+        self.is_rebuilt = is_rebuilt
 
-    def follow(self) -> None:
+    def follow_storage(self) -> None:
         """Take back the views whose memory somebody has replaced since the last pass.
 
         ``module.double()``, ``.to()`` and the like set the ``data`` of gradients that exist, and
@@ -185,13 +185,13 @@ class Layout:
                 "device before the module is "
                 "wrapped, or wrap it anew"
             )
-        if any(map(ne, map(Tensor.data_ptr, self._held), self._addresses)):
+        if any(map(ne, map(Tensor.data_ptr, self._attached), self._addresses)):
             for bucket in self.buckets:
                 if isinstance(bucket, Bucket):
                     bucket.renew_views()
-            self._hold_views()
+            self._attach_views()
 
-    def own(self, owners: Owners | None) -> None:
+    def use_owners(self, owners: Owners | None) -> None:
         """Lay the buckets out for gradients that leave to owners, or for averages on all ranks (None).
 
         Gradients that exist keep their values, in memory of their own or as views of the new
@@ -211,9 +211,9 @@ class Layout:
             if is_view and self.owners is None:
                 parameter.grad = view.clone()
         self.owners = owners
-        self._make()
+        self._allocate()
 
-    def _by_place(self, names: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
+    def _places_of(self, names: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
         """Turn buckets of names into buckets of places, if this module can have them."""
         buckets = plan.by_place(names, self._names)
         for index, places in enumerate(buckets):
@@ -228,7 +228,7 @@ class Layout:
                 raise ValueError(f"bucket {index} holds sparse gradients beside others")
         return buckets
 
-    def _planned(self, places: Sequence[int]) -> list[tuple[int, ...]]:
+    def _assign(self, places: Sequence[int]) -> list[tuple[int, ...]]:
         """Plan buckets that are filled in this order."""
         assigned = plan.assign(
             self._parameters, self._settings.limits, places, self._expects_sparse
@@ -239,7 +239,7 @@ class Layout:
             )
         return [bucket.indices for bucket in assigned]
 
-    def _make(self, local: bool = False) -> None:
+    def _allocate(self, local: bool = False) -> None:
         self._is_local = local
         self.sparse = frozenset(
             index for index, places in enumerate(self.plan) if self._expects_sparse[places[0]]
@@ -253,21 +253,21 @@ class Layout:
         )
         self._dtypes = list(map(_dtype_of, self._parameters))
         self._devices = list(map(Tensor.get_device, self._parameters))
-        self._held: list[Tensor] = []  # what gradients may be
+        self._attached: list[Tensor] = []  # what gradients may be
         self._addresses: list[int] = []
         if self.owners is not None:
             self.views = {} if self.owners.kept is None else self.owners.kept
         else:
-            self._hold_views()
+            self._attach_views()
 
-    def _hold_views(self) -> None:
+    def _attach_views(self) -> None:
         self.views = {}
         for bucket in self.buckets:
             self.views.update(zip(bucket.indices, bucket.views, strict=False))
             if self._settings.gradient_as_bucket_view:
-                bucket.adopt()
-        self._held = list(self.views.values())
-        self._addresses = list(map(Tensor.data_ptr, self._held))
+                bucket.attach_gradients()
+        self._attached = list(self.views.values())
+        self._addresses = list(map(Tensor.data_ptr, self._attached))
 
     def _separate_buckets(self, shares: bool) -> list[Bucket | SparseBucket]:
         """Return the plan's buckets, the dense ones one behind the other in memory of the node, each from a cache line on."""

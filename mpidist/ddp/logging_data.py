@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def of_module(ddp: Any) -> dict[str, Any]:
+def logging_data(ddp: Any) -> dict[str, Any]:
     """Return them.
 
     Args:

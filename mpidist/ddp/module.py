@@ -15,7 +15,7 @@ from mpidist.ddp.backward_pass import Hook
 from mpidist.ddp.join import SOMEONE_EXHAUSTED, Iteration, exchange, joined
 from mpidist.ddp.layout import Settings
 from mpidist.ddp.reducer import Reducer
-from mpidist.ddp.tensor_tree import moved, tensors_in
+from mpidist.ddp.tensor_tree import tensors_in, to_device
 from mpidist.ddp.torch_private import TorchNames
 from mpidist.ddp.verification import broadcast_state, require_equal
 from mpidist.errors import DisagreementError, MpidistError
@@ -106,17 +106,17 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         super().__init__()
         Joinable.__init__(self)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.process_group = torch_arguments.group_of(device_mesh, process_group)
+        self.process_group = torch_arguments.resolve_group(device_mesh, process_group)
         self._group = native_group(self.process_group)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-            torch_arguments.localise(module, device_mesh)
+            torch_arguments.use_local_shards(module, device_mesh)
         init_buffers, self.forward_sync_buffers = torch_arguments.buffer_syncing(
             broadcast_buffers, forward_sync_buffers
         )
         self.module = module
         try:
-            torch_arguments.refuse(
+            torch_arguments.require_default(
                 mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce
             )
             named = torch_arguments.require_supported(module, self.parameters_to_ignore)
@@ -231,7 +231,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         if torch.is_grad_enabled():
             self.reducer.detach_optimizers()
         if self._input_device is not None:
-            args, kwargs = moved((args, kwargs), self._input_device)
+            args, kwargs = to_device((args, kwargs), self._input_device)
         output = self.module(*args, **kwargs)
         if syncs_buffers and self._syncs_behind():
             self._sync_buffers(root, waits=not averages)

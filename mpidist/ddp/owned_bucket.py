@@ -91,7 +91,7 @@ class OwnedBucket(Bucket):
         self.present.clear()
         self._results.clear()
 
-    def adopt(self) -> None:
+    def attach_gradients(self) -> None:
         """Leave the gradients: none is a view of a buffer."""
 
     def take(self, place: int, parameter: Tensor) -> None:

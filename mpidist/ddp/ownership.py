@@ -48,7 +48,7 @@ class Split:
     common: tuple[Range, ...]
 
 
-def of_hook(hook: Any) -> Ownership | None:
+def ownership_of(hook: Any) -> Ownership | None:
     """Return the owners that a hook, or one that it holds, reduces to; None for a hook that averages for all ranks."""
     return getattr(hook, "ownership", None)
 
@@ -74,7 +74,7 @@ def split(numels: Sequence[int], bounds: Sequence[Bounds | None], size: int) -> 
     return Split(tuple(map(tuple, by_rank)), tuple(common))
 
 
-def resolve(
+def bounds_by_place(
     ownership: Ownership, parameters: Sequence[Tensor], names: Sequence[str], size: int
 ) -> dict[int, Bounds]:
     """Return the owners by the parameters' places.

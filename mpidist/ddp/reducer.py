@@ -19,7 +19,7 @@ from mpidist.ddp.accumulated_averages import AccumulatedAverages, Marks
 from mpidist.ddp.backward_pass import BackwardPass, Hook, Reduction, adds_to_gradients
 from mpidist.ddp.layout import Layout, Settings
 from mpidist.ddp.owned_bucket import Owners
-from mpidist.ddp.ownership import Ownership, of_hook, resolve
+from mpidist.ddp.ownership import Ownership, bounds_by_place, ownership_of
 from mpidist.ddp.torch_reducer import ReducerNames
 from mpidist.ddp.verification import require_all_gradients, require_equal_owners, used_somewhere
 from mpidist.dynamo import untraced
@@ -102,7 +102,7 @@ class Reducer(ReducerNames):
             TypeError, ValueError: The owners are none of this module's parameters.
             DisagreementError: Another rank raised that, or has other owners.
         """
-        ownership = of_hook(hook)
+        ownership = ownership_of(hook)
         if ownership is not None or self._layout.owners is not None:
             self._own(ownership)
         self.hook = None if hook is None else (hook, state)
@@ -111,7 +111,7 @@ class Reducer(ReducerNames):
         bounds, problem = None, None
         try:
             if ownership is not None:
-                bounds = resolve(ownership, self.parameters, self._names, self._group.size)
+                bounds = bounds_by_place(ownership, self.parameters, self._names, self._group.size)
                 in_backward.require_none(zip(self._names, self.parameters, strict=True))
         except (TypeError, ValueError) as error:
             problem = error
@@ -131,22 +131,22 @@ class Reducer(ReducerNames):
             )
             kept: dict[int, Tensor] | None = {} if self._as_views else None
             owners = Owners(bounds, ownership.buffers, self._group.rank, self._averages, kept)
-        self._layout.own(owners)
+        self._layout.use_owners(owners)
 
     def buckets(self) -> list[tuple[int, ...]]:
         """Return the places of the parameters in each bucket, in the order of launch."""
         return list(self._layout.plan)
 
     def plan(self) -> dict[str, Any]:
-        """Return the buckets by names; see ``Layout.saved``."""
-        return self._layout.saved()
+        """Return the buckets by names; see ``Layout.saved_plan``."""
+        return self._layout.saved_plan()
 
     def use_plan(self, saved: dict[str, Any]) -> None:
-        """Lay the buckets out as ``plan()`` said; see ``Layout.use``.
+        """Lay the buckets out as ``plan()`` said; see ``Layout.load_plan``.
 
         Collective: over the group.
         """
-        self._layout.use(saved)
+        self._layout.load_plan(saved)
 
     @property
     def views(self) -> Mapping[int, Tensor]:
@@ -222,7 +222,7 @@ class Reducer(ReducerNames):
     # --- the backward pass ---
 
     def _arm(self) -> None:
-        self._layout.follow()
+        self._layout.follow_storage()
         self._is_armed, self._is_begun = True, False
         reduction = Reduction(self._group, self.hook, self.scale, self._as_views)
         # Where ranks use different parameters, a bucket would leave ahead of a module's collective
@@ -261,11 +261,11 @@ class Reducer(ReducerNames):
     def _surplus(self, place: int) -> str:
         name = self._names[place]
         if self._unused is not None and place in self._unused:
-            return gradient_errors.of_unused(name)
+            return gradient_errors.unused_before(name)
         if self._settings.static_graph:
             first = self._times[place] if self._times is not None else 0
-            return gradient_errors.of_graph(name, self._pass.readiness.counts[place], first)
-        return gradient_errors.of_twice(name)
+            return gradient_errors.graph_changed(name, self._pass.readiness.counts[place], first)
+        return gradient_errors.added_twice(name)
 
     def _finish(self) -> None:
         self._is_armed = self._is_begun = False
@@ -305,8 +305,8 @@ class Reducer(ReducerNames):
             in_backward.step(self.parameters, used)
         # Here, where every rank passes, and not before the next forward pass, which one rank may
         # run alone.
-        if not self._layout.is_settled:
-            self._layout.settle(self._pass.readiness.ready_order)
+        if not self._layout.is_rebuilt:
+            self._layout.rebuild(self._pass.readiness.ready_order)
 
     # --- parameters that no rank uses ---
 

@@ -34,7 +34,7 @@ class SparseBucket:
         self.names = (name,)
         self.flat: Tensor = self._empty()
 
-    def adopt(self) -> None:
+    def attach_gradients(self) -> None:
         """Leave the gradient: it is never a view."""
 
     def collect(self, as_views: bool) -> list[tuple[str, torch.layout]]:

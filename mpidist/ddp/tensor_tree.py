@@ -25,7 +25,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device) -> Any:
     """Return ``value`` with its tensors on ``device``."""
     return tree_map(
         lambda part: part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part,

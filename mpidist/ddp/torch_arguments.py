@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 from mpidist.comm.resolve_group import default_group
 
 
-def refuse(mixed_precision: Any, delayed: Any, hook_of_delayed: Any) -> None:
+def require_default(mixed_precision: Any, delayed: Any, hook_of_delayed: Any) -> None:
     """Refuse what would be ignored otherwise.
 
     Raises:
@@ -32,7 +32,7 @@ def refuse(mixed_precision: Any, delayed: Any, hook_of_delayed: Any) -> None:
         )
 
 
-def group_of(device_mesh: Any, process_group: Any) -> Any:
+def resolve_group(device_mesh: Any, process_group: Any) -> Any:
     """Return the group that the arguments name, or the default one.
 
     Raises:
@@ -59,7 +59,7 @@ def group_of(device_mesh: Any, process_group: Any) -> Any:
     return device_mesh.get_group(mesh_dim=0)
 
 
-def localise(module: torch.nn.Module, device_mesh: Any) -> None:
+def use_local_shards(module: torch.nn.Module, device_mesh: Any) -> None:
     """Replace DTensors by their shards outside of forward passes, if the mesh was cut out of another one.
 
     Source:

@@ -21,7 +21,7 @@ from mpidist.ddp.buffer_syncing import BufferSyncing
 from mpidist.ddp.hooks.default import allreduce_hook, fp16_compress_hook
 from mpidist.ddp.hooks.optimizer_overlap import OptimizerHookState, hook_then_optimizer
 from mpidist.ddp.join import TorchJoinHook
-from mpidist.ddp.logging_data import of_module
+from mpidist.ddp.logging_data import logging_data
 
 Tensor = torch.Tensor
 
@@ -233,4 +233,4 @@ class TorchNames(BufferSyncing, Joinable):
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return settings and sizes, by torch's names; no times, which a profiler has."""
-        return of_module(self)
+        return logging_data(self)

@@ -100,11 +100,11 @@ def test_a_saved_layout_is_used(group):
     agree(
         group, (2,) in layout.plan and layout.sparse == {layout.plan.index((2,))}, str(layout.plan)
     )
-    saved = layout.saved()
-    layout.settle([0, 1, 2])
-    agree(group, layout.is_settled and layout.plan != saved["buckets"], str(layout.plan))
-    layout.use(saved)
-    agree(group, layout.saved() == saved)
+    saved = layout.saved_plan()
+    layout.rebuild([0, 1, 2])
+    agree(group, layout.is_rebuilt and layout.plan != saved["buckets"], str(layout.plan))
+    layout.load_plan(saved)
+    agree(group, layout.saved_plan() == saved)
     with pytest.raises(ValueError, match="sparse gradients beside others"):
-        layout.use({"buckets": [["a"], ["b", "c"]], "is_rebuilt": True})
+        layout.load_plan({"buckets": [["a"], ["b", "c"]], "is_rebuilt": True})
     agree(group, True)

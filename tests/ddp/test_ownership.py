@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from mpidist.ddp.ownership import Ownership, of_hook, resolve, split
+from mpidist.ddp.ownership import Ownership, bounds_by_place, ownership_of, split
 
 
 def parameters():
@@ -56,7 +56,7 @@ def test_bounds_are_taken_by_place():
         own[1]: ((1, 0, 0), (1, 0, 1)),
         frozen: ((0, 0, 7),),
     }
-    assert resolve(Ownership(bounds), own, "abcd", 2) == {
+    assert bounds_by_place(Ownership(bounds), own, "abcd", 2) == {
         3: ((1, 0, 2), (0, 2, 5)),
         2: (),
         1: ((1, 0, 0), (1, 0, 1)),
@@ -81,7 +81,7 @@ def test_bounds_are_taken_by_place():
 def test_what_covers_no_parameter_is_refused(owners, error, words):
     own = parameters()
     with pytest.raises(error, match="'a'") as raised:
-        resolve(Ownership({own[0]: owners}), own, "abcd", 2)
+        bounds_by_place(Ownership({own[0]: owners}), own, "abcd", 2)
     assert words in str(raised.value)
 
 
@@ -90,12 +90,12 @@ def test_what_is_no_mapping_of_this_module_is_refused():
     with pytest.raises(
         ValueError, match=r"shape \(5,\) whose gradients this module does not reduce"
     ):
-        resolve(Ownership({other[3]: ((0, 0, 5),)}), own, "abcd", 2)
+        bounds_by_place(Ownership({other[3]: ((0, 0, 5),)}), own, "abcd", 2)
     with pytest.raises(TypeError, match="must be a mapping"):
-        resolve(Ownership([(own[0], 0)]), own, "abcd", 2)
+        bounds_by_place(Ownership([(own[0], 0)]), own, "abcd", 2)
     with pytest.raises(TypeError, match="a key of str"):
-        resolve(Ownership({"a": ((0, 0, 6),)}), own, "abcd", 2)
+        bounds_by_place(Ownership({"a": ((0, 0, 6),)}), own, "abcd", 2)
     for buffers, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
         with pytest.raises(error, match="number of buffers"):
-            resolve(Ownership({}, buffers), own, "abcd", 2)
-    assert of_hook(lambda state, bucket: None) is None and of_hook(None) is None
+            bounds_by_place(Ownership({}, buffers), own, "abcd", 2)
+    assert ownership_of(lambda state, bucket: None) is None and ownership_of(None) is None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mpidist.ddp.tensor_tree import moved, tensors_in
+from mpidist.ddp.tensor_tree import tensors_in, to_device
 
 Pair = namedtuple("Pair", "left right")
 
@@ -33,7 +33,7 @@ def test_tensors_are_found_in_any_nesting_and_in_order():
 
 def test_moving_keeps_the_nesting_and_all_that_is_no_tensor():
     value = {"a": [torch.ones(2), 3], "b": Pair(torch.zeros(1), "text")}
-    there = moved(value, torch.device("meta"))
+    there = to_device(value, torch.device("meta"))
     assert there["a"][0].is_meta and there["b"].left.is_meta
     assert there["a"][1] == 3 and isinstance(there["b"], Pair) and there["b"].right == "text"
     assert not value["a"][0].is_meta

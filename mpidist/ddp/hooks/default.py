@@ -21,8 +21,8 @@ from mpidist.comm.algorithms.shared_memory import NodeTensor
 from mpidist.comm.memory.stream import used_here
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.bucket import GradBucket
-from mpidist.ddp.hooks.stages import in_order, is_in_order, runs_beside, stages_of
-from mpidist.ddp.ownership import Ownership, of_hook
+from mpidist.ddp.hooks.stages import in_order, is_in_order, overlaps_backward, run_stages
+from mpidist.ddp.ownership import Ownership, ownership_of
 from mpidist.future import Future, completed
 
 Tensor = torch.Tensor
@@ -85,7 +85,7 @@ class Compressed:
     @property
     def ownership(self) -> Ownership | None:
         """Return the owners that the hook within reduces to."""
-        return of_hook(self.hook)
+        return ownership_of(self.hook)
 
     def __call__(self, state: Any, bucket: GradBucket) -> Any:
         """Narrow the bucket, call the hook, and widen what comes."""
@@ -124,7 +124,7 @@ def average(group: Any, tensor: Tensor, node_tensor: NodeTensor | None = None) -
     if node_tensor is not None and node_tensor.group is group:
         node_tensor.average()
         return completed(tensor)
-    if not runs_beside(group, tensor):
+    if not overlaps_backward(group, tensor):
         group.all_reduce(tensor, AVG)
         return completed(tensor)
     return (
@@ -145,4 +145,4 @@ def _compress(process_group: Any, bucket: GradBucket, dtype: torch.dtype) -> Fut
         group.all_reduce(narrow, AVG)
         buffer.copy_(narrow)
 
-    return stages_of(group, buffer, stages)
+    return run_stages(group, buffer, stages)

@@ -28,7 +28,7 @@ from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.algorithms.shared_memory import NodeTensor
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.bucket import GradBucket
-from mpidist.ddp.hooks.stages import is_in_order, stages_of
+from mpidist.ddp.hooks.stages import is_in_order, run_stages
 from mpidist.ddp.ownership import (
     DEFAULT_BUFFERS,
     Bounds,
@@ -217,7 +217,7 @@ def _reduce(
             group.reduce_scatter(own, inputs, AVG)
             _unpack(own, buffer, parts.by_rank[group.rank])
 
-    return stages_of(group, buffer, stages)
+    return run_stages(group, buffer, stages)
 
 
 def _packed(flat: Tensor, ranges: Sequence[Range]) -> Tensor:

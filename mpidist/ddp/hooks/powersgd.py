@@ -35,7 +35,7 @@ from mpidist.ddp.hooks import lowrank
 from mpidist.ddp.hooks.default import average
 from mpidist.ddp.hooks.lowrank import Factors
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
-from mpidist.ddp.hooks.stages import in_order, stages_of
+from mpidist.ddp.hooks.stages import in_order, run_stages
 from mpidist.future import Future
 from mpidist.kernels import powersgd
 from mpidist.kernels.pack import pack, unpack
@@ -64,7 +64,7 @@ def _after_start(
         return average(group, bucket.buffer(), bucket.node_tensor())
     # What comes before the first stage's collective happens here, beside the group's thread; the
     # stages are one operation of it.
-    return stages_of(
+    return run_stages(
         group, bucket.buffer(), compress(state, bucket, group, step), waits_for_device=True
     )
 
@@ -75,10 +75,10 @@ def _compress(state: PowerSGDState, bucket: GradBucket, group: Any, step: int) -
         state.count_elements(bucket.buffer().numel(), bucket.buffer().numel())
         return lambda: average(group, bucket.buffer(), bucket.node_tensor()).wait()
     state.count_elements(bucket.buffer().numel(), factors.flat_p.numel() + factors.flat_q.numel())
-    return _begun(state, factors, group, step)
+    return _prepare(state, factors, group, step)
 
 
-def _begun(state: PowerSGDState, factors: Factors, group: Any, step: int) -> Callable[[], bool]:
+def _prepare(state: PowerSGDState, factors: Factors, group: Any, step: int) -> Callable[[], bool]:
     """Do what comes before the first collective; return what begins with it, and says whether the step was finite."""
     matrices, epsilon = factors.bucket, state.orthogonalization_epsilon
     # By the device, not by this rank's kernels: another rank may have none, and the collectives of
@@ -87,7 +87,7 @@ def _begun(state: PowerSGDState, factors: Factors, group: Any, step: int) -> Cal
     last = state.q_memory_dict if state.warm_start else {}
     for name, x in zip(factors.names, matrices.matrices, strict=True):
         if last.get(name) is not x.q:
-            state.start_q(name, x.q, step)
+            state.initialize_q(name, x.q, step)
     powersgd.orthogonalize_q(matrices, epsilon)
     powersgd.project(matrices)
 
@@ -145,11 +145,11 @@ def _factors_of(state: PowerSGDState, bucket: GradBucket) -> Factors | None:
         bucket.forms(),
         options,
     )
-    factors = state.kept(bucket.index(), what, lambda: _placed(state, bucket))
+    factors = state.cached(bucket.index(), what, lambda: _placed(state, bucket))
     if factors is not None and any(
         state.error_dict.get(name) is not error for name, error in factors.errors.items()
     ):
-        state.forget(bucket.index())  # the errors were loaded since
+        state.drop_cached(bucket.index())  # the errors were loaded since
         return _factors_of(state, bucket)
     return factors
 
@@ -191,7 +191,7 @@ def _compress_as_square(
         )
 
     options = (state.matrix_approximation_rank, state.use_error_feedback)
-    factors = state.kept(bucket.index(), (name, flat.dtype, flat.device, options), placed)
+    factors = state.cached(bucket.index(), (name, flat.dtype, flat.device, options), placed)
     (x,) = factors.bucket.matrices
     state.count_elements(numel, factors.flat_p.numel() + factors.flat_q.numel())
     x.m.view(-1)[:numel].copy_(flat)
@@ -202,7 +202,7 @@ def _compress_as_square(
             for name, gradient in zip(bucket.names(), bucket.gradients(), strict=True)
         ]
         pack(errors, x.e.view(-1)[:numel])
-    begun = _begun(state, factors, group, step)
+    begun = _prepare(state, factors, group, step)
 
     def stages() -> None:
         is_finite = begun()

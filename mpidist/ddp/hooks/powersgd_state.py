@@ -20,7 +20,7 @@ from mpidist.ddp.hooks.lowrank import random_like
 Tensor = torch.Tensor
 T = TypeVar("T")
 
-_OWN = ("process_group", "_kept")  # what neither a file nor a copy takes along
+_OWN = ("process_group", "_cache")  # what neither a file nor a copy takes along
 # What a file holds of each kind; of a number the least.
 _INTS = {
     "matrix_approximation_rank": 1,
@@ -110,7 +110,7 @@ class PowerSGDState:
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         # by bucket; made again when the bucket has changed
-        self._kept: dict[int, tuple[Any, Any]] = {}
+        self._cache: dict[int, tuple[Any, Any]] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the group as plain data and tensors, which are the state's own."""
@@ -127,7 +127,7 @@ class PowerSGDState:
         """
         _require_state(state)
         self.__dict__.update(state)
-        self._kept = {}
+        self._cache = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the group."""
@@ -144,16 +144,16 @@ class PowerSGDState:
             stacklevel=2,
         )
 
-    def kept(self, index: int, what: Any, make: Callable[[], T]) -> T:
+    def cached(self, index: int, what: Any, make: Callable[[], T]) -> T:
         """Return what ``make()`` returned for a bucket when it was last made, if that was for the same ``what``."""
-        held = self._kept.get(index)
+        held = self._cache.get(index)
         if held is None or held[0] != what:
-            held = self._kept[index] = (what, make())
+            held = self._cache[index] = (what, make())
         return held[1]
 
-    def forget(self, index: int) -> None:
-        """Have what is ``kept`` for a bucket made again."""
-        self._kept.pop(index, None)
+    def drop_cached(self, index: int) -> None:
+        """Have what is ``cached`` for a bucket made again."""
+        self._cache.pop(index, None)
 
     def consolidated(self) -> PowerSGDState:
         """Return a state with the mean of all ranks' errors, which one file can hold for all.
@@ -218,7 +218,7 @@ class PowerSGDState:
         self.error_dict[name] = error
         return error
 
-    def start_q(self, name: str, q: Tensor, step: int) -> None:
+    def initialize_q(self, name: str, q: Tensor, step: int) -> None:
         """Fill ``q`` with the last step's, or with random values that all ranks share."""
         last = self.q_memory_dict.get(name) if self.warm_start else None
         if last is not None and last.shape == q.shape:
@@ -325,7 +325,7 @@ def _sibling(state: PowerSGDState) -> PowerSGDState:
     sibling.__dict__.update(
         {name: copy.copy(value) for name, value in state.__dict__.items() if name not in _OWN}
     )
-    sibling._kept = {}
+    sibling._cache = {}
     sibling.process_group = state.process_group
     sibling.error_dict = {name: error.clone() for name, error in state.error_dict.items()}
     sibling.q_memory_dict = {name: q.clone() for name, q in state.q_memory_dict.items()}

@@ -28,7 +28,7 @@ from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks import uint8_blocks
 from mpidist.ddp.hooks.powersgd_state import require_int
-from mpidist.ddp.hooks.stages import in_order, stages_of
+from mpidist.ddp.hooks.stages import in_order, run_stages
 from mpidist.future import Future
 
 Tensor = torch.Tensor
@@ -68,7 +68,7 @@ def _reduced(process_group: Any, bucket: GradBucket, block: int | None) -> Futur
         if flat.numel():
             average_quantized(group, flat, min(block or flat.numel(), flat.numel()))
 
-    return stages_of(group, buffer, stages)
+    return run_stages(group, buffer, stages)
 
 
 def average_quantized(group: Any, flat: Tensor, block: int) -> None:

@@ -33,7 +33,7 @@ def is_in_order(hook: Hook) -> bool:
     return getattr(hook, "is_in_order", False)
 
 
-def runs_beside(group: Any, tensor: torch.Tensor) -> bool:
+def overlaps_backward(group: Any, tensor: torch.Tensor) -> bool:
     """Say whether a tensor is reduced beside the backward pass, on the group's thread.
 
     On one node a transfer of host memory is processor time, which a thread cannot hide. Between
@@ -43,18 +43,18 @@ def runs_beside(group: Any, tensor: torch.Tensor) -> bool:
     return group.size > 1 and (tensor.is_cuda or not group.is_single_node)
 
 
-def stages_of(
+def run_stages(
     group: Any, buffer: torch.Tensor, stages: Callable[[], Any], waits_for_device: bool = False
 ) -> Future[torch.Tensor]:
     """Execute ``stages()``, which reduces ``buffer`` in place, as one operation of the group; return a future of the buffer.
 
-    Blocks: until it has ended, unless it ``runs_beside``.
+    Blocks: until it has ended, unless it ``overlaps_backward``.
 
     Args:
         waits_for_device: A stage lets the host wait for what it has computed on a device; it then
             runs beside the backward pass on a rank by itself, too.
     """
-    if not (runs_beside(group, buffer) or (waits_for_device and buffer.is_cuda)):
+    if not (overlaps_backward(group, buffer) or (waits_for_device and buffer.is_cuda)):
         stages()
         return completed(buffer)
     work = group.in_order(stages, device=buffer.device)
@@ -62,10 +62,10 @@ def stages_of(
     return work.get_future().then(lambda ended: (ended.value(), buffer)[1])
 
 
-def call(hook: Hook, state: Any, bucket: Any, group: Any) -> Future[torch.Tensor]:
+def call_hook(hook: Hook, state: Any, bucket: Any, group: Any) -> Future[torch.Tensor]:
     """Call ``hook(state, bucket)``; return a future of the reduced buffer.
 
-    Blocks: until the bucket is reduced, unless it ``runs_beside``.
+    Blocks: until the bucket is reduced, unless it ``overlaps_backward``.
 
     Raises:
         TypeError: The hook returned no future of a tensor (raised by the future, between nodes).
@@ -73,7 +73,7 @@ def call(hook: Hook, state: Any, bucket: Any, group: Any) -> Future[torch.Tensor
     if is_in_order(hook):
         return hook(state, bucket)
     values: list[torch.Tensor] = []
-    is_beside, device = runs_beside(group, bucket.buffer()), bucket.buffer().device
+    is_beside, device = overlaps_backward(group, bucket.buffer()), bucket.buffer().device
     work = group.in_order(
         lambda: values.append(value_of(hook(state, bucket))), async_op=is_beside, device=device
     )

@@ -228,9 +228,9 @@ def test_nothing_is_made_again_in_a_later_step(group):
     state = state_of(group, 2)
     bucket = bucket_of(group.rank)
     powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
-    kept, q = dict(state._kept), dict(state.q_memory_dict)
+    kept, q = dict(state._cache), dict(state.q_memory_dict)
     powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
-    agree(group, state._kept == kept and all(state.q_memory_dict[name] is q[name] for name in q))
+    agree(group, state._cache == kept and all(state.q_memory_dict[name] is q[name] for name in q))
     state.error_dict["a"] = torch.ones(SHAPES["a"])  # as loaded from a file
     view = bucket.views[0]
     given = view.clone()
