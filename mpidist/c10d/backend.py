@@ -143,12 +143,13 @@ def _require_alike(native: Any, listed: str) -> None:
 
     Collective: over the group, which is closed where they differ.
     """
-    told = native.all_gather_object(listed)
-    if len(set(told)) > 1:
+    from mpidist.comm.consistency import values_that_differ
+
+    values = values_that_differ(native, listed)
+    if values is not None:
         native.close()
-        held = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(told))
         raise ValueError(
-            f"init_process_group got other backends on other ranks; give all the same. {held}"
+            f"init_process_group got other backends on other ranks; give all the same. {values}"
         )
 
 

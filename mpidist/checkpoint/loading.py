@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,16 @@ from mpidist.checkpoint.training import (
     Training,
     require_names,
 )
-from mpidist.checkpoint.verdict import as_checkpoint_errors, text_of, together
+from mpidist.comm.consistency import (
+    comparing,
+    converting_errors,
+    describe,
+    maximum,
+    same_error_on_all,
+)
 from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError
 from mpidist.zero.merging import merged
-from mpidist.zero.verdict import highest, require_alike
 
 _WHERE = "checkpoint.load"
 
@@ -92,19 +97,13 @@ def load(
     """
     native = group_of(group, model)
     training = Training(model, optimizer, hook_state, sampler, scheduler, scaler)
-    error: Exception | None = None
-    try:
+    with comparing(native, _WHERE) as rows:
         folder = Path(folder)
         training.require_usable(native.rank, native.size)
-    except Exception as raised:
-        error = raised
-    rows = [
-        ("folder", str(folder)),
-        ("arguments", [name for name, taker in training.asked().items() if taker is not None]),
-    ]
-    require_alike(native, _WHERE, rows, error)
+        asked = [name for name, taker in training.asked().items() if taker is not None]
+        rows += [("folder", str(folder)), ("arguments", asked)]
     chosen: tuple[str, str] | None = None
-    with together(native, f"{_WHERE} from {folder}"):
+    with same_error_on_all(native, CheckpointError, f"{_WHERE} from {folder}"):
         if native.rank == 0:
             chosen = _chosen(Path(folder))
     chosen = native.broadcast_object(chosen, 0)
@@ -152,7 +151,7 @@ def _as_damage() -> Iterator[None]:
         yield
     except (AttributeError, LookupError, TypeError, RecursionError, OverflowError) as error:
         raise CheckpointError(
-            f"a file is damaged, or not as this version writes it ({text_of(error)}); {_ADVICE}"
+            f"a file is damaged, or not as this version writes it ({describe(error)}); {_ADVICE}"
         ) from error
 
 
@@ -174,11 +173,11 @@ class _Loading:
     def run(self) -> Resumed:
         """Load. Collective: over the group."""
         training, told = self._training, self._told
-        with together(self._group, self._where):
+        with self._same_error_on_all():
             training.require_held(self._contents)
             names = self._own_names()
             self._require_sound(names)
-        with together(self._group, self._where), _as_damage():
+        with self._same_error_on_all(), _as_damage():
             shared = self._read(TRAINING)
             require_names(TRAINING, shared, SHARED_NAMES)
             model = self._read(MODEL, mmap=True)
@@ -188,7 +187,7 @@ class _Loading:
         is_merged = self._takes_merged(own)
         self._check_all(is_merged)
         hook: Any = None
-        with together(self._group, self._where), _as_damage():
+        with self._same_error_on_all(), _as_damage():
             if is_merged:
                 shards = [self._of_rank(rank)["optimizer"] for rank in range(told.world_size)]
                 whole = merged(shards)
@@ -209,7 +208,7 @@ class _Loading:
                 training.require_own_buffers(own["buffers"])
             if own and self._contents.rng:
                 rng.require_state(own["rng"])
-        with together(self._group, self._where), _as_damage():
+        with self._same_error_on_all(), _as_damage():
             training.take_shared(model, shared)
             if hook is not None:
                 training.hook_state.load_state_dict(hook)
@@ -218,9 +217,12 @@ class _Loading:
             if whole is not None and not training.is_sharded():
                 training.optimizer.load_state_dict(whole)
         self._take_together(shared, own, whole)
-        with together(self._group, self._where):
+        with self._same_error_on_all():
             self._take_rng(own)
         return Resumed(told.step, shared["extra"], told.world_size, self._path)
+
+    def _same_error_on_all(self) -> AbstractContextManager[None]:
+        return same_error_on_all(self._group, CheckpointError, self._where)
 
     def _own_names(self) -> list[str]:
         names, rank, size = [MODEL, TRAINING], self._group.rank, self._told.world_size
@@ -249,7 +251,7 @@ class _Loading:
                 names |= {manifest.powersgd_file(rank, size) for rank in range(size)}
             else:
                 names.add(manifest.rank_file(0, size))
-        with together(self._group, self._where):
+        with self._same_error_on_all():
             self._require_sound(files.share_of(names, self._group.rank, self._group.size))
 
     def _read(self, name: str, mmap: bool = False) -> Any:
@@ -284,14 +286,14 @@ class _Loading:
         if not self._training.is_sharded() or not self._is_same_size:
             return True
         here = self._training.optimizer.rank_local_state_dict(copies=False)
-        with together(self._group, self._where), _as_damage():
+        with self._same_error_on_all(), _as_damage():
             is_other = bool(here["layout"] != own["optimizer"]["layout"])
-        return bool(highest(self._group, int(is_other)))
+        return bool(maximum(self._group, int(is_other)))
 
     def _take_together(self, shared: dict[str, Any], own: dict[str, Any], whole: Any) -> None:
         """Load what communicates. Collective: over the group."""
         training = self._training
-        with as_checkpoint_errors(self._where):
+        with converting_errors(CheckpointError, self._where):
             if training.is_sharded():
                 training.optimizer.load_state_dict(own["optimizer"] if whole is None else whole)
             wrapper = model_state.data_parallel(training.model)

@@ -14,11 +14,10 @@ import torch
 from mpidist.checkpoint import files, model_state
 from mpidist.checkpoint.manifest import Contents, Entry, Manifest
 from mpidist.checkpoint.training import POWERSGD, Training
-from mpidist.checkpoint.verdict import as_checkpoint_errors, together
+from mpidist.comm.consistency import comparing, converting_errors, same_error_on_all
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.hooks import checkpoint as powersgd
-from mpidist.errors import MpidistError
-from mpidist.zero.verdict import require_alike
+from mpidist.errors import CheckpointError, MpidistError
 
 _WHERE = "checkpoint.save"
 
@@ -75,24 +74,19 @@ def save(
     native = group_of(group, model)
     training = Training(model, optimizer, hook_state, sampler, scheduler, scaler)
     own: dict[str, Any] = {}
-    error: Exception | None = None
-    rows: list[tuple[str, Any]] = []
     contents = Contents()
-    try:
+    with comparing(native, _WHERE) as rows:
         folder = Path(folder)
         step, keep = _count("step", step, 0), _count("keep", keep, 1)
         training.require_usable(native.rank, native.size)
         contents = training.contents(bool(rng))
-        rows = [
+        rows += [
             ("folder", str(folder)),
             ("step", step),
             ("keep", keep),
             ("state of", str(contents)),
         ]
         own = training.files(contents, extra, native.rank, native.size)
-    except Exception as raised:
-        error = raised
-    require_alike(native, _WHERE, rows, error)
     return _written(native, Path(folder), step, keep, contents, own, training)
 
 
@@ -122,25 +116,25 @@ def _written(
     where = f"{_WHERE} of step {step} in {folder}"
     part = folder / f"step-{step}.part"
     final = part.with_suffix("")
-    with together(group, where):
+    with same_error_on_all(group, CheckpointError, where):
         if group.rank == 0:
             files.begin(folder, step)
     try:
         entries: dict[str, Entry] = {}
-        with together(group, where):
+        with same_error_on_all(group, CheckpointError, where):
             files.wait_for(part)
             entries = {name: files.write(part / name, value) for name, value in own.items()}
         if contents.hook == POWERSGD:
-            with as_checkpoint_errors(where):
+            with converting_errors(CheckpointError, where):
                 path = powersgd.save(
                     part, model_state.data_parallel(training.model), training.hook_state
                 )
-            with together(group, where):
+            with same_error_on_all(group, CheckpointError, where):
                 entries[path.name] = files.settle(path)
         told = group.gather_object(
             {name: (entry.bytes, entry.sha256) for name, entry in entries.items()}, 0
         )
-        with together(group, where):
+        with same_error_on_all(group, CheckpointError, where):
             if group.rank == 0:
                 every = {name: Entry(*entry) for held in told for name, entry in held.items()}
                 files.commit(part, Manifest(step, group.size, every, contents, _versions()))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.algorithms.reduce_op import SUM
+from mpidist.comm.consistency import by_rank, first_difference
 from mpidist.dynamo import untraced
 from mpidist.errors import DisagreementError
 
@@ -47,19 +48,13 @@ def require_equal(
         for name, t in named
     ]
     tables = group.all_gather_object(refusal or [str(settings), *rows])
-    refused = "; ".join(
-        f"rank {rank}: {told}" for rank, told in enumerate(tables) if isinstance(told, str)
-    )
-    if refused:
-        raise DisagreementError(f"DistributedDataParallel was refused. {refused}")
-    if all(table == tables[0] for table in tables):
-        return
-    for place in range(max(len(table) for table in tables)):
-        held = [table[place] if place < len(table) else None for table in tables]
-        if len(set(held)) > 1:
-            told = "; ".join(f"rank {rank}: {_text(row)}" for rank, row in enumerate(held))
-            what = f"tensor {place - 1} differs" if place else "the settings differ"
-            raise DisagreementError(f"DistributedDataParallel: {what} between ranks. {told}")
+    if refusals := by_rank([text if isinstance(text, str) else None for text in tables]):
+        raise DisagreementError(f"DistributedDataParallel was refused. {refusals}")
+    found = first_difference(tables)
+    if found is not None:
+        subject = f"tensor {found.place - 1} differs" if found.place else "the settings differ"
+        values = by_rank([_text(row) for row in found.entries])
+        raise DisagreementError(f"DistributedDataParallel: {subject} between ranks. {values}")
 
 
 @untraced

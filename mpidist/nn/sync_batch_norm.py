@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mpidist.comm.consistency import values_that_differ
 from mpidist.comm.resolve_group import native_group
 from mpidist.dynamo import untraced
 from mpidist.nn import batch_kernels
@@ -138,12 +139,11 @@ class SyncBatchNorm(_BatchNorm):
 
         Collective: over the group.
         """
-        told = group.all_gather_object(self.num_features)
-        if len(set(told)) > 1:
-            held = "; ".join(f"rank {rank}: {channels}" for rank, channels in enumerate(told))
+        values = values_that_differ(group, self.num_features)
+        if values is not None:
             raise ValueError(
                 "SyncBatchNorm: num_features differ between ranks, or the layers are called in "
-                f"another order. {held}"
+                f"another order. {values}"
             )
         self._is_compared = True
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from mpidist.comm.consistency import raising_on_all
 from mpidist.kernels.view import laid_out
 from mpidist.zero.local_state import FLAT, LOOSE, described
 from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.shard_image import KindKey, ShardImage
-from mpidist.zero.verdict import raise_together
 
 Tensor = torch.Tensor
 StateByNumber = dict[int, dict[str, Any]]
@@ -94,12 +94,9 @@ def gathered(
     else:
         everyone = group.gather_object(told, recipient)
     own = [*image.flats, *(tensor.reshape(-1) for tensor in image.loose)]
-    error: Exception | None = None
-    try:
+    # Before the first message: a rank must not send to a recipient without memory.
+    with raising_on_all(group, "consolidation"):
         whole, loose = _allocated(everyone or [], image, memory)
-    except Exception as raised:
-        error = raised
-    raise_together(group, "consolidation", error)  # nobody sends what nobody takes
     if everyone is None:
         for tensor in own:
             for chunk in _chunks(tensor, chunk_bytes):

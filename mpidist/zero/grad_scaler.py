@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from mpidist.comm.algorithms.reduce_op import MAX
+from mpidist.comm.consistency import require_same
 from mpidist.comm.resolve_group import native_group
-from mpidist.zero.verdict import require_alike
 
 Tensor = torch.Tensor
 
@@ -74,7 +74,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         group.all_reduce(verdict, MAX)
         is_infinite, has_gradients, is_refused = verdict.tolist()
         if is_refused:
-            require_alike(group, "ShardedGradScaler.unscale_", (), error)
+            require_same(group, "ShardedGradScaler.unscale_", (), error)
         if has_gradients:
             # A rank that has no gradient at all skips with the others, too.
             found[inv_scale.device] = torch.full(

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from mpidist.comm.consistency import Row
 from mpidist.zero.pieces import Piece
-from mpidist.zero.verdict import Row
 
 Tensor = torch.Tensor
 Group = dict[str, Any]

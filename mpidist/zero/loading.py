@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mpidist.comm.consistency import comparing, raising_on_all
 from mpidist.comm.mpi import autograd_mode
 from mpidist.dynamo import untraced
 from mpidist.zero import groups, local_state, state_dict
@@ -14,7 +15,6 @@ from mpidist.zero.flat_state import FlatState
 from mpidist.zero.shard_image import ShardImage, image_of
 from mpidist.zero.shards import Shards
 from mpidist.zero.unowned_state import Parked, parked
-from mpidist.zero.verdict import Row, raise_together, require_alike
 
 
 @untraced
@@ -67,14 +67,11 @@ class Loading(torch.optim.Optimizer):
         from mpidist.zero import checkpoint
 
         where = "OSS.load_sharded_state_dict"
-        pieces, rows, error = self._shards.pieces, list[Row](), None
-        try:
+        pieces = self._shards.pieces
+        with comparing(self.group, where) as rows:
             plain = checkpoint.as_torch(state_dict, self.param_groups)
             self._require_fits(plain)
-            rows = [("group", groups.text(group)) for group in plain["param_groups"]]
-        except Exception as raised:
-            error = raised
-        require_alike(self.group, where, rows, error)
+            rows += [("group", groups.text(group)) for group in plain["param_groups"]]
         names = checkpoint.names_of(self.param_groups)
         held = {
             number: dict(state_dict["state"].get(names[number], old))
@@ -91,26 +88,21 @@ class Loading(torch.optim.Optimizer):
 
     def _load(self, given: Any) -> None:
         where = "OSS.load_state_dict"
-        error: Exception | None = None
-        rows: list[Row] = []
         is_local = local_state.is_rank_local(given)
         parked_there = Parked()
-        try:
+        with comparing(self.group, where) as rows:
             given = dict(given) if isinstance(given, Mapping) else given
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 changed = pre_hook(self, given)
                 given = given if changed is None else changed
+            rows.append(("rank-local", is_local))
             if is_local:
                 local_state.require_fits(given, self._image(), self.world_size)
                 parked_there = local_state.parked_in(given)
             else:
                 self._require_fits(given)
-                rows = [("state of", state_dict.summary(given))]
-            rows = [("rank-local", is_local), *rows]
+                rows.append(("state of", state_dict.summary(given)))
             rows += [("group", groups.text(group)) for group in given["param_groups"]]
-        except Exception as raised:
-            error = raised
-        require_alike(self.group, where, rows, error)
         pieces, base = self._shards.pieces, self.optim.param_groups
         if is_local:
             self._install(
@@ -146,14 +138,10 @@ class Loading(torch.optim.Optimizer):
 
         Collective: over the group.
         """
-        error: Exception | None = None
         before = (self.optim.state, self.optim.param_groups)
         try:
-            self.optim.load_state_dict(local())
-        except Exception as raised:
-            error = raised
-        try:
-            raise_together(self.group, where, error)
+            with raising_on_all(self.group, where):
+                self.optim.load_state_dict(local())
         except Exception:
             self.optim.__setstate__({"state": before[0], "param_groups": before[1]})
             raise

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from mpidist.comm.consistency import comparing, maximum, raising_on_all, require_same
 from mpidist.comm.mpi import autograd_mode
 from mpidist.comm.resolve_group import native_group
 from mpidist.dynamo import untraced
@@ -23,11 +24,10 @@ from mpidist.zero.consolidation import Consolidation
 from mpidist.zero.flat_state import FlatState
 from mpidist.zero.modes import Modes
 from mpidist.zero.partition import GREEDY, Cost
-from mpidist.zero.pieces import Gradients, Piece
+from mpidist.zero.pieces import Gradients
 from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.shards import Shards
 from mpidist.zero.unowned_state import Parked
-from mpidist.zero.verdict import highest, raise_together, require_alike
 from mpidist.zero.wire import wire_of
 
 Tensor = torch.Tensor
@@ -122,9 +122,7 @@ class OSS(Modes):
         self.group = native_group(group)
         self.rank: int = self.group.rank
         self.world_size: int = self.group.size
-        error: Exception | None = None
-        rows: list[tuple[str, Any]] = []
-        try:
+        with comparing(self.group, "OSS") as rows:
             partitions.require(partition, optim)
             # the base optimizer adds the defaults, in the order of its class
             super().__init__(params, {})
@@ -144,7 +142,7 @@ class OSS(Modes):
             if not bucket_cap_mb > 0:
                 raise ValueError(f"bucket_cap_mb must be positive; got {bucket_cap_mb}")
             groups.require_apart(self.param_groups)
-            rows = [
+            rows += [
                 (
                     "arguments",
                     (
@@ -161,9 +159,6 @@ class OSS(Modes):
             for group_of_all in self.param_groups:
                 self._shards.add(group_of_all["params"])
             rows.append(("owners", tuple(self._shards.owners)))
-        except Exception as raised:
-            error = raised
-        require_alike(self.group, "OSS", rows, error)
         self._state = FlatState()
         self._consolidation = Consolidation(self.group)
         self._background = Background(self.group)
@@ -178,17 +173,13 @@ class OSS(Modes):
     def _build(self, optim: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
         shards = self._shards
         shards.make()
-        error: Exception | None = None
-        try:
+        with raising_on_all(self.group, f"OSS({optim.__name__})"):
             own = groups.by_group(self.param_groups, shards.pieces)
             made = [
                 {**groups.settings(group), "params": own[place]}
                 for place, group in enumerate(self.param_groups)
             ]
             self.optim = optim(made, **defaults)
-        except Exception as raised:
-            error = raised
-        raise_together(self.group, f"OSS({optim.__name__})", error)
         shards.adopt()
         groups.sync(self.optim.param_groups, self.param_groups)
         self.defaults = dict(self.optim.defaults)  # schedulers ask them for momentum or betas
@@ -238,28 +229,24 @@ class OSS(Modes):
             finally:
                 gradients.detach()
         # all have stepped; one copy is complete
-        failed = highest(self.group, int(error is not None))
+        failed = maximum(self.group, int(error is not None))
         if not self._state.is_settled(self.optim.state):
             self._settle()
         with record_function("mpidist::oss::gather"):
             self._share()
         groups.sync(self.optim.param_groups, self.param_groups)
         if failed:
-            require_alike(self.group, "OSS.step", (), error)
+            require_same(self.group, "OSS.step", (), error)
         return result
 
     def _attaching(self, closure: Callable[[], Any], gradients: Gradients) -> Callable[[], Any]:
         def evaluate() -> Any:
-            result, error = None, None
             gradients.detach()
-            try:
+            # After this block no rank reads parameters, so other ranks may write the one copy.
+            with raising_on_all(self.group, "OSS.step's closure"):
                 with torch.enable_grad():
                     result = closure()
                 gradients.attach()
-            except Exception as raised:
-                error = raised
-            # Behind it no rank reads parameters any more, which another may write in the one copy.
-            raise_together(self.group, "OSS.step's closure", error)
             return result
 
         return evaluate
@@ -309,10 +296,8 @@ class OSS(Modes):
             DisagreementError: Another rank refused.
         """
         self._require_unstepped("clip_grad_norm")
-        error: Exception | None = None
-        found: list[tuple[Piece, Tensor]] = []
         with record_function("mpidist::oss::clip_grad_norm"), torch.no_grad():
-            try:
+            with raising_on_all(self.group, "OSS.clip_grad_norm"):
                 max_norm, norm_type = clipping.limits(max_norm, norm_type)
                 own = [
                     piece for piece in self._shards.stepped() if piece.parameter.grad is not None
@@ -326,9 +311,6 @@ class OSS(Modes):
                 found = [
                     (piece, gradient) for piece in own if (gradient := piece.gradient()) is not None
                 ]
-            except Exception as raised:
-                error = raised
-            raise_together(self.group, "OSS.clip_grad_norm", error)
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             norm = clipping.clip(
                 self.group,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from mpidist.comm.consistency import comparing, maximum, raising_on_all, require_same
 from mpidist.comm.mpi import autograd_mode
 from mpidist.dynamo import untraced
 from mpidist.zero import groups
@@ -14,7 +15,6 @@ from mpidist.zero.flat_state import FlatState
 from mpidist.zero.pieces import unchanged
 from mpidist.zero.saving import Saving
 from mpidist.zero.shards import Bounds
-from mpidist.zero.verdict import highest, raise_together, require_alike
 from mpidist.zero.wire import Wire
 
 Tensor = torch.Tensor
@@ -39,9 +39,9 @@ class Changing(Saving):
         # On all ranks before any of them writes; so it also says that nobody reads the one copy any
         # more.
         own = _MOVED if shards.has_moved() else _NEW if shards.has_new() else 0
-        changed = highest(self.group, own if refusal is None else _REFUSED)
+        changed = maximum(self.group, own if refusal is None else _REFUSED)
         if changed == _REFUSED:
-            require_alike(self.group, "OSS.step", (), refusal)
+            require_same(self.group, "OSS.step", (), refusal)
         if changed == _MOVED:
             with record_function("mpidist::oss::follow"):
                 self._follow()
@@ -52,13 +52,10 @@ class Changing(Saving):
 
     def _follow(self) -> None:
         """Have the buffers and the state follow the parameters to another device or dtype."""
-        error: Exception | None = None
-        try:
+        with comparing(self.group, "OSS.step") as rows:
             groups.require_host_memory(self.param_groups if self._one_copy else [])
             self._shards.require_shapes()
-        except ValueError as raised:
-            error = raised
-        require_alike(self.group, "OSS.step", groups.rows(self.param_groups), error)
+            rows += groups.rows(self.param_groups)
         same = unchanged(self._shards.pieces, self._shards.plans)
         self._shards.follow()
         self._state = FlatState()
@@ -82,22 +79,16 @@ class Changing(Saving):
             self._add(param_group)
 
     def _add(self, param_group: dict[str, Any]) -> None:
-        error: Exception | None = None
-        rows: list[tuple[str, Any]] = []
         count = len(self.param_groups)
         try:
-            super().add_param_group(param_group)
-            groups.require_host_memory(self.param_groups[-1:] if self._one_copy else [])
-            groups.require_apart(self.param_groups)
-            groups.require_carried(self.param_groups[-1:], self._wire)
-            rows = [
-                *groups.rows(self.param_groups[-1:]),
-                ("owners", self._shards.divided(self.param_groups[-1]["params"])[0]),
-            ]
-        except Exception as raised:
-            error = raised
-        try:
-            require_alike(self.group, "OSS.add_param_group", rows, error)
+            with comparing(self.group, "OSS.add_param_group") as rows:
+                super().add_param_group(param_group)
+                groups.require_host_memory(self.param_groups[-1:] if self._one_copy else [])
+                groups.require_apart(self.param_groups)
+                groups.require_carried(self.param_groups[-1:], self._wire)
+                rows += groups.rows(self.param_groups[-1:])
+                owners, _ = self._shards.divided(self.param_groups[-1]["params"])
+                rows.append(("owners", owners))
         except Exception:
             del self.param_groups[count:]
             raise
@@ -112,13 +103,10 @@ class Changing(Saving):
                 for piece in self._shards.pieces
                 if piece.number >= len(self._shards.parameters) - len(new[0]["params"])
             ]
-        try:
+        with raising_on_all(self.group, "OSS.add_param_group"):
             self.optim.add_param_group(
                 {**groups.settings(new[0]), "params": [piece.tensor for piece in own]}
             )
-        except Exception as raised:
-            error = raised
-        raise_together(self.group, "OSS.add_param_group", error)
         self._shards.adopt()
         groups.sync(self.optim.param_groups, self.param_groups)
         self._settle()
@@ -133,12 +121,9 @@ class Changing(Saving):
             self._refresh("OSS.refresh_trainable")
 
     def _refresh(self, where: str) -> None:
-        error: Exception | None = None
-        try:
+        with comparing(self.group, where) as rows:
             groups.require_carried(self.param_groups, self._wire)
-        except TypeError as raised:
-            error = raised
-        require_alike(self.group, where, groups.rows(self.param_groups), error)
+            rows += groups.rows(self.param_groups)
         shards = self._shards
         shards.refresh()
         made = shards.make()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from mpidist.comm.consistency import comparing
 from mpidist.dynamo import untraced
 from mpidist.zero import groups, local_state, state_dict
 from mpidist.zero.background import Background, Consolidating
@@ -16,7 +17,6 @@ from mpidist.zero.first_state import first_state
 from mpidist.zero.loading import Loading
 from mpidist.zero.pieces import Piece
 from mpidist.zero.result_memory import KeptMemory
-from mpidist.zero.verdict import require_alike
 
 
 @untraced
@@ -182,30 +182,29 @@ class Saving(Loading):
         self, where: str, recipient: Any, chunk_bytes: int, path: Any = None
     ) -> None:
         """Compare the arguments of all ranks. Collective: over the group."""
-        error: Exception | None = None
-        if (
-            isinstance(recipient, bool)
-            or not isinstance(recipient, int)
-            or not -1 <= recipient < self.world_size
-        ):
-            error = ValueError(
-                f"recipient_rank is a rank from 0 to {self.world_size - 1}, or -1 for all; got "
-                f"{recipient!r}"
-            )
-        elif chunk_bytes < 1:
-            error = ValueError(f"chunk_bytes must be positive; got {chunk_bytes}")
-        elif path is not None and recipient == -1:
-            error = ValueError(
-                "path= needs one recipient, which writes the file; got recipient_rank=-1"
-            )
-        elif not isinstance(path, (str, os.PathLike, type(None))):
-            error = TypeError(f"path must be a str or os.PathLike; got {type(path).__name__}")
-        rows = [
-            ("recipient_rank", recipient),
-            ("chunk_bytes", chunk_bytes),
-            ("has path", path is not None),
-        ]
-        require_alike(self.group, where, rows, error)
+        with comparing(self.group, where) as rows:
+            if (
+                isinstance(recipient, bool)
+                or not isinstance(recipient, int)
+                or not -1 <= recipient < self.world_size
+            ):
+                raise ValueError(
+                    f"recipient_rank is a rank from 0 to {self.world_size - 1}, or -1 for all; got "
+                    f"{recipient!r}"
+                )
+            if chunk_bytes < 1:
+                raise ValueError(f"chunk_bytes must be positive; got {chunk_bytes}")
+            if path is not None and recipient == -1:
+                raise ValueError(
+                    "path= needs one recipient, which writes the file; got recipient_rank=-1"
+                )
+            if not isinstance(path, (str, os.PathLike, type(None))):
+                raise TypeError(f"path must be a str or os.PathLike; got {type(path).__name__}")
+            rows += [
+                ("recipient_rank", recipient),
+                ("chunk_bytes", chunk_bytes),
+                ("has path", path is not None),
+            ]
 
     def local_state_bytes(self) -> int:
         """Return the bytes of the state that this rank holds."""

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mpidist import saved_file
+from mpidist.comm.consistency import comparing
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState, merged
-from mpidist.errors import MpidistError
 
 _FORMAT = "mpidist.powersgd 1"
 _NAME = re.compile(r"powersgd-(\d+)-of-(\d+)\.pt")
@@ -36,7 +34,7 @@ def save(folder: str | Path, module: Any, state: PowerSGDState) -> Path:
     folder = Path(folder)
     path = folder / f"powersgd-{group.rank}-of-{group.size}.pt"
     partial = path.with_suffix(".part")
-    with _agreed(group), warnings.catch_warnings():
+    with comparing(group, "saving of the PowerSGD state"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the group that is left out
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(
@@ -69,11 +67,11 @@ def load(folder: str | Path, module: Any, map_location: Any = None) -> PowerSGDS
     Raises:
         FileNotFoundError: The folder does not hold the files of all ranks of one run.
         ValueError: The files are of different steps, or of another module; a file cannot be read.
-        MpidistError: Another rank could not load its part.
+        DisagreementError: Another rank could not load its part.
     """
     group = native_group(module.process_group)
     plan: dict[str, Any] | None = None
-    with _agreed(group):
+    with comparing(group, "loading of the PowerSGD state"):
         paths = _files(Path(folder))
         if len(paths) == group.size:
             state, plan = _read(paths[group.rank], map_location)
@@ -89,24 +87,6 @@ def load(folder: str | Path, module: Any, map_location: Any = None) -> PowerSGDS
         )
     state.process_group = module.process_group
     return state
-
-
-@contextmanager
-def _agreed(group: Any) -> Iterator[None]:
-    """Raise on all ranks what goes wrong on any: there as it is, on the others as what was told."""
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        problem = error
-    told = group.all_gather_object(
-        None if problem is None else f"{type(problem).__name__}: {problem}"
-    )
-    if problem is not None:
-        raise problem
-    wrong = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None)
-    if wrong:
-        raise MpidistError(f"the PowerSGD state cannot be saved or loaded. {wrong}")
 
 
 def _files(folder: Path) -> list[Path]:

@@ -14,12 +14,12 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mpidist.comm.consistency import comparing
 from mpidist.comm.mpi.runtime import world
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.hooks.powersgd_state import require_int
 from mpidist.ddp.model_averaging.averagers import ModelAverager, warn_of_period_1
 from mpidist.ddp.model_averaging.parameters import average_parameters_or_parameter_groups
-from mpidist.errors import DisagreementError
 
 _log = logging.getLogger(__name__)
 
@@ -61,24 +61,10 @@ class HierarchicalModelAverager(ModelAverager):
             if isinstance(period_group_size_dict, Mapping)
             else []
         )
-        problem: Exception | None = None
-        try:
+        with comparing(group, "HierarchicalModelAverager") as rows:
             require_int("warmup_steps", warmup_steps, least=0)
             require_levels(levels, period_group_size_dict, group.size)
-        except (TypeError, ValueError) as error:
-            problem = error
-        told = group.all_gather_object(
-            f"{dict(levels)}, warmup_steps={warmup_steps}"
-            if problem is None
-            else f"refused: {problem}"
-        )
-        if problem is not None:
-            raise problem
-        if any(text != told[0] for text in told):
-            held = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told))
-            raise DisagreementError(
-                f"HierarchicalModelAverager's arguments differ between ranks. {held}"
-            )
+            rows.append(("arguments", f"{dict(levels)}, warmup_steps={warmup_steps}"))
         if levels[-1][0] == 1:
             warn_of_period_1()
         self.warmup_steps = warmup_steps

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG, MAX
+from mpidist.comm.consistency import by_rank, first_difference
 from mpidist.comm.resolve_group import native_group
 from mpidist.errors import DisagreementError
 
@@ -128,36 +129,26 @@ def _agreed(group: Any, params: Any) -> list[Tensor]:
     group.all_reduce(table, MAX)
     most, least = table[:3].tolist(), (-table[3:]).tolist()
     if most != least or most[0]:
-        told = group.all_gather_object((None if problem is None else str(problem), rows))
+        reports = group.all_gather_object((None if problem is None else str(problem), rows))
         if problem is not None:
             raise problem
         raise DisagreementError(
-            f"model averaging needs the same parameters on all ranks. {difference(told)}"
+            f"model averaging needs the same parameters on all ranks. {_difference(reports)}"
         )
     return held
 
 
-def difference(told: Sequence[tuple[str | None, Sequence[str]]]) -> str:
-    """Return what ranks disagree about: who refused, or the first parameter that differs; pure.
+def _difference(reports: Sequence[tuple[str | None, Sequence[str]]]) -> str:
+    """Return the ranks' errors, or the first parameter that differs between ranks.
 
     Args:
-        told: By rank: why it refused, or None; shape and dtype of each parameter.
+        reports: By rank: the text of an error, or None; shape and dtype of each parameter.
     """
-    refused = [
-        f"rank {rank} refused: {problem}"
-        for rank, (problem, _) in enumerate(told)
-        if problem is not None
-    ]
-    if refused:
-        return "; ".join(refused)
-    tables = [rows for _, rows in told]
-    for place in range(max(map(len, tables))):
-        held = [rows[place] if place < len(rows) else "nothing" for rows in tables]
-        if len(set(held)) > 1:
-            return f"parameter {place}: " + "; ".join(
-                f"rank {rank}: {row}" for rank, row in enumerate(held)
-            )
-    return "they do not differ any more"
+    if errors := by_rank([problem for problem, _ in reports]):
+        return errors
+    found = first_difference([rows for _, rows in reports])
+    assert found is not None
+    return f"parameter {found.place}: {by_rank([row or 'nothing' for row in found.entries])}"
 
 
 def _require_dense(held: Sequence[Tensor]) -> None:

@@ -97,7 +97,7 @@ def test_bad_levels_on_all_ranks(group):
             group,
             DisagreementError,
             lambda: HierarchicalModelAverager(own, 0, group),
-            "differ between ranks",
+            "HierarchicalModelAverager: ranks differ",
         )
         own = {2: size} if group.rank else {}
         kind = DisagreementError if group.rank else ValueError
