@@ -26,7 +26,7 @@ class FlatBuffers:
     """Memory of some parameters: one flat buffer for each plan.
 
     Collective: constructed by all ranks of the group with the same plans; the parameters stay where
-    they are until ``adopt``.
+    they are until ``place_parameters``.
 
     Args:
         parameters: By number; those that the plans name.
@@ -85,14 +85,14 @@ class FlatBuffers:
             return shard_memory.allocate(self._group, nbytes, one_copy)
         return shard_memory.on_device(self._group, nbytes, device)
 
-    def adopt(self) -> None:
+    def place_parameters(self) -> None:
         """Move the parameters here, with their values.
 
         Collective: over the group. Where a node holds one copy, the values of its first rank hold.
         """
-        self.bring_in(self._views)
+        self.place(self._views)
 
-    def bring_in(self, numbers: Sequence[int] | Mapping[int, Any]) -> None:
+    def place(self, numbers: Sequence[int] | Mapping[int, Any]) -> None:
         """Move some of the parameters here, with their values. Collective: over the group."""
         if not self.is_one_copy or self._memories[0][0].leads:
             for number in numbers:
@@ -104,7 +104,7 @@ class FlatBuffers:
             self._parameters[number].data = view
             self._addresses[number] = view.data_ptr()
 
-    def evict(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """Give a parameter memory of its own, with its value; its place here stays."""
         parameter = self._parameters[number]
         parameter.data = parameter.detach().clone(memory_format=torch.preserve_format)

@@ -31,7 +31,7 @@ class FlatState:
     """The flat tensors of one rank.
 
     Args:
-        spare: Tensors that the first ``settle`` may take.
+        spare: Tensors that the first ``flatten`` may take.
 
     Attributes:
         kinds: For each kind its tensor, of as many elements as the rank's shard of the buffer.
@@ -40,9 +40,9 @@ class FlatState:
     def __init__(self, spare: Mapping[Kind, Tensor] | None = None) -> None:
         self.kinds: dict[Kind, Tensor] = {}
         self._spare = dict(spare or {})
-        self._settled = 0
+        self._flattened = 0
 
-    def settle(self, pieces: Iterable[Piece], state: State, sizes: Mapping[int, int]) -> None:
+    def flatten(self, pieces: Iterable[Piece], state: State, sizes: Mapping[int, int]) -> None:
         """Move what has the shape of its piece into the flat tensors, unless it lies there; ``state`` then holds the views.
 
         Args:
@@ -55,13 +55,13 @@ class FlatState:
                 continue
             for name, value in held.items():
                 if self.belongs(piece, value):
-                    self._settle_one(piece, held, name, value, sizes[piece.home[0]])
+                    self._flatten_one(piece, held, name, value, sizes[piece.home[0]])
         self._spare.clear()
-        self._settled = len(state)
+        self._flattened = len(state)
 
-    def is_settled(self, state: State) -> bool:
-        """Say whether no piece has got its first state since the last ``settle``."""
-        return len(state) == self._settled
+    def is_flat(self, state: State) -> bool:
+        """Say whether no piece has got its first state since the last ``flatten``."""
+        return len(state) == self._flattened
 
     @staticmethod
     def belongs(piece: Piece, value: Any) -> bool:
@@ -74,7 +74,7 @@ class FlatState:
             and value.shape == piece.tensor.shape
         )
 
-    def _settle_one(
+    def _flatten_one(
         self, piece: Piece, held: dict[str, Any], name: str, value: Tensor, size: int
     ) -> None:
         assert piece.home is not None

@@ -47,7 +47,7 @@ class BackwardSteps:
         """Say whether a bucket has come since the last ``step()``."""
         return bool(self._came)
 
-    def note(self, parameters: Sequence[Tensor]) -> None:
+    def record_bucket(self, parameters: Sequence[Tensor]) -> None:
         """Note that a bucket comes.
 
         Raises:
@@ -169,7 +169,7 @@ class SteppingHook:
             TypeError: The hook within returns no future.
         """
         parameters = bucket.parameters()
-        self._steps.note(parameters)
+        self._steps.record_bucket(parameters)
         # A rank without inputs takes the others' step in ``step()``, which brings their settings,
         # too.
         steps = not (

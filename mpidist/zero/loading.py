@@ -14,7 +14,7 @@ from mpidist.zero import groups, local_state, state_dict
 from mpidist.zero.flat_state import FlatState
 from mpidist.zero.shard_image import ShardImage, image_of
 from mpidist.zero.shards import Shards
-from mpidist.zero.unowned_state import Parked, parked
+from mpidist.zero.unowned_state import UnownedState, unowned_part
 
 
 @untraced
@@ -34,7 +34,7 @@ class Loading(torch.optim.Optimizer):
     world_size: int
     _shards: Shards
     _state: FlatState
-    _parked: Parked
+    _unowned: UnownedState
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of any world size: of this class, of FairScale's, or of ``optim`` over all parameters.
@@ -75,7 +75,7 @@ class Loading(torch.optim.Optimizer):
         names = checkpoint.names_of(self.param_groups)
         held = {
             number: dict(state_dict["state"].get(names[number], old))
-            for number, old in self._parked.held.items()
+            for number, old in self._unowned.held.items()
         }
         self._install(
             where,
@@ -83,13 +83,13 @@ class Loading(torch.optim.Optimizer):
                 state_dict, pieces, self.param_groups, self.optim.param_groups
             ),
             plain["param_groups"],
-            Parked(self._parked.owners, held),
+            UnownedState(self._unowned.owners, held),
         )
 
     def _load(self, given: Any) -> None:
         where = "OSS.load_state_dict"
         is_local = local_state.is_rank_local(given)
-        parked_there = Parked()
+        unowned_there = UnownedState()
         with comparing(self.group, where) as rows:
             given = dict(given) if isinstance(given, Mapping) else given
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -98,7 +98,7 @@ class Loading(torch.optim.Optimizer):
             rows.append(("rank-local", is_local))
             if is_local:
                 local_state.require_fits(given, self._image(), self.world_size)
-                parked_there = local_state.parked_in(given)
+                unowned_there = local_state.unowned_in(given)
             else:
                 self._require_fits(given)
                 rows.append(("state of", state_dict.summary(given)))
@@ -109,17 +109,19 @@ class Loading(torch.optim.Optimizer):
                 where,
                 lambda: local_state.restored(given, pieces, base),
                 given["param_groups"],
-                parked_there,
+                unowned_there,
             )
             for master, saved in zip(self._shards.masters.flats, given["masters"], strict=True):
                 master.copy_(saved)
-            self._shards.masters.note(self._shards.pieces)
+            self._shards.masters.mark_current(self._shards.pieces)
         else:
             self._install(
                 where,
                 lambda: state_dict.local(given, self.param_groups, base, pieces),
                 given["param_groups"],
-                parked(state_dict.by_number(given, self.param_groups), self._shards, self.rank),
+                unowned_part(
+                    state_dict.by_number(given, self.param_groups), self._shards, self.rank
+                ),
             )
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -132,7 +134,7 @@ class Loading(torch.optim.Optimizer):
         where: str,
         local: Callable[[], dict[str, Any]],
         saved_groups: Any,
-        parked_state: Parked,
+        unowned: UnownedState,
     ) -> None:
         """Have the base optimizer load its part on all ranks, or on none.
 
@@ -146,25 +148,25 @@ class Loading(torch.optim.Optimizer):
             self.optim.__setstate__({"state": before[0], "param_groups": before[1]})
             raise
         self.state = self.optim.state
-        self._parked = parked_state
+        self._unowned = unowned
         self._state = FlatState(spare=self._state.kinds)  # kinds that were not loaded end here
-        self._settle()
+        self._flatten_state()
         state_dict.take_settings(self.optim.param_groups, saved_groups, self.param_groups)
 
-    def _unpark(self) -> None:
+    def _restore_unowned(self) -> None:
         """Hand loaded state to parameters that have got a place since.
 
         Collective: over the group.
         """
-        if self._parked.hand_over(self.group, self._shards, self.optim.state):
+        if self._unowned.hand_over(self.group, self._shards, self.optim.state):
             # torch's rules for dtype and device
             self.optim.load_state_dict(self.optim.state_dict())
             self.state = self.optim.state
-            self._settle()
+            self._flatten_state()
 
     def _image(self) -> ShardImage:
-        self._settle()
-        return image_of(self._shards, self._state, self.optim.state, self._parked.held, self.rank)
+        self._flatten_state()
+        return image_of(self._shards, self._state, self.optim.state, self._unowned.held, self.rank)
 
-    def _settle(self) -> None:
-        self._state.settle(self._shards.pieces, self.optim.state, self._shards.shard_sizes())
+    def _flatten_state(self) -> None:
+        self._state.flatten(self._shards.pieces, self.optim.state, self._shards.shard_sizes())

@@ -14,7 +14,7 @@ import torch
 from mpidist.zero.pieces import Piece
 from mpidist.zero.shard_image import InFlat, Loose, ShardImage
 from mpidist.zero.state_dict import for_base
-from mpidist.zero.unowned_state import Parked
+from mpidist.zero.unowned_state import UnownedState
 
 Tensor = torch.Tensor
 Groups = Sequence[dict[str, Any]]
@@ -29,7 +29,7 @@ def is_rank_local(given: Any) -> bool:
 
 
 def packed(
-    image: ShardImage, world_size: int, parked: Parked, packed_groups: list[dict[str, Any]]
+    image: ShardImage, world_size: int, unowned: UnownedState, packed_groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the state dict of a rank; its tensors are the image's.
 
@@ -49,7 +49,7 @@ def packed(
             number: [described(name, value) for name, value in held.items()]
             for number, held in image.entries.items()
         },
-        "parked": dict(parked.owners),
+        "parked": dict(unowned.owners),
         "param_groups": packed_groups,
     }
 
@@ -119,7 +119,7 @@ def restored(
     return for_base(given["param_groups"], base_groups, pieces, held_by)
 
 
-def parked_in(given: Mapping[str, Any]) -> Parked:
+def unowned_in(given: Mapping[str, Any]) -> UnownedState:
     """Return the state without a piece that a rank-local state dict holds; copies."""
     entries = {
         number: given["entries"][number] for number in given["parked"] if number in given["entries"]
@@ -128,7 +128,7 @@ def parked_in(given: Mapping[str, Any]) -> Parked:
         number: {name: _value(given, None, *row) for name, *row in rows}
         for number, rows in entries.items()
     }
-    return Parked(given["parked"], held)
+    return UnownedState(given["parked"], held)
 
 
 def described(name: str, value: Any) -> tuple[str, str, Any]:

@@ -29,7 +29,7 @@ class Masters:
         self._versions: dict[int, int] = {}  # of parameters whose masters are up to date
 
     def renew(self, pieces: Iterable[Piece]) -> None:
-        """Take over what somebody has written into parameters since the last ``note``."""
+        """Take over what somebody has written into parameters since the last ``mark_current``."""
         if not self.flats:
             return
         pieces = list(pieces)
@@ -43,13 +43,13 @@ class Masters:
                     if not piece.is_whole:
                         values = in_memory_order(values, piece.parameter)[piece.start : piece.stop]
                     piece.tensor.detach().copy_(values)
-        self.note(pieces)
+        self.mark_current(pieces)
 
-    def note(self, pieces: Iterable[Piece]) -> None:
+    def mark_current(self, pieces: Iterable[Piece]) -> None:
         """Note that the masters are up to date with these parameters, and of no others."""
         self._versions = {piece.number: piece.parameter._version for piece in pieces}
 
-    def forget(self, numbers: Iterable[int]) -> None:
+    def invalidate(self, numbers: Iterable[int]) -> None:
         """Have some parameters' masters made anew."""
         for number in numbers:
             self._versions.pop(number, None)

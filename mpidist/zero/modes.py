@@ -16,13 +16,13 @@ from mpidist.zero import groups
 from mpidist.zero.in_backward import BackwardSteps, Hook, SteppingHook
 from mpidist.zero.join import BorrowedGradients, StepHook, require_named
 from mpidist.zero.overlap import Gather, PendingGathers
-from mpidist.zero.parameter_changes import Changing
+from mpidist.zero.parameter_changes import ParameterChanges
 
 Tensor = torch.Tensor
 
 
 @untraced
-class Modes(Changing, Joinable):
+class Modes(ParameterChanges, Joinable):
     """The part of the sharded optimizer that says when a step is taken, and when its results must be there.
 
     Attributes:
@@ -88,7 +88,7 @@ class Modes(Changing, Joinable):
                 gathers.append(
                     Gather([shards.parameters[slot.number] for slot in plan.slots], [work])
                 )
-            shards.masters.note(shards.pieces)
+            shards.masters.mark_current(shards.pieces)
         self._pending.begin(gathers)
 
     # --- steps within the backward pass ---

@@ -27,7 +27,7 @@ from mpidist.zero.partition import GREEDY, Cost
 from mpidist.zero.pieces import Gradients
 from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.shards import Shards
-from mpidist.zero.unowned_state import Parked
+from mpidist.zero.unowned_state import UnownedState
 from mpidist.zero.wire import wire_of
 
 Tensor = torch.Tensor
@@ -162,7 +162,7 @@ class OSS(Modes):
         self._state = FlatState()
         self._consolidation = Consolidation(self.group)
         self._background = Background(self.group)
-        self._parked = Parked()
+        self._unowned = UnownedState()
         self._copies = KeptMemory()
         self._one_copy = one_copy
         self.optim: torch.optim.Optimizer
@@ -180,11 +180,11 @@ class OSS(Modes):
                 for place, group in enumerate(self.param_groups)
             ]
             self.optim = optim(made, **defaults)
-        shards.adopt()
+        shards.place_parameters()
         groups.sync(self.optim.param_groups, self.param_groups)
         self.defaults = dict(self.optim.defaults)  # schedulers ask them for momentum or betas
         self.state = self.optim.state
-        self._settle()
+        self._flatten_state()
 
     # --- the step ---
 
@@ -230,8 +230,8 @@ class OSS(Modes):
                 gradients.detach()
         # all have stepped; one copy is complete
         failed = maximum(self.group, int(error is not None))
-        if not self._state.is_settled(self.optim.state):
-            self._settle()
+        if not self._state.is_flat(self.optim.state):
+            self._flatten_state()
         with record_function("mpidist::oss::gather"):
             self._share()
         groups.sync(self.optim.param_groups, self.param_groups)
@@ -262,7 +262,7 @@ class OSS(Modes):
                 shards.plans, shards.flats, shards.masters.flats, strict=True
             ):
                 self._wire.share(self.group, master, flat, plan.bounds)
-            shards.masters.note(shards.pieces)
+            shards.masters.mark_current(shards.pieces)
         elif self._is_in_place:
             return  # the step's last agreement came behind every rank's writes
         else:

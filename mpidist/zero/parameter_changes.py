@@ -22,7 +22,7 @@ _NEW, _MOVED, _REFUSED = 1, 2, 3
 
 
 @untraced
-class Changing(Saving):
+class ParameterChanges(Saving):
     """The part of the sharded optimizer that knows whose each parameter is."""
 
     _is_constructed: bool
@@ -65,7 +65,7 @@ class Changing(Saving):
         self.optim.load_state_dict(self.optim.state_dict())
         self.optim.state.update(kept)  # they would round scalars to the parameter's dtype, too
         self.state = self.optim.state
-        self._settle()
+        self._flatten_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, which is divided among the ranks by itself.
@@ -107,9 +107,9 @@ class Changing(Saving):
             self.optim.add_param_group(
                 {**groups.settings(new[0]), "params": [piece.tensor for piece in own]}
             )
-        self._shards.adopt()
+        self._shards.place_parameters()
         groups.sync(self.optim.param_groups, self.param_groups)
-        self._settle()
+        self._flatten_state()
 
     def refresh_trainable(self) -> None:
         """Take note of parameters that were frozen or that train again (``requires_grad``).
@@ -129,9 +129,9 @@ class Changing(Saving):
         made = shards.make()
         for place, tensors in enumerate(groups.by_group(self.param_groups, made)):
             self.optim.param_groups[place]["params"] += tensors
-        shards.adopt()
-        self._settle()
-        self._unpark()
+        shards.place_parameters()
+        self._flatten_state()
+        self._restore_unowned()
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Return for each rank its groups: settings, and in ``params`` the parameters that it owns.

@@ -139,7 +139,7 @@ class Saving(Loading):
         image = self._image()
         packed = state_dict.packed(self.param_groups, {})["param_groups"]
         return local_state.packed(
-            image.copied(self._copies) if copies else image, self.world_size, self._parked, packed
+            image.copied(self._copies) if copies else image, self.world_size, self._unowned, packed
         )
 
     # --- torch.distributed.checkpoint ---

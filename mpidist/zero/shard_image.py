@@ -92,14 +92,14 @@ def image_of(
     shards: Shards,
     flat: FlatState,
     state: State,
-    parked: Mapping[int, Mapping[str, Any]],
+    unowned: Mapping[int, Mapping[str, Any]],
     rank: int,
 ) -> ShardImage:
     """Describe a settled rank; its tensors are the optimizer's own.
 
     Args:
         state: The base optimizer's.
-        parked: State of parameters that no rank steps, by number.
+        unowned: State of parameters that no rank steps, by number.
     """
     kinds = list(flat.kinds)
     places = {kind: place for place, kind in enumerate(kinds)}
@@ -124,7 +124,7 @@ def image_of(
             else described(value)
             for name, value in held.items()
         }
-    for number, values in parked.items():
+    for number, values in unowned.items():
         entries[number] = {name: described(value) for name, value in values.items()}
     forms = tuple(
         torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")

@@ -64,7 +64,7 @@ class Shards:
         self._buffers: list[FlatBuffers] = []
         self._pending: list[FlatBuffers] = []
         self._home: dict[int, FlatBuffers] = {}  # of each number that has a place
-        self._settled: set[int] = set()  # numbers that lie in their place, or are empty and train
+        self._placed: set[int] = set()  # numbers that lie in their place, or are empty and train
 
     @property
     def steps_parameters(self) -> bool:
@@ -73,7 +73,7 @@ class Shards:
 
     def numbers(self) -> frozenset[int]:
         """Return the numbers of the parameters that some rank steps, or has stepped."""
-        return frozenset(self._home.keys() | self._settled)
+        return frozenset(self._home.keys() | self._placed)
 
     def divided(self, parameters: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
         """Return who would own further parameters, and what each rank would have then; changes and communicates nothing."""
@@ -122,7 +122,7 @@ class Shards:
         new = {
             number: parameter
             for number, parameter in enumerate(self.parameters)
-            if parameter.requires_grad and number not in self._home and number not in self._settled
+            if parameter.requires_grad and number not in self._home and number not in self._placed
         }
         made = self._make_empty(
             [number for number, parameter in new.items() if not parameter.numel()]
@@ -145,15 +145,15 @@ class Shards:
             made += cut_pieces
         return made
 
-    def adopt(self) -> None:
+    def place_parameters(self) -> None:
         """Move the parameters of the last ``make`` into their buffers.
 
         Collective: over the group.
         """
         pending, self._pending = self._pending, []
         for buffers in pending:
-            buffers.adopt()
-            self._settled.update(slot.number for plan in buffers.plans for slot in plan.slots)
+            buffers.place_parameters()
+            self._placed.update(slot.number for plan in buffers.plans for slot in plan.slots)
         self.masters.renew(self.pieces)
 
     def refresh(self) -> None:
@@ -167,13 +167,13 @@ class Shards:
                 for slot in plan.slots:
                     trains = self.parameters[slot.number].requires_grad
                     if buffers.holds(slot.number) and not trains:
-                        buffers.evict(slot.number)
-                        self._settled.discard(slot.number)
+                        buffers.release(slot.number)
+                        self._placed.discard(slot.number)
                     elif trains and not buffers.holds(slot.number):
                         back.append(slot.number)
-            buffers.bring_in(back)
-            self._settled.update(back)
-            self.masters.forget(back)
+            buffers.place(back)
+            self._placed.update(back)
+            self.masters.invalidate(back)
         self.masters.renew(self.pieces)
 
     def has_moved(self) -> bool:
@@ -182,20 +182,20 @@ class Shards:
 
     def has_new(self) -> bool:
         """Say whether a parameter trains that has no place in a buffer, or has left it."""
-        settled = self._settled
+        placed = self._placed
         return any(
-            p.requires_grad and number not in settled for number, p in enumerate(self.parameters)
+            p.requires_grad and number not in placed for number, p in enumerate(self.parameters)
         )
 
     def stepped(self) -> list[Piece]:
         """Return this rank's pieces of parameters that lie in their buffers, or are empty."""
-        settled = self._settled
-        return [piece for piece in self.pieces if piece.number in settled]
+        placed = self._placed
+        return [piece for piece in self.pieces if piece.number in placed]
 
     def outside(self) -> list[Piece]:
         """Return this rank's pieces of parameters that lie in no buffer: frozen ones, which nobody steps."""
-        settled = self._settled
-        return [piece for piece in self.pieces if piece.number not in settled]
+        placed = self._placed
+        return [piece for piece in self.pieces if piece.number not in placed]
 
     def require_shapes(self) -> None:
         """Refuse parameters that have another shape than in their buffers.
@@ -235,7 +235,7 @@ class Shards:
                 else None
             )
             fresh = FlatBuffers(self._group, plans, held, self._one_copy, order)
-            fresh.bring_in(inside)
+            fresh.place(inside)
             self._buffers.append(fresh)
             for plan, flat in zip(fresh.plans, fresh.flats, strict=True):
                 self._home.update(dict.fromkeys(plan.by_number, fresh))
@@ -246,7 +246,7 @@ class Shards:
                 piece.tensor.data = torch.empty_like(piece.parameter)
             elif piece.number in kept:
                 piece.tensor.detach().copy_(kept[piece.number])
-        self.masters.note([piece for piece in self.pieces if piece.number in kept])
+        self.masters.mark_current([piece for piece in self.pieces if piece.number in kept])
         self.masters.renew(self.pieces)
 
     def gather(self) -> None:
@@ -310,7 +310,7 @@ class Shards:
 
     def _make_empty(self, numbers: Sequence[int]) -> list[Piece]:
         """Return this rank's pieces of parameters without elements: they have no place, but state as any other's."""
-        self._settled.update(numbers)
+        self._placed.update(numbers)
         if self.steps_parameters:
             return []
         own = [

@@ -15,7 +15,7 @@ from mpidist.zero import state_dict
 from mpidist.zero.shards import Shards
 
 
-class Parked:
+class UnownedState:
     """State without a piece.
 
     Attributes:
@@ -54,7 +54,7 @@ class Parked:
         return bool(found)
 
 
-def parked(given: Mapping[int, dict[str, Any]], shards: Shards, rank: int) -> Parked:
+def unowned_part(given: Mapping[int, dict[str, Any]], shards: Shards, rank: int) -> UnownedState:
     """Return what of a loaded state no rank steps.
 
     Args:
@@ -62,11 +62,11 @@ def parked(given: Mapping[int, dict[str, Any]], shards: Shards, rank: int) -> Pa
         rank: This one, which copies what it is to keep.
     """
     if shards.steps_parameters:
-        return Parked()
+        return UnownedState()
     placed = shards.numbers()
     owners = {number: shards.owners[number] for number in given if number not in placed}
     held = {number: _copied(given[number]) for number, owner in owners.items() if owner == rank}
-    return Parked(owners, held)
+    return UnownedState(owners, held)
 
 
 def _copied(held: Mapping[str, Any]) -> dict[str, Any]:

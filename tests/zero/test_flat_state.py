@@ -34,7 +34,7 @@ def test_state_of_a_pieces_shape_moves_into_the_flat_tensors_and_keeps_its_value
     }
     others = {piece.number: dict(state[piece.tensor]) for piece in own}
     flat = FlatState()
-    flat.settle(own, state, sizes)
+    flat.flatten(own, state, sizes)
     assert set(flat.kinds) == {Kind(place, "a", torch.float32, CPU) for place in (0, 1)}
     assert [len(one) for one in flat.kinds.values()] == [192, 64] and flat.nbytes() == 4 * 256
     for piece in own[:3]:
@@ -49,21 +49,21 @@ def test_state_of_a_pieces_shape_moves_into_the_flat_tensors_and_keeps_its_value
     for piece in own:
         for name in ("step", "rows", "none"):
             assert state[piece.tensor][name] is others[piece.number][name]
-    assert state[own[3].tensor]["a"] is others[3]["a"] and flat.is_settled(state)
+    assert state[own[3].tensor]["a"] is others[3]["a"] and flat.is_flat(state)
     before = state[own[0].tensor]["a"]
     state[own[1].tensor]["b"] = torch.ones(2, 3, 4, 5, dtype=torch.bfloat16)
-    flat.settle(own, state, sizes)
+    flat.flatten(own, state, sizes)
     assert state[own[0].tensor]["a"] is before and Kind(0, "b", torch.bfloat16, CPU) in flat.kinds
 
 
 def test_memory_of_an_earlier_state_is_taken_if_it_fits_and_dropped_if_no_kind_wants_it():
     own = pieces()[:1]
     old = FlatState()
-    old.settle(own, {own[0].tensor: {"a": torch.ones(4, 8), "gone": torch.ones(4, 8)}}, {0: 64})
+    old.flatten(own, {own[0].tensor: {"a": torch.ones(4, 8), "gone": torch.ones(4, 8)}}, {0: 64})
     address = old.kinds[Kind(0, "a", torch.float32, CPU)].data_ptr()
     for size, is_same in ((64, True), (128, False)):
         fresh = FlatState(spare=old.kinds)
-        fresh.settle(own, {own[0].tensor: {"a": torch.full((4, 8), 2.0)}}, {0: size})
+        fresh.flatten(own, {own[0].tensor: {"a": torch.full((4, 8), 2.0)}}, {0: size})
         (flat,) = fresh.kinds.values()
         assert (
             (flat.data_ptr() == address) is is_same and (flat[:32] == 2).all() and not fresh._spare

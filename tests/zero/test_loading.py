@@ -133,7 +133,7 @@ def test_state_of_parameters_that_no_rank_steps_is_kept_and_handed_over(group):
         )
         told = again.state_dict(all_ranks=True)
         agree(
-            group, same(told["state"], expected.state_dict()["state"]) and not again._parked.owners
+            group, same(told["state"], expected.state_dict()["state"]) and not again._unowned.owners
         )
 
 

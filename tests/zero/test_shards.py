@@ -221,7 +221,7 @@ def test_masters_stay_exact_where_nobody_has_written_the_parameter(group, kind):
     shards = Shards(group, kind, torch.numel, one_copy=False, has_masters=True)
     shards.add(parameters)
     shards.make()
-    shards.adopt()
+    shards.place_parameters()
 
     def exact(number, scale):
         return torch.linspace(-scale, scale, parameters[number].numel())
@@ -245,7 +245,7 @@ def test_masters_stay_exact_where_nobody_has_written_the_parameter(group, kind):
     for number, parameter in enumerate(parameters):  # as the wire leaves them
         with torch.no_grad():
             parameter.copy_(laid_out(exact(number, 1.0).bfloat16().float(), parameter))
-    shards.masters.note(shards.pieces)
+    shards.masters.mark_current(shards.pieces)
     parameters[3].requires_grad_(False)
     shards.refresh()
     check(())
