@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.serialization import tensor_table
+from mpidist.comm.serialization import inline_rows, tensor_table
 from mpidist.rpc import pickles, remote_error
 from mpidist.rpc.pickles import Reference
 from mpidist.rpc.plain_data import MARK, SCALARS, NotPlain, Walk
@@ -128,7 +128,7 @@ def encoded_call(args: Any, kwargs: Any) -> Content:
     elif args:
         items, head, flags = args, (), 0
         if len(items) == 1 and type(items[0]) is Tensor:
-            table = tensor_table.lone_table(items[0])
+            table = inline_rows.lone_table(items[0])
             if table is not None:
                 return Content(0, LONE_ARGUMENT, table, items)
     else:
@@ -171,7 +171,7 @@ def encoded(obj: Any) -> Content:
         except ValueError:
             return pickled(obj)  # 2 GiB in one
     if kind is Tensor:
-        table = tensor_table.lone_table(obj)
+        table = inline_rows.lone_table(obj)
         if table is not None or tensor_table.is_describable(obj):
             return Content(0, LONE_MARK, table, (obj,))
     try:
@@ -234,7 +234,7 @@ def _walked(flags: int, head: tuple[Any, ...] | None, items: Sequence[Any]) -> C
     else:
         _number(content, met)
     if content.objects:
-        content.table = tensor_table.inline_table(content.objects)
+        content.table = inline_rows.inline_table(content.objects)
         if content.table is None and not all(map(tensor_table.is_describable, content.objects)):
             raise NotPlain
     return content

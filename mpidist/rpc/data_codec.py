@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidist.comm.serialization import data_reader, data_writer, tensor_rebuild, tensor_table
+from mpidist.comm.serialization import data_reader, data_writer, inline_rows, tensor_rebuild
 from mpidist.comm.serialization.data_format import NATIVE, NUMBER, OBJECT
 from mpidist.comm.serialization.data_writer import Ext, encode
 from mpidist.errors import FrameError, NotPlainData
@@ -62,7 +62,7 @@ class DataEncoder:
             if (
                 len(args) == 1
                 and type(args[0]) is Tensor
-                and (table := tensor_table.lone_table(args[0])) is not None
+                and (table := inline_rows.lone_table(args[0])) is not None
             ):
                 return Content(0, LONE_ARGUMENT, table, args)
             if NATIVE.issuperset(map(type, args)):
@@ -87,7 +87,7 @@ class DataEncoder:
         """
         if obj is None:
             return EMPTY
-        if type(obj) is Tensor and (table := tensor_table.lone_table(obj)) is not None:
+        if type(obj) is Tensor and (table := inline_rows.lone_table(obj)) is not None:
             return Content(0, LONE_MARK, table, (obj,))
         try:
             return _content(0, obj)
@@ -123,7 +123,7 @@ def _flat(flags: int, items: list[Any]) -> Content | None:
             return None
     if len({*map(id, objects), *map(id, references)}) != len(objects) + len(references):
         return None
-    table: Any = tensor_table.inline_table(objects) if objects else ()
+    table: Any = inline_rows.inline_table(objects) if objects else ()
     if table is None:
         return None
     try:
@@ -141,7 +141,7 @@ def _content(flags: int, obj: Any) -> Content:
     content.references = writing.references
     if objects:
         content.objects = objects
-        content.table = tensor_table.inline_table(objects)
+        content.table = inline_rows.inline_table(objects)
         content.is_dense = True
     return content
 

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mpidist.comm.transport import transport
+from mpidist.comm.transport.eager_message import EAGER_BYTES
 from mpidist.errors import FrameError
 
 FAR = 16  # the content is the first part
@@ -38,7 +38,7 @@ ONE_REFERENCE = struct.Struct("<HQQI")
 # context, pass, number of the message whose tensors' gradients these are, retain the graph
 GRADIENTS = struct.Struct("<QQQB")
 _COUNT32 = struct.Struct("<I")
-ROOM_BYTES = transport.EAGER_BYTES - 1024  # of a header and a content without parts
+ROOM_BYTES = EAGER_BYTES - 1024  # of a header and a content without parts
 
 
 class Kind(enum.IntEnum):

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from mpidist.comm.transport.eager_message import HEADER_BYTES
 from mpidist.comm.transport.incoming import Incoming
-from mpidist.comm.transport.transport import HEADER_BYTES, Transport
+from mpidist.comm.transport.transport import Transport
 from mpidist.errors import FrameError
 from mpidist.rpc import codec, data_codec, decoder, interceptor, message
 from mpidist.rpc.allowlist import Allowed

@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mpidist.comm.transport import incoming, transport
+from mpidist.comm.transport import eager_message
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import FrameError
@@ -44,9 +44,9 @@ def eager_samples() -> list[bytes]:
     """Return valid eager messages: without parts, with packed ones, with payloads, with both."""
     made = []
     for parts in ((), (b"abc", b""), (bytes(20_000),), (b"abc", bytes(20_000), b"d")):
-        section, payloads, _ = incoming.arranged(parts, ())
-        marks = 0 if section or not parts else transport._ALL_PAYLOADS
-        fixed = transport._FIXED.pack(1, 0, len(payloads) | marks, 0, 5, 0, 6, len(section))
+        section, payloads, _ = eager_message.pack_parts(parts, ())
+        marks = 0 if section or not parts else eager_message.ALL_PAYLOADS
+        fixed = eager_message.FIXED.pack(1, 0, len(payloads) | marks, 0, 5, 0, 6, len(section))
         made.append(
             fixed + struct.pack(f"<{len(payloads)}Q", *map(len, payloads)) + b"header" + section
         )
@@ -56,7 +56,7 @@ def eager_samples() -> list[bytes]:
 def section_samples() -> list[bytes]:
     """Return valid sections of packed parts without payloads."""
     return [
-        bytes(incoming.arranged(parts, ())[0])
+        bytes(eager_message.pack_parts(parts, ())[0])
         for parts in ((b"",), (b"abc", b"d" * 40), (b"",) * 30)
     ]
 
@@ -91,17 +91,18 @@ def check_eager(case: bytes) -> bool:
     """Take an eager message up, as ``Transport.poll`` does; return whether it is whole."""
     here = Transport(None)
     here._payloads = receives = _Receives()  # type: ignore[assignment]
-    if len(case) < transport._START:
+    if len(case) < eager_message.FIXED_BYTES:
         return False
     try:
-        one = here._received(3, bytearray(case), transport._FIXED.unpack_from(case))
+        one = here._received(3, bytearray(case), eager_message.FIXED.unpack_from(case))
     except FrameError:
         return False
     if one is None or one.damage is not None:
         assert one is None or not one.parts or one.receives
         return False
     assert (
-        transport._START <= one.start <= one.end <= len(one.data) == len(case) and not receives.lost
+        eager_message.FIXED_BYTES <= one.start <= one.end <= len(one.data) == len(case)
+        and not receives.lost
     )
     assert sum(len(part) for part in one.parts) <= len(case) + _MOST
     return True
@@ -111,7 +112,7 @@ def check_section(case: bytes, payloads: tuple[int, ...] = ()) -> bool:
     """Unpack a section beside payloads of some sizes; return whether that succeeds."""
     one = Incoming(0, 1, 0, 0, 0, bytearray(), 0, 0)
     one.section, one.parts = case, [memoryview(bytearray(size)) for size in payloads]
-    incoming.unpack(one)
+    eager_message.unpack_parts(one)
     assert one.section is None
     if one.damage is not None:
         assert isinstance(one.damage, FrameError) and not one.parts

@@ -13,7 +13,7 @@ import torch
 
 import mpidist.rpc as rpc
 from mpidist.comm.mpi.library import library_name
-from mpidist.comm.transport import incoming, transport
+from mpidist.comm.transport import eager_message
 from mpidist.errors import CommTimeout, MpidistError, RankFailureError, RemoteError
 from mpidist.rpc import api, codec
 from mpidist.rpc.message import Kind
@@ -350,13 +350,15 @@ def test_damaged_calls_are_answered_with_the_reason(group, workers, to):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("nbytes", [1000, 100_000])
 def test_calls_whose_parts_are_damaged_fail_and_nothing_stays_counted(group, workers, to, nbytes):
+    pack_parts = eager_message.pack_parts
+
     def cut_off(parts, devices):
-        section, payloads, places = incoming.arranged(parts, devices)
+        section, payloads, places = pack_parts(parts, devices)
         return section[:-1], payloads, places
 
     def damaged(call):
         with (
-            mock.patch.object(transport, "arranged", cut_off),
+            mock.patch.object(eager_message, "pack_parts", cut_off),
             pytest.raises(MpidistError, match="do not hold what"),
         ):
             call()
@@ -365,7 +367,7 @@ def test_calls_whose_parts_are_damaged_fail_and_nothing_stays_counted(group, wor
     damaged(lambda: rpc.rpc_sync(to, echo, args=(data,), timeout=10))
     damaged(lambda: rpc.rpc_sync(to, echo, args=(data, kept), timeout=10))
     damaged(lambda: rpc.remote(to, echo, args=(data,), timeout=10).to_here(timeout=10))
-    with mock.patch.object(transport, "arranged", cut_off):
+    with mock.patch.object(eager_message, "pack_parts", cut_off):
         api._get_current_rpc_agent().wire.post_one_way(
             (group.rank + 1) % group.size, Kind.GRADIENTS, b"", codec.encoded(data)
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mpidist.rpc as rpc
-from mpidist.comm.transport.transport import EAGER_BYTES
+from mpidist.comm.transport.eager_message import EAGER_BYTES
 from mpidist.rpc import api
 from mpidist.rpc.message import Kind
 from tests.rpc.limits import shut_down

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpidist.comm.transport.eager_message import HEADER_BYTES
 from mpidist.comm.transport.incoming import Incoming
-from mpidist.comm.transport.transport import HEADER_BYTES, Transport
+from mpidist.comm.transport.transport import Transport
 from mpidist.errors import FrameError
 from mpidist.rpc import agent, codec, interceptor, message
 from mpidist.rpc.message import (

@@ -97,9 +97,10 @@ class Reader:
                     f"a mark of an object beyond the {len(self._objects)} that came with it"
                 )
             return self._objects[number]
-        make = _KINDS.get(code)
-        if make is not None:
-            return make(self, data)
+        if (read_nested := _NESTED.get(code)) is not None:
+            return read_nested(self, data)
+        if (read_scalar := _SCALARS.get(code)) is not None:
+            return read_scalar(data)
         if code < FIRST_OWN or self._extend is None:
             raise FrameError(f"an extension type of unknown code {code}")
         return self._extend(code, self._items(data))
@@ -136,22 +137,6 @@ class Reader:
             made.__dict__[METADATA] = metadata
         return made
 
-    def _integer(self, data: Any) -> Any:
-        return int.from_bytes(data, "little", signed=True)
-
-    def _complex(self, data: Any) -> Any:
-        if len(data) != TWO_FLOATS.size:
-            raise FrameError(f"a complex number of {len(data)} bytes")
-        return complex(*TWO_FLOATS.unpack(data))
-
-    def _text(self, data: Any) -> Any:
-        return bytes(data).decode(errors="surrogatepass")
-
-    def _ellipsis(self, data: Any) -> Any:
-        if len(data):
-            raise FrameError(f"an ellipsis of {len(data)} bytes")
-        return ...
-
     def _scalar(self, data: Any) -> Any:
         name, raw = self._items(data)
         dtype = SCALAR_DTYPES[name]
@@ -162,9 +147,6 @@ class Reader:
         ):
             raise FrameError(f"bytes that are no numpy scalar of type {name}")
         return np.frombuffer(raw, dtype)[0]
-
-    def _dtype(self, data: Any) -> Any:
-        return DTYPES_BY_NAME[bytes(data).decode()]
 
     def _device(self, data: Any) -> Any:
         kind, index = self._items(data)
@@ -181,18 +163,44 @@ class Reader:
         return torch.Size(sizes)
 
 
-_KINDS: dict[int, Callable[[Reader, Any], Any]] = {
+def _integer(data: Any) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _complex(data: Any) -> complex:
+    if len(data) != TWO_FLOATS.size:
+        raise FrameError(f"a complex number of {len(data)} bytes")
+    return complex(*TWO_FLOATS.unpack(data))
+
+
+def _text(data: Any) -> str:
+    return bytes(data).decode(errors="surrogatepass")
+
+
+def _ellipsis(data: Any) -> Any:
+    if len(data):
+        raise FrameError(f"an ellipsis of {len(data)} bytes")
+    return ...
+
+
+def _dtype(data: Any) -> torch.dtype:
+    return DTYPES_BY_NAME[bytes(data).decode()]
+
+
+_SCALARS: dict[int, Callable[[Any], Any]] = {
+    INTEGER: _integer,
+    COMPLEX: _complex,
+    TEXT: _text,
+    ELLIPSIS: _ellipsis,
+    DTYPE: _dtype,
+}
+_NESTED: dict[int, Callable[[Reader, Any], Any]] = {
     TUPLE: Reader._tuple,
     SET: Reader._set,
     FROZENSET: Reader._frozenset,
     PAIRS: Reader._pairs,
     ORDERED: Reader._ordered,
-    INTEGER: Reader._integer,
-    COMPLEX: Reader._complex,
-    TEXT: Reader._text,
-    ELLIPSIS: Reader._ellipsis,
     SCALAR: Reader._scalar,
-    DTYPE: Reader._dtype,
     DEVICE: Reader._device,
     SIZE: Reader._size,
 }

@@ -183,30 +183,13 @@ def decode(
         )
     try:
         first = memoryview(body[0])
-        (table_bytes,) = _TABLE.unpack_from(first)
-        end = _TABLE.size + table_bytes
-        if end > first.nbytes:
-            raise FrameError(
-                f"frame announces a table of {table_bytes} bytes; {first.nbytes - _TABLE.size} "
-                "have come"
-            )
         # In-band parts may be read-only bytes; a tensor must own memory it may write.
         parts = [
             part if not (view := memoryview(part)).readonly else memoryview(bytearray(view))
             for part in body[1:]
         ]
         parts = [memoryview(part) for part in parts]
-        objects: list[Any] = []
-        used = 0
-        if table_bytes:
-            objects, used, reached = tensor_rebuild.read(
-                first, _TABLE.size, parts, is_strict=kind != PICKLE
-            )
-            if reached != end:
-                raise FrameError(
-                    f"frame announces a table of {table_bytes} bytes, which has "
-                    f"{reached - _TABLE.size}"
-                )
+        objects, used, end = _read_table(first, parts, is_strict=kind != PICKLE)
         content = first[end:]
         if kind == PICKLE:
             return tensor_pickle.loads(content, objects, parts[used:])
@@ -218,6 +201,27 @@ def decode(
     if kind == REFUSAL:
         raise RefusedError(str(read))
     return read
+
+
+def _read_table(
+    first: memoryview, parts: Sequence[Any], is_strict: bool
+) -> tuple[list[Any], int, int]:
+    """Return the objects of the table, how many parts they use, and the end of the table."""
+    (table_bytes,) = _TABLE.unpack_from(first)
+    end = _TABLE.size + table_bytes
+    if end > first.nbytes:
+        raise FrameError(
+            f"frame announces a table of {table_bytes} bytes; {first.nbytes - _TABLE.size} have "
+            "come"
+        )
+    if not table_bytes:
+        return [], 0, end
+    objects, used, reached = tensor_rebuild.read(first, _TABLE.size, parts, is_strict)
+    if reached != end:
+        raise FrameError(
+            f"frame announces a table of {table_bytes} bytes, which has {reached - _TABLE.size}"
+        )
+    return objects, used, end
 
 
 def to_bytes(obj: Any, data_only: bool = False) -> bytearray:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,3 +44,8 @@ ARRAY_DTYPES = [
     np.dtype(name) if hasattr(np, name) or name == "bool" else None for name in _DTYPE_NAMES
 ]
 ARRAY_NUMBERS = {dtype: number for number, dtype in enumerate(ARRAY_DTYPES) if dtype is not None}
+
+
+def row(number: int, form: int, flags: int, part: int, shape: Sequence[int]) -> bytes:
+    """Write the beginning of a row: dtype number, form, flags, part and shape."""
+    return ROW.pack(number, form, flags, len(shape), part) + struct.pack(f"<{len(shape)}q", *shape)

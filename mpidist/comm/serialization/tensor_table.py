@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpidist.comm.memory.buffer import memory as _memory
+from mpidist.comm.serialization.inline_rows import inline_table
 from mpidist.comm.serialization.tensor_format import (
     ARRAY,
     ARRAY_NUMBERS,
@@ -28,35 +28,24 @@ from mpidist.comm.serialization.tensor_format import (
     COUNTS,
     DENSE,
     DTYPE_NUMBERS,
-    INLINE,
     OFFSET,
     PARAMETER,
     PER_CHANNEL,
     PER_TENSOR,
     QUANTIZED,
     REQUIRES_GRAD,
-    ROW,
     SCALE,
     WHOLE,
+    row,
 )
 from mpidist.comm.serialization.tensor_spans import (
     clusters,
     clusters_apart,
     is_folded,
-    overlap,
     span,
 )
 
 Tensor = torch.Tensor
-Parameter = torch.nn.Parameter
-_STRIDED = torch.strided
-_MOST_HEADS = 4096  # kinds of small tensors; a job that sends more starts again
-_ONE = COUNTS.pack(1, 0)
-# By dtype, shape, class and requires_grad: what stands before the elements.
-_heads: dict[Any, tuple[bytes | None, int, bytes]] = {}
-
-# a tensor up to this size stands in its row: the message is still one eager message
-INLINE_BYTES = 30 << 10
 # what may travel unused between a tensor's elements, beside as much as the tensor itself
 _WASTE_BYTES = 64 << 10
 
@@ -103,7 +92,7 @@ def described(
         obj = objects[0]
         flags = WHOLE | REQUIRES_GRAD * obj.requires_grad | PARAMETER * (type(obj) is not Tensor)
         return (
-            COUNTS.pack(1, 1) + _row(DTYPE_NUMBERS[obj.dtype], DENSE, flags, 0, obj.shape),
+            COUNTS.pack(1, 1) + row(DTYPE_NUMBERS[obj.dtype], DENSE, flags, 0, obj.shape),
             [obj],
             [None],
         )
@@ -114,97 +103,15 @@ def described(
     return COUNTS.pack(len(objects), len(layout.parts)) + joined, layout.parts, layout.devices
 
 
-def lone_table(obj: Any) -> tuple[Any, ...] | None:
-    """Return the table of one small whole host tensor, as bytes and buffers to be joined at once; None for any other object.
-
-    The buffers are the tensor's own memory. What most messages with tensors hold;
-    ``_add_inline_row`` written out.
-    """
-    kind = type(obj)
-    if (
-        (kind is not Tensor and kind is not Parameter)
-        or not obj.is_cpu
-        or obj.layout is not _STRIDED
-    ):
-        return None
-    key = obj.dtype, obj.shape, kind, obj.requires_grad
-    head, nbytes, lone = _heads.get(key) or _head_of(*key)
-    if (
-        head is None
-        or not obj.is_contiguous()
-        or obj.is_neg()
-        or obj.__dict__
-        or (nbytes < 0 and obj.is_conj())
-    ):
-        return None
-    # Not numpy(): a tensor whose memory it has seen cannot be resized any more.
-    return (lone, _memory(obj.data_ptr(), abs(nbytes))) if nbytes else (lone,)
-
-
-def inline_table(objects: Sequence[Any]) -> Sequence[Any] | None:
-    """Return the table of small whole host tensors that share no memory, as ``lone_table``; None if any object is another."""
-    if len(objects) == 1:
-        return lone_table(objects[0])
-    pieces = [COUNTS.pack(len(objects), 0)]
-    for obj in objects:
-        if not _add_inline_row(obj, pieces):
-            return None
-    return None if overlap(objects) else pieces
-
-
 def _is_whole(obj: Any) -> bool:
     return (
         isinstance(obj, Tensor)
         and obj.is_cpu
-        and obj.layout is _STRIDED
+        and obj.layout is torch.strided
         and obj.dtype in DTYPE_NUMBERS
         and obj.is_contiguous()
         and not (obj.is_neg() or obj.is_conj())
     )
-
-
-def _add_inline_row(obj: Any, pieces: list[Any]) -> bool:
-    kind = type(obj)
-    if (
-        (kind is not Tensor and kind is not Parameter)
-        or not obj.is_cpu
-        or obj.layout is not _STRIDED
-    ):
-        return False
-    key = obj.dtype, obj.shape, kind, obj.requires_grad
-    head, nbytes, _ = _heads.get(key) or _head_of(*key)
-    if (
-        head is None
-        or not obj.is_contiguous()
-        or obj.is_neg()
-        or obj.__dict__
-        or (nbytes < 0 and obj.is_conj())
-    ):
-        return False
-    pieces.append(head)
-    if nbytes:
-        pieces.append(_memory(obj.data_ptr(), abs(nbytes)))
-    return True
-
-
-def _head_of(
-    dtype: torch.dtype, shape: torch.Size, kind: type, requires_grad: bool
-) -> tuple[bytes | None, int, bytes]:
-    """Return an inline row up to its elements, None if it cannot be one; their bytes, below 0 if complex; a table up to there."""
-    number = DTYPE_NUMBERS.get(dtype)
-    nbytes = shape.numel() * dtype.itemsize
-    head = None
-    if number is not None and nbytes <= INLINE_BYTES and len(shape) < 256:
-        flags = INLINE | WHOLE | REQUIRES_GRAD * requires_grad | PARAMETER * (kind is not Tensor)
-        head = _row(number, DENSE, flags, 0, shape)
-    if len(_heads) >= _MOST_HEADS:
-        _heads.clear()
-    found = _heads[dtype, shape, kind, requires_grad] = (
-        head,
-        -nbytes if dtype.is_complex else nbytes,
-        _ONE + (head or b""),
-    )
-    return found
 
 
 class _Layout:
@@ -232,7 +139,7 @@ class _Layout:
             return len(self._tensors) - 1
         plain, shape = obj.detach(), tuple(obj.shape)
         if obj.layout is torch.sparse_coo:
-            head = _row(
+            head = row(
                 DTYPE_NUMBERS[obj.dtype], COO, flags | COALESCED * obj.is_coalesced(), 0, shape
             )
             return head, self._inner(plain._indices()), self._inner(plain._values())
@@ -240,14 +147,14 @@ class _Layout:
             by_row = obj.layout in BY_ROW
             compressed = plain.crow_indices() if by_row else plain.ccol_indices()
             indices = plain.col_indices() if by_row else plain.row_indices()
-            head = _row(DTYPE_NUMBERS[obj.dtype], COMPRESSED[obj.layout], flags, 0, shape)
+            head = row(DTYPE_NUMBERS[obj.dtype], COMPRESSED[obj.layout], flags, 0, shape)
             return head, self._inner(compressed), self._inner(indices), self._inner(plain.values())
         if obj.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            head = _row(0, PER_TENSOR, flags, 0, shape) + SCALE.pack(
+            head = row(0, PER_TENSOR, flags, 0, shape) + SCALE.pack(
                 obj.q_scale(), obj.q_zero_point()
             )
             return head, self._inner(obj.int_repr())
-        head = _row(0, PER_CHANNEL, flags, 0, shape) + OFFSET.pack(obj.q_per_channel_axis())
+        head = row(0, PER_CHANNEL, flags, 0, shape) + OFFSET.pack(obj.q_per_channel_axis())
         scales, zeros = obj.q_per_channel_scales(), obj.q_per_channel_zero_points()
         return head, self._inner(obj.int_repr()), self._inner(scales), self._inner(zeros)
 
@@ -265,8 +172,8 @@ class _Layout:
             self.parts.append(obj.reshape(-1).view(np.uint8).data if obj.size else b"")
         self.devices.append(None)
         if type(obj) is bytearray:
-            return _row(0, BYTEARRAY, 0, len(self.parts) - 1, ())
-        return _row(ARRAY_NUMBERS[obj.dtype], ARRAY, 0, len(self.parts) - 1, obj.shape)
+            return row(0, BYTEARRAY, 0, len(self.parts) - 1, ())
+        return row(ARRAY_NUMBERS[obj.dtype], ARRAY, 0, len(self.parts) - 1, obj.shape)
 
     def lay_out(self) -> None:
         """Say which memory travels for the dense tensors, and write their rows."""
@@ -283,7 +190,7 @@ class _Layout:
                     low, high = span(first)
                 if first.is_contiguous():
                     number = DTYPE_NUMBERS[first.dtype]
-                    self.rows[members[0]] = _row(
+                    self.rows[members[0]] = row(
                         number, DENSE, flags | WHOLE, len(self.parts), first.shape
                     )
                     self._add_memory(first, low, high)
@@ -296,9 +203,7 @@ class _Layout:
             for place in members:
                 tensor, flags = self._tensors[place]
                 offset = (tensor.data_ptr() - low) // tensor.element_size() if tensor.numel() else 0
-                head = _row(
-                    DTYPE_NUMBERS[tensor.dtype], DENSE, flags, len(self.parts), tensor.shape
-                )
+                head = row(DTYPE_NUMBERS[tensor.dtype], DENSE, flags, len(self.parts), tensor.shape)
                 self.rows[place] = (
                     head + OFFSET.pack(offset) + struct.pack(f"<{tensor.dim()}q", *tensor.stride())
                 )
@@ -332,10 +237,6 @@ def _flat(heads: Iterable[Any], rows: Sequence[bytes]) -> Iterable[bytes]:
             yield rows[head]
         else:
             yield from _flat(head, rows)
-
-
-def _row(number: int, form: int, flags: int, part: int, shape: Sequence[int]) -> bytes:
-    return ROW.pack(number, form, flags, len(shape), part) + struct.pack(f"<{len(shape)}q", *shape)
 
 
 def _resolved(tensor: Tensor) -> Tensor:

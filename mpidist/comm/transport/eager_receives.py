@@ -19,9 +19,9 @@ from typing import Any
 
 from mpidist.comm.mpi import mpi_errors
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.transport.eager_message import EAGER_BYTES
 from mpidist.errors import FrameError
 
-EAGER_BYTES = 32 << 10  # of a whole eager message
 _PAUSE_S = 1e-4
 
 Kept = tuple[int, Any]  # a message's source and bytes, or the error that it raised

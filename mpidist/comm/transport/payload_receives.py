@@ -28,10 +28,10 @@ from mpidist.comm.memory.buffer_pool import ReceiveMemory
 from mpidist.comm.memory.stream import Device, start_request
 from mpidist.comm.mpi import mpi_errors
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.transport.eager_message import DEVICE_SHIFT
 from mpidist.comm.transport.incoming import Incoming, Part
 from mpidist.errors import FrameError
 
-DEVICE_SHIFT = 56  # of a payload's device in the number that announces it
 _MOST_BYTES = 1 << 44  # announced by one message: each GiB is a receive, whether it arrives or not
 
 

@@ -24,39 +24,33 @@ send to all at once, whatever the size: a rank that polls receives.
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from mpidist.comm import device_p2p
 from mpidist.comm.group import ProcessGroup
-from mpidist.comm.memory import buffer
 from mpidist.comm.memory.buffer_pool import ReceiveMemory
-from mpidist.comm.memory.stream import device_at, start_request
+from mpidist.comm.memory.stream import start_request
 from mpidist.comm.mpi import mpi_errors, runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
-from mpidist.comm.transport.eager_receives import EAGER_BYTES, ProbedReceive, posted, withdraw
-from mpidist.comm.transport.incoming import (
-    MAX_PAYLOADS,
-    Incoming,
-    Part,
-    arranged,
-    nbytes_of,
-    unpack,
+from mpidist.comm.transport import eager_message, loopback
+from mpidist.comm.transport.eager_message import (
+    EAGER_BYTES,
+    FIXED,
+    FIXED_BYTES,
+    HEADER_BYTES,
+    unpack_parts,
 )
-from mpidist.comm.transport.payload_receives import DEVICE_SHIFT, PayloadReceives, pieces_of
+from mpidist.comm.transport.eager_receives import ProbedReceive, posted, withdraw
+from mpidist.comm.transport.incoming import Incoming, Part
+from mpidist.comm.transport.payload_receives import PayloadReceives, pieces_of
 from mpidist.errors import FrameError, RankFailureError
 
-HEADER_BYTES = 16 << 10  # what a header may always have
-_FIXED = struct.Struct("<BBHIQQII")
-_START = _FIXED.size
-_ALL_PAYLOADS = 1 << 15  # no part is packed
 _RECEIVES = 4  # posted at a time
 _SENDING = 64  # sends under way, past which a rank that never stops receiving tests them as well
 
@@ -161,16 +155,18 @@ class Transport:
             self._send_with_parts((to, kind, sequence, context, flags), header, parts, devices)
             return
         message = (
-            _FIXED.pack(kind, flags, 0, self.generation, sequence, context, len(header), 0) + header
+            FIXED.pack(kind, flags, 0, self.generation, sequence, context, len(header), 0) + header
         )
         if len(message) > EAGER_BYTES:
             raise ValueError(
-                f"a header of {len(header)} bytes; at most {EAGER_BYTES - _START} travel in one "
+                f"a header of {len(header)} bytes; at most {EAGER_BYTES - FIXED_BYTES} travel in one "
                 "message"
             )
         if to == self.rank:
             data = bytearray(message)
-            self._own.append(Incoming(to, kind, flags, sequence, context, data, _START, len(data)))
+            self._own.append(
+                Incoming(to, kind, flags, sequence, context, data, FIXED_BYTES, len(data))
+            )
         else:
             self._sending.append((self._isend([message, self._byte], to, self._eager_tag), message))
 
@@ -183,39 +179,13 @@ class Transport:
             )
         to, kind, sequence, context, flags = numbers
         if to == self.rank:
-            incoming = Incoming(
-                to, kind, flags, sequence, context, bytearray(header), 0, len(header)
-            )
-            arrive: list[Any] = []
-            where = devices or (None,) * len(parts)
-            incoming.parts = [
-                self._copied(part, device, arrive)
-                for part, device in zip(parts, where, strict=True)
-            ]
-            incoming.arrive = arrive
+            own = bytearray(header)
+            incoming = Incoming(to, kind, flags, sequence, context, own, 0, len(own))
+            loopback.add_copies(incoming, parts, devices, self._memory)
             self._own.append(incoming)
             return
-        section, payloads, places = arranged(parts, devices)
-        packed, marks = len(section), 0 if section else _ALL_PAYLOADS
-        if packed > EAGER_BYTES - _START - 8 * len(payloads) - len(header):
-            payloads, places, packed = [section, *payloads], [None, *places], 0
-        fixed = _FIXED.pack(
-            kind,
-            flags,
-            len(payloads) | marks,
-            self.generation,
-            sequence,
-            context,
-            len(header),
-            packed,
-        )
-        tops = [0 if device is None else device + 1 for device in places]
-        sizes = [
-            nbytes_of(memory) | top << DEVICE_SHIFT
-            for memory, top in zip(payloads, tops, strict=True)
-        ]
-        message = b"".join(
-            (fixed, struct.pack(f"<{len(sizes)}Q", *sizes), header, section if packed else b"")
+        message, payloads = eager_message.encode(
+            (kind, flags, self.generation, sequence, context), header, parts, devices
         )
         # The receiver posts receives in the order of eager messages: no other message's payloads
         # may come between.
@@ -230,22 +200,6 @@ class Transport:
                     self._sending.append(
                         (start_request(device, self._isend, piece, to, self._payload_tag), memory)
                     )
-
-    def _copied(self, part: Part, device: int | None, arrive: list[Any]) -> Part:
-        # Caller and callee must not share what they would not share on two ranks.
-        if device is not None:
-            copy = part.to(torch.device("cuda", device), copy=True)
-            if (there := device_at(copy.device)) is not None:
-                # another thread reads it, on a stream of its own
-                arrive.append(partial(list, (there.here(),)))
-            return copy
-        memory = (
-            buffer.memory(part.data_ptr(), part.nbytes) if isinstance(part, torch.Tensor) else part
-        )
-        source = memoryview(memory).cast("B")
-        space = self._memory.lend(source.nbytes)
-        space[:] = source
-        return space
 
     def poll(self, looks: int = 1) -> Incoming | None:
         """Look up to ``looks`` times for a message, or for the last part of one; None if nothing has arrived.
@@ -287,22 +241,22 @@ class Transport:
         data = space[: status.Get_count(self._byte)]
         if len(self._sending) > _SENDING:
             self._test_sends()
-        if len(data) < _START:
+        if len(data) < FIXED_BYTES:
             raise FrameError(
                 f"truncated message of {len(data)} bytes from rank {status.Get_source()}"
             )
         fields = kind, flags, payloads, generation, sequence, context, header_bytes, packed = (
-            _FIXED.unpack_from(data)
+            FIXED.unpack_from(data)
         )
         if (
             payloads
             or packed
             or generation != self.generation
-            or len(data) != _START + header_bytes
+            or len(data) != FIXED_BYTES + header_bytes
         ):
             return self._received(status.Get_source(), data, fields)
         return Incoming(
-            status.Get_source(), kind, flags, sequence, context, data, _START, len(data)
+            status.Get_source(), kind, flags, sequence, context, data, FIXED_BYTES, len(data)
         )
 
     def close(self, timeout_s: float) -> None:
@@ -314,40 +268,25 @@ class Transport:
             withdraw(receives, self._read)
 
     def _received(self, source: int, data: bytearray, fields: tuple[int, ...]) -> Incoming | None:
-        kind, flags, marked, generation, sequence, context, header_bytes, packed = fields
-        n_payloads = marked & ~_ALL_PAYLOADS
-        start = _START + 8 * n_payloads
-        end = start + header_bytes
-        if len(data) != end + packed or n_payloads > MAX_PAYLOADS + 1:
-            # Its header cannot be found; whom it concerns is known all the same.
-            incoming = Incoming(source, kind, 0, sequence, context, data, _START, _START)
-            incoming.damage = FrameError(
-                f"message of {len(data)} bytes from rank {source} announces {n_payloads} payloads, "
-                "a header of "
-                f"{header_bytes} bytes and {packed} packed ones"
-            )
+        generation = fields[3]
+        incoming, n_payloads = eager_message.decode(source, data, fields)
+        if incoming.damage is not None:
             if generation != self.generation:
                 raise incoming.damage  # of nobody's call here, if it is a message at all
             if n_payloads:
                 self._payloads.lose(source, str(incoming.damage))
-        else:
-            incoming = Incoming(source, kind, flags, sequence, context, data, start, end)
-            if n_payloads:
-                self._payloads.begin(incoming, n_payloads, _START)
+        elif n_payloads:
+            self._payloads.begin(incoming, n_payloads, FIXED_BYTES)
         if generation != self.generation:
             # Its payloads are received all the same: those of the next message come behind them.
             incoming.is_new = False
             incoming.kind = 0
         if incoming.damage is not None and not incoming.receives:
             return incoming if incoming.kind else None
-        if packed:
-            incoming.section = memoryview(data)[end:]
-        elif 0 < marked < _ALL_PAYLOADS:
-            incoming.section = 0
         if incoming.receives:
             self._arriving.append(incoming)
         elif incoming.section is not None:
-            unpack(incoming)
+            unpack_parts(incoming)
         return incoming if incoming.kind else None
 
     def _look_after(self) -> Incoming | None:
@@ -373,7 +312,7 @@ class Transport:
         if not incoming.kind:
             return None
         if incoming.section is not None:
-            unpack(incoming)
+            unpack_parts(incoming)
         return incoming
 
     def _test_sends(self) -> None:

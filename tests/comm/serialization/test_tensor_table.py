@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mpidist.comm.serialization import tensor_rebuild, tensor_table
+from mpidist.comm.serialization.inline_rows import INLINE_BYTES
 from mpidist.comm.serialization.tensor_format import ARRAY_DTYPES, COUNTS, DTYPES
 from mpidist.errors import FrameError
 
@@ -50,7 +51,7 @@ def same(left, right):
 
 @pytest.mark.parametrize("dtype", KNOWN, ids=str)
 def test_every_dtype_and_size(dtype):
-    inline = tensor_table.INLINE_BYTES // dtype.itemsize
+    inline = INLINE_BYTES // dtype.itemsize
     for numel in (0, 1, 7, inline, inline + 1, 100_000):
         data = torch.arange(numel * dtype.itemsize).to(torch.uint8)
         tensor = (data & 1 if dtype is torch.bool else data).view(dtype)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.transport import transport as module
-from mpidist.comm.transport.eager_receives import EAGER_BYTES, ProbedReceive
+from mpidist.comm.transport import eager_message
+from mpidist.comm.transport import transport as transport_module
+from mpidist.comm.transport.eager_message import EAGER_BYTES
+from mpidist.comm.transport.eager_receives import ProbedReceive
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import FrameError
 from tests.comm.transport.test_transport import header_of, receive
@@ -97,7 +99,11 @@ def test_a_message_under_way_comes_before_those_of_posted_receives(group, made):
     request.is_over = True
     one = made.poll(8)
     assert one is not None and header_of(one) == b"held" and one.source == 0
-    assert made.poll(8) is None and made._probed is None and len(made._posted) == module._RECEIVES
+    assert (
+        made.poll(8) is None
+        and made._probed is None
+        and len(made._posted) == transport_module._RECEIVES
+    )
     agree(
         group, not (wrong := disorder(receive(made, COUNT * (group.size - 1)), COUNT)), f"{wrong}"
     )
@@ -110,7 +116,7 @@ class _Held:
 
     def Test(self, status):
         if self.is_over:
-            data = module._FIXED.pack(1, 0, 0, 0, 0, 0, 4, 0) + b"held"
+            data = eager_message.FIXED.pack(1, 0, 0, 0, 0, 0, 4, 0) + b"held"
             self.space[: len(data)] = data
             status.Set_source(0)
             status.Set_elements(MPI.BYTE, len(data))
@@ -143,7 +149,7 @@ def test_what_is_too_long_is_refused_and_the_next_ones_arrive(group, made, nbyte
 
 def test_a_message_as_long_as_its_receive_arrives(group, made):
     made.receive(is_probing=True)
-    header = bytes(EAGER_BYTES - module._START)
+    header = bytes(EAGER_BYTES - eager_message.FIXED_BYTES)
     made.send((group.rank + 1) % group.size, 1, header=header)
     (one,) = receive(made, 1)
     agree(group, header_of(one) == header)

@@ -7,8 +7,7 @@ import struct
 import pytest
 
 from mpidist.comm.memory import buffer
-from mpidist.comm.transport import payload_receives
-from mpidist.comm.transport import transport as module
+from mpidist.comm.transport import eager_message, payload_receives
 from tests.comm.transport.test_transport import header_of, receive, transport
 from tests.support import agree
 
@@ -20,7 +19,7 @@ _kept = []  # what nobody receives must stay in memory all the same
 def forged(sizes, header=b"", packed=b"", kind=1, marks=0, count=None, lengths=(0, 0), sequence=7):
     """Return an eager message that announces payloads of these sizes; ``lengths`` are added to those of header and section."""
     count = len(sizes) if count is None else count
-    fixed = module._FIXED.pack(
+    fixed = eager_message.FIXED.pack(
         kind, 0, count | marks, 0, sequence, 0, len(header) + lengths[0], len(packed) + lengths[1]
     )
     return fixed + struct.pack(f"<{len(sizes)}Q", *sizes) + header + packed
@@ -28,7 +27,7 @@ def forged(sizes, header=b"", packed=b"", kind=1, marks=0, count=None, lengths=(
 
 def post(transport, to, message, *payloads):
     """Send bytes as an eager message, and others as payloads."""
-    byte = module.MPI.BYTE
+    byte = payload_receives.MPI.BYTE
     for data, tag in (
         (message, transport._eager_tag),
         *((payload, transport._payload_tag) for payload in payloads),
@@ -36,7 +35,7 @@ def post(transport, to, message, *payloads):
         transport._sending.append((transport._mpi.Isend([data, byte], to, tag), data))
 
 
-ALL = module._ALL_PAYLOADS
+ALL = eager_message.ALL_PAYLOADS
 LARGE = 300_000
 DEVICE = 1 << payload_receives.DEVICE_SHIFT
 # Name: (eager message, payloads, a part of the reason, later payloads of this rank can still be
@@ -120,9 +119,9 @@ def test_damaged_messages_are_returned_with_the_reason_and_the_next_ones_arrive(
     """What a sender announces and what it sends need not agree; nobody else's memory is handed out, and nothing else suffers."""
     message, payloads, reason, keeps_order = DAMAGED[name]
     if name == "memory that there is not":
-        lend = module.ReceiveMemory.lend
+        lend = payload_receives.ReceiveMemory.lend
         monkeypatch.setattr(
-            module.ReceiveMemory,
+            payload_receives.ReceiveMemory,
             "lend",
             lambda self, nbytes: lend(self, nbytes) if nbytes < 1 << 40 else 1 / 0,
         )
@@ -185,7 +184,7 @@ def test_a_payload_longer_than_announced_is_not_received(
         blocks.append(bytearray(b"\x55" * (nbytes + 2 * sent)))
         return memoryview(blocks[-1])[:nbytes]
 
-    monkeypatch.setattr(module.ReceiveMemory, "lend", lend)
+    monkeypatch.setattr(payload_receives.ReceiveMemory, "lend", lend)
     if group.rank == 0:
         for to in range(1, group.size):
             post(

@@ -11,9 +11,10 @@ import torch
 
 from mpidist.comm import device_p2p
 from mpidist.comm.memory import buffer
-from mpidist.comm.transport import incoming
-from mpidist.comm.transport import transport as module
-from mpidist.comm.transport.transport import EAGER_BYTES, HEADER_BYTES, Transport
+from mpidist.comm.transport import incoming, loopback
+from mpidist.comm.transport.eager_message import EAGER_BYTES, HEADER_BYTES, pack_parts, unpack_parts
+from mpidist.comm.transport.incoming import Incoming
+from mpidist.comm.transport.transport import Transport
 from mpidist.errors import FrameError
 from tests.comm.lazy_device import LazyDevice
 from tests.support import agree
@@ -196,17 +197,17 @@ def test_a_sent_tensor_can_still_be_resized(group, transport):
 
 def test_sections_that_do_not_hold_what_they_announce_are_refused():
     def made(section, payloads=()):
-        one = incoming.Incoming(0, 1, 0, 0, 0, bytearray(), 0, 0)
+        one = Incoming(0, 1, 0, 0, 0, bytearray(), 0, 0)
         one.section, one.parts = section, [memoryview(payload) for payload in payloads]
         return one
 
     def damage_of(section, payloads=()):
-        incoming.unpack(one := made(section, payloads))
+        unpack_parts(one := made(section, payloads))
         assert not (one.damage and one.parts)
         return one.damage
 
-    section, payloads, _ = incoming.arranged([b"abc", bytes(20_000), b""], ())
-    incoming.unpack(whole := made(section, payloads))
+    section, payloads, _ = pack_parts([b"abc", bytes(20_000), b""], ())
+    unpack_parts(whole := made(section, payloads))
     assert [len(part) for part in whole.parts] == [3, 20_000, 0] and whole.damage is None
     for length in range(len(section)):
         assert isinstance(damage_of(section[:length], payloads), FrameError)
@@ -217,7 +218,7 @@ def test_sections_that_do_not_hold_what_they_announce_are_refused():
     assert isinstance(damage_of(struct.pack("<I2Q", 2, 1 << 62, 1 << 62) + bytes(20)), FrameError)
     on_device = made(0)
     on_device.parts = [torch.zeros(20, dtype=torch.uint8)]
-    incoming.unpack(on_device)
+    unpack_parts(on_device)
     assert isinstance(on_device.damage, FrameError)
 
 
@@ -252,7 +253,7 @@ def test_a_part_for_a_device_waits_for_no_work_of_users(monkeypatch, group, tran
 
 def test_a_part_to_oneself_comes_behind_the_stream_that_copies_it(monkeypatch, group, transport):
     device = LazyDevice(None)
-    monkeypatch.setattr(module, "device_at", lambda where: device)
+    monkeypatch.setattr(loopback, "device_at", lambda where: device)
     copied = []
 
     def to(tensor, where, copy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import struct
 
-from mpidist.comm.transport.incoming import MAX_PAYLOADS
+from mpidist.comm.transport.eager_message import MAX_PAYLOADS
 from mpidist.rpc.message import FAR, Kind
 from tests.rpc.attacks.attacker import Attacker, Attacks
 from tests.rpc.attacks.data import ECHO

@@ -1,0 +1,94 @@
+"""Inline rows: tables of small whole host tensors, whose elements stand in their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpidist.comm.memory.buffer import memory as _memory
+from mpidist.comm.serialization.tensor_format import (
+    COUNTS,
+    DENSE,
+    DTYPE_NUMBERS,
+    INLINE,
+    PARAMETER,
+    REQUIRES_GRAD,
+    WHOLE,
+    row,
+)
+from mpidist.comm.serialization.tensor_spans import overlap
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+_STRIDED = torch.strided
+# Elements up to this size stand in their row, so that the message is still one eager message.
+INLINE_BYTES = 30 << 10
+_MAX_HEADS = 4096  # entries at which the cache is cleared
+_COUNTS_OF_ONE = COUNTS.pack(1, 0)
+_COUNTS_BYTES = COUNTS.size
+# By dtype, shape, class and requires_grad: a table of one row up to the elements, None where the
+# elements cannot stand in the row; and the bytes of the elements, negative for complex dtypes.
+_heads: dict[Any, tuple[bytes | None, int]] = {}
+
+
+def lone_table(obj: Any) -> tuple[Any, ...] | None:
+    """Return the table of one small whole host tensor, as bytes and buffers to be joined at once.
+
+    The buffers are the tensor's own memory. None for any other object.
+    """
+    kind = type(obj)
+    if (
+        (kind is not Tensor and kind is not Parameter)
+        or not obj.is_cpu
+        or obj.layout is not _STRIDED
+    ):
+        return None
+    key = obj.dtype, obj.shape, kind, obj.requires_grad
+    head, nbytes = _heads.get(key) or _head_of(*key)
+    if (
+        head is None
+        or not obj.is_contiguous()
+        or obj.is_neg()
+        or obj.__dict__
+        or (nbytes < 0 and obj.is_conj())
+    ):
+        return None
+    # numpy() would export the memory, and a tensor whose memory is exported cannot be resized.
+    return (head, _memory(obj.data_ptr(), abs(nbytes))) if nbytes else (head,)
+
+
+def inline_table(objects: Sequence[Any]) -> Sequence[Any] | None:
+    """Return the table of small whole host tensors that share no memory, as ``lone_table`` does.
+
+    None if any object is of another kind.
+    """
+    if len(objects) == 1:
+        return lone_table(objects[0])
+    pieces = [COUNTS.pack(len(objects), 0)]
+    for obj in objects:
+        table = lone_table(obj)
+        if table is None:
+            return None
+        pieces.append(table[0][_COUNTS_BYTES:])
+        pieces += table[1:]
+    return None if overlap(objects) else pieces
+
+
+def _head_of(
+    dtype: torch.dtype, shape: torch.Size, kind: type, requires_grad: bool
+) -> tuple[bytes | None, int]:
+    number = DTYPE_NUMBERS.get(dtype)
+    nbytes = shape.numel() * dtype.itemsize
+    head = None
+    if number is not None and nbytes <= INLINE_BYTES and len(shape) < 256:
+        flags = INLINE | WHOLE | REQUIRES_GRAD * requires_grad | PARAMETER * (kind is not Tensor)
+        head = _COUNTS_OF_ONE + row(number, DENSE, flags, 0, shape)
+    if len(_heads) >= _MAX_HEADS:
+        _heads.clear()
+    found = _heads[dtype, shape, kind, requires_grad] = (
+        head,
+        -nbytes if dtype.is_complex else nbytes,
+    )
+    return found
