@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mpidist.comm.discovery.capability import driver_version
+from mpidist.comm.discovery.library_report import driver_version
 from mpidist.comm.mpi import launcher_env
 
 SHARED_MEMORY = "/dev/shm"

@@ -6,17 +6,12 @@ version, device and setting that matters, and by whether MPI found a CUDA contex
 (``cuda_context``). ``MPIDIST_CUDA_AWARE=0`` and ``=1``, the same on all ranks, take the library's
 and the cache's place.
 
-The trial's two ranks are children of rank 0 and see the devices that it sees. Where each rank of a
-node sees its own device alone (``srun --gpus-per-task=1``), the trial's ranks share one device, but
-a rank of the job would have to open memory of a device that it does not see, at which MPI may end
-the job. No trial stands for such a job, so its device memory goes over the host.
+The trial's two ranks are children of rank 0 and see the devices that it sees; see
+``visible_devices`` for ranks that see others.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +20,8 @@ from typing import Any
 import torch
 
 from mpidist import cache
-from mpidist.comm.discovery import capability_trial
+from mpidist.comm.discovery import capability_trial, library_report, visible_devices
+from mpidist.comm.discovery.trial_operations import OPERATIONS, REDUCTIONS, WORKS
 from mpidist.comm.mpi import cuda_context, launcher_env, runtime
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.cuda_context import ENV_CUDA_AWARE
@@ -43,13 +39,6 @@ _KIND = "device-operations"  # in the cache
 # By device, and whether CUDA was first: what this process has tried or loaded; None: nothing was
 # there.
 _tables: dict[tuple[str, bool], dict[str, str] | None] = {}
-# each rank of this node sees the devices of all; None: not compared yet
-_node_sees_all: bool | None = None
-_UNSEEN = (
-    "not used: another rank of this node has a device that this process does not see; start the "
-    "job so that each rank sees all "
-    "devices of its node (srun --gpu-bind=none), or set MPIDIST_CUDA_AWARE=1 if this MPI can"
-)
 
 
 @dataclass(frozen=True)
@@ -86,12 +75,17 @@ def capabilities() -> Capabilities:
 
     Collective: if MPI has not started, like ``init``.
     """
-    cuda_aware, source = _cuda_support()
+    cuda_aware, source = library_report.cuda_support()
     return Capabilities(
-        library=library_name(), standard=MPI.Get_version(), thread_level=_thread_level(), survives_failures=_has_ulfm(),
-        cuda_aware=cuda_aware, cuda_source=source, cuda_before_mpi=cuda_context.is_first(),
+        library=library_name(),
+        standard=MPI.Get_version(),
+        thread_level=library_report.thread_level(),
+        survives_failures=library_report.has_ulfm(),
+        cuda_aware=cuda_aware,
+        cuda_source=source,
+        cuda_before_mpi=cuda_context.is_first(),
         operations=_told_of_device(runtime.device()),
-    )  # fmt: skip
+    )
 
 
 # --- operations on device memory ---
@@ -107,7 +101,9 @@ def known_operations(device: torch.device) -> frozenset[str] | None:
     """
     table = _known_table(device, _is_cuda_first())
     return (
-        None if table is None or (_forced() is None and _may_be_unseen(device)) else _working(table)
+        None
+        if table is None or (_forced() is None and visible_devices.may_be_unseen(device))
+        else _working(table)
     )
 
 
@@ -144,27 +140,23 @@ def takes_blocking_calls(comm: Communicator) -> bool:
 
 def _as_twins(working: frozenset[str]) -> frozenset[str]:
     return frozenset(
-        name
-        for name in working
-        if name not in capability_trial.REDUCTIONS and TWINS.get(name, name) in working
+        name for name in working if name not in REDUCTIONS and TWINS.get(name, name) in working
     )
 
 
 def _agree(comm: Communicator, device: torch.device) -> frozenset[str]:
     is_cuda_first = _compared(comm)
-    if device.type == "cuda" and _forced() is None and not _all_seen(comm, device):
+    if device.type == "cuda" and _forced() is None and not visible_devices.all_seen(comm, device):
         return frozenset()
     # One byte for an answer at all, one for each operation.
-    told = bytearray(1 + len(capability_trial.OPERATIONS))
+    told = bytearray(1 + len(OPERATIONS))
     failure: Exception | None = None
     if comm.rank == 0:
         try:
             working = _working(
                 _known_table(device, is_cuda_first) or _tried_table(device, is_cuda_first)
             )
-            told[:] = bytes(
-                [1, *(operation in working for operation in capability_trial.OPERATIONS)]
-            )
+            told[:] = bytes([1, *(operation in working for operation in OPERATIONS)])
         except Exception as error:  # the others wait for an answer
             failure = error
     comm.mpi.Bcast((told, len(told), MPI.BYTE), 0)
@@ -173,9 +165,7 @@ def _agree(comm: Communicator, device: torch.device) -> frozenset[str]:
             "rank 0 could not find out what MPI does with device memory: see its error"
         ) from failure
     return frozenset(
-        operation
-        for operation, works in zip(capability_trial.OPERATIONS, told[1:], strict=True)
-        if works
+        operation for operation, works in zip(OPERATIONS, told[1:], strict=True) if works
     )
 
 
@@ -200,45 +190,6 @@ def _is_cuda_first() -> bool:
     return cuda_context.is_first() is True
 
 
-# --- devices that other ranks of the node do not see ---
-
-
-def _may_be_unseen(device: torch.device) -> bool:
-    """Say whether ranks of this node may have devices that others do not see, as far as this rank knows."""
-    if _node_sees_all is not None:
-        return not _node_sees_all
-    return device.type == "cuda" and 0 < torch.cuda.device_count() < runtime.world().local_size
-
-
-def _all_seen(comm: Communicator, device: torch.device) -> bool:
-    """Say whether, on every node, each rank of the group sees the devices of all.
-
-    Collective: over ``comm``.
-    """
-    global _node_sees_all
-    own = _device_name(device.index if device.index is not None else torch.cuda.current_device())
-    names = bytearray(len(own) * comm.size)
-    comm.mpi.Allgather((own, len(own), MPI.BYTE), (names, len(own), MPI.BYTE))
-    seen = {_device_name(index) for index in range(torch.cuda.device_count())}
-    here = [rank for rank, node in enumerate(comm.nodes) if node == comm.nodes[comm.rank]]
-    unseen = [
-        rank for rank in here if bytes(names[rank * len(own) : (rank + 1) * len(own)]) not in seen
-    ]
-    answers = bytearray(comm.size)
-    comm.mpi.Allgather((bytes([not unseen]), 1, MPI.BYTE), (answers, 1, MPI.BYTE))
-    is_seen = all(answers[rank] for rank in here)
-    if not is_seen or len(here) == runtime.world().local_size:
-        _node_sees_all = is_seen
-    return all(answers)
-
-
-def _device_name(index: int) -> bytes:
-    """Return a name of fixed length that tells devices of a node apart, whatever each process numbers them."""
-    return hashlib.blake2b(
-        str(torch.cuda.get_device_properties(index).uuid).encode(), digest_size=16
-    ).digest()
-
-
 def _forced_code() -> int:
     return _FORCED.get(os.environ.get(ENV_CUDA_AWARE, ""), _UNREADABLE)
 
@@ -259,30 +210,26 @@ def _told_of_device(device: torch.device) -> dict[str, str]:
     if device.type != "cuda":
         return _all("this rank has no CUDA device")
     table = _known_table(device, _is_cuda_first())
-    if _forced() is None and _node_sees_all is False:
-        return _all(_UNSEEN)
+    if _forced() is None and visible_devices.are_known_unseen():
+        return _all(visible_devices.UNSEEN)
     return table or _all("unknown")
 
 
 def _all(told: str) -> dict[str, str]:
-    return dict.fromkeys(capability_trial.OPERATIONS, told)
+    return dict.fromkeys(OPERATIONS, told)
 
 
 def _working(table: Mapping[str, str]) -> frozenset[str]:
-    return frozenset(
-        operation for operation, told in table.items() if told.startswith(capability_trial.WORKS)
-    )
+    return frozenset(operation for operation, told in table.items() if told.startswith(WORKS))
 
 
 def _known_table(device: torch.device, is_cuda_first: bool) -> dict[str, str] | None:
     forced = _forced()
     if forced is not None:
         return _all(
-            f"{capability_trial.WORKS}, says {ENV_CUDA_AWARE}=1"
-            if forced
-            else f"switched off by {ENV_CUDA_AWARE}=0"
+            f"{WORKS}, says {ENV_CUDA_AWARE}=1" if forced else f"switched off by {ENV_CUDA_AWARE}=0"
         )
-    cuda_aware, source = _cuda_support()
+    cuda_aware, source = library_report.cuda_support()
     if device.type == "cuda" and cuda_aware is False:
         return _all(f"the library is not CUDA-aware ({source})")
     name = _name(device), is_cuda_first
@@ -305,7 +252,7 @@ def _is_table(held: Any) -> bool:
     # Another version of mpidist may have tried others.
     return (
         isinstance(held, dict)
-        and tuple(held) == capability_trial.OPERATIONS
+        and tuple(held) == OPERATIONS
         and all(isinstance(told, str) for told in held.values())
     )
 
@@ -318,69 +265,12 @@ def _key(device: torch.device, is_cuda_first: bool) -> dict[str, Any]:
     is_cuda = device.type == "cuda"
     return {
         "library": library_name(),
-        "thread_level": _thread_level(),
+        "thread_level": library_report.thread_level(),
         "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
         # one: both ranks of the trial share it
         "devices": torch.cuda.device_count() if is_cuda else 0,
         "cuda_first": is_cuda_first,
-        "driver": driver_version(),
+        "driver": library_report.driver_version(),
         "cuda": torch.version.cuda,
         "settings": launcher_env.device_settings(os.environ),
     }
-
-
-def driver_version() -> int:
-    """Return the newest CUDA version that the driver supports, as 1000 × major + 10 × minor; 0 without a driver."""
-    version = ctypes.c_int(0)
-    try:
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):
-        return 0
-    return version.value
-
-
-# --- what the library says ---
-
-
-def _thread_level() -> str:
-    return (
-        "MPI_THREAD_MULTIPLE"
-        if runtime.world().thread_level == MPI.THREAD_MULTIPLE
-        else "MPI_THREAD_SERIALIZED"
-    )
-
-
-def _has_ulfm() -> bool:
-    # Without ``mpirun --with-ft ulfm`` Open MPI has the calls, but Revoke silently does nothing.
-    switch = os.environ.get("OMPI_MCA_mpi_ft_enable", "0")  # noqa: SIM112
-    return "Open MPI" in library_name() and switch.lower() in ("1", "true", "yes")
-
-
-@functools.cache
-def _cuda_support() -> tuple[bool | None, str]:
-    # The most portable answer first: MPI-4.1 §11.4.3, then the libraries' own query, then vendors'
-    # switches.
-    info = runtime.world().comm.Get_info()
-    kinds = info.Get("mpi_memory_alloc_kinds")
-    info.Free()
-    if kinds is not None and any(kind.split(":")[0] == "cuda" for kind in kinds.split(",")):
-        return True, f"mpi_memory_alloc_kinds={kinds}"
-    for name in (
-        None,
-        os.environ.get("MPI4PY_LIBMPI"),
-        "libmpi.so.40" if "Open MPI" in library_name() else "libmpi.so.12",
-    ):
-        if name == "":
-            continue
-        try:
-            query = ctypes.CDLL(name).MPIX_Query_cuda_support
-        except (OSError, AttributeError):
-            continue
-        query.restype = ctypes.c_int
-        return bool(query()), "MPIX_Query_cuda_support"
-    if kinds is not None:
-        return False, f"mpi_memory_alloc_kinds={kinds}"
-    for name in ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA"):
-        if os.environ.get(name) == "1":
-            return True, f"{name}=1"
-    return None, "the library does not say"

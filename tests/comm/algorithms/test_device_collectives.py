@@ -15,7 +15,7 @@ import torch
 
 from mpidist.comm import AVG, MAX, PRODUCT, SUM, PremulSum, device_p2p, execution, fast_path
 from mpidist.comm.algorithms import device_collectives, host_copies, reduce_op, ring, staging
-from mpidist.comm.discovery import capability_trial
+from mpidist.comm.discovery import trial_operations
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.stream import device_at
 from tests.comm.lazy_device import LazyDevice, WatchedComm
@@ -602,7 +602,7 @@ def test_mpi_works_on_device_memory_with_that_device_current(monkeypatch, group)
     """In the caller's thread, and in the group's: MPI works in the CUDA context of the thread that calls it."""
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     place = Lazy(monkeypatch, None)
-    group._comm.device_operations["cpu"] = frozenset(capability_trial.OPERATIONS)
+    group._comm.device_operations["cpu"] = frozenset(trial_operations.OPERATIONS)
     with pytest.MonkeyPatch.context() as patches:
         seen = watched(patches, group, place.device, watches_results=False)
         for async_op in (False, True):

@@ -10,7 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpidist.comm.discovery import capability, capability_trial
+from mpidist.comm.discovery import (
+    capability,
+    capability_trial,
+    library_report,
+    trial_operations,
+    visible_devices,
+)
 from mpidist.comm.discovery.capability import (
     agreed_operations,
     capabilities,
@@ -24,7 +30,7 @@ from mpidist.errors import MpidistError
 from tests.support import agree, raises_on_all
 
 CPU = torch.device("cpu")
-EVERYTHING = frozenset(capability_trial.OPERATIONS)
+EVERYTHING = frozenset(trial_operations.OPERATIONS)
 # A rank that has MPI, but not torch, which takes seconds to import.
 _RANK = """
 import sys
@@ -44,7 +50,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MPIDIST_CACHE", str(tmp_path))
     monkeypatch.delenv("MPIDIST_CUDA_AWARE", raising=False)
     monkeypatch.setattr(capability, "_tables", {})
-    monkeypatch.setattr(capability, "_node_sees_all", None)
+    monkeypatch.setattr(visible_devices, "_node_sees_all", None)
     return tmp_path
 
 
@@ -56,7 +62,7 @@ def launches(monkeypatch):
     def found(device, library, cuda_first):
         started.append(device)
         return {
-            **dict.fromkeys(capability_trial.OPERATIONS, "works"),
+            **dict.fromkeys(trial_operations.OPERATIONS, "works"),
             "Alltoallv": "ended by signal 11 (SIGSEGV)",
         }
 
@@ -92,14 +98,14 @@ def test_another_value_is_named(world, monkeypatch):
 
 @pytest.mark.mpi
 def test_a_library_that_says_no_is_not_tried(world, monkeypatch):
-    monkeypatch.setattr(capability, "_cuda_support", lambda: (False, "it says so"))
+    monkeypatch.setattr(library_report, "cuda_support", lambda: (False, "it says so"))
     assert known_operations(torch.device("cuda")) == frozenset()
 
 
 @pytest.mark.mpi
 def test_capabilities_launch_nothing(world, monkeypatch, launches):
     monkeypatch.setattr(capability.runtime, "device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(capability, "_cuda_support", lambda: (True, "it says so"))
+    monkeypatch.setattr(library_report, "cuda_support", lambda: (True, "it says so"))
     monkeypatch.setattr(capability, "_key", lambda device, is_cuda_first: {"device": "pretended"})
     assert set(capabilities().operations.values()) == {"unknown"}
     capability._tried_table(torch.device("cuda", 0), False)
@@ -133,7 +139,7 @@ def test_a_job_that_did_not_start_is_not_kept(world, folder, monkeypatch):
     monkeypatch.setattr(
         capability_trial,
         "try_operations",
-        lambda *_, **__: dict.fromkeys(capability_trial.OPERATIONS, "not tried: no mpirun"),
+        lambda *_, **__: dict.fromkeys(trial_operations.OPERATIONS, "not tried: no mpirun"),
     )
     capability._tried_table(CPU, False)
     assert list(folder.iterdir()) == []
@@ -174,7 +180,7 @@ def test_the_trial_starts_mpi_first_where_one_rank_has_done_so(group, monkeypatc
 
     def found(device, library, cuda_first):
         states.append(cuda_first)
-        return dict.fromkeys(capability_trial.OPERATIONS, "works")
+        return dict.fromkeys(trial_operations.OPERATIONS, "works")
 
     monkeypatch.setattr(capability_trial, "try_operations", found)
     for last in (True, False):
@@ -192,7 +198,7 @@ def pretend_devices(monkeypatch, visible):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
     monkeypatch.setattr(capability, "_key", lambda device, is_cuda_first: {"device": "pretended"})
-    monkeypatch.setattr(capability, "_cuda_support", lambda: (True, "it says so"))
+    monkeypatch.setattr(library_report, "cuda_support", lambda: (True, "it says so"))
     monkeypatch.setattr(capability.runtime, "device", lambda: torch.device("cuda", 0))
 
 
@@ -267,12 +273,12 @@ def test_a_wrapper_that_never_blocks_gets_no_reductions(group, launches):
     agree(group, all(each == kept for each in sets), f"{sets}")
     assert not takes_blocking_calls(patient)
     if takes_blocking_calls(comm):  # the library admits several threads
-        assert agreed_operations(comm, CPU) >= capability_trial.REDUCTIONS
+        assert agreed_operations(comm, CPU) >= trial_operations.REDUCTIONS
 
 
 @pytest.mark.mpi
 def test_a_collective_whose_twin_fails_is_not_for_a_wrapper(group, monkeypatch):
-    told = {**dict.fromkeys(capability_trial.OPERATIONS, "works"), "Ibcast": "hung"}
+    told = {**dict.fromkeys(trial_operations.OPERATIONS, "works"), "Ibcast": "hung"}
     monkeypatch.setattr(capability_trial, "try_operations", lambda *_, **__: told)
     operations = agreed_operations(group._comm.patient(), CPU)
     agree(group, "Bcast" not in operations and "Allgather" in operations, f"{operations}")
@@ -338,7 +344,7 @@ def test_what_works_in_the_nested_job_works_here(group):
         print(json.dumps(capabilities().operations, indent=1), file=sys.stderr)
     if not operations:
         pytest.skip("no operation of this MPI works on device memory")
-    for operation in capability_trial.OPERATIONS:  # the same order on all ranks
+    for operation in trial_operations.OPERATIONS:  # the same order on all ranks
         if operation in operations:
-            verdict = capability_trial.attempt(group._mpi, operation, device)
-            agree(group, verdict == capability_trial.WORKS, f"{operation}: {verdict}")
+            verdict = trial_operations.attempt(group._mpi, operation, device)
+            agree(group, verdict == trial_operations.WORKS, f"{operation}: {verdict}")

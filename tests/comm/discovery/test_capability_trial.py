@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from mpidist.comm.discovery import capability_trial, child_job
+from mpidist.comm.discovery import capability_trial, child_job, trial_operations
 from tests.support import missing
 
 # A rank that needs neither torch nor MPI, and what it does at Bcast.
@@ -44,7 +44,7 @@ def expected(at_bcast):
 
 def test_every_operation_works_on_the_host():
     told = capability_trial.try_operations("cpu", library())
-    assert told == dict.fromkeys(capability_trial.OPERATIONS, "works")
+    assert told == dict.fromkeys(trial_operations.OPERATIONS, "works")
 
 
 @pytest.mark.parametrize("cuda_first", [True, False])
@@ -194,10 +194,10 @@ def test_an_unknown_operation_is_refused_by_the_program(capsys):
 @pytest.mark.mpi
 def test_the_trials_are_right_on_any_number_of_ranks(group):
     verdicts = {
-        operation: capability_trial.attempt(group._mpi, operation, torch.device("cpu"))
-        for operation in capability_trial.OPERATIONS
+        operation: trial_operations.attempt(group._mpi, operation, torch.device("cpu"))
+        for operation in trial_operations.OPERATIONS
     }
-    assert verdicts == dict.fromkeys(capability_trial.OPERATIONS, capability_trial.WORKS)
+    assert verdicts == dict.fromkeys(trial_operations.OPERATIONS, trial_operations.WORKS)
 
 
 class Silent:
@@ -213,9 +213,9 @@ class Silent:
 
 @pytest.mark.mpi
 def test_a_result_that_nobody_wrote_is_seen_by_all(group, monkeypatch):
-    gathered = capability_trial.byte_strings.gathered
+    gathered = trial_operations.byte_strings.gathered
     monkeypatch.setattr(
-        capability_trial.byte_strings, "gathered", lambda mpi, data: gathered(group._mpi, data)
+        trial_operations.byte_strings, "gathered", lambda mpi, data: gathered(group._mpi, data)
     )
     collectives = (
         "Allgather",
@@ -226,7 +226,7 @@ def test_a_result_that_nobody_wrote_is_seen_by_all(group, monkeypatch):
         "Reduce_scatter_block",
     )
     verdicts = {
-        attempt: capability_trial.attempt(Silent(group._mpi), attempt, torch.device("cpu"))
+        attempt: trial_operations.attempt(Silent(group._mpi), attempt, torch.device("cpu"))
         for attempt in collectives
     }
     assert verdicts == dict.fromkeys(collectives, "wrong result on rank 0 with 61 elements")

@@ -1,0 +1,163 @@
+"""MPI operations that a trial executes on device memory, each with an exact expected result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpidist.comm.memory import buffer
+from mpidist.comm.mpi import byte_strings
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.serialized import SerialComm
+
+WORKS = "works"
+# Elements of each rank's share: an eager message, and 1 MiB, which needs a rendezvous.
+_NUMELS = (61, 1 << 18)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One operation on one size, as its rank sees it; what rank r gives is ``arange(numel) % 1000 + r``, so sums are exact."""
+
+    mpi: Any
+    operation: str
+    device: torch.device
+    numel: int
+
+    def given(self, rank: int) -> torch.Tensor:
+        """Return what ``rank`` gives."""
+        return (torch.arange(self.numel, device=self.device) % 1000 + rank).float()
+
+    def space(self, numel: int) -> torch.Tensor:
+        """Return memory for a result; what MPI does not write is seen."""
+        return torch.full((numel,), torch.nan, device=self.device)
+
+    def call(self, *args: Any) -> None:
+        """Call MPI's operation and wait for its end."""
+        self.synchronize()
+        request = getattr(self.mpi, self.operation)(*args)
+        if request is not None:
+            request.Wait()
+
+    def synchronize(self) -> None:
+        """Wait for what torch does to the operands: MPI does not know torch's stream."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+Result = tuple[torch.Tensor, torch.Tensor]  # what came, what should have come
+
+
+def _point_to_point(trial: Trial) -> Result:
+    rank, size = trial.mpi.Get_rank(), trial.mpi.Get_size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    out, mine = trial.space(2 * trial.numel), trial.given(rank)
+    first, second = out.chunk(2)
+    trial.synchronize()
+    incoming = trial.mpi.Irecv(_floats(first), left, 1)
+    trial.mpi.Isend(_floats(mine), right, 1).Wait()
+    incoming.Wait()
+    trial.mpi.Sendrecv(_floats(mine), right, 2, _floats(second), left, 2)
+    return out, trial.given(left).repeat(2)
+
+
+def _bcast(trial: Trial) -> Result:
+    data = trial.given(trial.mpi.Get_rank())
+    trial.call(_floats(data), 0)
+    return data, trial.given(0)
+
+
+def _allgather(trial: Trial) -> Result:
+    # From memory elsewhere, then from where it belongs in the result; mpi4py counts one block.
+    rank, size = trial.mpi.Get_rank(), trial.mpi.Get_size()
+    mine, out, held = (
+        trial.given(rank),
+        trial.space(size * trial.numel),
+        trial.space(size * trial.numel),
+    )
+    held.chunk(size)[rank].copy_(mine)
+    trial.call(_floats(mine), _floats(out, trial.numel))
+    trial.call(MPI.IN_PLACE, _floats(held, trial.numel))
+    return torch.cat([out, held]), torch.cat([trial.given(peer) for peer in range(size)]).repeat(2)
+
+
+def _alltoallv(trial: Trial) -> Result:
+    # To rank p goes the beginning of what this rank gives, p elements less than all.
+    rank, size = trial.mpi.Get_rank(), trial.mpi.Get_size()
+    mine, length = trial.given(rank), trial.numel - rank
+    out = trial.space(size * length)
+    shares = [trial.numel - peer for peer in range(size)]
+    starts = [length * peer for peer in range(size)]
+    trial.call(_floats(mine, (shares, [0] * size)), _floats(out, ([length] * size, starts)))
+    return out, torch.cat([trial.given(peer)[:length] for peer in range(size)])
+
+
+def _allreduce(trial: Trial) -> Result:
+    mine, out = trial.given(trial.mpi.Get_rank()), trial.space(trial.numel)
+    trial.call(_floats(mine), _floats(out), MPI.SUM)
+    trial.call(MPI.IN_PLACE, _floats(mine), MPI.SUM)
+    return torch.cat([out, mine]), _sum(trial).repeat(2)
+
+
+def _reduce_scatter_block(trial: Trial) -> Result:
+    mine, out = (
+        trial.given(trial.mpi.Get_rank()).repeat(trial.mpi.Get_size()),
+        trial.space(trial.numel),
+    )
+    trial.call(_floats(mine, trial.numel), _floats(out), MPI.SUM)
+    return out, _sum(trial)
+
+
+# A collective's non-blocking twin is one more operation: a thread that waits with pauses, or a
+# library that admits one thread at a time, uses it. Reductions have none here: under Open MPI a
+# non-blocking one on device memory crashes.
+_TRIALS: dict[str, Callable[[Trial], Result]] = {
+    "point_to_point": _point_to_point,
+    "Bcast": _bcast,
+    "Ibcast": _bcast,
+    "Allgather": _allgather,
+    "Iallgather": _allgather,
+    "Alltoallv": _alltoallv,
+    "Ialltoallv": _alltoallv,
+    "Allreduce": _allreduce,
+    "Reduce_scatter_block": _reduce_scatter_block,
+}
+OPERATIONS = tuple(_TRIALS)
+REDUCTIONS = frozenset({"Allreduce", "Reduce_scatter_block"})
+
+
+def attempt(mpi: Any, operation: str, device: torch.device) -> str:
+    """Do one operation on memory of a device, small and large, and check the results.
+
+    Collective: over ``mpi``. May end the process.
+
+    Args:
+        operation: One of ``OPERATIONS``.
+
+    Returns:
+        ``WORKS``, or what is wrong on which rank; the same on all ranks.
+    """
+    if operation in REDUCTIONS and isinstance(mpi, SerialComm):
+        return "MPI admits one thread at a time, so it would become a non-blocking reduction"
+    wrong = ""
+    for numel in _NUMELS:
+        came, expected = _TRIALS[operation](Trial(mpi, operation, device, numel))
+        if not torch.equal(came, expected):
+            wrong = wrong or f"wrong result on rank {mpi.Get_rank()} with {numel} elements"
+    told = [text.decode(errors="replace") for text in byte_strings.gathered(mpi, wrong.encode())]
+    return next(filter(None, told), WORKS)
+
+
+def _floats(tensor: torch.Tensor, counts: Any = None) -> list[Any]:
+    return [
+        buffer.memory(tensor.data_ptr(), tensor.nbytes),
+        tensor.numel() if counts is None else counts,
+        MPI.FLOAT,
+    ]
+
+
+def _sum(trial: Trial) -> torch.Tensor:
+    return torch.stack([trial.given(rank) for rank in range(trial.mpi.Get_size())]).sum(0)
