@@ -160,7 +160,7 @@ class Initiator:
         if running is None:
             return
         try:
-            error = remote_error.rebuilt(description, agent.workers.infos[worker], agent.allowed)
+            error = remote_error.rebuild(description, agent.workers.infos[worker], agent.allowed)
         except Exception as failure:
             error = FrameError(f"rank {worker} reports an error that cannot be read: {failure}")
         running.fail(_error_on(worker, error))

@@ -224,7 +224,7 @@ class Parts:
                 Notice.FAILED,
                 number,
                 key,
-                agent.wire.codecs[initiator].described(error),
+                agent.wire.codecs[initiator].describe_error(error),
             )
 
     def stop(self, context: Context, key: int) -> None:

@@ -259,7 +259,7 @@ def from_data(*contents: Any) -> RemoteModule:
     return from_wire(on, device, module_rref, interface)
 
 
-data_values.carry(1, RemoteModule, from_data)
+data_values.register_carried(1, RemoteModule, from_data)
 
 
 def _refusal(name: str) -> Callable[..., Any]:

@@ -280,12 +280,12 @@ class Agent:
             return NOTHING_LEFT
         elif kind == Kind.QUIET_REPORT:
             self.quiescence.take_report(
-                incoming.source, message.read_words(incoming.data, incoming.start, incoming.end)
+                incoming.source, message.unpack_words(incoming.data, incoming.start, incoming.end)
             )
             return NOTHING_LEFT
         elif kind == Kind.QUIET_VERDICT:
             self.quiescence.take_verdict(
-                incoming.source, message.read_words(incoming.data, incoming.start, incoming.end)
+                incoming.source, message.unpack_words(incoming.data, incoming.start, incoming.end)
             )
             return NOTHING_LEFT
         elif kind in engine_messages.KINDS:
@@ -328,7 +328,7 @@ def _send_words(wire: Wire, workers: Workers, is_verdict: bool, words: Sequence[
         else (Kind.QUIET_REPORT, (COORDINATOR,))
     )
     for rank in receivers:
-        wire.post(rank, kind, 0, 0, message.written_words(words))
+        wire.post(rank, kind, 0, 0, message.pack_words(words))
 
 
 def _check(workers: Workers, deadline: float, reason: Callable[[], str]) -> None:

@@ -112,7 +112,7 @@ class Allowed:
 
         Args:
             kind: ``CALL_PYTHON``, ``CALL_BUILTIN`` or ``CALL_SCRIPT``.
-            name: As ``message.read_name`` returns it: ``module:qualified name`` or an operator's
+            name: As ``message.unpack_name`` returns it: ``module:qualified name`` or an operator's
                 name, without its length.
 
         Raises:

@@ -66,7 +66,7 @@ class Calls(PendingCalls):
         Blocks: until it is there, at most the timeout.
         """
         kind, name = callee.named(function)
-        content = self._codecs[to].encoded_function(function, name, args, kwargs)
+        content = self._codecs[to].encode_function(function, name, args, kwargs)
         call = Call(
             to,
             (name, function),
@@ -81,7 +81,7 @@ class Calls(PendingCalls):
     ) -> RpcFuture:
         """Call a function on a worker and return a future of its result."""
         kind, name = callee.named(function)
-        content = self._codecs[to].encoded_function(function, name, args, kwargs)
+        content = self._codecs[to].encode_function(function, name, args, kwargs)
         timeout_s = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
         call = AsyncCall(to, (name, function), timeout_s, self._result_of)
         future = RpcFuture(self.wait, call, self._devices)
@@ -96,7 +96,7 @@ class Calls(PendingCalls):
 
         Blocks: until it is there, at most the timeout.
         """
-        content = self._codecs[to].encoded(obj) if obj is not None else EMPTY
+        content = self._codecs[to].encode(obj) if obj is not None else EMPTY
         call = Call(
             to, what, self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
         )
@@ -184,7 +184,7 @@ class Calls(PendingCalls):
     def error_of(self, call: Call) -> BaseException:
         """Return what a call raised on the other worker."""
         description = self._wire.decode_answer(call.incoming)
-        return remote_error.rebuilt(description, self._workers.infos[call.to], self._allowed)
+        return remote_error.rebuild(description, self._workers.infos[call.to], self._allowed)
 
     # On the polling thread.
 

@@ -113,7 +113,7 @@ class Content:
 EMPTY = Content(0, b"")  # no arguments; None as a result
 
 
-def encoded_call(args: Any, kwargs: Any) -> Content:
+def encode_call(args: Any, kwargs: Any) -> Content:
     """Encode a call's arguments.
 
     Raises:
@@ -136,27 +136,27 @@ def encoded_call(args: Any, kwargs: Any) -> Content:
     try:
         if SCALARS.issuperset(map(type, items)):
             return Content(flags, marshal.dumps(head + items, _MARSHAL_VERSION))
-        return _walked(flags, head, items)
+        return _encode_walked(flags, head, items)
     except (NotPlain, RecursionError, ValueError):
         # ValueError: marshal takes neither 2 GiB in one nor names of arguments that are of a
         # subclass of str.
-        return pickled((args, kwargs or {}))
+        return encode_pickled((args, kwargs or {}))
 
 
-def encoded_function(function: Any, name: bytes, args: Any, kwargs: Any) -> Content:
+def encode_function(function: Any, name: bytes, args: Any, kwargs: Any) -> Content:
     """Encode a call's arguments, and the function itself if it has no ``name`` (``callee.named``).
 
     Raises:
         Exception: They cannot be pickled.
     """
     return (
-        encoded_call(args, kwargs)
+        encode_call(args, kwargs)
         if len(name) > 2
-        else pickled((function, tuple(args or ()), kwargs or {}))
+        else encode_pickled((function, tuple(args or ()), kwargs or {}))
     )
 
 
-def encoded(obj: Any) -> Content:
+def encode(obj: Any) -> Content:
     """Encode a result.
 
     Raises:
@@ -169,23 +169,23 @@ def encoded(obj: Any) -> Content:
         try:
             return Content(0, marshal.dumps(obj, _MARSHAL_VERSION))
         except ValueError:
-            return pickled(obj)  # 2 GiB in one
+            return encode_pickled(obj)  # 2 GiB in one
     if kind is Tensor:
         table = inline_rows.lone_table(obj)
         if table is not None or tensor_table.is_describable(obj):
             return Content(0, LONE_MARK, table, (obj,))
     try:
-        return _walked(0, None, (obj,))
+        return _encode_walked(0, None, (obj,))
     except (NotPlain, RecursionError):
-        return pickled(obj)
+        return encode_pickled(obj)
 
 
-def described(error: BaseException) -> Any:
-    """Return an exception as ``remote_error.rebuilt`` takes it."""
-    return remote_error.described(error)
+def describe_error(error: BaseException) -> Any:
+    """Return an exception as ``remote_error.rebuild`` takes it."""
+    return remote_error.describe(error)
 
 
-def pickled(obj: Any) -> Content:
+def encode_pickled(obj: Any) -> Content:
     """Encode an object by pickle.
 
     Raises:
@@ -197,7 +197,7 @@ def pickled(obj: Any) -> Content:
     return content
 
 
-def _walked(flags: int, head: tuple[Any, ...] | None, items: Sequence[Any]) -> Content:
+def _encode_walked(flags: int, head: tuple[Any, ...] | None, items: Sequence[Any]) -> Content:
     """Encode a call's arguments behind ``head``; a lone object, if that is None."""
     skeleton: list[Any] = []
     met: list[Any] = []
@@ -219,7 +219,7 @@ def _walked(flags: int, head: tuple[Any, ...] | None, items: Sequence[Any]) -> C
         else:
             if walk is None:
                 walk = Walk(Reference, met)
-            skeleton.append(walk.replaced(item))
+            skeleton.append(walk.replace(item))
     try:
         data = marshal.dumps(skeleton[0] if head is None else (*head, *skeleton), _MARSHAL_VERSION)
     except ValueError:
@@ -232,7 +232,7 @@ def _walked(flags: int, head: tuple[Any, ...] | None, items: Sequence[Any]) -> C
             (met[:references], met[references:]) if references else ((), met)
         )
     else:
-        _number(content, met)
+        _assign_slots(content, met)
     if content.objects:
         content.table = inline_rows.inline_table(content.objects)
         if content.table is None and not all(map(tensor_table.is_describable, content.objects)):
@@ -240,7 +240,7 @@ def _walked(flags: int, head: tuple[Any, ...] | None, items: Sequence[Any]) -> C
     return content
 
 
-def _number(content: Content, met: list[Any]) -> None:
+def _assign_slots(content: Content, met: list[Any]) -> None:
     """Give the objects that marks stand for their places in the tables."""
     unique = {id(obj): obj for obj in met}.values()
     references = [obj for obj in unique if isinstance(obj, Reference)]

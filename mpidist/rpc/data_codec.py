@@ -41,7 +41,7 @@ class DataEncoder:
     def __init__(self, worker: str) -> None:
         self._reads = f"and {worker} reads data only (it has a list: init_rpc(..., allowed=[...]))"
 
-    def encoded_function(self, function: Any, name: bytes, args: Any, kwargs: Any) -> Content:
+    def encode_function(self, function: Any, name: bytes, args: Any, kwargs: Any) -> Content:
         """Encode a call's arguments.
 
         Args:
@@ -74,12 +74,12 @@ class DataEncoder:
         else:
             items, flags = [list(kwargs), *args, *kwargs.values()], KEYWORDS
         try:
-            return _flat(flags, items) or _content(flags, items)
+            return _encode_flat(flags, items) or _encode_walked(flags, items)
         except NotPlainData as error:
-            place = _argument(function, error.place, len(args), list(kwargs or ()))
+            place = _argument_name(function, error.place, len(args), list(kwargs or ()))
             raise NotPlainData(f"{error.reason}, {self._reads}", place) from None
 
-    def encoded(self, obj: Any) -> Content:
+    def encode(self, obj: Any) -> Content:
         """Encode a result.
 
         Raises:
@@ -90,21 +90,21 @@ class DataEncoder:
         if type(obj) is Tensor and (table := inline_rows.lone_table(obj)) is not None:
             return Content(0, LONE_MARK, table, (obj,))
         try:
-            return _content(0, obj)
+            return _encode_walked(0, obj)
         except NotPlainData as error:
             raise NotPlainData(
                 f"{error.reason}, {self._reads}", f"the result or value{error.place}"
             ) from None
 
-    def described(self, error: BaseException) -> Any:
-        """Return an exception as ``remote_error.rebuilt`` takes it, as data."""
-        return remote_error.described(error, as_data=True)
+    def describe_error(self, error: BaseException) -> Any:
+        """Return an exception as ``remote_error.rebuild`` takes it, as data."""
+        return remote_error.describe(error, as_data=True)
 
 
-def _flat(flags: int, items: list[Any]) -> Content | None:
+def _encode_flat(flags: int, items: list[Any]) -> Content | None:
     """Encode arguments that are references, small tensors and native data, each once; None for any others.
 
-    What most calls with references hold; ``_content`` written out.
+    What most calls with references hold; ``_encode_walked`` written out.
     """
     skeleton: list[Any] = []
     objects: list[Any] = []
@@ -134,7 +134,7 @@ def _flat(flags: int, items: list[Any]) -> Content | None:
     return content
 
 
-def _content(flags: int, obj: Any) -> Content:
+def _encode_walked(flags: int, obj: Any) -> Content:
     objects: list[Any] = []
     writing = Writing()
     content = Content(flags, data_writer.dumps(obj, objects, writing.extend))
@@ -146,7 +146,7 @@ def _content(flags: int, obj: Any) -> Content:
     return content
 
 
-def _argument(function: Any, place: str, positional: int, keywords: list[str]) -> str:
+def _argument_name(function: Any, place: str, positional: int, keywords: list[str]) -> str:
     """Return how messages name the argument at a place of [keywords, *positional, *values]."""
     head, _, rest = place.partition("]")
     number = int(head[1:]) - bool(keywords) if head[1:].isdecimal() else 0
@@ -212,7 +212,7 @@ class DataDecoder:
             else:
                 objects, used, place = tensor_rebuild.read(body, place, parts, is_strict=True)
             if attach is not None:
-                objects = decoder.attached(objects, attach)
+                objects = decoder.attach_tensors(objects, attach)
         if used != len(parts):
             raise FrameError(f"{len(parts)} parts came, of which the table describes {used}")
         extend = (

@@ -40,7 +40,7 @@ _UNICODE_ERRORS = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError
 _carried: dict[int, tuple[type, Callable[..., Any]]] = {}
 
 
-def carry(number: int, kind: type[Carried], make: Callable[..., Any]) -> None:
+def register_carried(number: int, kind: type[Carried], make: Callable[..., Any]) -> None:
     """Have objects of exactly one class carried: their ``contents()`` travel; ``make(*contents)`` checks them and makes one."""
     _carried[number] = kind, make
 
@@ -69,7 +69,7 @@ class Writing:
         if kind is WorkerInfo:
             return WORKER, [obj.name, obj.id]
         if kind in _NAMED_TYPES or isinstance(obj, (type, torch.jit.ScriptFunction)):
-            return _named(obj)
+            return _encode_name(obj)
         if isinstance(obj, Carried):
             for number, (carried, _) in _carried.items():
                 if kind is carried:
@@ -87,7 +87,7 @@ class Writing:
         return None
 
 
-def _named(obj: Any) -> tuple[int, list[Any]]:
+def _encode_name(obj: Any) -> tuple[int, list[Any]]:
     text = callee.named(obj)[1][COUNT.size :].decode()
     if not text:
         raise NotPlainData(
@@ -99,7 +99,7 @@ def _named(obj: Any) -> tuple[int, list[Any]]:
 def error_values(error: BaseException) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
     """Return an exception's name, text, arguments and attributes; those alone that are plain data."""
     kind = type(error)
-    arguments = error.args if all(map(_is_data, error.args)) else (_text_of(error),)
+    arguments = error.args if all(map(_is_data, error.args)) else (_error_text(error),)
     attributes: dict[str, Any] = {}
     if kind.__module__.startswith(_OWN):
         attributes = {
@@ -114,7 +114,7 @@ def error_values(error: BaseException) -> tuple[str, str, tuple[Any, ...], dict[
             None,
             error.filename2 if type(error.filename2) is str else None,
         )
-    return f"{kind.__module__}:{kind.__qualname__}", _text_of(error), arguments, attributes
+    return f"{kind.__module__}:{kind.__qualname__}", _error_text(error), arguments, attributes
 
 
 def _is_data(obj: Any) -> bool:
@@ -126,7 +126,7 @@ def _is_data(obj: Any) -> bool:
     return not objects
 
 
-def _text_of(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     try:
         return f"{error}"
     except BaseException as failure:
@@ -160,9 +160,9 @@ class Reading:
             (name,) = values
             return self._allowed.value(_text(name))
         if code == RECORD:
-            return records.made(self._allowed.record(_text(values[0])), values[1:])
+            return records.make_record(self._allowed.record(_text(values[0])), values[1:])
         if code == ERROR:
-            return made_error(values, self._allowed)
+            return make_error(values, self._allowed)
         if code == WORKER:
             name, rank = values
             if type(rank) is not int:
@@ -179,7 +179,7 @@ class Reading:
         raise FrameError(f"an extension type of unknown code {code}")
 
 
-def made_error(values: Sequence[Any], allowed: Allowed) -> Exception:
+def make_error(values: Sequence[Any], allowed: Allowed) -> Exception:
     """Make an exception of ``error_values``: of Python's own, of ``mpidist.errors``, or of the list.
 
     No constructor of a user's runs.
@@ -201,7 +201,7 @@ def made_error(values: Sequence[Any], allowed: Allowed) -> Exception:
     ):
         raise FrameError("no arguments of an exception")
     if kind.__module__ == builtins.__name__:
-        return kind(*_harmless(kind, _text(text), arguments))
+        return kind(*_safe_arguments(kind, _text(text), arguments))
     made: Exception
     if kind.__module__.startswith(_OWN):
         made = kind(*arguments)
@@ -210,13 +210,13 @@ def made_error(values: Sequence[Any], allowed: Allowed) -> Exception:
     base: Any = kind
     while base.__module__ != builtins.__name__:
         base = base.__base__  # the one whose layout the class has
-    arguments = _harmless(base, _text(text), arguments)
+    arguments = _safe_arguments(base, _text(text), arguments)
     made = base.__new__(kind, *arguments)
     made.args = arguments
     return made
 
 
-def _harmless(kind: type, text: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _safe_arguments(kind: type, text: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of one of Python's exceptions, or fewer: some classes trust theirs when they are made text.
 
     ``UnicodeDecodeError`` reads its object at the start that it was given (CPython up to 3.13), and

@@ -59,24 +59,24 @@ def decode(
                 rest = body[place:]
                 if rest == LONE_MARK:
                     return tensor
-                return (tensor,) if rest == LONE_ARGUMENT else _merged(rest, [tensor])
+                return (tensor,) if rest == LONE_ARGUMENT else _merge(rest, [tensor])
             objects = [tensor]
         else:
             objects, used, place = tensor_rebuild.read(body, place, parts)
         if attach is not None:
-            objects = attached(objects, attach)
+            objects = attach_tensors(objects, attach)
     numbers: Any = None
     if flags & SLOTS:
-        numbers, place = _slots(body, place)
+        numbers, place = _read_slots(body, place)
     if flags & PICKLED:
         return pickles.loads(body[place:], objects, references, parts[used:])
     met = [*references, *objects] if references else objects
     if numbers is not None:
-        met = _chosen(met, numbers)
-    return _merged(body[place:], met)
+        met = _select(met, numbers)
+    return _merge(body[place:], met)
 
 
-def _merged(skeleton: Any, met: Sequence[Any]) -> Any:
+def _merge(skeleton: Any, met: Sequence[Any]) -> Any:
     """Return a skeleton's data with objects in the places of its marks."""
     try:
         data = marshal.loads(skeleton)
@@ -87,20 +87,20 @@ def _merged(skeleton: Any, met: Sequence[Any]) -> Any:
     if type(data) is tuple and data.count(MARK) == len(met):
         following = iter(met)
         return tuple([next(following) if item is MARK else item for item in data])
-    return _filled(data, met)
+    return _fill(data, met)
 
 
-def _chosen(met: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
+def _select(met: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
     try:
         return [met[number] for number in numbers]
     except IndexError as error:
         raise FrameError(f"slots beyond the {len(met)} objects that came with them") from error
 
 
-def _filled(data: Any, met: Sequence[Any]) -> Any:
+def _fill(data: Any, met: Sequence[Any]) -> Any:
     following = iter(met)
     try:
-        made = next(following) if data is MARK else Filling(following).filled(data)
+        made = next(following) if data is MARK else Filling(following).fill(data)
     except StopIteration as error:
         raise FrameError(f"{len(met)} slots do not fit the data that came with them") from error
     if next(following, MARK) is not MARK:
@@ -108,7 +108,7 @@ def _filled(data: Any, met: Sequence[Any]) -> Any:
     return made
 
 
-def attached(objects: list[Any], attach: Callable[[list[Any]], list[Any]]) -> list[Any]:
+def attach_tensors(objects: list[Any], attach: Callable[[list[Any]], list[Any]]) -> list[Any]:
     """Return the objects of a table, their tensors as ``attach`` gives them back."""
     tensors = [obj for obj in objects if isinstance(obj, Tensor)]
     if not tensors:
@@ -117,7 +117,7 @@ def attached(objects: list[Any], attach: Callable[[list[Any]], list[Any]]) -> li
     return [next(following) if isinstance(obj, Tensor) else obj for obj in objects]
 
 
-def _slots(body: Any, place: int) -> tuple[array[int], int]:
+def _read_slots(body: Any, place: int) -> tuple[array[int], int]:
     numbers = array("I")
     try:
         (count,) = COUNT.unpack_from(body, place)

@@ -56,7 +56,7 @@ class EngineMessages:
             )
         if context is None:
             context = interceptor.current_context()
-        self._wire.post_one_way(to, kind, prefix, self._wire.codecs[to].encoded(obj), context)
+        self._wire.post_one_way(to, kind, prefix, self._wire.codecs[to].encode(obj), context)
 
     def take(self, incoming: Incoming) -> Action | None:
         """Hand a complete message to the engine, on the polling thread; return what is left to do."""
@@ -84,7 +84,7 @@ class EngineMessages:
     def _decoded(self, incoming: Incoming) -> Any:
         if incoming.kind == Kind.AUTOGRAD_NOTICE:
             return self._wire.decode(incoming, incoming.start, False)
-        numbers = message.read_gradients(incoming.data, incoming.start, incoming.end)
+        numbers = message.unpack_gradients(incoming.data, incoming.start, incoming.end)
         return (
             *numbers,
             self._wire.decode(incoming, incoming.start + message.GRADIENTS.size, False),

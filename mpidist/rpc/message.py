@@ -28,7 +28,7 @@ REFERENCES = 64  # references are in the header, and counted by their owner as s
 ANNOUNCED = 128  # references are too many for it: they begin the content, and were announced ahead
 MAX_REFERENCES = 512  # in a header
 
-Kind3 = tuple[int, int, int]  # reference, fork, owner's rank
+ReferenceRow = tuple[int, int, int]  # reference, fork, owner's rank
 
 WORD = struct.Struct("<Q")
 PAIR = struct.Struct("<QQ")
@@ -76,12 +76,12 @@ TO_REMOTE = int(Kind.REMOTE_PYTHON - Kind.CALL_PYTHON)
 FIRST_RESPONSE, FIRST_ONE_WAY = 32, 48
 
 
-def written_references(rows: Sequence[Kind3]) -> bytes:
+def pack_references(rows: Sequence[ReferenceRow]) -> bytes:
     """Write the references of a header: at most ``MAX_REFERENCES``."""
     return COUNT.pack(len(rows)) + b"".join([REFERENCE.pack(*row) for row in rows])
 
 
-def read_references(data: Any, place: int) -> tuple[list[Kind3], int]:
+def unpack_references(data: Any, place: int) -> tuple[list[ReferenceRow], int]:
     """Return the references that begin at ``place``, and where they end.
 
     Raises:
@@ -95,19 +95,19 @@ def read_references(data: Any, place: int) -> tuple[list[Kind3], int]:
         raise FrameError(f"references are cut off after {len(data)} bytes") from error
 
 
-def _read_rows(data: Any, place: int, count: int) -> tuple[list[Kind3], int]:
+def _read_rows(data: Any, place: int, count: int) -> tuple[list[ReferenceRow], int]:
     end = place + count * REFERENCE.size
     if end > len(data):
         raise FrameError(f"{count} references announced, cut off after {len(data)} bytes")
     return [REFERENCE.unpack_from(data, start) for start in range(place, end, REFERENCE.size)], end
 
 
-def written_announced(rows: Sequence[Kind3]) -> bytes:
+def pack_announced(rows: Sequence[ReferenceRow]) -> bytes:
     """Write the references that begin a content."""
     return _COUNT32.pack(len(rows)) + b"".join([REFERENCE.pack(*row) for row in rows])
 
 
-def read_announced(data: Any, place: int) -> tuple[list[Kind3], int]:
+def unpack_announced(data: Any, place: int) -> tuple[list[ReferenceRow], int]:
     """Return the references that begin a content, and where they end.
 
     Raises:
@@ -121,13 +121,13 @@ def read_announced(data: Any, place: int) -> tuple[list[Kind3], int]:
         raise FrameError(f"references are cut off after {len(data)} bytes") from error
 
 
-def written_words(words: Iterable[int]) -> bytes:
+def pack_words(words: Iterable[int]) -> bytes:
     """Write the numbers of a message without content."""
     words = tuple(words)
     return struct.pack(f"<{len(words)}Q", *words)
 
 
-def read_words(data: Any, start: int, end: int) -> tuple[int, ...]:
+def unpack_words(data: Any, start: int, end: int) -> tuple[int, ...]:
     """Return the numbers of a message without content.
 
     Raises:
@@ -138,7 +138,7 @@ def read_words(data: Any, start: int, end: int) -> tuple[int, ...]:
     return struct.unpack_from(f"<{(end - start) // WORD.size}Q", data, start)
 
 
-def read_pairs(data: Any, start: int, end: int) -> list[tuple[int, int]]:
+def unpack_pairs(data: Any, start: int, end: int) -> list[tuple[int, int]]:
     """Return the (reference, fork) pairs of a message without content.
 
     Raises:
@@ -149,7 +149,7 @@ def read_pairs(data: Any, start: int, end: int) -> list[tuple[int, int]]:
     return list(PAIR.iter_unpack(memoryview(data)[start:end]))
 
 
-def read_ids(data: Any, place: int, end: int, count: int) -> tuple[int, ...]:
+def unpack_ids(data: Any, place: int, end: int, count: int) -> tuple[int, ...]:
     """Return the numbers with which a header's part for its kind begins.
 
     Raises:
@@ -160,7 +160,7 @@ def read_ids(data: Any, place: int, end: int, count: int) -> tuple[int, ...]:
     return struct.unpack_from(f"<{count}Q", data, place)
 
 
-def read_gradients(data: Any, place: int, end: int) -> tuple[int, int, int, int]:
+def unpack_gradients(data: Any, place: int, end: int) -> tuple[int, int, int, int]:
     """Return what stands before the content of a message of gradients.
 
     Raises:
@@ -172,7 +172,7 @@ def read_gradients(data: Any, place: int, end: int) -> tuple[int, int, int, int]
     return found
 
 
-def read_name(data: Any, place: int, end: int) -> tuple[bytes, int]:
+def unpack_name(data: Any, place: int, end: int) -> tuple[bytes, int]:
     """Return a function's name, and where it ends.
 
     Raises:

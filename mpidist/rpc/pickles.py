@@ -41,7 +41,7 @@ class Carried:
         raise NotImplementedError
 
     def contents(self) -> tuple[Any, ...]:
-        """Return what a data-only message carries of the object (``data_values.carry``)."""
+        """Return what a data-only message carries of the object (``data_values.register_carried``)."""
         raise NotImplementedError
 
 

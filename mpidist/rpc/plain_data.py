@@ -44,7 +44,7 @@ class Walk:
         self._depth = 0
         self._is_in_set = False
 
-    def replaced(self, obj: Any) -> Any:
+    def replace(self, obj: Any) -> Any:
         """Return the object with marks in the places of what is no plain data itself."""
         kind = type(obj)
         if kind in _OBJECTS or isinstance(obj, self._marked):
@@ -84,11 +84,11 @@ class Walk:
             if not SCALARS.issuperset(map(type, obj)):
                 self._require_plain(obj)
             made = {
-                key: value if type(value) in SCALARS else self.replaced(value)
+                key: value if type(value) in SCALARS else self.replace(value)
                 for key, value in obj.items()
             }
         else:
-            made = [item if type(item) in SCALARS else self.replaced(item) for item in obj]
+            made = [item if type(item) in SCALARS else self.replace(item) for item in obj]
             if kind is tuple:
                 made = tuple(made)
         values, originals = (made.values(), obj.values()) if kind is dict else (made, obj)
@@ -111,7 +111,7 @@ class Walk:
         before = len(self._met)
         for item in items:
             if type(item) not in SCALARS:
-                self.replaced(item)
+                self.replace(item)
         if len(self._met) != before:
             raise NotPlain
 
@@ -125,7 +125,7 @@ class Filling:
         self._following = following
         self._seen: dict[int, Any] = {}
 
-    def filled(self, data: Any) -> Any:
+    def fill(self, data: Any) -> Any:
         """Return a container with its slots; lists and dicts are changed in place."""
         kind = type(data)
         if kind is tuple:
@@ -147,4 +147,4 @@ class Filling:
         return data
 
     def _value(self, item: Any) -> Any:
-        return next(self._following) if item is MARK else self.filled(item)
+        return next(self._following) if item is MARK else self.fill(item)

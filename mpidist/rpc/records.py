@@ -27,7 +27,7 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made at run time, not compiled in
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Layout:
     """Fields of a class, and what an instance may have besides.
 
     Attributes:
@@ -47,10 +47,10 @@ class _Plan:
     slots: tuple[MemberDescriptorType, ...]
 
 
-_MOST = 1024  # plans kept
+_MOST = 1024  # layouts kept
 # By identity, as a metaclass may define what equal means; the class is kept, so that no other gets
 # its number.
-_plans: dict[int, tuple[type, _Plan | None]] = {}
+_layouts: dict[int, tuple[type, _Layout | None]] = {}
 
 
 def fields_of(obj: Any) -> tuple[str, list[Any]] | None:
@@ -65,19 +65,23 @@ def fields_of(obj: Any) -> tuple[str, list[Any]] | None:
         a field that is not set, or with further state.
     """
     cls = type(obj)
-    plan = _plan_of(cls)
-    if plan is None or not callee.is_at(cls, plan.module, plan.qualname) or _has_more(obj, plan):
+    layout = _layout_of(cls)
+    if (
+        layout is None
+        or not callee.is_at(cls, layout.module, layout.qualname)
+        or _has_further_state(obj, layout)
+    ):
         return None
-    if plan.is_tuple:
+    if layout.is_tuple:
         values = list(tuple.__iter__(obj))
-        if len(values) != len(plan.fields):
+        if len(values) != len(layout.fields):
             return None
     else:
         try:
-            values = [object.__getattribute__(obj, name) for name in plan.fields]
+            values = [object.__getattribute__(obj, name) for name in layout.fields]
         except AttributeError:
             return None
-    return f"{plan.module}:{plan.qualname}", values
+    return f"{layout.module}:{layout.qualname}", values
 
 
 def complaint(obj: Any) -> str:
@@ -87,12 +91,12 @@ def complaint(obj: Any) -> str:
         isinstance(obj, tuple) and hasattr(cls, "_fields")
     ):
         return ""
-    plan = _plan_of(cls)
-    if plan is None:
+    layout = _layout_of(cls)
+    if layout is None:
         return "its class has a base in C, or a field that a descriptor sets"
-    if not callee.is_at(cls, plan.module, plan.qualname):
-        return f"its class is not found as {plan.module}.{plan.qualname}"
-    more = sorted(set(getattr(obj, "__dict__", ())) - set(plan.fields) - plan.cached)
+    if not callee.is_at(cls, layout.module, layout.qualname):
+        return f"its class is not found as {layout.module}.{layout.qualname}"
+    more = sorted(set(getattr(obj, "__dict__", ())) - set(layout.fields) - layout.cached)
     if more:
         return f"it has attributes besides its fields: {', '.join(more)}"
     return "a field of it is not set, or it has further state in __slots__"
@@ -100,10 +104,10 @@ def complaint(obj: Any) -> str:
 
 def is_record(cls: type) -> bool:
     """Say whether instances of a class can be made from values of fields."""
-    return _plan_of(cls) is not None
+    return _layout_of(cls) is not None
 
 
-def made(cls: type, values: Sequence[Any]) -> Any:
+def make_record(cls: type, values: Sequence[Any]) -> Any:
     """Make a record.
 
     Args:
@@ -114,37 +118,37 @@ def made(cls: type, values: Sequence[Any]) -> Any:
         FrameError: More or fewer values than the class has fields, or a class of which there are no
             records.
     """
-    plan = _plan_of(cls)
-    if plan is None:
+    layout = _layout_of(cls)
+    if layout is None:
         raise FrameError(
             f'"{class_dicts.name_of(cls)}" is neither a dataclass nor a named tuple that is made '
             "by its fields"
         )
-    if len(values) != len(plan.fields):
+    if len(values) != len(layout.fields):
         raise FrameError(
-            f'"{class_dicts.name_of(cls)}" has {len(plan.fields)} fields; the message has '
+            f'"{class_dicts.name_of(cls)}" has {len(layout.fields)} fields; the message has '
             f"{len(values)} values for them"
         )
-    if plan.is_tuple:
+    if layout.is_tuple:
         return tuple.__new__(cls, values)
     try:
         obj: Any = object.__new__(cls)
     except TypeError as error:  # an abstract class
         raise FrameError(f'"{class_dicts.name_of(cls)}" has no instances: {error}') from error
-    for name, value in zip(plan.fields, values, strict=True):
+    for name, value in zip(layout.fields, values, strict=True):
         object.__setattr__(obj, name, value)
     return obj
 
 
-def _has_more(obj: Any, plan: _Plan) -> bool:
+def _has_further_state(obj: Any, layout: _Layout) -> bool:
     try:
         attributes = object.__getattribute__(obj, "__dict__")
     except AttributeError:
         attributes = ()
-    fields = () if plan.is_tuple else plan.fields
-    if any(name not in fields and name not in plan.cached for name in attributes):
+    fields = () if layout.is_tuple else layout.fields
+    if any(name not in fields and name not in layout.cached for name in attributes):
         return True
-    return any(_is_set(member, obj) for member in plan.slots)
+    return any(_is_set(member, obj) for member in layout.slots)
 
 
 def _is_set(member: MemberDescriptorType, obj: Any) -> bool:
@@ -155,18 +159,18 @@ def _is_set(member: MemberDescriptorType, obj: Any) -> bool:
     return True
 
 
-def _plan_of(cls: type) -> _Plan | None:
+def _layout_of(cls: type) -> _Layout | None:
     try:
-        return _plans[id(cls)][1]
+        return _layouts[id(cls)][1]
     except KeyError:
-        if len(_plans) >= _MOST:
-            _plans.clear()
-        plan = _planned(cls)
-        _plans[id(cls)] = cls, plan
-        return plan
+        if len(_layouts) >= _MOST:
+            _layouts.clear()
+        layout = _make_layout(cls)
+        _layouts[id(cls)] = cls, layout
+        return layout
 
 
-def _planned(cls: type) -> _Plan | None:
+def _make_layout(cls: type) -> _Layout | None:
     bases = class_dicts.mro(cls)
     is_tuple = class_dicts.is_below(cls, tuple)
     # The methods of a base in C rely on what its own constructor sets up.
@@ -195,7 +199,7 @@ def _planned(cls: type) -> _Plan | None:
         if is_tuple or name not in fields
     ]
     slots = tuple(found for found in members if type(found) is MemberDescriptorType)
-    return _Plan(module, qualname, fields, is_tuple, cached, slots)
+    return _Layout(module, qualname, fields, is_tuple, cached, slots)
 
 
 def _is_compiled(cls: type) -> bool:

@@ -210,7 +210,7 @@ class References:
 
     # Values here, holders elsewhere; on the polling thread, in the order of messages.
 
-    def count(self, source: int, rows: Sequence[message.Kind3]) -> None:
+    def count(self, source: int, rows: Sequence[message.ReferenceRow]) -> None:
         """Count the forks of this worker's values that come with a message.
 
         Raises:
@@ -231,13 +231,13 @@ class References:
         Raises:
             FrameError: It has not made one of them; none is counted.
         """
-        pairs = message.read_pairs(incoming.data, incoming.start, incoming.end)
+        pairs = message.unpack_pairs(incoming.data, incoming.start, incoming.end)
         require_own(incoming.source, [fork for _, fork in pairs])
         self.store.add_forks(pairs)
 
     def take_deletes(self, incoming: Any) -> None:
         """Forget the forks of holders that are gone."""
-        for reference, fork in message.read_pairs(incoming.data, incoming.start, incoming.end):
+        for reference, fork in message.unpack_pairs(incoming.data, incoming.start, incoming.end):
             self.store.delete_fork(reference, fork)
 
     def wait_for_entry(self, entry: Entry, timeout_s: float, creation: Creation | None) -> None:
@@ -281,7 +281,7 @@ class References:
             The reference, the caller's fork, the entry if the worker is this one, and the call.
         """
         kind, name = callee.named(function)
-        content = self._wire.codecs[to].encoded_function(function, name, args, kwargs)
+        content = self._wire.codecs[to].encode_function(function, name, args, kwargs)
         store = self.store
         reference, fork = store.make_id(), store.make_id()
         entry, settled = None, None

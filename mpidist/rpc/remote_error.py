@@ -8,7 +8,7 @@ from typing import Any
 
 from mpidist.errors import FrameError, RemoteError
 from mpidist.rpc.allowlist import Allowed
-from mpidist.rpc.data_values import error_values, made_error
+from mpidist.rpc.data_values import error_values, make_error
 from mpidist.rpc.worker import WorkerInfo
 
 
@@ -29,7 +29,7 @@ class RemoteTraceback(Exception):
         return f'\n"""\non worker "{self.worker}" (rank {self.rank}):\n{self.args[0]}"""'
 
 
-def described(error: BaseException, as_data: bool = False) -> tuple[str, str, str, Any]:
+def describe(error: BaseException, as_data: bool = False) -> tuple[str, str, str, Any]:
     """Return an exception as plain data: type name, representation, traceback, and what rebuilds it, None if nothing does.
 
     Args:
@@ -51,11 +51,11 @@ def described(error: BaseException, as_data: bool = False) -> tuple[str, str, st
     return type(error).__qualname__, _representation(error), text, content
 
 
-def rebuilt(description: Any, worker: WorkerInfo, allowed: Allowed | None = None) -> BaseException:
+def rebuild(description: Any, worker: WorkerInfo, allowed: Allowed | None = None) -> BaseException:
     """Return the exception to raise at the caller.
 
     Args:
-        description: What ``described`` returned on the other side.
+        description: What ``describe`` returned on the other side.
         worker: Where that was.
         allowed: The list of this worker, which reads data only if it has one.
 
@@ -81,7 +81,7 @@ def rebuilt(description: Any, worker: WorkerInfo, allowed: Allowed | None = None
     )
     if content is not None:
         try:
-            error = pickle.loads(content) if allowed is None else made_error(content, allowed)
+            error = pickle.loads(content) if allowed is None else make_error(content, allowed)
         except BaseException as failure:
             reason = f"rebuilding it raised {failure!r}"
     if error is not None and not isinstance(error, Exception):

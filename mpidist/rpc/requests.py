@@ -65,7 +65,7 @@ class Request:
             if _FIRST_REMOTE <= kind <= _LAST_REMOTE:
                 place += PAIR.size
                 kind -= message.TO_REMOTE
-            key, place = message.read_name(incoming.data, place, incoming.end)
+            key, place = message.unpack_name(incoming.data, place, incoming.end)
             try:
                 if kind == _METHOD:
                     function: Any = partial(methods.call_method, key.decode())
@@ -139,7 +139,7 @@ class Request:
         """Answer with a result; with the reason if it cannot be sent."""
         incoming = self._incoming
         try:
-            content = self._agent.wire.codecs[incoming.source].encoded(value)
+            content = self._agent.wire.codecs[incoming.source].encode(value)
             self._agent.wire.answer(
                 incoming.source, _RESULT, incoming.sequence, incoming.context, content
             )
@@ -150,7 +150,7 @@ class Request:
         """Answer with an exception. Never raises: this request alone may suffer from it."""
         try:
             codec = self._agent.wire.codecs[self._incoming.source]
-            self._answer(Kind.EXCEPTION, codec.encoded(codec.described(error)))
+            self._answer(Kind.EXCEPTION, codec.encode(codec.describe_error(error)))
         except BaseException:
             logger.exception(
                 "%s cannot answer a request of rank %d",
@@ -179,7 +179,7 @@ class RemoteRequest(Request):
     def __init__(self, agent: Server, incoming: Incoming) -> None:
         super().__init__(agent, incoming)
         # Kept from here on: the last holder may be gone before the function has run.
-        reference, fork = message.read_ids(incoming.data, incoming.start, incoming.end, 2)
+        reference, fork = message.unpack_ids(incoming.data, incoming.start, incoming.end, 2)
         self._entry = agent.references.store.create_for(incoming.source, reference, fork)
 
     def succeed(self, value: Any) -> None:
@@ -204,7 +204,7 @@ class RemoteRequest(Request):
         kept = (
             error
             if isinstance(error, Exception)
-            else remote_error.rebuilt(remote_error.described(error), self._agent.workers.me)
+            else remote_error.rebuild(remote_error.describe(error), self._agent.workers.me)
         )
         self._entry.set(error=kept)
         super().fail(error)
@@ -219,7 +219,7 @@ class FetchRequest(Request):
 
     def __init__(self, agent: Server, incoming: Incoming) -> None:
         super().__init__(agent, incoming)
-        (reference,) = message.read_ids(incoming.data, incoming.start, incoming.end, 1)
+        (reference,) = message.unpack_ids(incoming.data, incoming.start, incoming.end, 1)
         self._entry: Entry = agent.references.store.find(reference)
 
     def when_set(self) -> bool:

@@ -25,7 +25,7 @@ from mpidist.rpc.message import (
     REFERENCES,
     ROOM_BYTES,
     WORD,
-    Kind3,
+    ReferenceRow,
 )
 from mpidist.rpc.rref_store import require_own
 
@@ -206,28 +206,28 @@ class Wire:
             self._announce(
                 to, [(reference, fork) for reference, fork, owner in rows if owner == to]
             )
-            return flags | ANNOUNCED | FAR, prefix, message.written_announced(rows) + body
-        table = message.written_references(rows)
+            return flags | ANNOUNCED | FAR, prefix, message.pack_announced(rows) + body
+        table = message.pack_references(rows)
         first = WORD.size if number else 0
         return flags | REFERENCES, prefix[:first] + table + prefix[first:], body
 
-    def take_preamble(self, incoming: Incoming) -> list[Kind3]:
+    def take_preamble(self, incoming: Incoming) -> list[ReferenceRow]:
         """Take autograd's number and the references off the header of a message that has just arrived; return the references.
 
         Raises:
             FrameError: They are cut off.
         """
         number = 0
-        rows: list[Kind3] = []
+        rows: list[ReferenceRow] = []
         if incoming.flags & AUTOGRAD:
-            (number,) = message.read_ids(incoming.data, incoming.start, incoming.end, 1)
+            (number,) = message.unpack_ids(incoming.data, incoming.start, incoming.end, 1)
             incoming.start += WORD.size
         if incoming.flags & REFERENCES:
-            rows, incoming.start = message.read_references(incoming.data, incoming.start)
+            rows, incoming.start = message.unpack_references(incoming.data, incoming.start)
         incoming.noted = number, rows
         return rows
 
-    def references_in(self, incoming: Incoming) -> list[Kind3]:
+    def references_in(self, incoming: Incoming) -> list[ReferenceRow]:
         """Return the references of a message; those that were announced once it is complete.
 
         None where they cannot be read.
@@ -300,8 +300,8 @@ class Wire:
         )
 
 
-def _announced(incoming: Incoming, body: Any, place: int) -> tuple[list[Kind3], int]:
-    rows, place = message.read_announced(body, place)
+def _announced(incoming: Incoming, body: Any, place: int) -> tuple[list[ReferenceRow], int]:
+    rows, place = message.unpack_announced(body, place)
     require_own(incoming.source, [fork for _, fork, _ in rows])
     return rows, place
 

@@ -161,7 +161,7 @@ def samples() -> list[bytes]:
             1,
             0,
             b"",
-            agent.wire.codecs[READER].encoded((reference, 5, False, "fast")),
+            agent.wire.codecs[READER].encode((reference, 5, False, "fast")),
         )
     )
     for kind, obj in (
@@ -172,12 +172,12 @@ def samples() -> list[bytes]:
     ):
         noted(
             lambda kind=kind, obj=obj: agent.wire.answer(
-                READER, kind, 1, 0, agent.wire.codecs[READER].encoded(obj)
+                READER, kind, 1, 0, agent.wire.codecs[READER].encode(obj)
             )
         )
     codec = agent.wire.codecs[READER]
-    described = codec.described(ValueError("text", 1))
-    noted(lambda: agent.wire.answer(READER, Kind.EXCEPTION, 2, 0, codec.encoded(described)))
+    described = codec.describe_error(ValueError("text", 1))
+    noted(lambda: agent.wire.answer(READER, Kind.EXCEPTION, 2, 0, codec.encode(described)))
     for kind, words in (
         (Kind.RREF_FORK, PAIR.pack(1 << 40, 1 << 40 | 3)),
         (Kind.RREF_USER_DELETE, PAIR.pack(1 << 40, 3)),
@@ -203,7 +203,7 @@ def samples() -> list[bytes]:
 
 def _call(codec: Any, tensor: torch.Tensor) -> tuple[bytes, Any]:
     _, name = callee.named(victim.echo)
-    return name, codec.encoded_function(victim.echo, name, (tensor,), {})
+    return name, codec.encode_function(victim.echo, name, (tensor,), {})
 
 
 class _Reading:

@@ -65,9 +65,9 @@ def header_samples() -> list[bytes]:
     """Return what stands in headers of RPC's messages."""
     rows = [(1, 2, 3), (4, 5, 6)]
     made = [
-        message.written_references(rows),
-        message.written_announced(rows),
-        message.written_words((1, 2, 3)),
+        message.pack_references(rows),
+        message.pack_announced(rows),
+        message.pack_words((1, 2, 3)),
     ]
     return [*made, message.COUNT.pack(5) + b"a.b:c", message.GRADIENTS.pack(1, 2, 3, True)]
 
@@ -128,13 +128,13 @@ def check_header(case: bytes) -> bool:
     """
     size, taken = len(case), False
     readers: list[Callable[[], Any]] = [
-        lambda: message.read_references(case, 0)[0],
-        lambda: message.read_announced(case, 0)[0],
-        lambda: message.read_words(case, 0, size),
-        lambda: message.read_pairs(case, 0, size),
-        lambda: message.read_ids(case, 0, size, 2),
-        lambda: message.read_gradients(case, 0, size),
-        lambda: message.read_name(case, 0, size)[0],
+        lambda: message.unpack_references(case, 0)[0],
+        lambda: message.unpack_announced(case, 0)[0],
+        lambda: message.unpack_words(case, 0, size),
+        lambda: message.unpack_pairs(case, 0, size),
+        lambda: message.unpack_ids(case, 0, size, 2),
+        lambda: message.unpack_gradients(case, 0, size),
+        lambda: message.unpack_name(case, 0, size)[0],
     ]
     for read in readers:
         with contextlib.suppress(FrameError):

@@ -20,7 +20,7 @@ def test_every_wait_for_a_rank_that_has_ended_raises():
         import mpidist.comm, mpidist.rpc as rpc
         from mpidist.comm import group as groups
         from mpidist.errors import RankFailureError
-        from mpidist.rpc import gathering
+        from mpidist.rpc import worker_gather
         world = mpidist.comm.init()
         rpc.init_rpc(f"w{world.rank}")
         world.barrier()
@@ -32,7 +32,7 @@ def test_every_wait_for_a_rank_that_has_ended_raises():
             "init": lambda: groups.from_world("again", 1800),
             "recv": lambda: world.recv(torch.zeros(2), 2),
             "recv_object": lambda: world.recv_object(2),
-            "gathering": lambda: gathering.all_gather(None, ["w0", "w1", "w2"]),
+            "gathering": lambda: worker_gather.all_gather(None, ["w0", "w1", "w2"]),
             "shutdown": rpc.shutdown,
         }
         facts = {"rank": world.rank}

@@ -40,7 +40,7 @@ def decoded(content, place=0, reader=decoder, **options):
 
 def over(obj, **options):
     """Return an object that has been encoded and decoded."""
-    return decoded(codec.encoded(obj), **options)
+    return decoded(codec.encode(obj), **options)
 
 
 def described(obj):

@@ -369,7 +369,7 @@ def test_calls_whose_parts_are_damaged_fail_and_nothing_stays_counted(group, wor
     damaged(lambda: rpc.remote(to, echo, args=(data,), timeout=10).to_here(timeout=10))
     with mock.patch.object(eager_message, "pack_parts", cut_off):
         api._get_current_rpc_agent().wire.post_one_way(
-            (group.rank + 1) % group.size, Kind.GRADIENTS, b"", codec.encoded(data)
+            (group.rank + 1) % group.size, Kind.GRADIENTS, b"", codec.encode(data)
         )
     assert rpc.rpc_sync(to, echo, args=(1,)) == 1
     group.barrier()

@@ -292,7 +292,7 @@ def test_late_answers_are_dropped(calls, clock):
 def test_an_error_is_rebuilt_with_its_worker(calls):
     calls._unpickler = pickle.Unpickler
     call = started(calls, 2)
-    calls.answered(answer(call, remote_error.described(KeyError("missing")), Kind.EXCEPTION, 2))
+    calls.answered(answer(call, remote_error.describe(KeyError("missing")), Kind.EXCEPTION, 2))
     with pytest.raises(KeyError, match="missing") as caught:
         calls.result(call)
     assert caught.value.__cause__.worker == "worker2"

@@ -94,7 +94,7 @@ def test_objects_arrays_and_modules():
     ids=["strided", "objects", "big-endian", "timedelta"],
 )
 def test_arrays_of_other_kinds_go_by_pickle(array):
-    content = codec.encoded([array, torch.ones(2)])
+    content = codec.encode([array, torch.ones(2)])
     there, tensor = decoded(content)
     assert content.flags & codec.PICKLED and there.dtype == array.dtype and (there == array).all()
     assert tensor.tolist() == [1, 1]
@@ -104,7 +104,7 @@ def test_large_memory_is_not_copied():
     large, array = torch.zeros(100_000), np.zeros(100_000)
     addresses = {large.data_ptr(), array.ctypes.data}
     for obj in ([large, array], Other([large, array])):
-        _, _, parts, _ = codec.encoded(obj).body(None)
+        _, _, parts, _ = codec.encode(obj).body(None)
         own = {
             part.data_ptr() if isinstance(part, torch.Tensor) else address_of(part)
             for part in parts
@@ -129,9 +129,9 @@ def test_what_cannot_be_pickled_raises_and_the_next_object_is_whole():
             raise RuntimeError("not this one")
 
     for encode in (
-        codec.encoded,
-        lambda obj: codec.encoded_call(obj, {}),
-        lambda obj: codec.encoded_call((), {"k": obj}),
+        codec.encode,
+        lambda obj: codec.encode_call(obj, {}),
+        lambda obj: codec.encode_call((), {"k": obj}),
     ):
         with pytest.raises(RuntimeError, match="not this one"):
             encode([torch.ones(3), Marked(1), Stubborn()])
@@ -142,13 +142,13 @@ class Nested:
     """Encodes another object while it is encoded, as a call within ``__reduce__`` does."""
 
     def __reduce__(self):
-        inside = codec.pickled([torch.zeros(3), "inner"])
+        inside = codec.encode_pickled([torch.zeros(3), "inner"])
         assert len(inside.objects) == 1
         return bytes, (inside.skeleton,)
 
 
 def test_encoding_within_encoding():
-    content = codec.encoded([torch.ones(2), Nested(), torch.ones(3)])
+    content = codec.encode([torch.ones(2), Nested(), torch.ones(3)])
     assert [obj.shape for obj in content.objects] == [(2,), (3,)]
     there = decoded(content)
     assert there[0].shape == (2,) and there[2].shape == (3,)
@@ -184,7 +184,7 @@ def test_a_reference_travels_once_however_often_it_stands_there():
     for is_pickled in (False, True):
         reference, other = Marked(5), Marked(6)
         obj = [reference, [reference], other, torch.ones(1), reference]
-        content = codec.encoded(Other(obj) if is_pickled else obj)
+        content = codec.encode(Other(obj) if is_pickled else obj)
         assert [one.number for one in content.references] == [5, 6]
         assert bool(content.flags & codec.PICKLED) == is_pickled
         there = decoded(content)
@@ -205,7 +205,7 @@ def unreadable():
 
 def test_the_references_of_what_cannot_be_read_are_known_without_reading_it():
     for obj in ([Marked(7), Unreadable()], [Unreadable(), Marked(7)]):
-        content = codec.encoded(obj)
+        content = codec.encode(obj)
         assert [one.number for one in content.references] == [7]
         with pytest.raises(ValueError, match="unreadable"):
             decoded(content)
@@ -254,7 +254,7 @@ def test_memory_of_other_objects_travels_out_of_band():
             return bytearray, (pickle.PickleBuffer(self.data),)
 
     tensor = torch.ones(20_000)
-    content = codec.encoded([Sheet(bytes(range(200)) * 100), tensor, Sheet(b"small")])
+    content = codec.encode([Sheet(bytes(range(200)) * 100), tensor, Sheet(b"small")])
     flags, _, parts, _ = content.body(None)
     assert flags & codec.PICKLED and [memory_of(part).nbytes for part in parts] == [
         80_000,
@@ -268,12 +268,12 @@ def test_memory_of_other_objects_travels_out_of_band():
 def test_every_truncation_is_refused():
     reference = Marked(1)
     contents = [
-        codec.encoded([torch.arange(9), torch.ones(100_000), 1, "text"]),
-        codec.encoded([reference, torch.ones(2)]),
-        codec.encoded_call([1, torch.ones(3)], {"k": torch.zeros(2)}),
-        codec.encoded([1, 2.0, "three"]),
+        codec.encode([torch.arange(9), torch.ones(100_000), 1, "text"]),
+        codec.encode([reference, torch.ones(2)]),
+        codec.encode_call([1, torch.ones(3)], {"k": torch.zeros(2)}),
+        codec.encode([1, 2.0, "three"]),
     ]
-    assert codec.encoded([torch.ones(1), reference, reference]).body(None)[0] & codec.SLOTS
+    assert codec.encode([torch.ones(1), reference, reference]).body(None)[0] & codec.SLOTS
     for content in contents:
         flags, body, parts, _ = content.body(None)
         there = [memory_of(part) for part in parts]
@@ -293,12 +293,12 @@ def test_every_truncation_is_refused():
 
 def test_marks_that_do_not_fit_the_slots_are_refused():
     one, two = torch.ones(1), torch.ones(2)
-    flags, body, _, _ = codec.encoded([one, two]).body(None)
+    flags, body, _, _ = codec.encode([one, two]).body(None)
     for data in ([one], [one, two, one, two], 5, one):
-        content = codec.encoded(data)
+        content = codec.encode(data)
         _, whole, _, _ = content.body(None)
         skeleton = whole[len(whole) - len(content.skeleton) :]
-        table = body[: len(body) - len(codec.encoded([one, two]).skeleton)]
+        table = body[: len(body) - len(codec.encode([one, two]).skeleton)]
         with pytest.raises(FrameError):
             decoder.decode(flags, bytearray(table + skeleton), 0, [])
 
@@ -311,7 +311,7 @@ def test_slots_of_all_orders():
 
 
 def came(args, kwargs):
-    content = codec.encoded_call(args, kwargs)
+    content = codec.encode_call(args, kwargs)
     flags, body, parts, _ = content.body(None)
     return decoder.arguments(flags, decoder.decode(flags, bytearray(body), 0, parts))
 
@@ -338,7 +338,7 @@ class Short:
         raise ValueError("unmarshallable object")
 
 
-@pytest.mark.parametrize("encode", [codec.encoded, lambda obj: codec.encoded_call((obj,), None)])
+@pytest.mark.parametrize("encode", [codec.encode, lambda obj: codec.encode_call((obj,), None)])
 def test_what_is_too_long_for_marshal_is_pickled(encode, monkeypatch):
     monkeypatch.setattr(codec, "marshal", Short)
     assert encode(b"long").flags == codec.PICKLED

@@ -23,7 +23,7 @@ _limit = limit_of_tests(40)
 NAME = b"operator:add"
 NAMED = message.COUNT.pack(len(NAME)) + NAME
 PAIR = message.PAIR.pack(5, 6)
-NO_WORKER = message.written_references([(1, 2, 0), (1, 2, 77)])
+NO_WORKER = message.pack_references([(1, 2, 0), (1, 2, 77)])
 SECTION = struct.pack("<IQ", 1, 1 << 40)
 
 
@@ -38,7 +38,7 @@ MESSAGES = {
     "a short report": (
         Kind.QUIET_REPORT,
         0,
-        message.written_words([0, 1]),
+        message.pack_words([0, 1]),
         (),
         0,
         "a report of 2 numbers",
@@ -47,7 +47,7 @@ MESSAGES = {
     "a verdict of somebody": (
         Kind.QUIET_VERDICT,
         0,
-        message.written_words([0, 1]),
+        message.pack_words([0, 1]),
         (),
         0,
         "a verdict",
@@ -56,7 +56,7 @@ MESSAGES = {
     "forks in odd number": (
         Kind.RREF_FORK,
         0,
-        message.written_words([1, 2, 3]),
+        message.pack_words([1, 2, 3]),
         (),
         0,
         "no row of pairs",
@@ -64,7 +64,7 @@ MESSAGES = {
     "deletes in odd number": (
         Kind.RREF_USER_DELETE,
         0,
-        message.written_words([1, 2, 3]),
+        message.pack_words([1, 2, 3]),
         (),
         0,
         "no row of pairs",
@@ -149,7 +149,7 @@ REQUESTS = {
         *(
             Kind.CALL_PYTHON,
             REFERENCES,
-            message.written_references(OF_ANOTHER) + NAMED,
+            message.pack_references(OF_ANOTHER) + NAMED,
             (),
             "which it has not made",
         ),
@@ -158,7 +158,7 @@ REQUESTS = {
         *(
             Kind.CALL_PYTHON,
             REFERENCES | FAR,
-            message.written_references(OF_ANOTHER) + NAMED,
+            message.pack_references(OF_ANOTHER) + NAMED,
             [b"x" * (1 << 20)],
         ),
         "which it has not made",
@@ -166,7 +166,7 @@ REQUESTS = {
     "announced references with another's forks": (
         *(Kind.CALL_PYTHON, FAR | ANNOUNCED, NAMED),
         *(
-            [message.written_announced(OF_ANOTHER) + codec.encoded(1).skeleton],
+            [message.pack_announced(OF_ANOTHER) + codec.encode(1).skeleton],
             "which it has not made",
         ),
     ),
@@ -188,7 +188,7 @@ REQUESTS = {
     "announced references of no worker": (
         *(Kind.CALL_PYTHON, FAR | ANNOUNCED, NAMED),
         lambda rank: [
-            message.written_announced([(1, new_id(rank, 2), 77)]) + codec.encoded(1).skeleton
+            message.pack_announced([(1, new_id(rank, 2), 77)]) + codec.encode(1).skeleton
         ],
         "a value of rank 77",
     ),

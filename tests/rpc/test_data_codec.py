@@ -61,11 +61,11 @@ WORKER = WorkerInfo("worker1", 1)
 
 
 def over(obj, reader=READER):
-    return decoded(WRITER.encoded(obj), reader=reader)
+    return decoded(WRITER.encode(obj), reader=reader)
 
 
 def called(*args, **kwargs):
-    content = WRITER.encoded_function(step, callee.named(step)[1], args, kwargs)
+    content = WRITER.encode_function(step, callee.named(step)[1], args, kwargs)
     flags, body, _, _ = content.body(None)
     data = decoded(content, reader=READER)
     return ((), {}) if not body else READER.arguments(flags, data)
@@ -129,8 +129,8 @@ def test_arguments_of_usual_kinds_are_written_as_all_others_are():
         (one, 1 << 70, "\ud800"),
         (one, small.expand(2, 3), small.to_sparse(), torch.nn.Parameter(small)),
     ):
-        flat = data_codec._flat(0, list(args))
-        for content in filter(None, (flat, data_codec._content(0, list(args)))):
+        flat = data_codec._encode_flat(0, list(args))
+        for content in filter(None, (flat, data_codec._encode_walked(0, list(args)))):
             back = decoded(content, reader=READER)
             if args[1] is not one and type(args[-2]) is not torch.Tensor:
                 assert [described(item) for item in back] == [described(item) for item in args]
@@ -172,7 +172,7 @@ def test_listed_classes_functions_records_and_exceptions():
 )
 def test_what_is_not_in_the_list_is_refused_where_it_comes(obj):
     try:
-        content = WRITER.encoded(obj)
+        content = WRITER.encode(obj)
     except NotPlainData:
         return  # it did not even leave
     with pytest.raises(Refused, match="not in the list"):
@@ -215,20 +215,20 @@ def test_what_is_nearly_data_is_refused_with_the_reason():
         (dataclasses.make_dataclass("Nowhere", ["x"])(1), "is not found as"),
     ):
         with pytest.raises(NotPlainData, match=words):
-            WRITER.encoded(obj)
+            WRITER.encode(obj)
     deep = []
     for _ in range(300):
         deep = [deep, 1]
     with pytest.raises(NotPlainData) as caught:
-        WRITER.encoded([deep])
+        WRITER.encode([deep])
     assert len(str(caught.value)) < 500
 
 
 def test_functions_without_a_name_fail_at_the_caller():
     with pytest.raises(NotPlainData, match="no importable name"):
-        WRITER.encoded_function(lambda: 1, b"\0\0", (), {})
+        WRITER.encode_function(lambda: 1, b"\0\0", (), {})
     with pytest.raises(NotPlainData, match=r"^argument 1:"):
-        WRITER.encoded_function(callee.method("get"), b"\3\0get", (Marked(1), 2, Other()), {})
+        WRITER.encode_function(callee.method("get"), b"\3\0get", (Marked(1), 2, Other()), {})
 
 
 def tuple_of(*items):
@@ -240,7 +240,7 @@ def read(data, flags=0, references=()):
 
 
 def test_a_pickle_is_refused_before_it_is_read():
-    flags, body, _, _ = codec.pickled(Other()).body(None)
+    flags, body, _, _ = codec.encode_pickled(Other()).body(None)
     with pytest.raises(Refused, match="pickle"):
         READER.decode(flags, bytearray(body), 0, [])
 
@@ -337,8 +337,8 @@ def raised(error):
 
 
 def carried_error(error):
-    description = decoded(WRITER.encoded(WRITER.described(raised(error))), reader=READER)
-    return remote_error.rebuilt(description, WORKER, ALLOWED)
+    description = decoded(WRITER.encode(WRITER.describe_error(raised(error))), reader=READER)
+    return remote_error.rebuild(description, WORKER, ALLOWED)
 
 
 def test_exceptions_arrive_as_what_they_are_where_they_are_data():
@@ -378,16 +378,16 @@ def test_exceptions_arrive_as_what_they_are_where_they_are_data():
 )
 def test_forged_descriptions(forged):
     with pytest.raises(FrameError, match="exception that is none"):
-        remote_error.rebuilt(forged, WORKER, ALLOWED)
+        remote_error.rebuild(forged, WORKER, ALLOWED)
 
 
 def test_a_pickle_in_a_description_is_not_read():
-    error = remote_error.rebuilt(("ValueError", "x", "text", b"cos\nsystem\n."), WORKER, ALLOWED)
+    error = remote_error.rebuild(("ValueError", "x", "text", b"cos\nsystem\n."), WORKER, ALLOWED)
     assert type(error) is RemoteError
 
 
 def test_decoders_for_data_and_for_pickles_agree_on_calls():
-    content = codec.encoded_function(step, callee.named(step)[1], (1, [2]), {"rate": 3})
+    content = codec.encode_function(step, callee.named(step)[1], (1, [2]), {"rate": 3})
     flags, _, _, _ = content.body(None)
     args, kwargs = decoder.arguments(flags, decoded(content))
     assert (list(args), kwargs) == called(1, [2], rate=3)

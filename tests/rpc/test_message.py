@@ -43,31 +43,31 @@ class Held(Reference):
 
 @given(rows, rows, st.lists(numbers, max_size=9), st.binary(max_size=300), st.binary(max_size=9))
 def test_what_is_written_is_read(references, announced, words, name, ahead):
-    place, data = len(ahead), ahead + message.written_references(references)
-    assert message.read_references(data + b"behind", place) == (references, len(data))
-    data = ahead + message.written_announced(announced)
-    assert message.read_announced(data + b"behind", place) == (announced, len(data))
-    data = ahead + message.written_words(words)
-    assert message.read_words(data + b"behind", place, len(data)) == tuple(words)
+    place, data = len(ahead), ahead + message.pack_references(references)
+    assert message.unpack_references(data + b"behind", place) == (references, len(data))
+    data = ahead + message.pack_announced(announced)
+    assert message.unpack_announced(data + b"behind", place) == (announced, len(data))
+    data = ahead + message.pack_words(words)
+    assert message.unpack_words(data + b"behind", place, len(data)) == tuple(words)
     for count in range(len(words) + 1):
-        assert message.read_ids(data, place, len(data), count) == tuple(words[:count])
+        assert message.unpack_ids(data, place, len(data), count) == tuple(words[:count])
     data = ahead + message.COUNT.pack(len(name)) + name
-    assert message.read_name(data + b"behind", place, len(data)) == (name, len(data))
+    assert message.unpack_name(data + b"behind", place, len(data)) == (name, len(data))
 
 
 def test_every_truncation_is_refused():
     table, announced = (
-        message.written_references([(1, 2, 3)] * 3),
-        message.written_announced([(1, 2, 3)] * 3),
+        message.pack_references([(1, 2, 3)] * 3),
+        message.pack_announced([(1, 2, 3)] * 3),
     )
-    words, name = message.written_words((1, 2)), message.COUNT.pack(5) + b"a.b:c"
+    words, name = message.pack_words((1, 2)), message.COUNT.pack(5) + b"a.b:c"
     for read, data in (
-        (lambda data: message.read_references(data, 0), table),
-        (lambda data: message.read_announced(data, 0), announced),
-        (lambda data: message.read_ids(data, 0, len(data), 2), words),
-        (lambda data: message.read_name(data, 0, len(data)), name),
+        (lambda data: message.unpack_references(data, 0), table),
+        (lambda data: message.unpack_announced(data, 0), announced),
+        (lambda data: message.unpack_ids(data, 0, len(data), 2), words),
+        (lambda data: message.unpack_name(data, 0, len(data)), name),
         (
-            lambda data: message.read_gradients(data, 0, len(data)),
+            lambda data: message.unpack_gradients(data, 0, len(data)),
             message.GRADIENTS.pack(1, 2, 3, True),
         ),
     ):
@@ -75,15 +75,17 @@ def test_every_truncation_is_refused():
         for length in range(len(data)):
             with pytest.raises(FrameError):
                 read(data[:length])
-    assert message.read_pairs(words, 0, 16) == [(1, 2)] and message.read_pairs(words, 16, 16) == []
+    assert (
+        message.unpack_pairs(words, 0, 16) == [(1, 2)] and message.unpack_pairs(words, 16, 16) == []
+    )
     for length in range(1, len(words)):
         with pytest.raises(FrameError):
-            message.read_pairs(words, 0, length)
+            message.unpack_pairs(words, 0, length)
     with pytest.raises(FrameError):
-        message.read_announced(torch.ones(9, dtype=torch.uint8), 0)  # a part on a device
+        message.unpack_announced(torch.ones(9, dtype=torch.uint8), 0)  # a part on a device
     for length in set(range(len(words))) - {0, 8}:
         with pytest.raises(FrameError):
-            message.read_words(words, 0, length)
+            message.unpack_words(words, 0, length)
 
 
 def test_requests_answers_and_one_way_messages_are_told_apart_by_their_numbers():
@@ -148,7 +150,7 @@ def wire():
 
 def sent(wire, obj, prefix=b"", context=0, kind=Kind.CALL_PYTHON, content=None):
     """Send an object to this process; return the message, and the object that it holds."""
-    wire.post(0, kind, 7, context, prefix, content or codec.encoded(obj))
+    wire.post(0, kind, 7, context, prefix, content or codec.encode(obj))
     incoming = wire.transport.poll()
     assert (incoming.source, incoming.kind, incoming.sequence, incoming.context) == (
         0,
@@ -231,7 +233,7 @@ def test_nothing_is_sent_nor_counted_if_a_reference_cannot_travel(wire):
         def fork(self, to):
             raise AssertionError("counted")
 
-    content = codec.encoded([Deleted((1, 2, 3)), Held((4, 5, 6))])
+    content = codec.encode([Deleted((1, 2, 3)), Held((4, 5, 6))])
     with pytest.raises(RuntimeError, match="deleted"):
         wire.post(0, Kind.RESULT, 1, 0, b"", content)
     with pytest.raises(RuntimeError, match="deleted"):

@@ -86,7 +86,7 @@ checked = settings(max_examples=200, deadline=None)
 @example([float("-inf"), -0.0, complex("nan"), 2**64, -(2**31), True, 1, "\ud800", ...])
 @example({(1, frozenset({(None, "a")})): [()], 1.0: {}, False: set()})
 def test_plain_data_comes_over_as_it_is(obj):
-    content = codec.encoded(obj)
+    content = codec.encode(obj)
     assert content.flags == (codec.PICKLED if has_sets_in_sets(obj) else 0)
     assert not (content.objects or content.references or content.buffers)
     assert described(decoded(content)) == described(obj)
@@ -95,7 +95,7 @@ def test_plain_data_comes_over_as_it_is(obj):
 @checked
 @given(mixed, st.integers(0, 9))
 def test_tensors_arrays_and_references_stand_at_any_place(obj, place):
-    content = codec.encoded(obj)
+    content = codec.encode(obj)
     assert bool(content.flags & codec.PICKLED) == has_sets_in_sets(obj)
     assert described(decoded(content, place)) == described(obj)
 
@@ -104,7 +104,7 @@ def test_tensors_arrays_and_references_stand_at_any_place(obj, place):
 @given(shared=containers(mixed), beside=mixed)
 def test_shared_lists_and_dicts_stay_shared(shared, beside):
     obj = [shared, beside, {"again": shared}, (beside, [shared])]
-    content = codec.encoded(obj)
+    content = codec.encode(obj)
     there = decoded(content)
     assert bool(content.flags & codec.PICKLED) == has_sets_in_sets(obj) and described(
         there
@@ -139,7 +139,7 @@ def test_equal_lists_that_are_not_shared_stay_apart():
 @example(args=(), kwargs=None)
 @example(args=[1], kwargs={})
 def test_arguments_come_over_in_all_combinations(args, kwargs):
-    content = codec.encoded_call(args, kwargs)
+    content = codec.encode_call(args, kwargs)
     if has_sets_in_sets([args, kwargs]):
         assert content.flags & codec.PICKLED
         assert described(decoder.arguments(content.flags, decoded(content))) == described(
@@ -201,10 +201,10 @@ def test_what_is_not_plain_goes_by_pickle(obj):
         {obj: 1} if obj != {"a": 1} else (obj, 1),
         (torch.ones(2), [obj]),
     ):
-        content = codec.encoded(whole)
+        content = codec.encode(whole)
         assert content.flags & codec.PICKLED
         assert described(decoded(content)) == described(whole)
-        content = codec.encoded_call([whole, 1], {"k": whole})
+        content = codec.encode_call([whole, 1], {"k": whole})
         assert content.flags & codec.PICKLED
         made = decoder.arguments(content.flags, decoded(content))
         assert described(made) == described(((whole, 1), {"k": whole}))
@@ -214,7 +214,7 @@ def test_data_that_holds_itself_goes_by_pickle():
     with_tensor: list[object] = [torch.ones(3), Marked(4)]
     for data in ([1], with_tensor):
         data.append(data)
-        content = codec.encoded(data)
+        content = codec.encode(data)
         there = decoded(content)
         assert content.flags & codec.PICKLED and there[-1] is there
         assert described(there[:-1]) == described(data[:-1])
@@ -233,7 +233,7 @@ def nested(depth, inner):
 @pytest.mark.parametrize("inner", [1, torch.ones(2)], ids=["plain", "tensor"])
 def test_deep_nesting_goes_by_pickle_beyond_a_limit(inner):
     for depth, is_pickled in ((DEPTH - 1, False), (DEPTH + 2, True)):
-        content = codec.encoded(nested(depth, inner))
+        content = codec.encode(nested(depth, inner))
         assert bool(content.flags & codec.PICKLED) == is_pickled
         there = decoded(content)
         for _ in range(depth):
@@ -251,9 +251,9 @@ def test_sets_in_sets_go_by_pickle():
         [shared, {shared}],
         {frozenset({(frozenset(),)}): 1},
     ):
-        content = codec.encoded(obj)
+        content = codec.encode(obj)
         assert content.flags & codec.PICKLED and described(decoded(content)) == described(obj)
-        assert codec.encoded_call([obj], {}).flags & codec.PICKLED
+        assert codec.encode_call([obj], {}).flags & codec.PICKLED
     for obj in (
         [{1}, {2}, frozenset({(3, (4,))})],
         {frozenset({5}): {6}},
@@ -261,7 +261,7 @@ def test_sets_in_sets_go_by_pickle():
         shared,
         [shared, {9}],
     ):
-        content = codec.encoded(obj)
+        content = codec.encode(obj)
         assert not content.flags and described(decoded(content)) == described(obj)
 
 
@@ -270,13 +270,13 @@ def test_sets_nested_deeply_are_written_at_all():
     obj = frozenset()
     for _ in range(90):
         obj = frozenset({obj})
-    there = decoded(codec.encoded([obj]))
+    there = decoded(codec.encode([obj]))
     assert there == [obj]
 
 
 def test_marks_in_keys_and_sets_go_by_pickle():
     tensor = torch.ones(2)
     for obj in ({(tensor, 1)}, {tensor: 1}, {1: {MARK}}):
-        assert codec.encoded(obj).flags & codec.PICKLED
+        assert codec.encode(obj).flags & codec.PICKLED
     ((there, one),) = over({(tensor, 1)})
     assert torch.equal(there, tensor) and one == 1

@@ -25,7 +25,7 @@ def over(obj):
     """Take a record apart, and make it anew."""
     name, values = records.fields_of(obj)
     assert name == f"{NAME}:{type(obj).__qualname__}"
-    return records.made(type(obj), values)
+    return records.make_record(type(obj), values)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_fields_travel_and_no_code_of_the_class_runs(make, values, ran):
 
 def test_values_are_not_copied_and_not_checked():
     tags = object()
-    made = records.made(module.Frozen, ["no int", tags])
+    made = records.make_record(module.Frozen, ["no int", tags])
     assert made.x == "no int" and made.tags is tags
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.x = 1
@@ -151,7 +151,7 @@ def test_what_would_arrive_incomplete_is_no_record(obj, ran):
 def test_other_classes_are_not_made(cls, ran):
     assert not records.is_record(cls)
     with pytest.raises(FrameError, match="neither a dataclass nor a named tuple"):
-        records.made(cls, [1])
+        records.make_record(cls, [1])
     assert ran == []
 
 
@@ -159,7 +159,7 @@ def test_other_classes_are_not_made(cls, ran):
 @pytest.mark.parametrize("values", [[], [1], [1, 2, 3, 4]])
 def test_the_number_of_values_is_checked(cls, values):
     with pytest.raises(FrameError, match=f"has [23] fields; the message has {len(values)} values"):
-        records.made(cls, values)
+        records.make_record(cls, values)
 
 
 def test_abstract_classes_have_no_instances():
@@ -174,7 +174,7 @@ def test_abstract_classes_have_no_instances():
             """Do nothing."""
 
     with pytest.raises(FrameError, match="has no instances"):
-        records.made(Abstract, [1])
+        records.make_record(Abstract, [1])
 
 
 def test_a_class_without_fields_is_a_record():
@@ -182,4 +182,4 @@ def test_a_class_without_fields_is_a_record():
     class Empty:
         pass
 
-    assert isinstance(records.made(Empty, []), Empty)
+    assert isinstance(records.make_record(Empty, []), Empty)

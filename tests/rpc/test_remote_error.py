@@ -20,7 +20,7 @@ class Keeps(Exception):
 
 def test_exceptions_keep_type_arguments_and_traceback():
     worker = WorkerInfo("far", 2)
-    error = remote_error.rebuilt(remote_error.described(raised(Keeps("words", 3))), worker)
+    error = remote_error.rebuild(remote_error.describe(raised(Keeps("words", 3))), worker)
     assert (
         type(error) is Keeps
         and error.number == 3
@@ -31,5 +31,5 @@ def test_exceptions_keep_type_arguments_and_traceback():
     class Local(Exception):
         pass
 
-    error = remote_error.rebuilt(remote_error.described(raised(Local("here"))), worker)
+    error = remote_error.rebuild(remote_error.describe(raised(Local("here"))), worker)
     assert type(error) is RemoteError and error.rank == 2 and "Local: here" in str(error)

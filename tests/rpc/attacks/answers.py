@@ -12,7 +12,7 @@ from mpidist.comm.serialization.tensor_format import COUNTS
 from mpidist.rpc import current
 from mpidist.rpc.codec import PICKLED, TABLE
 from mpidist.rpc.data_values import ERROR, NAMED, RECORD, REFERENCE
-from mpidist.rpc.message import FAR, REFERENCES, Kind, written_references
+from mpidist.rpc.message import FAR, REFERENCES, Kind, pack_references
 from mpidist.rpc.polling import NOTHING_LEFT
 from mpidist.rpc.pool import Task
 from tests.rpc.attacks import victim
@@ -177,7 +177,7 @@ noted(
     "owner",
     "A result with a reference whose owner is no worker",
     Kind.RESULT,
-    written_references([(1, 2, 99)]) + own(REFERENCE, 0),
+    pack_references([(1, 2, 99)]) + own(REFERENCE, 0),
     flags=REFERENCES,
 )
 noted(

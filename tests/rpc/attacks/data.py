@@ -24,7 +24,7 @@ from mpidist.comm.serialization.data_format import (
 )
 from mpidist.rpc.codec import KEYWORDS, SLOTS
 from mpidist.rpc.data_values import CARRIED, ERROR, NAMED, RECORD, REFERENCE, WORKER
-from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, REFERENCES, Kind, written_references
+from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, REFERENCES, Kind, pack_references
 from tests.rpc.attacks.attacker import Attacker, Attacks
 
 attack = Attacks()
@@ -363,7 +363,7 @@ def slots(attacker: Attacker) -> object:
 def _with_references(attacker: Attacker, *rows: tuple[int, int, int]) -> object:
     name = ECHO.encode()
     items = array(*[own(REFERENCE, number) for number in range(len(rows))])
-    header = written_references(rows) + struct.pack("<H", len(name)) + name + items
+    header = pack_references(rows) + struct.pack("<H", len(name)) + name + items
     return attacker.request(Kind.CALL_PYTHON, header, flags=REFERENCES)
 
 

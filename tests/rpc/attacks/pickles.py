@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 
 import mpidist.rpc as rpc
-from mpidist.rpc.message import FAR, REFERENCES, Kind, written_references
+from mpidist.rpc.message import FAR, REFERENCES, Kind, pack_references
 from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import Attacker, Attacks
 from tests.rpc.attacks.opcodes import (
@@ -281,7 +281,7 @@ def own_list(attacker: Attacker) -> object:
     made += dropped(kept(8, _read(value_of, again(7), "allowed")))
     names = called(named("builtins", "frozenset"), plain(["tests.rpc.attacks", CANARY, VICTIM]))
     made += dropped(with_slots(again(8), names=names))
-    table = written_references([box.fork(attacker.to)])
+    table = pack_references([box.fork(attacker.to)])
     header = (
         table
         + struct.pack("<H", len(f"{VICTIM}:echo"))

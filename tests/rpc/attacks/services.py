@@ -9,7 +9,7 @@ import mpidist.autograd  # noqa: F401  # registers the engine that these message
 import mpidist.rpc as rpc
 from mpidist.rpc import current
 from mpidist.rpc.data_values import REFERENCE
-from mpidist.rpc.message import GRADIENTS, PAIR, REFERENCES, Kind, written_references
+from mpidist.rpc.message import GRADIENTS, PAIR, REFERENCES, Kind, pack_references
 from mpidist.rpc.worker_gather import gather_to_leader, tell_follower
 from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import Attacker, Attacks
@@ -353,14 +353,14 @@ def fork_of_another(attacker: Attacker) -> None:
 def unnamed_method(attacker: Attacker) -> object:
     box = rpc.remote(attacker.to, victim.Box, args=(7,))
     box._get_future().wait()
-    header = written_references([box.fork(attacker.to)]) + b"\0\0" + array(own(REFERENCE, 0))
+    header = pack_references([box.fork(attacker.to)]) + b"\0\0" + array(own(REFERENCE, 0))
     return attacker.request(Kind.CALL_METHOD, header, flags=REFERENCES)
 
 
 @attack("A method of another worker's value", "RRefError|can't call localValue", ranks=3)
 def method_of_others(attacker: Attacker) -> object:
     header = (
-        written_references([(1, attacker.agent.references.store.make_id(), 2)])
+        pack_references([(1, attacker.agent.references.store.make_id(), 2)])
         + b"\3\0get"
         + array(own(REFERENCE, 0))
     )
