@@ -124,7 +124,7 @@ class Contexts:
         self._by_number[made.number] = made
         return made
 
-    def request_came(self, me: int, number: int, source: int) -> None:
+    def request_arrived(self, me: int, number: int, source: int) -> None:
         """Note a request's context as its header arrives, on the polling thread."""
         found = self._by_number.get(number)
         if found is None:

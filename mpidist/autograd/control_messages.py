@@ -83,7 +83,7 @@ def send_gradients(
     counts["GRADIENTS"] += 1
     kind = Kind.REQUEST_GRADIENTS if is_back else Kind.GRADIENTS
     content = gradients[0] if len(gradients) == 1 else gradients
-    current.require().for_engine.send(
+    current.require().engine_messages.send(
         to, kind, content, 0, GRADIENTS.pack(context, key, message, retain)
     )
 
@@ -95,7 +95,7 @@ def notify(to: int, what: Notice, context: int, *rest: Any) -> None:
         RankFailureError: The worker has left.
     """
     counts[what.name] += 1
-    current.require().for_engine.send(to, Kind.AUTOGRAD_NOTICE, (int(what), context, *rest), 0)
+    current.require().engine_messages.send(to, Kind.AUTOGRAD_NOTICE, (int(what), context, *rest), 0)
 
 
 def notify_all(workers: Iterable[int], what: Notice, context: int, *rest: Any) -> None:

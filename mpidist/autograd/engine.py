@@ -32,7 +32,7 @@ class Engine:
         context = thread_state.context
         return context.number if context is not None and not context.is_released else 0
 
-    def request_came(self, context: int, source: int) -> None:
+    def request_arrived(self, context: int, source: int) -> None:
         """See ``Interceptor``.
 
         Raises:
@@ -43,7 +43,7 @@ class Engine:
             raise FrameError(
                 f"rank {source} calls within context {context}, which no worker can have made"
             )
-        self.contexts.request_came(_me(), context, source)
+        self.contexts.request_arrived(_me(), context, source)
 
     def leaving(self, context: int, to: int, tensors: Sequence[Tensor], is_answer: bool) -> int:
         """See ``Interceptor``."""

@@ -65,7 +65,7 @@ def _create(module_cls: Any, args: Any, kwargs: Any, device: Any, is_scripted: A
     # Data names functions and classes of the list alone, and may contain instances that can be
     # called.
     if allowed is not None and not (
-        allowed.lists(module_cls)
+        allowed.has_class(module_cls)
         if isinstance(module_cls, type)
         else type(module_cls) in (FunctionType, BuiltinFunctionType)
     ):
@@ -181,7 +181,7 @@ def _owned(module_rref: Any) -> nn.Module:
     if (
         allowed is not None
         and _made.get(id(module)) is not module
-        and not allowed.lists(type(module))
+        and not allowed.has_class(type(module))
     ):
         kind = type(module)
         raise MpidistError(

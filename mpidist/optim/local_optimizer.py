@@ -237,7 +237,7 @@ def _optimizer_class(named: Any, is_functional: bool) -> Any:
             f"{type(named).__qualname__}"
         )
     allowed = current.require().allowed
-    if is_class and allowed is not None and not allowed.lists(named):
+    if is_class and allowed is not None and not allowed.has_class(named):
         raise MpidistError(
             f'"{named.__module__}.{named.__qualname__}" is not in the list of what this worker '
             "allows"

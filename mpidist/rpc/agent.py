@@ -26,8 +26,8 @@ from mpidist.rpc.engine_messages import EngineMessages
 from mpidist.rpc.inline_policy import InlinePolicy
 from mpidist.rpc.message import AUTOGRAD, FIRST_ONE_WAY, FIRST_RESPONSE, REFERENCES, Kind
 from mpidist.rpc.options import RpcBackendOptions
-from mpidist.rpc.polling import NOTHING_LEFT, Polling
-from mpidist.rpc.pool import Action
+from mpidist.rpc.polling import Polling
+from mpidist.rpc.pool import HANDLED, Action
 from mpidist.rpc.quiescence import COORDINATOR, Quiescence
 from mpidist.rpc.references import References
 from mpidist.rpc.requests import EngineRequest, FetchRequest, RemoteRequest, Request
@@ -53,7 +53,7 @@ class Agent:
             name.
         options: This worker's settings.
         allowed: What others may call here; None for anything.
-        adopt: Makes the reference of an (agent, reference, fork, owner).
+        make_reference: Makes the reference of an (agent, reference, fork, owner).
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Agent:
         device_maps: Sequence[Mapping[str, Mapping[int, int]]],
         options: RpcBackendOptions,
         allowed: Allowed | None,
-        adopt: Callable[[Agent, int, int, int], Any],
+        make_reference: Callable[[Agent, int, int, int], Any],
     ) -> None:
         self.generation = transport.generation
         self.options = options
@@ -94,25 +94,25 @@ class Agent:
             allowed,
             lambda late: self.references.drop(late),
         )
-        self.for_engine = EngineMessages(workers, self.wire)
+        self.engine_messages = EngineMessages(workers, self.wire)
         self.references = References(
-            workers, self.wire, self.calls, self.polling, partial(adopt, self)
+            workers, self.wire, self.calls, self.polling, partial(make_reference, self)
         )
         self.quiescence = Quiescence(
             workers.me.id,
             len(workers.infos),
             partial(_send_words, self.wire, workers),
-            self._totals,
+            self._activity,
             partial(_check, workers),
         )
         self._transport = transport
-        self._taken = self._one_way_taken = 0  # changed on the polling thread alone
+        self._requests_received = self._one_way_received = 0  # changed on the polling thread alone
         self._switch_interval = sys.getswitchinterval()
-        self._takers = self._table()
+        self._handlers = self._make_handlers()
 
-    def _table(self) -> list[Callable[[Incoming], Action]]:
+    def _make_handlers(self) -> list[Callable[[Incoming], Action]]:
         """Return by kind what takes a complete message and returns the action that is left."""
-        takers: list[Callable[[Incoming], Action]] = [_unknown] * 256
+        handlers: list[Callable[[Incoming], Action]] = [_reject_kind] * 256
         for kind in (
             Kind.CALL_PYTHON,
             Kind.CALL_BUILTIN,
@@ -120,21 +120,21 @@ class Agent:
             Kind.CALL_METHOD,
             Kind.CALL_SERVICE,
         ):
-            takers[kind] = partial(Request, self)
+            handlers[kind] = partial(Request, self)
         for kind in (
             Kind.REMOTE_PYTHON,
             Kind.REMOTE_BUILTIN,
             Kind.REMOTE_SCRIPT,
             Kind.REMOTE_METHOD,
         ):
-            takers[kind] = _noted
-        takers[Kind.RREF_FETCH] = partial(_taken_fetch, self)
-        takers[Kind.BACKWARD_AUTOGRAD] = partial(EngineRequest, self)
-        takers[Kind.RESULT] = takers[Kind.REMOTE_DONE] = takers[Kind.EXCEPTION] = (
-            self.calls.answered
+            handlers[kind] = _pop_request
+        handlers[Kind.RREF_FETCH] = partial(_start_fetch, self)
+        handlers[Kind.BACKWARD_AUTOGRAD] = partial(EngineRequest, self)
+        handlers[Kind.RESULT] = handlers[Kind.REMOTE_DONE] = handlers[Kind.EXCEPTION] = (
+            self.calls.complete
         )
-        takers[FIRST_ONE_WAY:] = [self._take_one_way] * (256 - FIRST_ONE_WAY)
-        return takers
+        handlers[FIRST_ONE_WAY:] = [self._handle_one_way] * (256 - FIRST_ONE_WAY)
+        return handlers
 
     def start(self) -> None:
         """Begin to answer."""
@@ -181,7 +181,7 @@ class Agent:
             "agent.thread_pool_size": str(threads),
             "agent.num_idle_threads": str(idle),
             "agent.num_running_or_queued": str(queued),
-            "agent.server_active_calls": str(self._taken - self.wire.answered),
+            "agent.server_active_calls": str(self._requests_received - self.wire.answered),
         }
         if self.gil_waits is not None:
             waits = self.gil_waits
@@ -199,7 +199,7 @@ class Agent:
             if incoming is None:
                 if self.references.deletes:
                     self.references.flush_deletes()
-                    return NOTHING_LEFT
+                    return HANDLED
                 if self.calls.has_expired():
                     self.calls.expire()
                 return None
@@ -207,18 +207,18 @@ class Agent:
             if incoming.is_new:
                 incoming.is_new = False
                 if kind < FIRST_RESPONSE:
-                    self._taken += 1  # first: one that is refused is answered, too
+                    self._requests_received += 1  # first: one that is refused is answered, too
                     if incoming.context:
-                        interceptor.load().request_came(incoming.context, incoming.source)
+                        interceptor.load().request_arrived(incoming.context, incoming.source)
                 if incoming.flags & (AUTOGRAD | REFERENCES):
-                    self._take_preamble(incoming)
+                    self._unpack_preamble(incoming)
                 if _FIRST_REMOTE <= kind <= _LAST_REMOTE:
                     incoming.action = RemoteRequest(self, incoming)
             if incoming.receives:
-                return NOTHING_LEFT
+                return HANDLED
             if incoming.damage is not None:
                 raise incoming.damage
-            return self._takers[kind](incoming)
+            return self._handlers[kind](incoming)
         except FrameError as error:
             self._refuse(incoming, error)
         except RankFailureError as failure:
@@ -239,11 +239,11 @@ class Agent:
                 incoming,
                 FrameError(f"a message of kind {incoming.kind} cannot be taken up: {error!r}"),
             )
-        return NOTHING_LEFT
+        return HANDLED
 
-    def _take_preamble(self, incoming: Incoming) -> None:
+    def _unpack_preamble(self, incoming: Incoming) -> None:
         try:
-            self.references.count(incoming.source, self.wire.take_preamble(incoming))
+            self.references.count_forks(incoming.source, self.wire.unpack_preamble(incoming))
         except FrameError:
             incoming.noted = None  # none of its references is counted, and so none is let go
             raise
@@ -265,35 +265,35 @@ class Agent:
                 "%s: a refused message of rank %d failed again", self.workers.me, incoming.source
             )
         if incoming.kind in _COUNTED:
-            self._one_way_taken += 1
+            self._one_way_received += 1
         if incoming.receives:
             incoming.kind = 0  # not to be taken up, and answered again, once its payloads are here
 
-    def _take_one_way(self, incoming: Incoming) -> Action:
+    def _handle_one_way(self, incoming: Incoming) -> Action:
         kind = incoming.kind
         if kind == Kind.RREF_FORK:
-            self.references.take_forks(incoming)
+            self.references.add_announced_forks(incoming)
         elif kind == Kind.RREF_USER_DELETE:
-            self.references.take_deletes(incoming)
+            self.references.delete_forks(incoming)
         elif kind == Kind.LEAVE:
             self._worker_left(incoming.source)
-            return NOTHING_LEFT
+            return HANDLED
         elif kind == Kind.QUIET_REPORT:
-            self.quiescence.take_report(
+            self.quiescence.receive_report(
                 incoming.source, message.unpack_words(incoming.data, incoming.start, incoming.end)
             )
-            return NOTHING_LEFT
+            return HANDLED
         elif kind == Kind.QUIET_VERDICT:
-            self.quiescence.take_verdict(
+            self.quiescence.receive_verdict(
                 incoming.source, message.unpack_words(incoming.data, incoming.start, incoming.end)
             )
-            return NOTHING_LEFT
+            return HANDLED
         elif kind in engine_messages.KINDS:
-            return self.for_engine.take(incoming) or NOTHING_LEFT
+            return self.engine_messages.handle(incoming) or HANDLED
         else:
-            return _unknown(incoming)
-        self._one_way_taken += 1
-        return NOTHING_LEFT
+            return _reject_kind(incoming)
+        self._one_way_received += 1
+        return HANDLED
 
     def _worker_left(self, rank: int) -> None:
         self.workers.left.add(rank)
@@ -301,15 +301,15 @@ class Agent:
         if interceptor.engine is not None:
             interceptor.engine.worker_left(rank)
 
-    def _totals(self) -> tuple[int, ...]:
+    def _activity(self) -> tuple[int, ...]:
         answered = self.wire.answered
-        active = len(self.calls) + self._taken - answered + len(self.references.deletes)
+        active = len(self.calls) + self._requests_received - answered + len(self.references.deletes)
         return (
             active,
             self.calls.started,
             answered,
             self.wire.one_way_sent,
-            self._one_way_taken + self.for_engine.taken,
+            self._one_way_received + self.engine_messages.handled,
         )
 
 
@@ -349,12 +349,12 @@ def _check(workers: Workers, deadline: float, reason: Callable[[], str]) -> None
         )
 
 
-def _taken_fetch(agent: Agent, incoming: Incoming) -> Action:
+def _start_fetch(agent: Agent, incoming: Incoming) -> Action:
     request = FetchRequest(agent, incoming)
-    return request if request.when_set() else NOTHING_LEFT
+    return request if request.when_set() else HANDLED
 
 
-def _noted(incoming: Incoming) -> Action:
+def _pop_request(incoming: Incoming) -> Action:
     # Taken out: request and message would hold each other, and the entry with them, until Python's
     # collector runs.
     action: Action = incoming.action
@@ -362,5 +362,5 @@ def _noted(incoming: Incoming) -> Action:
     return action
 
 
-def _unknown(incoming: Incoming) -> Action:
+def _reject_kind(incoming: Incoming) -> Action:
     raise FrameError(f"a message of unknown kind {incoming.kind} from rank {incoming.source}")

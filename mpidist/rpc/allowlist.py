@@ -93,7 +93,7 @@ class Allowed:
         ]
         self._set(
             _classes=MappingProxyType({id(cls): cls for cls in named.values()}),
-            _entries=tuple(sorted({listed_names.text_of(item) for item in names})),
+            _entries=tuple(sorted({listed_names.display_name(item) for item in names})),
             _functions=MappingProxyType(
                 {entry.name.encode(): (entry.kind, entry.target) for entry in entries}
             ),
@@ -121,7 +121,7 @@ class Allowed:
         found = self._functions.get(name)
         if found is None or found[0] != kind:
             raise Refused(
-                f'"{shown_name(name.decode(errors="replace"))}" may not be called: {_NOT_LISTED}'
+                f'"{printable_name(name.decode(errors="replace"))}" may not be called: {_NOT_LISTED}'
             )
         # An operator of a listed namespace is made when it is first used: there are thousands.
         return found[1] if found[1] is not None else callee.builtin(name.decode())
@@ -137,7 +137,7 @@ class Allowed:
         """
         found = self._functions.get(name.encode(errors="replace")) if type(name) is str else None
         if found is None:
-            raise Refused(f'"{shown_name(name)}" may not be named: {_NOT_LISTED}')
+            raise Refused(f'"{printable_name(name)}" may not be named: {_NOT_LISTED}')
         return found[1] if found[1] is not None else callee.builtin(name)
 
     def method(self, value: Any, name: str) -> Any:
@@ -167,7 +167,7 @@ class Allowed:
                 or "it was added to the class after init_rpc"
             )
             raise Refused(
-                f'"{class_dicts.name_of(cls)}.{_shown(name)}" may not be called: {reason}'
+                f'"{class_dicts.name_of(cls)}.{_printable(name)}" may not be called: {reason}'
             ) from None
         return listed_class.bound(attribute, value, cls)
 
@@ -186,7 +186,7 @@ class Allowed:
         """
         found = self._named_classes.get(name) if type(name) is str else None
         if found is None:
-            raise Refused(f'instances of "{shown_name(name)}" may not be made: {_NOT_LISTED}')
+            raise Refused(f'instances of "{printable_name(name)}" may not be made: {_NOT_LISTED}')
         if not records.is_record(found):
             raise Refused(
                 f'instances of "{class_dicts.name_of(found)}" may not be made: it is no dataclass '
@@ -206,7 +206,7 @@ class Allowed:
         found = _EXCEPTIONS.get(name) or self._named_classes.get(name)
         return found if found is not None and class_dicts.is_below(found, Exception) else None
 
-    def lists(self, cls: Any) -> bool:
+    def has_class(self, cls: Any) -> bool:
         """Say whether the list has this very class."""
         return id(cls) in self._classes
 
@@ -235,14 +235,14 @@ class Allowed:
         return id(cls) in self._classes or (id(cls), name) in self._single
 
 
-def shown_name(name: Any) -> str:
+def printable_name(name: Any) -> str:
     """Return a name of a message as a log may have it."""
     if type(name) is not str:
         return f"an object of {class_dicts.name_of(type(name))}"
-    return _shown(name if "::" in name else name.replace(":", ".", 1))
+    return _printable(name if "::" in name else name.replace(":", ".", 1))
 
 
-def _shown(text: str) -> str:
+def _printable(text: str) -> str:
     """Return a message's text as a log may have it: of one line, and not long."""
     text = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
     return text if text.isprintable() else ascii(text)[1:-1]

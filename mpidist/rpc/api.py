@@ -118,7 +118,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     finally:
         agent.close()
         current.agent = None
-        worker_gather.forget()
+        worker_gather.reset()
 
 
 @untraced
@@ -148,7 +148,7 @@ def rpc_sync(
     agent = current.agent or current.require()
     rank, invoke = agent.workers.rank_of(to), agent.calls.invoke
     if torch_profiler._is_profiler_enabled:
-        invoke = profiling.calling(invoke, "sync", func, agent.workers, rank)
+        invoke = profiling.record_calls(invoke, "sync", func, agent.workers, rank)
     return invoke(rank, func, args, kwargs, timeout)
 
 
@@ -167,7 +167,7 @@ def rpc_async(
     agent = current.agent or current.require()
     rank, invoke = agent.workers.rank_of(to), agent.calls.invoke_async
     if torch_profiler._is_profiler_enabled:
-        invoke = profiling.calling(invoke, "async", func, agent.workers, rank)
+        invoke = profiling.record_calls(invoke, "async", func, agent.workers, rank)
     future = invoke(rank, func, args, kwargs, timeout)
     waited_for = getattr(_thread_local_var, "future_list", None)
     if waited_for is not None:
@@ -190,7 +190,7 @@ def remote(
     agent = current.require()
     rank, create = agent.workers.rank_of(to), rref.create
     if torch_profiler._is_profiler_enabled:
-        create = profiling.calling(create, "remote", func, agent.workers, rank)
+        create = profiling.record_calls(create, "remote", func, agent.workers, rank)
     return create(agent, rank, func, args, kwargs, timeout)
 
 

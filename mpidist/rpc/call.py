@@ -28,11 +28,11 @@ class Call:
         incoming: The answer, not decoded.
         error: The reason for which it failed before an answer came.
         done: An answer or an error is there; of a call with a future, the future is complete.
-        acting: While its thread polls: the number of the action that it runs, else 0 (``polling``).
+        action_number: While its thread polls: the number of the action that it runs, else 0 (``polling``).
     """
 
     __slots__ = (
-        "acting",
+        "action_number",
         "deadline",
         "done",
         "error",
@@ -44,7 +44,6 @@ class Call:
         "what",
     )
 
-    is_pools = False  # polls in its own thread (``polling``)
     is_creation = False
     lane = CALLBACKS
     may_block = False
@@ -59,7 +58,7 @@ class Call:
         self.error: BaseException | None = None
         self.done = False
         self.latches: tuple[Any, ...] = ()  # of threads that sleep
-        self.acting = 0
+        self.action_number = 0
 
     def finish(self) -> None:
         """Note that it is done, and wake the threads that wait for it."""
@@ -75,12 +74,12 @@ class Call:
             except RuntimeError:  # another thread was faster
                 pass
 
-    def answered(self, incoming: Any) -> Any:
+    def complete(self, incoming: Any) -> Any:
         """Take the answer, on the polling thread; return the action that is left to do, or None."""
         self.incoming = incoming
         self.finish()
 
-    def failed(self, error: BaseException) -> Any:
+    def fail(self, error: BaseException) -> Any:
         """Take an error in place of an answer; return the action that is left to do, or None."""
         self.error = error
         self.finish()
@@ -127,12 +126,12 @@ class AsyncCall(Call):
         future = self.future
         return future is not None and future.has_callbacks
 
-    def answered(self, incoming: Any) -> Any:
+    def complete(self, incoming: Any) -> Any:
         """See ``Call``."""
         self.incoming = incoming
         return self
 
-    def failed(self, error: BaseException) -> Any:
+    def fail(self, error: BaseException) -> Any:
         """See ``Call``."""
         self.error = error
         return self
@@ -217,7 +216,7 @@ def wait_for_all(futures: Sequence[RpcFuture], wait: Callable[[Call], None]) -> 
     waiting = set(map(id, futures))
     latch = Call(-1, "all calls", 0.0)
 
-    def note(future: Any) -> None:
+    def record_outcome(future: Any) -> None:
         try:
             future.value()
         except Exception:
@@ -227,7 +226,7 @@ def wait_for_all(futures: Sequence[RpcFuture], wait: Callable[[Call], None]) -> 
             latch.finish()
 
     for future in futures:
-        future.observe(note)
+        future.observe(record_outcome)
     if futures:
         wait(latch)
     for future in failed:

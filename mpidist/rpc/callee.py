@@ -38,24 +38,24 @@ _OPERATOR = re.compile(r"torch\.(\w+)|(\w+)::(\w+)(?:\.(\w+))?", re.ASCII)
 
 # A function's (kind, name with its length, module, attribute), and a name's (module, attribute,
 # whether that is a path).
-_of_functions: dict[Any, tuple[int, bytes, str, str]] = {}
-_of_names: dict[bytes, tuple[str, str, bool]] = {}
+_wire_names: dict[Any, tuple[int, bytes, str, str]] = {}
+_attribute_paths: dict[bytes, tuple[str, str, bool]] = {}
 _operators: dict[bytes, Any] = {}  # torch's, by name
 _methods: dict[str, Method] = {}
 UNNAMED = COUNT.pack(0)
 _PYTHON, _SERVICE = int(Kind.CALL_PYTHON), int(Kind.CALL_SERVICE)
 
 
-def named(function: Any) -> tuple[int, bytes]:
+def wire_name(function: Any) -> tuple[int, bytes]:
     """Return the kind of a call of a function, and its name as a header has it; empty if it must be pickled.
 
     Raises:
         TypeError: It cannot be called.
     """
     try:
-        kind, name, module, attribute = _of_functions[function]
+        kind, name, module, attribute = _wire_names[function]
     except (KeyError, TypeError):
-        return _look_up(function)
+        return _find_wire_name(function)
     if module and getattr(sys.modules.get(module), attribute, None) is not function:
         return Kind.CALL_PYTHON, UNNAMED
     return kind, name
@@ -75,7 +75,7 @@ class Method:
 
 
 def method(name: str) -> Method:
-    """Return what ``named`` takes for a method."""
+    """Return what ``wire_name`` takes for a method."""
     made = _methods.get(name)
     if made is None:
         if len(_methods) >= _MOST:
@@ -84,13 +84,13 @@ def method(name: str) -> Method:
     return made
 
 
-def text_of(name: bytes) -> str:
+def display_name(name: bytes) -> str:
     """Return how messages to users call a function."""
     text = name[COUNT.size :].decode(errors="replace")
     return text.partition(":")[2] or text if ":" in text and "::" not in text else text
 
 
-def _look_up(function: Any) -> tuple[int, bytes]:
+def _find_wire_name(function: Any) -> tuple[int, bytes]:
     kind = type(function)
     own_name = getattr(function, "__name__", "")
     module = attribute = ""
@@ -109,21 +109,21 @@ def _look_up(function: Any) -> tuple[int, bytes]:
         if not callable(function):
             raise TypeError(f"function should be callable; got {function!r}")
         number = Kind.CALL_PYTHON
-        module, attribute = place_of(function)
-        if not is_at(function, module, attribute):
+        module, attribute = module_and_name(function)
+        if not is_found_at(function, module, attribute):
             return number, UNNAMED
         name = f"{module}:{attribute}"
     encoded = name.encode()
     encoded = COUNT.pack(len(encoded)) + encoded
     # A nested name (a static method, say) is looked up in full each time.
     if "." not in attribute and number != Kind.CALL_SCRIPT:
-        if len(_of_functions) >= _MOST:
-            _of_functions.clear()
-        _of_functions[function] = int(number), encoded, module, attribute
+        if len(_wire_names) >= _MOST:
+            _wire_names.clear()
+        _wire_names[function] = int(number), encoded, module, attribute
     return number, encoded
 
 
-def place_of(function: Any) -> tuple[str, str]:
+def module_and_name(function: Any) -> tuple[str, str]:
     """Return the module and the qualified name by which a function may be found; empty texts if it has none."""
     owner = function
     suffix = ""
@@ -138,7 +138,7 @@ def place_of(function: Any) -> tuple[str, str]:
     )
 
 
-def is_at(function: Any, module: str, attribute: str) -> bool:
+def is_found_at(function: Any, module: str, attribute: str) -> bool:
     """Say whether a function or class is what a module holds under a qualified name; a module that is not loaded has none."""
     try:
         there = _attribute(sys.modules[module], attribute)
@@ -156,44 +156,44 @@ def _attribute(found: Any, path: str) -> Any:
     return found
 
 
-def found(kind: int, name: bytes, allowed: Restriction | None) -> Any:
+def resolve(kind: int, name: bytes, allowed: Restriction | None) -> Any:
     """Return the function that a message names.
 
     Raises:
         MpidistError: There is none here, or it is not in the list of what this worker allows.
     """
     if kind == _SERVICE:
-        return services.found(_decoded(name))
+        return services.resolve(_decode_name(name))
     if allowed is not None:
         return allowed.function(kind, name)
     if kind != _PYTHON:
         operator = _operators.get(name)
-        return operator if operator is not None else _operator(kind, name)
+        return operator if operator is not None else _resolve_operator(kind, name)
     try:
-        module, attribute, is_path = _of_names[name]
+        module, attribute, is_path = _attribute_paths[name]
     except KeyError:
-        return _first(name)
+        return _resolve_first(name)
     try:
         function: Any = sys.modules[module]
         return _attribute(function, attribute) if is_path else getattr(function, attribute)
     except (KeyError, AttributeError):
-        return _imported(module, attribute)
+        return _import_function(module, attribute)
 
 
-def _first(name: bytes) -> Any:
-    module, _, attribute = _decoded(name).partition(":")
+def _resolve_first(name: bytes) -> Any:
+    module, _, attribute = _decode_name(name).partition(":")
     try:
         function = _attribute(sys.modules[module], attribute)
     except (KeyError, AttributeError):
-        function = _imported(module, attribute)
+        function = _import_function(module, attribute)
     # Kept once it is found: others may send any number of names that nothing has.
-    if len(_of_names) >= _MOST:
-        _of_names.clear()
-    _of_names[name] = module, attribute, "." in attribute
+    if len(_attribute_paths) >= _MOST:
+        _attribute_paths.clear()
+    _attribute_paths[name] = module, attribute, "." in attribute
     return function
 
 
-def _imported(module: str, attribute: str) -> Any:
+def _import_function(module: str, attribute: str) -> Any:
     try:
         return _attribute(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
@@ -203,8 +203,8 @@ def _imported(module: str, attribute: str) -> Any:
         ) from error
 
 
-def _operator(kind: int, encoded: bytes) -> Any:
-    name = _decoded(encoded)
+def _resolve_operator(kind: int, encoded: bytes) -> Any:
+    name = _decode_name(encoded)
     if kind == Kind.CALL_BUILTIN:
         function = builtin(name)
         if len(_operators) >= _MOST:
@@ -219,14 +219,14 @@ def _operator(kind: int, encoded: bytes) -> Any:
     return function
 
 
-def _decoded(name: bytes) -> str:
+def _decode_name(name: bytes) -> str:
     try:
         return name.decode()
     except UnicodeDecodeError as error:
         raise FrameError(f"a function's name is no UTF-8: {error}") from error
 
 
-def builtin(named: str) -> Any:
+def builtin(operator_name: str) -> Any:
     """Return the operator that a message names: ``torch.add``, ``aten::add`` or ``aten::add.Tensor``.
 
     Nothing else that torch's modules and operators have as attributes is found: the types are
@@ -235,7 +235,7 @@ def builtin(named: str) -> Any:
     Raises:
         MpidistError: There is none here.
     """
-    match = _OPERATOR.fullmatch(named)
+    match = _OPERATOR.fullmatch(operator_name)
     found: Any = None
     wanted: type = OpOverloadPacket
     if match is not None:
@@ -250,6 +250,6 @@ def builtin(named: str) -> Any:
         found = found if type(found) is wanted else None
     if found is None:
         raise MpidistError(
-            f'operator "{named}" is not known to the torch of this worker ({torch.__version__})'
+            f'operator "{operator_name}" is not known to the torch of this worker ({torch.__version__})'
         )
     return found

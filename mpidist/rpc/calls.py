@@ -16,7 +16,8 @@ from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 from mpidist.rpc.message import Kind
 from mpidist.rpc.options import seconds
 from mpidist.rpc.pending import PendingCalls
-from mpidist.rpc.polling import NOTHING_LEFT, Polling
+from mpidist.rpc.polling import Polling
+from mpidist.rpc.pool import HANDLED
 from mpidist.rpc.wire import Wire
 from mpidist.rpc.worker import Workers
 
@@ -65,7 +66,7 @@ class Calls(PendingCalls):
 
         Blocks: until it is there, at most the timeout.
         """
-        kind, name = callee.named(function)
+        kind, name = callee.wire_name(function)
         content = self._codecs[to].encode_function(function, name, args, kwargs)
         call = Call(
             to,
@@ -80,13 +81,13 @@ class Calls(PendingCalls):
         self, to: int, function: Any, args: Any, kwargs: Any, timeout: float
     ) -> RpcFuture:
         """Call a function on a worker and return a future of its result."""
-        kind, name = callee.named(function)
+        kind, name = callee.wire_name(function)
         content = self._codecs[to].encode_function(function, name, args, kwargs)
         timeout_s = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
         call = AsyncCall(to, (name, function), timeout_s, self._result_of)
         future = RpcFuture(self.wait, call, self._devices)
         self.start(call, kind, name, content)
-        self._polling.help()
+        self._polling.poll_once()
         return future
 
     def request(
@@ -111,11 +112,13 @@ class Calls(PendingCalls):
             Exception: The request cannot be sent; the call is not registered then.
         """
         if self.is_stopped:
-            raise MpidistError(f"{self.stop_reason}; {_text(call, self._workers)} cannot be sent")
+            raise MpidistError(
+                f"{self.stop_reason}; {_describe(call, self._workers)} cannot be sent"
+            )
         to = call.to
         left = self._workers.left
         if left and to in left:
-            self._act(call.failed(_has_left(call, self._workers)))
+            self._run_action(call.fail(_left_error(call, self._workers)))
             return
         self.started = call.sequence = sequence = next(self._numbers)
         self._pending[sequence] = call
@@ -141,11 +144,11 @@ class Calls(PendingCalls):
             and self._pending.pop(sequence, None) is not None
         ):
             error = (
-                MpidistError(f"{self.stop_reason}; {_text(call, self._workers)}")
+                MpidistError(f"{self.stop_reason}; {_describe(call, self._workers)}")
                 if self.is_stopped
-                else _has_left(call, self._workers)
+                else _left_error(call, self._workers)
             )
-            self._act(call.failed(error))
+            self._run_action(call.fail(error))
 
     # Waiting.
 
@@ -157,10 +160,10 @@ class Calls(PendingCalls):
                 self.expire()
             if not call.done:
                 if self.is_stopped and self._pending.pop(call.sequence, None) is not None:
-                    self._act(
-                        call.failed(
+                    self._run_action(
+                        call.fail(
                             MpidistError(
-                                f"{self.stop_reason} before {_text(call, self._workers)} was "
+                                f"{self.stop_reason} before {_describe(call, self._workers)} was "
                                 "answered"
                             )
                         )
@@ -188,7 +191,7 @@ class Calls(PendingCalls):
 
     # On the polling thread.
 
-    def answered(self, incoming: Incoming) -> Any:
+    def complete(self, incoming: Incoming) -> Any:
         """Take an answer; return the action that is left to do.
 
         Raises:
@@ -198,32 +201,34 @@ class Calls(PendingCalls):
         if call is not None:
             if call.to != incoming.source:
                 raise FrameError(
-                    f"rank {incoming.source} has answered {_text(call, self._workers)}"
+                    f"rank {incoming.source} has answered {_describe(call, self._workers)}"
                 )
             call = self._pending.pop(incoming.sequence, None)
         if call is None:  # it has timed out
             self._drop(incoming)
-            return NOTHING_LEFT
+            return HANDLED
         if type(call) is not Call:
-            return call.answered(incoming) or NOTHING_LEFT
+            return call.complete(incoming) or HANDLED
         call.incoming = incoming
         call.done = True
         if call.latches:
             call.wake()
-        return NOTHING_LEFT
+        return HANDLED
 
     def fail_to(self, rank: int) -> None:
         """Fail the calls to a worker that answers no more."""
-        for call in self._taken(lambda call: call.to == rank):
-            self._act(call.failed(_has_left(call, self._workers)))
+        for call in self._remove_where(lambda call: call.to == rank):
+            self._run_action(call.fail(_left_error(call, self._workers)))
 
     def stop(self) -> None:
         """Fail all calls; none can be started any more."""
         self.is_stopped = True
-        for call in self._taken(lambda call: True):
-            self._act(
-                call.failed(
-                    MpidistError(f"{_text(call, self._workers)}: {self.stop_reason} on this worker")
+        for call in self._remove_where(lambda call: True):
+            self._run_action(
+                call.fail(
+                    MpidistError(
+                        f"{_describe(call, self._workers)}: {self.stop_reason} on this worker"
+                    )
                 )
             )
 
@@ -231,14 +236,14 @@ class Calls(PendingCalls):
         """Fail a call by its number if it went to the rank ``source``; nothing if it is done."""
         call = self._pending.get(sequence)
         if call is not None and call.to == source and self._pending.pop(sequence, None) is not None:
-            self._act(call.failed(error))
+            self._run_action(call.fail(error))
 
     def expire(self) -> None:
         """Fail the calls that are too late."""
-        for call in self._taken_expired():
-            self._act(call.failed(call.timed_out(_text(call, self._workers))))
+        for call in self._remove_expired():
+            self._run_action(call.fail(call.timed_out(_describe(call, self._workers))))
 
-    def _act(self, action: Any) -> None:
+    def _run_action(self, action: Any) -> None:
         if action is None:
             return
         if action.may_block and not self.is_stopped:
@@ -247,21 +252,21 @@ class Calls(PendingCalls):
             action.run()
 
 
-def _text(call: Call, workers: Workers) -> str:
+def _describe(call: Call, workers: Workers) -> str:
     """Return what messages to users call a call."""
     what = call.what
     if type(what) is str:
         return what
     name, function, *before = what
     text = "".join(before) + (
-        callee.text_of(name) or getattr(function, "__qualname__", None) or repr(function)
+        callee.display_name(name) or getattr(function, "__qualname__", None) or repr(function)
     )
     return f"{text} on {workers.infos[call.to].name}"
 
 
-def _has_left(call: Call, workers: Workers) -> MpidistError:
+def _left_error(call: Call, workers: Workers) -> MpidistError:
     return RankFailureError(
-        f"{_text(call, workers)}: {workers.infos[call.to].name} has left RPC (shutdown without "
+        f"{_describe(call, workers)}: {workers.infos[call.to].name} has left RPC (shutdown without "
         "graceful, the end of its program, "
         "or its death)",
         (workers.world_ranks[call.to],),

@@ -144,7 +144,7 @@ def encode_call(args: Any, kwargs: Any) -> Content:
 
 
 def encode_function(function: Any, name: bytes, args: Any, kwargs: Any) -> Content:
-    """Encode a call's arguments, and the function itself if it has no ``name`` (``callee.named``).
+    """Encode a call's arguments, and the function itself if it has no ``name`` (``callee.wire_name``).
 
     Raises:
         Exception: They cannot be pickled.

@@ -26,7 +26,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from mpidist.comm.serialization import data_writer
 from mpidist.errors import FrameError, NotPlainData
 from mpidist.rpc import callee, records
-from mpidist.rpc.allowlist import Allowed, Refused, shown_name
+from mpidist.rpc.allowlist import Allowed, Refused, printable_name
 from mpidist.rpc.message import COUNT
 from mpidist.rpc.pickles import Carried, Reference
 from mpidist.rpc.worker import WorkerInfo
@@ -88,7 +88,7 @@ class Writing:
 
 
 def _encode_name(obj: Any) -> tuple[int, list[Any]]:
-    text = callee.named(obj)[1][COUNT.size :].decode()
+    text = callee.wire_name(obj)[1][COUNT.size :].decode()
     if not text:
         raise NotPlainData(
             f"{obj!r} cannot be named: it is not found under its module and qualified name"
@@ -192,7 +192,7 @@ def make_error(values: Sequence[Any], allowed: Allowed) -> Exception:
     kind = allowed.exception(_text(name))
     if kind is None:
         raise Refused(
-            f'exceptions of "{shown_name(name)}" are not in the list of what this worker allows'
+            f'exceptions of "{printable_name(name)}" are not in the list of what this worker allows'
         )
     if (
         type(arguments) is not tuple

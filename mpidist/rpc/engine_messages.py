@@ -30,7 +30,7 @@ class EngineMessages:
     """
 
     def __init__(self, workers: Workers, wire: Wire) -> None:
-        self.taken = 0
+        self.handled = 0
         self._workers = workers
         self._wire = wire
         self._lock = threading.Lock()  # handlers may run on any thread
@@ -58,7 +58,7 @@ class EngineMessages:
             context = interceptor.current_context()
         self._wire.post_one_way(to, kind, prefix, self._wire.codecs[to].encode(obj), context)
 
-    def take(self, incoming: Incoming) -> Action | None:
+    def handle(self, incoming: Incoming) -> Action | None:
         """Hand a complete message to the engine, on the polling thread; return what is left to do."""
         engine = interceptor.engine
         action: Action | None = None
@@ -70,7 +70,7 @@ class EngineMessages:
             )
         else:
             try:
-                obj = self._decoded(incoming)
+                obj = self._decode(incoming)
                 action = engine.handle_one_way(
                     incoming.source, incoming.kind, incoming.context, obj
                 )
@@ -81,7 +81,7 @@ class EngineMessages:
             return None
         return Task(partial(self._run, incoming.source, action.run), action.may_block)
 
-    def _decoded(self, incoming: Incoming) -> Any:
+    def _decode(self, incoming: Incoming) -> Any:
         if incoming.kind == Kind.AUTOGRAD_NOTICE:
             return self._wire.decode(incoming, incoming.start, False)
         numbers = message.unpack_gradients(incoming.data, incoming.start, incoming.end)
@@ -100,7 +100,7 @@ class EngineMessages:
 
     def _count(self) -> None:
         with self._lock:
-            self.taken += 1
+            self.handled += 1
 
     def _log(self, source: int) -> None:
         # One message must not end the polling for all others; the engine tells its own pass of its

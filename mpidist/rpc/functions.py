@@ -30,7 +30,7 @@ def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-class Later:
+class DeferredResult:
     """The result of a function that answers later."""
 
     __slots__ = ("future",)
@@ -45,10 +45,10 @@ class Later:
         self.future = future
 
 
-def later(function: Any, result: Any) -> Later:
+def deferred_result(function: Any, result: Any) -> DeferredResult:
     """Return what a marked function's result means."""
     return (
         result
-        if isinstance(result, Later)
-        else Later(result, getattr(function, "__qualname__", repr(function)))
+        if isinstance(result, DeferredResult)
+        else DeferredResult(result, getattr(function, "__qualname__", repr(function)))
     )

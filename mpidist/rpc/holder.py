@@ -42,7 +42,7 @@ class Holder(Reference):
         self._type: Any = None  # a future
         self._deleted = False
         if fork is not None:
-            agent.references.hold(fork, self)
+            agent.references.register_user(fork, self)
 
     def require_shareable(self) -> None:
         """Raise what keeps this reference from being passed on."""

@@ -19,7 +19,7 @@ class InlinePolicy:
         """Say whether a function has been run, and took less than ``QUICK_S`` of late."""
         return self._seconds.get(key, QUICK_S) < QUICK_S
 
-    def note(self, key: Any, seconds: float) -> None:
+    def record(self, key: Any, seconds: float) -> None:
         """Note how long a run took.
 
         A long one counts at once, and is forgotten over many short ones.

@@ -27,7 +27,7 @@ class Interceptor(Protocol):
     def current_context(self) -> int:
         """Return the id of the calling thread's context; 0 for none."""
 
-    def request_came(self, context: int, source: int) -> None:
+    def request_arrived(self, context: int, source: int) -> None:
         """Note that a request's header has arrived within a context: in the order of the messages, on the polling thread."""
 
     def leaving(self, context: int, to: int, tensors: list[Tensor], is_answer: bool) -> int:

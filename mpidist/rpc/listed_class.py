@@ -133,5 +133,5 @@ def _is_foreign(attribute: Any, cls: type) -> bool:
         return False
     # C functions are at home where they are, Python's where their module shows them.
     return type(function) is BuiltinFunctionType or (
-        "." not in name and callee.is_at(function, module, name)
+        "." not in name and callee.is_found_at(function, module, name)
     )

@@ -70,9 +70,9 @@ def entries_of(item: Any) -> list[Entry]:
         return list(_of_function(item))
     if not isinstance(item, (*_FUNCTIONS, MethodType, type)):
         raise TypeError(f"allowed names functions, classes and modules; got {item!r}")
-    module, name = callee.place_of(item)
-    if not callee.is_at(item, module, name):
-        if callee.named(item)[1] != callee.UNNAMED:
+    module, name = callee.module_and_name(item)
+    if not callee.is_found_at(item, module, name):
+        if callee.wire_name(item)[1] != callee.UNNAMED:
             return list(_of_function(item))  # torch's functions have no module
         raise ValueError(
             f"allowed: {item!r} is not found by a name of its module, so no message can name it"
@@ -80,13 +80,13 @@ def entries_of(item: Any) -> list[Entry]:
     return list(_of_path(f"{module}.{name}", sys.modules[module], name.split(".")))
 
 
-def text_of(item: Any) -> str:
+def display_name(item: Any) -> str:
     """Return how the list shows an item."""
     if type(item) is str:
         return item
     if isinstance(item, ModuleType):
         return item.__name__
-    kind, name = callee.named(item)
+    kind, name = callee.wire_name(item)
     text = name[COUNT.size :].decode()
     return text.replace(":", ".") if kind == Kind.CALL_PYTHON else text
 
@@ -195,8 +195,8 @@ def _of_path(text: str, module: ModuleType, path: list[str]) -> Iterator[Entry]:
     elif isinstance(found, type):
         _refuse_own(text, module.__name__, found.__module__)
         yield from _of_class(name, found)
-        own_module, own_name = callee.place_of(found)
-        if f"{own_module}:{own_name}" != name and callee.is_at(found, own_module, own_name):
+        own_module, own_name = callee.module_and_name(found)
+        if f"{own_module}:{own_name}" != name and callee.is_found_at(found, own_module, own_name):
             yield from _of_class(f"{own_module}:{own_name}", found)
     elif _is_function(found):
         if not is_own:
@@ -217,7 +217,7 @@ def _of_class(name: str, cls: type) -> Iterator[Entry]:
 
 def _of_function(function: Any) -> Iterator[Entry]:
     """Yield a function under the name by which callers that hold it name it."""
-    kind, name = callee.named(function)
+    kind, name = callee.wire_name(function)
     if name != callee.UNNAMED:
         yield Entry(int(kind), name[COUNT.size :].decode(), function)
     if type(function) is OpOverloadPacket:

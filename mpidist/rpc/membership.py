@@ -12,7 +12,7 @@ from mpidist.comm.mpi import launcher_env, runtime
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import MpidistError
 from mpidist.rpc.options import RpcBackendOptions
-from mpidist.rpc.worker import WorkerInfo, Workers, doubled
+from mpidist.rpc.worker import WorkerInfo, Workers, duplicate_names
 
 # A transport serves all agents of the same ranks, one after the other; each has its generation.
 _transports: dict[tuple[int, ...], Transport] = {}
@@ -54,10 +54,10 @@ def transport_of(rank: int, world_size: int | None, group: ProcessGroup | None) 
 
 def _group(world_size: int | None) -> ProcessGroup:
     if not runtime.is_initialized() and world_size is not None:
-        told = launcher_env.from_environment(os.environ).size
-        if told is not None and told != world_size:
+        launched_size = launcher_env.from_environment(os.environ).size
+        if launched_size is not None and launched_size != world_size:
             raise MpidistError(
-                f"init_rpc was given world_size {world_size}, but the job has {told} ranks; for "
+                f"init_rpc was given world_size {world_size}, but the job has {launched_size} ranks; for "
                 "fewer, call mpidist.comm.init() "
                 "on all ranks first, or give group="
             )
@@ -80,7 +80,7 @@ def _group(world_size: int | None) -> ProcessGroup:
     return made
 
 
-Told = tuple[str, int, dict[str, dict[int, int]], bool, "str | None"]
+_Description = tuple[str, int, dict[str, dict[int, int]], bool, "str | None"]
 
 
 def gather_workers(
@@ -96,10 +96,10 @@ def gather_workers(
 
     Args:
         is_data_only: This worker has a list, and reads data only.
-        problem: The reason why this worker cannot take part; raised here, and told to all others.
+        problem: The reason why this worker cannot take part; raised here, and sent to all others.
 
     Raises:
-        MpidistError: What the workers told does not fit together, or one of them has a problem; on
+        MpidistError: The descriptions of the workers do not match, or one of them has a problem; on
             all of them.
     """
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
@@ -117,24 +117,24 @@ def gather_workers(
     )
     if problem is not None:
         raise problem
-    told = [_checked(rank, one) for rank, one in enumerate(everyone)]
-    for rank, (told_name, *_, their_problem) in enumerate(told):
-        if their_problem is not None:
-            raise MpidistError(f"init_rpc has failed on rank {rank} ({told_name}): {their_problem}")
-    workers = [WorkerInfo(one[0], rank) for rank, one in enumerate(told)]
-    twice = doubled(workers)
+    descriptions = [_validate(rank, one) for rank, one in enumerate(everyone)]
+    for rank, (peer_name, *_, peer_problem) in enumerate(descriptions):
+        if peer_problem is not None:
+            raise MpidistError(f"init_rpc has failed on rank {rank} ({peer_name}): {peer_problem}")
+    workers = [WorkerInfo(one[0], rank) for rank, one in enumerate(descriptions)]
+    twice = duplicate_names(workers)
     if twice:
         raise MpidistError(
             f"RPC worker name is not unique: {', '.join(map(repr, twice))} among "
             f"{[worker.name for worker in workers]}"
         )
-    counts = {one[1] for one in told}
+    counts = {one[1] for one in descriptions}
     if len(counts) > 1:
         raise MpidistError(
             f"ranks have initialised RPC a different number of times: {sorted(counts)}; a rank has "
             "missed an init_rpc"
         )
-    device_maps = [one[2] for one in told]
+    device_maps = [one[2] for one in descriptions]
     unknown = sorted(
         {worker for maps in device_maps for worker in maps} - {worker.name for worker in workers}
     )
@@ -142,18 +142,18 @@ def gather_workers(
         raise MpidistError(
             f"device maps name workers that there are not: {unknown}; the workers are {workers}"
         )
-    data_only = [rank for rank, one in enumerate(told) if one[3]]
+    data_only = [rank for rank, one in enumerate(descriptions) if one[3]]
     return Workers(workers, transport.rank, transport.world_ranks, data_only), device_maps
 
 
-def _checked(rank: int, told: Any) -> Told:
-    """Return what a rank has told of its worker.
+def _validate(rank: int, description: Any) -> _Description:
+    """Return the description that a rank has sent.
 
     Raises:
         MpidistError: It is none of that.
     """
     try:
-        name, generation, maps, is_data_only, problem = told
+        name, generation, maps, is_data_only, problem = description
         pairs = [pair for device_map in maps.values() for pair in device_map.items()]
         is_right = (
             type(name) is str
@@ -168,5 +168,5 @@ def _checked(rank: int, told: Any) -> Told:
     except (TypeError, ValueError, AttributeError):
         is_right = False
     if not is_right:
-        raise MpidistError(f"rank {rank} has told of its worker what no worker is")
+        raise MpidistError(f"rank {rank} has sent an invalid description of its worker")
     return name, generation, maps, is_data_only, problem

@@ -19,7 +19,7 @@ def call_method(name: str, rref: Any, /, *args: Any, **kwargs: Any) -> Any:
     value, allowed = _owned(rref)
     method = getattr(value, name) if allowed is None else allowed.method(value, name)
     result = method(*args, **kwargs)
-    return functions.later(method, result) if hasattr(method, functions.MARK) else result
+    return functions.deferred_result(method, result) if hasattr(method, functions.MARK) else result
 
 
 @services.service

@@ -28,16 +28,16 @@ class PendingCalls:
         """Say whether it is time to look for calls that are too late."""
         return self._next_deadline != _NEVER and time.monotonic() >= self._next_deadline
 
-    def _taken(self, concerns: Callable[[Call], bool]) -> list[Call]:
+    def _remove_where(self, concerns: Callable[[Call], bool]) -> list[Call]:
         """Take out those calls for which ``concerns`` returns True."""
         found = [call for call in list(self._pending.values()) if concerns(call)]
         return [call for call in found if self._pending.pop(call.sequence, None) is not None]
 
-    def _taken_expired(self) -> list[Call]:
+    def _remove_expired(self) -> list[Call]:
         # Before looking: a call that is added meanwhile sets it again, if it must.
         self._next_deadline = _NEVER
         now = time.monotonic()
-        late = self._taken(lambda call: call.deadline <= now)
+        late = self._remove_where(lambda call: call.deadline <= now)
         nearest = min((call.deadline for call in list(self._pending.values())), default=_NEVER)
         self._next_deadline = min(self._next_deadline, nearest)
         return late

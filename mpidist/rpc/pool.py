@@ -44,27 +44,29 @@ class Task:
         self.may_block = may_block
 
 
-class Turn:
+# The action of a message that has been handled already.
+HANDLED: Action = Task(lambda: None, False)
+
+
+class PoolThread:
     """A pool thread's claim to poll.
 
     Attributes:
-        acting: The number of the action that it runs as the leader; 0 while it polls.
+        action_number: The number of the action that it runs as the leader; 0 while it polls.
         is_counted: Its action counts among those that run.
         lane: The action's.
     """
 
-    __slots__ = ("acting", "is_counted", "lane")
-
-    is_pools = True  # a thread that waits for an answer may take over
+    __slots__ = ("action_number", "is_counted", "lane")
 
     def __init__(self) -> None:
-        self.acting = 0
+        self.action_number = 0
         self.is_counted = False
         self.lane = HANDLERS
 
 
 class _Here(threading.local):
-    turn: Turn | None = None  # of a thread of the pool
+    thread: PoolThread | None = None  # None in a user's thread
 
 
 here = _Here()
@@ -78,11 +80,11 @@ class Pool:
         limit: The number of actions of each lane that run at once. Those that wait for an answer do
             not count.
         name: For the threads' names.
-        follow: The body of a thread that is to follow and lead, with its turn; returns when others
+        follow: The body of a thread that is to follow and lead, with its thread; returns when others
             do.
     """
 
-    def __init__(self, limit: int, name: str, follow: Callable[[Turn], None]) -> None:
+    def __init__(self, limit: int, name: str, follow: Callable[[PoolThread], None]) -> None:
         self._limit = limit
         self._name = name
         self._follow = follow
@@ -104,35 +106,35 @@ class Pool:
                 self._backlog[lane].append(action)
                 return
             self._running[lane] += 1
-        self._give(action)
+        self._enqueue(action)
 
     def submit_follower(self) -> None:
         """Have a thread follow and lead."""
-        self._give(_FOLLOW)
+        self._enqueue(_FOLLOW)
 
     def is_full(self) -> bool:
         """Say whether as many handlers run as may."""
         return self._running[HANDLERS] >= self._limit
 
-    def enter(self, turn: Turn) -> None:
+    def enter(self, thread: PoolThread) -> None:
         """Count the action that a thread runs, from now on."""
         with self._lock:
-            self._running[turn.lane] += 1
-            turn.is_counted = True
+            self._running[thread.lane] += 1
+            thread.is_counted = True
 
-    def leave(self, turn: Turn) -> None:
+    def leave(self, thread: PoolThread) -> None:
         """Count it no more: it has ended, or waits for an answer and must not keep others from running. Again does nothing."""
         with self._lock:
-            if not turn.is_counted:
+            if not thread.is_counted:
                 return
-            turn.is_counted = False
-            backlog, lane = self._backlog[turn.lane], turn.lane
+            thread.is_counted = False
+            backlog, lane = self._backlog[thread.lane], thread.lane
             self._running[lane] -= 1
             if not backlog or self._running[lane] >= self._limit:
                 return
             self._running[lane] += 1
             action = backlog.popleft()
-        self._give(action)
+        self._enqueue(action)
 
     def counts(self) -> tuple[int, int, int]:
         """Return the number of threads, of those without work, and of actions that wait or run."""
@@ -164,7 +166,7 @@ class Pool:
             alive[0].join(min(0.1, timeout_s))
         return True
 
-    def _give(self, action: Action) -> None:
+    def _enqueue(self, action: Action) -> None:
         with self._lock:
             self._idle -= 1
             needs_thread = self._idle < 0
@@ -177,24 +179,26 @@ class Pool:
 
     def _start_thread(self) -> None:
         name = f"mpidist-{self._name}-{next(self._numbers)}"
-        thread = threading.Thread(target=runtime.guard_thread(self._live), name=name, daemon=True)
+        thread = threading.Thread(
+            target=runtime.guard_thread(self._run_actions), name=name, daemon=True
+        )
         with self._lock:
             if not self._is_stopping:
                 self._threads.append(thread)
                 thread.start()
 
-    def _live(self) -> None:
+    def _run_actions(self) -> None:
         """Run one action after the other; the body of all threads."""
-        turn = here.turn = Turn()
+        thread = here.thread = PoolThread()
         while (action := self._queue.get()) is not None and not self._is_stopping:
             if action is _FOLLOW:
-                turn.lane = HANDLERS
-                self._follow(turn)
+                thread.lane = HANDLERS
+                self._follow(thread)
             else:
-                turn.lane, turn.is_counted = action.lane, True
+                thread.lane, thread.is_counted = action.lane, True
                 action.run()
             del action  # its arguments end with it, not with the next action
             with self._lock:
                 self._idle += 1
-            if turn.is_counted:
-                self.leave(turn)
+            if thread.is_counted:
+                self.leave(thread)

@@ -19,7 +19,7 @@ from mpidist.rpc.worker import Workers
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def calling(call: F, kind: str, function: Any, workers: Workers, to: int) -> F:
+def record_calls(call: F, kind: str, function: Any, workers: Workers, to: int) -> F:
     """Wrap what calls a function on another worker, so that it is an event of the calling thread.
 
     Args:
@@ -28,11 +28,11 @@ def calling(call: F, kind: str, function: Any, workers: Workers, to: int) -> F:
     """
     event = f"rpc_{kind}#{_name(function)}({workers.me.name} -> {workers.infos[to].name})"
 
-    def recorded(*args: Any) -> Any:
+    def call_recorded(*args: Any) -> Any:
         with torch._C._profiler._RecordFunctionFast(event):
             return call(*args)
 
-    return cast(F, recorded)
+    return cast(F, call_recorded)
 
 
 def _name(function: Any) -> str:

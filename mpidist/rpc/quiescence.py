@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from mpidist.errors import FrameError
 
 _NAP_S = 2e-4
-_LOOK_S = 0.1  # between two looks at who has gone
+_CHECK_S = 0.1  # between two looks at who has gone
 COORDINATOR = 0
 _PROCEED, _AGAIN = 1, 0
-_AHEAD = 1000  # rounds that a worker may have given up, and the coordinator not
-_REPORT = 5  # numbers of a report: the round, and what ``totals`` returns behind the first
+_MAX_ROUNDS_AHEAD = 1000  # rounds that a worker may have given up, and the coordinator not
+_REPORT = 5  # numbers of a report: the round, and what ``activity`` returns behind the first
 
 Counts = tuple[int, ...]
 
@@ -34,7 +34,7 @@ class Quiescence:
         size: The number of workers.
         send: With False, sends a report (round, counts …) to the coordinator; with True, its
             verdict (round, verdict) to all.
-        totals: Returns what is under way here, and monotonic counts of calls, answers, one-way
+        activity: Returns what is under way here, and monotonic counts of calls, answers, one-way
             messages sent and taken.
         check: Raises if the wait is to end: (deadline, reason).
     """
@@ -44,23 +44,23 @@ class Quiescence:
         rank: int,
         size: int,
         send: Callable[[bool, Sequence[int]], None],
-        totals: Callable[[], Counts],
+        activity: Callable[[], Counts],
         check: Callable[[float, Callable[[], str]], None],
     ) -> None:
         self._rank = rank
         self._size = size
         self._send = send
-        self._totals = totals
+        self._activity = activity
         self._check = check
         # by rank: its last round and its counts then
         self._reports: dict[int, tuple[int, Counts]] = {}
         self._decided = -1  # the last round of which there is a verdict
         self._last: Counts | None = None  # the sums of the round before
         self._verdicts: dict[int, int] = {}
-        self._news = threading.Event()
+        self._verdict_arrived = threading.Event()
         self._round = 0
 
-    def take_report(self, source: int, numbers: Sequence[int]) -> None:
+    def receive_report(self, source: int, numbers: Sequence[int]) -> None:
         """Take a worker's report, on the coordinator; with the last one of a round, send the verdict.
 
         Raises:
@@ -72,7 +72,7 @@ class Quiescence:
                 f"a report of {len(numbers)} numbers from rank {source} to rank {self._rank}"
             )
         number, *counts = numbers
-        if not self._decided < number <= self._round + _AHEAD:
+        if not self._decided < number <= self._round + _MAX_ROUNDS_AHEAD:
             raise FrameError(
                 f"a report of round {number} from rank {source}; the last one that is over is "
                 f"{self._decided}"
@@ -88,7 +88,7 @@ class Quiescence:
         self._last = None if is_over else sums
         self._send(True, (number, _PROCEED if is_over else _AGAIN))
 
-    def take_verdict(self, source: int, numbers: Sequence[int]) -> None:
+    def receive_verdict(self, source: int, numbers: Sequence[int]) -> None:
         """Take the coordinator's verdict; nothing of a round that this worker does not wait for any more.
 
         Raises:
@@ -105,7 +105,7 @@ class Quiescence:
             )
         if number == self._round - 1:
             self._verdicts[number] = verdict
-            self._news.set()
+            self._verdict_arrived.set()
 
     def missing(self) -> list[int]:
         """Return the ranks that have not reported in this round; known on the coordinator alone."""
@@ -125,17 +125,17 @@ class Quiescence:
         """
         deadline = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
         while True:
-            while self._totals()[0]:
+            while self._activity()[0]:
                 self._check(deadline, lambda: "calls are under way on this worker")
                 time.sleep(_NAP_S)
             number = self._round
             self._round += 1
-            self._news.clear()
-            self._send(False, (number, *self._totals()[1:]))
+            self._verdict_arrived.clear()
+            self._send(False, (number, *self._activity()[1:]))
             while number not in self._verdicts:
-                if not self._news.wait(_LOOK_S):
+                if not self._verdict_arrived.wait(_CHECK_S):
                     self._check(deadline, self._reason)
-                self._news.clear()
+                self._verdict_arrived.clear()
             if self._verdicts.pop(number) == _PROCEED:
                 return
             time.sleep(_NAP_S)

@@ -68,7 +68,7 @@ def fields_of(obj: Any) -> tuple[str, list[Any]] | None:
     layout = _layout_of(cls)
     if (
         layout is None
-        or not callee.is_at(cls, layout.module, layout.qualname)
+        or not callee.is_found_at(cls, layout.module, layout.qualname)
         or _has_further_state(obj, layout)
     ):
         return None
@@ -94,7 +94,7 @@ def complaint(obj: Any) -> str:
     layout = _layout_of(cls)
     if layout is None:
         return "its class has a base in C, or a field that a descriptor sets"
-    if not callee.is_at(cls, layout.module, layout.qualname):
+    if not callee.is_found_at(cls, layout.module, layout.qualname):
         return f"its class is not found as {layout.module}.{layout.qualname}"
     more = sorted(set(getattr(obj, "__dict__", ())) - set(layout.fields) - layout.cached)
     if more:

@@ -28,7 +28,7 @@ _MOST_PAIRS = 1000  # of (reference, fork) in one message
 
 
 # guards which thread reads a creation's answer, and completes its future
-_telling = threading.RLock()
+_completing = threading.RLock()
 
 
 class Creation(Call):
@@ -36,10 +36,10 @@ class Creation(Call):
 
     Args:
         error_of: Decodes an exception.
-        settled: Called once, on the polling thread.
+        on_end: Called once, on the polling thread.
     """
 
-    __slots__ = ("_error_of", "_future", "_settled", "_untold")
+    __slots__ = ("_error_of", "_future", "_on_end", "_open_future")
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class Creation(Call):
         what: Any,
         timeout_s: float,
         error_of: Callable[[Call], BaseException],
-        settled: Callable[[], None] | None,
+        on_end: Callable[[], None] | None,
     ) -> None:
         super().__init__(to, what, timeout_s)
         self._error_of = error_of
-        self._settled = settled
+        self._on_end = on_end
         self._future: torch.futures.Future[Any] | None = None
         # the same, until a thread completes it
-        self._untold: torch.futures.Future[Any] | None = None
+        self._open_future: torch.futures.Future[Any] | None = None
 
     may_block = True
     is_creation = True
@@ -64,27 +64,27 @@ class Creation(Call):
         """Say whether the owner was too late: nobody knows whether the value exists."""
         return isinstance(self.error, CommTimeout)
 
-    def answered(self, incoming: Any) -> Any:
+    def complete(self, incoming: Any) -> Any:
         """See ``Call``."""
         if incoming.kind == _EXCEPTION:
             self.incoming = incoming
         return self._end()
 
-    def failed(self, error: BaseException) -> Any:
+    def fail(self, error: BaseException) -> Any:
         """See ``Call``."""
         self.error = error
         return self._end()
 
     def _end(self) -> Any:
-        settled, self._settled = self._settled, None
-        if settled is not None:
-            settled()
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
         self.finish()
         return self if self._future is not None else None
 
     def reason(self) -> BaseException | None:
         """Return the error on the way or on the owner, once it is done; None for success."""
-        with _telling:
+        with _completing:
             if self.incoming is not None and self.error is None:
                 try:
                     self.error = self._error_of(self)
@@ -97,17 +97,17 @@ class Creation(Call):
 
     def future(self) -> torch.futures.Future[Any]:
         """Return a future that is complete when the owner has answered."""
-        with _telling:
+        with _completing:
             if self._future is None:
-                self._untold = self._future = torch.futures.Future()
+                self._open_future = self._future = torch.futures.Future()
         if self.done:
             self.run()
         return self._future
 
     def run(self) -> None:
         """Complete the future, if no other thread does."""
-        with _telling:
-            future, self._untold = self._untold, None
+        with _completing:
+            future, self._open_future = self._open_future, None
             if future is None:
                 return
             error = self.reason()
@@ -136,15 +136,15 @@ class References:
         # (owner, reference, fork) of holders that are gone
         self.deletes: deque[tuple[int, int, int]] = deque()
         # other workers' references that are held here, by fork
-        self._users: dict[int, weakref.ref[Any]] = {}
+        self._user_rrefs: dict[int, weakref.ref[Any]] = {}
         self._workers = workers
         self._wire = wire
         self._calls = calls
         self._polling = polling
         self._make = make
-        wire.use_references(self._made, self.announce)
+        wire.connect_references(self._make_checked, self.announce)
 
-    def _made(self, reference: int, fork: int, owner: int) -> Any:
+    def _make_checked(self, reference: int, fork: int, owner: int) -> Any:
         self._require_worker(owner)
         return self._make(reference, fork, owner)
 
@@ -156,18 +156,18 @@ class References:
 
     # Holders here, of values elsewhere.
 
-    def hold(self, fork: int, holder: Any) -> None:
+    def register_user(self, fork: int, holder: Any) -> None:
         """Note a holder of another worker's value."""
-        self._users[fork] = weakref.ref(holder)
+        self._user_rrefs[fork] = weakref.ref(holder)
 
     def queue_delete(self, owner: int, reference: int, fork: int) -> None:
         """Note that a holder is gone; whoever polls tells the owner. Callable from finalizers."""
-        self._users.pop(fork, None)
+        self._user_rrefs.pop(fork, None)
         self.deletes.append((owner, reference, fork))
 
     def delete_users(self) -> None:
         """Delete all holders of other workers' values."""
-        for found in list(self._users.values()):
+        for found in list(self._user_rrefs.values()):
             holder = found()
             if holder is not None:
                 holder.delete()
@@ -210,7 +210,7 @@ class References:
 
     # Values here, holders elsewhere; on the polling thread, in the order of messages.
 
-    def count(self, source: int, rows: Sequence[message.ReferenceRow]) -> None:
+    def count_forks(self, source: int, rows: Sequence[message.ReferenceRow]) -> None:
         """Count the forks of this worker's values that come with a message.
 
         Raises:
@@ -225,7 +225,7 @@ class References:
             if owner == me:
                 self.store.add_fork(reference, fork)
 
-    def take_forks(self, incoming: Any) -> None:
+    def add_announced_forks(self, incoming: Any) -> None:
         """Count the forks that another worker announces.
 
         Raises:
@@ -235,7 +235,7 @@ class References:
         require_own(incoming.source, [fork for _, fork in pairs])
         self.store.add_forks(pairs)
 
-    def take_deletes(self, incoming: Any) -> None:
+    def delete_forks(self, incoming: Any) -> None:
         """Forget the forks of holders that are gone."""
         for reference, fork in message.unpack_pairs(incoming.data, incoming.start, incoming.end):
             self.store.delete_fork(reference, fork)
@@ -280,26 +280,26 @@ class References:
         Returns:
             The reference, the caller's fork, the entry if the worker is this one, and the call.
         """
-        kind, name = callee.named(function)
+        kind, name = callee.wire_name(function)
         content = self._wire.codecs[to].encode_function(function, name, args, kwargs)
         store = self.store
         reference, fork = store.make_id(), store.make_id()
-        entry, settled = None, None
+        entry, on_end = None, None
         if to == self._workers.me.id:
             entry = store.create(reference, fork)
 
-            def settled() -> None:
+            def on_end() -> None:
                 store.delete_fork(reference, fork)
 
         creation = Creation(
-            to, (name, function, "remote "), timeout_s, self._calls.error_of, settled
+            to, (name, function, "remote "), timeout_s, self._calls.error_of, on_end
         )
         try:
             self._calls.start(
                 creation, int(kind) + TO_REMOTE, PAIR.pack(reference, fork) + name, content
             )
         except BaseException:
-            if settled is not None:
-                settled()
+            if on_end is not None:
+                on_end()
             raise
         return reference, fork, entry, creation

@@ -70,9 +70,9 @@ class Request:
                 if kind == _METHOD:
                     function: Any = partial(methods.call_method, key.decode())
                 elif kind == _SERVICE and key:
-                    function = partial(callee.found(kind, key, agent.allowed), incoming.source)
+                    function = partial(callee.resolve(kind, key, agent.allowed), incoming.source)
                 else:
-                    function = callee.found(kind, key, agent.allowed) if key else None
+                    function = callee.resolve(kind, key, agent.allowed) if key else None
             except BaseException:
                 agent.references.drop(incoming)  # its arguments are not read
                 raise
@@ -115,14 +115,14 @@ class Request:
                 with engine.entering(incoming.context, incoming.source, False):
                     result = function(*args, **kwargs)
             if hasattr(function, functions.MARK):
-                result = functions.later(function, result)
+                result = functions.deferred_result(function, result)
         except BaseException as error:
             self._log(error)
             self.fail(error)
             return
         finally:
-            agent.policy.note(key, time.monotonic() - start)
-        if type(result) is functions.Later:
+            agent.policy.record(key, time.monotonic() - start)
+        if type(result) is functions.DeferredResult:
             result.future.add_done_callback(self._finish)
         else:
             self.succeed(result)

@@ -24,7 +24,7 @@ def service(function: F) -> F:
     return function
 
 
-def found(name: str) -> Callable[..., Any]:
+def resolve(name: str) -> Callable[..., Any]:
     """Return the service of a name.
 
     Raises:

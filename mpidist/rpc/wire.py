@@ -65,20 +65,20 @@ class Wire:
         self.answered = self.one_way_sent = 0
         self.is_stopped = False
         self._count_lock = threading.Lock()
-        self._adopt: Callable[[int, int, int], Any] = _no_references
+        self._make_reference: Callable[[int, int, int], Any] = _no_references
         self._announce: Callable[[int, Sequence[tuple[int, int]]], None] = _no_references
         self._request_maps = request_maps
         self._answer_maps = answer_maps
         self._decoder: Any = decoder if allowed is None else data_codec.DataDecoder(allowed)
         self._send = transport.send
 
-    def use_references(
+    def connect_references(
         self,
-        adopt: Callable[[int, int, int], Any],
+        make_reference: Callable[[int, int, int], Any],
         announce: Callable[[int, Sequence[tuple[int, int]]], None],
     ) -> None:
         """Have references made of (reference, fork, owner's rank), and owners told of (owner, pairs) ahead of a message."""
-        self._adopt = adopt
+        self._make_reference = make_reference
         self._announce = announce
 
     def has_device_map(self, to: int) -> bool:
@@ -121,7 +121,7 @@ class Wire:
                 references[0].require_shareable()
             # Last of all: nothing can fail any more, and nothing is recorded or counted that never
             # comes to be.
-            if context and (number := _recorded(to, kind, context, content)):
+            if context and (number := _record_send(to, kind, context, content)):
                 flags |= AUTOGRAD
             if references:
                 prefix = message.ONE_REFERENCE.pack(1, *references[0].fork(to)) + prefix
@@ -173,7 +173,7 @@ class Wire:
         flags, body, parts, devices = content.body(maps.get(to))
         for reference in content.references:
             reference.require_shareable()
-        number = _recorded(to, kind, context, content) if context else 0
+        number = _record_send(to, kind, context, content) if context else 0
         if number:
             flags |= AUTOGRAD
             prefix = WORD.pack(number) + prefix
@@ -211,7 +211,7 @@ class Wire:
         first = WORD.size if number else 0
         return flags | REFERENCES, prefix[:first] + table + prefix[first:], body
 
-    def take_preamble(self, incoming: Incoming) -> list[ReferenceRow]:
+    def unpack_preamble(self, incoming: Incoming) -> list[ReferenceRow]:
         """Take autograd's number and the references off the header of a message that has just arrived; return the references.
 
         Raises:
@@ -236,7 +236,7 @@ class Wire:
             return incoming.noted[1] if incoming.noted is not None else []
         if incoming.flags & ANNOUNCED and incoming.is_complete and incoming.parts:
             with contextlib.suppress(FrameError):
-                return _announced(incoming, incoming.parts[0], 0)[0]
+                return _unpack_announced(incoming, incoming.parts[0], 0)[0]
         return []
 
     def decode(self, incoming: Incoming, place: int, is_answer: bool) -> Any:
@@ -262,13 +262,13 @@ class Wire:
             return None
         references: Sequence[Any] = ()
         if flags & REFERENCES:
-            references = [self._adopt(*row) for row in incoming.noted[1]]
+            references = [self._make_reference(*row) for row in incoming.noted[1]]
         elif flags & ANNOUNCED:
-            rows, place = _announced(incoming, body, place)
-            references = [self._adopt(*row) for row in rows]
+            rows, place = _unpack_announced(incoming, body, place)
+            references = [self._make_reference(*row) for row in rows]
         attach = None
         if flags & AUTOGRAD and (engine := interceptor.engine) is not None:
-            attach = partial(_attached, engine, incoming, incoming.noted[0], is_answer)
+            attach = partial(_attach_autograd, engine, incoming, incoming.noted[0], is_answer)
         return self._decoder.decode(flags, body, place, parts, references, attach)
 
     def decode_call(self, incoming: Incoming, place: int) -> tuple[Any, Any]:
@@ -300,13 +300,13 @@ class Wire:
         )
 
 
-def _announced(incoming: Incoming, body: Any, place: int) -> tuple[list[ReferenceRow], int]:
+def _unpack_announced(incoming: Incoming, body: Any, place: int) -> tuple[list[ReferenceRow], int]:
     rows, place = message.unpack_announced(body, place)
     require_own(incoming.source, [fork for _, fork, _ in rows])
     return rows, place
 
 
-def _recorded(to: int, kind: int, context: int, content: Content) -> int:
+def _record_send(to: int, kind: int, context: int, content: Content) -> int:
     """Have distributed autograd record a message; return its number there, 0 if no tensor needs a gradient."""
     engine = interceptor.engine
     if engine is None:
@@ -319,7 +319,7 @@ def _no_references(*args: Any) -> Any:
     raise FrameError("references in a message of a worker that has none")
 
 
-def _attached(
+def _attach_autograd(
     engine: Any, incoming: Incoming, number: int, is_answer: bool, tensors: list[Any]
 ) -> list[Any]:
     return engine.arriving(incoming.context, incoming.source, number, tensors, is_answer)

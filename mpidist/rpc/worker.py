@@ -49,7 +49,7 @@ def check_name(name: str) -> None:
         raise MpidistError(f"Worker name must match {_NAME.pattern}; got {name!r}")
 
 
-def doubled(workers: Sequence[WorkerInfo]) -> list[str]:
+def duplicate_names(workers: Sequence[WorkerInfo]) -> list[str]:
     """Return the names that more than one worker has."""
     names = [worker.name for worker in workers]
     return sorted({name for name in names if names.count(name) > 1})

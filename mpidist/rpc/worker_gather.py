@@ -17,7 +17,7 @@ from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 if TYPE_CHECKING:
     from mpidist.rpc.agent import Agent
 
-_LOOK_S = 0.1  # between two looks at who has ended
+_CHECK_S = 0.1  # between two looks at who has ended
 _AHEAD = 64  # gatherings of which a worker may send its part before the leader takes part in them
 # The agent's generation, the number, and the names in order.
 _SEQUENCE_ID = re.compile(r"([0-9]{1,18}):([0-9]{1,18}):([A-Za-z0-9\-_: ]+)")
@@ -60,7 +60,7 @@ _counts: dict[tuple[int, str], int] = {}
 _states: dict[str, _State] = {}
 
 
-def forget() -> None:
+def reset() -> None:
     """Drop what an agent that ends has counted, and what others have sent ahead."""
     with _lock:
         _counts.clear()
@@ -82,7 +82,7 @@ def gather_to_leader(
     )
     _require_types(all(type(name) is str for name in worker_names))
     with _lock:
-        agent = current.require()  # under the lock: none is left behind by ``forget``
+        agent = current.require()  # under the lock: none is left behind by ``reset``
         number, joined, names = identity = _identity(agent, sequence_id)
         sender = _sender(agent, source, identity)
         _require(worker_name == sender, f"a part of {worker_name!r} comes from {sender}")
@@ -108,7 +108,7 @@ def gather_to_leader(
 
 
 @services.service
-def tell_follower(source: int, /, sequence_id: str, gathered: dict[str, Any]) -> None:
+def broadcast_to_follower(source: int, /, sequence_id: str, gathered: dict[str, Any]) -> None:
     """Take all parts; run by each worker but the leader. It has given its own part by then.
 
     Raises:
@@ -117,7 +117,7 @@ def tell_follower(source: int, /, sequence_id: str, gathered: dict[str, Any]) ->
     """
     _require_types(type(sequence_id) is str and type(gathered) is dict)
     with _lock:
-        agent = current.require()  # under the lock: none is left behind by ``forget``
+        agent = current.require()  # under the lock: none is left behind by ``reset``
         number, joined, names = identity = _identity(agent, sequence_id)
         sender, leader = _sender(agent, source, identity), min(names)
         _require(
@@ -200,13 +200,13 @@ def all_gather(
         state = _states.setdefault(sequence_id, _State())
         state.is_called = True
     try:
-        return _gathered(agent, state, sequence_id, obj, names, timeout)
+        return _run_gather(agent, state, sequence_id, obj, names, timeout)
     finally:
         with _lock:
             _states.pop(sequence_id, None)
 
 
-def _gathered(
+def _run_gather(
     agent: Agent, state: _State, sequence_id: str, obj: Any, names: set[str], timeout: float
 ) -> dict[str, Any]:
     leader, me = min(names), agent.workers.me.name
@@ -222,7 +222,7 @@ def _gathered(
             timeout,
         )
     deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
-    while not state.proceed.wait(_LOOK_S):
+    while not state.proceed.wait(_CHECK_S):
         missing = names - {me} - set(state.gathered)
         if time.monotonic() > deadline:
             raise MpidistError(
@@ -231,7 +231,7 @@ def _gathered(
             )
         _require_present(agent, me, missing, leader)
     if me == leader:
-        _tell_followers(names - {leader}, sequence_id, state.gathered, timeout, limit)
+        _broadcast_to_followers(names - {leader}, sequence_id, state.gathered, timeout, limit)
     return state.gathered
 
 
@@ -246,18 +246,18 @@ def _require_present(agent: Agent, me: str, missing: set[str], leader: str) -> N
         raise exited_ranks.failure(f"{agent.workers.me}: _all_gather", lost)
 
 
-def _tell_followers(
+def _broadcast_to_followers(
     followers: set[str], sequence_id: str, gathered: Any, timeout: float, limit: float
 ) -> None:
     agent = current.require()
-    told = {
+    answers = {
         name: agent.calls.invoke_async(
-            agent.workers.rank_of(name), tell_follower, (sequence_id, gathered), {}, timeout
+            agent.workers.rank_of(name), broadcast_to_follower, (sequence_id, gathered), {}, timeout
         )
         for name in sorted(followers)
     }
     errors = []
-    for name, future in told.items():
+    for name, future in answers.items():
         try:
             future.wait()
         except RuntimeError as error:

@@ -36,7 +36,7 @@ def agent(outbox):
         [WorkerInfo(f"worker{rank}", rank) for rank in range(WORKERS)], ME, range(WORKERS)
     )
     wire = SimpleNamespace(codecs=[codec] * WORKERS)
-    return SimpleNamespace(workers=workers, for_engine=outbox, allowed=None, wire=wire)
+    return SimpleNamespace(workers=workers, engine_messages=outbox, allowed=None, wire=wire)
 
 
 def make_engine():

@@ -416,7 +416,7 @@ class TestPassesFromReferences:
 
 def test_requests_within_contexts_that_no_worker_makes(engine):
     with pytest.raises(FrameError, match="no worker can have made"):
-        engine.request_came(NOBODYS, PEER)
+        engine.request_arrived(NOBODYS, PEER)
     assert len(engine.contexts) == 1
 
 

@@ -34,16 +34,16 @@ def test_numbers_are_of_their_worker_and_used_once():
 
 def test_a_request_makes_a_context_of_another_worker_and_none_of_ours():
     contexts = Contexts()
-    contexts.request_came(1, 2 << 48 | 5, 0)
-    contexts.request_came(1, 2 << 48 | 5, 2)
-    contexts.request_came(1, 1 << 48 | 5, 0)  # ours has ended
+    contexts.request_arrived(1, 2 << 48 | 5, 0)
+    contexts.request_arrived(1, 2 << 48 | 5, 2)
+    contexts.request_arrived(1, 1 << 48 | 5, 0)  # ours has ended
     assert [one.callers for one in contexts.values()] == [{0, 2}] and contexts.find(
         1 << 48 | 5
     ) is None
-    contexts.request_came(1, 2 << 48 | 5, 1)
+    contexts.request_arrived(1, 2 << 48 | 5, 1)
     contexts.release(2 << 48 | 5, 1)
     # sent to itself before the clean-up came; no other would follow
-    contexts.request_came(1, 2 << 48 | 5, 1)
+    contexts.request_arrived(1, 2 << 48 | 5, 1)
     assert not len(contexts)
 
 

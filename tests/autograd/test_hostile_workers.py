@@ -44,7 +44,7 @@ def wrong_gradients(to, context, wrong):
 
 
 def says(to, *content):
-    current.require().for_engine.send(to, Kind.AUTOGRAD_NOTICE, content, 0)
+    current.require().engine_messages.send(to, Kind.AUTOGRAD_NOTICE, content, 0)
 
 
 @pytest.mark.parametrize("mode", ["fast", "smart"])

@@ -28,7 +28,7 @@ from mpidist.rpc.allowlist import Allowed
 from mpidist.rpc.call import Call
 from mpidist.rpc.message import GRADIENTS, PAIR, WORD, Kind
 from mpidist.rpc.options import RpcBackendOptions
-from mpidist.rpc.polling import NOTHING_LEFT
+from mpidist.rpc.pool import HANDLED
 from mpidist.rpc.worker import WorkerInfo, Workers
 from tests.bytes_fuzz.network import LENGTH, Mpi, Network, group
 from tests.rpc.attacks import canary, victim
@@ -84,7 +84,7 @@ class _Worker:
         self.network.payloads = payloads
         for _ in range(4):  # a message with payloads comes twice
             action = self.agent._poll(1)
-            if action is not None and action is not NOTHING_LEFT:
+            if action is not None and action is not HANDLED:
                 action.run()
             while self.tasks:
                 self.tasks.pop(0).run()
@@ -202,7 +202,7 @@ def samples() -> list[bytes]:
 
 
 def _call(codec: Any, tensor: torch.Tensor) -> tuple[bytes, Any]:
-    _, name = callee.named(victim.echo)
+    _, name = callee.wire_name(victim.echo)
     return name, codec.encode_function(victim.echo, name, (tensor,), {})
 
 

@@ -39,7 +39,7 @@ def ran():
 
 def called(allowed, function):
     """Return what a caller's function becomes at the callee."""
-    kind, name = callee.named(function)
+    kind, name = callee.wire_name(function)
     assert name != callee.UNNAMED, function
     return allowed.function(kind, name[COUNT.size :])
 
@@ -324,7 +324,7 @@ def test_every_operator_of_a_namespace_is_one():
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_script_functions(by_name):
-    kind, name = callee.named(module.scripted)
+    kind, name = callee.wire_name(module.scripted)
     text = name[COUNT.size :].decode()
     for item in (text, f"{NAME}.scripted") if by_name else (module.scripted,):
         allowed = Allowed([item])
@@ -350,7 +350,7 @@ def test_a_class_admits_its_constructor_and_what_it_defines_for_itself():
         assert called(allowed, module.Server.fixed)(1) == ("fixed", 1)
         assert called(allowed, module.Server.named)() is module.Server
         assert hasattr(called(allowed, module.Server.later_static), functions.MARK)
-        assert allowed.lists(module.Server)
+        assert allowed.has_class(module.Server)
         assert not any(map(allowed.lists, (module.Base, module.Heir, int, type, None, "Server")))
 
 
@@ -476,7 +476,7 @@ def test_a_class_whose_metaclass_lies_is_listed_by_identity(ran):
     ran.clear()
     assert allowed.method(value, "get")() == 1
     refused(allowed.method, module.Server(), "get", match="the class is not in the list")
-    assert allowed.lists(module.Impostor) and not allowed.lists(module.Server)
+    assert allowed.has_class(module.Impostor) and not allowed.has_class(module.Server)
     assert "__eq__" not in ran
 
 
@@ -504,7 +504,7 @@ def test_one_method_of_a_class():
     refused(allowed.method, module.Server(), "fixed", match="inherited|not in the list")
     assert allowed.value(f"{NAME}:Server.get") is module.Server.get
     assert in_module(allowed) == {"Heir", "Server.get"}
-    assert not allowed.lists(module.Server) and allowed.lists(module.Heir)
+    assert not allowed.has_class(module.Server) and allowed.has_class(module.Heir)
     refused(allowed.function, PYTHON, f"{NAME}:Server".encode())
     refused(allowed.record, f"{NAME}:Server")
     for item in (module.Server.named, f"{NAME}.Server.named"):
@@ -698,7 +698,7 @@ def test_a_module_without_functions_is_told():
         rpc.RRef,
         functions,
         errors.MpidistError,
-        callee.named,
+        callee.wire_name,
     ],
     ids=lambda item: item if type(item) is str else getattr(item, "__name__", type(item).__name__),
 )

@@ -49,7 +49,7 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 
 def name_of(function):
     """Return kind and name, without its length."""
-    kind, name = callee.named(function)
+    kind, name = callee.wire_name(function)
     (length,) = COUNT.unpack_from(name)
     assert length == len(name) - COUNT.size
     return kind, name[COUNT.size :].decode()
@@ -67,8 +67,8 @@ def name_of(function):
 def test_operators_of_torch_go_by_name_and_are_found_by_it(function, name):
     for _ in range(2):  # the second time from what is kept
         assert name_of(function) == (Kind.CALL_BUILTIN, name)
-        assert callee.found(Kind.CALL_BUILTIN, name.encode(), None) is function
-    assert callee.text_of(callee.named(function)[1]) == name
+        assert callee.resolve(Kind.CALL_BUILTIN, name.encode(), None) is function
+    assert callee.display_name(callee.wire_name(function)[1]) == name
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,15 @@ def test_operators_of_torch_go_by_name_and_are_found_by_it(function, name):
 def test_importable_functions_go_by_name_and_are_found_by_it(function, name):
     for _ in range(2):
         kind, told = name_of(function)
-        assert told == name and callee.found(kind, name.encode(), None) is function
-    assert callee.text_of(callee.named(function)[1]) == name.rpartition(":")[2]
+        assert told == name and callee.resolve(kind, name.encode(), None) is function
+    assert callee.display_name(callee.wire_name(function)[1]) == name.rpartition(":")[2]
 
 
 def test_class_methods_go_by_the_name_of_the_class_that_they_are_bound_to():
     for function, name in ((Kept.bound, "Kept.bound"), (Heir.bound, "Heir.bound")):
         assert name_of(function) == (Kind.CALL_PYTHON, f"{__name__}:{name}")
         assert (
-            callee.found(Kind.CALL_PYTHON, f"{__name__}:{name}".encode(), None)()
+            callee.resolve(Kind.CALL_PYTHON, f"{__name__}:{name}".encode(), None)()
             is function.__self__
         )
 
@@ -119,17 +119,17 @@ def test_functions_without_an_importable_name_go_by_pickle():
         [].append,
     ):
         assert name_of(function) == (Kind.CALL_PYTHON, "")
-    assert callee.text_of(callee.named(made)[1]) == ""
+    assert callee.display_name(callee.wire_name(made)[1]) == ""
     with pytest.raises(TypeError, match="callable; got 3"):
-        callee.named(3)
+        callee.wire_name(3)
 
 
 def test_script_functions_go_by_their_qualified_names():
     kind, name = name_of(scripted)
     assert kind == Kind.CALL_SCRIPT and name.endswith("scripted")
-    assert callee.found(kind, name.encode(), None)(torch.ones(1)).item() == 2
+    assert callee.resolve(kind, name.encode(), None)(torch.ones(1)).item() == 2
     with pytest.raises(MpidistError, match=r'script function "__torch__[.]nobody" is not defined'):
-        callee.found(Kind.CALL_SCRIPT, b"__torch__.nobody", None)
+        callee.resolve(Kind.CALL_SCRIPT, b"__torch__.nobody", None)
 
 
 def test_a_replaced_function_is_noticed(monkeypatch):
@@ -141,23 +141,23 @@ def test_a_replaced_function_is_noticed(monkeypatch):
     exec("def function(): return 2", module.__dict__)
     assert name_of(first) == (Kind.CALL_PYTHON, "")
     assert name_of(module.function) == (Kind.CALL_PYTHON, "replaced_for_a_test:function")
-    assert callee.found(Kind.CALL_PYTHON, b"replaced_for_a_test:function", None)() == 2
+    assert callee.resolve(Kind.CALL_PYTHON, b"replaced_for_a_test:function", None)() == 2
 
 
 def test_modules_are_imported_where_they_are_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    assert callee.found(Kind.CALL_PYTHON, b"colorsys:rgb_to_hsv", None)(0, 0, 0) == (0, 0, 0)
+    assert callee.resolve(Kind.CALL_PYTHON, b"colorsys:rgb_to_hsv", None)(0, 0, 0) == (0, 0, 0)
     for name in (b"nowhere_at_all:function", b"colorsys:nothing", b"colorsys:rgb_to_hsv.nothing"):
         with pytest.raises(
             MpidistError, match="Default RPC pickler does not serialize function code"
         ):
-            callee.found(Kind.CALL_PYTHON, name, None)
+            callee.resolve(Kind.CALL_PYTHON, name, None)
 
 
 def test_only_a_limited_number_of_names_is_kept(monkeypatch):
     monkeypatch.setattr(callee, "_MOST", 5)
-    monkeypatch.setattr(callee, "_of_functions", {})
-    monkeypatch.setattr(callee, "_of_names", {})
+    monkeypatch.setattr(callee, "_wire_names", {})
+    monkeypatch.setattr(callee, "_attribute_paths", {})
     for function in (
         len,
         dict,
@@ -171,12 +171,12 @@ def test_only_a_limited_number_of_names_is_kept(monkeypatch):
         operator.sub,
     ):
         kind, name = name_of(function)
-        assert callee.found(kind, name.encode(), None) is function
-        assert len(callee._of_functions) <= 5 and len(callee._of_names) <= 5
+        assert callee.resolve(kind, name.encode(), None) is function
+        assert len(callee._wire_names) <= 5 and len(callee._attribute_paths) <= 5
 
 
 def test_names_that_lead_nowhere_are_not_kept():
-    names, operators = dict(callee._of_names), dict(callee._operators)
+    names, operators = dict(callee._attribute_paths), dict(callee._operators)
     for kind, name in (
         (Kind.CALL_PYTHON, b"nowhere_at_all:function"),
         (Kind.CALL_PYTHON, b""),
@@ -186,8 +186,8 @@ def test_names_that_lead_nowhere_are_not_kept():
         (Kind.CALL_BUILTIN, b"\xff"),
     ):
         with pytest.raises(MpidistError):
-            callee.found(kind, name, None)
-    assert (callee._of_names, callee._operators) == (names, operators)
+            callee.resolve(kind, name, None)
+    assert (callee._attribute_paths, callee._operators) == (names, operators)
     assert "nowhere_at_all" not in vars(torch.ops), (
         "torch keeps a namespace of every name that it is asked for"
     )

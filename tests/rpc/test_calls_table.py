@@ -18,7 +18,7 @@ from mpidist.rpc.calls import Calls
 from mpidist.rpc.codec import EMPTY
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 from mpidist.rpc.message import Kind
-from mpidist.rpc.polling import NOTHING_LEFT
+from mpidist.rpc.pool import HANDLED
 from mpidist.rpc.references import References
 from mpidist.rpc.worker import WorkerInfo, Workers
 
@@ -43,7 +43,7 @@ class Wire:
     def decode_answer(self, incoming):
         return incoming.value
 
-    def use_references(self, adopt, announce):
+    def connect_references(self, adopt, announce):
         pass
 
 
@@ -59,7 +59,7 @@ class Polling:
     def wait(self, call):
         self.meanwhile(call)
 
-    def help(self):
+    def poll_once(self):
         self.helped += 1
 
 
@@ -122,7 +122,7 @@ def test_pending_calls_time_out_in_any_order(calls, clock):
     with pytest.raises(CommTimeout, match=r"RPC ran for more than set timeout \(2000 ms\).*call 2"):
         calls.result(made[1])
     assert (
-        calls.answered(answer(made[2], "late enough")) is NOTHING_LEFT
+        calls.complete(answer(made[2], "late enough")) is HANDLED
         and calls.result(made[2]) == "late enough"
     )
     clock[0] += 1e9
@@ -151,7 +151,7 @@ def test_timeouts_of_calls_and_requests(calls, timeout, expected):
 
     def meanwhile(call):
         seen.append(call.timeout_s)
-        calls.answered(answer(call, 5)).run()
+        calls.complete(answer(call, 5)).run()
 
     calls.polling.meanwhile = meanwhile
     assert calls.invoke(1, len, ((),), {}, timeout) == 5
@@ -178,8 +178,8 @@ def test_each_call_is_taken_by_one_thread_alone(calls):
             how(sequence)
 
     ways = [
-        lambda sequence: calls.answered(answer(sequence)),
-        lambda sequence: calls.answered(answer(sequence)),
+        lambda sequence: calls.complete(answer(sequence)),
+        lambda sequence: calls.complete(answer(sequence)),
         lambda sequence: calls.fail(sequence, ValueError(), 1),
         lambda sequence: calls.fail_to(1) if sequence % 100 == 50 else None,
     ]
@@ -283,16 +283,16 @@ def test_late_answers_are_dropped(calls, clock):
     clock[0] += 2
     calls.expire()
     late = answer(call, "late")
-    assert calls.answered(late) is NOTHING_LEFT and calls.dropped == [late]
+    assert calls.complete(late) is HANDLED and calls.dropped == [late]
     with pytest.raises(CommTimeout):
         calls.result(call)
-    assert calls.answered(answer(999)) is NOTHING_LEFT and len(calls.dropped) == 2
+    assert calls.complete(answer(999)) is HANDLED and len(calls.dropped) == 2
 
 
 def test_an_error_is_rebuilt_with_its_worker(calls):
     calls._unpickler = pickle.Unpickler
     call = started(calls, 2)
-    calls.answered(answer(call, remote_error.describe(KeyError("missing")), Kind.EXCEPTION, 2))
+    calls.complete(answer(call, remote_error.describe(KeyError("missing")), Kind.EXCEPTION, 2))
     with pytest.raises(KeyError, match="missing") as caught:
         calls.result(call)
     assert caught.value.__cause__.worker == "worker2"
@@ -302,11 +302,11 @@ def test_callbacks_of_a_future_run_on_the_pool_and_all_else_at_once(calls):
     plain, with_callback = (calls.invoke_async(1, len, ((),), {}, 0) for _ in range(2))
     seen = []
     chained = with_callback.then(lambda future: seen.append(future.value()) or "chained")
-    action = calls.answered(answer(1, 5))
+    action = calls.complete(answer(1, 5))
     assert isinstance(action, AsyncCall) and not action.may_block
     action.run()
     assert plain.done() and plain.value() == 5 and plain.call is None and action.future is None
-    action = calls.answered(answer(2, 6))
+    action = calls.complete(answer(2, 6))
     assert action.may_block and not with_callback.done()
     action.run()
     assert seen == [6] and chained.wait() == "chained"
@@ -324,10 +324,10 @@ def test_callbacks_of_a_future_run_on_the_pool_and_all_else_at_once(calls):
 def test_nobody_but_the_callee_answers_or_fails_a_call(calls):
     call = started(calls)
     with pytest.raises(FrameError, match="rank 2 has answered x"):
-        calls.answered(answer(call, "another's", source=2))
+        calls.complete(answer(call, "another's", source=2))
     calls.fail(call.sequence, ValueError("another's"), 2)
     assert not call.done and len(calls) == 1
-    calls.answered(answer(call, "its own"))
+    calls.complete(answer(call, "its own"))
     assert calls.result(call) == "its own" and not len(calls)
 
 
@@ -338,7 +338,7 @@ def test_creations_are_counted_until_the_owner_has_answered(calls, clock):
     _, _, none, elsewhere = calls.references.create(1, torch.ones, (2,), {}, 5.0)
     assert none is None and calls.creations() == 2 == len(calls)
     entry.set(0)
-    calls.answered(answer(creation, kind=Kind.REMOTE_DONE, source=0))
+    calls.complete(answer(creation, kind=Kind.REMOTE_DONE, source=0))
     assert (
         creation.done
         and creation.reason() is None

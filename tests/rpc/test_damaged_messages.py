@@ -269,9 +269,9 @@ def test_what_raises_unforeseen_fails_its_call_alone(group, workers, to, monkeyp
         raise ZeroDivisionError("a fault of ours")
 
     group.barrier()
-    takers = list(agent._takers)
+    takers = list(agent._handlers)
     takers[Kind.BACKWARD_AUTOGRAD] = fail
-    monkeypatch.setattr(agent, "_takers", takers)
+    monkeypatch.setattr(agent, "_handlers", takers)
     group.barrier()
     with pytest.raises(MpidistError, match=r"cannot be taken up.*a fault of ours"):
         agent.calls.request(

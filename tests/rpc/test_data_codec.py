@@ -65,7 +65,7 @@ def over(obj, reader=READER):
 
 
 def called(*args, **kwargs):
-    content = WRITER.encode_function(step, callee.named(step)[1], args, kwargs)
+    content = WRITER.encode_function(step, callee.wire_name(step)[1], args, kwargs)
     flags, body, _, _ = content.body(None)
     data = decoded(content, reader=READER)
     return ((), {}) if not body else READER.arguments(flags, data)
@@ -387,7 +387,7 @@ def test_a_pickle_in_a_description_is_not_read():
 
 
 def test_decoders_for_data_and_for_pickles_agree_on_calls():
-    content = codec.encode_function(step, callee.named(step)[1], (1, [2]), {"rate": 3})
+    content = codec.encode_function(step, callee.wire_name(step)[1], (1, [2]), {"rate": 3})
     flags, _, _, _ = content.body(None)
     args, kwargs = decoder.arguments(flags, decoded(content))
     assert (list(args), kwargs) == called(1, [2], rate=3)

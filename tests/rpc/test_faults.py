@@ -755,7 +755,7 @@ def test_a_request_refused_for_its_references_is_counted_once(group, workers, to
     agent._transport.send(
         agent.workers.rank_of(to), int(message.Kind.CALL_PYTHON), flags=message.REFERENCES
     )
-    assert soon(lambda: agent._taken == agent.wire.answered == 1)
+    assert soon(lambda: agent._requests_received == agent.wire.answered == 1)
     group.barrier()
 
 
@@ -782,14 +782,14 @@ def test_a_creation_completes_its_future_once_whoever_comes_first(workers, to):
         made[0].run()  # as another thread would meanwhile
         return ValueError("told once")
 
-    for begin in (Creation.future, Creation.answered):
+    for begin in (Creation.future, Creation.complete):
         creation = Creation(0, "what", 0.0, error_of, None)
         made[:] = [creation]
         incoming = types.SimpleNamespace(kind=int(message.Kind.EXCEPTION))
-        if begin is Creation.answered:
+        if begin is Creation.complete:
             creation.future()
-            creation.answered(incoming).run()
+            creation.complete(incoming).run()
         else:
-            creation.answered(incoming)
+            creation.complete(incoming)
         with pytest.raises(ValueError, match="told once"):
             creation.future().wait()

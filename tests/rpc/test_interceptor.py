@@ -88,7 +88,7 @@ class Recording:
     def worker_left(self, rank):
         self.gone.append(rank)
 
-    def request_came(self, context, source):
+    def request_arrived(self, context, source):
         with self.lock:
             self.came.append((context, source))
 
@@ -310,7 +310,7 @@ def shut_down_behind_one_way_messages(group, engine, count):
                 prefix = (
                     b"" if kind == Kind.AUTOGRAD_NOTICE else GRADIENTS.pack(3, 2**64 - 1, 5, True)
                 )
-                agent.for_engine.send(to, kind, obj, prefix=prefix)
+                agent.engine_messages.send(to, kind, obj, prefix=prefix)
     rpc.shutdown()
     seen = list(engine.one_way)  # before any collective: all were handled by now
     expected = sorted((source, number) for source in range(group.size) for number in range(count))
@@ -342,7 +342,7 @@ def test_one_way_messages_are_handled_by_a_thread_that_waits(group, engine, work
     waiting = threading.current_thread().name
     deadline = time.monotonic() + 20
     while not any(one[4] == waiting for one in engine.one_way) and time.monotonic() < deadline:
-        agent.for_engine.send(me, Kind.AUTOGRAD_NOTICE, "mine")
+        agent.engine_messages.send(me, Kind.AUTOGRAD_NOTICE, "mine")
         assert rpc.rpc_sync(me, add_one, args=(1,)) == 2
     threads = {one[4] for one in engine.one_way}
     agree(group, waiting in threads, f"{threads}")
@@ -356,8 +356,8 @@ def test_one_way_messages_are_handled_by_a_thread_that_waits(group, engine, work
 def test_a_one_way_message_that_fails_does_not_end_the_polling(group, engine, workers, to, caplog):
     agent = api._get_current_rpc_agent()
     peer = agent.workers.rank_of(to)
-    agent.for_engine.send(peer, Kind.AUTOGRAD_NOTICE, "fails")
-    agent.for_engine.send(peer, Kind.AUTOGRAD_NOTICE, "follows")
+    agent.engine_messages.send(peer, Kind.AUTOGRAD_NOTICE, "fails")
+    agent.engine_messages.send(peer, Kind.AUTOGRAD_NOTICE, "follows")
     group.barrier()
     assert rpc.rpc_sync(to, add_one, args=(1,)) == 2
     deadline = time.monotonic() + 20
@@ -371,7 +371,9 @@ def test_a_one_way_message_that_cannot_be_sent_is_not_counted(group, engine, wor
     agent = api._get_current_rpc_agent()
     before = agent.wire.one_way_sent
     with pytest.raises(Exception, match="pickle"):
-        agent.for_engine.send(agent.workers.rank_of(to), Kind.AUTOGRAD_NOTICE, threading.Lock())
+        agent.engine_messages.send(
+            agent.workers.rank_of(to), Kind.AUTOGRAD_NOTICE, threading.Lock()
+        )
     assert agent.wire.one_way_sent == before  # the shutdown that follows does not wait for it
     group.barrier()
 
@@ -390,7 +392,7 @@ def test_the_engine_is_told_of_a_worker_that_leaves(group, engine):
         agent = api._get_current_rpc_agent()
         told = None
         try:
-            agent.for_engine.send(last, Kind.AUTOGRAD_NOTICE, "late")
+            agent.engine_messages.send(last, Kind.AUTOGRAD_NOTICE, "late")
         except RankFailureError as error:
             told = error
         group.barrier()

@@ -143,7 +143,7 @@ def wire():
         made.adopted.append(row)
         return Held(row)
 
-    made.use_references(adopt, lambda owner, pairs: made.announced.append((owner, pairs)))
+    made.connect_references(adopt, lambda owner, pairs: made.announced.append((owner, pairs)))
     yield made
     interceptor.register(None)
 
@@ -159,7 +159,7 @@ def sent(wire, obj, prefix=b"", context=0, kind=Kind.CALL_PYTHON, content=None):
         context,
     )
     if incoming.flags & (AUTOGRAD | REFERENCES):
-        wire.take_preamble(incoming)  # as the agent does on arrival
+        wire.unpack_preamble(incoming)  # as the agent does on arrival
     place = incoming.start
     assert bytes(incoming.data[place : place + len(prefix)]) == prefix
     there = wire.decode(incoming, place + len(prefix), FIRST_RESPONSE <= kind < FIRST_ONE_WAY)
@@ -175,7 +175,7 @@ def sent(wire, obj, prefix=b"", context=0, kind=Kind.CALL_PYTHON, content=None):
 def test_messages_of_any_size_come_over(obj, prefix, number):
     made = Wire(transport := Transport(None), {}, {})
     made.transport = transport
-    made.use_references(lambda reference, fork, owner: Marked(reference), None)
+    made.connect_references(lambda reference, fork, owner: Marked(reference), None)
     engine = Numbering(number)
     interceptor.register(engine if number is not None else None)
     try:

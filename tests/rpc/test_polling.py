@@ -10,10 +10,11 @@ from collections import deque
 
 import pytest
 
+from mpidist.rpc import leadership
 from mpidist.rpc import polling as module
 from mpidist.rpc.call import Call
-from mpidist.rpc.polling import NOTHING_LEFT, Polling
-from mpidist.rpc.pool import Task
+from mpidist.rpc.polling import Polling
+from mpidist.rpc.pool import HANDLED, Task
 
 
 class Source:
@@ -102,7 +103,7 @@ def test_who_waits_polls_and_hands_on_what_may_block(polled):
     source, polling = polled
     call, ran_in = Call(0, "x", 5), []
     source.actions.append(Task(lambda: ran_in.append(threading.current_thread().name)))
-    source.actions.append(NOTHING_LEFT)
+    source.actions.append(HANDLED)
     source.actions.append(Task(call.finish, False))
     polling.wait(call)
     assert until(lambda: ran_in)
@@ -120,7 +121,7 @@ def test_a_leader_whose_handler_waits_for_long_is_not_counted_as_running(polled)
     for call in calls:
         source.actions.append(Task(lambda call=call: (polling.wait(call), ended.append(call))))
     assert until(lambda: not source.actions)
-    time.sleep(20 * module.TICK_S)
+    time.sleep(20 * leadership.TICK_S)
     assert polling.pool.counts()[2] == 0
     ran = [threading.Event() for _ in range(4)]
     for event in ran:
@@ -164,7 +165,7 @@ def test_the_turn_is_handed_on_without_a_follower(monkeypatch, seed):
 
     No thread of the pool is there to help.
     """
-    monkeypatch.setattr(module, "_WAIT_S", 60)  # who has the turn keeps it
+    monkeypatch.setattr(module, "_CALLER_POLLS_S", 60)  # who has the turn keeps it
     rng = random.Random(seed)
     waiting, ended, lock = [], [], threading.Lock()
 
@@ -190,7 +191,7 @@ def test_the_turn_is_handed_on_without_a_follower(monkeypatch, seed):
     for thread in threads:
         thread.join(20)
     assert ended == [True] * 16 * 50
-    assert not polling._parked and polling._turn is None
+    assert not polling.leadership.parked and polling.leadership.leader is None
 
 
 class Interrupted(deque):
@@ -204,40 +205,40 @@ class Interrupted(deque):
     def append(self, call):
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile == "ends before":
-            self.polling._turn = None  # it has promoted nobody: nobody was there
+            self.polling.leadership.leader = None  # it has promoted nobody: nobody was there
         super().append(call)
         if meanwhile == "promotes":
-            self.polling._turn = None
-            self.polling._promote()
+            self.polling.leadership.leader = None
+            self.polling.leadership.promote()
 
 
 @pytest.mark.parametrize("meanwhile", ["ends before", "promotes"])
 def test_a_turn_that_is_freed_while_a_thread_goes_to_sleep_is_not_lost(meanwhile):
     call = Patient(0, "x", 0)
     polling = Polling(lambda looks: Task(call.finish, False), 1, "test")
-    polling._parked = Interrupted(polling, meanwhile)
-    polling._turn = Call(1, "another that polls", 0)
+    polling.leadership.parked = Interrupted(polling, meanwhile)
+    polling.leadership.leader = Call(1, "another that polls", 0)
     thread = threading.Thread(target=polling.wait, args=(call,), daemon=True)
     thread.start()
     thread.join(5)
-    assert call.done and polling._turn is None
+    assert call.done and polling.leadership.leader is None
 
 
 def test_a_thread_that_is_chosen_to_poll_but_has_its_answer_passes_the_turn_on():
     """It is woken by both at once; another that sleeps must not wait for more."""
     first, second = Patient(0, "x", 0), Patient(0, "y", 0)
     polling = Polling(lambda looks: Task(second.finish, False), 1, "test")
-    polling._turn = leader = Call(1, "another that polls", 0)
+    polling.leadership.leader = leader = Call(1, "another that polls", 0)
     threads = [
         threading.Thread(target=polling.wait, args=(one,), daemon=True) for one in (first, second)
     ]
     for count, thread in enumerate(threads, 1):
         thread.start()
-        assert until(lambda count=count: len(polling._parked) == count)
+        assert until(lambda count=count: len(polling.leadership.parked) == count)
     assert until(lambda: first.latches and second.latches)
-    polling._parked.remove(first)  # chosen, …
-    assert polling._turn is leader
-    polling._turn = None
+    polling.leadership.parked.remove(first)  # chosen, …
+    assert polling.leadership.leader is leader
+    polling.leadership.leader = None
     first.finish()  # … and its answer comes before it runs
     for thread in threads:
         thread.join(5)
@@ -272,13 +273,13 @@ def test_a_thread_that_issues_calls_looks_once_by_itself(polled):
 
     for _ in range(1000):  # the leader may be faster
         source.actions.append(Task(lambda: note("at once"), False))
-        polling.help()
+        polling.poll_once()
         if ("at once", True) in ran:
             break
     assert ("at once", True) in ran
     for _ in range(50):
         source.actions.append(Task(lambda: note("may block")))
-        polling.help()
+        polling.poll_once()
     assert until(lambda: not source.actions and polling.pool.counts()[2] == 0)
     assert ("may block", False) in ran and ("may block", True) not in ran
 
@@ -347,7 +348,7 @@ def test_a_handler_that_does_not_end_is_told_by_stop():
 def test_a_poller_without_messages_needs_no_clock_after_a_while(polled):
     """The follower sleeps until it is woken; what comes then finds a leader, and a stuck one is replaced."""
     source, polling = polled
-    assert until(lambda: polling._is_calm)
+    assert until(lambda: polling.leadership.is_follower_asleep)
     gate, entered, done = threading.Event(), threading.Event(), threading.Event()
     source.actions.append(Task(lambda: (entered.set(), gate.wait(10))))
     assert entered.wait(5)

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from mpidist.rpc.pool import Pool, Task, Turn, here
+from mpidist.rpc.pool import Pool, PoolThread, Task, here
 from tests.rpc.test_polling import Argument, Crowd, until
 
 
@@ -52,7 +52,7 @@ def test_an_action_that_waits_gives_its_place_away_and_counts_again_behind(pool)
     entered, counted = [], []
 
     def nest(number):
-        turn = here.turn
+        turn = here.thread
         entered.append(number)
         pool.leave(turn)
         gates[number].wait(10)
@@ -69,7 +69,7 @@ def test_an_action_that_waits_gives_its_place_away_and_counts_again_behind(pool)
 
 
 def test_an_action_that_the_leader_runs_counts_from_when_it_is_found_stuck(pool):
-    crowd, stuck = Crowd(), Turn()
+    crowd, stuck = Crowd(), PoolThread()
     pool.enter(stuck)
     for _ in range(3):
         pool.submit(crowd.task())

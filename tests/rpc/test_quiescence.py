@@ -145,9 +145,9 @@ class Network:
                 self.send_some(worker, 2)
                 worker.one_way_taken += 1
             elif kind == "report":
-                worker.part.take_report(source, *rest)
+                worker.part.receive_report(source, *rest)
             else:
-                worker.part.take_verdict(0, *rest)
+                worker.part.receive_verdict(0, *rest)
             return True
 
     def run(self, limit_s=30):
@@ -206,9 +206,9 @@ def test_two_rounds_in_a_row_must_be_the_same_and_balanced():
         ((2, 1, 5, 1), (0, 1, 1, 5), 1),
     ]
     for number, (first, second, verdict) in enumerate(rounds):
-        part.take_report(1, (number, *second))
+        part.receive_report(1, (number, *second))
         assert len(verdicts) == number
-        part.take_report(0, (number, *first))
+        part.receive_report(0, (number, *first))
         assert verdicts[-1] == (number, verdict)
 
 
@@ -216,7 +216,7 @@ def test_reports_and_verdicts_that_cannot_be_are_refused():
     verdicts = []
     part = Quiescence(0, 2, lambda is_verdict, numbers: verdicts.append(numbers), None, None)
     for rank in range(2):
-        part.take_report(rank, (3, 0, 0, 0, 0))
+        part.receive_report(rank, (3, 0, 0, 0, 0))
     assert len(verdicts) == 1
     for numbers in (
         (),
@@ -229,16 +229,16 @@ def test_reports_and_verdicts_that_cannot_be_are_refused():
     ):
         for rank in range(2):
             with pytest.raises(FrameError):
-                part.take_report(rank, numbers)
+                part.receive_report(rank, numbers)
     for number in range(4, 900):
-        part.take_report(1, (number, 0, 0, 0, 0))
+        part.receive_report(1, (number, 0, 0, 0, 0))
     # whatever a worker reports, its last word alone is kept
     assert len(part._reports) == 2 and len(verdicts) == 1
     for rank in (1, 0):
-        part.take_report(rank, (4, 0, 0, 0, 0))  # it may have been wrong before
+        part.receive_report(rank, (4, 0, 0, 0, 0))  # it may have been wrong before
     assert [number for number, _ in verdicts] == [3, 4]
     with pytest.raises(FrameError, match="to rank 1"):
-        Quiescence(1, 2, None, None, None).take_report(0, (0, 0, 0, 0, 0))
+        Quiescence(1, 2, None, None, None).receive_report(0, (0, 0, 0, 0, 0))
     for source, numbers in (
         (1, (0, 1)),
         (0, (0,)),
@@ -248,13 +248,13 @@ def test_reports_and_verdicts_that_cannot_be_are_refused():
         (0, (2**64 - 1, 1)),
     ):
         with pytest.raises(FrameError):
-            part.take_verdict(source, numbers)
+            part.receive_verdict(source, numbers)
     part._round = 2
     with pytest.raises(FrameError, match="verdict 7"):
-        part.take_verdict(0, (1, 7))
-    part.take_verdict(0, (0, 1))  # of a round that was given up
+        part.receive_verdict(0, (1, 7))
+    part.receive_verdict(0, (0, 1))  # of a round that was given up
     assert not part._verdicts
-    part.take_verdict(0, (1, 0))
+    part.receive_verdict(0, (1, 0))
     assert part._verdicts == {1: 0}
 
 
@@ -278,7 +278,7 @@ def test_a_missing_rank_is_told_by_the_coordinator():
     def check(deadline, reason):
         reasons.append(reason())
         if len(reasons) == 2:
-            part.take_report(1, (0, 0, 0, 0, 0))
+            part.receive_report(1, (0, 0, 0, 0, 0))
         if len(reasons) == 4:
             raise CommTimeout(reasons[-1])
 

@@ -14,12 +14,12 @@ def test_services_are_these_and_no_others():
         "type_of",
         "has_method",
         "gather_to_leader",
-        "tell_follower",
+        "broadcast_to_follower",
     }
     for function, name in services.names.items():
-        kind, named = callee.named(function)
+        kind, named = callee.wire_name(function)
         assert kind == Kind.CALL_SERVICE and named == COUNT.pack(len(name)) + name.encode()
-        assert callee.found(kind, name.encode(), None) is function
+        assert callee.resolve(kind, name.encode(), None) is function
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_services_are_these_and_no_others():
 )
 def test_other_names_are_refused(name):
     with pytest.raises(MpidistError, match=r"is no service|no UTF-8"):
-        callee.found(int(Kind.CALL_SERVICE), name, None)
+        callee.resolve(int(Kind.CALL_SERVICE), name, None)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_other_names_are_refused(name):
         (worker_gather.gather_to_leader, (1, "worker0", None, {"worker0"})),
         (worker_gather.gather_to_leader, ("0:x", "worker0", None, ["worker0"])),
         (worker_gather.gather_to_leader, ("0:x", "worker0", None, {"worker0", 3})),
-        (worker_gather.tell_follower, ("0:x", [])),
-        (worker_gather.tell_follower, ((), {})),
+        (worker_gather.broadcast_to_follower, ("0:x", [])),
+        (worker_gather.broadcast_to_follower, ((), {})),
     ],
 )
 def test_arguments_of_other_kinds_are_refused(function, arguments):

@@ -13,8 +13,7 @@ from mpidist.rpc import current
 from mpidist.rpc.codec import PICKLED, TABLE
 from mpidist.rpc.data_values import ERROR, NAMED, RECORD, REFERENCE
 from mpidist.rpc.message import FAR, REFERENCES, Kind, pack_references
-from mpidist.rpc.polling import NOTHING_LEFT
-from mpidist.rpc.pool import Task
+from mpidist.rpc.pool import HANDLED, Task
 from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import WAIT_S, Attacker, Attacks
 from tests.rpc.attacks.data import CANARY, NO_ARGUMENTS, VICTIM, Written, array, encode, ext, own
@@ -39,7 +38,7 @@ def replies(reply: Callable[[Attacker, Any], None], attacker: Attacker) -> Itera
         incoming.action = None
         agent.wire.count_answer()
         reply(attacker, incoming)
-        return NOTHING_LEFT
+        return HANDLED
 
     for kind in (Kind.CALL_PYTHON, Kind.REMOTE_PYTHON, Kind.RREF_FETCH):
         takers[kind] = take

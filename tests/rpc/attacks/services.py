@@ -10,7 +10,7 @@ import mpidist.rpc as rpc
 from mpidist.rpc import current
 from mpidist.rpc.data_values import REFERENCE
 from mpidist.rpc.message import GRADIENTS, PAIR, REFERENCES, Kind, pack_references
-from mpidist.rpc.worker_gather import gather_to_leader, tell_follower
+from mpidist.rpc.worker_gather import broadcast_to_follower, gather_to_leader
 from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import Attacker, Attacks
 from tests.rpc.attacks.data import array, encode, own
@@ -254,7 +254,10 @@ def part_of_nobody(attacker: Attacker) -> object:
 @attack("The parts of all, from a worker that does not lead", "refused: .*does not lead")
 def told_by_follower(attacker: Attacker) -> object:
     rpc.rpc_sync(
-        attacker.to, tell_follower, args=(gathering(0, JOINED), dict.fromkeys(BOTH)), timeout=5
+        attacker.to,
+        broadcast_to_follower,
+        args=(gathering(0, JOINED), dict.fromkeys(BOTH)),
+        timeout=5,
     )
     return "kept"
 
