@@ -34,6 +34,12 @@ def pytest_configure(config):
             plugin._is_testing_mpi = False
 
 
+def pytest_collectstart(collector):
+    """Take the folder's name off the keywords of tests/comm/mpi: pytest-mpi would skip tests without MPI there."""
+    if isinstance(collector, pytest.Package):
+        collector.keywords._markers.pop("mpi", None)
+
+
 def pytest_ignore_collect(collection_path, config):
     """Leave out files that hold no test with a mark that ``-m`` asks for: importing them takes each rank seconds."""
     if collection_path.suffix == ".py" and not mpi_marks.may_hold(

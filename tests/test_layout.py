@@ -31,6 +31,8 @@ COVERED_BY = {
     "comm/mpi/scratch": "comm/test_collectives.py",
     "comm/mpi/tags": "comm/test_objects.py",
     "comm/mpi/communicator": "comm/test_collectives.py",
+    "comm/mpi/scratch": "comm/algorithms/test_reductions.py",
+    "comm/mpi/tags": "comm/test_objects.py",
     "comm/serialization/data_reader": "comm/serialization/test_data_format.py",
     "comm/serialization/data_writer": "comm/serialization/test_data_format.py",
     "comm/device_p2p": "comm/algorithms/test_device_collectives.py",

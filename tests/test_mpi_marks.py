@@ -109,3 +109,11 @@ def test_every_case_runs_at_every_other_number_of_ranks():
         for size in (1, 2)
         for b in (True, False)
     )
+
+
+def test_a_folder_named_mpi_marks_no_test(request):
+    folder = Path(__file__).parent / "comm" / "mpi"
+    package = pytest.Package.from_parent(request.session, path=folder)
+    package.keywords["mpi"] = True  # as a folder within a folder has it
+    request.config.hook.pytest_collectstart(collector=package)
+    assert "mpi" not in package.keywords
