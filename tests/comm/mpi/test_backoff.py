@@ -1,0 +1,74 @@
+"""Polling with back-off, against a clock that only pauses and tests advance."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from mpidist.comm.mpi import backoff
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """The pauses taken, in order: 0 for a yield, seconds for a sleep. Each reading of the clock takes 10 µs."""
+    now, taken = [0.0], []
+
+    def monotonic():
+        now[0] += 10e-6
+        return now[0]
+
+    def pause(seconds):
+        taken.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(backoff, "time", SimpleNamespace(monotonic=monotonic, sleep=pause))
+    monkeypatch.setattr(backoff, "os", SimpleNamespace(sched_yield=lambda: pause(0)))
+    return taken
+
+
+def countdown(tests):
+    """Return a condition that is true at the test of that number."""
+    left = iter(range(tests - 1, -1, -1))
+    return lambda: next(left) == 0
+
+
+@pytest.mark.parametrize("tests", [1, 2, 4])
+def test_a_short_wait_has_no_pauses(pauses, tests):
+    assert backoff.until(countdown(tests))
+    assert not pauses
+
+
+def test_a_long_wait_yields_and_then_sleeps(pauses):
+    assert backoff.until(countdown(70))
+    assert pauses == sorted(pauses) and set(pauses) == {0, backoff.SLEEP_S}
+
+
+def test_pauses_as_asked_for(pauses):
+    assert backoff.until(countdown(4), spin_s=0, yield_s=0, sleep_s=2.0)
+    assert pauses == [2.0, 2.0]
+
+
+def test_the_limit_ends_the_wait_after_at_least_one_test(pauses):
+    tests = []
+    assert not backoff.until(lambda: tests.append(1), timeout_s=0.01)
+    assert sum(pauses) < 0.0101
+    assert backoff.until(lambda: True, timeout_s=0)
+    assert not backoff.until(lambda: False, timeout_s=0)
+
+
+def test_the_check_ends_the_wait_by_its_error(pauses):
+    checks = []
+
+    def check():
+        checks.append(len(pauses))
+        if len(checks) == 3:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        backoff.until(lambda: False, check)
+    assert checks == [0, 1, 2]  # one before each pause, none while there are no pauses
+
+
+def test_the_core_is_given_away():
+    """The module's own clock and yield, once."""
+    assert backoff.os is os and backoff.until(countdown(2000))
