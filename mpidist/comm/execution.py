@@ -76,14 +76,14 @@ class Execution(Failing):
         self.timeout_s = timeout_s
         self.journal = Journal(name, key)
         # Between nodes the group's thread lets the computation have the core that it waits on.
-        self._comm_of_thread = comm if comm.is_single_node else comm.patient()
+        self._comm_of_thread = comm if comm.is_single_node else comm.sleeping()
         if on_timeout == RAISE:
             check = _check_of(weakref.ref(self))
-            self._comm_of_thread = comm.patient()
-            self._comm_of_thread.mpi = nonblocking.LeavableComm(
-                comm.plain, check, is_patient=not comm.is_single_node
+            self._comm_of_thread = comm.sleeping()
+            self._comm_of_thread.mpi = nonblocking.abandonable(
+                comm.plain, check, sleeps=not comm.is_single_node
             )
-            comm.mpi = nonblocking.LeavableComm(comm.plain, check, is_patient=False)
+            comm.mpi = nonblocking.abandonable(comm.plain, check, sleeps=False)
         self._progress = Progress(name)
         self._door = self._progress.door
         self._debug = os.environ.get(_ENV_DEBUG) == "1" if debug is None else debug

@@ -427,6 +427,6 @@ def _tune(
 def _split(
     comm: Communicator, inputs: Any, outputs: Any, color: int, key: int, made: list[Any]
 ) -> None:
-    if isinstance(comm.mpi, nonblocking.LeavableComm):
-        comm.mpi.Barrier()  # it can be left while a rank is missing; the call below cannot
+    if isinstance(comm.mpi, nonblocking.MpiCalls) and comm.mpi.is_abandonable:
+        comm.mpi.Barrier()  # it can be abandoned while a rank is missing; the call below cannot
     made.append(comm.mpi.Split(color, key))

@@ -90,7 +90,7 @@ class Failing:
                 and self._failure is not None
                 and isinstance(error, MpidistError)
             ):
-                nonblocking.keep(error)
+                nonblocking.keep_buffers(error)
                 runtime.note_failure()
             return error
         if self._failure is not None:  # the watchdog, or another thread, knows why

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from mpidist.comm.mpi.nonblocking import LeavableComm
+from mpidist.comm.mpi.nonblocking import MpiCalls
 from mpidist.errors import CommTimeout, DisagreementError
 from tests.comm.mpi.test_nonblocking import calls
 from tests.support import agree, raises_on_all
@@ -67,9 +67,8 @@ def test_a_timeout_raises_on_every_rank_and_the_group_has_failed(world):
 
 def test_what_can_be_left_computes_the_same(world):
     leavable, plain = world.clone("leavable", on_timeout="raise"), world.clone("plain")
-    assert isinstance(leavable._comm.mpi, LeavableComm) and not isinstance(
-        plain._comm.mpi, LeavableComm
-    )
+    assert isinstance(leavable._comm.mpi, MpiCalls) and leavable._comm.mpi.is_abandonable
+    assert not isinstance(plain._comm.mpi, MpiCalls) or not plain._comm.mpi.is_abandonable
     for numel in (1, 100_000):
         for (name, call, result), (_, other, expected) in zip(
             calls(leavable, numel), calls(plain, numel), strict=True

@@ -26,8 +26,7 @@ from mpidist.comm.mpi import cuda_context, launcher_env, runtime
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.cuda_context import ENV_CUDA_AWARE
 from mpidist.comm.mpi.library import MPI, library_name
-from mpidist.comm.mpi.nonblocking import TwinComm
-from mpidist.comm.mpi.serialized import TWINS, SerialComm
+from mpidist.comm.mpi.nonblocking import NONBLOCKING, MpiCalls
 from mpidist.errors import MpidistError
 
 # what the environment forces, as one byte that ranks can compare
@@ -135,12 +134,14 @@ def agreed_operations(comm: Communicator, device: torch.device) -> frozenset[str
 
 def takes_blocking_calls(comm: Communicator) -> bool:
     """Say whether a blocking call on ``comm.mpi`` reaches MPI as such; a wrapper makes it non-blocking."""
-    return not isinstance(comm.mpi, (SerialComm, TwinComm))
+    return not isinstance(comm.mpi, MpiCalls)
 
 
 def _as_twins(working: frozenset[str]) -> frozenset[str]:
     return frozenset(
-        name for name in working if name not in REDUCTIONS and TWINS.get(name, name) in working
+        name
+        for name in working
+        if name not in REDUCTIONS and NONBLOCKING.get(name, name) in working
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi import byte_strings
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.mpi.serialized import SerialComm
+from mpidist.comm.mpi.nonblocking import MpiCalls
 
 WORKS = "works"
 # Elements of each rank's share: an eager message, and 1 MiB, which needs a rendezvous.
@@ -140,7 +140,7 @@ def attempt(mpi: Any, operation: str, device: torch.device) -> str:
     Returns:
         ``WORKS``, or what is wrong on which rank; the same on all ranks.
     """
-    if operation in REDUCTIONS and isinstance(mpi, SerialComm):
+    if operation in REDUCTIONS and isinstance(mpi, MpiCalls):
         return "MPI admits one thread at a time, so it would become a non-blocking reduction"
     wrong = ""
     for numel in _NUMELS:

@@ -11,9 +11,8 @@ import torch
 
 from mpidist.comm.mpi import autograd_mode
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.mpi.nonblocking import TwinComm, patiently, promptly
+from mpidist.comm.mpi.nonblocking import MpiCalls, wait_sleeping, wait_spinning
 from mpidist.comm.mpi.scratch import Scratch
-from mpidist.comm.mpi.serialized import wait_all
 from mpidist.comm.mpi.tags import Tag
 
 # the highest tags belong to the library's own algorithms, all below them to the user
@@ -54,7 +53,7 @@ class Communicator:
         count = len(set(nodes))
         is_single_node = count == 1
         self.plain = mpi
-        self.mpi = mpi if is_single_node else TwinComm(mpi, promptly)
+        self.mpi = mpi if is_single_node else MpiCalls(mpi, wait_spinning)
         self.rank: int = mpi.Get_rank()
         self.size: int = mpi.Get_size()
         self.nodes = tuple(nodes)
@@ -70,10 +69,10 @@ class Communicator:
         self.kept: dict[str, Any] = {}  # what executors keep between calls, by their names for it
         self._scratch: dict[tuple[torch.dtype, Scratch], torch.Tensor] = {}
 
-    def patient(self) -> Communicator:
-        """Return the same communicator, with the same memory, for a thread that gives its core away while it waits."""
+    def sleeping(self) -> Communicator:
+        """Return the same communicator, with the same memory, for a thread that sleeps while it waits."""
         other = copy.copy(self)
-        other.mpi = TwinComm(self.plain, patiently)
+        other.mpi = MpiCalls(self.plain, wait_sleeping)
         return other
 
     def blocking(self) -> Communicator:
@@ -86,8 +85,10 @@ class Communicator:
 
     def wait_all(self, requests: list[Any]) -> None:
         """Wait for requests of this communicator as its blocking calls wait."""
-        wait = self.mpi.wait_all if isinstance(self.mpi, TwinComm) else wait_all
-        wait(requests)
+        if isinstance(self.mpi, MpiCalls):
+            self.mpi.wait_all(requests)
+        else:
+            MPI.Request.Waitall(requests)
 
     def levels(self) -> Levels:
         """Return the ranks by node.

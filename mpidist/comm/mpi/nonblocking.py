@@ -1,47 +1,59 @@
-"""Non-blocking calls in the place of MPI's blocking ones: between nodes, and in groups whose waits may be left.
+"""Non-blocking calls in place of MPI's blocking ones, for groups that span nodes and for waits that may be abandoned.
 
-A synchronous call on one rank meets an asynchronous one on another, and MPI does not match a
-blocking collective with a non-blocking one (MPI-4.1 §6.12). So between nodes all are non-blocking.
-The caller's thread waits in MPI. The group's thread works beside the backward pass, from which
-MPI's polling would take half of a core: it tests with growing pauses. There a transfer takes
-milliseconds, and the pauses are shorter than what the network's buffers hold.
+A synchronous call on one rank matches an asynchronous one on another, but MPI does not match a
+blocking collective with a non-blocking one (MPI-4.1 §6.12): between nodes all are non-blocking.
+Waits differ. The caller's thread waits inside MPI. A group's own thread runs during the backward
+pass, where MPI's polling would take half of a core, so it sleeps between tests; a transfer between
+nodes takes milliseconds, and the sleeps are shorter than the network's buffers last.
 """
 
 from __future__ import annotations
 
-import os
-import time
+import math
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mpidist.comm.mpi.serialized import TWINS
+from mpidist.comm.mpi import backoff
 
-_SPIN_S = 50e-6
-_YIELD_S = 500e-6
-_SLEEP_S = 50e-6
-# what calls that were left have in MPI's hands: it may write there as long as the process lives
-_left: list[Any] = []
+# Blocking calls whose non-blocking form takes the same arguments, except for a status.
+NONBLOCKING = {
+    name: "I" + name.lower()
+    for name in (
+        "Allreduce", "Reduce", "Bcast", "Barrier", "Allgather", "Allgatherv", "Gather", "Gatherv", "Scatter", "Scatterv",
+        "Alltoall", "Alltoallv", "Reduce_scatter_block", "Reduce_scatter", "Send", "Ssend", "Recv",
+    )
+}  # fmt: skip
+
+# Requests of abandoned calls and their buffers: MPI may write there as long as the process lives.
+_abandoned: list[Any] = []
 
 Wait = Callable[[Any, Any], None]
 
 
-class TwinComm:
-    """A communicator whose blocking calls are their non-blocking twins; all others are the communicator's own.
+class MpiCalls:
+    """A communicator whose blocking calls are a non-blocking call and a wait; all other calls are its own.
 
     Args:
-        comm: What the twins are called on.
-        wait: Called with a request and a status (or None); returns when the request has ended.
+        comm: The communicator that is called.
+        wait: Called with a request and a status or None; returns when the request is complete.
+        check: Called before each ``Improbe``; raises to end a loop of probes.
     """
 
-    def __init__(self, comm: Any, wait: Wait) -> None:
+    def __init__(self, comm: Any, wait: Wait, check: Callable[[], None] | None = None) -> None:
         self._comm = comm
         self._wait = wait
+        self._check = check
 
     def __getattr__(self, name: str) -> Any:
-        found = self._twin(name) if name in TWINS else getattr(self._comm, name)
-        self.__dict__[name] = found
-        return found
+        call = self._waiting(name) if name in NONBLOCKING else getattr(self._comm, name)
+        self.__dict__[name] = call
+        return call
+
+    @property
+    def is_abandonable(self) -> bool:
+        """Say whether a wait may end by an error while MPI still works on its request."""
+        return self._check is not None
 
     def Sendrecv(
         self,
@@ -59,23 +71,30 @@ class TwinComm:
         self._wait(incoming, status)
         self._wait(outgoing, None)
 
-    def Mprobe(self, source: int, tag: int, status: Any) -> TwinMessage:
+    def Mprobe(self, source: int, tag: int, status: Any = None) -> MatchedMessage:
         """See MPI_Mprobe."""
         probe = _Probe(self._comm, source, tag)
         self._wait(probe, status)
-        return TwinMessage(probe.message, self._wait)
+        return MatchedMessage(probe.message, self._wait)
 
-    def over(self, comm: Any) -> TwinComm:
-        """Return another communicator whose calls wait as this one's."""
-        return TwinComm(comm, self._wait)
+    def Improbe(self, source: int, tag: int, status: Any = None) -> MatchedMessage | None:
+        """See MPI_Improbe."""
+        if self._check is not None:
+            self._check()
+        message = self._comm.Improbe(source, tag, status)
+        return None if message is None else MatchedMessage(message, self._wait)
+
+    def over(self, comm: Any) -> MpiCalls:
+        """Return another communicator with the same waits."""
+        return MpiCalls(comm, self._wait, self._check)
 
     def wait_all(self, requests: Iterable[Any]) -> None:
-        """Wait for requests as for a twin."""
+        """Wait for requests of this communicator."""
         for request in requests:
             self._wait(request, None)
 
-    def _twin(self, name: str) -> Callable[..., None]:
-        start, wait = getattr(self._comm, TWINS[name]), self._wait
+    def _waiting(self, name: str) -> Callable[..., None]:
+        start, wait = getattr(self._comm, NONBLOCKING[name]), self._wait
         takes_status = name == "Recv"
 
         def call(*args: Any, **kwargs: Any) -> None:
@@ -87,8 +106,8 @@ class TwinComm:
         return call
 
 
-class TwinMessage:
-    """A matched message whose blocking receive is its non-blocking twin."""
+class MatchedMessage:
+    """A matched message whose blocking receive is a non-blocking one and a wait."""
 
     __slots__ = ("_message", "_wait")
 
@@ -106,10 +125,10 @@ class TwinMessage:
 
 
 class _Probe:
-    """A matched probe as a request that ends when a message is there.
+    """A matched probe as a request that completes when a message is matched.
 
     Attributes:
-        message: The matched message, once there is one.
+        message: The matched message, None before.
     """
 
     __slots__ = ("_comm", "_source", "_tag", "message")
@@ -128,58 +147,41 @@ class _Probe:
         self.message = self._comm.Mprobe(self._source, self._tag, status)
 
 
-def promptly(request: Any, status: Any = None) -> None:
-    """Wait in MPI, without pause."""
+def wait_spinning(request: Any, status: Any = None) -> None:
+    """Wait inside MPI, which polls without a pause."""
     request.Wait(status)
 
 
-def patiently(request: Any, status: Any = None) -> None:
-    """Test a request until it has ended, with growing pauses."""
-    start = time.perf_counter()
-    while not request.Test(status):
-        waited = time.perf_counter() - start
-        if waited > _YIELD_S:
-            time.sleep(_SLEEP_S)
-        elif waited > _SPIN_S:
-            os.sched_yield()
+def wait_yielding(request: Any, status: Any = None) -> None:
+    """Test a request until it is complete; yield the core between tests."""
+    backoff.until(lambda: request.Test(status), spin_s=0, yield_s=math.inf)
 
 
-class LeavableComm(TwinComm):
-    """A communicator whose waits are left when its group has failed: what MPI was given stays there.
+def wait_sleeping(request: Any, status: Any = None) -> None:
+    """Test a request until it is complete; yield the core between tests, later sleep."""
+    backoff.until(lambda: request.Test(status))
+
+
+def wait_abandonable(check: Callable[[], None], sleeps: bool) -> Wait:
+    """Return a wait that ``check`` ends by raising; MPI keeps the request.
 
     Args:
-        comm: What the twins are called on.
-        check: Raises to leave.
-        is_patient: Sleep between tests, for a thread beside the computation.
+        check: Raises if the group has failed.
+        sleeps: Sleep between tests, for a thread that runs during the computation.
     """
+    yield_s = backoff.YIELD_S if sleeps else math.inf
 
-    def __init__(self, comm: Any, check: Callable[[], None], is_patient: bool) -> None:
-        super().__init__(comm, self._leavably)
-        self._check = check
-        self._is_patient = is_patient
+    def wait(request: Any, status: Any = None) -> None:
+        backoff.until(lambda: request.Test(status), check, yield_s=yield_s)
 
-    def Improbe(self, *args: Any) -> Any:
-        """See MPI_Improbe; a loop of them is left, too."""
-        self._check()
-        message = self._comm.Improbe(*args)
-        return None if message is None else TwinMessage(message, self._leavably)
-
-    def over(self, comm: Any) -> TwinComm:
-        """See TwinComm.over."""
-        return LeavableComm(comm, self._check, self._is_patient)
-
-    def _leavably(self, request: Any, status: Any = None) -> None:
-        start = time.perf_counter()
-        while not request.Test(status):
-            waited = time.perf_counter() - start
-            if waited > _SPIN_S:
-                self._check()
-                if self._is_patient and waited > _YIELD_S:
-                    time.sleep(_SLEEP_S)
-                else:
-                    os.sched_yield()
+    return wait
 
 
-def keep(error: BaseException) -> None:
-    """Keep alive what the frames that an error came through hold: a request, and the memory that MPI works on for it."""
-    _left.append([dict(frame.f_locals) for frame, _ in traceback.walk_tb(error.__traceback__)])
+def abandonable(comm: Any, check: Callable[[], None], sleeps: bool) -> MpiCalls:
+    """Return a communicator whose waits end when ``check`` raises; see ``wait_abandonable``."""
+    return MpiCalls(comm, wait_abandonable(check, sleeps), check)
+
+
+def keep_buffers(error: BaseException) -> None:
+    """Keep alive the local variables of all frames of an error's traceback: an abandoned request and its buffers."""
+    _abandoned.append([dict(frame.f_locals) for frame, _ in traceback.walk_tb(error.__traceback__)])

@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpidist.comm.mpi import cuda_context, launcher_env, serialized, trust
+from mpidist.comm.mpi import cuda_context, launcher_env, trust
 from mpidist.comm.mpi.library import MPI, is_started
+from mpidist.comm.mpi.serialized import serialized
 from mpidist.errors import CommTimeout, LaunchError, MpidistError
 
 _ABORT_CODE = 1
@@ -231,7 +232,7 @@ def _start(timeout_s: float | None) -> World:
     if problem:
         raise LaunchError(problem)
     if level == MPI.THREAD_SERIALIZED:
-        comm = serialized.SerialComm(comm)
+        comm = serialized(comm)
     return World(
         comm,
         0,

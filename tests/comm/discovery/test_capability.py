@@ -25,7 +25,7 @@ from mpidist.comm.discovery.capability import (
 )
 from mpidist.comm.mpi import cuda_context
 from mpidist.comm.mpi.communicator import Communicator
-from mpidist.comm.mpi.serialized import SerialComm
+from mpidist.comm.mpi.serialized import serialized
 from mpidist.errors import MpidistError
 from tests.support import agree, raises_on_all
 
@@ -267,11 +267,11 @@ def test_a_job_inside_this_job_while_the_others_wait(group, monkeypatch):
 @pytest.mark.mpi
 def test_a_wrapper_that_never_blocks_gets_no_reductions(group, launches):
     comm = group._comm
-    patient, serial = comm.patient(), Communicator(SerialComm(comm.mpi), [0] * comm.size, 32767)
+    sleeping, locked = comm.sleeping(), Communicator(serialized(comm.mpi), [0] * comm.size, 32767)
     kept = {"point_to_point", "Bcast", "Ibcast", "Allgather", "Iallgather", "Ialltoallv"}
-    sets = [agreed_operations(each, CPU) for each in (patient, serial)]
+    sets = [agreed_operations(each, CPU) for each in (sleeping, locked)]
     agree(group, all(each == kept for each in sets), f"{sets}")
-    assert not takes_blocking_calls(patient)
+    assert not takes_blocking_calls(sleeping)
     if takes_blocking_calls(comm):  # the library admits several threads
         assert agreed_operations(comm, CPU) >= trial_operations.REDUCTIONS
 
@@ -280,7 +280,7 @@ def test_a_wrapper_that_never_blocks_gets_no_reductions(group, launches):
 def test_a_collective_whose_twin_fails_is_not_for_a_wrapper(group, monkeypatch):
     told = {**dict.fromkeys(trial_operations.OPERATIONS, "works"), "Ibcast": "hung"}
     monkeypatch.setattr(capability_trial, "try_operations", lambda *_, **__: told)
-    operations = agreed_operations(group._comm.patient(), CPU)
+    operations = agreed_operations(group._comm.sleeping(), CPU)
     agree(group, "Bcast" not in operations and "Allgather" in operations, f"{operations}")
 
 

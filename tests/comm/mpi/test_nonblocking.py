@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from mpidist.comm.mpi import nonblocking, runtime
+from mpidist.comm.mpi import backoff, nonblocking, runtime
 from tests.support import agree
 
 pytestmark = pytest.mark.mpi
@@ -115,7 +115,7 @@ def test_it_leaves_the_core_to_others(patient, monkeypatch):
         slept.append(threading.current_thread().name)
         sleep(seconds)
 
-    monkeypatch.setattr(nonblocking.time, "sleep", noting)
+    monkeypatch.setattr(backoff.time, "sleep", noting)
     tensor = torch.ones(1000)
     if patient.rank == 0:
         sleep(0.2)
@@ -138,5 +138,5 @@ def test_wait_hands_the_status_on():
             return not self.left
 
     seen = []
-    nonblocking.patiently(Request(), seen)
+    nonblocking.wait_sleeping(Request(), seen)
     assert seen == [3, 2, 1]
