@@ -27,7 +27,7 @@ from mpidist.comm.algorithms import device_collectives, tuning
 from mpidist.comm.algorithms.host_copies import HostCopies
 from mpidist.comm.discovery import capability
 from mpidist.comm.memory import buffer
-from mpidist.comm.memory.buffer import Order
+from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Device, HostDevice, device_of
 from mpidist.comm.mpi import runtime
 from mpidist.comm.mpi.communicator import Communicator
@@ -105,10 +105,10 @@ def all_reduce(place: Place, numel: int) -> list[Contender]:
 
 
 def _reduced(place: Place, reduce: Callable[..., None], tensor: Tensor) -> None:
-    order = Order(place.queues, (tensor,))
-    order.enter()
-    reduce(place.comm, order, tensor, SUM)
-    _finish(order)
+    fence = StreamFence(place.queues, (tensor,))
+    fence.wait_ready()
+    reduce(place.comm, fence, tensor, SUM)
+    _finish(fence)
 
 
 def is_sum(place: Place, contender: Contender) -> bool:
@@ -143,38 +143,38 @@ def ping_pong(place: Place, numel: int) -> list[Contender]:
 
 
 def _send(place: Place, tensor: Tensor, peer: int) -> None:
-    order = Order(place.queues, (tensor,))
-    order.enter()
-    order.begin()
+    fence = StreamFence(place.queues, (tensor,))
+    fence.wait_ready()
+    fence.synchronize()
     place.comm.mpi.Send(buffer.as_bytes(tensor), peer, _TAG)
 
 
 def _receive(place: Place, tensor: Tensor, peer: int) -> None:
-    order = Order(place.queues, (tensor,))
-    order.enter()
-    order.begin()
+    fence = StreamFence(place.queues, (tensor,))
+    fence.wait_ready()
+    fence.synchronize()
     place.comm.mpi.Recv(buffer.as_bytes(tensor), peer, _TAG)
 
 
 def _send_staged(place: Place, tensor: Tensor, peer: int) -> None:
-    order = Order(place.queues, (tensor,))
-    order.enter()
-    (host,), _ = HostCopies((tensor,), (), order).load()
+    fence = StreamFence(place.queues, (tensor,))
+    fence.wait_ready()
+    (host,), _ = HostCopies((tensor,), (), fence).load()
     place.comm.mpi.Send(buffer.as_bytes(host), peer, _TAG)
 
 
 def _receive_staged(place: Place, tensor: Tensor, peer: int) -> None:
-    order = Order(place.queues, (tensor,))
-    order.enter()
-    copies = HostCopies((), (tensor,), order)
+    fence = StreamFence(place.queues, (tensor,))
+    fence.wait_ready()
+    copies = HostCopies((), (tensor,), fence)
     _, (host,) = copies.load()
     place.comm.mpi.Recv(buffer.as_bytes(host), peer, _TAG)
     copies.store()
-    _finish(order)
+    _finish(fence)
 
 
-def _finish(order: Order) -> None:
-    for event in order.leave():
+def _finish(fence: StreamFence) -> None:
+    for event in fence.record():
         event.synchronize()
 
 

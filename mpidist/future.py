@@ -32,8 +32,8 @@ class Future(Generic[T]):
     """A result that one thread sets once and any number of threads wait for.
 
     Args:
-        events: Objects with ``hold()``, which lets the calling thread's stream wait; filled before
-            the future is completed.
+        events: Objects with ``block_current_stream()``, which lets the calling thread's stream
+            wait; filled before the future is completed.
         fence: Returns such an object for all that the calling thread has queued; called behind each
             callback of ``then``.
     """
@@ -90,7 +90,7 @@ class Future(Generic[T]):
             self._seen = True
             raise self._exception
         for event in self._events or ():
-            event.hold()
+            event.block_current_stream()
         return self._value
 
     def exception(self) -> BaseException | None:

@@ -58,6 +58,7 @@ COVERED_BY = {
     "comm/algorithms/pairwise": "comm/algorithms/test_reductions.py",
     "comm/fast_path": "comm/algorithms/test_reductions.py",
     "comm/algorithms/staging": "comm/algorithms/test_device_collectives.py",
+    "comm/memory/fence": "comm/algorithms/test_device_collectives.py",
     "comm/memory/stream": "comm/algorithms/test_device_collectives.py",  # CUDA's with make gpu
     "comm/serialization/tensor_spans": "comm/serialization/test_tensor_table.py",
     "comm/serialization/tensor_format": "comm/serialization/test_tensor_table.py",

@@ -39,13 +39,13 @@ class Fence:
                 and not tensor.is_cpu
                 and (device := device_at(tensor.device)) is not None
             ):
-                self._events[tensor.device] = device.here()
+                self._events[tensor.device] = device.record_current_stream()
 
     def hold(self, tensors: Iterable[Tensor | None] = ()) -> None:
         """Have the calling thread's current streams wait until the tensors are there; keep ``tensors`` until those are done."""
         if self._events:
             for event in self._events.values():
-                event.hold()
+                event.block_current_stream()
             for tensor in tensors:
                 if tensor is not None:
                     used_here(tensor)

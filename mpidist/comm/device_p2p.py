@@ -14,7 +14,7 @@ import torch
 from mpidist.comm.algorithms.host_copies import HostCopies
 from mpidist.comm.discovery import capability
 from mpidist.comm.memory import buffer
-from mpidist.comm.memory.buffer import Order
+from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Device, as_current, device_at, device_of
 
 Tensor = torch.Tensor
@@ -29,11 +29,11 @@ def to_send(tensor: Tensor) -> tuple[Tensor, Device | None]:
         return tensor, None
     device = device_of((tensor,))
     with as_current(device):
-        order = _entered(device, tensor)
-        if order is not None and _takes_messages(tensor):
-            order.begin()
+        fence = _entered(device, tensor)
+        if fence is not None and _takes_messages(tensor):
+            fence.synchronize()
             return tensor, device
-        (host,), _ = HostCopies((tensor,), (), order).load()
+        (host,), _ = HostCopies((tensor,), (), fence).load()
     return host, None
 
 
@@ -64,36 +64,36 @@ def space(
     assert device is not None
     with device.as_current():
         tensor = device.empty(nbytes, torch.uint8)
-        order = Order(device, (tensor,), device.down.record())
-        order.enter()
-        return tensor, _to_receive(tensor, order)
+        fence = StreamFence(device, (tensor,), device.down.record())
+        fence.wait_ready()
+        return tensor, _to_receive(tensor, fence)
 
 
 def _to_receive(
-    tensor: Tensor, order: Order | None
+    tensor: Tensor, fence: StreamFence | None
 ) -> tuple[Tensor, Device | None, Callable[[], list[Any]]]:
-    if order is not None and _takes_messages(tensor):
-        order.begin()
-        return tensor, order.device, list
-    copies = HostCopies((), (tensor,), order)
+    if fence is not None and _takes_messages(tensor):
+        fence.synchronize()
+        return tensor, fence.device, list
+    copies = HostCopies((), (tensor,), fence)
     _, (host,) = copies.load()
 
     def arrive() -> list[Any]:
-        with as_current(None if order is None else order.device):
-            if order is not None:
-                order.enter()  # whoever waits for a message need not be who started it
+        with as_current(None if fence is None else fence.device):
+            if fence is not None:
+                fence.wait_ready()  # whoever waits for a message need not be who started it
             copies.store()
-            return order.leave() if order is not None else []
+            return fence.record() if fence is not None else []
 
     return host, None, arrive
 
 
-def _entered(device: Device | None, tensor: Tensor) -> Order | None:
+def _entered(device: Device | None, tensor: Tensor) -> StreamFence | None:
     if device is None:
         return None
-    order = Order(device, (tensor,))
-    order.enter()
-    return order
+    fence = StreamFence(device, (tensor,))
+    fence.wait_ready()
+    return fence
 
 
 def _takes_messages(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from mpidist.comm.algorithms import device_collectives, fingerprint
 from mpidist.comm.algorithms.host_copies import on_host
 from mpidist.comm.group_failure import ABORT, RAISE, Failing
 from mpidist.comm.memory import buffer
-from mpidist.comm.memory.buffer import Order
+from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Device, device_at, device_of
 from mpidist.comm.mpi import autograd_mode, nonblocking
 from mpidist.comm.mpi.communicator import Communicator
@@ -137,7 +137,7 @@ class Execution(Failing):
                 operation, _call, (), (), (function,), async_op, facts, results=results
             )
         events: list[Any] = []
-        args = (function, Order(here, ()), events)
+        args = (function, StreamFence(here, ()), events)
         return self._launch(
             operation, _call_on_device, (), (), args, async_op, facts, events, here, results
         )
@@ -205,14 +205,14 @@ class Execution(Failing):
             finally:
                 self._door.release()
             for event in events:
-                event.hold()
+                event.block_current_stream()
             return None
         work = Work(
             operation,
             results or outputs or inputs,
             self.where(operation),
             events,
-            None if device is None else device.here,
+            None if device is None else device.record_current_stream,
         )
         if async_op and is_at_once():
             self._progress.run(work, self._execute, call)
@@ -313,9 +313,9 @@ def _call_on_device(
     inputs: Any,
     outputs: Any,
     function: Callable[[], None],
-    order: Order,
+    fence: StreamFence,
     events: list[Any],
 ) -> None:
-    order.enter_here()
+    fence.wait_ready_on_current_stream()
     _call(comm, inputs, outputs, function)
-    events.append(order.device.here())
+    events.append(fence.device.record_current_stream())

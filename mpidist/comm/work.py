@@ -204,7 +204,7 @@ class RequestWork:
         if self._error is not None:
             raise self._error
         for event in self._events:
-            event.hold()
+            event.block_current_stream()
         return True
 
     def cancel(self) -> None:

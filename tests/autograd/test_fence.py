@@ -16,11 +16,11 @@ class Device:
     def __init__(self, log, name):
         self.log, self.name, self.made = log, name, 0
 
-    def here(self):
+    def record_current_stream(self):
         self.made += 1
         event = f"{self.name}/{self.made}"
         self.log.append(f"record {event}")
-        return SimpleNamespace(hold=lambda: self.log.append(f"hold {event}"))
+        return SimpleNamespace(block_current_stream=lambda: self.log.append(f"hold {event}"))
 
 
 def on(index):

@@ -57,7 +57,7 @@ class LazyEvent:
         with self.device.lock:
             self.stream.run_to(self.place)
 
-    def hold(self) -> None:
+    def block_current_stream(self) -> None:
         self.device.current().wait(self)
 
 
@@ -133,7 +133,7 @@ class LazyDevice:
         """Say whether this is the calling thread's current device."""
         return getattr(self._of_thread, "is_current", False)
 
-    def here(self) -> LazyEvent:
+    def record_current_stream(self) -> LazyEvent:
         return self.current().record()
 
     def leave_default_stream(self) -> None:

@@ -27,7 +27,7 @@ from mpidist.comm.algorithms.host_copies import on_host
 from mpidist.comm.algorithms.reduce_op import Operation, Reduction
 from mpidist.comm.discovery import capability
 from mpidist.comm.memory import buffer
-from mpidist.comm.memory.buffer import Order
+from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.overlap import separated
 from mpidist.comm.memory.stream import Device, Event
 from mpidist.comm.mpi.communicator import Communicator
@@ -65,22 +65,26 @@ def placed(
         async_op: Whoever waits may do so on another stream than the current one.
     """
     if size == 1 and _changes_nothing(execute, outputs, args):
-        return partial(_nothing_behind, device, device.here(), events) if async_op else _nothing
-    order = Order(device, (*inputs, *outputs))
+        return (
+            partial(_nothing_behind, device, device.record_current_stream(), events)
+            if async_op
+            else _nothing
+        )
+    fence = StreamFence(device, (*inputs, *outputs))
     way = _WAYS.get(execute)
-    staged = on_host(execute, order)
+    staged = on_host(execute, fence)
 
     def run(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any) -> None:
         # All ranks alike: whether a call is synchronous or not, and so which thread executes it, is
         # each rank's own affair.
         comm = comm.blocking()
-        if not order.is_issuers():
+        if not fence.is_issuing_thread():
             device.leave_default_stream()
         with device.as_current():
-            order.enter()
-            if way is None or not way(comm, order, inputs, outputs, *args):
+            fence.wait_ready()
+            if way is None or not way(comm, fence, inputs, outputs, *args):
                 staged(comm, inputs, outputs, *args)
-            events.extend(order.leave())
+            events.extend(fence.record())
 
     return run
 
@@ -115,28 +119,28 @@ def _nothing_behind(
 
 
 def _all_reduce(
-    comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, operation: Operation
+    comm: Communicator, fence: StreamFence, inputs: Tensors, outputs: Tensors, operation: Operation
 ) -> bool:
     for tensor in outputs:
-        flat = _dense(order, tensor, filled=True)
-        _chosen(comm, flat, operation)(comm, order, flat, operation)
-        _write_back(order, tensor, flat)
+        flat = _dense(fence, tensor, filled=True)
+        _chosen(comm, flat, operation)(comm, fence, flat, operation)
+        _write_back(fence, tensor, flat)
     return True
 
 
 def _all_reduce_flat(
-    comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, operation: Operation
+    comm: Communicator, fence: StreamFence, inputs: Tensors, outputs: Tensors, operation: Operation
 ) -> bool:
     if len(outputs) == 1:
-        return _all_reduce(comm, order, inputs, outputs, operation)
-    parts, flat = _together(order, outputs, filled=True)
-    _chosen(comm, flat, operation)(comm, order, flat, operation)
-    _apart(order, flat, parts, outputs)
+        return _all_reduce(comm, fence, inputs, outputs, operation)
+    parts, flat = _together(fence, outputs, filled=True)
+    _chosen(comm, flat, operation)(comm, fence, flat, operation)
+    _apart(fence, flat, parts, outputs)
     return True
 
 
 def _reduce_scatter_tensor(
-    comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, operation: Operation
+    comm: Communicator, fence: StreamFence, inputs: Tensors, outputs: Tensors, operation: Operation
 ) -> bool:
     applies = all(
         ring.applies(target.dtype, reduce_op.reduction(target.dtype, operation))
@@ -144,16 +148,16 @@ def _reduce_scatter_tensor(
     )
     if "point_to_point" not in _able(comm, outputs[0]) or not applies:
         return False
-    targets = [_dense(order, target, filled=False) for target in outputs]
+    targets = [_dense(fence, target, filled=False) for target in outputs]
     sources = separated(
-        [_dense(order, source, filled=True) for source in inputs],
+        [_dense(fence, source, filled=True) for source in inputs],
         targets,
-        copy=partial(_copied, order),
+        copy=partial(_copied, fence),
     )
     for source, flat, target in zip(sources, targets, outputs, strict=True):
         chunk_bytes = tuning.agreed_table(comm, flat.device).chunk_bytes(source.nbytes)
-        ring.reduce_scatter(comm, order, source, flat, operation, chunk_bytes)
-        _write_back(order, target, flat)
+        ring.reduce_scatter(comm, fence, source, flat, operation, chunk_bytes)
+        _write_back(fence, target, flat)
     return True
 
 
@@ -232,47 +236,47 @@ def _is_mpis(dtype: torch.dtype, plan: Reduction) -> bool:
     return not plan.divides or dtype.is_floating_point or dtype.is_complex
 
 
-def _by_library(comm: Communicator, order: Order, flat: Tensor, operation: Operation) -> None:
+def _by_library(comm: Communicator, fence: StreamFence, flat: Tensor, operation: Operation) -> None:
     """All-reduce by one blocking call of MPI: under Open MPI its non-blocking twin crashes on device memory."""
     plan = reduce_op.reduction(flat.dtype, operation)
-    order.device.down.do(partial(reduce_op.scale, flat, plan))
-    order.begin()
+    fence.device.down.do(partial(reduce_op.scale, flat, plan))
+    fence.synchronize()
     if comm.size > 1:
         datatype, op = mpi_ops.types_of(flat.dtype, plan)
         for start, count in buffer.pieces(flat.numel()):
             comm.mpi.Allreduce(MPI.IN_PLACE, buffer.elements(flat, start, count, datatype), op)
-    order.device.down.do(partial(reduce_op.divide, flat, plan, comm.size))
+    fence.device.down.do(partial(reduce_op.divide, flat, plan, comm.size))
 
 
 # --- movement: the executors work on addresses, whosever memory it is ---
 
 
 def _broadcast(
-    comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, root: int
+    comm: Communicator, fence: StreamFence, inputs: Tensors, outputs: Tensors, root: int
 ) -> bool:
     tensors, is_root = inputs or outputs, comm.rank == root
     if len(tensors) == 1:
-        _broadcast_one(comm, order, tensors[0], root)
+        _broadcast_one(comm, fence, tensors[0], root)
         return True
-    parts, flat = _together(order, tensors, filled=is_root)
-    _broadcast_one(comm, order, flat, root)
+    parts, flat = _together(fence, tensors, filled=is_root)
+    _broadcast_one(comm, fence, flat, root)
     if not is_root:
-        _apart(order, flat, parts, tensors)
+        _apart(fence, flat, parts, tensors)
     return True
 
 
-def _broadcast_one(comm: Communicator, order: Order, tensor: Tensor, root: int) -> None:
+def _broadcast_one(comm: Communicator, fence: StreamFence, tensor: Tensor, root: int) -> None:
     is_root = comm.rank == root
-    flat = _dense(order, tensor, filled=is_root)
+    flat = _dense(fence, tensor, filled=is_root)
     if "Bcast" in _able(comm, tensor):
-        order.begin()
+        fence.synchronize()
         movement.broadcast(comm, (flat,) if is_root else (), () if is_root else (flat,), root)
     else:
         staging.through_host(
-            order, flat, partial(_broadcast_chunk, comm, root), reads=is_root, writes=not is_root
+            fence, flat, partial(_broadcast_chunk, comm, root), reads=is_root, writes=not is_root
         )
     if not is_root:
-        _write_back(order, tensor, flat)
+        _write_back(fence, tensor, flat)
 
 
 def _broadcast_chunk(comm: Communicator, root: int, chunk: Tensor) -> None:
@@ -283,29 +287,29 @@ def _moved(needed: tuple[str, ...], execute: Execute) -> Way:
     """Return the way of an executor that moves contiguous tensors by these operations of MPI."""
 
     def way(
-        comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors, *args: Any
+        comm: Communicator, fence: StreamFence, inputs: Tensors, outputs: Tensors, *args: Any
     ) -> bool:
         if not _able(comm, (*inputs, *outputs)[0]).issuperset(needed):
             return False
-        sources = [_dense(order, tensor, filled=True) for tensor in inputs]
-        targets = [_dense(order, tensor, filled=False) for tensor in outputs]
+        sources = [_dense(fence, tensor, filled=True) for tensor in inputs]
+        targets = [_dense(fence, tensor, filled=False) for tensor in outputs]
         places = movement.in_place(execute, comm.rank, sources, targets)
-        sources = separated(sources, targets, places, partial(_copied, order))
-        order.begin()
+        sources = separated(sources, targets, places, partial(_copied, fence))
+        fence.synchronize()
         # a rank's own part is copied on the device
-        order.device.down.run(partial(execute, comm, sources, targets, *args))
+        fence.device.down.run(partial(execute, comm, sources, targets, *args))
         for tensor, target in zip(outputs, targets, strict=True):
-            _write_back(order, tensor, target)
+            _write_back(fence, tensor, target)
         return True
 
     return way
 
 
-def _all_gather(comm: Communicator, order: Order, inputs: Tensors, outputs: Tensors) -> bool:
+def _all_gather(comm: Communicator, fence: StreamFence, inputs: Tensors, outputs: Tensors) -> bool:
     # Short ones go through one flat host buffer.
     if max(tensor.nbytes for tensor in outputs) <= movement.FLAT_BYTES:
         return False
-    return _moved(("point_to_point",), movement.all_gather)(comm, order, inputs, outputs)
+    return _moved(("point_to_point",), movement.all_gather)(comm, fence, inputs, outputs)
 
 
 # a rank by itself sends nothing, so what is built on messages is all done on the device
@@ -338,41 +342,41 @@ def _able(comm: Communicator, where: Tensor | torch.device) -> frozenset[str]:
 # --- tensors whose elements do not lie one behind the other ---
 
 
-def _dense(order: Order, tensor: Tensor, filled: bool) -> Tensor:
+def _dense(fence: StreamFence, tensor: Tensor, filled: bool) -> Tensor:
     """Return a tensor's elements as a flat one on the device; its own memory if they lie there in order."""
     plain = tensor.detach()
     if buffer.is_plain(plain):
         return plain.view(-1)
-    dense = order.device.empty(plain.numel(), plain.dtype)
+    dense = fence.device.empty(plain.numel(), plain.dtype)
     if filled:
-        order.device.down.do(lambda: dense.view(plain.shape).copy_(plain))
+        fence.device.down.do(lambda: dense.view(plain.shape).copy_(plain))
     return dense
 
 
-def _copied(order: Order, dense: Tensor) -> Tensor:
-    copy = order.device.empty(dense.numel(), dense.dtype)
-    order.device.down.do(lambda: copy.copy_(dense))
+def _copied(fence: StreamFence, dense: Tensor) -> Tensor:
+    copy = fence.device.empty(dense.numel(), dense.dtype)
+    fence.device.down.do(lambda: copy.copy_(dense))
     return copy
 
 
-def _together(order: Order, tensors: Tensors, filled: bool) -> tuple[list[Tensor], Tensor]:
+def _together(fence: StreamFence, tensors: Tensors, filled: bool) -> tuple[list[Tensor], Tensor]:
     """Return each tensor as ``_dense`` does, and one for all of them; one launch fills that, whatever their number."""
-    parts = [_dense(order, tensor, filled) for tensor in tensors]
-    flat = order.device.empty(sum(part.numel() for part in parts), parts[0].dtype)
+    parts = [_dense(fence, tensor, filled) for tensor in tensors]
+    flat = fence.device.empty(sum(part.numel() for part in parts), parts[0].dtype)
     if filled:
-        order.device.down.do(partial(pack, parts, flat))
+        fence.device.down.do(partial(pack, parts, flat))
     return parts, flat
 
 
-def _apart(order: Order, flat: Tensor, parts: list[Tensor], tensors: Tensors) -> None:
+def _apart(fence: StreamFence, flat: Tensor, parts: list[Tensor], tensors: Tensors) -> None:
     """Bring what is in the one for all back into the tensors."""
-    order.device.down.wait(order.device.up.record())  # staged chunks go up there
-    order.device.down.do(partial(unpack, flat, parts))
+    fence.device.down.wait(fence.device.up.record())  # staged chunks go up there
+    fence.device.down.do(partial(unpack, flat, parts))
     for tensor, part in zip(tensors, parts, strict=True):
-        _write_back(order, tensor, part)
+        _write_back(fence, tensor, part)
 
 
-def _write_back(order: Order, tensor: Tensor, dense: Tensor) -> None:
+def _write_back(fence: StreamFence, tensor: Tensor, dense: Tensor) -> None:
     if dense.data_ptr() != tensor.data_ptr():
-        order.device.down.wait(order.device.up.record())
-        order.device.down.do(lambda: buffer.overwrite(tensor, dense.view(tensor.shape)))
+        fence.device.down.wait(fence.device.up.record())
+        fence.device.down.do(lambda: buffer.overwrite(tensor, dense.view(tensor.shape)))

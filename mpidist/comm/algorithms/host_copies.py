@@ -15,8 +15,8 @@ import torch
 
 from mpidist.comm.algorithms import staging
 from mpidist.comm.memory import buffer
-from mpidist.comm.memory.buffer import Order
 from mpidist.comm.memory.buffer_pool import ReceiveMemory
+from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.mpi import autograd_mode
 
 # of one operation; beyond, a chunk's two copies cost less than what stays pinned
@@ -29,22 +29,22 @@ class HostCopies:
     """Host twins of the operands of one operation: ``load``, the operation, ``store``.
 
     Args:
-        order: Of operands on a device.
+        fence: Of operands on a device.
     """
 
     def __init__(
         self,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
-        order: Order | None = None,
+        fence: StreamFence | None = None,
     ) -> None:
         self._inputs = inputs
         self._outputs = outputs
-        self._order = order
+        self._fence = fence
         self._twins: dict[int, torch.Tensor] = {}
         # Of the host's own tensors, whose copies are never pinned, nobody asks.
         self._is_pinned = (
-            order is not None
+            fence is not None
             and sum({id(t): t.nbytes for t in (*inputs, *outputs)}.values()) <= PINNED_BYTES
         )
 
@@ -56,8 +56,8 @@ class HostCopies:
         """
         inputs = [self._twin(t, filled=True) for t in self._inputs]
         outputs = [self._twin(t, filled=False) for t in self._outputs]
-        if self._order is not None and inputs:
-            self._order.begin()
+        if self._fence is not None and inputs:
+            self._fence.synchronize()
         return inputs, outputs
 
     def store(self) -> None:
@@ -66,19 +66,19 @@ class HostCopies:
             twin = self._twins[id(tensor)]
             if twin is tensor:
                 continue
-            if self._order is None:
+            if self._fence is None:
                 buffer.overwrite(tensor, twin)
             elif self._is_pinned:
-                self._order.device.up.do(partial(buffer.overwrite, tensor, twin))
+                self._fence.device.up.do(partial(buffer.overwrite, tensor, twin))
             else:
-                _bring_up(self._order, tensor, twin)
+                _bring_up(self._fence, tensor, twin)
 
     def _twin(self, tensor: torch.Tensor, filled: bool) -> torch.Tensor:
         twin = self._twins.get(id(tensor))
         if twin is not None:
             return twin
-        if self._order is not None:
-            twin = self._twin_of_device(self._order, tensor, filled)
+        if self._fence is not None:
+            twin = self._twin_of_device(self._fence, tensor, filled)
         elif buffer.is_direct(tensor):
             twin = tensor
         elif filled:
@@ -88,23 +88,25 @@ class HostCopies:
         self._twins[id(tensor)] = twin
         return twin
 
-    def _twin_of_device(self, order: Order, tensor: torch.Tensor, filled: bool) -> torch.Tensor:
+    def _twin_of_device(
+        self, fence: StreamFence, tensor: torch.Tensor, filled: bool
+    ) -> torch.Tensor:
         if self._is_pinned or not tensor.numel():
-            twin = order.device.staging(tensor.numel(), tensor.dtype).view(tensor.shape)
+            twin = fence.device.staging(tensor.numel(), tensor.dtype).view(tensor.shape)
             if filled:
-                order.device.down.do(partial(_copy_plain, twin, tensor.detach()))
+                fence.device.down.do(partial(_copy_plain, twin, tensor.detach()))
             return twin
         twin = torch.frombuffer(_memory.lend(tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
         if filled:
-            _bring_down(order, twin, tensor.detach())
+            _bring_down(fence, twin, tensor.detach())
         return twin
 
 
-def on_host(execute: Callable[..., None], order: Order | None = None) -> Callable[..., None]:
+def on_host(execute: Callable[..., None], fence: StreamFence | None = None) -> Callable[..., None]:
     """Wrap an executor so that it works on host twins."""
 
     def run(comm: Any, inputs: Any, outputs: Any, *args: Any) -> None:
-        copies = HostCopies(inputs, outputs, order)
+        copies = HostCopies(inputs, outputs, fence)
         execute(comm, *copies.load(), *args)
         copies.store()
 
@@ -117,31 +119,31 @@ def _copy_plain(twin: torch.Tensor, tensor: torch.Tensor) -> None:
     twin.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
 
 
-def _bring_down(order: Order, twin: torch.Tensor, tensor: torch.Tensor) -> None:
-    flat = _flat(order, tensor)
+def _bring_down(fence: StreamFence, twin: torch.Tensor, tensor: torch.Tensor) -> None:
+    flat = _flat(fence, tensor)
     if flat.data_ptr() != tensor.data_ptr():
-        order.device.down.do(lambda: flat.view(tensor.shape).copy_(tensor))
+        fence.device.down.do(lambda: flat.view(tensor.shape).copy_(tensor))
     part_for = _parts(twin)
-    staging.through_host(order, flat, lambda chunk: part_for(chunk).copy_(chunk), writes=False)
+    staging.through_host(fence, flat, lambda chunk: part_for(chunk).copy_(chunk), writes=False)
 
 
-def _bring_up(order: Order, tensor: torch.Tensor, twin: torch.Tensor) -> None:
-    flat = _flat(order, tensor.detach())
+def _bring_up(fence: StreamFence, tensor: torch.Tensor, twin: torch.Tensor) -> None:
+    flat = _flat(fence, tensor.detach())
     part_for = _parts(twin)
     with autograd_mode.writing((flat,)):
-        staging.through_host(order, flat, lambda chunk: chunk.copy_(part_for(chunk)), reads=False)
+        staging.through_host(fence, flat, lambda chunk: chunk.copy_(part_for(chunk)), reads=False)
     if flat.data_ptr() != tensor.data_ptr():
         # On the stream that the copy's memory was made for.
-        order.device.down.wait(order.device.up.record())
-        order.device.down.do(lambda: buffer.overwrite(tensor, flat.view(tensor.shape)))
+        fence.device.down.wait(fence.device.up.record())
+        fence.device.down.do(lambda: buffer.overwrite(tensor, flat.view(tensor.shape)))
 
 
-def _flat(order: Order, tensor: torch.Tensor) -> torch.Tensor:
+def _flat(fence: StreamFence, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's own memory on the device, or as much, if its elements do not lie there in their order."""
     return (
         tensor.view(-1)
         if buffer.is_plain(tensor)
-        else order.device.empty(tensor.numel(), tensor.dtype)
+        else fence.device.empty(tensor.numel(), tensor.dtype)
     )
 
 

@@ -22,7 +22,7 @@ from mpidist.comm.algorithms import minmax, reduce_op
 from mpidist.comm.algorithms.pairwise import shard_bounds
 from mpidist.comm.algorithms.reduce_op import COMBINE, SUM, Operation, Reduction
 from mpidist.comm.memory import buffer
-from mpidist.comm.memory.buffer import Order
+from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Event
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.tags import Tag
@@ -87,7 +87,7 @@ def applies(dtype: torch.dtype, plan: Reduction) -> bool:
 
 def all_reduce(
     comm: Communicator,
-    order: Order,
+    fence: StreamFence,
     flat: Tensor,
     operation: Operation,
     chunk_bytes: int | None = None,
@@ -95,30 +95,30 @@ def all_reduce(
     """Reduce a flat tensor of N elements over all ranks, in place.
 
     Collective: over the group. Blocks: until MPI has returned; the last copy may be under way on
-    ``order.device.down``.
+    ``fence.device.down``.
 
     Args:
         chunk_bytes: Of what travels at once, the same on all ranks; ``CHUNK_BYTES`` if None.
     """
     plan = reduce_op.reduction(flat.dtype, operation)
     if comm.size == 1:
-        order.device.down.do(partial(reduce_op.scale, flat, plan))
+        fence.device.down.do(partial(reduce_op.scale, flat, plan))
         return
     if minmax.applies(flat.dtype, plan):
-        ints = _integers(order, flat, plan)
-        all_reduce(comm, order, ints, operation, chunk_bytes)
-        order.device.down.do(partial(minmax.decode, ints, flat))
+        ints = _integers(fence, flat, plan)
+        all_reduce(comm, fence, ints, operation, chunk_bytes)
+        fence.device.down.do(partial(minmax.decode, ints, flat))
         return
     bounds = shard_bounds(flat.numel(), comm.size)
     shards = [flat[bounds[i] : bounds[i + 1]] for i in range(comm.size)]
     chunk_bytes = chunk_bytes or CHUNK_BYTES
-    _reduce_scatter(comm, order, shards, shards[comm.rank], operation, chunk_bytes)
+    _reduce_scatter(comm, fence, shards, shards[comm.rank], operation, chunk_bytes)
     _all_gather(comm, shards, chunk_bytes)
 
 
 def reduce_scatter(
     comm: Communicator,
-    order: Order,
+    fence: StreamFence,
     source: Tensor,
     target: Tensor,
     operation: Operation,
@@ -133,29 +133,29 @@ def reduce_scatter(
     """
     plan = reduce_op.reduction(target.dtype, operation)
     if comm.size == 1:
-        order.device.down.do(partial(_scaled_copy, target, source, plan))
+        fence.device.down.do(partial(_scaled_copy, target, source, plan))
         return
     if minmax.applies(target.dtype, plan):
-        ints = _integers(order, source, plan)
-        own = order.device.empty(target.numel(), ints.dtype)
-        reduce_scatter(comm, order, ints, own, operation, chunk_bytes)
-        order.device.down.do(partial(minmax.decode, own, target))
+        ints = _integers(fence, source, plan)
+        own = fence.device.empty(target.numel(), ints.dtype)
+        reduce_scatter(comm, fence, ints, own, operation, chunk_bytes)
+        fence.device.down.do(partial(minmax.decode, own, target))
         return
     _reduce_scatter(
-        comm, order, list(source.view(comm.size, -1)), target, operation, chunk_bytes or CHUNK_BYTES
+        comm, fence, list(source.view(comm.size, -1)), target, operation, chunk_bytes or CHUNK_BYTES
     )
 
 
 def _reduce_scatter(
     comm: Communicator,
-    order: Order,
+    fence: StreamFence,
     shards: list[Tensor],
     target: Tensor,
     operation: Operation,
     chunk_bytes: int,
 ) -> None:
     plan = reduce_op.reduction(target.dtype, operation)
-    device, rank, size = order.device, comm.rank, comm.size
+    device, rank, size = fence.device, comm.rank, comm.size
     travels_as = _travels_as(target.dtype, plan, size)
     longest = max(shard.numel() for shard in shards)
     chunk = max(chunk_bytes // travels_as.itemsize, 1)
@@ -173,7 +173,7 @@ def _reduce_scatter(
     ]
     if not is_plain:
         device.down.do(partial(_scaled_copy, held[1][: first.numel()], first, plan))
-    order.begin()
+    fence.synchronize()
     messages = _Messages(comm)
     added: list[Event] = []
     for place, leg in enumerate(route):
@@ -197,7 +197,7 @@ def _reduce_scatter(
     elif plan.divides:
         device.down.do(partial(reduce_op.divide, target, plan, size))
     messages.end()
-    order.begin()  # the buffers are not used by MPI or the device any more
+    fence.synchronize()  # the buffers are not used by MPI or the device any more
 
 
 def _all_gather(comm: Communicator, shards: list[Tensor], chunk_bytes: int) -> None:
@@ -249,9 +249,9 @@ class _Messages:
             requests[place] = None
 
 
-def _integers(order: Order, flat: Tensor, plan: Reduction) -> Tensor:
-    ints = order.device.empty(flat.numel(), minmax.INTEGERS[flat.element_size()])
-    order.device.down.do(lambda: ints.copy_(minmax.encode(flat, plan)))
+def _integers(fence: StreamFence, flat: Tensor, plan: Reduction) -> Tensor:
+    ints = fence.device.empty(flat.numel(), minmax.INTEGERS[flat.element_size()])
+    fence.device.down.do(lambda: ints.copy_(minmax.encode(flat, plan)))
     return ints
 
 

@@ -13,7 +13,7 @@ import torch
 
 from mpidist.comm.algorithms import reductions
 from mpidist.comm.algorithms.reduce_op import Operation
-from mpidist.comm.memory.buffer import Order
+from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Event
 from mpidist.comm.mpi.communicator import Communicator
 
@@ -21,7 +21,9 @@ CHUNK_BYTES = 4 << 20  # a copy of this size takes ten times what it takes to st
 _SLOTS = 3  # one comes down, one is at MPI, one goes up
 
 
-def all_reduce(comm: Communicator, order: Order, flat: torch.Tensor, operation: Operation) -> None:
+def all_reduce(
+    comm: Communicator, fence: StreamFence, flat: torch.Tensor, operation: Operation
+) -> None:
     """Reduce a flat tensor of N elements over all ranks, in place.
 
     Collective: with the same N on all ranks. Blocks: until the last chunk is on its way up.
@@ -30,11 +32,11 @@ def all_reduce(comm: Communicator, order: Order, flat: torch.Tensor, operation: 
     def reduce(chunk: torch.Tensor) -> None:
         reductions.all_reduce(comm, (), (chunk,), operation)
 
-    through_host(order, flat, reduce)
+    through_host(fence, flat, reduce)
 
 
 def through_host(
-    order: Order,
+    fence: StreamFence,
     flat: torch.Tensor,
     exchange: Callable[[torch.Tensor], Any],
     reads: bool = True,
@@ -47,7 +49,7 @@ def through_host(
         reads: It uses what the tensor holds.
         writes: The tensor gets what it leaves.
     """
-    device, chunk = order.device, max(CHUNK_BYTES // flat.element_size(), 1)
+    device, chunk = fence.device, max(CHUNK_BYTES // flat.element_size(), 1)
     parts = list(flat.split(chunk)) if flat.numel() else [flat]
     slots = [
         device.staging(min(chunk, flat.numel()), flat.dtype) for _ in range(min(_SLOTS, len(parts)))

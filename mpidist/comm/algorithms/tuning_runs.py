@@ -23,7 +23,7 @@ from mpidist.comm.algorithms import (
     tuning,
 )
 from mpidist.comm.algorithms.reduce_op import SUM
-from mpidist.comm.memory.buffer import Order
+from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Device, HostDevice, device_at
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
@@ -72,11 +72,11 @@ def _on_device(
 ) -> dict[str, Callable[[], None]]:
     def run(all_reduce: Callable[..., None]) -> None:
         with device.as_current():
-            order = Order(device, (flat,))
-            order.enter()
-            order.begin()
-            all_reduce(comm, order, flat, SUM)
-            for event in order.leave():
+            fence = StreamFence(device, (flat,))
+            fence.wait_ready()
+            fence.synchronize()
+            all_reduce(comm, fence, flat, SUM)
+            for event in fence.record():
                 event.synchronize()
 
     calls: dict[str, Callable[[], None]] = {}

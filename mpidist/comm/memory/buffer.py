@@ -8,13 +8,11 @@ written back. For one on a CUDA device ``on_device`` decides; ``Order`` waits fo
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from mpidist.comm.memory.stream import Device, Event
 from mpidist.comm.mpi import autograd_mode
 from mpidist.comm.mpi.library import MPI
 
@@ -91,53 +89,6 @@ def is_direct(tensor: torch.Tensor) -> bool:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Say whether the elements lie in memory in their order and as they are."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-class Order:
-    """When an operation on a device's tensors may begin, and when its results are there: the one place that waits by event.
-
-    Made by the thread that issues the operation, so that what its current stream has been given so
-    far comes first. MPI knows no streams: whoever executes lets the host wait (``begin``) before
-    MPI touches device memory, and for no more than that.
-
-    Args:
-        ready: Behind it the tensors may be used; behind all that the calling thread's current
-            stream has been given, if None.
-    """
-
-    def __init__(
-        self, device: Device, tensors: Sequence[torch.Tensor], ready: Event | None = None
-    ) -> None:
-        self.device = device
-        self._tensors = tensors
-        self._ready = device.here() if ready is None else ready
-        self._issuer = threading.get_ident()
-
-    def is_issuers(self) -> bool:
-        """Say whether the calling thread has issued the operation."""
-        return threading.get_ident() == self._issuer
-
-    def enter(self) -> None:
-        """Let the executing thread's streams wait for what produces the tensors."""
-        self.device.down.wait(self._ready)
-        self.device.up.wait(self._ready)
-
-    def enter_here(self) -> None:
-        """Let the executing thread's current stream wait for what the issuing thread's has been given."""
-        if not self.is_issuers():
-            self.device.leave_default_stream()
-            self._ready.hold()
-
-    def begin(self) -> None:
-        """Block the host until the tensors, and what ``down`` has been given, are there."""
-        self.device.down.record().synchronize()
-
-    def leave(self) -> list[Any]:
-        """Return the events behind which the results are there, and keep the tensors' memory until then."""
-        for stream in {id(s): s for s in (self.device.down, self.device.up)}.values():
-            for tensor in self._tensors:
-                stream.keep(tensor)
-        return [self.device.down.record(), self.device.up.record()]
 
 
 def overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:

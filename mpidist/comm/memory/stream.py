@@ -24,7 +24,7 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Block the host until the work before it has ended."""
 
-    def hold(self) -> None:
+    def block_current_stream(self) -> None:
         """Let the calling thread's current stream wait for it; the host goes on."""
 
 
@@ -67,7 +67,7 @@ class Device(Protocol):
         device from before at its end, which gives that one a context.
         """
 
-    def here(self) -> Event:
+    def record_current_stream(self) -> Event:
         """Return the place behind what the calling thread's current stream has been given so far."""
 
     def leave_default_stream(self) -> None:
@@ -91,8 +91,8 @@ class CudaEvent:
         """See Event.synchronize."""
         self.event.synchronize()
 
-    def hold(self) -> None:
-        """See Event.hold."""
+    def block_current_stream(self) -> None:
+        """See Event.block_current_stream."""
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
@@ -158,8 +158,8 @@ class CudaDevice:
                 self._of_thread.is_bound = True
             yield
 
-    def here(self) -> CudaEvent:
-        """See Device.here.
+    def record_current_stream(self) -> CudaEvent:
+        """See Device.record_current_stream.
 
         Raises:
             RuntimeError: The stream is being captured into a CUDA graph, which MPI cannot be part
@@ -204,8 +204,8 @@ class HostEvent:
     def synchronize(self) -> None:
         """See Event.synchronize."""
 
-    def hold(self) -> None:
-        """See Event.hold."""
+    def block_current_stream(self) -> None:
+        """See Event.block_current_stream."""
 
 
 class HostStream:
@@ -238,8 +238,8 @@ class HostDevice:
         """See Device.as_current."""
         return _NOTHING
 
-    def here(self) -> HostEvent:
-        """See Device.here."""
+    def record_current_stream(self) -> HostEvent:
+        """See Device.record_current_stream."""
         return HostEvent()
 
     def leave_default_stream(self) -> None:

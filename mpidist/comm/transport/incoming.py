@@ -79,7 +79,7 @@ class Incoming:
         """Bring parts to their devices; the calling thread's current stream waits until they are there."""
         for arrive in self.arrive:
             for event in arrive():
-                event.hold()
+                event.block_current_stream()
         self.arrive = ()
         for part in self.parts:
             if isinstance(part, torch.Tensor):

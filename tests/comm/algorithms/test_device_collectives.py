@@ -17,6 +17,7 @@ from mpidist.comm import AVG, MAX, PRODUCT, SUM, PremulSum, device_p2p, executio
 from mpidist.comm.algorithms import device_collectives, host_copies, reduce_op, ring, staging
 from mpidist.comm.discovery import trial_operations
 from mpidist.comm.memory import buffer
+from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import device_at
 from tests.comm.lazy_device import LazyDevice, WatchedComm
 from tests.support import agree, reduced
@@ -333,9 +334,9 @@ def test_memory_is_kept_until_the_last_copy(monkeypatch, group):
 def test_a_rank_by_itself_does_nothing(monkeypatch, world):
     """No event, no wait and no copy; whoever waits for an asynchronous call is behind its tensor still."""
     place, made = Lazy(monkeypatch, None), []
-    order = device_collectives.Order
+    fence = device_collectives.StreamFence
     monkeypatch.setattr(
-        device_collectives, "Order", lambda *args: (made.append(args), order(*args))[1]
+        device_collectives, "StreamFence", lambda *args: (made.append(args), fence(*args))[1]
     )
     alone = world.split(world.rank)
     tensors = [place.produce(torch.full((300,), 3.0)), place.produce(torch.full((5,), 3.0))]
@@ -431,11 +432,11 @@ def test_a_plain_sum_is_made_where_it_belongs(monkeypatch, group):
     for dtype, op in [(torch.float32, SUM), (torch.float64, AVG), (torch.int32, MAX)]:
         parts = [contribution(rank, 5000, dtype) for rank in range(group.size)]
         tensor = place.produce(parts[group.rank])
-        order = buffer.Order(place.device, (tensor,))
-        order.enter()
-        ring.all_reduce(group._comm, order, tensor, op, 900)
-        for event in order.leave():
-            event.hold()
+        fence = StreamFence(place.device, (tensor,))
+        fence.wait_ready()
+        ring.all_reduce(group._comm, fence, tensor, op, 900)
+        for event in fence.record():
+            event.block_current_stream()
         agree(group, torch.equal(place.consume(tensor.clone), reduced(parts, op)), f"{dtype} {op}")
 
 
@@ -516,13 +517,13 @@ def test_stages_are_ordered_with_the_callers_stream(place, group):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("forgotten", ["enter", "leave"])
+@pytest.mark.parametrize("forgotten", ["wait_ready", "record"])
 def test_a_forgotten_wait_is_noticed(monkeypatch, world, forgotten):
-    # Not of the library, but of these tests: they fail if the order is not kept.
+    # A test of these tests: they fail where the library does not wait.
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "0")
     place = Lazy(monkeypatch, None)
     group = world.clone("forgetful")
-    monkeypatch.setattr(buffer.Order, forgotten, lambda order: [])
+    monkeypatch.setattr(StreamFence, forgotten, lambda fence: [])
     tensor = place.produce(torch.ones(100))
     group.all_reduce(tensor)
     got = place.consume(tensor.clone)

@@ -15,7 +15,7 @@ from mpidist.comm.algorithms.tuning import (
     Table,
     table_of,
 )
-from mpidist.comm.memory.buffer import Order
+from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import HostDevice
 from mpidist.comm.mpi import library, runtime
 from tests.support import agree
@@ -148,19 +148,19 @@ def test_the_tables_chunks_travel(group, monkeypatch):
     group._comm.tuning_tables["cpu"] = Table(
         ((400, ALGORITHMS), (40_000, (RING, STAGED, LIBRARY))), "a test", (None, 800)
     )
-    order = Order(HostDevice(), ())
+    fence = StreamFence(HostDevice(), ())
     for numel, chunks in [(100, ring.CHUNK_BYTES), (10_000, 800)]:
         used.clear()
         flat = torch.full((numel,), 1.0)
         call = device_collectives.algorithm(
             group._comm, torch.float32, flat.nbytes, SUM, host, RING
         )
-        call(group._comm, order, flat, SUM)
+        call(group._comm, fence, flat, SUM)
         target, source = (
             torch.empty(numel // group.size),
             torch.ones(numel // group.size * group.size),
         )
-        device_collectives._reduce_scatter_tensor(group._comm, order, (source,), (target,), SUM)
+        device_collectives._reduce_scatter_tensor(group._comm, fence, (source,), (target,), SUM)
         agree(
             group,
             bool((flat == group.size).all() and (target == group.size).all()),
@@ -177,13 +177,13 @@ def test_a_choice_is_made_once_for_a_table(group, monkeypatch):
     made = []
     choose = Table.choose
     monkeypatch.setattr(Table, "choose", lambda *args: (made.append(args[1]), choose(*args))[1])
-    order = Order(HostDevice(), ())
+    fence = StreamFence(HostDevice(), ())
     for _ in range(2):
         # Another table, as after a measurement, is another choice.
         group._comm.tuning_tables["cpu"] = Table(((1, (RING, STAGED, LIBRARY)),), "a test")
         for numel in (3, 3, 4, 3):
             flat = torch.ones(numel)
-            device_collectives._all_reduce(group._comm, order, (flat,), (flat,), SUM)
+            device_collectives._all_reduce(group._comm, fence, (flat,), (flat,), SUM)
             agree(group, bool((flat == group.size).all()))
     agree(group, made == [12, 16] * 2, str(made))
 

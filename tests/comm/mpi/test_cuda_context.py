@@ -167,7 +167,7 @@ def test_a_question_about_capture_makes_no_context_on_the_current_device(cuda, m
     # torch asks about the current device's current stream.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.use(cuda.current))
     monkeypatch.setattr(torch.cuda, "current_stream", torch.cuda.Stream)
-    CudaDevice(torch.device("cuda", 2)).here()
+    CudaDevice(torch.device("cuda", 2)).record_current_stream()
     assert cuda.contexts == [2]
 
 
