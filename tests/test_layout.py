@@ -55,6 +55,7 @@ COVERED_BY = {
     "comm/posted_receives": "comm/mpi/test_matched_probe.py",
     "comm/algorithms/ring": "comm/algorithms/test_device_collectives.py",
     "comm/mpi/runtime": "integration/test_launch.py",
+    "comm/mpi/world": "integration/test_launch.py",
     "comm/algorithms/pairwise": "comm/algorithms/test_reductions.py",
     "comm/fast_path": "comm/algorithms/test_reductions.py",
     "comm/algorithms/staging": "comm/algorithms/test_device_collectives.py",

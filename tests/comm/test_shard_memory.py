@@ -11,6 +11,7 @@ import torch
 
 from mpidist.comm import shard_memory
 from mpidist.comm.mpi import runtime
+from mpidist.comm.mpi.world import number_alike
 from mpidist.errors import GroupError
 from tests.support import agree, raises_on_all
 
@@ -36,7 +37,7 @@ def on_nodes(world, monkeypatch):
         monkeypatch.setattr(
             runtime.World,
             "nodes_of",
-            lambda self, ranks: runtime._numbered(nodes[r] for r in ranks),
+            lambda self, ranks: number_alike(nodes[r] for r in ranks),
         )
         made.append(world.clone(layout, **options))
         return made[-1]

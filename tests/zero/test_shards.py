@@ -7,6 +7,7 @@ import torch
 
 from mpidist.comm import shard_memory
 from mpidist.comm.mpi import runtime
+from mpidist.comm.mpi.world import number_alike
 from mpidist.kernels.view import laid_out
 from mpidist.zero.flat_buffers import in_memory_order
 from mpidist.zero.optimizer import OSS
@@ -53,7 +54,7 @@ def nodes(world, monkeypatch):
         monkeypatch.setattr(
             runtime.World,
             "nodes_of",
-            lambda self, ranks: runtime._numbered(numbers[r] for r in ranks),
+            lambda self, ranks: number_alike(numbers[r] for r in ranks),
         )
         made.append(world.clone(layout, **options))
         return made[-1]

@@ -8,6 +8,7 @@ from mpidist.comm import AVG, MAX, PRODUCT, SUM
 from mpidist.comm.algorithms import hierarchical, tuning
 from mpidist.comm.algorithms.tuning import HOST_ALGORITHMS, LEVELS, LIBRARY, Table
 from mpidist.comm.mpi import runtime
+from mpidist.comm.mpi.world import number_alike
 from tests.support import agree, reduced
 
 pytestmark = pytest.mark.mpi(min_size=3)
@@ -34,7 +35,7 @@ def on_nodes(world, monkeypatch):
         monkeypatch.setattr(
             runtime.World,
             "nodes_of",
-            lambda self, ranks: runtime._numbered(nodes[r] for r in ranks),
+            lambda self, ranks: number_alike(nodes[r] for r in ranks),
         )
         if not shares:
             monkeypatch.setattr(hierarchical, "shared_maps", lambda comm, nbytes: None)
@@ -114,7 +115,7 @@ def test_same_bits_on_all_ranks_in_either_thread(world, on_nodes):
 def test_a_group_knows_its_own_nodes(world, monkeypatch):
     nodes = [LAYOUTS["uneven"](rank, world.size) for rank in range(world.size)]
     monkeypatch.setattr(
-        runtime.World, "nodes_of", lambda self, ranks: runtime._numbered(nodes[r] for r in ranks)
+        runtime.World, "nodes_of", lambda self, ranks: number_alike(nodes[r] for r in ranks)
     )
     far = world.clone("far")
     near = far.new_group(range(1, world.size))
@@ -132,7 +133,7 @@ def test_without_a_table_the_library_decides(world, monkeypatch, tmp_path, capsy
     monkeypatch.setenv("MPIDIST_CACHE", folder)
     nodes = [LAYOUTS["blocks"](rank, world.size) for rank in range(world.size)]
     monkeypatch.setattr(
-        runtime.World, "nodes_of", lambda self, ranks: runtime._numbered(nodes[r] for r in ranks)
+        runtime.World, "nodes_of", lambda self, ranks: number_alike(nodes[r] for r in ranks)
     )
     before = world.clone("before")
     agree(world, not hierarchical.is_chosen(before._comm, 1 << 20))

@@ -1,0 +1,153 @@
+"""The world: communicator of all ranks of the job, their nodes, and the checks made when MPI has started.
+
+The world carries a generation number, because it can be rebuilt without the dead ranks after a
+failure; no module keeps its communicator, rank or size at import.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpidist.comm.mpi import backoff, launcher_env, trust
+from mpidist.comm.mpi.launcher_env import Launch
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.serialized import serialized
+from mpidist.errors import CommTimeout, LaunchError
+
+_INT = struct.Struct("<q")
+_SLEEP_S = 1e-3  # between two tests whether all ranks have started
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of this job, and the communicator from which every other one is made.
+
+    Attributes:
+        comm: A duplicate of MPI_COMM_WORLD; under MPI_THREAD_SERIALIZED its ``serialized`` form.
+        generation: Number of rebuilds after a failure.
+        rank: This rank.
+        size: Number of ranks.
+        local_rank: Index of this rank among the ranks that share its node's memory.
+        local_size: Number of ranks that share this node's memory.
+        launcher: Name of the launcher.
+        thread_level: MPI's thread level.
+        highest_tag: MPI_TAG_UB.
+        nodes: Node number of each rank; nodes are numbered in the order of their first ranks.
+        pid: The process that joined the world.
+    """
+
+    comm: Any
+    generation: int
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    launcher: str
+    thread_level: int
+    highest_tag: int
+    nodes: tuple[int, ...]
+    pid: int = field(default_factory=os.getpid)
+
+    @property
+    def is_single_node(self) -> bool:
+        """Say whether all ranks share one node's memory."""
+        return self.local_size == self.size
+
+    def nodes_of(self, world_ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the node number of each of these ranks, numbered in the order of their first ranks."""
+        return number_alike(self.nodes[rank] for rank in world_ranks)
+
+
+def check_start(comm_world: Any) -> Launch:
+    """Return the launcher's variables, if MPI's thread level and size fit.
+
+    Raises:
+        LaunchError: The thread level is too low, or the launcher started more tasks than MPI sees.
+    """
+    level = MPI.Query_thread()
+    if level < MPI.THREAD_SERIALIZED:
+        name = "MPI_THREAD_SINGLE" if level == MPI.THREAD_SINGLE else "MPI_THREAD_FUNNELED"
+        raise LaunchError(
+            f"MPI runs at {name}, but mpidist communicates from more than one thread and needs "
+            "MPI_THREAD_MULTIPLE (or at least MPI_THREAD_SERIALIZED); leave "
+            "mpi4py.rc.thread_level and MPI4PY_RC_THREAD_LEVEL at 'multiple', or use an MPI "
+            "library that was built with threads"
+        )
+    launch = launcher_env.from_environment(os.environ)
+    problem = launcher_env.singleton_problem(launch, comm_world.Get_size())
+    if problem:
+        raise LaunchError(problem)
+    return launch
+
+
+def join(comm_world: Any, launch: Launch, timeout_s: float | None) -> World:
+    """Return the world.
+
+    Collective: over all ranks of the job.
+
+    Args:
+        comm_world: MPI_COMM_WORLD.
+        launch: The result of ``check_start``.
+        timeout_s: Longest wait for the other ranks; None for no limit.
+
+    Raises:
+        CommTimeout: Not all ranks called it in time.
+        LaunchError: ``MPIDIST_TRUST`` cannot be read or differs between ranks (all ranks).
+    """
+    highest_tag = comm_world.Get_attr(MPI.TAG_UB)
+    assert isinstance(highest_tag, int)
+    comm: Any = _duplicate(comm_world, timeout_s)
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    # Nodes come from MPI and not from the environment: ranks that mpirun starts inside an
+    # allocation inherit Slurm's variables.
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
+    local_rank, local_size = node.Get_rank(), node.Get_size()
+    nodes, problem = _gather_settings(comm, node)
+    node.Free()
+    if problem:
+        raise LaunchError(problem)
+    level = MPI.Query_thread()
+    if level == MPI.THREAD_SERIALIZED:
+        comm = serialized(comm)
+    return World(
+        comm=comm, generation=0, rank=comm.Get_rank(), size=comm.Get_size(), local_rank=local_rank, local_size=local_size,
+        launcher=launch.launcher, thread_level=level, highest_tag=highest_tag, nodes=nodes,
+    )  # fmt: skip
+
+
+def number_alike(keys: Iterable[int]) -> tuple[int, ...]:
+    """Replace each key by a number from 0 on; equal keys get one number, in the order of first occurrence."""
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
+
+
+def _gather_settings(comm: Any, node: Any) -> tuple[tuple[int, ...], str | None]:
+    """Return the node number of each rank, and an error text if ``MPIDIST_TRUST`` differs between ranks.
+
+    Collective: over both communicators.
+    """
+    first = bytearray(_INT.pack(comm.Get_rank()))
+    node.Bcast((first, len(first), MPI.BYTE), 0)
+    mine = bytes(first) + _INT.pack(trust.code())
+    gathered = bytearray(len(mine) * comm.Get_size())
+    comm.Allgather((mine, len(mine), MPI.BYTE), (gathered, len(mine), MPI.BYTE))
+    numbers = [number for (number,) in _INT.iter_unpack(gathered)]
+    return number_alike(numbers[::2]), trust.problem(numbers[1::2])
+
+
+def _duplicate(comm_world: Any, timeout_s: float | None) -> Any:
+    """Return a duplicate of MPI_COMM_WORLD.
+
+    Collective: over all ranks. Blocks: until all ranks have called it.
+    """
+    comm, request = comm_world.Idup()
+    if not backoff.until(request.Test, timeout_s=timeout_s, sleep_s=_SLEEP_S):
+        raise CommTimeout(
+            f"rank {comm_world.Get_rank()} of {comm_world.Get_size()}: init waits for all ranks of "
+            f"the job; not all came within {timeout_s:g} s"
+        )
+    return comm
