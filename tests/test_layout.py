@@ -39,6 +39,7 @@ COVERED_BY = {
     "comm/mpi/serialized": "integration/test_launch.py",  # a job at MPI_THREAD_SERIALIZED
     "comm/algorithms/minmax": "comm/algorithms/test_reductions.py",
     "comm/group_failure": "comm/test_execution.py",
+    "comm/group_protocol": "comm/test_group.py",
     "comm/mpi/mpi_errors": "comm/test_watchdog.py",
     "comm/transport/eager_message": "comm/transport/test_transport.py",
     "comm/transport/incoming": "comm/transport/test_transport.py",

@@ -1,18 +1,19 @@
-"""Which of our groups a user means who passes one of torch's, one of ours, or none."""
+"""Resolution of a ``process_group`` argument to a native group."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mpidist.comm import group as comm_group
+from mpidist.comm.group_protocol import AnyGroup
 
 
-def native_group(process_group: Any) -> Any:
-    """Return the native group that ``process_group`` is, wraps, or stands for.
+def native_group(process_group: AnyGroup) -> comm_group.ProcessGroup:
+    """Return the native group that ``process_group`` is or wraps.
 
     Args:
         process_group: A native group, a torch group on the backend ``mpidist``, or None: torch's
-            default group if it is ours, else all ranks of the job.
+            default group if its backend is ours, else the group of all ranks of the job.
 
     Raises:
         TypeError: A group of another backend.
@@ -32,7 +33,7 @@ def native_group(process_group: Any) -> Any:
 
 
 def default_group() -> Any:
-    """Return torch's default group if it is on our backend, else the native group of all ranks of the job."""
+    """Return torch's default group if its backend is ours, else the native group of all ranks."""
     import torch.distributed as dist
 
     # A script that has called torch's init_process_group("mpidist") means that group.

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from mpidist.comm.group_protocol import Group
 from mpidist.errors import CommTimeout, GroupError
 from tests.support import agree
 
@@ -16,6 +17,11 @@ def test_init_returns_the_same_group(world):
 
     assert init() is world and default() is world
     assert world.world_ranks == tuple(range(world.size))
+
+
+def test_a_group_has_what_the_protocol_promises(group):
+    names = [name for name in {*vars(Group), *Group.__annotations__} if not name.startswith("_")]
+    agree(group, names and not [name for name in names if not hasattr(group, name)])
 
 
 def test_split_by_color_and_key(group):
