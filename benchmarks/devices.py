@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from timing import Contender, RunBurst
 
-from mpidist.comm.mpi import runtime
+from mpidist import comm
 
 # cycles: half a millisecond, and an eighth of a second
 _SHORTEST_NAP, _LONGEST_NAP = 1 << 20, 1 << 28
@@ -28,7 +28,7 @@ def chosen(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise SystemExit("--device cuda: torch sees no CUDA device")
-    device = runtime.device()
+    device = comm.device()
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)
     # What is compared must be the arithmetic that was asked for, the same each time.

@@ -165,12 +165,17 @@ Pass = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Reference:
-    """A case of a contender that others are held against."""
+class SeriesKey:
+    """Identity of a series: the contender, the operation and the size."""
 
     contender: str
     operation: str
     size_bytes: int
+
+    @property
+    def case(self) -> tuple[str, int]:
+        """Operation and size."""
+        return self.operation, self.size_bytes
 
 
 @dataclass(frozen=True)
@@ -192,12 +197,16 @@ class Case:
     calls: int
     make: Callable[[Any, str], Pass]
     is_right: Callable[[Any], bool]
-    against: tuple[tuple[str, Reference], ...] = ()
+    against: tuple[tuple[str, SeriesKey], ...] = ()
     has_references: bool = False
 
+    def key(self, contender: str) -> SeriesKey:
+        """Return the key of a contender's series of this case."""
+        return SeriesKey(contender, self.operation, self.size_bytes)
 
-FLOOR = ("floor", Reference("floor", "no-op", 0))
-NOOP = ("mpidist no-op", Reference("mpidist", "no-op", 0))
+
+FLOOR = ("floor", SeriesKey("floor", "no-op", 0))
+NOOP = ("mpidist no-op", SeriesKey("mpidist", "no-op", 0))
 
 
 def cases(sizes_bytes: Sequence[int], burst: int, callers: int, many: Sequence[int]) -> list[Case]:
@@ -212,7 +221,7 @@ def cases(sizes_bytes: Sequence[int], burst: int, callers: int, many: Sequence[i
     made = [Case("no-op", 0, 1, _sync(noop), lambda result: result is None, (FLOOR,))]
     for size in sizes_bytes:
         tensor = _floats(size)
-        bare = ("ping-pong", Reference("ping-pong", "echo", size))
+        bare = ("ping-pong", SeriesKey("ping-pong", "echo", size))
         made.append(Case("echo", size, 1, _sync(echo, tensor), _is(tensor), (FLOOR, bare)))
     kept, small, layer = _KEPT, _floats(_KI), _floats(4 * _KI)
     right = partial(_are_answered, burst)
@@ -245,7 +254,7 @@ def cases(sizes_bytes: Sequence[int], burst: int, callers: int, many: Sequence[i
     ]
     # The most are held against the second most: both have little but the tensors to pay for.
     second = SMALL_BYTES * sorted(many)[-2]
-    fewer = (("mpidist, fewer", Reference("mpidist", "tensor of many", second)),)
+    fewer = (("mpidist, fewer", SeriesKey("mpidist", "tensor of many", second)),)
     for count in many:
         tensors = [torch.full((SMALL_BYTES // 4,), float(number)) for number in range(count)]
         here = fewer if count == max(many) else ()
