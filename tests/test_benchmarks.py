@@ -61,6 +61,9 @@ def of_two_ranks(_libraries, tmp_path_factory):
     programs = [
         ["soak_rpc.py", "--calls", "5000", "--references", "500"],
         ["bench_rpc.py", "--quick", *to],
+        ["tree_job.py", "collectives", "--quick", *to],
+        ["tree_job.py", "ddp", "--quick", *to],
+        ["tree_job.py", "rpc", "--quick", *to],
         ["bench_rpc_scale.py", "--quick", *to],
         ["bench_autograd.py", "--quick", *to],
         ["bench_collectives.py", "--quick", *to],
