@@ -41,7 +41,7 @@ def _device_copy(
     copy = part.to(torch.device("cuda", device), copy=True)
     if (current := device_at(copy.device)) is not None:
         # The reader is another thread with a stream of its own, which waits for this event.
-        arrive.append(partial(list, (current.here(),)))
+        arrive.append(partial(list, (current.record_current_stream(),)))
     return copy
 
 
