@@ -1,59 +1,57 @@
 """RPC agent of one worker: outgoing calls, incoming requests, and their threads.
 
-Composed of ``wire`` (messages), ``calls`` (pending requests), ``references`` and ``polling``
-(threads). The agent is what polls: it takes messages up in the order of their arrival. What must
-keep that order (forks, deletes, the entries that calls of ``remote`` make) is done there and then;
-all else is returned as an action.
+Composed of ``wire`` and ``reader`` (messages out and in), ``calls`` (pending requests),
+``references``, ``dispatcher`` (messages by kind) and ``polling`` (threads).
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from mpidist.comm.mpi import exited_ranks, runtime
-from mpidist.comm.transport.incoming import Incoming
 from mpidist.comm.transport.transport import Transport
-from mpidist.errors import CommTimeout, FrameError, RankFailureError
-from mpidist.rpc import engine_messages, interceptor, message
+from mpidist.errors import CommTimeout, RankFailureError
+from mpidist.rpc import interceptor, message
 from mpidist.rpc.allowlist import Allowed
 from mpidist.rpc.calls import Calls
+from mpidist.rpc.dispatcher import Dispatcher
 from mpidist.rpc.engine_messages import EngineMessages
 from mpidist.rpc.inline_policy import InlinePolicy
-from mpidist.rpc.message import AUTOGRAD, FIRST_ONE_WAY, FIRST_RESPONSE, REFERENCES, Kind
+from mpidist.rpc.message import Kind
 from mpidist.rpc.options import RpcBackendOptions
+from mpidist.rpc.pickles import Reference
 from mpidist.rpc.polling import Polling
-from mpidist.rpc.pool import HANDLED, Action
 from mpidist.rpc.quiescence import COORDINATOR, Quiescence
+from mpidist.rpc.reader import Reader
 from mpidist.rpc.references import References
-from mpidist.rpc.requests import EngineRequest, FetchRequest, RemoteRequest, Request
 from mpidist.rpc.wire import Wire
 from mpidist.rpc.worker import WorkerInfo, Workers
 
-logger = logging.getLogger("mpidist.rpc")
-
-# a thread that has seen a message waits so long for one that computes in Python
+# Python's switch interval while the agent runs: the time that a thread which has received a message
+# waits at most for a thread that computes in Python.
 _SWITCH_INTERVAL_S = 2e-4
 _STOP_S = 5.0
-_COUNTED = frozenset({Kind.RREF_FORK, Kind.RREF_USER_DELETE}) | engine_messages.KINDS
-_FIRST_REMOTE, _LAST_REMOTE = int(Kind.REMOTE_PYTHON), int(Kind.REMOTE_METHOD)
+
+FORKED = (
+    "this process was forked from a worker, and RPC does not work in it: call in the process that "
+    "has called init_rpc, and hand "
+    "the results to DataLoader workers and subprocesses"
+)
 
 
 class Agent:
     """One worker.
 
     Args:
-        transport: Carries its messages; its generation is this agent's.
+        transport: Sends and receives its messages; its generation is this agent's.
         workers: All workers.
-        device_maps: All workers' device maps, by rank: where each sends its tensors, by worker
-            name.
+        device_maps: All workers' device maps, by rank: worker name to device index to device index.
         options: This worker's settings.
-        allowed: What others may call here; None for anything.
-        make_reference: Makes the reference of an (agent, reference, fork, owner).
+        allowed: The list of what others may call here; None for anything.
+        make_reference: Makes a reference from (agent, reference, fork, owner's rank).
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class Agent:
         device_maps: Sequence[Mapping[str, Mapping[int, int]]],
         options: RpcBackendOptions,
         allowed: Allowed | None,
-        make_reference: Callable[[Agent, int, int, int], Any],
+        make_reference: Callable[[Agent, int, int, int], Reference],
     ) -> None:
         self.generation = transport.generation
         self.options = options
@@ -71,73 +69,50 @@ class Agent:
         self.workers = workers
         self.policy = InlinePolicy()
         self.gil_waits: list[float] | None = None  # seconds; None: not measured
-        # Requests go by our own map, answers back by the inverse of the caller's.
-        requests = {workers.rank_of(name): made for name, made in options.device_maps.items()}
-        answers = {
+        # Requests use this worker's own map, answers the inverse of the caller's.
+        request_maps = {workers.rank_of(name): pairs for name, pairs in options.device_maps.items()}
+        answer_maps = {
             rank: {there: here for here, there in maps.get(workers.me.name, {}).items()}
             for rank, maps in enumerate(device_maps)
         }
-        self.polling = Polling(self._poll, options.num_worker_threads, f"rpc-{workers.me.name}")
-        self.wire = Wire(
-            transport,
-            requests,
-            answers,
-            {rank: workers.infos[rank].name for rank in workers.data_only},
-            allowed,
+        data_only = {rank: workers.infos[rank].name for rank in workers.data_only}
+        self.dispatcher = Dispatcher(transport)
+        self.polling = Polling(
+            self.dispatcher.poll, options.num_worker_threads, f"rpc-{workers.me.name}"
         )
+        self.wire = Wire(transport, request_maps, answer_maps, data_only)
+        self.reader = Reader(allowed)
         self.calls = Calls(
             workers,
             self.wire,
+            self.reader,
             self.polling,
             options.rpc_timeout,
             options.devices,
             allowed,
             lambda late: self.references.drop(late),
         )
-        self.engine_messages = EngineMessages(workers, self.wire)
+        self.engine_messages = EngineMessages(workers, self.wire, self.reader)
         self.references = References(
-            workers, self.wire, self.calls, self.polling, partial(make_reference, self)
+            workers,
+            self.wire,
+            self.reader,
+            self.calls,
+            self.polling,
+            partial(make_reference, self),
         )
         self.quiescence = Quiescence(
             workers.me.id,
             len(workers.infos),
             partial(_send_words, self.wire, workers),
             self._activity,
-            partial(_check, workers),
+            partial(_require_present, workers),
         )
-        self._transport = transport
-        self._requests_received = self._one_way_received = 0  # changed on the polling thread alone
+        self.dispatcher.connect(self)
         self._switch_interval = sys.getswitchinterval()
-        self._handlers = self._make_handlers()
-
-    def _make_handlers(self) -> list[Callable[[Incoming], Action]]:
-        """Return by kind what takes a complete message and returns the action that is left."""
-        handlers: list[Callable[[Incoming], Action]] = [_reject_kind] * 256
-        for kind in (
-            Kind.CALL_PYTHON,
-            Kind.CALL_BUILTIN,
-            Kind.CALL_SCRIPT,
-            Kind.CALL_METHOD,
-            Kind.CALL_SERVICE,
-        ):
-            handlers[kind] = partial(Request, self)
-        for kind in (
-            Kind.REMOTE_PYTHON,
-            Kind.REMOTE_BUILTIN,
-            Kind.REMOTE_SCRIPT,
-            Kind.REMOTE_METHOD,
-        ):
-            handlers[kind] = _pop_request
-        handlers[Kind.RREF_FETCH] = partial(_start_fetch, self)
-        handlers[Kind.BACKWARD_AUTOGRAD] = partial(EngineRequest, self)
-        handlers[Kind.RESULT] = handlers[Kind.REMOTE_DONE] = handlers[Kind.EXCEPTION] = (
-            self.calls.complete
-        )
-        handlers[FIRST_ONE_WAY:] = [self._handle_one_way] * (256 - FIRST_ONE_WAY)
-        return handlers
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start the threads that receive and answer."""
         if self._switch_interval > _SWITCH_INTERVAL_S:
             sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self.polling.start()
@@ -181,7 +156,9 @@ class Agent:
             "agent.thread_pool_size": str(threads),
             "agent.num_idle_threads": str(idle),
             "agent.num_running_or_queued": str(queued),
-            "agent.server_active_calls": str(self._requests_received - self.wire.answered),
+            "agent.server_active_calls": str(
+                self.dispatcher.requests_received - self.wire.answered
+            ),
         }
         if self.gil_waits is not None:
             waits = self.gil_waits
@@ -190,134 +167,21 @@ class Agent:
             )
         return info
 
-    # On the polling thread.
-
-    def _poll(self, looks: int) -> Action | None:
-        incoming = None
-        try:
-            incoming = self._transport.poll(looks)
-            if incoming is None:
-                if self.references.deletes:
-                    self.references.flush_deletes()
-                    return HANDLED
-                if self.calls.has_expired():
-                    self.calls.expire()
-                return None
-            kind = incoming.kind
-            if incoming.is_new:
-                incoming.is_new = False
-                if kind < FIRST_RESPONSE:
-                    self._requests_received += 1  # first: one that is refused is answered, too
-                    if incoming.context:
-                        interceptor.load().request_arrived(incoming.context, incoming.source)
-                if incoming.flags & (AUTOGRAD | REFERENCES):
-                    self._unpack_preamble(incoming)
-                if _FIRST_REMOTE <= kind <= _LAST_REMOTE:
-                    incoming.action = RemoteRequest(self, incoming)
-            if incoming.receives:
-                return HANDLED
-            if incoming.damage is not None:
-                raise incoming.damage
-            return self._handlers[kind](incoming)
-        except FrameError as error:
-            self._refuse(incoming, error)
-        except RankFailureError as failure:
-            for rank in failure.ranks:
-                logger.error("%s: %s has died", self.workers.me, self.workers.infos[rank].name)
-                self._worker_left(rank)
-        except Exception as error:
-            if incoming is None:
-                raise  # not a message's fault
-            # Nobody foresaw such a message. It must not end this worker for all others.
-            logger.exception(
-                "%s: a message of kind %d from rank %d failed",
-                self.workers.me,
-                incoming.kind,
-                incoming.source,
-            )
-            self._refuse(
-                incoming,
-                FrameError(f"a message of kind {incoming.kind} cannot be taken up: {error!r}"),
-            )
-        return HANDLED
-
-    def _unpack_preamble(self, incoming: Incoming) -> None:
-        try:
-            self.references.count_forks(incoming.source, self.wire.unpack_preamble(incoming))
-        except FrameError:
-            incoming.noted = None  # none of its references is counted, and so none is let go
-            raise
-
-    def _refuse(self, incoming: Incoming | None, error: FrameError) -> None:
-        """Have nobody wait for a message that cannot be read: its sender, its call, or the quiescence of all."""
-        error = error if incoming is None or incoming.damage is None else incoming.damage
-        logger.error("%s refused a message: %s", self.workers.me, error)
-        if incoming is None:
-            return
-        try:
-            self.references.drop(incoming)
-            if incoming.kind < FIRST_RESPONSE:
-                (incoming.action or Request(self, incoming)).fail(error)
-            elif incoming.kind < FIRST_ONE_WAY:
-                self.calls.fail(incoming.sequence, error, incoming.source)
-        except Exception:
-            logger.exception(
-                "%s: a refused message of rank %d failed again", self.workers.me, incoming.source
-            )
-        if incoming.kind in _COUNTED:
-            self._one_way_received += 1
-        if incoming.receives:
-            incoming.kind = 0  # not to be taken up, and answered again, once its payloads are here
-
-    def _handle_one_way(self, incoming: Incoming) -> Action:
-        kind = incoming.kind
-        if kind == Kind.RREF_FORK:
-            self.references.add_announced_forks(incoming)
-        elif kind == Kind.RREF_USER_DELETE:
-            self.references.delete_forks(incoming)
-        elif kind == Kind.LEAVE:
-            self._worker_left(incoming.source)
-            return HANDLED
-        elif kind == Kind.QUIET_REPORT:
-            self.quiescence.receive_report(
-                incoming.source, message.unpack_words(incoming.data, incoming.start, incoming.end)
-            )
-            return HANDLED
-        elif kind == Kind.QUIET_VERDICT:
-            self.quiescence.receive_verdict(
-                incoming.source, message.unpack_words(incoming.data, incoming.start, incoming.end)
-            )
-            return HANDLED
-        elif kind in engine_messages.KINDS:
-            return self.engine_messages.handle(incoming) or HANDLED
-        else:
-            return _reject_kind(incoming)
-        self._one_way_received += 1
-        return HANDLED
-
-    def _worker_left(self, rank: int) -> None:
-        self.workers.left.add(rank)
-        self.calls.fail_to(rank)
-        if interceptor.engine is not None:
-            interceptor.engine.worker_left(rank)
-
     def _activity(self) -> tuple[int, ...]:
         answered = self.wire.answered
-        active = len(self.calls) + self._requests_received - answered + len(self.references.deletes)
+        active = (
+            len(self.calls)
+            + self.dispatcher.requests_received
+            - answered
+            + len(self.references.deletes)
+        )
         return (
             active,
             self.calls.started,
             answered,
             self.wire.one_way_sent,
-            self._one_way_received + self.engine_messages.handled,
+            self.dispatcher.one_way_received + self.engine_messages.handled,
         )
-
-
-FORKED = (
-    "this process was forked from a worker, and RPC does not work in it: call in the process that "
-    "has called init_rpc, and hand "
-    "the results to DataLoader workers and subprocesses"
-)
 
 
 def _send_words(wire: Wire, workers: Workers, is_verdict: bool, words: Sequence[int]) -> None:
@@ -331,7 +195,7 @@ def _send_words(wire: Wire, workers: Workers, is_verdict: bool, words: Sequence[
         wire.post(rank, kind, 0, 0, message.pack_words(words))
 
 
-def _check(workers: Workers, deadline: float, reason: Callable[[], str]) -> None:
+def _require_present(workers: Workers, deadline: float, reason: Callable[[], str]) -> None:
     """Raise if a wait for all workers is to end."""
     if time.monotonic() > deadline:
         raise CommTimeout(f"{workers.me}: the other workers were not ready in time: {reason()}")
@@ -347,20 +211,3 @@ def _check(workers: Workers, deadline: float, reason: Callable[[], str]) -> None
             f"{workers.me} waits for all workers, but {names} has left without a graceful shutdown",
             gone,
         )
-
-
-def _start_fetch(agent: Agent, incoming: Incoming) -> Action:
-    request = FetchRequest(agent, incoming)
-    return request if request.when_set() else HANDLED
-
-
-def _pop_request(incoming: Incoming) -> Action:
-    # Taken out: request and message would hold each other, and the entry with them, until Python's
-    # collector runs.
-    action: Action = incoming.action
-    incoming.action = None
-    return action
-
-
-def _reject_kind(incoming: Incoming) -> Action:
-    raise FrameError(f"a message of unknown kind {incoming.kind} from rank {incoming.source}")

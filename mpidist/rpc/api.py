@@ -14,7 +14,7 @@ from mpidist.comm.group import ProcessGroup
 from mpidist.comm.mpi import trust
 from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError
-from mpidist.rpc import current, interceptor, membership, profiling, rref, worker_gather
+from mpidist.rpc import current, membership, profiling, rref, worker_gather
 from mpidist.rpc.agent import FORKED, Agent
 from mpidist.rpc.allowlist import Allowed
 from mpidist.rpc.call import wait_for_all
@@ -233,11 +233,6 @@ def _set_rpc_timeout(timeout: float) -> None:
     current.require().calls.rpc_timeout = seconds(timeout)
 
 
-def enable_gil_profiling(flag: bool) -> None:
-    """Have the threads that answer measure how long they wait for Python's lock: ``agent.gil_average_wait_time_us``."""
-    current.require().gil_waits = [] if flag else None
-
-
 def _get_current_rpc_agent() -> Agent:
     return current.require()
 
@@ -263,27 +258,6 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 def _delete_all_user_and_unforked_owner_rrefs() -> None:
     """Drop all references to other workers' values."""
     current.require().references.delete_users()
-
-
-def _rref_context_get_debug_info() -> dict[str, str]:
-    """Return counters of references, with torch's names."""
-    agent = current.require()
-    entries, forks = agent.references.store.counts()
-    creations = str(agent.calls.creations())
-    return {
-        "num_owner_rrefs": str(entries),
-        "num_pending_users": creations,
-        "num_pending_futures": creations,
-        "num_pending_children": "0",  # nothing is confirmed: see rref_store
-        "num_forks": str(forks),
-    }
-
-
-def _get_debug_info() -> dict[str, str]:
-    """Return all counters, with torch's names."""
-    info = _rref_context_get_debug_info() | current.require().get_debug_info()
-    engine = interceptor.engine
-    return info | engine.debug_info() if engine is not None else info
 
 
 def _refuse_leaks(agent: Agent, leaks: Sequence[Any]) -> None:

@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 
+from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import CommTimeout, MpidistError
 from mpidist.rpc import interceptor
-from mpidist.rpc.pool import CALLBACKS
+from mpidist.rpc.pool import CALLBACKS, Action
+
+# In messages to users: a text, or a function's wire name, the function, and a prefix.
+Subject = str | tuple[bytes, Any] | tuple[bytes, Any, str]
 
 _RawFuture: Any = torch._C.Future
 _parking = threading.Lock()
@@ -48,7 +52,7 @@ class Call:
     lane = CALLBACKS
     may_block = False
 
-    def __init__(self, to: int, what: Any, timeout_s: float) -> None:
+    def __init__(self, to: int, what: Subject, timeout_s: float) -> None:
         self.sequence = -1
         self.to = to
         self.what = what
@@ -57,7 +61,7 @@ class Call:
         self.incoming: Any = None
         self.error: BaseException | None = None
         self.done = False
-        self.latches: tuple[Any, ...] = ()  # of threads that sleep
+        self.latches: tuple[threading.Lock, ...] = ()  # one for each sleeping thread
         self.action_number = 0
 
     def finish(self) -> None:
@@ -74,15 +78,17 @@ class Call:
             except RuntimeError:  # another thread was faster
                 pass
 
-    def complete(self, incoming: Any) -> Any:
-        """Take the answer, on the polling thread; return the action that is left to do, or None."""
+    def complete(self, incoming: Incoming) -> Action | None:
+        """Store the answer, on the polling thread; return the action that remains, or None."""
         self.incoming = incoming
         self.finish()
+        return None
 
-    def fail(self, error: BaseException) -> Any:
-        """Take an error in place of an answer; return the action that is left to do, or None."""
+    def fail(self, error: BaseException) -> Action | None:
+        """Store an error in place of an answer; return the action that remains, or None."""
         self.error = error
         self.finish()
+        return None
 
     def park(self, timeout_s: float, may_sleep: Callable[[], bool] | None = None) -> None:
         """Sleep until it is done, or woken, at most ``timeout_s`` seconds; several threads may.
@@ -114,7 +120,7 @@ class AsyncCall(Call):
     __slots__ = ("_result_of", "future")
 
     def __init__(
-        self, to: int, what: Any, timeout_s: float, result_of: Callable[[Call], Any]
+        self, to: int, what: Subject, timeout_s: float, result_of: Callable[[Call], Any]
     ) -> None:
         super().__init__(to, what, timeout_s)
         self.future: RpcFuture | None = None
@@ -126,12 +132,12 @@ class AsyncCall(Call):
         future = self.future
         return future is not None and future.has_callbacks
 
-    def complete(self, incoming: Any) -> Any:
+    def complete(self, incoming: Incoming) -> Action | None:
         """See ``Call``."""
         self.incoming = incoming
         return self
 
-    def fail(self, error: BaseException) -> Any:
+    def fail(self, error: BaseException) -> Action | None:
         """See ``Call``."""
         self.error = error
         return self

@@ -17,7 +17,8 @@ from mpidist.rpc.message import Kind
 from mpidist.rpc.options import seconds
 from mpidist.rpc.pending import PendingCalls
 from mpidist.rpc.polling import Polling
-from mpidist.rpc.pool import HANDLED
+from mpidist.rpc.pool import HANDLED, Action
+from mpidist.rpc.reader import Reader
 from mpidist.rpc.wire import Wire
 from mpidist.rpc.worker import Workers
 
@@ -38,6 +39,7 @@ class Calls(PendingCalls):
         self,
         workers: Workers,
         wire: Wire,
+        reader: Reader,
         polling: Polling,
         rpc_timeout: float,
         devices: Sequence[Any],
@@ -50,7 +52,7 @@ class Calls(PendingCalls):
         self.is_stopped = False
         self.stop_reason = "RPC was shut down"
         self._workers = workers
-        self._wire = wire
+        self._reader = reader
         self._polling = polling
         self._devices = list(devices)
         self._allowed = allowed
@@ -182,16 +184,16 @@ class Calls(PendingCalls):
         incoming = call.incoming
         if incoming.kind == _EXCEPTION:
             raise self.error_of(call)
-        return self._wire.decode_answer(incoming)
+        return self._reader.decode_answer(incoming)
 
     def error_of(self, call: Call) -> BaseException:
         """Return what a call raised on the other worker."""
-        description = self._wire.decode_answer(call.incoming)
+        description = self._reader.decode_answer(call.incoming)
         return remote_error.rebuild(description, self._workers.infos[call.to], self._allowed)
 
     # On the polling thread.
 
-    def complete(self, incoming: Incoming) -> Any:
+    def complete(self, incoming: Incoming) -> Action:
         """Take an answer; return the action that is left to do.
 
         Raises:
@@ -243,7 +245,7 @@ class Calls(PendingCalls):
         for call in self._remove_expired():
             self._run_action(call.fail(call.timed_out(_describe(call, self._workers))))
 
-    def _run_action(self, action: Any) -> None:
+    def _run_action(self, action: Action | None) -> None:
         if action is None:
             return
         if action.may_block and not self.is_stopped:
@@ -255,7 +257,7 @@ class Calls(PendingCalls):
 def _describe(call: Call, workers: Workers) -> str:
     """Return what messages to users call a call."""
     what = call.what
-    if type(what) is str:
+    if isinstance(what, str):
         return what
     name, function, *before = what
     text = "".join(before) + (

@@ -13,6 +13,7 @@ from mpidist.errors import RankFailureError
 from mpidist.rpc import interceptor, message
 from mpidist.rpc.message import Kind
 from mpidist.rpc.pool import Action, Task
+from mpidist.rpc.reader import Reader
 from mpidist.rpc.wire import Wire
 from mpidist.rpc.worker import Workers
 
@@ -29,10 +30,11 @@ class EngineMessages:
             is.
     """
 
-    def __init__(self, workers: Workers, wire: Wire) -> None:
+    def __init__(self, workers: Workers, wire: Wire, reader: Reader) -> None:
         self.handled = 0
         self._workers = workers
         self._wire = wire
+        self._reader = reader
         self._lock = threading.Lock()  # handlers may run on any thread
 
     def send(
@@ -83,11 +85,11 @@ class EngineMessages:
 
     def _decode(self, incoming: Incoming) -> Any:
         if incoming.kind == Kind.AUTOGRAD_NOTICE:
-            return self._wire.decode(incoming, incoming.start, False)
+            return self._reader.decode(incoming, incoming.start, False)
         numbers = message.unpack_gradients(incoming.data, incoming.start, incoming.end)
         return (
             *numbers,
-            self._wire.decode(incoming, incoming.start + message.GRADIENTS.size, False),
+            self._reader.decode(incoming, incoming.start + message.GRADIENTS.size, False),
         )
 
     def _run(self, source: int, run: Callable[[], None]) -> None:

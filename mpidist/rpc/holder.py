@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpidist.errors import RRefError
 from mpidist.rpc import current
+from mpidist.rpc.creation import Creation
 from mpidist.rpc.pickles import Reference
-from mpidist.rpc.references import Creation
 from mpidist.rpc.rref_store import Entry, id_parts
 from mpidist.rpc.worker import WorkerInfo
 

@@ -12,24 +12,26 @@ from typing import Any, Protocol
 
 from mpidist.comm.mpi import runtime
 
+# Lanes, each with its own limit. A handler may wait for a call of its own, whose completion must not
+# wait for a handler to end.
+HANDLERS, CALLBACKS = 0, 1
+
 
 class Action(Protocol):
-    """Work that a message asks for.
+    """Work that follows from a message.
 
     Attributes:
-        may_block: It runs users' code.
-        lane: ``HANDLERS``, or ``CALLBACKS`` for the end of a call of this worker.
+        lane: ``HANDLERS``; ``CALLBACKS`` for the completion of a call of this worker.
     """
 
-    may_block: Any
     lane: int
 
+    @property
+    def may_block(self) -> bool:
+        """Return whether the action runs users' code."""
+
     def run(self) -> None:
-        """Do it."""
-
-
-# Handlers may wait for the end of calls of their own: those must not wait for handlers.
-HANDLERS, CALLBACKS = 0, 1
+        """Run the action."""
 
 
 class Task:

@@ -3,118 +3,26 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from mpidist.errors import CommTimeout, FrameError
+from mpidist.errors import FrameError
 from mpidist.rpc import callee, message
 from mpidist.rpc.call import Call
 from mpidist.rpc.calls import Calls
+from mpidist.rpc.creation import Creation
 from mpidist.rpc.message import PAIR, TO_REMOTE, Kind
 from mpidist.rpc.polling import Polling
+from mpidist.rpc.reader import Reader
 from mpidist.rpc.rref_store import ID_SHIFT, Entry, RRefStore, require_own
 from mpidist.rpc.wire import Wire
 from mpidist.rpc.worker import Workers
 
 logger = logging.getLogger("mpidist.rpc")
 
-_EXCEPTION = int(Kind.EXCEPTION)
 _MOST_PAIRS = 1000  # of (reference, fork) in one message
-
-
-# guards which thread reads a creation's answer, and completes its future
-_completing = threading.RLock()
-
-
-class Creation(Call):
-    """A call of ``remote``: nobody waits for its answer, which says whether the value was made.
-
-    Args:
-        error_of: Decodes an exception.
-        on_end: Called once, on the polling thread.
-    """
-
-    __slots__ = ("_error_of", "_future", "_on_end", "_open_future")
-
-    def __init__(
-        self,
-        to: int,
-        what: Any,
-        timeout_s: float,
-        error_of: Callable[[Call], BaseException],
-        on_end: Callable[[], None] | None,
-    ) -> None:
-        super().__init__(to, what, timeout_s)
-        self._error_of = error_of
-        self._on_end = on_end
-        self._future: torch.futures.Future[Any] | None = None
-        # the same, until a thread completes it
-        self._open_future: torch.futures.Future[Any] | None = None
-
-    may_block = True
-    is_creation = True
-
-    @property
-    def is_lost(self) -> bool:
-        """Say whether the owner was too late: nobody knows whether the value exists."""
-        return isinstance(self.error, CommTimeout)
-
-    def complete(self, incoming: Any) -> Any:
-        """See ``Call``."""
-        if incoming.kind == _EXCEPTION:
-            self.incoming = incoming
-        return self._end()
-
-    def fail(self, error: BaseException) -> Any:
-        """See ``Call``."""
-        self.error = error
-        return self._end()
-
-    def _end(self) -> Any:
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            on_end()
-        self.finish()
-        return self if self._future is not None else None
-
-    def reason(self) -> BaseException | None:
-        """Return the error on the way or on the owner, once it is done; None for success."""
-        with _completing:
-            if self.incoming is not None and self.error is None:
-                try:
-                    self.error = self._error_of(self)
-                except Exception as error:
-                    # The answer cannot be read; the future is completed on a thread that serves all
-                    # calls.
-                    self.error = error
-                self.incoming = None
-            return self.error
-
-    def future(self) -> torch.futures.Future[Any]:
-        """Return a future that is complete when the owner has answered."""
-        with _completing:
-            if self._future is None:
-                self._open_future = self._future = torch.futures.Future()
-        if self.done:
-            self.run()
-        return self._future
-
-    def run(self) -> None:
-        """Complete the future, if no other thread does."""
-        with _completing:
-            future, self._open_future = self._open_future, None
-            if future is None:
-                return
-            error = self.reason()
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
 
 
 class References:
@@ -128,6 +36,7 @@ class References:
         self,
         workers: Workers,
         wire: Wire,
+        reader: Reader,
         calls: Calls,
         polling: Polling,
         make: Callable[[int, int, int], Any],
@@ -139,10 +48,12 @@ class References:
         self._user_rrefs: dict[int, weakref.ref[Any]] = {}
         self._workers = workers
         self._wire = wire
+        self._reader = reader
         self._calls = calls
         self._polling = polling
         self._make = make
-        wire.connect_references(self._make_checked, self.announce)
+        reader.make_reference = self._make_checked
+        wire.announce = self.announce
 
     def _make_checked(self, reference: int, fork: int, owner: int) -> Any:
         self._require_worker(owner)
@@ -204,7 +115,7 @@ class References:
 
     def drop(self, incoming: Any) -> None:
         """Let the references of a message go that nobody reads."""
-        for reference, fork, owner in self._wire.references_in(incoming):
+        for reference, fork, owner in self._reader.references_in(incoming):
             if owner < len(self._workers.infos):
                 self.queue_delete(owner, reference, fork)
 
@@ -256,21 +167,6 @@ class References:
         self._polling.wait(call)
         if not call.done:
             raise call.timed_out(what)
-
-    def future_of_entry(
-        self, entry: Entry, function: Callable[[Any], Any]
-    ) -> torch.futures.Future[Any]:
-        """Return a future of ``function(value)`` of a value of this worker."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
-
-        def complete(entry: Entry) -> None:
-            if entry.error is not None:
-                future.set_exception(entry.error)
-            else:
-                future.set_result(function(entry.value))
-
-        entry.when_set(complete)
-        return future
 
     def create(
         self, to: int, function: Any, args: Any, kwargs: Any, timeout_s: float

@@ -18,6 +18,7 @@ from mpidist.rpc.inline_policy import InlinePolicy
 from mpidist.rpc.message import PAIR, Kind
 from mpidist.rpc.polling import Polling
 from mpidist.rpc.pool import HANDLERS, Task
+from mpidist.rpc.reader import Reader
 from mpidist.rpc.references import References
 from mpidist.rpc.rref_store import Entry
 from mpidist.rpc.wire import Wire
@@ -35,6 +36,7 @@ class Server(Protocol):
 
     workers: Workers
     wire: Wire
+    reader: Reader
     references: References
     polling: Polling
     policy: InlinePolicy
@@ -79,7 +81,7 @@ class Request:
             if function is None:
                 function, args, kwargs, key = self._pickled(place)
             elif flags or place != incoming.end:
-                args, kwargs = agent.wire.decode_call(incoming, place)
+                args, kwargs = agent.reader.decode_call(incoming, place)
         except BaseException as error:
             self._log(error)
             self.fail(error)
@@ -98,7 +100,7 @@ class Request:
                 "a call without a function's name came to a worker that reads data only "
                 "(init_rpc(..., allowed=[...]))"
             )
-        function, args, kwargs = agent.wire.decode(incoming, place, False)
+        function, args, kwargs = agent.reader.decode(incoming, place, False)
         name = getattr(function, "__qualname__", None)
         return function, args, kwargs, name if type(name) is str else type(function)
 
@@ -253,7 +255,7 @@ class EngineRequest(Request):
                     f"{agent.workers.me.name} does not handle messages of kind "
                     f"{Kind(incoming.kind).name}: no autograd is in use"
                 )
-            obj = agent.wire.decode(incoming, incoming.start, False)
+            obj = agent.reader.decode(incoming, incoming.start, False)
             result = engine.handle(incoming.source, incoming.kind, incoming.context, obj)
         except BaseException as error:
             self.fail(error)

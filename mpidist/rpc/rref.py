@@ -10,10 +10,10 @@ from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError, RRefError
 from mpidist.rpc import current, interceptor, methods, proxy
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
+from mpidist.rpc.creation import Creation
 from mpidist.rpc.holder import Holder, unique
 from mpidist.rpc.message import WORD, Kind
 from mpidist.rpc.options import seconds
-from mpidist.rpc.references import Creation
 from mpidist.rpc.rref_store import Entry
 from mpidist.rpc.worker import WorkerInfo
 
@@ -178,7 +178,7 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
                 # makes the value.
                 return type(self._own_value(0.0 if timeout == UNSET_RPC_TIMEOUT else timeout))
             if self._entry is not None:
-                self._type = self._agent.references.future_of_entry(self._entry, type)
+                self._type = _future_of_type(self._entry)
             else:
                 self._type = self._agent.calls.invoke_async(
                     self._owner.id, methods.type_of, (self,), {}, timeout
@@ -229,6 +229,20 @@ def from_wire(agent: Agent, reference: int, fork: int, owner: int) -> RRef[Any]:
         return user_rref(agent, agent.workers.infos[owner], reference, fork, None)
     # The message's own fork ends here: from now on the reference holds the entry.
     return owner_rref(agent, agent.references.store.redeem(reference, fork))
+
+
+def _future_of_type(entry: Entry) -> torch.futures.Future[Any]:
+    """Return a future of the type of an owned value, which may not be set yet."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def complete(entry: Entry) -> None:
+        if entry.error is not None:
+            future.set_exception(entry.error)
+        else:
+            future.set_result(type(entry.value))
+
+    entry.when_set(complete)
+    return future
 
 
 def _run_backward(rref: RRef[Any], context_id: int, retain_graph: bool, mode: str) -> None:

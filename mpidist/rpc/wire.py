@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from mpidist.comm.transport.eager_message import HEADER_BYTES
-from mpidist.comm.transport.incoming import Incoming
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import FrameError
-from mpidist.rpc import codec, data_codec, decoder, interceptor, message
-from mpidist.rpc.allowlist import Allowed
+from mpidist.rpc import codec, data_codec, interceptor, message
 from mpidist.rpc.codec import EMPTY, TABLE, Content
 from mpidist.rpc.message import (
     ANNOUNCED,
@@ -25,9 +21,7 @@ from mpidist.rpc.message import (
     REFERENCES,
     ROOM_BYTES,
     WORD,
-    ReferenceRow,
 )
-from mpidist.rpc.rref_store import require_own
 
 DeviceMap = Mapping[int, int]
 _REQUEST_GRADIENTS = int(message.Kind.REQUEST_GRADIENTS)
@@ -42,13 +36,13 @@ class Wire:
         request_maps: By rank: from this worker's device indices to the receiver's, for requests.
         answer_maps: For answers.
         data_only: The workers that read data only: their names by rank.
-        allowed: The list of this worker, if it is one of them.
 
     Attributes:
         codecs: By rank: what encodes messages to a worker.
         answered: Requests that were answered.
         one_way_sent: One-way messages that were sent.
         is_stopped: Nothing is sent any more.
+        announce: Sends an owner the (reference, fork) pairs of a message that follows.
     """
 
     def __init__(
@@ -57,7 +51,6 @@ class Wire:
         request_maps: Mapping[int, DeviceMap],
         answer_maps: Mapping[int, DeviceMap],
         data_only: Mapping[int, str] | None = None,
-        allowed: Allowed | None = None,
     ) -> None:
         self.codecs: list[Any] = [codec] * transport.size
         for rank, name in (data_only or {}).items():
@@ -65,21 +58,10 @@ class Wire:
         self.answered = self.one_way_sent = 0
         self.is_stopped = False
         self._count_lock = threading.Lock()
-        self._make_reference: Callable[[int, int, int], Any] = _no_references
-        self._announce: Callable[[int, Sequence[tuple[int, int]]], None] = _no_references
+        self.announce: Callable[[int, Sequence[tuple[int, int]]], None] = _no_references
         self._request_maps = request_maps
         self._answer_maps = answer_maps
-        self._decoder: Any = decoder if allowed is None else data_codec.DataDecoder(allowed)
         self._send = transport.send
-
-    def connect_references(
-        self,
-        make_reference: Callable[[int, int, int], Any],
-        announce: Callable[[int, Sequence[tuple[int, int]]], None],
-    ) -> None:
-        """Have references made of (reference, fork, owner's rank), and owners told of (owner, pairs) ahead of a message."""
-        self._make_reference = make_reference
-        self._announce = announce
 
     def has_device_map(self, to: int) -> bool:
         """Say whether requests to a worker can carry CUDA tensors, and its answers to them."""
@@ -203,107 +185,11 @@ class Wire:
     ) -> tuple[int, bytes, bytes]:
         rows = [reference.fork(to) for reference in references]
         if len(rows) > MAX_REFERENCES:
-            self._announce(
-                to, [(reference, fork) for reference, fork, owner in rows if owner == to]
-            )
+            self.announce(to, [(reference, fork) for reference, fork, owner in rows if owner == to])
             return flags | ANNOUNCED | FAR, prefix, message.pack_announced(rows) + body
         table = message.pack_references(rows)
         first = WORD.size if number else 0
         return flags | REFERENCES, prefix[:first] + table + prefix[first:], body
-
-    def unpack_preamble(self, incoming: Incoming) -> list[ReferenceRow]:
-        """Take autograd's number and the references off the header of a message that has just arrived; return the references.
-
-        Raises:
-            FrameError: They are cut off.
-        """
-        number = 0
-        rows: list[ReferenceRow] = []
-        if incoming.flags & AUTOGRAD:
-            (number,) = message.unpack_ids(incoming.data, incoming.start, incoming.end, 1)
-            incoming.start += WORD.size
-        if incoming.flags & REFERENCES:
-            rows, incoming.start = message.unpack_references(incoming.data, incoming.start)
-        incoming.noted = number, rows
-        return rows
-
-    def references_in(self, incoming: Incoming) -> list[ReferenceRow]:
-        """Return the references of a message; those that were announced once it is complete.
-
-        None where they cannot be read.
-        """
-        if incoming.flags & REFERENCES:
-            return incoming.noted[1] if incoming.noted is not None else []
-        if incoming.flags & ANNOUNCED and incoming.is_complete and incoming.parts:
-            with contextlib.suppress(FrameError):
-                return _unpack_announced(incoming, incoming.parts[0], 0)[0]
-        return []
-
-    def decode(self, incoming: Incoming, place: int, is_answer: bool) -> Any:
-        """Return the object that a complete message holds.
-
-        Args:
-            place: Where its content begins in the header.
-
-        Raises:
-            FrameError: The message does not hold what it announces.
-            Exception: What unpickling raises.
-        """
-        flags, body, parts = incoming.flags, incoming.data, incoming.parts
-        if parts:
-            incoming.bring()
-        if flags & FAR:
-            if not parts:
-                raise FrameError(f"a message of kind {incoming.kind} without its content")
-            body, place, parts = parts[0], 0, parts[1:]
-        elif incoming.end != len(body):
-            body = body[: incoming.end]  # packed parts stand behind it
-        if place == len(body):
-            return None
-        references: Sequence[Any] = ()
-        if flags & REFERENCES:
-            references = [self._make_reference(*row) for row in incoming.noted[1]]
-        elif flags & ANNOUNCED:
-            rows, place = _unpack_announced(incoming, body, place)
-            references = [self._make_reference(*row) for row in rows]
-        attach = None
-        if flags & AUTOGRAD and (engine := interceptor.engine) is not None:
-            attach = partial(_attach_autograd, engine, incoming, incoming.noted[0], is_answer)
-        return self._decoder.decode(flags, body, place, parts, references, attach)
-
-    def decode_call(self, incoming: Incoming, place: int) -> tuple[Any, Any]:
-        """Return the args and kwargs of a complete request.
-
-        Args:
-            place: Where its content begins in the header.
-
-        Raises:
-            FrameError: The message does not hold what it announces.
-            Exception: What unpickling raises.
-        """
-        flags = incoming.flags
-        if not flags and place == incoming.end:
-            return (), {}
-        data = self.decode(incoming, place, False)
-        if data is None:
-            return (), {}
-        made: tuple[Any, Any] = self._decoder.arguments(flags, data)
-        return made
-
-    def decode_answer(self, incoming: Incoming) -> Any:
-        """Return the object that an answer holds."""
-        place = incoming.start
-        return (
-            None
-            if place == incoming.end and not incoming.flags
-            else self.decode(incoming, place, True)
-        )
-
-
-def _unpack_announced(incoming: Incoming, body: Any, place: int) -> tuple[list[ReferenceRow], int]:
-    rows, place = message.unpack_announced(body, place)
-    require_own(incoming.source, [fork for _, fork, _ in rows])
-    return rows, place
 
 
 def _record_send(to: int, kind: int, context: int, content: Content) -> int:
@@ -317,9 +203,3 @@ def _record_send(to: int, kind: int, context: int, content: Content) -> int:
 
 def _no_references(*args: Any) -> Any:
     raise FrameError("references in a message of a worker that has none")
-
-
-def _attach_autograd(
-    engine: Any, incoming: Incoming, number: int, is_answer: bool, tensors: list[Any]
-) -> list[Any]:
-    return engine.arriving(incoming.context, incoming.source, number, tensors, is_answer)

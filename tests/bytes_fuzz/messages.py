@@ -83,7 +83,7 @@ class _Worker:
         self.network.arrived.append((SENDER, eager))
         self.network.payloads = payloads
         for _ in range(4):  # a message with payloads comes twice
-            action = self.agent._poll(1)
+            action = self.agent.dispatcher.poll(1)
             if action is not None and action is not HANDLED:
                 action.run()
             while self.tasks:

@@ -43,9 +43,6 @@ class Wire:
     def decode_answer(self, incoming):
         return incoming.value
 
-    def connect_references(self, adopt, announce):
-        pass
-
 
 class Polling:
     """Polls for nothing: a test says what happens while a thread waits."""
@@ -76,9 +73,9 @@ def clock(monkeypatch):
 def calls(clock):
     workers = Workers([WorkerInfo(f"worker{rank}", rank) for rank in range(3)], 0, [10, 11, 12])
     wire, polling, dropped = Wire(), Polling(), []
-    made = Calls(workers, wire, polling, DEFAULT_S, (), None, dropped.append)
+    made = Calls(workers, wire, wire, polling, DEFAULT_S, (), None, dropped.append)
     made.wire, made.polling, made.dropped, made.workers = wire, polling, dropped, workers
-    made.references = References(workers, wire, made, polling, None)
+    made.references = References(workers, wire, wire, made, polling, None)
     return made
 
 

@@ -135,7 +135,9 @@ def test_a_message_that_nobody_sends_ends_no_worker(group, workers, to, name, ca
             for other in range(1, group.size):
                 if is_counted(kind):
                     agent.wire.one_way_sent += 1
-                agent._transport.send(other, int(kind), 1 << 50, context, flags, header, parts)
+                agent.dispatcher._transport.send(
+                    other, int(kind), 1 << 50, context, flags, header, parts
+                )
         elif reason is not None:
             soon(lambda: reason in log_of(caplog), 5)
         told = group.rank == 0 or reason is None or reason in log_of(caplog)
@@ -219,7 +221,7 @@ def test_a_request_that_cannot_be_read_fails_its_call_with_the_reason(group, wor
     call = Call(rank, "the call", CALL_S)
     post = agent.calls._post
     try:
-        agent.calls._post = lambda to, _, sequence, *rest: agent._transport.send(
+        agent.calls._post = lambda to, _, sequence, *rest: agent.dispatcher._transport.send(
             to, int(kind), sequence, 0, flags, header, parts
         )
         agent.calls.start(call, int(Kind.CALL_PYTHON), b"", codec.EMPTY)
@@ -233,7 +235,7 @@ def test_a_request_that_cannot_be_read_fails_its_call_with_the_reason(group, wor
 def forge_answer(rank, sequence, kind, is_damaged):
     """Answer, from here, a call that another worker has made to somebody else."""
     agent = api._get_current_rpc_agent()
-    agent._transport.send(
+    agent.dispatcher._transport.send(
         rank,
         kind,
         sequence,
@@ -269,9 +271,9 @@ def test_what_raises_unforeseen_fails_its_call_alone(group, workers, to, monkeyp
         raise ZeroDivisionError("a fault of ours")
 
     group.barrier()
-    takers = list(agent._handlers)
-    takers[Kind.BACKWARD_AUTOGRAD] = fail
-    monkeypatch.setattr(agent, "_handlers", takers)
+    handlers = list(agent.dispatcher._handlers)
+    handlers[Kind.BACKWARD_AUTOGRAD] = fail
+    monkeypatch.setattr(agent.dispatcher, "_handlers", handlers)
     group.barrier()
     with pytest.raises(MpidistError, match=r"cannot be taken up.*a fault of ours"):
         agent.calls.request(

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 import mpidist.rpc as rpc
 from mpidist.errors import CommTimeout, MpidistError, RankFailureError, RemoteError, RRefError
 from mpidist.rpc import api, message
-from mpidist.rpc.references import Creation
+from mpidist.rpc.creation import Creation
 from tests.rpc.limits import CALL_S, joined, limit_of_tests, shut_down, soon
 from tests.support import agree
 
@@ -752,10 +752,10 @@ def test_references_in_a_call_of_an_unknown_function_are_let_go(group, workers, 
 
 def test_a_request_refused_for_its_references_is_counted_once(group, workers, to):
     agent = api._get_current_rpc_agent()
-    agent._transport.send(
+    agent.dispatcher._transport.send(
         agent.workers.rank_of(to), int(message.Kind.CALL_PYTHON), flags=message.REFERENCES
     )
-    assert soon(lambda: agent._requests_received == agent.wire.answered == 1)
+    assert soon(lambda: agent.dispatcher.requests_received == agent.wire.answered == 1)
     group.barrier()
 
 

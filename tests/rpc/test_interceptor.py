@@ -284,7 +284,7 @@ def test_requests_of_its_own_kinds(group, engine, workers, to):
         )
         with pytest.raises(ValueError, match="no context"):
             ask(Kind.BACKWARD_AUTOGRAD, None, "a request that fails")
-    assert "num_current_dist_autograd_contexts" in api._get_debug_info()
+    assert "num_current_dist_autograd_contexts" in rpc._get_debug_info()
     reference = rpc.RRef(torch.ones(1))
     reference.backward(3, True, mode="smart")
     assert engine.passes == (3, reference.local_value(), True, "smart")

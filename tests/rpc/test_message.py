@@ -11,7 +11,7 @@ from mpidist.comm.transport.eager_message import HEADER_BYTES
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import FrameError
-from mpidist.rpc import agent, codec, interceptor, message
+from mpidist.rpc import codec, dispatcher, interceptor, message
 from mpidist.rpc.message import (
     ANNOUNCED,
     AUTOGRAD,
@@ -22,6 +22,7 @@ from mpidist.rpc.message import (
     Kind,
 )
 from mpidist.rpc.pickles import Reference
+from mpidist.rpc.reader import Reader
 from mpidist.rpc.wire import Wire
 from tests.rpc.carried import Marked, described
 from tests.rpc.test_codec import Unreadable
@@ -108,7 +109,7 @@ def test_requests_answers_and_one_way_messages_are_told_apart_by_their_numbers()
 
 def test_unknown_kinds_are_refused():
     with pytest.raises(FrameError, match="unknown kind 200 from rank 3"):
-        agent._unknown(Incoming(3, 200, 0, 0, 0, bytearray(), 0, 0))
+        dispatcher.reject_kind(Incoming(3, 200, 0, 0, 0, bytearray(), 0, 0))
 
 
 # Whole messages, by a lone process's transport.
@@ -139,11 +140,13 @@ def wire():
     made = Wire(transport, {}, {})
     made.transport, made.announced, made.adopted = transport, [], []
 
-    def adopt(*row):
+    def make_reference(*row):
         made.adopted.append(row)
         return Held(row)
 
-    made.connect_references(adopt, lambda owner, pairs: made.announced.append((owner, pairs)))
+    made.reader = Reader(None)
+    made.reader.make_reference = make_reference
+    made.announce = lambda owner, pairs: made.announced.append((owner, pairs))
     yield made
     interceptor.register(None)
 
@@ -159,10 +162,12 @@ def sent(wire, obj, prefix=b"", context=0, kind=Kind.CALL_PYTHON, content=None):
         context,
     )
     if incoming.flags & (AUTOGRAD | REFERENCES):
-        wire.unpack_preamble(incoming)  # as the agent does on arrival
+        wire.reader.unpack_preamble(incoming)  # as the agent does on arrival
     place = incoming.start
     assert bytes(incoming.data[place : place + len(prefix)]) == prefix
-    there = wire.decode(incoming, place + len(prefix), FIRST_RESPONSE <= kind < FIRST_ONE_WAY)
+    there = wire.reader.decode(
+        incoming, place + len(prefix), FIRST_RESPONSE <= kind < FIRST_ONE_WAY
+    )
     return incoming, there
 
 
@@ -175,7 +180,8 @@ def sent(wire, obj, prefix=b"", context=0, kind=Kind.CALL_PYTHON, content=None):
 def test_messages_of_any_size_come_over(obj, prefix, number):
     made = Wire(transport := Transport(None), {}, {})
     made.transport = transport
-    made.connect_references(lambda reference, fork, owner: Marked(reference), None)
+    made.reader = Reader(None)
+    made.reader.make_reference = lambda reference, fork, owner: Marked(reference)
     engine = Numbering(number)
     interceptor.register(engine if number is not None else None)
     try:
@@ -207,7 +213,7 @@ def test_any_number_of_references_travels_once_each(wire, count, number):
     expected = [one.row for one in held]
     incoming, there = sent(wire, [held, torch.ones(2), held], b"prefix", context=3)
     assert [one.row for one in there[0]] == expected == wire.adopted and there[2] is not None
-    assert wire.references_in(incoming) == expected
+    assert wire.reader.references_in(incoming) == expected
     assert bool(incoming.flags & ANNOUNCED) == (count > MAX_REFERENCES)
     if count > MAX_REFERENCES:
         # The owner counts them before they can come: only its own, by their forks.
@@ -222,7 +228,7 @@ def test_a_call_without_arguments_has_no_content(wire):
     assert there is None and incoming.end - incoming.start == 4
     incoming.flags |= message.FAR
     with pytest.raises(FrameError, match="without its content"):
-        wire.decode(incoming, 0, False)
+        wire.reader.decode(incoming, 0, False)
 
 
 def test_nothing_is_sent_nor_counted_if_a_reference_cannot_travel(wire):

@@ -31,8 +31,8 @@ FIRE = whole(called(named(CANARY, "fire"), plain("answer")))
 def replies(reply: Callable[[Attacker, Any], None], attacker: Attacker) -> Iterator[None]:
     """Answer calls to this process in the place of its agent."""
     agent = attacker.agent
-    takers = agent._takers
-    before = list(takers)
+    handlers = agent.dispatcher._handlers
+    before = list(handlers)
 
     def take(incoming: Any) -> Any:
         incoming.action = None
@@ -41,11 +41,11 @@ def replies(reply: Callable[[Attacker, Any], None], attacker: Attacker) -> Itera
         return HANDLED
 
     for kind in (Kind.CALL_PYTHON, Kind.REMOTE_PYTHON, Kind.RREF_FETCH):
-        takers[kind] = take
+        handlers[kind] = take
     try:
         yield
     finally:
-        takers[:] = before
+        handlers[:] = before
 
 
 def told(attacker: Attacker, function: Any) -> object:

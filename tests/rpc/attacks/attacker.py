@@ -65,7 +65,9 @@ class Attacker:
             # As an honest sender counts them: else the end would wait for messages that were never
             # sent.
             self.agent.wire.one_way_sent += 1
-        self.agent._transport.send(self.to, kind, sequence, context, flags, header, parts)
+        self.agent.dispatcher._transport.send(
+            self.to, kind, sequence, context, flags, header, parts
+        )
 
     def request(
         self,
@@ -114,7 +116,7 @@ class Attacker:
 
     def raw(self, message: bytes, *payloads: bytes) -> None:
         """Send bytes as an eager message, and others as payloads, past our transport."""
-        transport = self.agent._transport
+        transport = self.agent.dispatcher._transport
         requests = [transport._mpi.Isend([message, MPI.BYTE], self.to, transport._eager_tag)]
         requests += [
             transport._mpi.Isend([payload, MPI.BYTE], self.to, transport._payload_tag)

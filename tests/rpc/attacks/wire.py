@@ -30,7 +30,7 @@ def eager(
     packed: int = 0,
 ) -> bytes:
     """Write an eager message; the numbers are what it announces."""
-    own = attacker.agent._transport.generation if generation is None else generation
+    own = attacker.agent.dispatcher._transport.generation if generation is None else generation
     return _FIXED.pack(kind, flags, payloads, own, 1 << 44, 0, header, packed) + rest
 
 
