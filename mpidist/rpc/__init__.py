@@ -1,7 +1,8 @@
 """Remote procedure calls with torch's names and meanings, over MPI point-to-point messages.
 
-A call: ``api`` → ``calls`` → ``wire`` → ``comm.transport`` ⇝ the peer's ``agent`` → ``requests`` →
-the function → ``wire`` ⇝ ``calls``. An agent is composed of wire ← calls ← references ← agent.
+Path of a call: ``api`` → ``calls`` → ``wire`` → ``comm.transport`` ⇝ the callee's ``dispatcher`` →
+``requests`` → the function → ``wire`` ⇝ the caller's ``dispatcher`` → ``calls``. An ``agent`` holds
+these parts; ``polling`` decides which thread receives.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _HOMES = {
     "RpcBackendOptions": "options",
     "BackendType": "options",
 }
-# so that only the import needs to change
+# torch's name, so that programs need to change only the import.
 _ALIASES = {"TensorPipeRpcBackendOptions": ("options", "RpcBackendOptions")}
 _MODULES = ("api", "constants", "functions", "options")
 __all__ = sorted(name for name in (*_HOMES, *_ALIASES) if not name.startswith("_"))

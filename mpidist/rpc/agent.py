@@ -37,8 +37,7 @@ _STOP_S = 5.0
 
 FORKED = (
     "this process was forked from a worker, and RPC does not work in it: call in the process that "
-    "has called init_rpc, and hand "
-    "the results to DataLoader workers and subprocesses"
+    "has called init_rpc, and hand the results to DataLoader workers and subprocesses"
 )
 
 
@@ -119,7 +118,7 @@ class Agent:
         runtime.close_at_exit(self)
 
     def stop(self) -> None:
-        """Stop answering; calls under way fail. Not collective."""
+        """Stop answering; pending calls fail. Not collective."""
         if self.calls.is_stopped:
             return
         self.calls.stop()
@@ -131,7 +130,7 @@ class Agent:
         self.references.store.clear()
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Tell the others that this worker answers no more, then stop: at the end of the process, too. Not collective."""
+        """Send LEAVE to all other workers, then stop. Not collective; also runs at process exit."""
         if self.calls.is_stopped:
             return
         for worker in self.workers.infos:
@@ -140,7 +139,7 @@ class Agent:
         self.stop()
 
     def refuse_fork(self) -> None:
-        """Refuse all use in a child process that was forked from this worker."""
+        """Reject all use in a child process that was forked from this worker."""
         self.calls.stop_reason = FORKED
         self.calls.is_stopped = self.wire.is_stopped = True
 
@@ -168,6 +167,7 @@ class Agent:
         return info
 
     def _activity(self) -> tuple[int, ...]:
+        """Return the counts for ``Quiescence``; the answers are read before the requests."""
         answered = self.wire.answered
         active = (
             len(self.calls)
@@ -185,7 +185,7 @@ class Agent:
 
 
 def _send_words(wire: Wire, workers: Workers, is_verdict: bool, words: Sequence[int]) -> None:
-    """Send a report to the coordinator, or its verdict to all."""
+    """Send a report to the coordinator, or its verdict to all workers."""
     kind, receivers = (
         (Kind.QUIET_VERDICT, range(len(workers.infos)))
         if is_verdict
@@ -196,7 +196,12 @@ def _send_words(wire: Wire, workers: Workers, is_verdict: bool, words: Sequence[
 
 
 def _require_present(workers: Workers, deadline: float, reason: Callable[[], str]) -> None:
-    """Raise if a wait for all workers is to end."""
+    """Raise if the deadline has passed or a worker has left.
+
+    Raises:
+        CommTimeout: The deadline has passed.
+        RankFailureError: A worker has left, or its process has ended.
+    """
     if time.monotonic() > deadline:
         raise CommTimeout(f"{workers.me}: the other workers were not ready in time: {reason()}")
     mine = workers.world_ranks[workers.me.id]

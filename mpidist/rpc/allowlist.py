@@ -1,8 +1,8 @@
-"""List of what other workers may call here: ``init_rpc(..., allowed=[...])``.
+"""Allowlist of one worker: what others may call here (``init_rpc(..., allowed=[...])``).
 
-The list is an index from names to objects, made once. A message brings a name; it is found in the
-index as it is, or refused. Nothing is imported, taken apart or looked up in a module for a message,
-and what is replaced in its module later stays here as it was found.
+The list is an index from names to objects, built once. A name in a message is looked up in the
+index as it is, or refused. No message causes an import, a split of its name, or a look-up in a
+module. An object that is replaced in its module later stays in the index as it was found.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from mpidist import errors
 from mpidist.errors import MpidistError
 from mpidist.rpc import callee, class_dicts, listed_class, listed_names, records
 
-_MOST_SHOWN = 200  # characters of a name in an error
+_MAX_PRINTED = 200  # characters of a name in an error
 _NOT_LISTED = "it is not in the list of what this worker allows (init_rpc(..., allowed=[...]))"
 
 
 class Refused(MpidistError):
-    """A message names what this worker does not allow."""
+    """A message names an object that this worker does not allow."""
 
 
-# Exceptions that any worker may name: Python's own and this library's.
+# Exceptions that every worker admits: Python's own and this library's.
 _EXCEPTIONS = MappingProxyType(
     {
         class_dicts.name_of(found, ":"): found
@@ -35,13 +35,13 @@ _EXCEPTIONS = MappingProxyType(
 
 
 class Allowed:
-    """Immutable index of what one worker's messages may name.
+    """Immutable index of the objects that messages to one worker may name.
 
     A listed class admits its constructor, the static and class methods that it defines, instances
     by fields if it is a dataclass or a class of named tuples (``records``: no constructor runs for
     these), instances by text and arguments if it is an ``Exception``, and calls of the public
-    methods that it defines on instances that exist here. It does not admit what it inherits from a
-    class outside the list.
+    methods that it defines on instances that exist here. It does not admit attributes that it
+    inherits from a class outside the list.
 
     Args:
         names: Functions, classes, modules, operators of torch and script functions, or names of
@@ -54,9 +54,8 @@ class Allowed:
 
     Raises:
         TypeError: Not a list, or an item of another kind.
-        ValueError: A name under which there is nothing here, or one of mpidist's internals (there
-            are two entries for its
-            services: ``"mpidist.optim.local"`` and ``"mpidist.nn.remote.execute"``).
+        ValueError: A name that does not exist here, or an internal of mpidist (two entries admit
+            its services: ``"mpidist.optim.local"`` and ``"mpidist.nn.remote.execute"``).
     """
 
     __slots__ = (
@@ -69,8 +68,8 @@ class Allowed:
         "_single",
     )
 
-    # Classes go by identity: a metaclass may define what equal means. Those here live as long as
-    # the list.
+    # Classes are compared by id, because a metaclass may redefine equality. The list keeps its
+    # classes alive, so that no id is used twice.
     _classes: MappingProxyType[int, type]
     _entries: tuple[str, ...]
     _functions: MappingProxyType[bytes, tuple[int, Any]]
@@ -112,28 +111,26 @@ class Allowed:
 
         Args:
             kind: ``CALL_PYTHON``, ``CALL_BUILTIN`` or ``CALL_SCRIPT``.
-            name: As ``message.unpack_name`` returns it: ``module:qualified name`` or an operator's
-                name, without its length.
+            name: From ``message.unpack_name``: ``module:qualified name``, or an operator's name.
 
         Raises:
-            Refused: It is not in the list.
+            Refused: The function is not in the list.
         """
         found = self._functions.get(name)
         if found is None or found[0] != kind:
-            raise Refused(
-                f'"{printable_name(name.decode(errors="replace"))}" may not be called: {_NOT_LISTED}'
-            )
-        # An operator of a listed namespace is made when it is first used: there are thousands.
+            text = printable_name(name.decode(errors="replace"))
+            raise Refused(f'"{text}" may not be called: {_NOT_LISTED}')
+        # A listed namespace has thousands of operators: each is resolved at its first use.
         return found[1] if found[1] is not None else callee.builtin(name.decode())
 
     def value(self, name: str) -> Any:
-        """Return a listed function, class or operator that a message has among its data.
+        """Return a listed function, class or operator that is named in a message's data.
 
         Args:
             name: As for ``function``, as text.
 
         Raises:
-            Refused: It is not in the list.
+            Refused: The object is not in the list.
         """
         found = self._functions.get(name.encode(errors="replace")) if type(name) is str else None
         if found is None:
@@ -143,12 +140,12 @@ class Allowed:
     def method(self, value: Any, name: str) -> Any:
         """Return a method of a value, bound to it.
 
-        The value's own class must be listed, and so must be the class that defines the method.
-        Nothing of the value runs: no ``__getattr__``, no property, no ``__class__``.
+        The value's own class and the class that defines the method must be listed. No code of the
+        value runs: no ``__getattr__``, no property, no ``__class__``.
 
         Raises:
-            Refused: A value of another class, a name that is no method of it, not public, or
-                inherited from outside the list.
+            Refused: The class is not listed; the name is not a method, not public, or inherited
+                from a class outside the list.
         """
         cls = type(value)
         if type(name) is not str:
@@ -172,17 +169,17 @@ class Allowed:
         return listed_class.bound(attribute, value, cls)
 
     def has_method(self, value: Any, name: str) -> bool:
-        """Say whether ``method`` would return one."""
+        """Return whether ``method`` would return a method."""
         return type(name) is str and name in self._methods.get(id(type(value)), ())
 
     def record(self, name: str) -> type:
-        """Return a listed dataclass or class of named tuples, whose instances a message contains by their fields.
+        """Return a listed dataclass or named-tuple class, whose instances messages send by fields.
 
         Args:
             name: ``module:qualified name``.
 
         Raises:
-            Refused: It is not in the list, or instances of it are not made by fields (``records``).
+            Refused: The class is not in the list, or is not a record class (``records``).
         """
         found = self._named_classes.get(name) if type(name) is str else None
         if found is None:
@@ -190,13 +187,12 @@ class Allowed:
         if not records.is_record(found):
             raise Refused(
                 f'instances of "{class_dicts.name_of(found)}" may not be made: it is no dataclass '
-                "and no named tuple "
-                "that consists of its fields"
+                "and no named tuple that consists of its fields"
             )
         return found
 
     def exception(self, name: str) -> type[Exception] | None:
-        """Return Python's own exceptions, those of ``mpidist.errors``, and listed ones; None for others.
+        """Return an exception class of Python, ``mpidist.errors`` or the list; None for others.
 
         Args:
             name: ``module:qualified name``.
@@ -207,7 +203,7 @@ class Allowed:
         return found if found is not None and class_dicts.is_below(found, Exception) else None
 
     def has_class(self, cls: Any) -> bool:
-        """Say whether the list has this very class."""
+        """Return whether the list has this class itself."""
         return id(cls) in self._classes
 
     def entries(self) -> tuple[str, ...]:
@@ -236,13 +232,13 @@ class Allowed:
 
 
 def printable_name(name: Any) -> str:
-    """Return a name of a message as a log may have it."""
+    """Return a name from a message, safe for a log."""
     if type(name) is not str:
         return f"an object of {class_dicts.name_of(type(name))}"
     return _printable(name if "::" in name else name.replace(":", ".", 1))
 
 
 def _printable(text: str) -> str:
-    """Return a message's text as a log may have it: of one line, and not long."""
-    text = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    """Return text from a message, safe for a log: one printable line of limited length."""
+    text = text if len(text) <= _MAX_PRINTED else f"{text[:_MAX_PRINTED]}..."
     return text if text.isprintable() else ascii(text)[1:-1]

@@ -1,4 +1,4 @@
-"""Public calls: ``init_rpc``, ``rpc_sync``, ``rpc_async``, ``remote``, ``shutdown``; torch's names and meanings."""
+"""Public functions of RPC, with torch's names and meanings."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mpidist.rpc.agent import FORKED, Agent
 from mpidist.rpc.allowlist import Allowed
 from mpidist.rpc.call import wait_for_all
 from mpidist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from mpidist.rpc.options import BackendType, RpcBackendOptions, seconds
+from mpidist.rpc.options import BackendType, RpcBackendOptions, seconds, select_options
 from mpidist.rpc.worker import WorkerInfo, check_name
 
-# torch's switch: False makes ``shutdown`` raise for references that nobody deleted
+# torch's switch: with False, ``shutdown`` raises for references that were not deleted.
 _ignore_rref_leak = True
 _thread_local_var = threading.local()
 
@@ -39,31 +39,33 @@ def init_rpc(
 ) -> None:
     """Make this process a worker that can call others and be called.
 
-    Collective: over all ranks of the job, or of ``group``; with ``world_size`` 1, over nobody. No
-    port is opened, and only these ranks are heard.
+    Collective: over all ranks of the job, or of ``group``; local with ``world_size`` 1. No port is
+    opened; messages are received from these ranks only.
+
+    Blocks: until all of these ranks have called it.
 
     Args:
-        name: This worker's, unique among them: letters, digits, ``-``, ``_`` and ``:``.
-        backend: None, or a member of ``BackendType``; MPI carries the messages either way.
-        rank: -1, or this process's rank in the group: MPI knows it.
-        world_size: None, or the number of ranks. Fewer than the job has: the first so many, and
-            ``mpidist.comm.init()`` must have been called on all ranks before.
+        name: This worker's name, unique in the group: letters, digits, ``-``, ``_`` and ``:``.
+        backend: None, or a member of ``BackendType``; MPI sends the messages in both cases.
+        rank: -1, or this process's rank in the group as MPI has assigned it.
+        world_size: None, or the number of ranks. A smaller number than the job's selects the first
+            ranks; all ranks must have called ``mpidist.comm.init()`` before.
         rpc_backend_options: Timeouts, threads, device maps.
-        group: The ranks that take part; the job's if None.
+        group: The ranks that become workers; all ranks of the job if None.
         allowed: What others may call here: functions, classes, modules (the public functions that
             they define) and operators, or their names (``"module.function"``, ``"module.*"``,
-            ``"torch.add"``); anything if None. A worker with a list reads data only, whatever bytes
-            arrive, and runs nothing else: others send it plain data, tensors, arrays, references,
+            ``"torch.add"``); anything if None. A worker with a list decodes data only and runs
+            nothing outside the list: others send it plain data, tensors, arrays, references,
             exceptions, and dataclasses and named tuples of its list. See SECURITY.md.
 
     Raises:
-        TypeError: Arguments of a wrong kind.
-        ValueError: A name in ``allowed`` that there is not.
-        MpidistError: RPC is initialised already; a name that two workers have (all ranks); ranks
-            that MPI does not know; another worker could not take part; ``MPIDIST_TRUST=data``
-            without a list.
+        TypeError: An argument of a wrong type.
+        ValueError: A name in ``allowed`` that does not exist.
+        MpidistError: RPC is initialised already; two workers have the same name, or another worker
+            has failed (both on all ranks); ``rank`` or ``world_size`` differs from MPI's;
+            ``MPIDIST_TRUST=data`` without a list.
     """
-    options = _options(backend, rpc_backend_options)
+    options = select_options(backend, rpc_backend_options)
     if current.agent is not None:
         raise MpidistError("RPC is already initialized: call mpidist.rpc.shutdown() first")
     transport = membership.transport_of(rank, world_size, group)
@@ -77,14 +79,16 @@ def init_rpc(
                 "may call anything"
             )
     except Exception as error:
-        problem = error  # the others must hear of it, too: they wait for this worker
-    # First: whoever has heard of this worker may send.
+        # Raised after the exchange, because the other workers wait for this one.
+        problem = error
+    # Before the exchange: a worker that knows this one may send at once.
     transport.receive(made_allowed is not None)
     workers, device_maps = membership.gather_workers(
         transport, name, options, made_allowed is not None, problem
     )
     agent = Agent(transport, workers, device_maps, options, made_allowed, rref.from_wire)
-    current.agent = agent  # first: the others may call as soon as it starts
+    # Before the start: the first request may arrive immediately.
+    current.agent = agent
     agent.start()
 
 
@@ -93,17 +97,17 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
     Collective: if ``graceful``, over all workers.
 
-    Blocks: if ``graceful``, until all workers have called it and nothing is under way between them,
-    calls that handlers still make included. Other calls are answered meanwhile. Else it tells the
-    others that this worker has left, and returns; their calls to it fail.
+    Blocks: if ``graceful``, until all workers have called it and no message is in flight between
+    them, including calls that handlers still make. This worker answers calls meanwhile. If not
+    ``graceful``, the function notifies the others and returns; their calls to this worker fail.
 
     Args:
-        graceful: Wait for the others.
-        timeout: Seconds to wait; 0 for no end.
+        graceful: Wait for all workers.
+        timeout: Seconds to wait; 0 for no limit.
 
     Raises:
-        CommTimeout: Others were late. RPC is ended on this worker all the same.
-        MpidistError: References were left over, and ``api._ignore_rref_leak`` is False.
+        CommTimeout: The other workers were not ready in time. RPC has ended on this worker.
+        MpidistError: References were not deleted, and ``api._ignore_rref_leak`` is False.
     """
     agent = current.require()
     try:
@@ -111,7 +115,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             _wait_all_workers(timeout)
             _delete_all_user_and_unforked_owner_rrefs()
             agent.quiescence.wait(timeout)
-            # All are here: nobody needs to be told that this worker leaves.
+            # All workers shut down: no LEAVE message is needed.
             leaks = agent.references.store.leaks()
             agent.stop()
             _refuse_leaks(agent, leaks)
@@ -131,19 +135,23 @@ def rpc_sync(
 ) -> Any:
     """Call ``func(*args, **kwargs)`` on worker ``to`` and return its result.
 
-    Tensors of any layout go along; references, arrays and whatever can be pickled, too. Functions
-    go by name.
+    Arguments and results may hold tensors of any layout, references, arrays, and all that can be
+    pickled. Functions are sent by name.
+
+    Blocks: until the result is there.
 
     Args:
         to: A name, a rank or a WorkerInfo.
         func: A function, class, builtin operator of torch or script function.
-        timeout: Seconds; 0 for no end, and if not given the options'.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        timeout: Seconds; 0 for no limit. Default: ``rpc_timeout`` of the options.
 
     Raises:
         CommTimeout: No answer in time (a ``RuntimeError`` and a ``TimeoutError``).
         RankFailureError: The worker has left.
-        Exception: What ``func`` raised, with the remote traceback as its cause; RemoteError if that
-            cannot be rebuilt here.
+        Exception: ``func`` has raised it; the remote traceback is its cause.
+        RemoteError: ``func`` has raised an exception that cannot be rebuilt here.
     """
     agent = current.agent or current.require()
     rank, invoke = agent.workers.rank_of(to), agent.calls.invoke
@@ -160,9 +168,10 @@ def rpc_async(
     kwargs: Any = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Call ``func(*args, **kwargs)`` on worker ``to``; return a ``torch.futures.Future`` of its result.
+    """Call ``func(*args, **kwargs)`` on worker ``to``; return a future of its result.
 
-    Tensors must stay unchanged until the future is complete. Otherwise as ``rpc_sync``.
+    The future is a ``torch.futures.Future``. Tensors in the arguments must not be changed until the
+    future is complete. Otherwise as ``rpc_sync``.
     """
     agent = current.agent or current.require()
     rank, invoke = agent.workers.rank_of(to), agent.calls.invoke_async
@@ -183,9 +192,10 @@ def remote(
     kwargs: Any = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> rref.RRef[Any]:
-    """Call ``func(*args, **kwargs)`` on worker ``to``; return a reference to its result, which stays there.
+    """Call ``func(*args, **kwargs)`` on worker ``to``, and return a reference to the result.
 
-    Returns at once. What goes wrong, a timeout included, is raised at the reference's first use.
+    The result stays on ``to``. Does not block: errors, a timeout included, are raised at the first
+    use of the reference.
     """
     agent = current.require()
     rank, create = agent.workers.rank_of(to), rref.create
@@ -195,7 +205,7 @@ def remote(
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Return a worker by name; this one if None."""
+    """Return the worker of a name; this worker if None."""
     agent = current.require()
     workers = agent.workers
     return workers.me if worker_name is None else workers.infos[workers.rank_of(worker_name)]
@@ -203,9 +213,9 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 @contextlib.contextmanager
 def wait_all() -> Iterator[None]:
-    """Wait, at the end of the block, for all calls of ``rpc_async`` that this thread made in it.
+    """Wait, at the end of the block, for this thread's calls of ``rpc_async`` within the block.
 
-    The first error is raised as soon as it is there; other calls may be under way still.
+    The first error is raised at once; other calls may still be pending.
     """
     before = getattr(_thread_local_var, "future_list", None)
     _thread_local_var.future_list = []
@@ -225,7 +235,7 @@ _wait_all = wait_all
 
 
 def get_rpc_timeout() -> float:
-    """Return the seconds after which a call fails that names no timeout."""
+    """Return the timeout of calls without a timeout of their own, in seconds."""
     return current.require().calls.rpc_timeout
 
 
@@ -256,7 +266,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 
 def _delete_all_user_and_unforked_owner_rrefs() -> None:
-    """Drop all references to other workers' values."""
+    """Delete all references to other workers' values."""
     current.require().references.delete_users()
 
 
@@ -265,26 +275,8 @@ def _refuse_leaks(agent: Agent, leaks: Sequence[Any]) -> None:
         names = ", ".join(repr(rref.owner_rref(agent, entry)) for entry in leaks[:8])
         raise MpidistError(
             f"Leaking RRef: {len(leaks)} reference(s) to values of {agent.workers.me} are still "
-            "held by others at shutdown: "
-            f"{names}"
+            f"held by others at shutdown: {names}"
         )
-
-
-def _options(backend: Any, options: Any) -> RpcBackendOptions:
-    if backend is not None and not isinstance(backend, BackendType):
-        raise TypeError(
-            "Argument backend must be a member of BackendType: leave it out, or give "
-            "BackendType.MPI"
-        )
-    if options is None:
-        return RpcBackendOptions()
-    if not isinstance(options, RpcBackendOptions):
-        raise TypeError(
-            "Could not infer backend for options. Argument rpc_backend_options must be an "
-            "instance of RpcBackendOptions of "
-            f"mpidist.rpc; got {type(options)}"
-        )
-    return options
 
 
 def _refuse_in_child() -> None:

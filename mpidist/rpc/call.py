@@ -1,4 +1,4 @@
-"""Requests that wait for their answers, and the future that ``rpc_async`` returns."""
+"""Pending calls: what their threads wait for, and the future that ``rpc_async`` returns."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ _parking = threading.Lock()
 
 
 class Call:
-    """A request whose caller waits.
+    """A request that has no answer yet; its caller waits in ``rpc_sync``.
 
     Attributes:
         sequence: Its number on this worker.
         to: The callee's rank.
-        what: For messages: a text, or a function's name and the function.
+        what: The call in messages to users.
         deadline: The time at which it fails (``time.monotonic``); infinite for no timeout.
         incoming: The answer, not decoded.
-        error: The reason for which it failed before an answer came.
-        done: An answer or an error is there; of a call with a future, the future is complete.
-        action_number: While its thread polls: the number of the action that it runs, else 0 (``polling``).
+        error: Why the call has failed without an answer.
+        done: An answer or an error is there; for a call with a future, the future is complete.
+        latches: One for each thread that sleeps until the call is done.
+        action_number: While its thread leads (``polling``): the number of the action that the
+            thread runs, else 0.
     """
 
     __slots__ = (
@@ -61,21 +63,21 @@ class Call:
         self.incoming: Any = None
         self.error: BaseException | None = None
         self.done = False
-        self.latches: tuple[threading.Lock, ...] = ()  # one for each sleeping thread
+        self.latches: tuple[threading.Lock, ...] = ()
         self.action_number = 0
 
     def finish(self) -> None:
-        """Note that it is done, and wake the threads that wait for it."""
+        """Mark the call as done, and wake the threads that wait for it."""
         self.done = True
         if self.latches:
             self.wake()
 
     def wake(self) -> None:
-        """Wake the threads that sleep until it is done."""
+        """Wake the threads that sleep in ``park``."""
         for latch in self.latches:
             try:
                 latch.release()
-            except RuntimeError:  # another thread was faster
+            except RuntimeError:  # released by another thread
                 pass
 
     def complete(self, incoming: Incoming) -> Action | None:
@@ -91,10 +93,14 @@ class Call:
         return None
 
     def park(self, timeout_s: float, may_sleep: Callable[[], bool] | None = None) -> None:
-        """Sleep until it is done, or woken, at most ``timeout_s`` seconds; several threads may.
+        """Sleep until the call is done or ``wake`` is called. Several threads may sleep.
+
+        Blocks: at most ``timeout_s`` seconds.
 
         Args:
-            may_sleep: Called once ``wake`` reaches this thread; False: it does not sleep.
+            timeout_s: Seconds.
+            may_sleep: Called when ``wake`` already reaches this thread; the thread does not sleep
+                if it returns False.
         """
         latch = threading.Lock()
         latch.acquire()
@@ -106,7 +112,7 @@ class Call:
             self.latches = tuple(other for other in self.latches if other is not latch)
 
     def timed_out(self, text: str) -> CommTimeout:
-        """Return the error of a call that has had no answer in time."""
+        """Return the error for a call without an answer in time; ``text`` names the call."""
         return CommTimeout(
             f"RPC ran for more than set timeout ({self.timeout_s * 1e3:.0f} ms) and will now be "
             "marked with an error: "
@@ -115,7 +121,7 @@ class Call:
 
 
 class AsyncCall(Call):
-    """A request whose answer completes a future; as an action it does so, which may run users' callbacks."""
+    """A call with a future. As an action it completes the future, and so runs users' callbacks."""
 
     __slots__ = ("_result_of", "future")
 
@@ -128,7 +134,7 @@ class AsyncCall(Call):
 
     @property
     def may_block(self) -> bool:  # type: ignore[override]
-        """Say whether completing the future runs users' code."""
+        """Return whether completing the future runs users' code."""
         future = self.future
         return future is not None and future.has_callbacks
 
@@ -144,8 +150,7 @@ class AsyncCall(Call):
 
     def run(self) -> None:
         """Complete the future."""
-        # A complete future lets its call go, and the call its future: neither waits for the garbage
-        # collector.
+        # Call and future drop each other, so that neither waits for the garbage collector.
         future, self.future = self.future, None
         if future is None:
             return
@@ -155,7 +160,7 @@ class AsyncCall(Call):
             self.error = error
             self.incoming = None
             self.done = True
-            # torch takes no other; and reading an answer must not end this program.
+            # torch's future accepts no other exceptions, and an answer must not end this program.
             is_error = isinstance(error, Exception)
             future.set_exception(
                 error if is_error else MpidistError(f"reading the answer raised {error!r}")
@@ -169,7 +174,7 @@ class AsyncCall(Call):
 
 
 class RpcFuture(torch.futures.Future):
-    """A ``torch.futures.Future`` whose waiting thread polls for the answer by itself.
+    """A ``torch.futures.Future`` whose waiting thread polls for the answer.
 
     Attributes:
         call: None once the future is complete.
@@ -190,33 +195,36 @@ class RpcFuture(torch.futures.Future):
 
         Blocks: until the answer is there, at most the call's timeout.
         """
-        # Not whether the call is done: within a callback the future is complete, and the call not
-        # yet.
+        # call.done would be too late: in a callback the future is complete and the call is not.
         call = self.call
         if call is not None and not self.done():
             self._wait_for(call)
         return super().wait()
 
     def observe(self, callback: Callable[[Any], None]) -> None:
-        """Call ``callback(self)`` on completion, in the thread that completes it; must not block."""
+        """Add a callback of this library: not users' code, it runs where the future completes."""
         super().add_done_callback(callback)
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        """See ``torch.futures.Future.then``; the callback runs where it may block, in the caller's autograd context."""
+        """See ``torch.futures.Future.then``. The callback may block.
+
+        It runs in the autograd context of the thread that has called ``then``.
+        """
         self.has_callbacks = True
         return super().then(interceptor.in_current_context(callback))
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """See ``torch.futures.Future.add_done_callback``; as for ``then``."""
+        """See ``torch.futures.Future.add_done_callback``; the callback runs as for ``then``."""
         self.has_callbacks = True
         super().add_done_callback(interceptor.in_current_context(callback))
 
 
 def wait_for_all(futures: Sequence[RpcFuture], wait: Callable[[Call], None]) -> None:
-    """Wait until calls are done; raise the first error as soon as it is there, whatever the others do.
+    """Wait until calls are done; raise the first error without waiting for the other calls.
 
     Args:
-        wait: Waits for a call, as ``Polling`` does.
+        futures: Of the calls.
+        wait: Waits for one call, as ``Polling.wait``.
     """
     failed: list[RpcFuture] = []
     waiting = set(map(id, futures))

@@ -1,8 +1,8 @@
-"""Names of functions in messages: from a function to its name at the caller, and back at the callee.
+"""Wire names of functions: the caller encodes a function as a name, the callee resolves the name.
 
-A function with an importable name travels as ``module:qualified name``; both sides look it up at
-each call, so that a replaced function is noticed. torch's operators and script functions go by
-their qualified names. All others have no name and travel in the pickle of their arguments.
+A function with an importable name is sent as ``module:qualified name``. Both sides look the name up
+at each call, so that a replaced function is found. torch's operators and script functions are sent
+by their qualified names. All other functions have no name and are pickled with their arguments.
 """
 
 from __future__ import annotations
@@ -21,36 +21,40 @@ from mpidist.errors import FrameError, MpidistError
 from mpidist.rpc import services
 from mpidist.rpc.message import COUNT, Kind
 
-CACHED_TYPE = type(functools.lru_cache(len))  # a function under ``functools.lru_cache``
-# classes and bound class methods have names, too
+CACHED_TYPE = type(functools.lru_cache(len))  # of a function with ``functools.lru_cache``
+
+# Types of functions that have names. Classes and bound class methods have names as well.
 NAMED_TYPES = (FunctionType, BuiltinFunctionType, CACHED_TYPE)
 
 
 class Restriction(Protocol):
-    """The list of what a worker lets others call."""
+    """Allowlist of a worker."""
 
     def function(self, kind: int, name: bytes) -> Any:
-        """Return a listed function; raise for what is not listed."""
+        """Return a listed function; raise for others."""
 
 
-_MOST = 4096  # names kept; a job that makes up more than these starts again
+_MAX_NAMES = 4096  # per cache; a full cache is cleared
 _OPERATOR = re.compile(r"torch\.(\w+)|(\w+)::(\w+)(?:\.(\w+))?", re.ASCII)
 
-# A function's (kind, name with its length, module, attribute), and a name's (module, attribute,
-# whether that is a path).
+# Caches. By function: (kind, wire name, module, attribute). By name: (module, attribute, whether
+# the attribute is a dotted path).
 _wire_names: dict[Any, tuple[int, bytes, str, str]] = {}
 _attribute_paths: dict[bytes, tuple[str, str, bool]] = {}
-_operators: dict[bytes, Any] = {}  # torch's, by name
+_operators: dict[bytes, Any] = {}
 _methods: dict[str, Method] = {}
 UNNAMED = COUNT.pack(0)
 _PYTHON, _SERVICE = int(Kind.CALL_PYTHON), int(Kind.CALL_SERVICE)
 
 
 def wire_name(function: Any) -> tuple[int, bytes]:
-    """Return the kind of a call of a function, and its name as a header has it; empty if it must be pickled.
+    """Return the kind of a function's call, and its name for the header.
+
+    Returns:
+        The kind, and the name with its length; ``UNNAMED`` if the function must be pickled.
 
     Raises:
-        TypeError: It cannot be called.
+        TypeError: The object cannot be called.
     """
     try:
         kind, name, module, attribute = _wire_names[function]
@@ -62,10 +66,10 @@ def wire_name(function: Any) -> tuple[int, bytes]:
 
 
 class Method:
-    """A method of a reference's value, in the place of a function.
+    """A method of a referenced value, in place of a function.
 
     Attributes:
-        name: The method's.
+        name: The name of the method.
     """
 
     __slots__ = ("name",)
@@ -75,17 +79,17 @@ class Method:
 
 
 def method(name: str) -> Method:
-    """Return what ``wire_name`` takes for a method."""
-    made = _methods.get(name)
-    if made is None:
-        if len(_methods) >= _MOST:
+    """Return the argument of ``wire_name`` for a method."""
+    found = _methods.get(name)
+    if found is None:
+        if len(_methods) >= _MAX_NAMES:
             _methods.clear()
-        made = _methods[name] = Method(name)
-    return made
+        found = _methods[name] = Method(name)
+    return found
 
 
 def display_name(name: bytes) -> str:
-    """Return how messages to users call a function."""
+    """Return the name of a function for messages to users."""
     text = name[COUNT.size :].decode(errors="replace")
     return text.partition(":")[2] or text if ":" in text and "::" not in text else text
 
@@ -115,20 +119,20 @@ def _find_wire_name(function: Any) -> tuple[int, bytes]:
         name = f"{module}:{attribute}"
     encoded = name.encode()
     encoded = COUNT.pack(len(encoded)) + encoded
-    # A nested name (a static method, say) is looked up in full each time.
+    # A nested name (of a static method, for example) is looked up in full each time.
     if "." not in attribute and number != Kind.CALL_SCRIPT:
-        if len(_wire_names) >= _MOST:
+        if len(_wire_names) >= _MAX_NAMES:
             _wire_names.clear()
         _wire_names[function] = int(number), encoded, module, attribute
     return number, encoded
 
 
 def module_and_name(function: Any) -> tuple[str, str]:
-    """Return the module and the qualified name by which a function may be found; empty texts if it has none."""
+    """Return the module and qualified name of a function; empty strings if it has none."""
     owner = function
     suffix = ""
     if type(function) is MethodType and isinstance(function.__self__, type):
-        # Of the class it is bound to, which may have inherited it.
+        # The class that the method is bound to may have inherited it.
         owner, suffix = function.__self__, f".{function.__name__}"
     elif type(function) not in NAMED_TYPES and not isinstance(function, type):
         return "", ""
@@ -139,12 +143,12 @@ def module_and_name(function: Any) -> tuple[str, str]:
 
 
 def is_found_at(function: Any, module: str, attribute: str) -> bool:
-    """Say whether a function or class is what a module holds under a qualified name; a module that is not loaded has none."""
+    """Return whether a loaded module has this function or class under a qualified name."""
     try:
         there = _attribute(sys.modules[module], attribute)
     except (KeyError, AttributeError):
         return False
-    # A class method is bound anew each time; equal ones have the same function and class.
+    # Each access binds a class method anew; bound methods are equal if function and class are.
     return there is function or (
         type(function) is MethodType and type(there) is MethodType and there == function
     )
@@ -157,10 +161,10 @@ def _attribute(found: Any, path: str) -> Any:
 
 
 def resolve(kind: int, name: bytes, allowed: Restriction | None) -> Any:
-    """Return the function that a message names.
+    """Return the function of a name in a message.
 
     Raises:
-        MpidistError: There is none here, or it is not in the list of what this worker allows.
+        MpidistError: There is no such function here, or it is not in this worker's list.
     """
     if kind == _SERVICE:
         return services.resolve(_decode_name(name))
@@ -186,8 +190,8 @@ def _resolve_first(name: bytes) -> Any:
         function = _attribute(sys.modules[module], attribute)
     except (KeyError, AttributeError):
         function = _import_function(module, attribute)
-    # Kept once it is found: others may send any number of names that nothing has.
-    if len(_attribute_paths) >= _MOST:
+    # Cached only once it is found: a peer may send any number of names that do not exist.
+    if len(_attribute_paths) >= _MAX_NAMES:
         _attribute_paths.clear()
     _attribute_paths[name] = module, attribute, "." in attribute
     return function
@@ -207,7 +211,7 @@ def _resolve_operator(kind: int, encoded: bytes) -> Any:
     name = _decode_name(encoded)
     if kind == Kind.CALL_BUILTIN:
         function = builtin(name)
-        if len(_operators) >= _MOST:
+        if len(_operators) >= _MAX_NAMES:
             _operators.clear()
         _operators[encoded] = function
         return function
@@ -227,13 +231,12 @@ def _decode_name(name: bytes) -> str:
 
 
 def builtin(operator_name: str) -> Any:
-    """Return the operator that a message names: ``torch.add``, ``aten::add`` or ``aten::add.Tensor``.
+    """Return the operator of a name: ``torch.add``, ``aten::add`` or ``aten::add.Tensor``.
 
-    Nothing else that torch's modules and operators have as attributes is found: the types are
-    compared.
+    Other attributes of torch's modules and operators are rejected by their type.
 
     Raises:
-        MpidistError: There is none here.
+        MpidistError: There is no such operator here.
     """
     match = _OPERATOR.fullmatch(operator_name)
     found: Any = None
@@ -243,13 +246,14 @@ def builtin(operator_name: str) -> Any:
         if function is not None:
             found, wanted = vars(torch).get(function), BuiltinFunctionType
         elif torch._C._jit_get_operation(f"{namespace}::{name}")[0] is not None:
-            # Asked first: torch.ops makes and keeps a namespace of any name.
+            # Checked first, because torch.ops creates and keeps a namespace for any name.
             found, wanted = getattr(getattr(torch.ops, namespace), name, None), OpOverloadPacket
             if overload is not None and type(found) is wanted:
                 found, wanted = getattr(found, overload, None), OpOverload
         found = found if type(found) is wanted else None
     if found is None:
         raise MpidistError(
-            f'operator "{operator_name}" is not known to the torch of this worker ({torch.__version__})'
+            f'operator "{operator_name}" is not known to the torch of this worker '
+            f"({torch.__version__})"
         )
     return found

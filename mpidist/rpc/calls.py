@@ -1,4 +1,4 @@
-"""Outgoing requests of one worker: pending table, deadlines, waiting threads, and failures."""
+"""Outgoing requests of one worker: start, wait, completion, timeout and failure."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ _EXCEPTION = int(Kind.EXCEPTION)
 
 
 class Calls(PendingCalls):
-    """Requests under way, by number. Thread-safe: whoever takes a call out completes it.
+    """Requests that have no answer yet. Thread-safe: the thread that removes a call completes it.
 
     Args:
-        rpc_timeout: Seconds for calls that name none; 0 for no timeout.
-        devices: Of futures.
+        workers: All workers.
+        wire: Sends the requests.
+        reader: Decodes the answers.
+        polling: Polls while a thread waits.
+        rpc_timeout: Seconds for calls without a timeout of their own; 0 for no timeout.
+        devices: The CUDA devices of futures.
         allowed: The list of this worker.
-        drop: Lets go of an answer that came too late.
+        drop: Releases the references in an answer that arrives too late.
     """
 
     def __init__(
@@ -48,7 +52,7 @@ class Calls(PendingCalls):
     ) -> None:
         super().__init__()
         self.rpc_timeout = rpc_timeout
-        self.started = 0  # a number about that of the calls so far; it changes with each
+        self.started = 0  # the number of the last call
         self.is_stopped = False
         self.stop_reason = "RPC was shut down"
         self._workers = workers
@@ -66,7 +70,7 @@ class Calls(PendingCalls):
     def invoke(self, to: int, function: Any, args: Any, kwargs: Any, timeout: float) -> Any:
         """Call a function on a worker and return its result.
 
-        Blocks: until it is there, at most the timeout.
+        Blocks: until the answer is there, at most the timeout.
         """
         kind, name = callee.wire_name(function)
         content = self._codecs[to].encode_function(function, name, args, kwargs)
@@ -82,7 +86,7 @@ class Calls(PendingCalls):
     def invoke_async(
         self, to: int, function: Any, args: Any, kwargs: Any, timeout: float
     ) -> RpcFuture:
-        """Call a function on a worker and return a future of its result."""
+        """Call a function on a worker and return the future of its result."""
         kind, name = callee.wire_name(function)
         content = self._codecs[to].encode_function(function, name, args, kwargs)
         timeout_s = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
@@ -95,9 +99,9 @@ class Calls(PendingCalls):
     def request(
         self, to: int, kind: int, prefix: bytes, obj: Any, timeout: float, what: str
     ) -> Any:
-        """Send a request that is no call of a function, and return what answers it.
+        """Send a request other than a function call, and return its answer.
 
-        Blocks: until it is there, at most the timeout.
+        Blocks: until the answer is there, at most the timeout.
         """
         content = self._codecs[to].encode(obj) if obj is not None else EMPTY
         call = Call(
@@ -107,11 +111,11 @@ class Calls(PendingCalls):
         return self.result(call)
 
     def start(self, call: Call, kind: int, prefix: bytes, content: Content) -> None:
-        """Register a call and send its request; a worker that has left fails the call.
+        """Register a call and send its request. The call fails if the worker has left.
 
         Raises:
             MpidistError: RPC was shut down.
-            Exception: The request cannot be sent; the call is not registered then.
+            Exception: The request cannot be sent; the call is not registered.
         """
         if self.is_stopped:
             raise MpidistError(
@@ -139,7 +143,7 @@ class Calls(PendingCalls):
         except BaseException:
             self._pending.pop(sequence, None)
             raise
-        # It may have left, or been shut down, between the look above and the registration.
+        # The worker may have left, or RPC stopped, between the check above and the registration.
         if (
             (left or self.is_stopped)
             and (to in left or self.is_stopped)
@@ -155,7 +159,7 @@ class Calls(PendingCalls):
     # Waiting.
 
     def wait(self, call: Call) -> None:
-        """Wait until a call is done; at its deadline it is done with an error."""
+        """Wait until a call is done; at its deadline it fails."""
         self._polling.wait(call)
         while not call.done:
             if self.has_expired():
@@ -170,10 +174,11 @@ class Calls(PendingCalls):
                             )
                         )
                     )
-                call.park(0.01)  # another thread is completing it
+                # Another thread has removed the call and completes it.
+                call.park(0.01)
 
     def result(self, call: Call) -> Any:
-        """Wait for a call without a future; return what its answer holds, or raise it."""
+        """Wait for a call without a future; return its result or raise its error."""
         if not call.done:
             self.wait(call)
         return self._result_of(call)
@@ -187,17 +192,17 @@ class Calls(PendingCalls):
         return self._reader.decode_answer(incoming)
 
     def error_of(self, call: Call) -> BaseException:
-        """Return what a call raised on the other worker."""
+        """Return the exception that a call has raised on the other worker."""
         description = self._reader.decode_answer(call.incoming)
         return remote_error.rebuild(description, self._workers.infos[call.to], self._allowed)
 
     # On the polling thread.
 
     def complete(self, incoming: Incoming) -> Action:
-        """Take an answer; return the action that is left to do.
+        """Complete the call of an answer; return the action that remains.
 
         Raises:
-            FrameError: It comes from another worker than was called; the call goes on.
+            FrameError: Another worker than the callee has sent it; the call stays pending.
         """
         call = self._pending.get(incoming.sequence)
         if call is not None:
@@ -206,7 +211,7 @@ class Calls(PendingCalls):
                     f"rank {incoming.source} has answered {_describe(call, self._workers)}"
                 )
             call = self._pending.pop(incoming.sequence, None)
-        if call is None:  # it has timed out
+        if call is None:  # timed out
             self._drop(incoming)
             return HANDLED
         if type(call) is not Call:
@@ -218,12 +223,12 @@ class Calls(PendingCalls):
         return HANDLED
 
     def fail_to(self, rank: int) -> None:
-        """Fail the calls to a worker that answers no more."""
+        """Fail the calls to a worker that has left."""
         for call in self._remove_where(lambda call: call.to == rank):
             self._run_action(call.fail(_left_error(call, self._workers)))
 
     def stop(self) -> None:
-        """Fail all calls; none can be started any more."""
+        """Fail all calls, and reject new ones."""
         self.is_stopped = True
         for call in self._remove_where(lambda call: True):
             self._run_action(
@@ -235,13 +240,13 @@ class Calls(PendingCalls):
             )
 
     def fail(self, sequence: int, error: BaseException, source: int) -> None:
-        """Fail a call by its number if it went to the rank ``source``; nothing if it is done."""
+        """Fail a call by its number if it is pending and its callee is rank ``source``."""
         call = self._pending.get(sequence)
         if call is not None and call.to == source and self._pending.pop(sequence, None) is not None:
             self._run_action(call.fail(error))
 
     def expire(self) -> None:
-        """Fail the calls that are too late."""
+        """Fail the calls whose deadline has passed."""
         for call in self._remove_expired():
             self._run_action(call.fail(call.timed_out(_describe(call, self._workers))))
 
@@ -255,7 +260,7 @@ class Calls(PendingCalls):
 
 
 def _describe(call: Call, workers: Workers) -> str:
-    """Return what messages to users call a call."""
+    """Return the name of a call for messages to users."""
     what = call.what
     if isinstance(what, str):
         return what
@@ -269,7 +274,6 @@ def _describe(call: Call, workers: Workers) -> str:
 def _left_error(call: Call, workers: Workers) -> MpidistError:
     return RankFailureError(
         f"{_describe(call, workers)}: {workers.infos[call.to].name} has left RPC (shutdown without "
-        "graceful, the end of its program, "
-        "or its death)",
+        "graceful, the end of its program, or its death)",
         (workers.world_ranks[call.to],),
     )

@@ -1,7 +1,7 @@
-"""Classes' attributes and names, read without running code of theirs.
+"""Attributes and names of classes, read without running code of the classes.
 
-``getattr`` on a class or an instance runs what they define: metaclasses, ``__getattr__``,
-properties, a ``__class__`` that lies. Here ``type``'s own descriptors read the class objects.
+``getattr`` on a class or an instance may run users' code: metaclasses, ``__getattr__``, properties,
+a false ``__class__``. Here the descriptors of ``type`` read the class objects.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ _QUALNAME = type.__dict__["__qualname__"]
 
 
 def own(cls: type) -> Mapping[str, Any]:
-    """Return what a class defines itself."""
+    """Return the attributes that a class defines itself."""
     found: MappingProxyType[str, Any] = _DICT.__get__(cls)
     return found
 
 
 def mro(cls: type) -> tuple[type, ...]:
-    """Return a class and those that it inherits from, in the order of Python's look-up."""
+    """Return a class and its bases in method resolution order."""
     found: tuple[type, ...] = _MRO.__get__(cls)
     return found
 
 
 def is_below(cls: type, base: type) -> bool:
-    """Say whether a class inherits from another, or is it: this very one, whatever a metaclass calls equal."""
+    """Return whether a class is another or inherits from it, compared by identity."""
     return any(found is base for found in mro(cls))
 
 
 def attributes(cls: type) -> dict[str, Any]:
-    """Return all that instances find in a class: each name as the first class of the order defines it."""
+    """Return the attributes of a class and its bases, in method resolution order."""
     found: dict[str, Any] = {}
     for base in reversed(mro(cls)):
         found.update(own(base))
@@ -42,11 +42,11 @@ def attributes(cls: type) -> dict[str, Any]:
 
 
 def definer(cls: type, name: str) -> type | None:
-    """Return the first class of the order that defines a name."""
+    """Return the first class in method resolution order that defines a name."""
     return next((base for base in mro(cls) if name in own(base)), None)
 
 
 def name_of(cls: type, separator: str = ".") -> str:
-    """Return a class's module and qualified name, ``?`` for a module that is no text."""
+    """Return a class's module and qualified name; ``?`` for a module that is not a string."""
     module = _MODULE.__get__(cls)
     return f"{module if type(module) is str else '?'}{separator}{_QUALNAME.__get__(cls)}"

@@ -1,11 +1,11 @@
-"""Encoding of arguments and results: a skeleton, and tensors and remote references in tables beside it.
+"""Encoding of arguments and results: a skeleton, a tensor table, and a reference table.
 
 Plain data (None, bool, int, float, complex, str, bytes, ``...``, tuples, lists, dicts, sets and
-frozensets of it) is always written in one data format, Python's ``marshal``, version 4; it names no
-code. Tensors, parameters, arrays, bytearrays and references in it are marked by their place: the
-k-th mark of the skeleton stands for the k-th slot. Whatever holds anything else is pickled whole;
-its tensors and references are in the tables all the same. Functions and classes travel by name in a
-pickle; those without an importable name need cloudpickle. See docs/decisions/0012.
+frozensets of it) is always written by Python's ``marshal``, version 4, which names no code. Each
+tensor, parameter, array, bytearray and reference is replaced by a mark: the k-th mark of the
+skeleton stands for the k-th slot. An object that contains anything else is pickled as a whole; its
+tensors and references are still in the tables. Functions and classes are pickled by name; those
+without an importable name need cloudpickle. See docs/decisions/0012.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,12 +27,11 @@ from mpidist.rpc.plain_data import MARK, SCALARS, NotPlain, Walk
 
 Tensor = torch.Tensor
 
-# How a content is written: flags of its message.
+# Flags of a message, for the layout of its content.
 PICKLED = 1  # the skeleton is a pickle
 KEYWORDS = 2  # a call's skeleton begins with the names of its last arguments
-TABLE = 4  # the tensor table stands before the skeleton
-# slots do not stand in the order of references, then objects; their numbers stand before the
-# skeleton
+TABLE = 4  # a tensor table precedes the skeleton
+# Slot numbers precede the skeleton, because the marks are not in the order of references, objects.
 SLOTS = 8
 
 LONE_MARK = marshal.dumps(MARK, 4)
@@ -41,21 +40,33 @@ _MARSHAL_VERSION = 4
 COUNT = struct.Struct("<I")
 
 
+class Encoder(Protocol):
+    """Encoder of the messages to one worker: the module ``codec``, or a ``DataEncoder``."""
+
+    def encode(self, obj: Any) -> Content:
+        """Encode a result."""
+
+    def encode_function(self, function: Any, name: bytes, args: Any, kwargs: Any) -> Content:
+        """Encode a call's arguments."""
+
+    def describe_error(self, error: BaseException) -> Any:
+        """Return an exception as plain data."""
+
+
 class Content:
     """An encoded object.
 
     Attributes:
-        flags: How it is written.
+        flags: The layout.
         skeleton: The marshalled data, or the pickle.
-        table: Of the objects, if all are small, in pieces to be joined; None if it is written with
-            the message.
-        objects: Tensors, parameters, arrays and bytearrays of the table; distributed autograd sees
-            the tensors.
+        table: The tensor table in pieces, if all objects are small; None if ``body`` writes it.
+        objects: Tensors, parameters, arrays and bytearrays of the table. Distributed autograd
+            records the tensors.
         references: Remote references.
-        slots: For each mark its number among references, then objects; empty if they stand in that
+        slots: For each mark its index into references + objects; empty if the marks are in that
             order.
-        buffers: Out-of-band memory of a pickle.
-        is_dense: Tensors whose elements share memory are written as copies in which none do.
+        buffers: Out-of-band buffers of a pickle.
+        is_dense: Tensors whose elements overlap in memory are copied to a dense layout.
     """
 
     __slots__ = (
@@ -86,7 +97,7 @@ class Content:
         self.is_dense = False
 
     def body(self, device_map: Any) -> tuple[int, bytes, list[Any], list[int | None]]:
-        """Return flags, tables and skeleton, the parts that travel beside them, and the parts' devices.
+        """Return flags, tables and skeleton, the separate parts, and the devices of the parts.
 
         Raises:
             ValueError: A tensor on a device that ``device_map`` does not name.
@@ -117,10 +128,10 @@ def encode_call(args: Any, kwargs: Any) -> Content:
     """Encode a call's arguments.
 
     Raises:
-        Exception: They cannot be pickled.
+        Exception: The arguments cannot be pickled.
     """
     if type(args) is not tuple:
-        args = tuple(args or ())  # an iterator gives its items once
+        args = tuple(args or ())
     if kwargs:
         items: tuple[Any, ...] = (*args, *kwargs.values())
         head: tuple[Any, ...] = (tuple(kwargs),)
@@ -138,16 +149,16 @@ def encode_call(args: Any, kwargs: Any) -> Content:
             return Content(flags, marshal.dumps(head + items, _MARSHAL_VERSION))
         return _encode_walked(flags, head, items)
     except (NotPlain, RecursionError, ValueError):
-        # ValueError: marshal takes neither 2 GiB in one nor names of arguments that are of a
-        # subclass of str.
+        # ValueError: marshal accepts neither an object of 2 GiB nor argument names of a subclass of
+        # str.
         return encode_pickled((args, kwargs or {}))
 
 
 def encode_function(function: Any, name: bytes, args: Any, kwargs: Any) -> Content:
-    """Encode a call's arguments, and the function itself if it has no ``name`` (``callee.wire_name``).
+    """Encode a call's arguments, and the function if it has no ``name`` (``callee.wire_name``).
 
     Raises:
-        Exception: They cannot be pickled.
+        Exception: Function or arguments cannot be pickled.
     """
     return (
         encode_call(args, kwargs)
@@ -160,7 +171,7 @@ def encode(obj: Any) -> Content:
     """Encode a result.
 
     Raises:
-        Exception: It cannot be pickled.
+        Exception: The result cannot be pickled.
     """
     if obj is None:
         return EMPTY
@@ -169,7 +180,7 @@ def encode(obj: Any) -> Content:
         try:
             return Content(0, marshal.dumps(obj, _MARSHAL_VERSION))
         except ValueError:
-            return encode_pickled(obj)  # 2 GiB in one
+            return encode_pickled(obj)  # 2 GiB or more
     if kind is Tensor:
         table = inline_rows.lone_table(obj)
         if table is not None or tensor_table.is_describable(obj):
@@ -181,7 +192,7 @@ def encode(obj: Any) -> Content:
 
 
 def describe_error(error: BaseException) -> Any:
-    """Return an exception as ``remote_error.rebuild`` takes it."""
+    """Return an exception as plain data, for ``remote_error.rebuild``."""
     return remote_error.describe(error)
 
 
@@ -189,7 +200,7 @@ def encode_pickled(obj: Any) -> Content:
     """Encode an object by pickle.
 
     Raises:
-        Exception: What pickling raises; without an importable name, and without cloudpickle.
+        Exception: Pickling has failed, or cloudpickle is needed and not installed.
     """
     data, sink = pickles.dumps(obj)
     content = Content(PICKLED, data, None if sink.objects else (), sink.objects)
@@ -198,7 +209,7 @@ def encode_pickled(obj: Any) -> Content:
 
 
 def _encode_walked(flags: int, head: tuple[Any, ...] | None, items: Sequence[Any]) -> Content:
-    """Encode a call's arguments behind ``head``; a lone object, if that is None."""
+    """Encode a call's arguments behind ``head``; a single object if ``head`` is None."""
     skeleton: list[Any] = []
     met: list[Any] = []
     references, is_mixed, walk = 0, False, None
@@ -213,7 +224,7 @@ def _encode_walked(flags: int, head: tuple[Any, ...] | None, items: Sequence[Any
             if references == len(met):
                 references += 1
             else:
-                is_mixed = True  # it stands behind an object
+                is_mixed = True  # a reference behind an object
             met.append(item)
             skeleton.append(MARK)
         else:
@@ -223,7 +234,7 @@ def _encode_walked(flags: int, head: tuple[Any, ...] | None, items: Sequence[Any
     try:
         data = marshal.dumps(skeleton[0] if head is None else (*head, *skeleton), _MARSHAL_VERSION)
     except ValueError:
-        raise NotPlain from None  # nested too deeply
+        raise NotPlain from None  # too deep
     content = Content(flags, data)
     if not met:
         return content
@@ -241,7 +252,7 @@ def _encode_walked(flags: int, head: tuple[Any, ...] | None, items: Sequence[Any
 
 
 def _assign_slots(content: Content, met: list[Any]) -> None:
-    """Give the objects that marks stand for their places in the tables."""
+    """Distribute the marked objects to the tables; set ``slots`` if the order has changed."""
     unique = {id(obj): obj for obj in met}.values()
     references = [obj for obj in unique if isinstance(obj, Reference)]
     objects = [obj for obj in unique if not isinstance(obj, Reference)]

@@ -81,7 +81,7 @@ class Creation(Call):
                 try:
                     self.error = self._error_of(self)
                 except Exception as error:
-                    # An answer that cannot be read must not end this thread, which serves all calls.
+                    # An unreadable answer must not end this thread, which serves all calls.
                     self.error = error
                 self.incoming = None
             return self.error

@@ -1,4 +1,4 @@
-"""The agent of this process, if RPC is initialised."""
+"""The agent of this process, None while RPC is not initialised."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from mpidist.rpc.agent import Agent
 
 agent: Agent | None = None
-absence = "RPC has not been initialized. Call mpidist.rpc.init_rpc first."  # the reason for None
+absence = "RPC has not been initialized. Call mpidist.rpc.init_rpc first."  # error for None
 
 
 def require() -> Agent:
-    """Return it.
+    """Return the agent.
 
     Raises:
         MpidistError: ``init_rpc`` was not called, or ``shutdown`` was, or this process was forked

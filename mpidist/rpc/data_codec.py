@@ -1,9 +1,8 @@
-"""Encoding and decoding for workers that read data only: ``codec`` and ``decoder`` for those with a list.
+"""Data-only codec, for workers with a list: replaces ``codec`` and ``decoder``.
 
-The content has the same table of tensors in front; its skeleton is the data of
-``comm/serialization/data_format`` with the extension types of ``data_values``. There is no pickle:
-what is no data fails where it is written, with the argument's name. What is read is data, whatever
-the bytes are.
+The content begins with the same tensor table; its skeleton is in ``comm/serialization/data_format``
+with the extension types of ``data_values``. Nothing is pickled: an object that is not data raises
+an error at the sender, with the name of the argument. The decoder makes data only, from any bytes.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _MARKS = [Ext(OBJECT, NUMBER.pack(number)) for number in range(8)]
 _REFERENCES = [Ext(REFERENCE, encode([number])) for number in range(8)]
 LONE_MARK = encode(_MARKS[0])
 LONE_ARGUMENT = encode(_MARKS[:1])
-_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_POSITIONAL = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
 
 
 class DataEncoder:
-    """The encoder of messages to one worker with a list; as the module ``codec`` for others.
+    """Encoder of the messages to one worker with a list (see ``codec.Encoder``).
 
     Args:
-        worker: Its name, for errors.
+        worker: The name of that worker, for errors.
     """
 
     __slots__ = ("_reads",)
@@ -46,16 +45,18 @@ class DataEncoder:
 
         Args:
             function: For errors.
-            name: The function's in the header; one without a name cannot be sent.
+            name: The function's wire name; a function without one cannot be sent.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
 
         Raises:
-            NotPlainData: An argument is no data, with its name; or the function has no importable
-                name.
+            NotPlainData: An argument is not data (the error names it), or the function has no
+                importable name.
         """
         if len(name) <= 2:
             raise NotPlainData(f"{function!r} has no importable name, {self._reads}")
         if type(args) is not tuple:
-            args = tuple(args or ())  # an iterator gives its items once
+            args = tuple(args or ())
         if not kwargs:
             if not args:
                 return EMPTY
@@ -83,7 +84,7 @@ class DataEncoder:
         """Encode a result.
 
         Raises:
-            NotPlainData: It is no data.
+            NotPlainData: The result is not data.
         """
         if obj is None:
             return EMPTY
@@ -97,14 +98,14 @@ class DataEncoder:
             ) from None
 
     def describe_error(self, error: BaseException) -> Any:
-        """Return an exception as ``remote_error.rebuild`` takes it, as data."""
+        """Return an exception as data, for ``remote_error.rebuild``."""
         return remote_error.describe(error, as_data=True)
 
 
 def _encode_flat(flags: int, items: list[Any]) -> Content | None:
-    """Encode arguments that are references, small tensors and native data, each once; None for any others.
+    """Encode arguments if they are distinct references, small tensors and native data; else None.
 
-    What most calls with references hold; ``_encode_walked`` written out.
+    A shortcut of ``_encode_walked`` for most calls with references.
     """
     skeleton: list[Any] = []
     objects: list[Any] = []
@@ -147,27 +148,24 @@ def _encode_walked(flags: int, obj: Any) -> Content:
 
 
 def _argument_name(function: Any, place: str, positional: int, keywords: list[str]) -> str:
-    """Return how messages name the argument at a place of [keywords, *positional, *values]."""
+    """Return the argument at a place in [keywords, *positional, *values], for errors."""
     head, _, rest = place.partition("]")
     number = int(head[1:]) - bool(keywords) if head[1:].isdecimal() else 0
     if number >= positional:
         return f"argument {keywords[number - positional]!r}{rest}"
     if type(function) is callee.Method:
-        return f"argument {number - 1}{rest}"  # the first is the reference
+        return f"argument {number - 1}{rest}"  # without the reference
     try:
         parameters = list(inspect.signature(function).parameters.values())[: number + 1]
     except (TypeError, ValueError):
-        parameters = []  # builtin functions have no signature
-    if number < len(parameters) and parameters[number].kind in (
-        _EITHER,
-        inspect.Parameter.POSITIONAL_ONLY,
-    ):
+        parameters = []  # a builtin function
+    if number < len(parameters) and parameters[number].kind in _POSITIONAL:
         return f"argument {parameters[number].name!r}{rest}"
     return f"argument {number}{rest}"
 
 
 class DataDecoder:
-    """The decoder of a worker with a list.
+    """Decoder of a worker with a list (see ``reader.Decoder``).
 
     Args:
         allowed: The list.
@@ -186,11 +184,11 @@ class DataDecoder:
         references: Sequence[Any] = (),
         attach: Callable[[list[Any]], list[Any]] | None = None,
     ) -> Any:
-        """Read a content; see ``decoder.decode``. A call's arguments are a list.
+        """Decode a content as ``decoder.decode`` does; a call's arguments are a list.
 
         Raises:
-            Refused: A pickle, or a name that is not in the list.
-            FrameError: The content is no data, or damaged.
+            Refused: The content is a pickle, or has a name that is not in the list.
+            FrameError: The content is not valid data.
         """
         if flags & (PICKLED | SLOTS):
             raise Refused(
@@ -201,7 +199,7 @@ class DataDecoder:
         if flags & TABLE:
             if (lone := tensor_rebuild.read_lone(body, place)) is not None:
                 tensor, place = lone
-                # what most messages with tensors hold
+                # A shortcut for most messages with tensors.
                 if flags == TABLE and attach is None and not references and not parts:
                     rest = body[place:]
                     if rest == LONE_ARGUMENT:
@@ -224,7 +222,7 @@ class DataDecoder:
         """Return the args and kwargs of a decoded call.
 
         Raises:
-            FrameError: They are none.
+            FrameError: The data is not a call's arguments.
         """
         if type(data) is not list:
             raise FrameError(f"a {type(data).__name__} in the place of a call's arguments")

@@ -1,16 +1,16 @@
-"""Kinds of objects that data-only messages carry beside plain data: the extension types of RPC.
+"""Extension types of data-only messages: objects other than plain data and tensors.
 
 ::
 
-    REFERENCE   number: a remote reference of the message
+    REFERENCE   number: the index of a remote reference in the message
     NAMED       "module:qualified name": a function or class of the receiver's list
     RECORD      name, fields: a dataclass or named tuple of the receiver's list (``records``)
     ERROR       name, text, arguments, attributes: an exception
     WORKER      name, rank: a ``WorkerInfo``
-    CARRIED     number, contents: an object that travels by a rule of its own (``Carried``)
+    CARRIED     number, contents: an object of a registered class (``Carried``)
 
-Names are looked up in the list of the worker that reads (``allowed``); nothing is imported, and no
-constructor of a user's runs.
+Names are looked up in the receiver's list (``allowed``). Nothing is imported, and no constructor of
+a user's class runs.
 """
 
 from __future__ import annotations
@@ -36,20 +36,26 @@ _NAMED_TYPES = frozenset({*callee.NAMED_TYPES, MethodType, OpOverload, OpOverloa
 _OWN = "mpidist."
 _UNICODE_ERRORS = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
 
-# By number: the class of what is carried, and what makes it from its contents.
+# By number: a registered class, and the function that makes an instance from its contents.
 _carried: dict[int, tuple[type, Callable[..., Any]]] = {}
 
 
 def register_carried(number: int, kind: type[Carried], make: Callable[..., Any]) -> None:
-    """Have objects of exactly one class carried: their ``contents()`` travel; ``make(*contents)`` checks them and makes one."""
+    """Register a class of ``Carried`` objects under a number.
+
+    Args:
+        number: In messages.
+        kind: The class; subclasses are not included.
+        make: Checks the ``contents()`` of a received object and makes the object.
+    """
     _carried[number] = kind, make
 
 
 class Writing:
-    """Extension types of one message on its way out; ``extend`` is given to ``data_writer``.
+    """Writer of the extension types of one message; ``extend`` is the hook of ``data_writer``.
 
     Attributes:
-        references: Of the message, by number.
+        references: The references of the message, by number.
     """
 
     __slots__ = ("_numbers", "references")
@@ -59,7 +65,7 @@ class Writing:
         self._numbers: dict[int, int] = {}
 
     def extend(self, obj: Any) -> tuple[int, list[Any]] | None:
-        """Return the code and the values of an object; None if it has none."""
+        """Return the extension code and values of an object; None if it has no extension type."""
         if isinstance(obj, Reference):
             number = self._numbers.setdefault(id(obj), len(self.references))
             if number == len(self.references):
@@ -97,7 +103,7 @@ def _encode_name(obj: Any) -> tuple[int, list[Any]]:
 
 
 def error_values(error: BaseException) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
-    """Return an exception's name, text, arguments and attributes; those alone that are plain data."""
+    """Return an exception's name, text, and those arguments and attributes that are plain data."""
     kind = type(error)
     arguments = error.args if all(map(_is_data, error.args)) else (_error_text(error),)
     attributes: dict[str, Any] = {}
@@ -134,10 +140,10 @@ def _error_text(error: BaseException) -> str:
 
 
 class Reading:
-    """Extension types of one message that has come; ``extend`` is given to ``data_reader``.
+    """Reader of the extension types of one message; ``extend`` is the hook of ``data_reader``.
 
     Args:
-        references: Of the message.
+        references: The references of the message.
         allowed: The list of this worker.
     """
 
@@ -148,11 +154,11 @@ class Reading:
         self._allowed = allowed
 
     def extend(self, code: int, values: list[Any]) -> Any:
-        """Make an object.
+        """Make an object from its code and values.
 
         Raises:
-            Refused: It names what is not in the list.
-            FrameError: The values are none of its kind.
+            Refused: A name is not in the list.
+            FrameError: The values are not valid for the code.
         """
         if code == REFERENCE:
             return self._references[_number(values, len(self._references))]
@@ -180,13 +186,13 @@ class Reading:
 
 
 def make_error(values: Sequence[Any], allowed: Allowed) -> Exception:
-    """Make an exception of ``error_values``: of Python's own, of ``mpidist.errors``, or of the list.
+    """Make an exception from ``error_values``.
 
-    No constructor of a user's runs.
+    No constructor of a user's class runs.
 
     Raises:
-        Refused: It is of another class.
-        FrameError: The values are none of an exception.
+        Refused: The class is neither Python's nor in ``mpidist.errors`` or the list.
+        FrameError: The values are not valid for an exception.
     """
     name, text, arguments, attributes = values
     kind = allowed.exception(_text(name))
@@ -209,7 +215,7 @@ def make_error(values: Sequence[Any], allowed: Allowed) -> Exception:
         return made
     base: Any = kind
     while base.__module__ != builtins.__name__:
-        base = base.__base__  # the one whose layout the class has
+        base = base.__base__  # the base class with the same memory layout
     arguments = _safe_arguments(base, _text(text), arguments)
     made = base.__new__(kind, *arguments)
     made.args = arguments
@@ -217,13 +223,14 @@ def make_error(values: Sequence[Any], allowed: Allowed) -> Exception:
 
 
 def _safe_arguments(kind: type, text: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of one of Python's exceptions, or fewer: some classes trust theirs when they are made text.
+    """Return arguments that are safe for one of Python's exception classes.
 
-    ``UnicodeDecodeError`` reads its object at the start that it was given (CPython up to 3.13), and
-    a traceback has as many marks as a ``SyntaxError`` has columns.
+    Some classes do not check their arguments when they are formatted: ``UnicodeDecodeError`` reads
+    its object at any start (CPython up to 3.13), and a traceback prints one mark for each column of
+    a ``SyntaxError``.
 
     Raises:
-        FrameError: The arguments are none of its class.
+        FrameError: The arguments are not valid for the class.
     """
     if issubclass(kind, SyntaxError):
         return (text,)

@@ -6,7 +6,7 @@ from mpidist.rpc import current, interceptor
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Have the threads that answer measure how long they wait for Python's lock: ``agent.gil_average_wait_time_us``."""
+    """Measure the time for which handlers wait for the GIL: ``agent.gil_average_wait_time_us``."""
     current.require().gil_waits = [] if flag else None
 
 
@@ -19,7 +19,8 @@ def _rref_context_get_debug_info() -> dict[str, str]:
         "num_owner_rrefs": str(entries),
         "num_pending_users": creations,
         "num_pending_futures": creations,
-        "num_pending_children": "0",  # nothing is confirmed: see rref_store
+        # No message of the protocol is confirmed (``rref_store``).
+        "num_pending_children": "0",
         "num_forks": str(forks),
     }
 

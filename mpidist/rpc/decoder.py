@@ -1,4 +1,4 @@
-"""Decoding of arguments and results: the way back of ``codec``."""
+"""Decoding of arguments and results: the inverse of ``codec``."""
 
 from __future__ import annotations
 
@@ -32,29 +32,31 @@ def decode(
     references: Sequence[Any] = (),
     attach: Callable[[list[Any]], list[Any]] | None = None,
 ) -> Any:
-    """Rebuild what ``Content.body`` has written; tensors and arrays own the memory that they came in.
+    """Decode the content that ``Content.body`` has written.
+
+    Tensors and arrays keep the memory in which they were received.
 
     Args:
-        body: A ``bytearray``, or a view of one, which ends where the content does.
-        place: Where the content begins in it.
-        parts: In their order.
-        references: Those that came, already made.
-        attach: Gets all tensors and returns those that take their places: distributed autograd's
-            seam.
+        flags: Of the message.
+        body: A ``bytearray``, or a view of one, that ends with the content.
+        place: The offset of the content in ``body``.
+        parts: The parts of the message, in order.
+        references: The references of the message.
+        attach: Takes all tensors and returns their replacements; for distributed autograd.
 
     Returns:
-        Of a call (args, kwargs), as a tuple and a dict; for ``KEYWORDS`` see ``arguments``.
+        The object; of a call, the skeleton that ``arguments`` takes.
 
     Raises:
-        FrameError: Tables that do not fit what has arrived.
-        Exception: What unpickling raises.
+        FrameError: The tables do not match the received data.
+        Exception: Unpickling has failed.
     """
     objects: list[Any] = []
     used = 0
     if flags & TABLE:
         if (lone := tensor_rebuild.read_lone(body, place)) is not None:
             tensor, place = lone
-            # what most messages with tensors hold
+            # A shortcut for most messages with tensors.
             if flags == TABLE and not references and attach is None:
                 rest = body[place:]
                 if rest == LONE_MARK:
@@ -77,7 +79,7 @@ def decode(
 
 
 def _merge(skeleton: Any, met: Sequence[Any]) -> Any:
-    """Return a skeleton's data with objects in the places of its marks."""
+    """Return the data of a skeleton, its marks replaced by objects."""
     try:
         data = marshal.loads(skeleton)
     except (ValueError, EOFError, TypeError) as error:
@@ -109,7 +111,7 @@ def _fill(data: Any, met: Sequence[Any]) -> Any:
 
 
 def attach_tensors(objects: list[Any], attach: Callable[[list[Any]], list[Any]]) -> list[Any]:
-    """Return the objects of a table, their tensors as ``attach`` gives them back."""
+    """Return the objects of a table, with the tensors replaced by those from ``attach``."""
     tensors = [obj for obj in objects if isinstance(obj, Tensor)]
     if not tensors:
         return objects

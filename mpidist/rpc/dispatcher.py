@@ -134,7 +134,7 @@ class Dispatcher:
     def _reject(self, incoming: Incoming | None, error: FrameError) -> None:
         """Reject a message that cannot be read; complete what waits for it.
 
-        A request is answered with the error, a call fails, and a one-way message counts as received.
+        A request is answered with the error, a call fails, a one-way message counts as received.
         """
         agent = self._agent
         error = error if incoming is None or incoming.damage is None else incoming.damage

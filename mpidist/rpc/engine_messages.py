@@ -1,4 +1,4 @@
-"""One-way messages of distributed autograd: sent for its engine, decoded and handed to it, counted for quiescence."""
+"""One-way messages between the engines of distributed autograd; counted for quiescence."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ KINDS = frozenset({Kind.GRADIENTS, Kind.REQUEST_GRADIENTS, Kind.AUTOGRAD_NOTICE}
 
 
 class EngineMessages:
-    """The messages of one worker.
+    """The engine's messages of one worker.
 
     Attributes:
-        taken: Messages that have been handled. What a handler sends is counted before its message
-            is.
+        handled: The number of messages that have been handled. The messages that a handler sends
+            are counted before the handler's own message.
     """
 
     def __init__(self, workers: Workers, wire: Wire, reader: Reader) -> None:
@@ -35,21 +35,24 @@ class EngineMessages:
         self._workers = workers
         self._wire = wire
         self._reader = reader
-        self._lock = threading.Lock()  # handlers may run on any thread
+        self._lock = threading.Lock()  # for ``handled``
 
     def send(
         self, to: int, kind: int, obj: Any, context: int | None = None, prefix: bytes = b""
     ) -> None:
-        """Send a message; the receiver's poller hands it to the engine there.
+        """Send a message to the engine of another worker.
 
         Args:
-            context: The context that records its tensors; 0 for none, None for the calling
+            to: The receiver's rank.
+            kind: One of ``KINDS``.
+            obj: The content.
+            context: The context that records the tensors; 0 for none, None for the calling
                 thread's.
-            prefix: Of gradients: ``message.GRADIENTS``.
+            prefix: For gradients, the packed ``message.GRADIENTS``.
 
         Raises:
             RankFailureError: The worker has left.
-            Exception: It cannot be sent; nothing was.
+            Exception: The message cannot be sent; nothing has been sent.
         """
         workers = self._workers
         if to in workers.left:
@@ -61,7 +64,7 @@ class EngineMessages:
         self._wire.post_one_way(to, kind, prefix, self._wire.codecs[to].encode(obj), context)
 
     def handle(self, incoming: Incoming) -> Action | None:
-        """Hand a complete message to the engine, on the polling thread; return what is left to do."""
+        """Pass a complete message to the engine, on the polling thread; return the rest to do."""
         engine = interceptor.engine
         action: Action | None = None
         if engine is None:
@@ -105,6 +108,6 @@ class EngineMessages:
             self.handled += 1
 
     def _log(self, source: int) -> None:
-        # One message must not end the polling for all others; the engine tells its own pass of its
-        # own errors.
+        # A failed message must not end the polling thread. The engine itself reports errors of a
+        # pass to that pass.
         logger.exception("%s: a one-way message of rank %d failed", self._workers.me, source)

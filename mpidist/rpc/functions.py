@@ -1,4 +1,4 @@
-"""Functions that answer later: ``@rpc.functions.async_execution``."""
+"""Asynchronous functions, which answer by a future: ``@rpc.functions.async_execution``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from mpidist.errors import MpidistError
 
-# torch's name: functions that its decorator has marked are served as well
+# torch's attribute: functions with torch's decorator work as well.
 MARK = "_wrapped_async_rpc_function"
 
 
 def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function whose result is a ``torch.futures.Future``; the caller gets what that future brings.
+    """Mark a function that returns a ``torch.futures.Future``; the caller gets the future's value.
 
-    The thread that runs the function is free as soon as it returns; the answer goes out when the
-    future is complete. Works under ``staticmethod`` and ``classmethod`` (which come first), for
-    methods, and through the proxies of an ``RRef``.
+    The thread that runs the function is free as soon as the function returns; the answer is sent
+    when the future completes. Works below ``staticmethod`` and ``classmethod``, for methods, and
+    through the proxies of an ``RRef``.
     """
 
     @functools.wraps(fn)
@@ -31,7 +31,7 @@ def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class DeferredResult:
-    """The result of a function that answers later."""
+    """The future that a marked function has returned."""
 
     __slots__ = ("future",)
 
@@ -39,14 +39,17 @@ class DeferredResult:
         if not isinstance(future, torch._C.Future):
             raise MpidistError(
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future "
-                "object, "
-                f"but {name} returned {type(future).__name__}"
+                f"object, but {name} returned {type(future).__name__}"
             )
         self.future = future
 
 
 def deferred_result(function: Any, result: Any) -> DeferredResult:
-    """Return what a marked function's result means."""
+    """Return a marked function's result as a ``DeferredResult``.
+
+    Raises:
+        MpidistError: The result is not a future.
+    """
     return (
         result
         if isinstance(result, DeferredResult)

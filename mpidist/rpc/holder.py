@@ -1,8 +1,10 @@
-"""Holder of a remote value: its place in the protocol of ``rref_store``, from its making to its end."""
+"""Holder of a remote value: registration, forks and deletion by the protocol of ``rref_store``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from mpidist.errors import RRefError
 from mpidist.rpc import current
@@ -16,13 +18,12 @@ if TYPE_CHECKING:
 
 _LOST = (
     "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node "
-    "does not exist: "
-    "{what}; give remote() a longer timeout (0 for none)"
+    "does not exist: {what}; give remote() a longer timeout (0 for none)"
 )
 
 
 class Holder(Reference):
-    """The base of ``RRef``: what a reference is to the agents. ``_set_up`` makes it one."""
+    """The base of ``RRef``; ``_set_up`` initialises it."""
 
     def _set_up(
         self,
@@ -39,13 +40,13 @@ class Holder(Reference):
         self._fork = fork
         self._entry = entry
         self._creation = creation
-        self._type: Any = None  # a future
+        self._type: torch.futures.Future[Any] | None = None
         self._deleted = False
         if fork is not None:
             agent.references.register_user(fork, self)
 
     def require_shareable(self) -> None:
-        """Raise what keeps this reference from being passed on."""
+        """Raise if this reference cannot be passed on."""
         if self._deleted:
             raise RRefError(f"{self!r} was deleted. Cannot call fork an UserRRef after deletion.")
         self._require_made()
@@ -53,7 +54,7 @@ class Holder(Reference):
             raise RRefError(f"{self!r} is of an earlier init_rpc and cannot be passed on")
 
     def fork(self, to: int) -> tuple[int, int, int]:
-        """Count a new holder on rank ``to``."""
+        """Count a new holder on rank ``to``; return reference, fork and the owner's rank."""
         agent = self._agent
         references = agent.references
         fork = references.store.make_id()
@@ -64,17 +65,14 @@ class Holder(Reference):
         return self._reference, fork, self._owner.id
 
     def delete(self) -> None:
-        """Tell the owner that this holder is gone; the reference cannot be used any more.
-
-        Again does nothing.
-        """
+        """Queue the delete of this holder; the reference cannot be used afterwards. Idempotent."""
         fork = self._fork
         if fork is not None and not self._deleted:
             self._deleted = True
             self._agent.references.queue_delete(self._owner.id, self._reference, fork)
 
     def __del__(self) -> None:
-        # A finalizer runs anywhere, within MPI's calls, too: it only puts down what others send.
+        # A finalizer runs anywhere, also within MPI calls: it only queues the delete.
         if getattr(self, "_fork", None) is not None:
             self.delete()
 

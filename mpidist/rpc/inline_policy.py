@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-QUICK_S = 5e-4  # other workers' messages wait so long at most
+QUICK_S = 5e-4  # the time for which an inline request may delay other messages
 _DECAY = 0.75
-_MOST = 4096  # names; a job that makes up more than these starts again
+_MAX_KEYS = 4096  # a full table is cleared
 
 
 class InlinePolicy:
-    """Seconds that functions took, by name. Any thread may use it: a race loses one measurement."""
+    """Running times in seconds, by function. Not locked: a race loses one measurement."""
 
     def __init__(self) -> None:
         self._seconds: dict[Any, float] = {}
 
     def is_quick(self, key: Any) -> bool:
-        """Say whether a function has been run, and took less than ``QUICK_S`` of late."""
+        """Return whether a function has run, and recently took less than ``QUICK_S``."""
         return self._seconds.get(key, QUICK_S) < QUICK_S
 
     def record(self, key: Any, seconds: float) -> None:
-        """Note how long a run took.
+        """Record the running time of one run.
 
-        A long one counts at once, and is forgotten over many short ones.
+        A long run takes effect at once; its effect decays with short runs.
         """
         before = self._seconds.get(key)
         if before is None:
-            if len(self._seconds) >= _MOST:
+            if len(self._seconds) >= _MAX_KEYS:
                 self._seconds.clear()
             self._seconds[key] = seconds
         elif seconds > before or before > QUICK_S / 10:

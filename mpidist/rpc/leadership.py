@@ -1,4 +1,4 @@
-"""Leader, follower and parked callers of one agent: which thread polls (pattern: see ``polling``)."""
+"""The lead among the threads of one agent: leader, follower, parked callers (see ``polling``)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _IDLE_TICKS = 8  # before the follower sleeps without a timeout
 class Leadership:
     """The lead, and the threads that may take it.
 
-    A thread takes the lead by an assignment to ``leader`` and polls only while it finds itself there,
-    under the lock of ``Polling``.
+    A thread takes the lead by an assignment to ``leader``, and polls only while it is the leader,
+    under the poll lock of ``Polling``.
 
     Attributes:
         leader: A pool thread; or a caller, represented by the call that its thread waits for; None
@@ -39,7 +39,7 @@ class Leadership:
         self._wake = threading.Semaphore(0)
 
     def offer(self, call: Call) -> bool:
-        """Offer the calling thread for promotion before it sleeps; return whether there is a leader."""
+        """Offer the calling thread, which will sleep, for promotion; return if a leader exists."""
         self.parked.append(call)
         return self.leader is not None
 

@@ -1,7 +1,7 @@
-"""Methods of listed classes: which of a class's attributes others may call.
+"""Methods of listed classes that other workers may call.
 
-A method is admitted that a listed class itself defines, under a public name or as ``__call__``. The
-class is read, and nothing of it is run: no ``__getattr__``, no property, no metaclass.
+A method is admitted if a listed class defines it, under a public name or as ``__call__``. No code
+of the class runs during the look-up: no ``__getattr__``, no property, no metaclass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from mpidist.rpc import callee, class_dicts
 
-_PYBIND_METHOD = type(class_dicts.own(torch._C.Future)["wait"])  # methods of classes of pybind11
+_PYBIND_METHOD = type(class_dicts.own(torch._C.Future)["wait"])  # pybind11 method
 _BOUND_TO_CLASSES = (staticmethod, classmethod, ClassMethodDescriptorType)
 _METHODS = (
     FunctionType,
@@ -34,7 +34,7 @@ _METHODS = (
     *_BOUND_TO_CLASSES,
 )
 
-# Where wrappers keep what they wrap.
+# The attribute of each wrapper type that holds the wrapped function.
 _WRAPPERS = {
     staticmethod: "__func__",
     classmethod: "__func__",
@@ -42,20 +42,21 @@ _WRAPPERS = {
     callee.CACHED_TYPE: "__wrapped__",
 }
 
-Lists = Callable[[type, str], bool]  # whether the list has a class, or this method of it
+# Returns whether the list has a class, or one method of the class.
+Lists = Callable[[type, str], bool]
 
 
 def is_public(name: str) -> bool:
-    """Say whether a name is one that others may call."""
+    """Return whether a name is public or ``__call__``."""
     return not name.startswith("_") or name == "__call__"
 
 
 def methods_of(cls: type, lists: Lists) -> dict[str, Any]:
-    """Return the methods of a class's instances that others may call: attributes of classes, by name.
+    """Return the methods of a class that others may call, by name, not bound.
 
     Args:
         cls: A listed class.
-        lists: Says whether the list has a class, or one method of it.
+        lists: Returns whether the list has a class, or one method of the class.
     """
     names = {
         name: None
@@ -67,7 +68,7 @@ def methods_of(cls: type, lists: Lists) -> dict[str, Any]:
 
 
 def complaint(cls: type, name: str, lists: Lists) -> str:
-    """Return why a method of a listed class may not be called; an empty text if it may."""
+    """Return why a method of a listed class may not be called; an empty string if it may be."""
     if not is_public(name):
         return "this worker allows public methods only"
     base = class_dicts.definer(cls, name)
@@ -88,29 +89,29 @@ def complaint(cls: type, name: str, lists: Lists) -> str:
 
 
 def bound(attribute: Any, value: Any, cls: type) -> Any:
-    """Bind a method to an instance, as Python does it once it has found the attribute."""
+    """Bind a method to an instance, as Python does after attribute look-up."""
     return type(attribute).__get__(attribute, value, cls)
 
 
 def class_methods(cls: type) -> Iterator[tuple[str, Any]]:
-    """Yield the static and class methods that a class itself defines, by name, bound to it."""
+    """Yield the static and class methods that a class defines, by name, bound to the class."""
     for name, attribute in class_dicts.own(cls).items():
         if is_bound_to_classes(attribute) and is_public(name) and not _is_foreign(attribute, cls):
             yield name, bound(attribute, None, cls)
 
 
 def is_bound_to_classes(attribute: Any) -> bool:
-    """Say whether an attribute is a static or a class method."""
+    """Return whether an attribute is a static or class method."""
     return _is_one_of(attribute, _BOUND_TO_CLASSES)
 
 
 def is_method(attribute: Any) -> bool:
-    """Say whether an attribute of a class is a method."""
+    """Return whether an attribute of a class is a method."""
     return _is_one_of(attribute, _METHODS)
 
 
 def _is_one_of(attribute: Any, kinds: tuple[type, ...]) -> bool:
-    # Not by "in": a metaclass may define what equal means.
+    # By identity, not by "in": a metaclass may redefine equality.
     return any(type(attribute) is kind for kind in kinds)
 
 
@@ -121,17 +122,17 @@ def _attribute(cls: type, name: str) -> Any:
 
 
 def _is_foreign(attribute: Any, cls: type) -> bool:
-    """Say whether a method is what another module offers as its function: ``run = subprocess.run`` in the class's body."""
+    """Return whether a method is another module's function, as in ``run = subprocess.run``."""
     function = attribute
     while type(function) in _WRAPPERS:
         function = getattr(function, _WRAPPERS[type(function)])
     if type(function) not in (FunctionType, BuiltinFunctionType):
-        # A method of a C class; or a class, a property, a callable object within a wrapper.
+        # Either a method of a C class, or a wrapper around a class, a property or an object.
         return function is not attribute
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module is None or module == class_dicts.own(cls).get("__module__"):
         return False
-    # C functions are at home where they are, Python's where their module shows them.
+    # A C function of another module is foreign; a Python function only if its module exports it.
     return type(function) is BuiltinFunctionType or (
         "." not in name and callee.is_found_at(function, module, name)
     )

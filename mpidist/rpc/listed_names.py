@@ -1,8 +1,8 @@
-"""Entries of a list of callables: from what a user names to the objects, once, at ``init_rpc``.
+"""Entries of an allowlist: resolves the user's items to names and objects, once, at ``init_rpc``.
 
-Whatever a message may name later is in here under that name: a function that another module offers
-as well stands under both names, a class brings its constructor and its static and class methods, a
-module the functions that it defines.
+Every name that a message may use later has its own entry. A function that a second module exports
+has an entry under both names; a class has entries for its constructor and its static and class
+methods; a module, for the functions that it defines.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ OWN_ENTRIES = ("mpidist.optim.local", "mpidist.nn.remote.execute")
 _FUNCTIONS = (*callee.NAMED_TYPES, torch.jit.ScriptFunction)
 _OPERATORS = (OpOverload, OpOverloadPacket)
 _NAMESPACE = re.compile(r"(\w+)::\*", re.ASCII)
-_OF_FILES = "from_file"  # reads and writes files: named by itself or not at all
+_OF_FILES = "from_file"  # accesses files: admitted only by its own name
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A name, and what it stands for.
+    """A name, and its object.
 
     Attributes:
-        kind: Of a call, ``CALL_PYTHON``, ``CALL_BUILTIN`` or ``CALL_SCRIPT``.
-        name: As messages have it.
+        kind: The kind of call: ``CALL_PYTHON``, ``CALL_BUILTIN`` or ``CALL_SCRIPT``.
+        name: The name in messages.
         target: A function, a class or an operator; None for an operator of a listed namespace,
-            which is found when it is called.
-        owner: For one method of a class, that class; the method's instances are called by
-            reference.
+            which is resolved at its first call.
+        owner: For a single method, its class.
     """
 
     kind: int
@@ -50,15 +49,15 @@ class Entry:
 
 
 def entries_of(item: Any) -> list[Entry]:
-    """Return what one item of a list admits.
+    """Return the entries of one item of a list.
 
     Args:
         item: A function, class, module, operator, script function, or a name of one of these.
 
     Raises:
         TypeError: An item of another kind.
-        ValueError: A name under which there is nothing, an object without an importable name, one
-            of mpidist's internals.
+        ValueError: A name that does not exist, an object without an importable name, or an internal
+            of mpidist.
     """
     if type(item) is str:
         return list(_of_text(item))
@@ -73,7 +72,7 @@ def entries_of(item: Any) -> list[Entry]:
     module, name = callee.module_and_name(item)
     if not callee.is_found_at(item, module, name):
         if callee.wire_name(item)[1] != callee.UNNAMED:
-            return list(_of_function(item))  # torch's functions have no module
+            return list(_of_function(item))  # of torch, without module
         raise ValueError(
             f"allowed: {item!r} is not found by a name of its module, so no message can name it"
         )
@@ -81,7 +80,7 @@ def entries_of(item: Any) -> list[Entry]:
 
 
 def display_name(item: Any) -> str:
-    """Return how the list shows an item."""
+    """Return an item as text."""
     if type(item) is str:
         return item
     if isinstance(item, ModuleType):
@@ -125,7 +124,7 @@ def _of_text(text: str) -> Iterator[Entry]:
 
 
 def _module_of(text: str, parts: list[str]) -> tuple[ModuleType, list[str]]:
-    """Return the innermost module of a path, as Python's attributes and imports lead to it, and the names within."""
+    """Return the innermost module of a dotted path, and the remaining names."""
     try:
         found = sys.modules.get(parts[0]) or importlib.import_module(parts[0])
         for place, part in enumerate(parts[1:], 1):
@@ -142,7 +141,7 @@ def _module_of(text: str, parts: list[str]) -> tuple[ModuleType, list[str]]:
 
 def _of_module(module: ModuleType, text: str) -> Iterator[Entry]:
     if module is torch:
-        # Those on tensors; not the ones that set up this process or read programs.
+        # Functions of tensors only: others configure this process or load programs.
         names = [
             name
             for name in dir(torch._C._VariableFunctions)
@@ -172,7 +171,7 @@ def _of_module(module: ModuleType, text: str) -> Iterator[Entry]:
 
 
 def _of_path(text: str, module: ModuleType, path: list[str]) -> Iterator[Entry]:
-    """Yield what a name within a module stands for, under that name and under its own."""
+    """Yield the entries of a name within a module, under that name and the object's own name."""
     found: Any = getattr(module, path[0], None)
     raw: Any = found
     owner: type | None = None
@@ -216,12 +215,12 @@ def _of_class(name: str, cls: type) -> Iterator[Entry]:
 
 
 def _of_function(function: Any) -> Iterator[Entry]:
-    """Yield a function under the name by which callers that hold it name it."""
+    """Yield a function under the wire name that callers use."""
     kind, name = callee.wire_name(function)
     if name != callee.UNNAMED:
         yield Entry(int(kind), name[COUNT.size :].decode(), function)
     if type(function) is OpOverloadPacket:
-        # They can be called by the packet as well.
+        # Overloads can also be called one by one.
         for overload in function.overloads():
             if overload != "default":
                 found = getattr(function, overload)
@@ -240,7 +239,10 @@ def _of_operators(text: str) -> Iterator[Entry]:
 
 
 def _of_namespace(namespace: str) -> Iterator[Entry]:
-    """Yield a namespace's public operators that torch's dispatcher has: TorchScript's own, ``aten::save`` say, are not there."""
+    """Yield a namespace's public operators in torch's dispatcher.
+
+    TorchScript's own operators, ``aten::save`` for example, are not in the dispatcher.
+    """
     names = [
         name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")
     ]
@@ -257,12 +259,12 @@ def _namespaces() -> set[str]:
 
 
 def _is_function(found: Any) -> bool:
-    # Not isinstance, which asks objects for their class: a module may hold lazy ones that fail.
+    # Not by isinstance, which reads __class__: a module may hold lazy objects that raise there.
     return any(type(found) is kind for kind in _FUNCTIONS)
 
 
 def _home_of(function: Any) -> str:
-    """Return the module that defines a function; an empty text if it does not say."""
+    """Return the module that defines a function; an empty string if unknown."""
     if isinstance(function, torch.jit.ScriptFunction):
         home: str = torch._jit_internal._qualified_name(function).rpartition(".")[0]
         return "__main__" if home == "__torch__" else home.removeprefix("__torch__.")

@@ -1,4 +1,4 @@
-"""Workers of one ``init_rpc``: the group that they are, its transport, and what they tell each other at the start."""
+"""Membership of one ``init_rpc``: the group, its transport, and the exchange of descriptions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from mpidist.errors import MpidistError
 from mpidist.rpc.options import RpcBackendOptions
 from mpidist.rpc.worker import WorkerInfo, Workers, duplicate_names
 
-# A transport serves all agents of the same ranks, one after the other; each has its generation.
+# By world ranks. A transport serves successive agents of the same ranks; each has a generation.
 _transports: dict[tuple[int, ...], Transport] = {}
 _groups: dict[int, ProcessGroup] = {}
 _lock = threading.Lock()
-_MAX_DEVICES = 255  # as many as the header of a payload can name
+_MAX_DEVICES = 255  # the limit of a payload's header
 
 
 def transport_of(rank: int, world_size: int | None, group: ProcessGroup | None) -> Transport:
-    """Return what carries the messages, at its next generation."""
+    """Return the transport of the workers, with its next generation.
+
+    Raises:
+        MpidistError: ``rank`` or ``world_size`` differs from MPI's.
+    """
     if world_size == 1 and group is None:
         if rank not in (-1, 0):
             raise MpidistError(
@@ -57,9 +61,8 @@ def _group(world_size: int | None) -> ProcessGroup:
         launched_size = launcher_env.from_environment(os.environ).size
         if launched_size is not None and launched_size != world_size:
             raise MpidistError(
-                f"init_rpc was given world_size {world_size}, but the job has {launched_size} ranks; for "
-                "fewer, call mpidist.comm.init() "
-                "on all ranks first, or give group="
+                f"init_rpc was given world_size {world_size}, but the job has {launched_size} "
+                "ranks; for fewer, call mpidist.comm.init() on all ranks first, or give group="
             )
     world = groups.init()
     if world_size is None or world_size == world.size:
@@ -69,17 +72,18 @@ def _group(world_size: int | None) -> ProcessGroup:
             f"init_rpc was given world_size {world_size}, but the job has {world.size} ranks; "
             "leave it out"
         )
-    made = _groups.get(world_size)
-    if made is None:
-        made = world.new_group(range(world_size), f"rpc-{world_size}")
-        if made is None:
+    group = _groups.get(world_size)
+    if group is None:
+        group = world.new_group(range(world_size), f"rpc-{world_size}")
+        if group is None:
             raise MpidistError(
                 f"rank {world.rank} is not among the first {world_size} ranks of the job"
             )
-        _groups[world_size] = made
-    return made
+        _groups[world_size] = group
+    return group
 
 
+# Name, generation, device maps, whether the worker reads data only, and its problem.
 _Description = tuple[str, int, dict[str, dict[int, int]], bool, "str | None"]
 
 
@@ -90,17 +94,22 @@ def gather_workers(
     is_data_only: bool,
     problem: BaseException | None,
 ) -> tuple[Workers, list[dict[str, dict[int, int]]]]:
-    """Tell all workers of this one, as data: no list is in force yet. Return all, and where they send tensors of their devices.
+    """Exchange the descriptions of all workers, as plain data.
 
     Collective: over all workers.
 
     Args:
+        transport: Of the workers.
+        name: This worker's name.
+        options: This worker's settings.
         is_data_only: This worker has a list, and reads data only.
         problem: The reason why this worker cannot take part; raised here, and sent to all others.
 
+    Returns:
+        The workers, and their device maps by rank.
+
     Raises:
-        MpidistError: The descriptions of the workers do not match, or one of them has a problem; on
-            all of them.
+        MpidistError: On all workers: the descriptions do not match, or a worker has a problem.
     """
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
     mine = [
@@ -122,10 +131,10 @@ def gather_workers(
         if peer_problem is not None:
             raise MpidistError(f"init_rpc has failed on rank {rank} ({peer_name}): {peer_problem}")
     workers = [WorkerInfo(one[0], rank) for rank, one in enumerate(descriptions)]
-    twice = duplicate_names(workers)
-    if twice:
+    duplicates = duplicate_names(workers)
+    if duplicates:
         raise MpidistError(
-            f"RPC worker name is not unique: {', '.join(map(repr, twice))} among "
+            f"RPC worker name is not unique: {', '.join(map(repr, duplicates))} among "
             f"{[worker.name for worker in workers]}"
         )
     counts = {one[1] for one in descriptions}
@@ -147,10 +156,10 @@ def gather_workers(
 
 
 def _validate(rank: int, description: Any) -> _Description:
-    """Return the description that a rank has sent.
+    """Return the description that a rank has sent, checked.
 
     Raises:
-        MpidistError: It is none of that.
+        MpidistError: The description is invalid.
     """
     try:
         name, generation, maps, is_data_only, problem = description

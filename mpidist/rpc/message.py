@@ -1,15 +1,15 @@
-"""Kinds of messages between workers, and the layout of their headers.
+"""Message kinds of RPC, and the layout of their headers.
 
 ::
 
     autograd message u64                                             (flag AUTOGRAD)
     references n u16 | n × (reference u64, fork u64, owner u32)      (flag REFERENCES)
-    calls: function's name bytes u16 | name;  remote calls: reference u64 | fork u64 before it
+    calls: name's length u16 | function's name;  before it in remote calls: reference u64 | fork u64
     gradients: four numbers (``GRADIENTS``)
-    the content (``codec``), or, with flag FAR, nothing: it is the first part
+    content (``codec``); with flag FAR the first part of the message is the content
 
-Kinds below 32 are requests: each is answered by one of the kinds from 32 to 47. Those from 48 on
-are one-way. The context of distributed autograd is a field of every message (``comm.transport``).
+Kinds below 32 are requests; kinds 32 to 47 are answers; kinds from 48 on are one-way messages. The
+context of distributed autograd is a field of every message (``comm.transport``).
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from typing import Any
 from mpidist.comm.transport.eager_message import EAGER_BYTES
 from mpidist.errors import FrameError
 
+# Flags of a message; ``codec`` has the lower ones.
 FAR = 16  # the content is the first part
-AUTOGRAD = 32  # tensors of the message are recorded by distributed autograd under a number
-REFERENCES = 64  # references are in the header, and counted by their owner as soon as it arrives
-ANNOUNCED = 128  # references are too many for it: they begin the content, and were announced ahead
+AUTOGRAD = 32  # distributed autograd has recorded the message under a number
+REFERENCES = 64  # the header has references, which the owner counts on arrival
+# The content begins with the references, which were announced ahead: too many for a header.
+ANNOUNCED = 128
 MAX_REFERENCES = 512  # in a header
 
 ReferenceRow = tuple[int, int, int]  # reference, fork, owner's rank
@@ -35,22 +37,19 @@ PAIR = struct.Struct("<QQ")
 COUNT = struct.Struct("<H")
 REFERENCE = struct.Struct("<QQI")
 ONE_REFERENCE = struct.Struct("<HQQI")
-# context, pass, number of the message whose tensors' gradients these are, retain the graph
+# Context, pass, number of the message that had the tensors, whether the graph is retained.
 GRADIENTS = struct.Struct("<QQQB")
 _COUNT32 = struct.Struct("<I")
-ROOM_BYTES = EAGER_BYTES - 1024  # of a header and a content without parts
+ROOM_BYTES = EAGER_BYTES - 1024  # for a header and a content without parts
 
 
 class Kind(enum.IntEnum):
-    """The kinds.
-
-    Those of distributed autograd are handled by whoever registers for them (``interceptor``).
-    """
+    """Kinds of messages. The registered engine handles those of autograd (``interceptor``)."""
 
     CALL_PYTHON = 1
     CALL_BUILTIN = 2
     CALL_SCRIPT = 3
-    CALL_METHOD = 4  # of a reference's value: the reference is the first argument
+    CALL_METHOD = 4  # the first argument is the reference
     REMOTE_PYTHON = 5
     REMOTE_BUILTIN = 6
     REMOTE_SCRIPT = 7
@@ -68,21 +67,21 @@ class Kind(enum.IntEnum):
     QUIET_VERDICT = 52
     GRADIENTS = 64
     AUTOGRAD_NOTICE = 65
-    REQUEST_GRADIENTS = 66  # of a request's tensors: they go back by the device maps of answers
+    REQUEST_GRADIENTS = 66  # sent with the device maps of answers
 
 
-# from a kind of call to that whose result stays
+# Added to a kind of call, gives the kind of ``remote``.
 TO_REMOTE = int(Kind.REMOTE_PYTHON - Kind.CALL_PYTHON)
 FIRST_RESPONSE, FIRST_ONE_WAY = 32, 48
 
 
 def pack_references(rows: Sequence[ReferenceRow]) -> bytes:
-    """Write the references of a header: at most ``MAX_REFERENCES``."""
+    """Pack the references of a header, at most ``MAX_REFERENCES``."""
     return COUNT.pack(len(rows)) + b"".join([REFERENCE.pack(*row) for row in rows])
 
 
 def unpack_references(data: Any, place: int) -> tuple[list[ReferenceRow], int]:
-    """Return the references that begin at ``place``, and where they end.
+    """Unpack the references at ``place``; return them and the offset behind them.
 
     Raises:
         FrameError: They are cut off.
@@ -103,12 +102,12 @@ def _read_rows(data: Any, place: int, count: int) -> tuple[list[ReferenceRow], i
 
 
 def pack_announced(rows: Sequence[ReferenceRow]) -> bytes:
-    """Write the references that begin a content."""
+    """Pack the references that precede a content."""
     return _COUNT32.pack(len(rows)) + b"".join([REFERENCE.pack(*row) for row in rows])
 
 
 def unpack_announced(data: Any, place: int) -> tuple[list[ReferenceRow], int]:
-    """Return the references that begin a content, and where they end.
+    """Unpack the references that precede a content; return them and the offset behind them.
 
     Raises:
         FrameError: They are cut off.
@@ -117,21 +116,21 @@ def unpack_announced(data: Any, place: int) -> tuple[list[ReferenceRow], int]:
         (count,) = _COUNT32.unpack_from(data, place)
         place += _COUNT32.size
         return _read_rows(data, place, count)
-    except (struct.error, TypeError) as error:  # a part on a device is no buffer
+    except (struct.error, TypeError) as error:  # TypeError: a part on a device
         raise FrameError(f"references are cut off after {len(data)} bytes") from error
 
 
 def pack_words(words: Iterable[int]) -> bytes:
-    """Write the numbers of a message without content."""
+    """Pack the numbers of a message without content."""
     words = tuple(words)
     return struct.pack(f"<{len(words)}Q", *words)
 
 
 def unpack_words(data: Any, start: int, end: int) -> tuple[int, ...]:
-    """Return the numbers of a message without content.
+    """Unpack the numbers of a message without content.
 
     Raises:
-        FrameError: Not whole numbers.
+        FrameError: The length is not a multiple of a number's.
     """
     if (end - start) % WORD.size:
         raise FrameError(f"{end - start} bytes are no row of numbers")
@@ -139,10 +138,10 @@ def unpack_words(data: Any, start: int, end: int) -> tuple[int, ...]:
 
 
 def unpack_pairs(data: Any, start: int, end: int) -> list[tuple[int, int]]:
-    """Return the (reference, fork) pairs of a message without content.
+    """Unpack the (reference, fork) pairs of a message without content.
 
     Raises:
-        FrameError: Not whole pairs.
+        FrameError: The length is not a multiple of a pair's.
     """
     if (end - start) % PAIR.size:
         raise FrameError(f"{end - start} bytes are no row of pairs")
@@ -150,7 +149,7 @@ def unpack_pairs(data: Any, start: int, end: int) -> list[tuple[int, int]]:
 
 
 def unpack_ids(data: Any, place: int, end: int, count: int) -> tuple[int, ...]:
-    """Return the numbers with which a header's part for its kind begins.
+    """Unpack ``count`` numbers of a header.
 
     Raises:
         FrameError: They are cut off.
@@ -161,22 +160,22 @@ def unpack_ids(data: Any, place: int, end: int, count: int) -> tuple[int, ...]:
 
 
 def unpack_gradients(data: Any, place: int, end: int) -> tuple[int, int, int, int]:
-    """Return what stands before the content of a message of gradients.
+    """Unpack the four numbers of ``GRADIENTS``.
 
     Raises:
-        FrameError: It is cut off.
+        FrameError: They are cut off.
     """
     if end - place < GRADIENTS.size:
         raise FrameError(f"gradients are cut off after {end - place} bytes")
-    found: tuple[int, int, int, int] = GRADIENTS.unpack_from(data, place)
-    return found
+    numbers: tuple[int, int, int, int] = GRADIENTS.unpack_from(data, place)
+    return numbers
 
 
 def unpack_name(data: Any, place: int, end: int) -> tuple[bytes, int]:
-    """Return a function's name, and where it ends.
+    """Unpack a function's name; return the name and the offset behind it.
 
     Raises:
-        FrameError: It is cut off.
+        FrameError: The name is cut off.
     """
     start = place + 2
     if start > end:

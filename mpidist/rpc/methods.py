@@ -1,4 +1,4 @@
-"""Methods of referenced values, on their owner: the call of one, and the questions which there are."""
+"""Methods of referenced values, on the owner: calls, and queries of type and attributes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def call_method(name: str, rref: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Call a method of an owned value.
 
     Raises:
-        TypeError: No reference.
-        Refused: The list of this worker does not have the method.
-        Exception: What it raises.
+        TypeError: ``rref`` is not a reference.
+        Refused: The method is not in this worker's list.
+        Exception: The method has raised it.
     """
     value, allowed = _owned(rref)
     method = getattr(value, name) if allowed is None else allowed.method(value, name)
@@ -30,10 +30,10 @@ def type_of(source: int, /, rref: Any) -> type:
 
 @services.service
 def has_method(source: int, /, rref: Any, name: str) -> bool:
-    """Say whether an owned value has an attribute; with a list it must be a method that is allowed.
+    """Return whether an owned value has an attribute.
 
     Raises:
-        Refused: It is not.
+        Refused: This worker has a list without this method.
     """
     value, allowed = _owned(rref)
     return hasattr(value, name) if allowed is None else allowed.method(value, name) is not None

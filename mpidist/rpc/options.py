@@ -16,9 +16,9 @@ Device = int | str | torch.device
 
 
 class BackendType(enum.Enum):
-    """What carries the messages.
+    """Backends of RPC. MPI is used for both members.
 
-    MPI does; torch's name is taken as well, so that only the import needs to change.
+    ``TENSORPIPE`` exists so that torch's programs need to change only the import.
     """
 
     MPI = "MPI"
@@ -26,22 +26,19 @@ class BackendType(enum.Enum):
 
 
 class RpcBackendOptions:
-    """How an agent behaves.
+    """Settings of an agent.
 
     Args:
-        rpc_timeout: Seconds (or a timedelta) after which a call fails that names no timeout itself;
-            0 for never.
-        init_method: torch's; MPI knows its ranks, and it is ignored.
-        num_worker_threads: How many handlers run at once; those that wait for an answer do not
-            count.
-        device_maps: For each worker, which of its devices a tensor of a device of ours goes to.
-            Answers come back by its inverse.
-        devices: Our devices that tensors come to or leave from; those of ``device_maps`` are among
-            them.
+        rpc_timeout: Timeout of calls without one of their own: seconds or a timedelta; 0 for none.
+        init_method: Ignored, because MPI assigns the ranks; for torch's signature.
+        num_worker_threads: The maximum number of handlers that run at once. Handlers that wait for
+            an answer do not count.
+        device_maps: By worker name: maps a CUDA device here to the device of that worker that
+            receives its tensors. Answers use the inverse map.
+        devices: CUDA devices here that send or receive tensors; those of ``device_maps`` are added.
 
     Raises:
-        ValueError: A device that is no CUDA device, two of ours that map to one of theirs, or a
-            timeout below 0.
+        ValueError: A device is not a CUDA device, two devices map to one, or a timeout is below 0.
     """
 
     def __init__(
@@ -67,32 +64,35 @@ class RpcBackendOptions:
         self.set_devices([*self.devices, *(devices or ())])
 
     def set_device_map(self, to: str | WorkerInfo, device_map: Mapping[Device, Device]) -> None:
-        """Add to where tensors go on one worker.
+        """Extend the device map of one worker.
 
         Args:
             to: The worker's name.
-            device_map: From our CUDA devices to its.
+            device_map: From CUDA devices here to CUDA devices of that worker.
+
+        Raises:
+            ValueError: A device is mapped already, or two devices map to one.
         """
         name = to.name if isinstance(to, WorkerInfo) else to
-        made = dict(self.device_maps.get(name, {}))
+        merged = dict(self.device_maps.get(name, {}))
         for source, target in device_map.items():
             source_index, target_index = _index(source), _index(target)
-            if made.get(source_index, target_index) != target_index:
+            if merged.get(source_index, target_index) != target_index:
                 raise ValueError(
-                    f"device map for {name}: cuda:{source_index} goes to cuda:{made[source_index]} "
-                    "already"
+                    f"device map for {name}: cuda:{source_index} goes to "
+                    f"cuda:{merged[source_index]} already"
                 )
-            made[source_index] = target_index
-        if len(set(made.values())) < len(made):
+            merged[source_index] = target_index
+        if len(set(merged.values())) < len(merged):
             raise ValueError(
                 f"device map for {name}: two devices go to one, and no answer could come back: "
-                f"{made}"
+                f"{merged}"
             )
-        self.device_maps[name] = made
-        self.set_devices([*self.devices, *(torch.device("cuda", index) for index in made)])
+        self.device_maps[name] = merged
+        self.set_devices([*self.devices, *(torch.device("cuda", index) for index in merged)])
 
     def set_devices(self, devices: Sequence[Device]) -> None:
-        """Set our devices that tensors come to or leave from."""
+        """Set the CUDA devices here that send or receive tensors."""
         self.devices = [
             torch.device("cuda", index)
             for index in dict.fromkeys(_index(device) for device in devices)
@@ -104,6 +104,27 @@ class RpcBackendOptions:
             f"num_worker_threads={self.num_worker_threads}, "
             f"device_maps={self.device_maps})"
         )
+
+
+def select_options(backend: Any, options: Any) -> RpcBackendOptions:
+    """Check the arguments of ``init_rpc``; return the options, or the defaults for None.
+
+    Raises:
+        TypeError: An argument of another type.
+    """
+    if backend is not None and not isinstance(backend, BackendType):
+        raise TypeError(
+            "Argument backend must be a member of BackendType: leave it out, or give "
+            "BackendType.MPI"
+        )
+    if options is None:
+        return RpcBackendOptions()
+    if not isinstance(options, RpcBackendOptions):
+        raise TypeError(
+            "Could not infer backend for options. Argument rpc_backend_options must be an "
+            f"instance of RpcBackendOptions of mpidist.rpc; got {type(options)}"
+        )
+    return options
 
 
 def seconds(timeout: Any) -> float:
@@ -122,10 +143,10 @@ def seconds(timeout: Any) -> float:
 
 
 def _index(device: Device) -> int:
-    made = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if made.type != "cuda":
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if found.type != "cuda":
         raise ValueError(
             "device maps are of CUDA devices; tensors on the CPU go to the CPU by themselves; got "
             f"{device!r}"
         )
-    return made.index or 0
+    return found.index or 0

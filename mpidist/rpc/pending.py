@@ -1,4 +1,4 @@
-"""Table of calls that wait for their answers, by number, and the first deadline among them."""
+"""Table of pending calls by sequence number, and the earliest deadline among them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NEVER = float("inf")
 
 
 class PendingCalls:
-    """Calls by number. Thread-safe: whoever takes a call out completes it."""
+    """Calls by sequence number. Thread-safe: the thread that removes a call completes it."""
 
     def __init__(self) -> None:
         self._pending: dict[int, Call] = {}
@@ -25,16 +25,16 @@ class PendingCalls:
         return sum(call.is_creation for call in list(self._pending.values()))
 
     def has_expired(self) -> bool:
-        """Say whether it is time to look for calls that are too late."""
+        """Return whether a deadline may have passed."""
         return self._next_deadline != _NEVER and time.monotonic() >= self._next_deadline
 
     def _remove_where(self, concerns: Callable[[Call], bool]) -> list[Call]:
-        """Take out those calls for which ``concerns`` returns True."""
+        """Remove and return the calls for which ``concerns`` returns True."""
         found = [call for call in list(self._pending.values()) if concerns(call)]
         return [call for call in found if self._pending.pop(call.sequence, None) is not None]
 
     def _remove_expired(self) -> list[Call]:
-        # Before looking: a call that is added meanwhile sets it again, if it must.
+        # Reset before the search, so that a call that is added meanwhile can lower it again.
         self._next_deadline = _NEVER
         now = time.monotonic()
         late = self._remove_where(lambda call: call.deadline <= now)

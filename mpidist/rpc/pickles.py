@@ -1,6 +1,6 @@
-"""Pickles of what is no plain data, with tensors and references in tables beside them.
+"""Pickling of objects other than plain data; tensors and references are in separate tables.
 
-Functions and classes travel by name; those without an importable name need cloudpickle.
+Functions and classes are pickled by name; those without an importable name need cloudpickle.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from mpidist.errors import MpidistError
 
 
 class Reference:
-    """The base of what travels as an entry of the reference table: a remote reference."""
+    """Base of remote references, which messages carry in the reference table."""
 
     __slots__ = ()
 
     def require_shareable(self) -> None:
-        """Raise what keeps this reference from being passed on."""
+        """Raise if this reference cannot be passed on."""
 
     def fork(self, to: int) -> tuple[int, int, int]:
-        """Count a new holder on rank ``to``, and return reference, fork and the owner's rank."""
+        """Count a new holder on rank ``to``; return reference, fork and the owner's rank."""
         raise NotImplementedError
 
 
 class Carried:
-    """The base of what messages carry by a rule of its own, and other pickles may refuse."""
+    """Base of objects that only RPC can pickle, by a reduction of their own."""
 
     __slots__ = ()
 
     def reduced(self) -> Any:
-        """Return the function that rebuilds the object, and its arguments, as ``__reduce__`` does."""
+        """Return a function that rebuilds the object, and its arguments (as ``__reduce__``)."""
         raise NotImplementedError
 
     def contents(self) -> tuple[Any, ...]:
-        """Return what a data-only message carries of the object (``data_values.register_carried``)."""
+        """Return the contents for data-only messages (``data_values.register_carried``)."""
         raise NotImplementedError
 
 
 def dumps(obj: Any) -> tuple[bytes, Sink]:
-    """Pickle an object; return the pickle, and what travels beside it.
+    """Pickle an object; return the pickle, and the sink with its tensors and references.
 
     Raises:
-        Exception: What pickling raises; without an importable name, and without cloudpickle.
+        Exception: Pickling has failed, or cloudpickle is needed and not installed.
     """
     sink = Sink()
     try:
@@ -62,7 +62,7 @@ def dumps(obj: Any) -> tuple[bytes, Sink]:
 def loads(
     pickled: Any, objects: Sequence[Any], references: Sequence[Any], buffers: Sequence[Any]
 ) -> Any:
-    """Unpickle an object, with what came beside it."""
+    """Unpickle an object, with its tables and out-of-band buffers."""
     before, _here.references = _here.references, references
     try:
         return tensor_pickle.loads(pickled, objects, buffers)
@@ -71,7 +71,7 @@ def loads(
 
 
 class Sink(tensor_pickle.Sink):
-    """Takes references as well; in a pickle they are numbered by themselves."""
+    """Collector of the tensors and references of one pickle, each numbered separately."""
 
     __slots__ = ("references",)
 
@@ -115,7 +115,7 @@ def _dumps_by_value(obj: Any, sink: Sink, error: Exception) -> bytes:
 
 
 class _Here(threading.local):
-    """References of the pickle that this thread is reading."""
+    """References of the pickle that the thread reads."""
 
     references: Sequence[Any] = ()
 

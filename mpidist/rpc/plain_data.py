@@ -1,10 +1,10 @@
-"""Plain data with marks: the skeleton of an object that holds tensors and references.
+"""Plain data with marks: the skeleton of an object that contains tensors and references.
 
 Plain data is None, bool, int, float, complex, str, bytes, ``...``, and exact tuples, lists, dicts,
-sets and frozensets of it. A mark stands in the place of each tensor, parameter, array, bytearray or
-remote reference; encoding and decoding meet the marks in the same order. Lists and dicts that occur
-twice are the same object on the other side, too. Data that holds itself, is nested more than
-``DEPTH`` deep, or has a set within a set (also within its tuples) is not plain.
+sets and frozensets of it. A mark replaces each tensor, parameter, array, bytearray and remote
+reference; encoder and decoder visit the marks in the same order. A list or dict that occurs twice
+is one object after decoding, too. Data that contains itself, is nested more than ``DEPTH`` deep, or
+has a set within a set (also in a tuple) is not plain.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import numpy as np
 import torch
 
 SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, type(...)})
-# It can be marshalled, and is no plain data itself, so that no user's skeleton can hold it.
+# A value that marshal can write and that is not plain data, so that users' data cannot contain it.
 MARK = StopIteration
 DEPTH = 200
 _OBJECTS = frozenset({torch.Tensor, torch.nn.Parameter, np.ndarray, bytearray})
 
 
 class NotPlain(Exception):
-    """Something other than plain data, or data that holds itself."""
+    """The object is not plain data, or contains itself."""
 
 
 class Walk:
-    """One encoding.
+    """Traversal of one object for encoding.
 
     Args:
-        marked: A class whose instances are marked, beside tensors and arrays.
-        met: Gets the objects that marks stand for, in order.
+        marked: A class whose instances are replaced by marks, besides tensors and arrays.
+        met: Collects the replaced objects, in order.
     """
 
     __slots__ = ("_depth", "_is_in_set", "_marked", "_met", "_seen")
@@ -45,7 +45,11 @@ class Walk:
         self._is_in_set = False
 
     def replace(self, obj: Any) -> Any:
-        """Return the object with marks in the places of what is no plain data itself."""
+        """Return the object with tensors, arrays and references replaced by marks.
+
+        Raises:
+            NotPlain: The object is not plain data.
+        """
         kind = type(obj)
         if kind in _OBJECTS or isinstance(obj, self._marked):
             self._met.append(obj)
@@ -58,8 +62,8 @@ class Walk:
                 return obj
         elif kind is set or kind is frozenset:
             if self._is_in_set:
-                # marshal writes each member of a set twice, to sort them: sets of sets would take 2
-                # to the power of their depth.
+                # marshal writes each member of a set twice, for sorting, so that the time for nested
+                # sets is exponential in their depth.
                 raise NotPlain
             if not SCALARS.issuperset(map(type, obj)):
                 self._require_no_sets(obj)
@@ -72,7 +76,7 @@ class Walk:
         seen = self._seen.get(id(obj), MARK)
         if seen is not MARK:
             if seen is None:
-                raise NotPlain  # it holds itself
+                raise NotPlain  # contains itself
             return seen
         self._seen[id(obj)] = None
         self._depth += 1
@@ -99,7 +103,7 @@ class Walk:
         return made
 
     def _require_no_sets(self, members: Any) -> None:
-        # A tuple that was met outside may hold a set: what was seen there does not count here.
+        # A tuple outside of sets may contain a set, so results from there are not valid here.
         seen, self._seen = self._seen, {}
         self._is_in_set = True
         self._require_plain(members)
@@ -107,7 +111,7 @@ class Walk:
         self._seen = seen
 
     def _require_plain(self, items: Any) -> None:
-        # Keys and members of sets: data without marks, whose order nothing tells.
+        # Keys and members of sets have no defined order, so they must not contain marks.
         before = len(self._met)
         for item in items:
             if type(item) not in SCALARS:
@@ -117,7 +121,7 @@ class Walk:
 
 
 class Filling:
-    """One decoding: replaces marks by slots, in the order in which encoding met them."""
+    """Traversal of decoded data: replaces marks by objects, in the encoder's order."""
 
     __slots__ = ("_following", "_seen")
 
@@ -126,13 +130,13 @@ class Filling:
         self._seen: dict[int, Any] = {}
 
     def fill(self, data: Any) -> Any:
-        """Return a container with its slots; lists and dicts are changed in place."""
+        """Return a container with its marks replaced; lists and dicts are changed in place."""
         kind = type(data)
         if kind is tuple:
             if id(data) in self._seen:
                 return self._seen[id(data)][1]
             made = tuple([item if type(item) in SCALARS else self._value(item) for item in data])
-            # the data itself as well: its id must not be another's
+            # The tuple is kept as well, so that its id is not used again.
             self._seen[id(data)] = data, made
             return made
         if id(data) in self._seen:

@@ -88,7 +88,7 @@ class Polling:
         return self.leadership.stop(timeout_s)
 
     def is_leading(self) -> bool:
-        """Return whether the calling thread is a leading pool thread: it must not block for long."""
+        """Return whether the calling thread is a leading pool thread, which must not block long."""
         thread = here.thread
         return thread is not None and thread is self.leadership.leader
 

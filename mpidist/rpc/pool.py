@@ -1,4 +1,4 @@
-"""Thread pool of one agent: runs actions, at most so many that may block at once, and lends threads to ``polling``."""
+"""Thread pool of one agent: runs actions, with a limit per lane, and the loop of ``polling``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from mpidist.comm.mpi import runtime
 
-# Lanes, each with its own limit. A handler may wait for a call of its own, whose completion must not
-# wait for a handler to end.
+# Lanes, each with its own limit. A handler may wait for a call of its own, and the completion of
+# that call must not wait for a handler to end.
 HANDLERS, CALLBACKS = 0, 1
 
 
@@ -35,7 +35,7 @@ class Action(Protocol):
 
 
 class Task:
-    """An action made of a function."""
+    """An action that calls a function."""
 
     __slots__ = ("may_block", "run")
 
@@ -51,12 +51,12 @@ HANDLED: Action = Task(lambda: None, False)
 
 
 class PoolThread:
-    """A pool thread's claim to poll.
+    """State of one thread of the pool.
 
     Attributes:
-        action_number: The number of the action that it runs as the leader; 0 while it polls.
-        is_counted: Its action counts among those that run.
-        lane: The action's.
+        action_number: The number of the action that the thread runs as the leader, else 0.
+        is_counted: The thread's action counts toward the limit of its lane.
+        lane: The lane of the thread's action.
     """
 
     __slots__ = ("action_number", "is_counted", "lane")
@@ -72,18 +72,17 @@ class _Here(threading.local):
 
 
 here = _Here()
-_FOLLOW = Task(lambda: None)  # given to a thread that is to follow and lead
+_FOLLOW = Task(lambda: None)  # stands for "follow and lead" in the queue
 
 
 class Pool:
-    """Threads, made when there is work and none is idle; they live until ``stop``.
+    """Threads, started when there is work and none is idle; they live until ``stop``.
 
     Args:
-        limit: The number of actions of each lane that run at once. Those that wait for an answer do
-            not count.
-        name: For the threads' names.
-        follow: The body of a thread that is to follow and lead, with its thread; returns when others
-            do.
+        limit: The maximum number of actions of each lane that run at once. Actions that wait for an
+            answer do not count.
+        name: A part of the threads' names.
+        follow: Follows and leads in the calling thread; returns when enough others do.
     """
 
     def __init__(self, limit: int, name: str, follow: Callable[[PoolThread], None]) -> None:
@@ -92,16 +91,16 @@ class Pool:
         self._follow = follow
         self._lock = threading.Lock()  # guards the next four
         self._running = [0, 0]  # by lane
-        # actions beyond the limit
+        # Actions beyond the limit, by lane.
         self._backlog: tuple[deque[Action], deque[Action]] = (deque(), deque())
-        self._idle = 0  # threads that wait for the queue, less the items in it
+        self._idle = 0  # threads that wait, minus items in the queue
         self._threads: list[threading.Thread] = []
         self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._is_stopping = False
 
     def submit(self, action: Action) -> None:
-        """Have a thread run an action; beyond the limit, when another has ended."""
+        """Run an action on a thread; beyond the limit, once another action has ended."""
         lane = action.lane
         with self._lock:
             if self._running[lane] >= self._limit:
@@ -111,21 +110,21 @@ class Pool:
         self._enqueue(action)
 
     def submit_follower(self) -> None:
-        """Have a thread follow and lead."""
+        """Let a thread follow and lead."""
         self._enqueue(_FOLLOW)
 
     def is_full(self) -> bool:
-        """Say whether as many handlers run as may."""
+        """Return whether the limit of running handlers is reached."""
         return self._running[HANDLERS] >= self._limit
 
     def enter(self, thread: PoolThread) -> None:
-        """Count the action that a thread runs, from now on."""
+        """Count a thread's action toward the limit."""
         with self._lock:
             self._running[thread.lane] += 1
             thread.is_counted = True
 
     def leave(self, thread: PoolThread) -> None:
-        """Count it no more: it has ended, or waits for an answer and must not keep others from running. Again does nothing."""
+        """Stop counting a thread's action, which has ended or waits for an answer. Idempotent."""
         with self._lock:
             if not thread.is_counted:
                 return
@@ -139,7 +138,7 @@ class Pool:
         self._enqueue(action)
 
     def counts(self) -> tuple[int, int, int]:
-        """Return the number of threads, of those without work, and of actions that wait or run."""
+        """Return the number of threads, of idle threads, and of actions that wait or run."""
         with self._lock:
             return (
                 len(self._threads),
@@ -148,17 +147,20 @@ class Pool:
             )
 
     def stop(self, timeout_s: float, wake: Callable[[], None]) -> bool:
-        """Let the threads end; say whether all did. Those in users' code end after it.
+        """End the threads; return whether all have ended in time.
 
         Args:
-            wake: Wakes a thread that follows.
+            timeout_s: A thread in users' code may take longer; it ends afterwards.
+            wake: Wakes the follower.
         """
         with self._lock:
-            self._is_stopping = True  # no thread starts from here on
+            self._is_stopping = True  # no thread starts after this
         deadline = time.monotonic() + timeout_s
-        # Again until all have ended: a thread may take another's wake-up.
+        # Repeated until all have ended, because a thread may receive another thread's wake-up.
         while alive := [
-            one for one in self._threads if one.is_alive() and one is not threading.current_thread()
+            thread
+            for thread in self._threads
+            if thread.is_alive() and thread is not threading.current_thread()
         ]:
             for _ in alive:
                 wake()
@@ -173,8 +175,8 @@ class Pool:
             self._idle -= 1
             needs_thread = self._idle < 0
             self._idle += needs_thread
-        # By the queue, also to a new thread: a thread keeps the arguments of its body alive until
-        # it ends.
+        # Also a new thread receives its action from the queue: a Thread object keeps the arguments
+        # of its body alive until it ends.
         self._queue.put(action)
         if needs_thread:
             self._start_thread()
@@ -190,7 +192,7 @@ class Pool:
                 thread.start()
 
     def _run_actions(self) -> None:
-        """Run one action after the other; the body of all threads."""
+        """Run one action after the other: the body of each thread."""
         thread = here.thread = PoolThread()
         while (action := self._queue.get()) is not None and not self._is_stopping:
             if action is _FOLLOW:
@@ -199,7 +201,8 @@ class Pool:
             else:
                 thread.lane, thread.is_counted = action.lane, True
                 action.run()
-            del action  # its arguments end with it, not with the next action
+            # Or else its arguments would live until the next action.
+            del action
             with self._lock:
                 self._idle += 1
             if thread.is_counted:

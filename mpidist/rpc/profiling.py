@@ -1,8 +1,8 @@
-"""Events of calls in ``torch.profiler``, under torch's names: ``rpc_sync#function(worker0 -> worker1)``.
+"""Profiler events of calls: ``rpc_sync#function(worker0 -> worker1)`` in ``torch.profiler``.
 
-torch's own RPC records them under its old profiler alone (``torch.autograd.profiler_legacy``). The
-event of ``rpc_sync`` lasts until the result is there; those of ``rpc_async`` and ``remote`` until
-the request is on its way. What the other worker does is in its own profile.
+torch's own RPC records these events only in its old profiler (``torch.autograd.profiler_legacy``).
+The event of ``rpc_sync`` ends with the result; those of ``rpc_async`` and ``remote`` end when the
+request is sent. The callee's work is in the callee's own profile.
 
 Source: names in torch/distributed/rpc/internal.py, _build_rpc_profiling_key.
 """
@@ -20,11 +20,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def record_calls(call: F, kind: str, function: Any, workers: Workers, to: int) -> F:
-    """Wrap what calls a function on another worker, so that it is an event of the calling thread.
+    """Wrap a function that makes calls, so that each call is an event of the calling thread.
 
     Args:
+        call: Makes a call.
         kind: ``"sync"``, ``"async"`` or ``"remote"``.
-        to: The other worker's rank.
+        function: The function to call.
+        workers: All workers.
+        to: The callee's rank.
     """
     event = f"rpc_{kind}#{_name(function)}({workers.me.name} -> {workers.infos[to].name})"
 

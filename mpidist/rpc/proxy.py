@@ -1,4 +1,4 @@
-"""Calls of a referenced value's methods on its owner: ``rref.rpc_sync().method(…)``."""
+"""Method calls on a referenced value, run by its owner: ``rref.rpc_sync().method(…)``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SYNC, ASYNC, REMOTE = "rpc_sync", "rpc_async", "remote"
 
 @untraced
 class Proxy:
-    """Has the methods of a referenced value.
+    """Object with the methods of a referenced value.
 
     Args:
         rref: The reference.
-        mode: How they are called, and what they return.
+        mode: ``SYNC`` returns results, ``ASYNC`` futures, ``REMOTE`` references.
         timeout: Seconds for each call.
     """
 
@@ -40,16 +40,16 @@ class Proxy:
 class Proxied:
     """The methods of ``RRef`` that return proxies."""
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a helper whose methods are the value's, called on the owner; they return results."""
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
+        """Return a proxy whose methods run on the owner and return results."""
         return Proxy(self, SYNC, timeout)
 
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a helper whose methods are the value's, called on the owner; they return futures."""
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
+        """Return a proxy whose methods run on the owner and return futures."""
         return Proxy(self, ASYNC, timeout)
 
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a helper whose methods are the value's, called on the owner; they return references to their results."""
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
+        """Return a proxy whose methods run on the owner and return references to their results."""
         return Proxy(self, REMOTE, timeout)
 
 
@@ -62,7 +62,7 @@ def _call(rref: Any, mode: str, name: str, timeout: float, /, *args: Any, **kwar
     if mode == ASYNC:
         return agent.calls.invoke_async(to, method, arguments, kwargs, timeout)
     data_only = agent.workers.data_only
-    # A class does not travel as data: such a worker tells of the method alone.
+    # A class cannot be sent as data: a data-only worker is asked for the method only.
     kind = (
         None
         if to in data_only or agent.workers.me.id in data_only

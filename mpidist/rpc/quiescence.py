@@ -1,11 +1,12 @@
-"""Termination detection: all workers have come to the same point, and no message is under way between them.
+"""Termination detection: all workers wait, and no message is in flight between them.
 
-Each worker waits until it has no call and no request under way, and reports its counts to rank 0.
-Once all have reported, rank 0 compares: if two rounds in a row are the same, and as many one-way
-messages were taken as sent, nothing moved between the rounds and nothing can move again (Mattern,
+Each worker waits until it has no pending call and no unanswered request, and reports its counts to
+rank 0. Once all have reported, rank 0 compares: if two successive rounds have the same sums, and as
+many one-way messages were received as sent, nothing has moved between the rounds and nothing can
+move again (Mattern,
 "Algorithms for distributed termination detection", Distributed Computing 2 (1987), § 4: the
-four-counter method). Messages carry all of it, so a worker that gives up leaves no collective of
-MPI half done.
+four-counter method). Point-to-point messages carry the reports, so a worker that gives up leaves no
+collective of MPI incomplete.
 """
 
 from __future__ import annotations
@@ -17,26 +18,27 @@ from collections.abc import Callable, Sequence
 from mpidist.errors import FrameError
 
 _NAP_S = 2e-4
-_CHECK_S = 0.1  # between two looks at who has gone
+_CHECK_S = 0.1  # between two checks for workers that have left
 COORDINATOR = 0
 _PROCEED, _AGAIN = 1, 0
-_MAX_ROUNDS_AHEAD = 1000  # rounds that a worker may have given up, and the coordinator not
-_REPORT = 5  # numbers of a report: the round, and what ``activity`` returns behind the first
+# Rounds that a worker may have given up since the coordinator's current one.
+_MAX_ROUNDS_AHEAD = 1000
+_REPORT = 5  # numbers in a report: the round, and the counts of ``activity`` but the first
 
 Counts = tuple[int, ...]
 
 
 class Quiescence:
-    """One worker's part.
+    """Termination detection on one worker.
 
     Args:
-        rank: Of this worker.
+        rank: This worker's rank.
         size: The number of workers.
-        send: With False, sends a report (round, counts …) to the coordinator; with True, its
-            verdict (round, verdict) to all.
-        activity: Returns what is under way here, and monotonic counts of calls, answers, one-way
-            messages sent and taken.
-        check: Raises if the wait is to end: (deadline, reason).
+        send: ``send(False, numbers)`` sends a report (round, counts …) to the coordinator;
+            ``send(True, numbers)`` sends the verdict (round, verdict) to all workers.
+        activity: Returns the number of pending calls and requests of this worker, and monotonic
+            counts of calls, answers, one-way messages sent, and one-way messages received.
+        check: ``check(deadline, reason)`` raises if the wait must end.
     """
 
     def __init__(
@@ -52,20 +54,19 @@ class Quiescence:
         self._send = send
         self._activity = activity
         self._check = check
-        # by rank: its last round and its counts then
+        # By rank: the last round reported, and its counts.
         self._reports: dict[int, tuple[int, Counts]] = {}
-        self._decided = -1  # the last round of which there is a verdict
-        self._last: Counts | None = None  # the sums of the round before
+        self._decided = -1  # the last round with a verdict
+        self._last: Counts | None = None  # the sums of the previous round
         self._verdicts: dict[int, int] = {}
         self._verdict_arrived = threading.Event()
         self._round = 0
 
     def receive_report(self, source: int, numbers: Sequence[int]) -> None:
-        """Take a worker's report, on the coordinator; with the last one of a round, send the verdict.
+        """Store a worker's report, on the coordinator; after the last one, send the verdict.
 
         Raises:
-            FrameError: This is not the coordinator, or it is no report of a round that may be under
-                way.
+            FrameError: This is not the coordinator, or the report has a wrong length or round.
         """
         if self._rank != COORDINATOR or len(numbers) != _REPORT:
             raise FrameError(
@@ -89,11 +90,11 @@ class Quiescence:
         self._send(True, (number, _PROCEED if is_over else _AGAIN))
 
     def receive_verdict(self, source: int, numbers: Sequence[int]) -> None:
-        """Take the coordinator's verdict; nothing of a round that this worker does not wait for any more.
+        """Store the coordinator's verdict; ignore verdicts of rounds that this worker has given up.
 
         Raises:
-            FrameError: Another worker sends it, or it is none of a round that this worker has
-                reported.
+            FrameError: The sender is not the coordinator, or the verdict is of a round that this
+                worker has not reported.
         """
         if source != COORDINATOR or len(numbers) != 2:
             raise FrameError(f"a verdict of {len(numbers)} numbers from rank {source}")
@@ -108,20 +109,22 @@ class Quiescence:
             self._verdict_arrived.set()
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not reported in this round; known on the coordinator alone."""
+        """Return the ranks that have not reported in this round; valid on the coordinator."""
         there = {rank for rank, (number, _) in self._reports.items() if number == self._round - 1}
         return [rank for rank in range(self._size) if rank not in there]
 
     def wait(self, timeout_s: float) -> None:
-        """Return when all workers have called this and nothing is under way.
+        """Wait until all workers have called this method and no message is in flight.
 
         Collective: over all workers.
 
+        Blocks: until then.
+
         Args:
-            timeout_s: 0 for no end.
+            timeout_s: Seconds; 0 for no limit.
 
         Raises:
-            Exception: What ``check`` raises.
+            Exception: ``check`` has raised it.
         """
         deadline = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
         while True:

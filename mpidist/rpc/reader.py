@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import FrameError
@@ -16,8 +16,26 @@ from mpidist.rpc.pickles import Reference
 from mpidist.rpc.rref_store import require_own
 
 
+class Decoder(Protocol):
+    """Decoder of contents: the module ``decoder``, or a ``DataDecoder``."""
+
+    def decode(
+        self,
+        flags: int,
+        body: Any,
+        place: int,
+        parts: Sequence[Any],
+        references: Sequence[Any] = (),
+        attach: Callable[[list[Any]], list[Any]] | None = None,
+    ) -> Any:
+        """Decode a content."""
+
+    def arguments(self, flags: int, data: Any) -> tuple[Any, Any]:
+        """Return the args and kwargs of a decoded call."""
+
+
 class Reader:
-    """Reads the messages that arrive at one worker.
+    """Decodes the messages that arrive at one worker.
 
     Args:
         allowed: The list of this worker; None if it reads pickles.
@@ -28,10 +46,13 @@ class Reader:
 
     def __init__(self, allowed: Allowed | None) -> None:
         self.make_reference: Callable[[int, int, int], Reference] = _no_references
-        self._decoder: Any = decoder if allowed is None else data_codec.DataDecoder(allowed)
+        self._decoder: Decoder = decoder if allowed is None else data_codec.DataDecoder(allowed)
 
     def unpack_preamble(self, incoming: Incoming) -> list[ReferenceRow]:
-        """Take autograd's number and the references off the header of a message that has just arrived; return the references.
+        """Unpack autograd's number and the references from the header of a new message.
+
+        Returns:
+            The references; the header of the message begins behind them from now on.
 
         Raises:
             FrameError: They are cut off.
@@ -47,9 +68,10 @@ class Reader:
         return rows
 
     def references_in(self, incoming: Incoming) -> list[ReferenceRow]:
-        """Return the references of a message; those that were announced once it is complete.
+        """Return the references of a message; announced ones only once the message is complete.
 
-        None where they cannot be read.
+        Returns:
+            An empty list also if they cannot be read.
         """
         if incoming.flags & REFERENCES:
             return incoming.noted[1] if incoming.noted is not None else []
@@ -59,14 +81,16 @@ class Reader:
         return []
 
     def decode(self, incoming: Incoming, place: int, is_answer: bool) -> Any:
-        """Return the object that a complete message holds.
+        """Decode the content of a complete message.
 
         Args:
-            place: Where its content begins in the header.
+            incoming: The message.
+            place: The offset of the content in the header.
+            is_answer: The message answers a request.
 
         Raises:
-            FrameError: The message does not hold what it announces.
-            Exception: What unpickling raises.
+            FrameError: The message is shorter or longer than its tables describe.
+            Exception: Unpickling has failed.
         """
         flags, body, parts = incoming.flags, incoming.data, incoming.parts
         if parts:
@@ -76,7 +100,7 @@ class Reader:
                 raise FrameError(f"a message of kind {incoming.kind} without its content")
             body, place, parts = parts[0], 0, parts[1:]
         elif incoming.end != len(body):
-            body = body[: incoming.end]  # packed parts stand behind it
+            body = body[: incoming.end]  # without the packed parts
         if place == len(body):
             return None
         references: Sequence[Any] = ()
@@ -91,14 +115,15 @@ class Reader:
         return self._decoder.decode(flags, body, place, parts, references, attach)
 
     def decode_call(self, incoming: Incoming, place: int) -> tuple[Any, Any]:
-        """Return the args and kwargs of a complete request.
+        """Decode the args and kwargs of a complete request.
 
         Args:
-            place: Where its content begins in the header.
+            incoming: The message.
+            place: The offset of the content in the header.
 
         Raises:
-            FrameError: The message does not hold what it announces.
-            Exception: What unpickling raises.
+            FrameError: The message is shorter or longer than its tables describe.
+            Exception: Unpickling has failed.
         """
         flags = incoming.flags
         if not flags and place == incoming.end:
@@ -106,11 +131,10 @@ class Reader:
         data = self.decode(incoming, place, False)
         if data is None:
             return (), {}
-        made: tuple[Any, Any] = self._decoder.arguments(flags, data)
-        return made
+        return self._decoder.arguments(flags, data)
 
     def decode_answer(self, incoming: Incoming) -> Any:
-        """Return the object that an answer holds."""
+        """Decode the content of an answer."""
         place = incoming.start
         return (
             None

@@ -1,14 +1,13 @@
-"""Records: dataclasses and named tuples as a name and the values of their fields, and back.
+"""Records: dataclass instances and named tuples, encoded as a class name and field values.
 
-A record is made without any code of its class. No ``__init__``, ``__post_init__``, ``__new__`` or
-descriptor of the class runs, also where the class is listed: its constructor runs where a message
-*calls* it, never where a message contains an instance. So what ``__post_init__`` checks is not
-checked, and a field holds any value that a message can hold; a function that takes records from
-others checks them itself.
+A record is rebuilt without running code of its class: no ``__init__``, ``__post_init__``,
+``__new__`` or descriptor. A listed class's constructor runs only if a message *calls* it, never if
+a message contains an instance. So the checks of ``__post_init__`` do not run, and a field may have
+any value that a message can contain; a function that takes records from others must check them.
 
-Fields are all that travels. An instance with further state (attributes that ``__post_init__`` adds,
-the contents of a subclass of ``dict``) is not a record: it would arrive incomplete. Values of
-``functools.cached_property`` are left behind.
+Only fields are sent. An instance with further state (attributes that ``__post_init__`` adds, the
+contents of a subclass of ``dict``) is not a record, because it would arrive incomplete. Values of
+``functools.cached_property`` are dropped.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from typing import Any
 from mpidist.errors import FrameError
 from mpidist.rpc import callee, class_dicts
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made at run time, not compiled in
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: class created at run time
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Fields of a class, and what an instance may have besides.
+    """Fields of a record class, and further attributes of its instances.
 
     Attributes:
-        module: Where the class is found.
-        qualname: Its name there.
+        module: The module of the class.
+        qualname: The qualified name of the class in the module.
         fields: Names, in order.
-        is_tuple: It is a named tuple.
+        is_tuple: The class is a named tuple.
         cached: Names of cached properties.
-        slots: Members in ``__slots__`` that are no fields.
+        slots: Members of ``__slots__`` that are not fields.
     """
 
     module: str
@@ -47,22 +46,22 @@ class _Layout:
     slots: tuple[MemberDescriptorType, ...]
 
 
-_MOST = 1024  # layouts kept
-# By identity, as a metaclass may define what equal means; the class is kept, so that no other gets
-# its number.
+_MAX_LAYOUTS = 1024  # a full cache is cleared
+
+# By id, because a metaclass may redefine equality. The class is kept, so that its id is not reused.
 _layouts: dict[int, tuple[type, _Layout | None]] = {}
 
 
 def fields_of(obj: Any) -> tuple[str, list[Any]] | None:
-    """Return a record's class and values.
+    """Return the class name and the field values of a record.
 
     Args:
-        obj: Anything.
+        obj: Any object.
 
     Returns:
-        ``"module:qualified name"`` of the class, and the values of its fields in order; None for
-        what is no record: an instance of another class, of one that is not found by its name, with
-        a field that is not set, or with further state.
+        ``"module:qualified name"`` of the class, and the values of its fields in order. None if the
+        object is not a record: its class has another type or is not importable by its name, a field
+        is not set, or there is further state.
     """
     cls = type(obj)
     layout = _layout_of(cls)
@@ -85,7 +84,7 @@ def fields_of(obj: Any) -> tuple[str, list[Any]] | None:
 
 
 def complaint(obj: Any) -> str:
-    """Return why a dataclass instance or a named tuple is no record; an empty text for objects of other classes."""
+    """Return why a dataclass instance or named tuple is not a record; else an empty string."""
     cls = type(obj)
     if not dataclasses.is_dataclass(cls) and not (
         isinstance(obj, tuple) and hasattr(cls, "_fields")
@@ -103,7 +102,7 @@ def complaint(obj: Any) -> str:
 
 
 def is_record(cls: type) -> bool:
-    """Say whether instances of a class can be made from values of fields."""
+    """Return whether instances of a class can be made from field values."""
     return _layout_of(cls) is not None
 
 
@@ -112,11 +111,11 @@ def make_record(cls: type, values: Sequence[Any]) -> Any:
 
     Args:
         cls: A dataclass or a class of named tuples.
-        values: Of its fields, in order.
+        values: The field values, in order.
 
     Raises:
-        FrameError: More or fewer values than the class has fields, or a class of which there are no
-            records.
+        FrameError: The number of values differs from the number of fields, or the class is not a
+            record class.
     """
     layout = _layout_of(cls)
     if layout is None:
@@ -133,7 +132,7 @@ def make_record(cls: type, values: Sequence[Any]) -> Any:
         return tuple.__new__(cls, values)
     try:
         obj: Any = object.__new__(cls)
-    except TypeError as error:  # an abstract class
+    except TypeError as error:  # abstract class
         raise FrameError(f'"{class_dicts.name_of(cls)}" has no instances: {error}') from error
     for name, value in zip(layout.fields, values, strict=True):
         object.__setattr__(obj, name, value)
@@ -163,7 +162,7 @@ def _layout_of(cls: type) -> _Layout | None:
     try:
         return _layouts[id(cls)][1]
     except KeyError:
-        if len(_layouts) >= _MOST:
+        if len(_layouts) >= _MAX_LAYOUTS:
             _layouts.clear()
         layout = _make_layout(cls)
         _layouts[id(cls)] = cls, layout
@@ -173,7 +172,7 @@ def _layout_of(cls: type) -> _Layout | None:
 def _make_layout(cls: type) -> _Layout | None:
     bases = class_dicts.mro(cls)
     is_tuple = class_dicts.is_below(cls, tuple)
-    # The methods of a base in C rely on what its own constructor sets up.
+    # The methods of a base class in C rely on state that its constructor initialises.
     if any(_is_compiled(base) for base in bases if base is not object and base is not tuple):
         return None
     attributes = class_dicts.attributes(cls)
@@ -191,7 +190,7 @@ def _make_layout(cls: type) -> _Layout | None:
     cached = frozenset(
         name for name, found in attributes.items() if type(found) is functools.cached_property
     )
-    # Of all bases: a name that a class hides still has its place in the instance.
+    # Of all base classes: a member that a derived class hides still exists in the instance.
     members = [
         found
         for base in bases
@@ -210,7 +209,7 @@ def _is_compiled(cls: type) -> bool:
 
 
 def _runs_code(attribute: Any) -> bool:
-    """Say whether to set an attribute of this name runs code: that of a descriptor."""
+    """Return whether setting the attribute would run a descriptor's code."""
     kind = type(attribute)
     return kind is not MemberDescriptorType and (
         hasattr(kind, "__set__") or hasattr(kind, "__delete__")

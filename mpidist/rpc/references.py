@@ -1,4 +1,4 @@
-"""Remote references of one worker: values that others hold, holders that are gone, and calls of ``remote``."""
+"""Remote references of one worker: owned values, held references, and calls of ``remote``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,23 @@ from mpidist.rpc.worker import Workers
 
 logger = logging.getLogger("mpidist.rpc")
 
-_MOST_PAIRS = 1000  # of (reference, fork) in one message
+_MAX_PAIRS = 1000  # (reference, fork) in one message
 
 
 class References:
-    """The references that this worker owns, and those that it holds.
+    """Owned values and held references of one worker.
 
     Args:
-        make: Makes the object of (reference, fork, owner's rank) that a message brought.
+        workers: All workers.
+        wire: Sends announcements and deletes.
+        reader: Gets its ``make_reference`` from here.
+        calls: Starts the calls of ``remote``.
+        polling: Polls while a thread waits for a value.
+        make: Makes a reference from (reference, fork, owner's rank).
+
+    Attributes:
+        store: The owned values, with their forks.
+        deletes: (owner, reference, fork) of deleted references that the owner does not know yet.
     """
 
     def __init__(
@@ -42,9 +51,8 @@ class References:
         make: Callable[[int, int, int], Any],
     ) -> None:
         self.store = RRefStore(workers.me.id)
-        # (owner, reference, fork) of holders that are gone
         self.deletes: deque[tuple[int, int, int]] = deque()
-        # other workers' references that are held here, by fork
+        # Held references to other workers' values, by fork.
         self._user_rrefs: dict[int, weakref.ref[Any]] = {}
         self._workers = workers
         self._wire = wire
@@ -65,26 +73,26 @@ class References:
                 f"a reference to a value of rank {owner}, of {len(self._workers.infos)} workers"
             )
 
-    # Holders here, of values elsewhere.
+    # References held here to values of other workers.
 
     def register_user(self, fork: int, holder: Any) -> None:
-        """Note a holder of another worker's value."""
+        """Register a held reference to another worker's value."""
         self._user_rrefs[fork] = weakref.ref(holder)
 
     def queue_delete(self, owner: int, reference: int, fork: int) -> None:
-        """Note that a holder is gone; whoever polls tells the owner. Callable from finalizers."""
+        """Queue the delete of a held reference; the polling thread sends it. Safe in finalizers."""
         self._user_rrefs.pop(fork, None)
         self.deletes.append((owner, reference, fork))
 
     def delete_users(self) -> None:
-        """Delete all holders of other workers' values."""
-        for found in list(self._user_rrefs.values()):
-            holder = found()
+        """Delete all held references to other workers' values."""
+        for weak in list(self._user_rrefs.values()):
+            holder = weak()
             if holder is not None:
                 holder.delete()
 
     def flush_deletes(self) -> None:
-        """Tell the owners of the holders that are gone, on the polling thread."""
+        """Send the queued deletes to the owners, on the polling thread."""
         pairs: dict[int, list[tuple[int, int]]] = {}
         while self.deletes:
             owner, reference, fork = self.deletes.popleft()
@@ -97,36 +105,36 @@ class References:
                 try:
                     self._post_pairs(owner, Kind.RREF_USER_DELETE, gone)
                 except Exception:
-                    # One owner that cannot be reached must not keep the others' values.
+                    # An owner that cannot be reached must not keep deletes from the others.
                     logger.exception(
                         "%s: %d deletes to rank %d were lost", self._workers.me, len(gone), owner
                     )
 
     def announce(self, owner: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Tell an owner of (reference, fork) of new holders, before those hear of it."""
+        """Send an owner the (reference, fork) pairs of new holders, ahead of the message."""
         self._post_pairs(owner, Kind.RREF_FORK, pairs)
 
     def _post_pairs(self, owner: int, kind: int, pairs: Sequence[tuple[int, int]]) -> None:
         if owner in self._workers.left:
             return
-        for start in range(0, len(pairs), _MOST_PAIRS):
-            header = b"".join([PAIR.pack(*pair) for pair in pairs[start : start + _MOST_PAIRS]])
+        for start in range(0, len(pairs), _MAX_PAIRS):
+            header = b"".join([PAIR.pack(*pair) for pair in pairs[start : start + _MAX_PAIRS]])
             self._wire.post_one_way(owner, kind, header)
 
     def drop(self, incoming: Any) -> None:
-        """Let the references of a message go that nobody reads."""
+        """Delete the references in a message that is not decoded."""
         for reference, fork, owner in self._reader.references_in(incoming):
             if owner < len(self._workers.infos):
                 self.queue_delete(owner, reference, fork)
 
-    # Values here, holders elsewhere; on the polling thread, in the order of messages.
+    # Values owned here. Forks are counted on the polling thread, in the order of messages.
 
     def count_forks(self, source: int, rows: Sequence[message.ReferenceRow]) -> None:
-        """Count the forks of this worker's values that come with a message.
+        """Count the forks of this worker's values that are in a message.
 
         Raises:
-            FrameError: The owner of one is no worker, or the sender has not made its fork; none is
-                counted.
+            FrameError: An owner is not a worker, or the sender has not made one of the forks;
+                none is counted.
         """
         me, size = self.store.rank, len(self._workers.infos)
         if any([owner >= size or fork >> ID_SHIFT != source for _, fork, owner in rows]):
@@ -140,22 +148,24 @@ class References:
         """Count the forks that another worker announces.
 
         Raises:
-            FrameError: It has not made one of them; none is counted.
+            FrameError: The sender has not made one of them; none is counted.
         """
         pairs = message.unpack_pairs(incoming.data, incoming.start, incoming.end)
         require_own(incoming.source, [fork for _, fork in pairs])
         self.store.add_forks(pairs)
 
     def delete_forks(self, incoming: Any) -> None:
-        """Forget the forks of holders that are gone."""
+        """Delete the forks that a message names."""
         for reference, fork in message.unpack_pairs(incoming.data, incoming.start, incoming.end):
             self.store.delete_fork(reference, fork)
 
     def wait_for_entry(self, entry: Entry, timeout_s: float, creation: Creation | None) -> None:
-        """Wait until a value of this worker is there, or its creation is lost.
+        """Wait until a value of this worker is set, or its creation is lost.
+
+        Blocks: at most ``timeout_s`` seconds; 0 for no limit.
 
         Raises:
-            CommTimeout: Not there in time.
+            CommTimeout: The value was not set in time.
         """
         what = f"the value of reference {entry.reference:#x}"
         call = Call(self._workers.me.id, what, timeout_s)
@@ -171,10 +181,10 @@ class References:
     def create(
         self, to: int, function: Any, args: Any, kwargs: Any, timeout_s: float
     ) -> tuple[int, int, Entry | None, Creation]:
-        """Call a function on a worker, where its result stays.
+        """Call a function on a worker, which keeps the result.
 
         Returns:
-            The reference, the caller's fork, the entry if the worker is this one, and the call.
+            The reference, the caller's fork, the entry if this worker is the owner, and the call.
         """
         kind, name = callee.wire_name(function)
         content = self._wire.codecs[to].encode_function(function, name, args, kwargs)

@@ -1,4 +1,4 @@
-"""An exception on its way back to the caller: its own type where that can be rebuilt, with the remote traceback as its cause."""
+"""Exceptions in answers: rebuilt at the caller, with the remote traceback as their cause."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mpidist.rpc.worker import WorkerInfo
 
 
 class RemoteTraceback(Exception):
-    """Where an exception was raised: the cause of the one that the caller gets.
+    """Remote traceback: the cause of the exception that is raised at the caller.
 
     Attributes:
-        worker: The worker's name.
-        rank: Its rank.
+        worker: The name of the worker that has raised the exception.
+        rank: The rank of that worker.
     """
 
     def __init__(self, text: str, worker: str, rank: int) -> None:
@@ -30,13 +30,17 @@ class RemoteTraceback(Exception):
 
 
 def describe(error: BaseException, as_data: bool = False) -> tuple[str, str, str, Any]:
-    """Return an exception as plain data: type name, representation, traceback, and what rebuilds it, None if nothing does.
+    """Return an exception as plain data.
 
     Args:
-        as_data: For a worker that reads data only: ``data_values.error_values`` rebuild it; else
-            its pickle.
+        error: The exception.
+        as_data: For a caller that reads data only: use ``data_values.error_values``, not a pickle.
+
+    Returns:
+        Type name, representation, traceback, and the content for ``rebuild``: None if the exception
+        cannot be encoded.
     """
-    # Whatever the exception's own methods raise, the caller must hear of it.
+    # The caller must get an answer even if the exception's own methods raise.
     try:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     except BaseException as failure:
@@ -55,16 +59,16 @@ def rebuild(description: Any, worker: WorkerInfo, allowed: Allowed | None = None
     """Return the exception to raise at the caller.
 
     Args:
-        description: What ``describe`` returned on the other side.
-        worker: Where that was.
-        allowed: The list of this worker, which reads data only if it has one.
+        description: The result of ``describe`` on the other worker.
+        worker: That worker.
+        allowed: The list of this worker; None if it reads pickles.
 
     Returns:
-        The exception itself; a ``RemoteError`` if it cannot be rebuilt here. Its cause holds the
-        remote traceback.
+        The exception, or a ``RemoteError`` if the exception cannot be rebuilt here; its cause is a
+        ``RemoteTraceback``.
 
     Raises:
-        FrameError: It is no description.
+        FrameError: The description is invalid.
     """
     if (
         type(description) is not tuple
@@ -89,8 +93,7 @@ def rebuild(description: Any, worker: WorkerInfo, allowed: Allowed | None = None
     if not isinstance(error, Exception):
         error = RemoteError(
             f"{worker.name} (rank {worker.id}) raised {type_name}, which cannot be raised here: "
-            f"{reason}. "
-            f"Original exception on remote side was: {representation}",
+            f"{reason}. Original exception on remote side was: {representation}",
             worker.id,
             type_name,
         )

@@ -26,13 +26,13 @@ from mpidist.rpc.worker import Workers
 
 logger = logging.getLogger("mpidist.rpc")
 
-# An enumeration's attribute costs as much as a comparison.
+# Plain integers, because access to a member of an enumeration costs as much as a comparison.
 _FIRST_REMOTE, _LAST_REMOTE = int(Kind.REMOTE_PYTHON), int(Kind.REMOTE_METHOD)
 _METHOD, _SERVICE, _RESULT = int(Kind.CALL_METHOD), int(Kind.CALL_SERVICE), int(Kind.RESULT)
 
 
 class Server(Protocol):
-    """The agent, as requests need it."""
+    """The agent, as requests use it."""
 
     workers: Workers
     wire: Wire
@@ -45,7 +45,7 @@ class Server(Protocol):
 
 
 class Request:
-    """A call; as an action it runs the function, and answers with its result."""
+    """A call from another worker. As an action it runs the function and sends the result."""
 
     __slots__ = ("_agent", "_incoming")
 
@@ -76,7 +76,8 @@ class Request:
                 else:
                     function = callee.resolve(kind, key, agent.allowed) if key else None
             except BaseException:
-                agent.references.drop(incoming)  # its arguments are not read
+                # The arguments are not decoded.
+                agent.references.drop(incoming)
                 raise
             if function is None:
                 function, args, kwargs, key = self._pickled(place)
@@ -138,7 +139,7 @@ class Request:
             self.succeed(value)
 
     def succeed(self, value: Any) -> None:
-        """Answer with a result; with the reason if it cannot be sent."""
+        """Answer with a result; with the error if the result cannot be sent."""
         incoming = self._incoming
         try:
             content = self._agent.wire.codecs[incoming.source].encode(value)
@@ -149,7 +150,7 @@ class Request:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Answer with an exception. Never raises: this request alone may suffer from it."""
+        """Answer with an exception. Never raises, so that no other request is affected."""
         try:
             codec = self._agent.wire.codecs[self._incoming.source]
             self._answer(Kind.EXCEPTION, codec.encode(codec.describe_error(error)))
@@ -174,18 +175,18 @@ class Request:
 
 
 class RemoteRequest(Request):
-    """A call whose result stays here."""
+    """A call of ``remote``, whose result stays on this worker."""
 
     __slots__ = ("_entry",)
 
     def __init__(self, agent: Server, incoming: Incoming) -> None:
         super().__init__(agent, incoming)
-        # Kept from here on: the last holder may be gone before the function has run.
+        # Created on arrival: the last holder may delete it before the function has run.
         reference, fork = message.unpack_ids(incoming.data, incoming.start, incoming.end, 2)
         self._entry = agent.references.store.create_for(incoming.source, reference, fork)
 
     def succeed(self, value: Any) -> None:
-        """Keep the result, and say so."""
+        """Store the result, and answer without it."""
         if isinstance(value, torch._C.Future):
             self.fail(
                 MpidistError(
@@ -201,8 +202,8 @@ class RemoteRequest(Request):
             super().fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Keep the exception in place of the result, and answer with it."""
-        # Read on this worker, it must not interrupt or end the program either.
+        """Store the exception in place of the result, and answer with it."""
+        # local_value raises it on this worker, where it must not interrupt or end the program.
         kept = (
             error
             if isinstance(error, Exception)
@@ -213,7 +214,7 @@ class RemoteRequest(Request):
 
 
 class FetchRequest(Request):
-    """A fetch of a value, which waits for it without a thread."""
+    """A fetch of a value. It waits for the value without a thread."""
 
     __slots__ = ("_entry",)
 
@@ -225,7 +226,7 @@ class FetchRequest(Request):
         self._entry: Entry = agent.references.store.find(reference)
 
     def when_set(self) -> bool:
-        """Say whether the value is there; if not, this runs on the pool once it is."""
+        """Return whether the value is set; if not, submit this request once it is."""
         if self._entry.is_set:
             return True
         pool = self._agent.polling.pool
@@ -233,7 +234,7 @@ class FetchRequest(Request):
         return False
 
     def run(self) -> None:
-        """Answer with the value, or with what its creation raised."""
+        """Answer with the value, or with the exception of its creation."""
         if self._entry.error is not None:
             self.fail(self._entry.error)
         else:
@@ -241,12 +242,12 @@ class FetchRequest(Request):
 
 
 class EngineRequest(Request):
-    """A request of a kind of distributed autograd."""
+    """A request to distributed autograd."""
 
     __slots__ = ()
 
     def run(self) -> None:
-        """Have the engine handle it; answer with what that returns."""
+        """Pass the request to the engine; answer with what the engine returns or raises."""
         agent, incoming = self._agent, self._incoming
         try:
             engine = interceptor.engine
@@ -264,7 +265,7 @@ class EngineRequest(Request):
 
 
 def _measure_lock(waits: list[float]) -> None:
-    """Give the GIL away, and note how long it takes to come back."""
+    """Release the GIL, and record how long this thread waits to get it back."""
     start = time.perf_counter()
     time.sleep(0)
     waits.append(time.perf_counter() - start)

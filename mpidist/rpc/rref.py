@@ -1,4 +1,4 @@
-"""A value on another worker, or on this one, under a name that can travel: the protocol is in ``rref_store``."""
+"""Remote references (``RRef``): handles of values on their owner (protocol: ``rref_store``)."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _BACKWARD = "backward() of a reference"
 
 @untraced
 class RRef(Holder, proxy.Proxied, Generic[T]):
-    """A remote reference. Made of a value, it is the owner's; ``remote`` and messages make users'.
+    """A remote reference. The constructor makes the owner's; ``remote`` and messages make users'.
 
-    It can be passed to any worker in arguments and results, alone or within containers and objects,
-    and to nothing else. The value lives until the last holder has dropped it. Calls on the value go
-    by ``rref.rpc_sync().method(…)`` and its kin.
+    A reference can be passed to any worker in arguments and results, alone or within containers and
+    objects, but not pickled otherwise. The value lives until the last holder has dropped its
+    reference. ``rref.rpc_sync().method(…)`` calls a method of the value on its owner.
 
     Args:
-        value: Any object; it stays where it is.
-        type_hint: The value's type; torch's, taken for its signature.
+        value: Any object; it stays on this worker.
+        type_hint: Ignored; for torch's signature.
 
     Raises:
         MpidistError: RPC is not initialised.
@@ -54,22 +54,22 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
         self._set_up(agent, agent.workers.me, entry.reference, None, entry, None)
 
     def is_owner(self) -> bool:
-        """Say whether the value lives on this worker."""
+        """Return whether the value is on this worker."""
         return self._entry is not None
 
     def owner(self) -> WorkerInfo:
-        """Return the worker on which the value lives."""
+        """Return the worker that has the value."""
         return self._owner
 
     def owner_name(self) -> str:
-        """Return its name."""
+        """Return the name of the worker that has the value."""
         return self._owner.name
 
     def confirmed_by_owner(self) -> bool:
-        """Say whether the owner knows of this holder.
+        """Return whether the owner knows of this holder.
 
-        Of a reference that came in a message that is certain: the owner is told before its value
-        could go (``rref_store``).
+        True for every reference that was received in a message: its fork is announced before the
+        value can be freed (``rref_store``).
         """
         creation = self._creation
         return (
@@ -81,11 +81,11 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
     def local_value(self) -> T:
         """Return the value itself, on its owner.
 
-        Blocks: until it is there.
+        Blocks: until the value is set.
 
         Raises:
             RRefError: This worker is not the owner.
-            Exception: What the value's creation raised.
+            Exception: The creation of the value has raised it.
         """
         if self._entry is None:
             raise RRefError(
@@ -97,17 +97,17 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
         return self._own_value(0.0)
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """Return the value: itself on its owner, elsewhere a copy.
+        """Return the value itself on its owner, a copy on other workers.
 
-        Blocks: until it is there.
+        Blocks: until the value is set and has arrived.
 
         Args:
-            timeout: Seconds; 0 for no end, and if not given the options'.
+            timeout: Seconds; 0 for no limit. Default: ``rpc_timeout`` of the options.
 
         Raises:
             CommTimeout: No answer in time.
             RRefError: The reference was deleted, or ``remote`` had no answer in time.
-            Exception: What the value's creation raised.
+            Exception: The creation of the value has raised it.
         """
         if self._entry is not None:
             return self._own_value(0.0 if timeout == UNSET_RPC_TIMEOUT else timeout)
@@ -122,7 +122,7 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
     def create(
         agent: Agent, to: int, function: Any, args: Any, kwargs: Any, timeout: float
     ) -> RRef[Any]:
-        """See ``create``; for the proxies."""
+        """See ``create``; used by the proxies."""
         return create(agent, to, function, args, kwargs, timeout)
 
     def backward(
@@ -131,8 +131,7 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
         """Run the backward pass from the value, a scalar tensor, on its owner.
 
         Args:
-            dist_autograd_ctx_id: The distributed context; the owner may leave it out, for a local
-                pass.
+            dist_autograd_ctx_id: The distributed context. The owner may omit it for a local pass.
             retain_graph: Keep the graph for another pass.
             mode: ``"fast"`` or ``"smart"``: see ``mpidist.autograd.backward``.
         """
@@ -140,7 +139,7 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
             if dist_autograd_ctx_id == -1:
                 raise MpidistError("User RRefs require 'dist_autograd_ctx_id' to be specified")
             content = (self, dist_autograd_ctx_id, retain_graph, mode)
-            # a kind of its own: no list of allowed functions need name it
+            # A kind of its own, so that a list of allowed functions need not name it.
             kind = Kind.BACKWARD_AUTOGRAD
             self._agent.calls.request(
                 self._owner.id, kind, b"", content, UNSET_RPC_TIMEOUT, _BACKWARD
@@ -162,7 +161,7 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
         return value
 
     def _get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that is complete when the value's creation has ended (torch's name)."""
+        """Return a future that completes when the value's creation has ended (torch's name)."""
         creation = self._creation
         if creation is not None:
             return creation.future()
@@ -171,11 +170,11 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
         return future
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """Return the value's type, or a future of it; asked of the owner once."""
+        """Return the value's type, or a future of it; the owner is asked once (torch's name)."""
         if self._type is None:
             if self._entry is not None and blocking:
-                # Not by a future: a handler that waits here must leave its place to the one that
-                # makes the value.
+                # Not by a future: a handler that waits in Polling does not count as running, so the
+                # handler that makes the value can run.
                 return type(self._own_value(0.0 if timeout == UNSET_RPC_TIMEOUT else timeout))
             if self._entry is not None:
                 self._type = _future_of_type(self._entry)
@@ -186,7 +185,7 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
         return self._type.wait() if blocking else self._type
 
     def _serialize(self) -> None:
-        """Raise what would keep this reference from being passed on (torch's name)."""
+        """Raise if this reference cannot be passed on (torch's name)."""
         self.require_shareable()
 
 
@@ -196,7 +195,7 @@ PyRRef = RRef
 def create(
     agent: Agent, to: int, function: Any, args: Any, kwargs: Any, timeout: float
 ) -> RRef[Any]:
-    """Call a function on a worker and return a reference to its result, which stays there."""
+    """Call a function on a worker and return a reference to its result, which stays on it."""
     calls = agent.calls
     timeout_s = calls.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
     reference, fork, entry, creation = agent.references.create(
@@ -210,24 +209,24 @@ def create(
 def user_rref(
     agent: Agent, owner: WorkerInfo, reference: int, fork: int, creation: Creation | None
 ) -> RRef[Any]:
-    """Make a user's reference."""
+    """Make a reference to another worker's value."""
     made: RRef[Any] = RRef.__new__(RRef)
     made._set_up(agent, owner, reference, fork, None, creation)
     return made
 
 
 def owner_rref(agent: Agent, entry: Entry, creation: Creation | None = None) -> RRef[Any]:
-    """Make the owner's reference to an entry."""
+    """Make a reference to an owned value."""
     made: RRef[Any] = RRef.__new__(RRef)
     made._set_up(agent, agent.workers.me, entry.reference, None, entry, creation)
     return made
 
 
 def from_wire(agent: Agent, reference: int, fork: int, owner: int) -> RRef[Any]:
-    """Make the reference that a message brought."""
+    """Make the reference that a message contains."""
     if owner != agent.workers.me.id:
         return user_rref(agent, agent.workers.infos[owner], reference, fork, None)
-    # The message's own fork ends here: from now on the reference holds the entry.
+    # The new reference holds the entry, so the message's own fork ends here.
     return owner_rref(agent, agent.references.store.redeem(reference, fork))
 
 

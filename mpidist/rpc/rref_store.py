@@ -1,39 +1,36 @@
-"""Reference counts of remote values: the owner's table of values and forks. Pure: what is to be sent is returned as data.
+"""Reference counts of remote values: the owner's table of values and forks. Pure: nothing is sent.
 
-**Names.** A *reference* names one value on its owner; a *fork* names one holder of it on another
-worker. Both ids are unique in the job: the rank that made it, and a number of that rank. The value
-lives while a fork is known, or the owner's code holds it.
+**Names.** A *reference* names one value on its owner; a *fork* names one holder of the value on
+another worker. Both ids are unique in the job: the rank that has made the id, and a number of that
+rank. The value lives while a fork is known, or while the owner's code holds it.
 
 **Messages**, counted per event. MPI keeps the order of two messages of one pair of ranks (MPI-4.1
-§3.5), and they are taken up in that order. That is all the protocol needs, so nothing is confirmed:
+§3.5), and RPC handles them in that order. The protocol needs nothing else, so no message is
+confirmed (torch's counts in the last column):
 
-========================================
-=======================================================================  ========= event
-messages                                                                 torch's
-========================================
-=======================================================================  ========= ``remote`` on
-worker O, from A            REMOTE_* with reference and A's fork (A→O); REMOTE_DONE back
-2 A passes it to O, its owner               none: the message itself carries the pair, O counts it
-as it arrives     0 O passes it to B                          none: O counts B's fork as it writes
-the message                         2 A passes it to B, neither owns it         RREF_FORK (A→O),
-sent ahead of the message to B                          4 a holder drops it
-RREF_USER_DELETE (holder→O)                                              1-2 ``to_here``
-RREF_FETCH and RESULT                                                    2
-========================================
-=======================================================================  =========
+==============================  ==========================================================  =======
+event                           messages                                                    torch
+==============================  ==========================================================  =======
+``remote`` on worker O, from A  REMOTE_* with reference and A's fork (A→O); REMOTE_DONE     2
+A passes it to O, its owner     none: O counts the pair in the message as it arrives        0
+O passes it to B                none: O counts B's fork as it writes the message            2
+A passes it to B, both users    RREF_FORK (A→O), sent ahead of the message to B             4
+a holder drops it               RREF_USER_DELETE (holder→O)                                 1-2
+``to_here``                     RREF_FETCH and RESULT                                       2
+==============================  ==========================================================  =======
 
 **Why no value is freed too early.** A fork of B that A makes is announced by A (A→O) before A can
 drop its own fork (A→O, later in the same order). So at O, B's fork is known before A's is gone,
 whatever B's own messages do meanwhile.
 
-**What may come early.** B's RREF_FETCH, or B's RREF_USER_DELETE, may reach O before A's messages. A
-fetch of a reference that O does not know waits for it. A delete of a fork that O does not know is
-noted, and meets its fork later; A's own fork keeps the entry until then. Deleting twice does
+**What may arrive early.** B's RREF_FETCH, or B's RREF_USER_DELETE, may reach O before A's messages.
+A fetch of a reference that O does not know waits for it. A delete of a fork that O does not know is
+kept until the fork is announced; A's own fork keeps the entry until then. Deleting twice does
 nothing.
 
-**Who makes which id.** The caller of ``remote`` makes the reference and its fork; whoever passes a
-reference on, or announces a fork, makes the fork. So the ids that a message brings are its sender's
-own, but for references that it passes on, and deletes.
+**Which rank makes which id.** The caller of ``remote`` makes the reference and its fork; the worker
+that passes a reference on, or announces a fork, makes that fork. So the ids in a message are its
+sender's own, except for references that are passed on, and deletes.
 
 torch confirms every fork (fork request and child accept, each acknowledged) because its channels
 have no such order.
@@ -48,7 +45,8 @@ from typing import Any
 
 from mpidist.errors import FrameError
 
-ID_SHIFT = 40  # ids: the maker's rank above, its running number below
+# An id: the rank that has made it in the upper bits, a running number in the lower ones.
+ID_SHIFT = 40
 
 
 def new_id(rank: int, number: int) -> int:
@@ -57,12 +55,12 @@ def new_id(rank: int, number: int) -> int:
 
 
 def id_parts(identity: int) -> tuple[int, int]:
-    """Return (the maker's rank, its running number)."""
+    """Return the rank that has made an id, and its running number."""
     return identity >> ID_SHIFT, identity & ((1 << ID_SHIFT) - 1)
 
 
 def require_own(source: int, ids: Iterable[int]) -> None:
-    """Require that a message's sender has made ids.
+    """Check that the sender of a message has made the ids in it.
 
     Raises:
         FrameError: It has not made one of them.
@@ -73,17 +71,18 @@ def require_own(source: int, ids: Iterable[int]) -> None:
 
 
 class Entry:
-    """A value on its owner, there already or to come.
+    """A value on its owner; the value may not be set yet.
 
     Attributes:
         reference: Its id.
-        value: The value once ``is_set``; with ``error``, None.
-        error: What its creation raised.
+        value: The value once ``is_set``; None if there is an ``error``.
+        error: The exception of its creation.
         forks: The known forks.
         early: Forks that were deleted before they were known.
-        created: Its REMOTE_* message was seen, or its value, or this worker is about to send itself
-            such a message.
-        is_taken: Its REMOTE_* message was seen, or its value: no message may make it any more.
+        created: Its REMOTE_* message has arrived, its value is set, or this worker is about to send
+            itself such a message.
+        is_taken: Its REMOTE_* message has arrived, or its value is set: a second REMOTE_* message
+            with this reference is an error.
     """
 
     __slots__ = (
@@ -108,7 +107,7 @@ class Entry:
         self._waiting: list[Callable[[Entry], None]] = []
 
     def when_set(self, act: Callable[[Entry], None]) -> None:
-        """Call ``act(entry)`` once the value is there: at once, or in the thread that sets it."""
+        """Call ``act(entry)`` once the value is set: immediately, or in the thread that sets it."""
         with _lock:
             if not self.is_set:
                 self._waiting.append(act)
@@ -116,9 +115,9 @@ class Entry:
         act(self)
 
     def set(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Give the value, or what its creation raised; what waits for it is called in this thread.
+        """Set the value, or the error of its creation, and run the callbacks of ``when_set``.
 
-        Set once, it stays.
+        A second call does nothing.
         """
         with _lock:
             if self.is_set:
@@ -130,29 +129,29 @@ class Entry:
             act(self)
 
 
-_lock = threading.RLock()  # guards the hand-over between waiting for a value and setting it
+_lock = threading.RLock()  # guards ``is_set`` together with the callbacks
 
 
 class RRefStore:
-    """One worker's entries. Thread-safe; no call blocks.
+    """The entries of one worker. Thread-safe; no call blocks.
 
     Args:
-        rank: This worker's.
+        rank: This worker's rank.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._entries: dict[int, Entry] = {}
-        self._lock = threading.RLock()  # a finalizer may run within any call
+        self._lock = threading.RLock()  # reentrant: a finalizer may run within any call
         self._base = new_id(rank, 0)
-        self._numbers = itertools.count()  # atomic in CPython
+        self._numbers = itertools.count()  # next() is atomic in CPython
 
     def make_id(self) -> int:
         """Return an id that no other call on any rank returns."""
         return self._base | next(self._numbers)
 
     def create(self, reference: int, fork: int) -> Entry:
-        """Take up the entry of a value that this worker has itself make, before its message arrives."""
+        """Create the entry for a call of ``remote`` to this worker, before its message arrives."""
         with self._lock:
             entry = self._of(reference)
             entry.created = True
@@ -160,11 +159,11 @@ class RRefStore:
             return entry
 
     def create_for(self, source: int, reference: int, fork: int) -> Entry:
-        """Take up the entry that a REMOTE_* message names, with its sender's fork; the value comes by ``Entry.set``.
+        """Create the entry of a REMOTE_* message, with its sender's fork.
 
         Raises:
-            FrameError: Its sender has not made both ids, or a value has the reference already;
-                nothing is kept.
+            FrameError: The sender has not made both ids, or a value has the reference already;
+                nothing is changed.
         """
         if reference >> ID_SHIFT != source or fork >> ID_SHIFT != source:
             require_own(source, (reference, fork))
@@ -179,7 +178,7 @@ class RRefStore:
             return entry
 
     def keep(self, entry: Entry, fork: int) -> None:
-        """Count a fork of a value of this worker; the entry is in the table from now on."""
+        """Count a fork of an owned value, and enter the value into the table."""
         with self._lock:
             self._entries[entry.reference] = entry
             self._count(entry, fork)
@@ -200,9 +199,9 @@ class RRefStore:
                 self._count(self._of(reference), fork)
 
     def delete_fork(self, reference: int, fork: int) -> None:
-        """Forget a fork; the last one takes the entry out of the table.
+        """Delete a fork; the last one removes the entry from the table.
 
-        Of one not known yet, note it.
+        The delete of a fork that is not known yet is kept until the fork is announced.
         """
         with self._lock:
             entry = self._of(reference)
@@ -213,7 +212,7 @@ class RRefStore:
                 entry.early.add(fork)
 
     def redeem(self, reference: int, fork: int) -> Entry:
-        """Return the entry of a reference that has come home, and forget the fork with which it came."""
+        """Return the entry of a reference that was passed to its owner, and delete its fork."""
         with self._lock:
             entry = self._entries.get(reference)
             if entry is not None and len(entry.forks) > 1 and fork in entry.forks:
@@ -224,7 +223,7 @@ class RRefStore:
             return entry
 
     def find(self, reference: int) -> Entry:
-        """Return the entry of a reference that is asked for; an empty one if its creation is still under way."""
+        """Return the entry of a reference; a new one, without value, if it is not known yet."""
         with self._lock:
             return self._of(reference)
 
@@ -235,12 +234,12 @@ class RRefStore:
             return len(entries), sum(len(entry.forks) for entry in entries)
 
     def leaks(self) -> list[Entry]:
-        """Return the entries that somebody still holds; not what was noted of a reference that never came to be."""
+        """Return the entries with known forks."""
         with self._lock:
             return [entry for entry in self._entries.values() if entry.forks]
 
     def clear(self) -> None:
-        """Forget all entries."""
+        """Remove all entries."""
         with self._lock:
             self._entries.clear()
 

@@ -1,7 +1,8 @@
-"""Services of RPC itself: functions that every worker answers, whatever its list, by messages of a kind of their own.
+"""Services of RPC: functions of this package that every worker runs for others, also with a list.
 
-Each gets the sender's rank ahead of the arguments of the message, and checks them: they come from
-any worker. There is no other function of this package that a message can name.
+A message of kind ``CALL_SERVICE`` names one. The sender's rank precedes the arguments of the
+message. A service checks its arguments, because any worker may send them. A message can name no
+other function of this package.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _functions: dict[str, Callable[..., Any]] = {}
 
 
 def service(function: F) -> F:
-    """Register a function under its own name."""
+    """Register a function as a service under its own name."""
     names[function] = function.__name__
     _functions[function.__name__] = function
     return function
@@ -28,7 +29,7 @@ def resolve(name: str) -> Callable[..., Any]:
     """Return the service of a name.
 
     Raises:
-        MpidistError: There is none.
+        MpidistError: There is no such service.
     """
     function = _functions.get(name)
     if function is None:

@@ -1,4 +1,4 @@
-"""Encoded messages on their way out and in: device maps, distributed autograd's hooks, and references."""
+"""Outgoing messages of one worker: headers, references, device maps, and autograd's numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpidist.comm.transport.eager_message import HEADER_BYTES
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import FrameError
 from mpidist.rpc import codec, data_codec, interceptor, message
-from mpidist.rpc.codec import EMPTY, TABLE, Content
+from mpidist.rpc.codec import EMPTY, TABLE, Content, Encoder
 from mpidist.rpc.message import (
     ANNOUNCED,
     AUTOGRAD,
@@ -29,20 +29,20 @@ _COMPACT_BYTES = ROOM_BYTES - message.ONE_REFERENCE.size
 
 
 class Wire:
-    """Messages of one worker.
+    """Sends the messages of one worker.
 
     Args:
-        transport: Carries them.
-        request_maps: By rank: from this worker's device indices to the receiver's, for requests.
-        answer_maps: For answers.
-        data_only: The workers that read data only: their names by rank.
+        transport: Sends the bytes.
+        request_maps: Device maps for requests by rank: index here to index at the receiver.
+        answer_maps: Device maps for answers.
+        data_only: The names, by rank, of the workers that read data only.
 
     Attributes:
-        codecs: By rank: what encodes messages to a worker.
-        answered: Requests that were answered.
-        one_way_sent: One-way messages that were sent.
-        is_stopped: Nothing is sent any more.
-        announce: Sends an owner the (reference, fork) pairs of a message that follows.
+        codecs: The encoders by the receiver's rank.
+        answered: The number of requests that this worker has answered.
+        one_way_sent: The number of one-way messages that this worker has sent.
+        is_stopped: RPC has ended: answers and one-way messages are discarded.
+        announce: Sends the (reference, fork) pairs of a message to their owner ahead of it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Wire:
         answer_maps: Mapping[int, DeviceMap],
         data_only: Mapping[int, str] | None = None,
     ) -> None:
-        self.codecs: list[Any] = [codec] * transport.size
+        self.codecs: list[Encoder] = [codec] * transport.size
         for rank, name in (data_only or {}).items():
             self.codecs[rank] = data_codec.DataEncoder(name)
         self.answered = self.one_way_sent = 0
@@ -64,7 +64,7 @@ class Wire:
         self._send = transport.send
 
     def has_device_map(self, to: int) -> bool:
-        """Say whether requests to a worker can carry CUDA tensors, and its answers to them."""
+        """Return whether requests to a worker, and its answers, can carry CUDA tensors."""
         return bool(self._request_maps.get(to))
 
     def post(
@@ -79,12 +79,15 @@ class Wire:
         """Send a message.
 
         Args:
-            sequence: Of a request; an answer carries it back.
-            context: Of distributed autograd; 0 for none.
-            prefix: The header in front of the content.
+            to: The receiver's rank.
+            kind: See ``message.Kind``.
+            sequence: The number of a request, which its answer repeats.
+            context: The context of distributed autograd; 0 for none.
+            prefix: The fields of the header that belong to the kind.
+            content: The encoded object.
 
         Raises:
-            Exception: It cannot be sent; nothing was.
+            Exception: The message cannot be sent; nothing has been sent.
         """
         table, references = content.table, content.references
         if table is None or content.slots or content.buffers or len(references) > 1:
@@ -101,8 +104,8 @@ class Wire:
         if references or context:
             if references:
                 references[0].require_shareable()
-            # Last of all: nothing can fail any more, and nothing is recorded or counted that never
-            # comes to be.
+            # Done last, when nothing can fail any more: a message that is not sent must be neither
+            # recorded by autograd nor counted as a fork.
             if context and (number := _record_send(to, kind, context, content)):
                 flags |= AUTOGRAD
             if references:
@@ -113,10 +116,10 @@ class Wire:
         self._send(to, kind, sequence, context, flags, prefix + body)
 
     def answer(self, to: int, kind: int, sequence: int, context: int, content: Content) -> None:
-        """Answer a request; nothing once RPC is stopped.
+        """Answer a request; do nothing once RPC has ended.
 
         Raises:
-            Exception: It cannot be sent; nothing was.
+            Exception: The answer cannot be sent; nothing has been sent.
         """
         if not self.is_stopped:
             self.post(to, kind, sequence, context, b"", content)
@@ -131,10 +134,10 @@ class Wire:
     def post_one_way(
         self, to: int, kind: int, prefix: bytes, content: Content = EMPTY, context: int = 0
     ) -> None:
-        """Send a message that is not answered, counted for quiescence; nothing once RPC is stopped.
+        """Send a message without an answer, counted for quiescence; do nothing once RPC has ended.
 
         Raises:
-            Exception: It cannot be sent; nothing was.
+            Exception: The message cannot be sent; nothing has been sent.
         """
         if self.is_stopped:
             return
@@ -160,13 +163,12 @@ class Wire:
             flags |= AUTOGRAD
             prefix = WORD.pack(number) + prefix
         if content.references:
-            # Last of all: nothing can fail any more, and no holder is counted that never comes to
-            # be.
+            # Done last, when nothing can fail: a fork that is not sent must not be counted.
             flags, prefix, body = self._with_references(
                 to, flags, prefix, body, content.references, number
             )
         nbytes = len(prefix) + len(body)
-        # Announced references begin a content that is a part, whatever its size.
+        # A content that begins with announced references is always a part.
         if flags & FAR or nbytes > (HEADER_BYTES if parts else ROOM_BYTES):
             self._send(
                 to, kind, sequence, context, flags | FAR, prefix, [body, *parts], [None, *devices]
@@ -193,7 +195,7 @@ class Wire:
 
 
 def _record_send(to: int, kind: int, context: int, content: Content) -> int:
-    """Have distributed autograd record a message; return its number there, 0 if no tensor needs a gradient."""
+    """Record a message with distributed autograd; return its number, 0 without gradients."""
     engine = interceptor.engine
     if engine is None:
         return 0

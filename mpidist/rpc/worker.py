@@ -1,4 +1,4 @@
-"""Workers that take part: names and ranks."""
+"""Workers of one ``init_rpc``: names and ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _NAME = re.compile(r"[A-Za-z0-9\-_:]+")
 
 @dataclass(frozen=True, slots=True, order=True)
 class WorkerInfo:
-    """A worker.
+    """Name and rank of a worker.
 
     Attributes:
         name: Letters, digits, ``-``, ``_`` and ``:``; fewer than 128 characters.
-        id: Its rank.
+        id: The rank.
 
     Raises:
-        MpidistError: A name that is none (a ``RuntimeError``, as torch has it).
+        MpidistError: The name is invalid (a ``RuntimeError``, as in torch).
     """
 
     name: str
@@ -36,7 +36,12 @@ class WorkerInfo:
 
 
 def check_name(name: str) -> None:
-    """Raise a RuntimeError for what cannot be a worker's name."""
+    """Check a worker's name.
+
+    Raises:
+        TypeError: The name is not a str.
+        MpidistError: The name is empty, too long, or has other characters.
+    """
     if not isinstance(name, str):
         raise TypeError(f"a worker's name is a str; got {type(name).__name__}")
     if not name:
@@ -62,8 +67,8 @@ class Workers:
         infos: By rank.
         me: This one.
         world_ranks: By rank.
-        left: Ranks that have left RPC, or died.
-        data_only: Ranks that read data only: they have a list of what may be called.
+        left: Ranks that have left RPC or died.
+        data_only: Ranks that read data only, because they have a list.
     """
 
     def __init__(
@@ -81,12 +86,12 @@ class Workers:
         self._ranks = {info.name: info.id for info in infos}
 
     def rank_of(self, to: Any) -> int:
-        """Return the rank of a worker that is named, numbered or described.
+        """Return the rank of a worker, given its name, rank or ``WorkerInfo``.
 
         A worker that has left RPC keeps its rank; a call to it raises RankFailureError.
 
         Raises:
-            ValueError: Neither a name, nor a rank, nor a worker.
+            ValueError: ``to`` is neither a name, nor a rank, nor a worker.
             MpidistError: No such worker.
         """
         if type(to) is str and to in self._ranks:

@@ -1,4 +1,4 @@
-"""One object from each of some workers to all of them, by calls: a leader collects and tells the others."""
+"""All-gather over some workers, by calls: a leader collects the objects and broadcasts them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 if TYPE_CHECKING:
     from mpidist.rpc.agent import Agent
 
-_CHECK_S = 0.1  # between two looks at who has ended
-_AHEAD = 64  # gatherings of which a worker may send its part before the leader takes part in them
-# The agent's generation, the number, and the names in order.
+_CHECK_S = 0.1  # between two checks for ended ranks
+# Gatherings for which a worker may send its part before the leader has called all_gather.
+_AHEAD = 64
+# Generation of the agent, number of the gathering, and the names in order.
 _SEQUENCE_ID = re.compile(r"([0-9]{1,18}):([0-9]{1,18}):([A-Za-z0-9\-_: ]+)")
 logger = logging.getLogger("mpidist.rpc")
 
 
 class _State:
-    """One gathering.
+    """State of one gathering.
 
     Attributes:
-        gathered: By worker name.
-        proceed: Set when all are there.
-        is_called: This worker takes part by now; else others do, ahead of it.
+        gathered: Objects by worker name.
+        proceed: Set when all objects are there.
+        is_called: This worker has called ``all_gather``; False if only others have.
     """
 
     def __init__(self) -> None:
@@ -40,12 +41,12 @@ class _State:
 
 
 class _Identity(NamedTuple):
-    """What a sequence id says.
+    """A parsed sequence id.
 
     Attributes:
-        number: Of the gathering among these workers.
-        joined: Their names, in order.
-        names: The same.
+        number: The number of the gathering among these workers.
+        joined: The workers' names in order, as one string.
+        names: The workers' names.
     """
 
     number: int
@@ -54,14 +55,13 @@ class _Identity(NamedTuple):
 
 
 _lock = threading.RLock()
-# By agent, and the names of those who gather: they count alike. States: by sequence id, of the same
-# agent.
+# Gatherings so far, by the agent's generation and the workers' names: equal on all these workers.
 _counts: dict[tuple[int, str], int] = {}
-_states: dict[str, _State] = {}
+_states: dict[str, _State] = {}  # by sequence id
 
 
 def reset() -> None:
-    """Drop what an agent that ends has counted, and what others have sent ahead."""
+    """Clear the counts and states of an agent that ends."""
     with _lock:
         _counts.clear()
         _states.clear()
@@ -71,18 +71,19 @@ def reset() -> None:
 def gather_to_leader(
     source: int, /, sequence_id: str, worker_name: str, obj: Any, worker_names: set[str]
 ) -> None:
-    """Take a worker's part; run by the leader.
+    """Store a worker's object; runs on the leader.
 
     Raises:
-        MpidistError: It is not the sender's part, this worker is not the leader, the sender is too
-            far ahead, or it has given its part already.
+        MpidistError: The object is not the sender's own, this worker is not the leader, or the
+            sender is too far ahead or has sent its object already.
     """
     _require_types(
         type(sequence_id) is str and type(worker_name) is str and type(worker_names) is set
     )
     _require_types(all(type(name) is str for name in worker_names))
     with _lock:
-        agent = current.require()  # under the lock: none is left behind by ``reset``
+        # Under the lock, or else a state could remain after ``reset``.
+        agent = current.require()
         number, joined, names = identity = _identity(agent, sequence_id)
         sender = _sender(agent, source, identity)
         _require(worker_name == sender, f"a part of {worker_name!r} comes from {sender}")
@@ -92,7 +93,7 @@ def gather_to_leader(
         if state is None:
             count = _counts.get((agent.generation, joined), 0)
             if number < count:
-                return  # this worker has ceased to wait for it
+                return  # this worker has given up
             ahead = sum(
                 [not other.is_called and sender in other.gathered for other in _states.values()]
             )
@@ -109,15 +110,16 @@ def gather_to_leader(
 
 @services.service
 def broadcast_to_follower(source: int, /, sequence_id: str, gathered: dict[str, Any]) -> None:
-    """Take all parts; run by each worker but the leader. It has given its own part by then.
+    """Store all objects; runs on each worker except the leader.
 
     Raises:
-        MpidistError: The sender is not the leader, this worker has not given its part, or the parts
-            are others.
+        MpidistError: The sender is not the leader, this worker has not sent its object, or the
+            names do not match.
     """
     _require_types(type(sequence_id) is str and type(gathered) is dict)
     with _lock:
-        agent = current.require()  # under the lock: none is left behind by ``reset``
+        # Under the lock, or else a state could remain after ``reset``.
+        agent = current.require()
         number, joined, names = identity = _identity(agent, sequence_id)
         sender, leader = _sender(agent, source, identity), min(names)
         _require(
@@ -131,7 +133,7 @@ def broadcast_to_follower(source: int, /, sequence_id: str, gathered: dict[str, 
         )
         state = _states.get(sequence_id)
         if state is None:
-            return  # this worker has ceased to wait for it
+            return  # this worker has given up
         _require(not state.proceed.is_set(), "all parts are here already")
         state.gathered = gathered
         state.proceed.set()
@@ -148,7 +150,7 @@ def _require(is_right: bool, reason: str) -> None:
 
 
 def _identity(agent: Agent, sequence_id: str) -> _Identity:
-    """Return what a sequence id says, if this worker takes part."""
+    """Parse a sequence id, and check that this worker takes part."""
     match = _SEQUENCE_ID.fullmatch(sequence_id)
     if match is None:
         raise MpidistError(
@@ -176,13 +178,18 @@ def _sender(agent: Agent, source: int, identity: _Identity) -> str:
 def all_gather(
     obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Return each worker's object by its name.
+    """Gather one object from each worker.
 
     Collective: over the named workers; None for all.
 
+    Blocks: until all objects are there, at most the timeout.
+
+    Returns:
+        The objects by worker name.
+
     Raises:
-        MpidistError: A worker was late.
-        RankFailureError: A worker came to the end of its program, or has left RPC.
+        MpidistError: A worker did not take part in time.
+        RankFailureError: A worker's program has ended, or it has left RPC.
     """
     agent = current.require()
     names = (
@@ -190,8 +197,8 @@ def all_gather(
     )
     joined = " ".join(sorted(names))
     with _lock:
-        # Each agent counts anew: one that a worker has missed, and ended with RPC, must not part
-        # them for ever.
+        # Counts restart with each agent, so that a gathering which one worker has missed before
+        # shutdown does not shift the numbers afterwards.
         if any(generation != agent.generation for generation, _ in _counts):
             _counts.clear()
         number = _counts.get((agent.generation, joined), 0)
@@ -237,8 +244,8 @@ def _run_gather(
 
 def _require_present(agent: Agent, me: str, missing: set[str], leader: str) -> None:
     ranks = {agent.workers.rank_of(name) for name in missing}
-    # Who leaves RPC may have had the answer that is still on its way here; only the leader leaves
-    # after all have it.
+    # A follower that has left may have received the answer before this worker. The leader leaves
+    # only after all workers have it.
     gone = agent.workers.left & (ranks if me == leader else {agent.workers.rank_of(leader)})
     ended = exited_ranks.ended([agent.workers.world_ranks[rank] for rank in sorted(ranks)])
     if gone or ended:
@@ -265,13 +272,12 @@ def _broadcast_to_followers(
     if errors:
         raise MpidistError(
             f"Followers {[name for name, _ in errors]} timed out in _all_gather after {limit:.2f} "
-            "seconds. "
-            f"The first exception is {errors[0][1]}"
+            f"seconds. The first exception is {errors[0][1]}"
         )
 
 
 def barrier(worker_names: Iterable[str]) -> None:
-    """Wait until all of the named workers have called this; a failure is logged, as torch does."""
+    """Wait until all named workers have called this; log a failure, as torch does."""
     try:
         all_gather(None, set(worker_names))
     except RuntimeError:

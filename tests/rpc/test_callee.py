@@ -155,7 +155,7 @@ def test_modules_are_imported_where_they_are_named(monkeypatch):
 
 
 def test_only_a_limited_number_of_names_is_kept(monkeypatch):
-    monkeypatch.setattr(callee, "_MOST", 5)
+    monkeypatch.setattr(callee, "_MAX_NAMES", 5)
     monkeypatch.setattr(callee, "_wire_names", {})
     monkeypatch.setattr(callee, "_attribute_paths", {})
     for function in (

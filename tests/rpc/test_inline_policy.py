@@ -18,7 +18,7 @@ def test_running_times_are_learnt_and_forgotten_slowly():
 
 
 def test_it_keeps_a_limited_number_of_names(monkeypatch):
-    monkeypatch.setattr(inline_policy, "_MOST", 10)
+    monkeypatch.setattr(inline_policy, "_MAX_KEYS", 10)
     policy = InlinePolicy()
     for number in range(100):
         policy.record(number, 1e-5)

@@ -59,7 +59,7 @@ def ask(function, *args):
 
 def isend(data, is_payload=False):
     """Send bytes past our transport."""
-    transport = api._get_current_rpc_agent()._transport
+    transport = api._get_current_rpc_agent().dispatcher._transport
     tag = transport._payload_tag if is_payload else transport._eager_tag
     return transport._mpi.Isend([data, transport._byte], LISTED, tag)
 

@@ -229,7 +229,7 @@ def to_nobody(attacker: Attacker) -> None:
 
 def _forge(to: int, numbers: range) -> None:
     """Answer calls of a worker that went to another."""
-    transport = current.require()._transport
+    transport = current.require().dispatcher._transport
     for number in numbers:
         transport.send(to, Kind.RESULT, number, 0, 0, encode(["forged"]))
 
