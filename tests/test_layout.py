@@ -38,6 +38,8 @@ COVERED_BY = {
     "comm/algorithms/minmax": "comm/algorithms/test_reductions.py",
     "comm/group_failure": "comm/test_execution.py",
     "comm/group_protocol": "comm/test_group.py",
+    "comm/object_messages": "comm/test_objects.py",
+    "comm/operation": "comm/test_execution.py",
     "comm/mpi/mpi_errors": "comm/test_watchdog.py",
     "comm/transport/eager_message": "comm/transport/test_transport.py",
     "comm/transport/incoming": "comm/transport/test_transport.py",

@@ -176,3 +176,75 @@ def splits(
             f"rows; got {sizes}"
         )
     return sizes
+
+
+def row_numel(
+    where: str,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    sends: Sequence[int],
+    receives: Sequence[int],
+    own: int,
+) -> int:
+    """Return the elements of one row that an all-to-all exchanges; 0 if it exchanges none.
+
+    Args:
+        sends: Rows of ``input`` for each rank.
+        receives: Rows of ``output`` from each rank.
+        own: This rank.
+
+    Raises:
+        ValueError: Rows of different sizes, or a part for this rank itself that differs.
+    """
+    row = input[0].numel() if sum(sends) else output[0].numel() if sum(receives) else 0
+    if sum(sends) and sum(receives) and output[0].numel() != row:
+        raise ValueError(
+            f"{where} needs rows of one size; got input {tuple(input.shape)} and output "
+            f"{tuple(output.shape)}"
+        )
+    if sends[own] != receives[own]:
+        raise ValueError(
+            f"{where} sends itself {sends[own]} rows and expects {receives[own]}; the two must be "
+            "equal"
+        )
+    return row
+
+
+def pairs(where: str, outputs: Any, inputs: Any, output_factor: int, input_factor: int) -> None:
+    """Require pairs of tensors whose numbers of elements have a fixed ratio.
+
+    Args:
+        output_factor: Elements of an output for ``input_factor`` elements of its input.
+    """
+    if (
+        not isinstance(outputs, (list, tuple))
+        or not isinstance(inputs, (list, tuple))
+        or len(outputs) != len(inputs)
+    ):
+        raise ValueError(f"{where} needs as many outputs as inputs")
+    for output, input in zip(outputs, inputs, strict=True):
+        tensor(where, input, "input")
+        tensor(where, output, "output")
+        same(where, (output, input), "output and input")
+        writable(where, output, "output")
+        if output.numel() * input_factor != input.numel() * output_factor:
+            rule = "W times the input" if output_factor > 1 else "the input over W"
+            numel(where, output, "output", input.numel() * output_factor // input_factor, rule)
+            raise ValueError(
+                f"{where} needs an input whose elements divide by {input_factor}; got shape "
+                f"{tuple(input.shape)}"
+            )
+
+
+def root_list(where: str, value: torch.Tensor, values: Any, name: str, count: int) -> None:
+    """Require the root's list: ``count`` tensors of as many elements as ``value``."""
+    tensors(where, values, name, count)
+    same(where, (value, values[0]), f"tensor and {name}")
+    for place, item in enumerate(values):
+        numel(where, item, f"{name}[{place}]", value.numel(), "tensor's number")
+
+
+def no_list(where: str, values: Any, name: str, root: int, own: int) -> None:
+    """Require no list on a rank that is not the root."""
+    if values:
+        raise ValueError(f"{where} takes {name} on rank {root} alone; got one on rank {own}")

@@ -1,4 +1,4 @@
-"""Execution of one collective: checks of the group, agreement (debug mode), host copies, order, journal, typed errors."""
+"""Execution of collectives: usability of the group, debug checks, order, journal, typed errors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,25 +19,23 @@ from mpidist.comm import profiling
 from mpidist.comm.algorithms import device_collectives, fingerprint
 from mpidist.comm.algorithms.host_copies import on_host
 from mpidist.comm.group_failure import ABORT, RAISE, Failing
-from mpidist.comm.memory import buffer
 from mpidist.comm.memory.fence import StreamFence
-from mpidist.comm.memory.stream import Device, device_at, device_of
+from mpidist.comm.memory.stream import Event, device_at, device_of
 from mpidist.comm.mpi import autograd_mode, nonblocking
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.op_status import Journal
+from mpidist.comm.operation import Facts, Operation, Tensors
 from mpidist.comm.progress import Progress, at_once, is_at_once
 from mpidist.comm.work import Work
 from mpidist.errors import MpidistError
 
-_ENV_DEBUG = "MPIDIST_DEBUG"  # "1": every collective first compares what each rank is about to do
-
-Facts = Sequence[tuple[str, Any]]
+_ENV_DEBUG = "MPIDIST_DEBUG"  # "1": debug mode
 
 _groups: weakref.WeakSet[Execution] = weakref.WeakSet()
 
 
 def _forbid_in_child() -> None:
-    # A forked child shares the parent's connections, and its MPI would answer in the parent's name.
+    # A forked child shares the parent's connections; its MPI calls would answer for the parent.
     for group in list(_groups):
         group.fail(
             MpidistError(
@@ -50,16 +51,16 @@ os.register_at_fork(after_in_child=_forbid_in_child)
 
 
 class Execution(Failing):
-    """The part of a process group that all its operations share.
+    """Base of a process group: executes its collectives in one order.
+
+    In debug mode (``MPIDIST_DEBUG=1``) all ranks compare their operations before each collective,
+    and a rank that refuses its arguments reports this to the others.
 
     Attributes:
-        key: Names the group alone, and alike on all its ranks.
-        timeout_s: How long an operation may take before the watchdog reports it; None for no limit.
-        journal: What the group is doing.
+        key: Identifies the group; the same text on all its ranks.
+        timeout_s: Longest time of an operation until the watchdog reports it; None for no limit.
+        journal: The operation that the group executes.
     """
-
-    # Calls whose refusals the other ranks hear of in debug mode.
-    _told_operations: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -74,8 +75,7 @@ class Execution(Failing):
         super().__init__(comm, name, world_ranks, on_timeout)
         self.key = key
         self.timeout_s = timeout_s
-        self.journal = Journal(name, key)
-        # Between nodes the group's thread lets the computation have the core that it waits on.
+        # Between nodes the group's thread leaves its core to computation while it waits.
         self._comm_of_thread = comm if comm.is_single_node else comm.sleeping()
         if on_timeout == RAISE:
             check = _check_of(weakref.ref(self))
@@ -85,13 +85,10 @@ class Execution(Failing):
             )
             comm.mpi = nonblocking.abandonable(comm.plain, check, sleeps=False)
         self._progress = Progress(name)
-        self._door = self._progress.door
+        self.journal = Journal(name, key, self._progress.queued)
         self._debug = os.environ.get(_ENV_DEBUG) == "1" if debug is None else debug
-        self._entered = False
+        self._checks: dict[str, _ArgumentChecks] = {}  # by operation
         _groups.add(self)
-        if self._debug:
-            for operation in self._told_operations:
-                setattr(self, operation, self._telling(operation, getattr(self, operation)))
 
     @property
     def is_single_node(self) -> bool:
@@ -105,52 +102,54 @@ class Execution(Failing):
 
     def in_order(
         self,
-        function: Callable[[], None],
+        function: Callable[[], Any],
         async_op: bool = True,
         device: torch.device | None = None,
         *,
         operation: str = "in_order",
         facts: Facts = (),
-        results: Sequence[torch.Tensor] = (),
-    ) -> Work | None:
-        """Execute ``function()`` as one operation of the group: what it issues, on any group, ends before its calls return.
+        results: Tensors = (),
+    ) -> Any:
+        """Execute ``function()`` as one operation of the group.
 
-        For an operation of several stages that must not mix with others': whatever a rank has
-        queued meanwhile waits behind it.
+        Operations that ``function`` issues, on any group, have ended when their calls return. What
+        other threads of this rank issue meanwhile is queued behind it, so an operation of several
+        stages does not mix with others.
 
         Collective: over the group, as far as ``function`` is.
 
         Args:
-            async_op: On the group's thread, in its turn; else in this one, if nothing is queued.
-            device: A CUDA device on which ``function`` queues work: there it comes behind what the
-                current stream has been given, and before what it is given after ``wait``.
-            operation: Its name in messages and reports.
-            facts: What must be equal on all ranks; compared in debug mode.
-            results: What the Work's future holds in the end.
+            async_op: Execute on the group's thread, behind the queue; else in the calling thread,
+                if nothing is queued.
+            device: CUDA device on which ``function`` queues work. That work follows the present
+                work of the current stream; work queued after ``wait`` follows it.
+            operation: The name in messages and reports.
+            facts: Values that must be equal on all ranks; compared in debug mode.
+            results: Value of the Work's future.
 
         Returns:
-            A Work if ``async_op``, else None after the end.
+            A Work if ``async_op``, else what ``function`` has returned.
         """
         here = device_at(device)
         if here is None:
-            return self._launch(
-                operation, _call, (), (), (function,), async_op, facts, results=results
+            described = Operation(operation, _call, (), (), (function,), facts, results)
+        else:
+            events: list[Event] = []
+            args = (function, StreamFence(here, ()), events)
+            described = Operation(
+                operation, _call_on_device, (), (), args, facts, results, here, events
             )
-        events: list[Any] = []
-        args = (function, StreamFence(here, ()), events)
-        return self._launch(
-            operation, _call_on_device, (), (), args, async_op, facts, events, here, results
-        )
+        return self._launch(described, async_op)
 
     def peers_of(self, rank: int | None) -> tuple[int, ...]:
-        """Return the world ranks without which a message to or from ``rank`` cannot end; all others for any source."""
+        """Return the world ranks that a message to or from ``rank`` needs; all others if None."""
         if rank is None:
             return self.world_ranks[: self.rank] + self.world_ranks[self.rank + 1 :]
         return (self.world_ranks[rank],)
 
     def __del__(self) -> None:
-        # Closing is collective, and a finalizer must not communicate: the communicator stays, its
-        # thread need not.
+        # Closing is collective, and a finalizer must not communicate. So the communicator is lost,
+        # and only the thread ends.
         if hasattr(self, "_progress") and not self._closed and self.size > 1:
             self._progress.abandon()
             if not sys.is_finalizing():
@@ -160,136 +159,142 @@ class Execution(Failing):
                     2,
                 )
 
-    def _launch(
-        self,
-        operation: str,
-        execute: Callable[..., None],
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        args: tuple[Any, ...] = (),
-        async_op: bool = False,
-        facts: Facts = (),
-        events: list[Any] | None = None,
-        device: Device | None = None,
-        results: Sequence[torch.Tensor] = (),
-    ) -> Work | None:
-        """Execute ``execute(comm, inputs, outputs, *args)`` in the group's order.
+    def _checked(self, operation: str) -> _ArgumentChecks:
+        """Return the context of an operation's argument checks; it yields ``where(operation)``.
 
-        Args:
-            facts: What must be equal on all ranks, beside the operation and its number; compared in
-                debug mode.
-            events: Receives, from whoever executes, what the caller's stream has to wait for.
-            device: Where it works, if the tensors do not tell.
-            results: What the Work holds, if neither outputs nor inputs.
+        In debug mode a TypeError or ValueError within the context is raised on all ranks, as a
+        DisagreementError if other ranks accept their arguments.
+        """
+        checks = self._checks.get(operation)
+        if checks is None:
+            checks = self._checks[operation] = _ArgumentChecks(self, operation)
+        return checks
+
+    def _launch(self, operation: Operation, async_op: bool = False) -> Any:
+        """Execute an operation in the group's order.
 
         Returns:
-            A Work if ``async_op``, else None after the end.
+            A Work if ``async_op``, else what ``operation.execute`` has returned.
         """
-        self._require_usable(operation)
-        self._entered = True
-        events = [] if events is None else events
-        if not all(buffer.is_direct(t) for t in inputs) or not all(
-            buffer.is_direct(t) for t in outputs
-        ):
-            device = device_of((*inputs, *outputs))
-            if device is None:
-                execute = on_host(execute)
-            else:
-                execute = device_collectives.placed(
-                    execute, device, inputs, outputs, args, events, self.size, async_op
-                )
-        call = (operation, execute, inputs, outputs, args, facts, results)
+        self._require_usable(operation.name)
+        if not operation.is_direct():
+            operation = self._copied(operation, async_op)
         if not async_op and self._progress.try_enter():
             try:
-                self._execute(*call)
+                result = self._execute(operation)
             finally:
-                self._door.release()
-            for event in events:
+                self._progress.lock.release()
+            for event in operation.events:
                 event.block_current_stream()
-            return None
-        work = Work(
-            operation,
-            results or outputs or inputs,
-            self.where(operation),
+            return result
+        return self._queue(operation, async_op)
+
+    def _copied(self, operation: Operation, async_op: bool) -> Operation:
+        """Return an operation that works on host copies or on device memory."""
+        device = device_of((*operation.inputs, *operation.outputs))
+        if device is None:
+            return replace(operation, execute=on_host(operation.execute))
+        events: list[Event] = []
+        execute = device_collectives.placed(
+            operation.execute,
+            device,
+            operation.inputs,
+            operation.outputs,
+            operation.args,
             events,
+            self.size,
+            async_op,
+        )
+        return replace(operation, execute=execute, device=device, events=events)
+
+    def _queue(self, operation: Operation, async_op: bool) -> Any:
+        device = operation.device
+        work = Work(
+            operation.name,
+            operation.work_results() if async_op else (),
+            self.where(operation.name),
+            operation.events,
             None if device is None else device.record_current_stream,
         )
-        if async_op and is_at_once():
-            self._progress.run(work, self._execute, call)
-            return work
+        if not async_op:
+            self._submit(work, partial(self._execute, operation), operation)
+            work.wait()
+            return work.result()
+        execute = partial(self._execute_for_work, operation)
+        if is_at_once():
+            self._progress.run(work.future, execute)
+        else:
+            self._submit(work, execute, operation)
+        return work
+
+    def _submit(self, work: Work, execute: Callable[[], Any], operation: Operation) -> None:
         submit = self._progress.submit
         if torch_profiler._is_profiler_enabled:
-            submit = profiling.queueing(submit, self, operation, inputs, outputs or results)
-        self.journal.queued += 1
-        submit(work, self._execute_queued, call)
-        if async_op:
-            return work
-        work.wait()
-        return None
+            submit = profiling.queueing(submit, self, operation)
+        submit(work.future, execute)
 
-    def _execute_queued(self, *call: Any) -> None:
-        self.journal.queued -= 1
-        self._execute(*call)
+    def _execute_for_work(self, operation: Operation) -> Tensors:
+        self._execute(operation)
+        return operation.work_results()
 
-    def _execute(
-        self,
-        operation: str,
-        execute: Callable[..., None],
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        args: tuple[Any, ...],
-        facts: Facts,
-        results: Sequence[torch.Tensor],
-    ) -> None:
+    def _execute(self, operation: Operation) -> Any:
         if self._failure is not None:
             self._raise_failure()
-        self.journal.enter(operation, outputs[0] if outputs else inputs[0] if inputs else None)
+        inputs, outputs = operation.inputs, operation.outputs
+        self.journal.enter(operation.name, outputs[0] if outputs else inputs[0] if inputs else None)
         try:
             if self._debug:
-                line = fingerprint.describe(operation, self.journal.sequence, facts)
-                fingerprint.check(self._comm, self.where(operation), line)
+                line = fingerprint.describe(operation.name, self.journal.sequence, operation.facts)
+                fingerprint.check(self._comm, self.where(operation.name), line)
             comm = self._comm_of_thread if self._progress.is_own_thread() else self._comm
+            execute = operation.execute
             if torch_profiler._is_profiler_enabled:
-                execute = profiling.executing(execute, self, operation, results)
+                execute = profiling.executing(execute, self, operation)
             with autograd_mode.writing(inputs, outputs):
-                execute(comm, inputs, outputs, *args)
+                return execute(comm, inputs, outputs, *operation.args)
         except Exception as error:
-            explained = self._explain(error, operation)
+            explained = self._explain(error, operation.name)
             if explained is error:
                 raise
             raise explained from error
         finally:
             self.journal.leave()
 
-    def _telling(self, operation: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a call so that arguments which are wrong on this rank alone raise on all ranks (debug mode)."""
+    def _report_refusal(self, operation: str, error: Exception) -> None:
+        """Compare this rank's refusal of its arguments with the other ranks (debug mode).
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._entered = False
-            try:
-                return method(*args, **kwargs)
-            except (TypeError, ValueError) as error:
-                # raised by the operation itself, which the other ranks are in, too
-                if self._entered:
-                    raise
-                refusal = (
-                    (
-                        fingerprint.REFUSAL,
-                        str(error).removeprefix(self.where("")).replace(";", ","),
-                    ),
-                )
-                # As the other ranks call it: two calls are told by the name of their plain form.
-                name = (
-                    operation.removesuffix("_coalesced") if "_tensor_" in operation else operation
-                )
-                self._launch(name, _nothing, (), (), facts=refusal)
-                raise  # every rank refused it with the same words
+        Raises:
+            DisagreementError: Other ranks did not refuse with the same words.
+        """
+        text = str(error).removeprefix(self.where("")).replace(";", ",")
+        self._launch(Operation(operation, _refuse, facts=((fingerprint.REFUSAL, text),)))
 
-        return call
+
+class _ArgumentChecks:
+    """Context of one operation's argument checks."""
+
+    __slots__ = ("_group", "_operation", "_where")
+
+    def __init__(self, group: Execution, operation: str) -> None:
+        self._group = group
+        self._operation = operation
+        self._where = group.where(operation)
+
+    def __enter__(self) -> str:
+        return self._where
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, (TypeError, ValueError)) and self._group._debug:
+            self._group._report_refusal(self._operation, error)
 
 
 def _check_of(group: weakref.ref[Execution]) -> Callable[[], None]:
-    """Return a function that raises a group's failure; it does not keep the group alive."""
+    """Return a function that raises a group's failure; the function does not keep the group alive."""
 
     def check() -> None:
         held = group()
@@ -299,23 +304,26 @@ def _check_of(group: weakref.ref[Execution]) -> Callable[[], None]:
     return check
 
 
-def _nothing(comm: Communicator, inputs: Any, outputs: Any) -> None:
-    return None
+def _refuse(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
+    """Do nothing: every rank has refused its arguments with the same words."""
 
 
-def _call(comm: Communicator, inputs: Any, outputs: Any, function: Callable[[], None]) -> None:
+def _call(
+    comm: Communicator, inputs: Tensors, outputs: Tensors, function: Callable[[], Any]
+) -> Any:
     with at_once():
-        function()
+        return function()
 
 
 def _call_on_device(
     comm: Communicator,
-    inputs: Any,
-    outputs: Any,
-    function: Callable[[], None],
+    inputs: Tensors,
+    outputs: Tensors,
+    function: Callable[[], Any],
     fence: StreamFence,
-    events: list[Any],
-) -> None:
+    events: list[Event],
+) -> Any:
     fence.wait_ready_on_current_stream()
-    _call(comm, inputs, outputs, function)
+    result = _call(comm, inputs, outputs, function)
     events.append(fence.device.record_current_stream())
+    return result

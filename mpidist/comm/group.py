@@ -24,6 +24,7 @@ from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.objects import Objects
+from mpidist.comm.operation import Operation, Tensors
 from mpidist.comm.p2p import PointToPoint
 from mpidist.comm.work import seconds
 from mpidist.dynamo import untraced
@@ -104,16 +105,12 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
         made = f"{kind}#{self._made[kind]}"
         creation = self.journal.enter_creation("new_group")
         try:
-            self._meeting.meet(where, made, ranks, lambda missing: self._raise_failure())
-            # The tag keeps two groups apart that two threads make at once.
-            mpi = self._mpi.Create_group(
-                members, zlib.crc32(repr((name, ranks)).encode()) % _HIGHEST_CREATE_TAG
-            )
-        except Exception as error:
-            explained = self._explain(error, "new_group")
-            if explained is error:
-                raise
-            raise explained from error
+            with self._explained("new_group"):
+                self._meeting.meet(where, made, ranks, lambda missing: self._raise_failure())
+                # The tag keeps two groups apart that two threads make at once.
+                mpi = self._mpi.Create_group(
+                    members, zlib.crc32(repr((name, ranks)).encode()) % _HIGHEST_CREATE_TAG
+                )
         finally:
             self.journal.leave_creation(creation)
         members.Free()
@@ -183,14 +180,13 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
             raise ValueError(
                 f"{self.where('split')} needs a color of None or at least 0; got {color!r}"
             )
-        made: list[Any] = []
         self._splits += 1
         mpi_color = MPI.UNDEFINED if color is None else color
-        self._launch("split", _split, (), (), (mpi_color, key, made))
-        if made[0] == MPI.COMM_NULL:
+        mpi = self._launch(Operation("split", _split, args=(mpi_color, key)))
+        if mpi == MPI.COMM_NULL:
             return None
         return self._child(
-            made[0], name, f"{self.key}/split{self._splits}.{color}", timeout, on_timeout
+            mpi, name, f"{self.key}/split{self._splits}.{color}", timeout, on_timeout
         )
 
     def tune(
@@ -223,10 +219,9 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
                 "have a choice in host memory; "
                 f"got ranks on nodes {list(self._comm.nodes)}"
             )
-        tables: list[tuning.Table] = []
-        self._launch("tune", _tune, (), (), (device, sizes, rounds, source, told, tables))
-        self._shortcut.forget()
-        return tables[0]
+        table = self._launch(Operation("tune", _tune, args=(device, sizes, rounds, source, told)))
+        self._fast_path.forget()
+        return table
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """End the group: let queued operations end, then free its thread and communicator. May be called twice.
@@ -240,7 +235,7 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier):
             return
         self._progress.close(timeout_s)
         self._closed = True
-        self._stop_shortest_path()
+        self._close_fast_path()
         self._receives.close()
         if _default is self:
             _default = None
@@ -406,27 +401,22 @@ def _require_one_end(mpi: Any, name: str, on_timeout: str) -> None:
 
 def _tune(
     comm: Communicator,
-    inputs: Any,
-    outputs: Any,
+    inputs: Tensors,
+    outputs: Tensors,
     device: torch.device | None,
     sizes: Sequence[int],
     rounds: int,
     source: str,
     told: Callable[[str], Any],
-    tables: list[tuning.Table],
-) -> None:
+) -> tuning.Table:
     if device is not None:
         comm = comm.blocking()  # as collectives of device memory have it
-    tables.append(
-        tuning_runs.measured_table(
-            comm, device, tuning_runs.seconds(comm, device, sizes, rounds, told), source, told
-        )
+    return tuning_runs.measured_table(
+        comm, device, tuning_runs.seconds(comm, device, sizes, rounds, told), source, told
     )
 
 
-def _split(
-    comm: Communicator, inputs: Any, outputs: Any, color: int, key: int, made: list[Any]
-) -> None:
+def _split(comm: Communicator, inputs: Tensors, outputs: Tensors, color: int, key: int) -> Any:
     if isinstance(comm.mpi, nonblocking.MpiCalls) and comm.mpi.is_abandonable:
         comm.mpi.Barrier()  # it can be abandoned while a rank is missing; the call below cannot
-    made.append(comm.mpi.Split(color, key))
+    return comm.mpi.Split(color, key)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from mpidist.comm.mpi import exited_ranks, mpi_errors, nonblocking, runtime
 from mpidist.comm.mpi.communicator import Communicator
@@ -51,7 +52,7 @@ class Failing:
     def fail(self, error: MpidistError) -> None:
         """Make every later call, and the one under way when MPI lets it go, raise ``error``."""
         self._failure = self._failure or error
-        self._stop_shortest_path()
+        self._close_fast_path()
 
     def revoke(self) -> bool:
         """Make MPI refuse the group's communicator on all ranks (ULFM); say whether MPI could."""
@@ -62,8 +63,8 @@ class Failing:
             return False
         return True
 
-    def _stop_shortest_path(self) -> None:
-        """Have every call go through ``_launch``, and so through its checks, from now on."""
+    def _close_fast_path(self) -> None:
+        """Send every later call through ``_launch`` and its checks."""
 
     def _require_usable(self, operation: str) -> None:
         if self._closed:
@@ -76,6 +77,17 @@ class Failing:
             # A copy: raised again and again, one exception would gather the frames of all its
             # callers.
             raise copy.copy(self._failure)
+
+    @contextmanager
+    def _explained(self, operation: str) -> Iterator[None]:
+        """Raise errors of the block as ``_explain`` returns them."""
+        try:
+            yield
+        except Exception as error:
+            explained = self._explain(error, operation)
+            if explained is error:
+                raise
+            raise explained from error
 
     def _explain(self, error: Exception, operation: str) -> Exception:
         """Return what the user should see for what an operation raised, and note whether the group is lost."""

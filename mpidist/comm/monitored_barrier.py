@@ -67,18 +67,12 @@ class MonitoredBarrier(Execution):
         # Not the door of the group's order: an asynchronous collective that the group's thread is
         # in on another rank, and that waits for the door here, would wait for this call, and this
         # call for that rank. These messages have tags of their own.
-        with self._one_barrier:
+        with self._one_barrier, self._explained("monitored_barrier"):
             self._barriers += 1
-            try:
-                if self.rank == 0:
-                    missing, have_ended = self._collect(limit)
-                else:
-                    missing, have_ended = self._report_arrival(limit)
-            except Exception as error:
-                explained = self._explain(error, "monitored_barrier")
-                if explained is error:
-                    raise
-                raise explained from error
+            if self.rank == 0:
+                missing, have_ended = self._collect(limit)
+            else:
+                missing, have_ended = self._report_arrival(limit)
         if have_ended:
             raise exited_ranks.failure(
                 self.where("monitored_barrier"), [self.world_ranks[rank] for rank in missing]

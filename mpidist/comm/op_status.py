@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,7 @@ class Journal:
         sequence: Collectives started so far.
         operation: The one that started last.
         tensor: Its tensor while it is under way (None if it has none), else ``IDLE``.
-        queued: Asynchronous operations behind it.
+        queued: Returns the number of operations queued behind it.
     """
 
     __slots__ = (
@@ -73,13 +74,13 @@ class Journal:
         "tensor",
     )
 
-    def __init__(self, group: str, key: str) -> None:
+    def __init__(self, group: str, key: str, queued: Callable[[], int] = int) -> None:
         self.group = group
         self.key = key
         self.sequence = 0
         self.operation = "none"
         self.tensor: Any = IDLE
-        self.queued = 0
+        self.queued = queued
         self._seen = (0, 0.0)  # the collective that was under way at the last look, and since when
         self._waits: dict[int, tuple[str, Any, float]] = {}
         self._creations = itertools.count(1)
@@ -136,7 +137,7 @@ class Journal:
         tensor = self.tensor
         if tensor is IDLE:
             now = Entry(
-                self.group, self.key, self.sequence, self.operation, None, None, None, self.queued
+                self.group, self.key, self.sequence, self.operation, None, None, None, self.queued()
             )
         else:
             now = self._entry(self.operation, tensor, self.observe(), self.sequence)
@@ -150,4 +151,6 @@ class Journal:
     def _entry(self, operation: str, tensor: Any, seconds: float, sequence: int) -> Entry:
         shape = tuple(tensor.shape) if tensor is not None else None
         dtype = str(tensor.dtype) if tensor is not None else None
-        return Entry(self.group, self.key, sequence, operation, shape, dtype, seconds, self.queued)
+        return Entry(
+            self.group, self.key, sequence, operation, shape, dtype, seconds, self.queued()
+        )

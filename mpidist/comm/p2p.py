@@ -17,7 +17,7 @@ from torch.autograd import profiler as torch_profiler
 from mpidist.comm import arguments, device_p2p, profiling
 from mpidist.comm.execution import Execution
 from mpidist.comm.memory import buffer
-from mpidist.comm.memory.stream import start_request
+from mpidist.comm.memory.stream import Event, start_request
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.posted_receives import ReceiveQueue
 from mpidist.comm.work import RequestWork, release_orphans
@@ -135,9 +135,7 @@ class PointToPoint(Execution):
             )
             for start, length in buffer.pieces(memory.nbytes)
         ]
-        return self._request_work(
-            operation, tensor, requests, lambda: -1, memory, self.peers_of(dst)
-        )
+        return self._request_work(operation, tensor, requests, None, memory, self.peers_of(dst))
 
     def _irecv(
         self, operation: str, tensor: Tensor, src: int | None, tag: int, waits: bool = False
@@ -151,7 +149,6 @@ class PointToPoint(Execution):
         arguments.tag(where, tag, self._comm.max_tag)
         release_orphans()
         memory, device, arrive = device_p2p.to_receive(tensor)
-        events: list[Any] = []
         spans = list(buffer.pieces(memory.nbytes))
         if src is None and len(spans) > 1:
             raise ValueError(
@@ -166,7 +163,7 @@ class PointToPoint(Execution):
             for start, length in spans
         ]
 
-        def finish() -> int:
+        def finish() -> tuple[int, Sequence[Event]]:
             for receive in receives:
                 if receive.error is not None:
                     raise receive.error
@@ -177,22 +174,18 @@ class PointToPoint(Execution):
                     f"{tensor.dtype}); "
                     f"rank {receives[0].sender} sent {sent}"
                 )
-            events.extend(arrive())
-            return receives[0].sender
+            return receives[0].sender, arrive()
 
-        return self._request_work(
-            operation, tensor, receives, finish, memory, self.peers_of(src), events
-        )
+        return self._request_work(operation, tensor, receives, finish, memory, self.peers_of(src))
 
     def _request_work(
         self,
         operation: str,
         tensor: Tensor,
         requests: Sequence[Any],
-        finish: Callable[[], int],
+        finish: Callable[[], tuple[int, Sequence[Event]]] | None,
         memory: Tensor,
         peers: Sequence[int],
-        events: Sequence[Any] = (),
     ) -> RequestWork:
         request = requests[0] if len(requests) == 1 else _Series(requests)
         work = RequestWork(
@@ -204,7 +197,6 @@ class PointToPoint(Execution):
             self.timeout_s,
             finish,
             peers,
-            events,
         )
         work.kept = memory  # MPI works on it, so it must live as long as the request
         return work

@@ -22,11 +22,15 @@ crashes when there is none (2.13).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
+
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.op_status import Journal
+from mpidist.comm.operation import Operation, Tensors
 
 __all__ = ["calling", "event", "executing", "messaging", "queueing", "waiting"]
 
@@ -63,11 +67,19 @@ _DTYPES = {
     torch.bfloat16: "BFloat16",
 }
 
-Tensors = Sequence[torch.Tensor]
+
+class Group(Protocol):
+    """The part of a process group that an event describes."""
+
+    name: str
+    rank: int
+    size: int
+    world_ranks: tuple[int, ...]
+    journal: Journal
 
 
 def event(
-    group: Any, operation: str, inputs: Tensors = (), outputs: Tensors = (), **fields: int | str
+    group: Group, operation: str, inputs: Tensors = (), outputs: Tensors = (), **fields: int | str
 ) -> AbstractContextManager[Any]:
     """Return a context that is one operation's event, in the thread that enters and leaves it.
 
@@ -90,30 +102,31 @@ def event(
 
 
 def executing(
-    execute: Callable[..., None], group: Any, operation: str, shown: Tensors
-) -> Callable[..., None]:
-    """Wrap an operation's ``execute`` (see Execution._launch), so that it is the operation's event.
+    execute: Callable[..., Any], group: Group, operation: Operation
+) -> Callable[..., Any]:
+    """Wrap an operation's ``execute``, so that the call is the operation's event."""
 
-    Args:
-        shown: Tensors of an operation that has neither inputs nor outputs.
-    """
-
-    def run(comm: Any, inputs: Tensors, outputs: Tensors, *args: Any) -> None:
-        with event(group, operation, inputs, outputs or shown, Seq=group.journal.sequence):
-            execute(comm, inputs, outputs, *args)
+    def run(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any) -> Any:
+        shown = outputs or operation.results
+        sequence = group.journal.sequence
+        with event(group, operation.name, inputs, shown, Seq=sequence):
+            return execute(comm, inputs, outputs, *args)
 
     return run
 
 
-def queueing(submit: F, group: Any, operation: str, inputs: Tensors, outputs: Tensors) -> F:
-    """Wrap what queues an operation, so that it is the operation's event where the executing thread's own is not recorded."""
-    # Whether a profiler records this thread by itself; False in a profile of all threads.
+def queueing(submit: F, group: Group, operation: Operation) -> F:
+    """Wrap the call that queues an operation, so that it is an event if ``executing`` records none."""
+    # True if the profiler records this thread alone; False in a profile of all threads.
     if not torch._C._autograd._profiler_enabled():
         return submit
-    return _within(event(group, operation, inputs, outputs, Is_asynchronized_op="True"), submit)
+    outputs = operation.outputs or operation.results
+    return _within(
+        event(group, operation.name, operation.inputs, outputs, Is_asynchronized_op="True"), submit
+    )
 
 
-def messaging(function: F, group: Any, operation: str, tensor: Any, peer: Any) -> F:
+def messaging(function: F, group: Group, operation: str, tensor: Any, peer: Any) -> F:
     """Wrap what sends or receives a tensor, or starts to, so that it is an event; arguments that it will refuse have none.
 
     Args:
@@ -131,7 +144,7 @@ def messaging(function: F, group: Any, operation: str, tensor: Any, peer: Any) -
     )
 
 
-def calling(function: F, group: Any, operation: str) -> F:
+def calling(function: F, group: Group, operation: str) -> F:
     """Wrap a call that does not go through the group's queue, so that it is an event of the calling thread."""
     return _within(event(group, operation), function)
 

@@ -19,8 +19,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from mpidist.comm.mpi import runtime
-from mpidist.comm.work import Work
 from mpidist.errors import GroupError
+from mpidist.future import Future
+
+Execute = Callable[[], Any]
 
 _here = threading.local()
 
@@ -51,17 +53,18 @@ class Progress:
     def __init__(self, name: str) -> None:
         self.pending = 0
         self._name = name
-        self._queue: queue.SimpleQueue[tuple[Work, Callable[..., Any], tuple[Any, ...]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Execute] | None] = queue.SimpleQueue()
         self._count_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._thread_id: int | None = None
         self._closed = False
-        # Held while a collective executes. Re-entrant: the group's thread issues more from its
-        # callbacks.
-        self.door = threading.RLock()
+        # Re-entrant, because callbacks in the group's thread issue collectives.
+        self.lock = threading.RLock()
         runtime.close_at_exit(self)
+
+    def queued(self) -> int:
+        """Return the number of operations that wait in the queue."""
+        return self._queue.qsize()
 
     def is_own_thread(self) -> bool:
         """Say whether this is the group's thread."""
@@ -74,10 +77,10 @@ class Progress:
         thread to end.
         """
         if self._thread_id == threading.get_ident():
-            return self.door.acquire()
-        return not self.pending and self.door.acquire(blocking=False)
+            return self.lock.acquire()
+        return not self.pending and self.lock.acquire(blocking=False)
 
-    def submit(self, work: Work, execute: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def submit(self, future: Future[Any], execute: Execute) -> None:
         """Queue ``execute(*args)``, and complete ``work`` with its tensors or with what it raised.
 
         From the group's own thread, it executes before this returns.
@@ -85,8 +88,8 @@ class Progress:
         if self._closed:
             raise GroupError(f'group "{self._name}" is closed')
         if self._thread_id == threading.get_ident():
-            with self.door:
-                _settle(work, _error_of(execute, args))
+            with self.lock:
+                _complete(future, execute)
             return
         with self._count_lock:
             self.pending += 1
@@ -97,18 +100,18 @@ class Progress:
                     daemon=True,
                 )
                 self._thread.start()
-        self._queue.put((work, execute, args))
+        self._queue.put((future, execute))
 
-    def run(self, work: Work, execute: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def run(self, future: Future[Any], execute: Execute) -> None:
         """Execute ``execute(*args)`` now, behind what is queued, and complete ``work``; what it raises is in ``work`` alone."""
         if self.try_enter():
             try:
-                _settle(work, _error_of(execute, args))
+                _complete(future, execute)
             finally:
-                self.door.release()
+                self.lock.release()
             return
-        self.submit(work, execute, args)
-        work.future.wait_quietly()
+        self.submit(future, execute)
+        future.wait_quietly()
 
     def close(self, timeout_s: float) -> None:
         """Let what was queued end, then stop the thread; operations that do not end in time are reported.
@@ -143,37 +146,38 @@ class Progress:
             self._execute(*item)
             item = None  # while the thread sleeps, it must not keep the last tensors alive
 
-    def _execute(self, work: Work, execute: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        with self.door:
-            error = _error_of(execute, args)
-            if work.future.has_callbacks():
-                # Callbacks may issue more collectives: those belong before whatever other threads
-                # issue next.
+    def _execute(self, future: Future[Any], execute: Execute) -> None:
+        with self.lock:
+            outcome = _outcome(execute)
+            if future.has_callbacks():
+                # Callbacks may issue collectives, which precede those of other threads.
                 try:
-                    _settle(work, error)
+                    _set(future, *outcome)
                 finally:
                     self._count_down()
                 return
-        # Nobody listens yet: free the order first, so that the thread this wakes can go on without
-        # queueing.
+        # The count falls first, so that the thread that waits can go on without queueing.
         self._count_down()
-        _settle(work, error)
+        _set(future, *outcome)
 
     def _count_down(self) -> None:
         with self._count_lock:
             self.pending -= 1
 
 
-def _error_of(execute: Callable[..., Any], args: tuple[Any, ...]) -> BaseException | None:
+def _complete(future: Future[Any], execute: Execute) -> None:
+    _set(future, *_outcome(execute))
+
+
+def _outcome(execute: Execute) -> tuple[Any, BaseException | None]:
     try:
-        execute(*args)
+        return execute(), None
     except Exception as error:
-        return error
-    return None
+        return None, error
 
 
-def _settle(work: Work, error: BaseException | None) -> None:
+def _set(future: Future[Any], result: Any, error: BaseException | None) -> None:
     if error is not None:
-        work.future.set_exception(error)
+        future.set_exception(error)
     else:
-        work.future.set_result(work.tensors)
+        future.set_result(result)

@@ -21,6 +21,7 @@ from mpidist.comm.algorithms import movement
 from mpidist.comm.algorithms.shared_memory import shared_maps
 from mpidist.comm.mpi import autograd_mode
 from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.operation import Operation, Tensors
 from mpidist.comm.work import Work
 
 Tensor = torch.Tensor
@@ -65,15 +66,10 @@ class ShardMemory:
         """
         group = self._group
         if self._copies is not None:
-            return group._launch(
-                "gather_shards",
-                _in_node_memory,
-                (),
-                (),
-                (self, ranges),
-                async_op,
-                results=(self.own,),
+            operation = Operation(
+                "gather_shards", _in_node_memory, args=(self, ranges), results=(self.own,)
             )
+            return group._launch(operation, async_op)
         places = range(max(map(len, ranges), default=0))
         parts = [
             [self.own[slice(*ranges[rank][place])] for rank in range(group.size)]
@@ -98,11 +94,7 @@ def allocate(group: Any, nbytes: int, one_copy: bool = False) -> ShardMemory:
         one_copy: One copy for each node; where its ranks cannot share memory, each has its own all
             the same.
     """
-    made: list[ShardMemory] = []
-    group.in_order(
-        lambda: made.append(_allocated(group, group._comm, nbytes, one_copy)), async_op=False
-    )
-    return made[0]
+    return group.in_order(lambda: _allocated(group, group._comm, nbytes, one_copy), async_op=False)
 
 
 def on_device(group: Any, nbytes: int, device: torch.device) -> ShardMemory:
@@ -138,7 +130,7 @@ def _allocated(group: Any, comm: Communicator, nbytes: int, one_copy: bool) -> S
 
 
 def _in_node_memory(
-    comm: Communicator, inputs: Any, outputs: Any, memory: ShardMemory, ranges: Ranges
+    comm: Communicator, inputs: Tensors, outputs: Tensors, memory: ShardMemory, ranges: Ranges
 ) -> None:
     copies, own = memory._copies, memory.own
     assert copies is not None

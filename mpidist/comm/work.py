@@ -14,6 +14,7 @@ from typing import Any
 from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm import profiling
+from mpidist.comm.memory.stream import Event
 from mpidist.comm.mpi import exited_ranks
 from mpidist.comm.mpi.mpi_errors import is_mpi_error, is_over, translate
 from mpidist.comm.op_status import Journal
@@ -54,7 +55,7 @@ class Work:
 
     Attributes:
         operation: Its name.
-        tensors: Its outputs; kept alive until the handle is dropped.
+        tensors: The outputs, kept alive until the handle is dropped.
     """
 
     __slots__ = ("future", "operation", "tensors", "where")
@@ -64,7 +65,7 @@ class Work:
         operation: str,
         tensors: Sequence[Any],
         where: str,
-        events: list[Any] | None = None,
+        events: Sequence[Event] | None = None,
         fence: Callable[[], Any] | None = None,
     ) -> None:
         self.operation = operation
@@ -156,9 +157,8 @@ class RequestWork:
         where: str,
         journal: Journal,
         timeout_s: float | None,
-        finish: Callable[[], int] | None = None,
+        finish: Callable[[], tuple[int, Sequence[Event]]] | None = None,
         peers: Sequence[int] = (),
-        events: Sequence[Any] = (),
     ) -> None:
         self.operation = operation
         self.tensors = (tensor,)
@@ -166,8 +166,8 @@ class RequestWork:
         self._request = request
         self._journal = journal
         self._timeout_s = timeout_s
-        self._finish = finish  # brings the data home, returns the sender's rank
-        self._events = events  # filled by ``finish``: on a device, the data is behind them
+        self._finish = finish  # stores the data; returns the sender's rank and events
+        self._events: list[Event] = []  # on a device, the data is complete behind these
         self._peers = peers  # world ranks without which it cannot end
         self._done = False
         self._error: BaseException | None = None
@@ -242,7 +242,8 @@ class RequestWork:
             if not self._request.Test():
                 return False
             if self._finish is not None:
-                self._source = self._finish()
+                self._source, events = self._finish()
+                self._events += events
         except Exception as error:
             self._error = translate(error, self.where) if is_mpi_error(error) else error
         self._done = True

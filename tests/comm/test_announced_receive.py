@@ -9,7 +9,9 @@ import pytest
 
 from mpidist.comm import objects, work
 from mpidist.comm.memory.buffer_pool import zeroed
+from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
+from mpidist.comm.object_messages import ObjectReceiver
 from mpidist.comm.serialization import frame
 from mpidist.errors import CommTimeout, FrameError
 from tests.support import agree
@@ -50,11 +52,11 @@ class Silent:
 
 
 def broadcast(mpi):
-    objects._broadcast(SimpleNamespace(mpi=mpi, rank=0, size=2), (), (), None, 1, [])
+    objects._broadcast(SimpleNamespace(mpi=mpi, rank=0, size=2), (), (), None, 1)
 
 
 def all_gather(mpi):
-    objects._all_gather(SimpleNamespace(mpi=mpi, rank=1, size=2), (), (), bytearray(3), [])
+    objects._all_gather(SimpleNamespace(mpi=mpi, rank=1, size=2), (), (), bytearray(3))
 
 
 def told(*lengths):
@@ -101,9 +103,7 @@ def test_memory_for_what_is_announced_is_zeroed_and_writable():
 
 
 def send(group, part, dst, tag):
-    group._mpi.Send(
-        (part, memoryview(part).nbytes, objects.MPI.BYTE), dst, group._comm.own_tag(tag)
-    )
+    group._mpi.Send((part, memoryview(part).nbytes, MPI.BYTE), dst, group._comm.own_tag(tag))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -147,12 +147,12 @@ def test_a_gathered_part_of_another_length_than_announced_is_a_frame_error(group
     comm = group._comm
     if group.rank == 1:
         comm.mpi.Send(
-            (header(100_000), frame.HEADER_BYTES, objects.MPI.BYTE),
+            (header(100_000), frame.HEADER_BYTES, MPI.BYTE),
             0,
             comm.own_tag(Tag.OBJECT_COLLECTIVE),
         )
-        comm.mpi.Send((bytes(7), 7, objects.MPI.BYTE), 0, comm.own_tag(Tag.OBJECT_COLLECTIVE_PART))
+        comm.mpi.Send((bytes(7), 7, MPI.BYTE), 0, comm.own_tag(Tag.OBJECT_COLLECTIVE_PART))
     elif group.rank == 0:
         with pytest.raises(FrameError, match="sent 7 bytes"):
-            objects.Incoming().receive(comm, 1, Tag.OBJECT_COLLECTIVE)
+            ObjectReceiver().receive(comm, 1, Tag.OBJECT_COLLECTIVE)
     group.barrier()

@@ -13,6 +13,7 @@ import torch
 from mpidist.comm import execution
 from mpidist.comm.execution import Execution
 from mpidist.comm.op_status import IDLE
+from mpidist.comm.operation import Operation
 from mpidist.comm.progress import is_at_once
 from mpidist.errors import CommTimeout, GroupError
 
@@ -55,7 +56,7 @@ def test_a_synchronous_operation_runs_in_the_caller_with_its_arguments(group):
             )
         )
 
-    assert group._launch("name", operation, (x,), (y,), (3, "four")) is None
+    assert group._launch(Operation("name", operation, (x,), (y,), (3, "four"))) is None
     assert seen == [("near", (x,), (y,), (3, "four"), threading.current_thread(), "name", (3,))]
     assert group.journal.sequence == 1 and group.journal.tensor is IDLE
 
@@ -63,10 +64,11 @@ def test_a_synchronous_operation_runs_in_the_caller_with_its_arguments(group):
 def test_an_asynchronous_one_runs_in_the_groups_thread(group):
     seen, y = [], torch.zeros(3)
     work = group._launch(
-        "name", lambda *_: seen.append(threading.current_thread().name), (), (y,), async_op=True
+        Operation("name", lambda *_: seen.append(threading.current_thread().name), (), (y,)),
+        async_op=True,
     )
     assert work.wait(10) and seen == ["mpidist-test"]
-    assert work.operation == "name" and work.result() == (y,) and group.journal.queued == 0
+    assert work.operation == "name" and work.result() == (y,) and group.journal.queued() == 0
 
 
 def test_between_nodes_the_groups_thread_waits_otherwise():
@@ -76,8 +78,8 @@ def test_between_nodes_the_groups_thread_waits_otherwise():
     def operation(comm, *_):
         seen.append(comm.name)
 
-    group._launch("name", operation, (), ())
-    group._launch("name", operation, (), (), async_op=True).wait(10)
+    group._launch(Operation("name", operation))
+    group._launch(Operation("name", operation), async_op=True).wait(10)
     group._progress.close(10)
     group._closed = True
     assert seen == ["near", "far"]
@@ -85,10 +87,12 @@ def test_between_nodes_the_groups_thread_waits_otherwise():
 
 def test_a_synchronous_call_waits_behind_the_queue(group):
     gate, ran = threading.Event(), []
-    group._launch("first", lambda *_: (gate.wait(10), ran.append("first")), (), (), async_op=True)
+    group._launch(
+        Operation("first", lambda *_: (gate.wait(10), ran.append("first"))), async_op=True
+    )
     other = threading.Timer(0.05, gate.set)
     other.start()
-    group._launch("second", lambda *_: ran.append("second"), (), ())
+    group._launch(Operation("second", lambda *_: ran.append("second")))
     other.join()
     assert ran == ["first", "second"]
 
@@ -99,27 +103,29 @@ def test_an_error_leaves_the_group_in_order(group, async_op):
         raise KeyError("the culprit")
 
     def call():
-        work = group._launch("name", fail, (), (), async_op=async_op)
+        work = group._launch(Operation("name", fail), async_op=async_op)
         work.wait(10)
 
     with pytest.raises(KeyError, match="the culprit"):
         call()
     assert group.journal.tensor is IDLE
     ran = []
-    group._launch("next", lambda *_: ran.append(1), (), ())
+    group._launch(Operation("next", lambda *_: ran.append(1)))
     assert ran == [1]
 
 
 def test_a_lost_group_refuses_later_calls_and_those_that_are_queued(group):
     entered, gate, ran = threading.Event(), threading.Event(), []
-    first = group._launch("first", lambda *_: (entered.set(), gate.wait(10)), (), (), async_op=True)
+    first = group._launch(
+        Operation("first", lambda *_: (entered.set(), gate.wait(10))), async_op=True
+    )
     assert entered.wait(10)
-    queued = group._launch("queued", lambda *_: ran.append(1), (), (), async_op=True)
+    queued = group._launch(Operation("queued", lambda *_: ran.append(1)), async_op=True)
     group.fail(CommTimeout("the first reason"))
     group.fail(CommTimeout("the second"))
     gate.set()
     assert first.wait(10)
-    for call in (queued.wait, lambda: group._launch("later", lambda *_: ran.append(2), (), ())):
+    for call in (queued.wait, lambda: group._launch(Operation("later", lambda *_: ran.append(2)))):
         with pytest.raises(CommTimeout, match="the first reason"):
             call()
     assert ran == []
@@ -130,7 +136,7 @@ def test_a_closed_group_says_which_call_came_too_late(group):
     with pytest.raises(
         GroupError, match=r'rank 1 of 4 \(group "test"\): scatter was called on a closed group'
     ):
-        group._launch("scatter", lambda *_: None, (), ())
+        group._launch(Operation("scatter", lambda *_: None))
     assert group.is_closed
 
 
@@ -140,7 +146,7 @@ def test_stages_in_order_are_one_operation(group, async_op):
 
     def stages():
         assert is_at_once()
-        inner = group._launch("inner", lambda *_: ran.append("inner"), (), (), async_op=True)
+        inner = group._launch(Operation("inner", lambda *_: ran.append("inner")), async_op=True)
         assert inner.is_completed()
         ran.append("behind it")
 
@@ -158,7 +164,7 @@ def test_whom_a_message_cannot_do_without(group):
 
 def test_a_group_that_is_dropped_warns_and_ends_its_thread():
     group = group_of()
-    group._launch("name", lambda *_: None, (), (), async_op=True).wait(10)
+    group._launch(Operation("name", lambda *_: None), async_op=True).wait(10)
     thread = group._progress._thread
     with pytest.warns(ResourceWarning, match='group "test" was dropped without close'):
         del group
@@ -174,4 +180,4 @@ def test_a_forked_childs_groups_are_lost(group, monkeypatch):
     monkeypatch.setattr(execution, "_groups", {group})
     execution._forbid_in_child()
     with pytest.raises(Exception, match=r"process forked from the rank.*'spawn' or 'forkserver'"):
-        group._launch("name", lambda *_: None, (), ())
+        group._launch(Operation("name", lambda *_: None))

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mpidist.comm import objects, work
+from mpidist.comm import object_messages, work
 from mpidist.comm.memory import buffer
+from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.serialization import frame
 from mpidist.errors import CommTimeout, FrameError, MpidistError, NotPlainData
@@ -65,7 +66,7 @@ def test_all_directions(group, large):
 
 def test_objects_past_the_limit_of_mpi(group, monkeypatch):
     monkeypatch.setattr(buffer, "MAX_COUNT", 1000)
-    monkeypatch.setattr(objects, "_SMALL_BYTES", 500)
+    monkeypatch.setattr(object_messages, "SMALL_BYTES", 500)
     got = group.all_gather_object(something(group.rank, True))
     ok = all(is_something(obj, r, True) for r, obj in enumerate(got))
     ok &= is_something(
@@ -179,12 +180,10 @@ def test_objects_with_tensors_of_one_element_and_any_stride(group):
 @pytest.mark.mpi(min_size=2)
 def test_a_sender_that_stops_between_two_parts(group):
     """The parts behind the first are waited for as long as the group's timeout, too."""
-    parts = list(objects._parts(frame.encode(torch.zeros(100_000)), Tag.OBJECT_MESSAGE))
+    parts = list(object_messages.parts(frame.encode(torch.zeros(100_000)), Tag.OBJECT_MESSAGE))
 
     def send(part, number):
-        group._mpi.Send(
-            (part, memoryview(part).nbytes, objects.MPI.BYTE), 0, group._comm.own_tag(number)
-        )
+        group._mpi.Send((part, memoryview(part).nbytes, MPI.BYTE), 0, group._comm.own_tag(number))
 
     if group.rank == 1:
         send(*parts[0])

@@ -57,9 +57,8 @@ def test_the_clock_starts_anew_with_each_operation(clock):
 
 
 def test_waits_for_messages_stand_beside_it():
-    journal = Journal("world", "key")
+    journal = Journal("world", "key", queued=lambda: 3)
     journal.enter_wait(1, "recv", torch.zeros(4))
-    journal.queued = 3
     collective, wait = journal.snapshot()
     assert collective.seconds is None and wait.operation == "recv" and wait.sequence == 0
     assert "recv(shape=(4,)" in str(wait) and "3 queued behind it" in str(wait)

@@ -2,12 +2,13 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from mpidist.comm.progress import Progress, at_once, is_at_once
-from mpidist.comm.work import Work
 from mpidist.errors import GroupError
+from mpidist.future import Future
 
 
 @pytest.fixture
@@ -17,45 +18,42 @@ def progress():
     order.close(10)
 
 
-def work(*tensors):
-    return Work("operation", tensors, "rank 0 of 1")
-
-
 def test_queued_operations_end_in_their_order_in_one_thread(progress):
     ran = []
-    works = [work(number) for number in range(50)]
-    for number, one in enumerate(works):
-        progress.submit(
-            one, lambda number: ran.append((number, threading.current_thread().name)), (number,)
-        )
-    for one in works:
-        assert one.wait(10)
+    futures = [Future() for _ in range(50)]
+
+    def operation(number):
+        ran.append((number, threading.current_thread().name))
+        return (number,)
+
+    for number, one in enumerate(futures):
+        progress.submit(one, partial(operation, number))
+    assert [one.wait(10) for one in futures] == [(number,) for number in range(50)]
     assert ran == [(number, "mpidist-test") for number in range(50)] and progress.pending == 0
-    assert works[7].result() == (7,)
 
 
 def test_a_synchronous_call_enters_only_when_nothing_is_queued(progress):
     assert progress.try_enter()
-    progress.door.release()
-    gate, first = threading.Event(), work()
-    progress.submit(first, gate.wait, (10,))
+    progress.lock.release()
+    gate, first = threading.Event(), Future()
+    progress.submit(first, partial(gate.wait, 10))
     assert not progress.try_enter()
     ran = []
-    behind = work()
+    behind = Future()
     waiting = threading.Thread(
-        target=progress.run, args=(behind, ran.append, (threading.get_ident(),))
+        target=progress.run, args=(behind, lambda: ran.append(threading.get_ident()))
     )
     waiting.start()
     time.sleep(0.02)
     assert ran == []
     gate.set()
     waiting.join(10)
-    assert ran and behind.is_completed() and first.is_completed()
+    assert ran and behind.done() and first.done()
 
 
 def test_what_the_caller_executes_runs_in_its_thread(progress):
     threads = []
-    progress.run(work(), lambda: threads.append(threading.current_thread()), ())
+    progress.run(Future(), lambda: threads.append(threading.current_thread()))
     assert threads == [threading.current_thread()] and progress._thread is None
 
 
@@ -64,9 +62,9 @@ def test_an_error_is_the_operations_alone(progress, way):
     def fail():
         raise KeyError("the culprit")
 
-    wrong, right = work(), work()
-    getattr(progress, way)(wrong, fail, ())
-    progress.submit(right, lambda: None, ())
+    wrong, right = Future(), Future()
+    getattr(progress, way)(wrong, fail)
+    progress.submit(right, lambda: True)
     with pytest.raises(KeyError, match="the culprit"):
         wrong.wait(10)
     assert isinstance(wrong.exception(), KeyError) and right.wait(10) and right.exception() is None
@@ -74,17 +72,17 @@ def test_an_error_is_the_operations_alone(progress, way):
 
 def test_what_a_callback_issues_goes_ahead_of_the_queue(progress):
     ran, gate = [], threading.Event()
-    first, inner, second = work(), work(), work()
+    first, inner, second = Future(), Future(), Future()
 
     def issue(future):
-        progress.submit(inner, ran.append, ("from the callback",))
+        progress.submit(inner, partial(ran.append, "from the callback"))
         ran.append("behind it")
 
-    progress.submit(first, gate.wait, (10,))
-    first.get_future().add_done_callback(issue)
-    progress.submit(second, ran.append, ("queued before",))
+    progress.submit(first, partial(gate.wait, 10))
+    first.add_done_callback(issue)
+    progress.submit(second, partial(ran.append, "queued before"))
     gate.set()
-    assert second.wait(10)
+    second.wait(10)
     assert ran == ["from the callback", "behind it", "queued before"]
 
 
@@ -102,21 +100,21 @@ def test_at_once_ends_with_its_block_and_is_the_threads_own():
 
 def test_closing_waits_for_the_queue_and_refuses_what_comes_later():
     order, ran = Progress("short"), []
-    works = [work() for _ in range(5)]
+    works = [Future() for _ in range(5)]
     for number, one in enumerate(works):
-        order.submit(one, ran.append, (number,))
+        order.submit(one, partial(ran.append, number))
     order.close(10)
-    assert ran == list(range(5)) and all(one.is_completed() for one in works)
+    assert ran == list(range(5)) and all(one.done() for one in works)
     assert not order._thread.is_alive()
     with pytest.raises(GroupError, match='group "short" is closed'):
-        order.submit(work(), ran.append, (5,))
+        order.submit(Future(), partial(ran.append, 5))
     order.close(10)
 
 
 def test_an_abandoned_thread_ends_after_the_queue():
     order, gate, ran = Progress("lost"), threading.Event(), []
-    order.submit(work(), gate.wait, (10,))
-    order.submit(work(), ran.append, (1,))
+    order.submit(Future(), partial(gate.wait, 10))
+    order.submit(Future(), partial(ran.append, 1))
     order.abandon()
     gate.set()
     order._thread.join(10)
@@ -131,9 +129,9 @@ def test_the_thread_keeps_no_tensor_of_an_ended_operation(progress):
         pass
 
     tensor = Tensor()
-    alive, done = weakref.ref(tensor), work(tensor)
-    progress.submit(done, lambda held: None, (tensor,))
-    assert done.wait(10)
+    alive, done = weakref.ref(tensor), Future()
+    progress.submit(done, partial(lambda held: held, tensor))
+    assert done.wait(10) is tensor
     del tensor, done
     for _ in range(100):
         gc.collect()

@@ -123,7 +123,7 @@ def test_by_shards_and_in_pieces(group, dtype, monkeypatch):
         monkeypatch.setattr(pairwise, "FROM_BYTES", from_bytes)
         monkeypatch.setattr(buffer, "MAX_COUNT", limit)
         # calls by the other limits, which a rank may hold for an address and another not
-        group._shortcut.forget()
+        group._fast_path.forget()
         for op in (SUM, AVG, PRODUCT):
             tensor, kept = parts[group.rank].clone(), parts[group.rank].clone()
             scattered = torch.zeros(1001, dtype=dtype)

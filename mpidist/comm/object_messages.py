@@ -1,0 +1,165 @@
+"""Messages of one object: a header with the content, then each large buffer in messages of its own.
+
+A small object is one message. Buffers are sent from the memory of the object and received in place,
+in pieces that MPI can count.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from mpidist.comm.announced_receive import AnnouncedReceive
+from mpidist.comm.memory import buffer
+from mpidist.comm.memory.buffer_pool import zeroed
+from mpidist.comm.mpi import exited_ranks
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.tags import Tag
+from mpidist.comm.serialization import frame
+from mpidist.comm.serialization.frame import Message
+from mpidist.errors import CommTimeout
+
+# Longest frame that one collective gathers, and longest content in one message with its header.
+SMALL_BYTES = 64 << 10
+
+# A probe repeats without a pause for the first time, then with pauses of the second.
+_SPIN_S, _SLEEP_S = 1e-3, 50e-6
+
+_TAGS_OF_PARTS = {
+    Tag.OBJECT_COLLECTIVE: Tag.OBJECT_COLLECTIVE_PART,
+    Tag.OBJECT_MESSAGE: Tag.OBJECT_MESSAGE_PART,
+}
+
+# Beginning of the error, timeout in seconds, world ranks that the message needs.
+Limit = tuple[str, float | None, Sequence[int]]
+
+
+def parts(message: Message, tag: Tag) -> Iterator[tuple[Any, Tag]]:
+    """Yield the messages of an object, each with its tag."""
+    header, body = message
+    first = header + body[0] if body[0].nbytes <= SMALL_BYTES else header
+    yield first, tag
+    for part in body[1:] if first is not header else body:
+        for start, count in buffer.pieces(part.nbytes):
+            yield part[start : start + count], _TAGS_OF_PARTS[tag]
+
+
+def send(comm: Communicator, message: Message, dst: int, tag: Tag) -> None:
+    """Send an object to rank ``dst``, with a blocking call for each message."""
+    for part, tag_of_part in parts(message, tag):
+        nbytes = memoryview(part).nbytes
+        comm.mpi.Send((part, nbytes, MPI.BYTE), dst, comm.own_tag(tag_of_part))
+
+
+def copied(message: Message) -> tuple[bytes, list[Any]]:
+    """Return a message that shares no memory with the object, as one that was received."""
+    header, body = message
+    return header, [bytearray(part) for part in body]
+
+
+class ObjectReceiver:
+    """Receives the objects that other ranks send; any number of threads may call it.
+
+    The first message of an object is matched by a probe. The others arrive in the order in which
+    the sender posted them, so threads receive them in the order of their first messages.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # By source and tag: set when all parts of the last object have arrived.
+        self._last: dict[tuple[int, Tag], threading.Event] = {}
+
+    def receive(
+        self,
+        comm: Communicator,
+        source: int,
+        tag: Tag,
+        limit: Limit = ("", None, ()),
+        wait: Callable[[Any, Any, int], None] | None = None,
+    ) -> tuple[Any, list[Any], int]:
+        """Receive one object; return its header, its parts and the sender's rank.
+
+        Args:
+            source: A rank, or ``MPI.ANY_SOURCE``.
+            limit: Of the wait for the first message.
+            wait: Waits for the request of a part; called with the request, the part's memory and
+                the sender's rank. If None, the receive of each part blocks in MPI.
+        """
+        message, status = _matched(comm, source, comm.own_tag(tag), limit, self._lock)
+        try:
+            source, nbytes = status.Get_source(), status.Get_count(MPI.BYTE)
+            # As many bytes as were sent, whatever the header announces.
+            first = bytearray(nbytes)
+            message.Recv((first, nbytes, MPI.BYTE))
+            lengths = frame.body_lengths(first)
+            header_bytes = frame.HEADER_BYTES + 8 * (len(lengths) - 1)
+            body: list[Any] = [memoryview(first)[header_bytes:]] if nbytes > header_bytes else []
+            if len(body) == len(lengths):
+                return first, body, source
+            key, have_arrived = (source, tag), threading.Event()
+            before, self._last[key] = self._last.get(key), have_arrived
+        finally:
+            self._lock.release()
+        try:
+            if before is not None:
+                before.wait()
+            tag_of_parts = comm.own_tag(_TAGS_OF_PARTS[tag])
+            for length in lengths[len(body) :]:
+                body.append(_received(comm, length, source, tag_of_parts, wait))
+            return first, body, source
+        finally:
+            have_arrived.set()
+
+
+def _received(
+    comm: Communicator,
+    length: int,
+    source: int,
+    tag: int,
+    wait: Callable[[Any, Any, int], None] | None,
+) -> memoryview:
+    """Receive one part of an object."""
+    part = zeroed(length)
+    for start, count in buffer.pieces(length):
+        piece = AnnouncedReceive(comm, part[start : start + count], source, tag)
+        if wait is None:
+            piece.receive()
+        else:
+            try:
+                wait(piece, part, source)
+            except BaseException:
+                piece.post()
+                raise
+        piece.require_announced()
+    return part
+
+
+def _matched(
+    comm: Communicator, source: int, tag: int, limit: Limit, lock: threading.Lock
+) -> tuple[Any, Any]:
+    """Wait for a message; return the matched message and its status, with the lock held."""
+    # A matched probe, because no other thread can receive the message between the probe and the
+    # receive (MPI-4.1 §3.8.2).
+    status = MPI.Status()
+    start = time.monotonic()
+    where, timeout_s, peers = limit
+    while True:
+        lock.acquire()
+        try:
+            message = comm.mpi.Improbe(source, tag, status)
+        except BaseException:
+            lock.release()
+            raise
+        if message is not None:
+            return message, status
+        lock.release()
+        waited = time.monotonic() - start
+        if timeout_s is not None and waited > timeout_s:
+            raise CommTimeout(f"{where}: no object came within {timeout_s:g} s")
+        if waited > _SPIN_S:
+            if exited_ranks.have_left(peers):
+                raise exited_ranks.failure(where, peers)
+            time.sleep(_SLEEP_S)

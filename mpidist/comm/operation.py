@@ -1,0 +1,58 @@
+"""Description of one collective: the function that executes it, and the tensors it works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpidist.comm.memory import buffer
+from mpidist.comm.memory.stream import Device, Event
+
+Tensors = Sequence[torch.Tensor]
+Facts = Sequence[tuple[str, Any]]
+
+
+@dataclass(slots=True)
+class Operation:
+    """One collective of a group, described before it is executed or queued.
+
+    Attributes:
+        name: The name in messages, reports and profiles.
+        execute: Called as ``execute(comm, inputs, outputs, *args)`` on the executing thread; returns
+            the result of an operation whose result is not in ``outputs``.
+        inputs: Tensors that are read.
+        outputs: Tensors that are written.
+        args: Further arguments of ``execute``.
+        facts: Names and values that must be equal on all ranks; compared in debug mode.
+        results: Value of a Work's future, if neither the outputs nor the inputs.
+        device: Device of the operation, if it has no tensors; None for the host.
+        events: Filled by ``execute`` on a device: the results are complete behind these events.
+    """
+
+    name: str
+    execute: Callable[..., Any]
+    inputs: Tensors = ()
+    outputs: Tensors = ()
+    args: tuple[Any, ...] = ()
+    facts: Facts = ()
+    results: Tensors = ()
+    device: Device | None = None
+    events: Sequence[Event] = ()
+
+    def is_direct(self) -> bool:
+        """Say whether MPI can work on the memory of all tensors."""
+        for tensor in self.inputs:
+            if not buffer.is_direct(tensor):
+                return False
+        if self.outputs is not self.inputs:
+            for tensor in self.outputs:
+                if not buffer.is_direct(tensor):
+                    return False
+        return True
+
+    def work_results(self) -> Tensors:
+        """Return the value of a Work's future."""
+        return self.results or self.outputs or self.inputs
