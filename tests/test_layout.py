@@ -40,6 +40,7 @@ COVERED_BY = {
     "comm/group_protocol": "comm/test_group.py",
     "comm/object_messages": "comm/test_objects.py",
     "comm/operation": "comm/test_execution.py",
+    "comm/subgroups": "comm/test_group.py",
     "comm/mpi/mpi_errors": "comm/test_watchdog.py",
     "comm/transport/eager_message": "comm/transport/test_transport.py",
     "comm/transport/incoming": "comm/transport/test_transport.py",

@@ -1,0 +1,265 @@
+"""Creation of process groups: from some of a group's ranks, by colour, by node, or as a clone.
+
+Every group has a communicator of its own. A child inherits its parent's timeout, debug mode and
+``on_timeout`` unless the call gives its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from mpidist.comm import arguments, watchdog
+from mpidist.comm.algorithms import tuning
+from mpidist.comm.execution import Execution
+from mpidist.comm.group_failure import ABORT, RAISE
+from mpidist.comm.mpi import creation_barrier, nonblocking, runtime
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.tags import Tag
+from mpidist.comm.operation import Operation, Tensors
+from mpidist.comm.work import seconds
+from mpidist.errors import DisagreementError
+
+# "raise" or "abort": for groups that are made from the world without on_timeout
+ENV_ON_TIMEOUT = "MPIDIST_ON_TIMEOUT"
+_HIGHEST_CREATE_TAG = 32_000  # MPI guarantees tags up to 32767
+
+G = TypeVar("G", bound="Subgroups")
+
+
+class Subgroups(Execution):
+    """The calls of a process group that make other groups."""
+
+    # Numbers of the splits and clones so far. All members count alike, so a child's key is the same
+    # on all its ranks.
+    _splits = 0
+    _clones = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._creations: Counter[str] = Counter()  # by name and ranks
+        self._meeting = creation_barrier.Meeting(
+            self._mpi, self._comm.own_tag(Tag.GROUP_CREATION), self.world_ranks
+        )
+
+    def new_group(
+        self: G,
+        ranks: Sequence[int],
+        name: str | None = None,
+        timeout: float | timedelta | None = None,
+        on_timeout: str | None = None,
+    ) -> G | None:
+        """Make a group of some of this group's ranks.
+
+        Collective: over ``ranks`` alone; others may call it too, and get None. Members must agree
+        on the order of such calls.
+
+        Args:
+            ranks: Distinct ranks of this group, in the new group's order.
+            name: The name in messages; derived from the ranks if None.
+            timeout: Seconds or a timedelta, 0 for no limit; this group's if None.
+            on_timeout: See ``init``; this group's if None.
+
+        Blocks: until all of ``ranks`` have called it, at most this group's timeout.
+
+        Raises:
+            ValueError: Ranks repeated or out of range.
+            CommTimeout: Not all members called it in time (members that wait); the watchdog has
+                printed what each rank does, and this group has failed.
+            RankFailureError: A member died, or came to the end of its program more than 2 s ago
+                (members that wait).
+            DisagreementError: ``on_timeout`` differs between the members (all members).
+        """
+        self._require_usable("new_group")
+        where = self.where("new_group")
+        ranks = list(ranks)
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise ValueError(f"{where} needs at least one rank and none twice; got {ranks}")
+        for rank in ranks:
+            arguments.rank(where, rank, "each of ranks", self.size)
+        if self.rank not in ranks:
+            return None
+        name = (
+            name or f"{self.name}/{'-'.join(map(str, ranks[:8]))}{'-...' if len(ranks) > 8 else ''}"
+        )
+        members = self._mpi.Get_group().Incl(ranks)
+        # The identity includes the name, because two threads may make two groups of the same ranks,
+        # in different orders on different ranks.
+        identity = repr((name, ranks)).encode()
+        digest = hashlib.blake2b(identity, digest_size=8).hexdigest()
+        self._creations[digest] += 1
+        creation_key = f"{digest}#{self._creations[digest]}"
+        creation = self.journal.enter_creation("new_group")
+        try:
+            with self._explained("new_group"):
+                self._meeting.meet(
+                    where, creation_key, ranks, lambda missing: self._raise_failure()
+                )
+                # The tag separates two groups that two threads make at the same time.
+                mpi = self._mpi.Create_group(members, zlib.crc32(identity) % _HIGHEST_CREATE_TAG)
+        finally:
+            self.journal.leave_creation(creation)
+        members.Free()
+        return self._child(mpi, name, f"{self.key}/{creation_key}", timeout, on_timeout)
+
+    def split(
+        self: G,
+        color: int | None,
+        key: int = 0,
+        timeout: float | timedelta | None = None,
+        on_timeout: str | None = None,
+    ) -> G | None:
+        """Divide the group: the ranks of each ``color`` form a new group.
+
+        Collective: over this group. Waits behind queued operations.
+
+        Args:
+            color: At least 0, the same for the ranks of one new group; None to join none.
+            key: Orders the ranks of the new group; ranks of equal keys keep their order.
+            timeout: Seconds or a timedelta, 0 for no limit; this group's if None.
+            on_timeout: See ``init``; this group's if None.
+        """
+        return self._split(color, key, timeout, f"{self.name}/color{color}", on_timeout)
+
+    def split_by_node(self: G, timeout: float | timedelta | None = None) -> G:
+        """Divide the group into one for each node; its ranks share the node's memory.
+
+        Collective: over this group. Waits behind queued operations.
+
+        Source: MPI-4.1 §7.4.2, MPI_COMM_TYPE_SHARED.
+        """
+        node = self._comm.nodes[self.rank]
+        child = self._split(node, self.rank, timeout, f"{self.name}/node{node}", None)
+        assert child is not None
+        return child
+
+    def clone(self: G, name: str | None = None, on_timeout: str | None = None) -> G:
+        """Make a group of the same ranks with an order of its own.
+
+        Collective: over this group.
+
+        Args:
+            name: The name in messages; numbered if None.
+            on_timeout: See ``init``; this group's if None.
+        """
+        # Numbered in the group, not in the process: the watchdogs of all ranks need one name.
+        self._clones += 1
+        child = self._split(
+            0, self.rank, None, name or f"{self.name}/clone{self._clones}", on_timeout
+        )
+        assert child is not None
+        return child
+
+    def _split(
+        self: G,
+        color: int | None,
+        key: int,
+        timeout: float | timedelta | None,
+        name: str,
+        on_timeout: str | None,
+    ) -> G | None:
+        self._require_usable("split")
+        if color is not None and (
+            isinstance(color, bool) or not hasattr(color, "__index__") or color < 0
+        ):
+            raise ValueError(
+                f"{self.where('split')} needs a color of None or at least 0; got {color!r}"
+            )
+        self._splits += 1
+        mpi_color = MPI.UNDEFINED if color is None else color
+        mpi = self._launch(Operation("split", _split, args=(mpi_color, key)))
+        if mpi == MPI.COMM_NULL:
+            return None
+        child_key = f"{self.key}/split{self._splits}.{color}"
+        return self._child(mpi, name, child_key, timeout, on_timeout)
+
+    def _child(
+        self: G,
+        mpi: Any,
+        name: str,
+        key: str,
+        timeout: float | timedelta | None,
+        on_timeout: str | None,
+    ) -> G:
+        places = MPI.Group.Translate_ranks(
+            mpi.Get_group(), list(range(mpi.Get_size())), self._mpi.Get_group()
+        )
+        world_ranks = [self.world_ranks[place] for place in places]
+        limit = self.timeout_s if timeout is None else seconds(timeout)
+        return create(
+            type(self),
+            mpi,
+            name,
+            key,
+            world_ranks,
+            limit,
+            self._debug,
+            on_timeout or self.on_timeout,
+        )
+
+
+def create(
+    kind: type[G],
+    mpi: Any,
+    name: str,
+    key: str,
+    world_ranks: Sequence[int],
+    timeout_s: float | None,
+    debug: bool | None,
+    on_timeout: str,
+) -> G:
+    """Make a group on a new communicator; the watchdog watches the group.
+
+    Collective: over the communicator.
+
+    Raises:
+        DisagreementError: ``on_timeout`` differs between ranks (all ranks).
+        ValueError: ``on_timeout`` is unknown.
+    """
+    mpi.Set_errhandler(MPI.ERRORS_RETURN)
+    _require_same_end(mpi, name, on_timeout)
+    world = runtime.world()
+    comm = Communicator(mpi, world.nodes_of(world_ranks), world.highest_tag)
+    if comm.shares_nodes:
+        # Here all ranks take part; an all-reduce reads the table on each rank alone.
+        tuning.agreed_table(comm, None)
+    group = kind(comm, name, key, world_ranks, timeout_s, debug, on_timeout)
+    watchdog.watch(group)
+    return group
+
+
+def _require_same_end(mpi: Any, name: str, on_timeout: str) -> None:
+    """Compare ``on_timeout`` of all ranks: blocking and non-blocking collectives do not match.
+
+    Collective: over a new communicator, which is freed if this raises.
+    """
+    codes = {ABORT: 0, RAISE: 1}
+    every = bytearray(mpi.Get_size())
+    mpi.Allgather((bytes([codes.get(on_timeout, 2)]), 1, MPI.BYTE), (every, 1, MPI.BYTE))
+    if max(every) == 2 or len(set(every)) > 1:
+        mpi.Free()
+        words = [*codes, "another word"]
+        values = ", ".join(
+            f"{words[code]} on rank {every.index(code)}" for code in sorted(set(every))
+        )
+        if on_timeout not in codes:
+            raise ValueError(
+                f'group "{name}": on_timeout (or {ENV_ON_TIMEOUT}) must be "abort" or "raise"; '
+                f"got {on_timeout!r}"
+            )
+        raise DisagreementError(
+            f'group "{name}": on_timeout (or {ENV_ON_TIMEOUT}) must be the same on all ranks; it '
+            f"is {values}"
+        )
+
+
+def _split(comm: Communicator, inputs: Tensors, outputs: Tensors, color: int, key: int) -> Any:
+    if isinstance(comm.mpi, nonblocking.MpiCalls) and comm.mpi.is_abandonable:
+        # A wait for a missing rank can be abandoned here, and not in MPI_Comm_split.
+        comm.mpi.Barrier()
+    return comm.mpi.Split(color, key)
