@@ -176,7 +176,7 @@ def from_world(
     """
     limit = seconds(timeout)
     on_timeout = on_timeout or os.environ.get(ENV_ON_TIMEOUT) or ABORT
-    creation_barrier.of_world("init", creation_barrier.start_limit(limit))
+    creation_barrier.wait_for_world("init", creation_barrier.start_limit(limit))
     world = runtime.world()
     mpi = world.comm.Split(0, world.rank if key is None else key)
     places = MPI.Group.Translate_ranks(

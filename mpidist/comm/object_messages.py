@@ -160,6 +160,6 @@ def _matched(
         if timeout_s is not None and waited > timeout_s:
             raise CommTimeout(f"{where}: no object came within {timeout_s:g} s")
         if waited > _SPIN_S:
-            if exited_ranks.have_left(peers):
+            if exited_ranks.all_ended(peers):
                 raise exited_ranks.failure(where, peers)
             time.sleep(_SLEEP_S)

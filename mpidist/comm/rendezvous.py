@@ -82,7 +82,7 @@ def shared_store(timeout_s: float | None = None) -> MPIStore:
     world = runtime.world(timeout_s)
     with _lock:
         if _store is None or _store.generation != world.generation:
-            creation_barrier.of_world("the rendezvous mpi://", timeout_s)
+            creation_barrier.wait_for_world("the rendezvous mpi://", timeout_s)
             watchdog.start(world)
             _store = MPIStore(world)
         return _store
@@ -166,7 +166,7 @@ class MPIStore(dist.Store):
         while not self._call(
             WAIT, list(keys), min(max(deadline - time.monotonic(), 0.0), _ASK_AGAIN_S)
         ):
-            if exited_ranks.have_left(self._others):
+            if exited_ranks.all_ended(self._others):
                 raise exited_ranks.failure(
                     f"a wait for the store's keys {list(keys)}", self._others
                 )

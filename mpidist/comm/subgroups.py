@@ -43,7 +43,7 @@ class Subgroups(Execution):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._creations: Counter[str] = Counter()  # by name and ranks
-        self._meeting = creation_barrier.Meeting(
+        self._creation = creation_barrier.CreationBarrier(
             self._mpi, self._comm.own_tag(Tag.GROUP_CREATION), self.world_ranks
         )
 
@@ -97,7 +97,7 @@ class Subgroups(Execution):
         creation = self.journal.enter_creation("new_group")
         try:
             with self._explained("new_group"):
-                self._meeting.meet(
+                self._creation.wait(
                     where, creation_key, ranks, lambda missing: self._raise_failure()
                 )
                 # The tag separates two groups that two threads make at the same time.

@@ -281,7 +281,7 @@ class Watchdog:
                     self._fail(group, text, missing)
         elif kind == LEFT:
             self._left[source] = content
-            exited_ranks.note(source)
+            exited_ranks.record(source)
         elif number == self._round:
             self._answers[source] = content
 

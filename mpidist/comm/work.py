@@ -267,7 +267,7 @@ class RequestWork:
                 if limit_s is not None and waited > limit_s:
                     raise CommTimeout(f"{self.where} did not end within {limit_s:g} s")
                 if waited > _YIELD_S:
-                    if exited_ranks.have_left(self._peers) and not self._test():
+                    if exited_ranks.all_ended(self._peers) and not self._test():
                         raise exited_ranks.failure(self.where, self._peers)
                     time.sleep(_SLEEP_S)
                 elif waited > _SPIN_S:

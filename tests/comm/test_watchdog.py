@@ -261,7 +261,7 @@ def test_a_report_says_what_each_rank_is_in(clock, monkeypatch):
     )
     text = watchdog._describe(group, "barrier", "is late", {2: late, 4: late, 0: []}, [], 4)
     assert "rank 1 (world rank 0): does not know this group" in text
-    monkeypatch.setattr(exited_ranks, "_left", {0: clock[0]})
+    monkeypatch.setattr(exited_ranks, "_exit_times", {0: clock[0]})
     text = watchdog._describe(group, "barrier", "is late", {2: late, 4: late}, [], 4)
     assert "rank 1 (world rank 0): has come to the end of its program" in text
 

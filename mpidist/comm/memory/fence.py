@@ -1,4 +1,4 @@
-"""Stream dependencies of one operation on device memory: what the operation waits for, and what waits for it."""
+"""Stream dependencies of one operation on device memory: its inputs' work, and its results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpidist.comm.memory.stream import Device, Event
 
 
 class StreamFence:
-    """Records the issuing thread's stream; the executing thread waits for that, and records when results are ready.
+    """Records the issuer's stream; the executor waits for it, and records when results are ready.
 
     Made by the thread that issues the operation. MPI knows no streams, so the executing thread
     blocks the host (``synchronize``) before MPI touches device memory; nothing else blocks.
@@ -36,7 +36,7 @@ class StreamFence:
         return threading.get_ident() == self._issuer
 
     def wait_ready(self) -> None:
-        """Let the streams ``down`` and ``up`` of the calling thread wait until the tensors may be used."""
+        """Let ``down`` and ``up`` of the calling thread wait until the tensors may be used."""
         self.device.down.wait(self._ready)
         self.device.up.wait(self._ready)
 
@@ -51,7 +51,7 @@ class StreamFence:
         self.device.down.record().synchronize()
 
     def record(self) -> list[Event]:
-        """Return the events after which the results may be used; the tensors' memory is kept until then."""
+        """Return the events after which the results may be used; keep the tensors until then."""
         for stream in {id(s): s for s in (self.device.down, self.device.up)}.values():
             for tensor in self._tensors:
                 stream.keep(tensor)

@@ -1,11 +1,11 @@
 """Autograd modes (grad mode, inference mode) of the thread that executes an operation.
 
 A collective writes below autograd, as torch's own backends do: into a leaf under ``no_grad``, into
-an inference tensor from any thread. Modes belong to a thread, and the executing thread need not be
-the one that issued the operation.
+an inference tensor from any thread. Modes belong to a thread, and the executing thread may differ
+from the issuing one.
 
-Source: torch's notes on inference mode: an inference tensor may be written in inference mode alone,
-and every tensor that is allocated in inference mode is one for ever.
+Source: torch's notes on inference mode: an inference tensor may be written in inference mode only,
+and every tensor allocated in inference mode stays an inference tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UNCHANGED: AbstractContextManager[Any] = nullcontext()
 
 
 def writing(*groups: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
-    """Return a context in which this thread may write into these tensors, and records nothing of what it reads."""
+    """Return a context in which this thread may write these tensors, unrecorded by autograd."""
     if torch.is_inference_mode_enabled():
         return _UNCHANGED
     is_recorded = False
@@ -37,5 +37,5 @@ def writing(*groups: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
 
 
 def allocating() -> AbstractContextManager[Any]:
-    """Return a context for memory that outlives the call: tensors made in it are no inference tensors."""
+    """Return a context for memory that outlives the call: its tensors are not inference ones."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _UNCHANGED

@@ -1,4 +1,4 @@
-"""Polling with back-off: tests a condition without a pause, then between yields of the core, then between sleeps.
+"""Polling with back-off: tests a condition without pauses, then with yields, then with sleeps.
 
 MPI completes messages only while a thread calls MPI, so a wait that MPI does not offer is a loop of
 tests. A short wait ends soonest without a pause; a long one must leave the core to computation.

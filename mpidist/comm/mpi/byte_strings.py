@@ -1,4 +1,4 @@
-"""Byte strings of all ranks, of any length each, by collectives that carry buffers: mpi4py's own for objects would unpickle."""
+"""All-gather of byte strings by buffer collectives; mpi4py's object calls would unpickle."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def gathered(mpi: Any, data: bytes) -> list[bytes]:
     Collective: over the communicator.
 
     Args:
-        mpi: An mpi4py communicator, or a wrapper of one.
-        data: This rank's.
+        mpi: An mpi4py communicator, or ``MpiCalls``.
+        data: This rank's string.
     """
     size = mpi.Get_size()
     lengths = bytearray(8 * size)

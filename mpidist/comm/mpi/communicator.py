@@ -1,4 +1,4 @@
-"""A group's MPI communicator as executors see it: with the rank's place in it, its nodes, and memory kept between calls."""
+"""MPI communicator of a group for executors: ranks, nodes, tags, and memory kept between calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpidist.comm.mpi.nonblocking import MpiCalls, wait_sleeping, wait_spinning
 from mpidist.comm.mpi.scratch import Scratch
 from mpidist.comm.mpi.tags import Tag
 
-# the highest tags belong to the library's own algorithms, all below them to the user
+# The highest tags belong to the library's own algorithms, all lower ones to the user.
 _RESERVED_TAGS = 64
 
 
@@ -24,8 +24,8 @@ class Levels:
     """A communicator's ranks by node.
 
     Attributes:
-        node: The ranks on this rank's node; the first of them leads.
-        leaders: The leaders of all nodes; None on a rank that is none.
+        node: The ranks on this rank's node; its rank 0 is the leader.
+        leaders: The leaders of all nodes; None on other ranks.
     """
 
     node: Communicator
@@ -33,20 +33,21 @@ class Levels:
 
 
 class Communicator:
-    """One MPI communicator, as executors see it.
+    """One MPI communicator, with what an executor needs to know of it.
 
     Attributes:
-        plain: The ``MPI.Comm``, or at MPI_THREAD_SERIALIZED its wrapper.
-        mpi: The same for executors; between nodes with non-blocking twins in the place of blocking
-            calls (``patience``).
+        plain: The ``MPI.Comm``; under MPI_THREAD_SERIALIZED its ``serialized`` form.
+            mpi: What executors call: ``plain`` on one node; between nodes ``MpiCalls``,
+            whose blocking calls are non-blocking ones and a wait.
         rank: This rank in it.
         size: W, its number of ranks.
-        nodes: For each rank the number of the node whose memory it shares, in the order of their
-            first ranks.
+        nodes: Node number of each rank; nodes are numbered in the order of their first ranks.
         is_single_node: All ranks share one node's memory.
         shares_nodes: There are several nodes, and several ranks on one of them.
         max_tag: Highest tag that a user may give to a message.
-        device_operations: What ``capability.agreed_operations`` has found out, by device type.
+        device_operations: Results of ``capability.agreed_operations``, by device type.
+        tuning_tables: The fastest all-reduce at each size, by device type.
+        kept: Objects that executors keep between calls, by names of their own.
     """
 
     def __init__(self, mpi: Any, nodes: Sequence[int], highest_tag: int) -> None:
@@ -61,30 +62,28 @@ class Communicator:
         self.is_single_node = is_single_node
         self.max_tag = highest_tag - _RESERVED_TAGS
         self._highest_tag = highest_tag
-        # none before the first use; one for all copies of this object
+        # Empty before the first use; shared by all copies of this object, as are the dicts below.
         self._levels: list[Levels] = []
         self.device_operations: dict[str, frozenset[str]] = {}
-        # by device type: which all-reduce is the fastest at which size
         self.tuning_tables: dict[str, Any] = {}
-        self.kept: dict[str, Any] = {}  # what executors keep between calls, by their names for it
+        self.kept: dict[str, Any] = {}
         self._scratch: dict[tuple[torch.dtype, Scratch], torch.Tensor] = {}
 
     def sleeping(self) -> Communicator:
-        """Return the same communicator, with the same memory, for a thread that sleeps while it waits."""
-        other = copy.copy(self)
-        other.mpi = MpiCalls(self.plain, wait_sleeping)
-        return other
+        """Return the same communicator and memory for a thread that sleeps while it waits."""
+        return self._calling(MpiCalls(self.plain, wait_sleeping))
 
     def blocking(self) -> Communicator:
-        """Return the same communicator, with the same memory, for blocking calls: those of device memory, on all ranks."""
-        if self.mpi is self.plain:
-            return self
+        """Return the same communicator and memory for blocking calls (device memory needs them)."""
+        return self if self.mpi is self.plain else self._calling(self.plain)
+
+    def _calling(self, mpi: Any) -> Communicator:
         other = copy.copy(self)
-        other.mpi = self.plain
+        other.mpi = mpi
         return other
 
     def wait_all(self, requests: list[Any]) -> None:
-        """Wait for requests of this communicator as its blocking calls wait."""
+        """Wait for requests of this communicator in the same way as its blocking calls."""
         if isinstance(self.mpi, MpiCalls):
             self.mpi.wait_all(requests)
         else:
@@ -96,7 +95,8 @@ class Communicator:
         Collective: the first call, over the communicator.
         """
         if not self._levels:
-            self.mpi.Barrier()  # may be left while a rank is missing; the calls below may not
+            # This barrier can be abandoned while a rank is missing; the two splits cannot.
+            self.mpi.Barrier()
             node = self.nodes[self.rank]
             leads = self.nodes.index(node) == self.rank
             within = self.plain.Split(node, self.rank)
@@ -109,31 +109,28 @@ class Communicator:
             )
             self._levels.append(Levels(ranks, leaders))
         (levels,) = self._levels
+        # A rank executes in the caller's thread or in the group's: non-blocking calls match in both
+        # cases, also on one node.
+        node_comm, leader_comm = levels.node, levels.leaders
         return Levels(
-            self._waiting_alike(levels.node), levels.leaders and self._waiting_alike(levels.leaders)
+            node_comm._calling(self.mpi.over(node_comm.plain)),
+            leader_comm and leader_comm._calling(self.mpi.over(leader_comm.plain)),
         )
 
-    def _waiting_alike(self, child: Communicator) -> Communicator:
-        # A rank executes in its own thread or in the group's: non-blocking calls match in either,
-        # on one node as well.
-        other = copy.copy(child)
-        other.mpi = self.mpi.over(child.plain)
-        return other
-
     def children(self) -> list[Any]:
-        """Return MPI's communicators that were made from this one."""
-        made = [comm for levels in self._levels for comm in (levels.node, levels.leaders)]
-        return [comm.plain for comm in made if comm is not None]
+        """Return the MPI communicators that were made from this one."""
+        children = [comm for levels in self._levels for comm in (levels.node, levels.leaders)]
+        return [comm.plain for comm in children if comm is not None]
 
     def own_tag(self, use: Tag) -> int:
-        """Return the tag of one of the library's own uses, out of reach of users' messages."""
+        """Return the tag of one of the library's own uses, above all tags of users' messages."""
         return self.max_tag + 1 + use
 
     def scratch(self, numel: int, dtype: torch.dtype, use: Scratch = Scratch.WORK) -> torch.Tensor:
-        """Return host memory of at least ``numel`` elements that later calls for the same use get again.
+        """Return host memory of at least ``numel`` elements; calls for one use and dtype share it.
 
-        Fresh memory costs a page fault every 4 KiB, more than the transfer itself; a group executes
-        one collective at a time, so one buffer a dtype and use is enough.
+        Fresh memory costs a page fault every 4 KiB, more than the transfer itself. A group executes
+        one collective at a time, so one buffer for each dtype and use is enough.
         """
         held = self._scratch.get((dtype, use))
         if held is None or held.numel() < numel:

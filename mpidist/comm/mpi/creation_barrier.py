@@ -1,10 +1,10 @@
-"""A meeting of ranks before a call of MPI that none of them could leave.
+"""Barrier with timeout and failure checks, before MPI makes or splits a communicator.
 
-MPI makes and divides communicators by calls that block until the last member has come, and offers
-none that can be given up. So the members meet by messages first: each sends a word to the first of
-them, which answers all when the last word has come. Until then every one of them polls, and leaves
-when a member has ended, has died, or when the time is over. W members send 2·(W - 1) messages of 16
-bytes.
+MPI makes communicators by calls that block until the last member has called them, with no way to
+give up. So the members synchronize by messages first: each sends a token to the first member, which
+answers all of them when the last token has arrived. Until then every member polls, and stops with
+an error when a member has exited or died or when the time is over. W members send 2·(W - 1)
+messages of 16 bytes.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidist.comm.mpi import exited_ranks, mpi_errors, runtime
+from mpidist.comm.mpi import backoff, exited_ranks, mpi_errors, runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.errors import CommTimeout, RankFailureError
 
-_WORD_BYTES = 16
+_TOKEN_BYTES = 16
 _SPIN_S = 500e-6
-_PAUSE_S = 50e-6
-_CHECK_S = 20e-3  # between two looks at what would end the wait
+_CHECK_S = 20e-3  # between two checks for exited and dead members
 _LEAST_START_S = 60.0
 _WORLD_TAG = 1  # on the world's own communicator, where nothing else is sent
 
 _lock = threading.Lock()
-_of_world: Meeting | None = None
-_numbers: defaultdict[str, itertools.count[int]] = defaultdict(lambda: itertools.count(1))
+_world_barrier: CreationBarrier | None = None
+_calls: defaultdict[str, itertools.count[int]] = defaultdict(lambda: itertools.count(1))
 
 
-class Meeting:
-    """The meetings of one communicator; any number of threads may be in one at a time.
+class CreationBarrier:
+    """Barriers over members of one communicator; any number of threads may wait in one at a time.
 
     Args:
-        mpi: The communicator; messages of ``tag`` on it are this object's alone.
-        world_ranks: Its members' ranks in the world.
+        mpi: The communicator; only this object sends and receives messages of ``tag`` on it.
+        tag: The tag of the tokens.
+        world_ranks: World rank of each rank of the communicator.
     """
 
     def __init__(self, mpi: Any, tag: int, world_ranks: Sequence[int]) -> None:
@@ -47,81 +47,87 @@ class Meeting:
         self._rank: int = mpi.Get_rank()
         self._world_ranks = world_ranks
         self._receiving = threading.Lock()
-        self._words: Counter[tuple[int, bytes]] = Counter()  # that have come: (sender, word)
+        self._received: Counter[tuple[int, bytes]] = Counter()  # by sender and token
 
-    def meet(
+    def wait(
         self,
-        what: str,
+        where: str,
         subject: str,
         members: Sequence[int],
         check: Callable[[Sequence[int]], None],
     ) -> None:
-        """Return when all members have called this.
+        """Block until all members have called this method.
 
-        Collective: over ``members`` (ranks of the communicator), all with the same list and
-        subject.
+        Collective: over ``members`` (ranks of the communicator), with the same list and subject.
 
         Args:
-            what: Names the rank, the group and the operation, for the error.
-            subject: Keeps meetings of the same members apart.
-            check: Called some 50 times a second with the world ranks that are not known to have
-                come; raises to end the wait.
+            where: Rank, group and operation, for the error.
+            subject: Distinguishes barriers of the same members that run at one time.
+            check: Called some 50 times a second with the world ranks whose arrival is unknown;
+                raises to end the wait.
 
         Raises:
             RankFailureError: A member came to the end of its program more than 2 s ago, or is dead
                 (ULFM).
-            BaseException: What ``check`` raised.
+            BaseException: The error that ``check`` raised.
         """
-        word = hashlib.blake2b(
-            repr((subject, list(members))).encode(), digest_size=_WORD_BYTES
+        token = hashlib.blake2b(
+            repr((subject, list(members))).encode(), digest_size=_TOKEN_BYTES
         ).digest()
         others = [member for member in members if member != self._rank]
         if not others:
             return
         if self._rank == members[0]:
-            self._wait_for(what, others, word, check)
+            self._receive_from(where, others, token, check)
             for member in others:
-                self._send(member, word)
+                self._send(member, token)
         else:
-            self._send(members[0], word)
-            self._wait_for(what, [members[0]], word, check, others)
+            self._send(members[0], token)
+            self._receive_from(where, [members[0]], token, check, others)
 
-    def _wait_for(
+    def _receive_from(
         self,
-        what: str,
+        where: str,
         senders: Sequence[int],
-        word: bytes,
-        check: Callable[..., None],
+        token: bytes,
+        check: Callable[[Sequence[int]], None],
         needed: Sequence[int] = (),
     ) -> None:
-        start = time.monotonic()
-        checked = start
-        while missing := [sender for sender in senders if not self._words[sender, word]]:
-            if self._receive():
-                continue
-            now = time.monotonic()
-            if now - checked > _CHECK_S:
-                checked = now
-                absent = [self._world_ranks[member] for member in needed or missing]
-                gone = exited_ranks.ended(absent)
-                if gone:
-                    raise exited_ranks.failure(what, gone)
-                dead = set(mpi_errors.known_dead(self._mpi, self._world_ranks) or ()).intersection(
-                    absent
-                )
-                if dead:
-                    names = ", ".join(map(str, sorted(dead)))
-                    raise RankFailureError(
-                        f"{what} waits for world ranks that failed: {names}", sorted(dead)
-                    )
+        checked = time.monotonic()
+
+        def missing() -> list[int]:
+            return [sender for sender in senders if not self._received[sender, token]]
+
+        def are_received() -> bool:
+            while self._receive():
+                pass
+            return not missing()
+
+        def check_members() -> None:
+            nonlocal checked
+            if time.monotonic() - checked > _CHECK_S:
+                checked = time.monotonic()
+                absent = [self._world_ranks[member] for member in needed or missing()]
+                self._raise_for_failed(where, absent)
                 check(absent)
-            if now - start > _SPIN_S:
-                time.sleep(_PAUSE_S)
+
+        backoff.until(are_received, check_members, spin_s=_SPIN_S, yield_s=_SPIN_S)
         with self._receiving:
             for sender in senders:
-                self._words[sender, word] -= 1
-                if not self._words[sender, word]:
-                    del self._words[sender, word]
+                self._received[sender, token] -= 1
+                if not self._received[sender, token]:
+                    del self._received[sender, token]
+
+    def _raise_for_failed(self, where: str, world_ranks: Sequence[int]) -> None:
+        exited = exited_ranks.ended(world_ranks)
+        if exited:
+            raise exited_ranks.failure(where, exited)
+        dead = set(mpi_errors.known_dead(self._mpi, self._world_ranks) or ()) & set(world_ranks)
+        if dead:
+            names = ", ".join(map(str, sorted(dead)))
+            raise RankFailureError(
+                f"{where} waits for world ranks that failed: {names}", sorted(dead)
+            )
 
     def _receive(self) -> bool:
         with self._receiving:
@@ -129,50 +135,50 @@ class Meeting:
             message = mpi_errors.matched_probe(self._mpi, self._tag, status)
             if message is None:
                 return False
-            word = bytearray(_WORD_BYTES)
+            token = bytearray(_TOKEN_BYTES)
             source = status.Get_source()
-            message.Recv((word, _WORD_BYTES, MPI.BYTE))
-            self._words[source, bytes(word)] += 1
+            message.Recv((token, _TOKEN_BYTES, MPI.BYTE))
+            self._received[source, bytes(token)] += 1
             return True
 
-    def _send(self, to: int, word: bytes) -> None:
+    def _send(self, dest: int, token: bytes) -> None:
         with mpi_errors.death_tolerated():
-            self._mpi.Send((word, _WORD_BYTES, MPI.BYTE), to, self._tag)
+            self._mpi.Send((token, _TOKEN_BYTES, MPI.BYTE), dest, self._tag)
 
 
 def start_limit(timeout_s: float | None) -> float | None:
-    """Return how long the beginning waits for all ranks: its timeout, at least 60 s, as processes start unevenly."""
+    """Return the timeout of a job's start: at least 60 s, because processes start unevenly."""
     return None if timeout_s is None else max(timeout_s, _LEAST_START_S)
 
 
-def of_world(operation: str, timeout_s: float | None) -> None:
-    """Return when all ranks of the job have called this for the same operation equally often.
+def wait_for_world(operation: str, timeout_s: float | None) -> None:
+    """Block until all ranks have called this function equally often for one operation.
 
     Collective: over all ranks of the job.
 
     Raises:
-        CommTimeout: Not all came within ``timeout_s`` (None: no limit); names those that are
-            missing as far as this rank knows.
+        CommTimeout: Not all ranks called it within ``timeout_s`` (None: no limit); names those
+            missing, as far as this rank knows.
         RankFailureError: A rank came to the end of its program more than 2 s ago.
     """
-    global _of_world
+    global _world_barrier
     world = runtime.world(timeout_s)
     with _lock:
-        if _of_world is None or _of_world._mpi is not world.comm:
-            _of_world = Meeting(world.comm, _WORLD_TAG, range(world.size))
-        subject = f"{operation} {next(_numbers[operation])}"
-    what = f"rank {world.rank} of {world.size}: {operation}"
+        if _world_barrier is None or _world_barrier._mpi is not world.comm:
+            _world_barrier = CreationBarrier(world.comm, _WORLD_TAG, range(world.size))
+        subject = f"{operation} {next(_calls[operation])}"
+    where = f"rank {world.rank} of {world.size}: {operation}"
     start = time.monotonic()
 
     def check(missing: Sequence[int]) -> None:
         if timeout_s is not None and time.monotonic() - start > timeout_s:
-            who = (
+            reason = (
                 f"rank {', '.join(map(str, missing))} did not come"
                 if world.rank == 0
                 else "rank 0 did not let it begin"
             )
             raise CommTimeout(
-                f"{what} waits for all ranks of the job; {who} within {timeout_s:g} s"
+                f"{where} waits for all ranks of the job; {reason} within {timeout_s:g} s"
             )
 
-    _of_world.meet(what, subject, range(world.size), check)
+    _world_barrier.wait(where, subject, range(world.size), check)

@@ -1,4 +1,4 @@
-"""Ranks that have come to the end of their program: noted by the watchdog, read by every wait that may be for one of them."""
+"""Ranks that came to the end of their program: recorded by the watchdog, read by waits for them."""
 
 from __future__ import annotations
 
@@ -7,39 +7,43 @@ from collections.abc import Sequence
 
 from mpidist.errors import RankFailureError
 
-GRACE_S = 2.0  # what a rank sent before its end may still be under way for this long
+# Messages that a rank sent before its end may still arrive for this long.
+GRACE_S = 2.0
 
-_left: dict[int, float] = {}  # world rank: when its word came
+_exit_times: dict[int, float] = {}  # by world rank
 
 
-def note(world_rank: int) -> None:
-    """Note that a rank has come to its end."""
-    _left.setdefault(world_rank, time.monotonic())
+def record(world_rank: int) -> None:
+    """Record that a rank came to the end of its program."""
+    _exit_times.setdefault(world_rank, time.monotonic())
 
 
 def among(world_ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return which of these ranks have come to their end."""
-    return tuple(rank for rank in world_ranks if rank in _left)
+    """Return those of these ranks that came to their end."""
+    return tuple(rank for rank in world_ranks if rank in _exit_times)
 
 
 def ended(world_ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return which of these ranks came to their end at least ``GRACE_S`` ago: nothing of theirs is under way any more."""
-    if not _left:
+    """Return those of these ranks that came to their end at least ``GRACE_S`` ago.
+
+    No message of theirs is in flight.
+    """
+    if not _exit_times:
         return ()
     now = time.monotonic()
-    return tuple(rank for rank in world_ranks if rank in _left and now - _left[rank] > GRACE_S)
+    return tuple(rank for rank in among(world_ranks) if now - _exit_times[rank] > GRACE_S)
 
 
-def have_left(world_ranks: Sequence[int]) -> bool:
-    """Say whether all of these ranks came to their end at least ``GRACE_S`` ago; False for none at all."""
-    return bool(_left) and bool(world_ranks) and len(ended(world_ranks)) == len(world_ranks)
+def all_ended(world_ranks: Sequence[int]) -> bool:
+    """Say whether all these ranks came to their end ``GRACE_S`` ago; False for no ranks."""
+    return bool(_exit_times) and bool(world_ranks) and len(ended(world_ranks)) == len(world_ranks)
 
 
-def failure(what: str, world_ranks: Sequence[int]) -> RankFailureError:
-    """Return the error of a wait for ranks that have ended; ``what`` names the rank, the group and the operation."""
+def failure(where: str, world_ranks: Sequence[int]) -> RankFailureError:
+    """Return the error of a wait for ended ranks; ``where``: rank, group and operation."""
     plural = "s" if len(world_ranks) > 1 else ""
     names = ", ".join(map(str, world_ranks))
     return RankFailureError(
-        f"{what} waits for world rank{plural} {names}, which came to the end of the program",
+        f"{where} waits for world rank{plural} {names}, which came to the end of the program",
         world_ranks,
     )

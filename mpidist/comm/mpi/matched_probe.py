@@ -1,9 +1,9 @@
-"""Receives by matched probe (MPI-4.1 §3.8.2): the length of a message is compared before any byte of it is received.
+"""Receives by matched probe (MPI-4.1 §3.8.2): the length is compared before bytes are received.
 
 Open MPI over shared memory copies all of a message past 4 KiB into a shorter receive, and reports
 the truncation afterwards: the memory behind the receive is lost. So a receive whose message another
-rank's arguments decide is never posted: the message is matched first, and one of another length
-goes into memory of its own, so that its sender is not left waiting.
+rank's arguments decide is never posted. The message is matched first, and a message of another
+length goes into memory of its own, because its sender waits until it is received.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from mpidist.comm.mpi.library import MPI
 
 
 class LengthError(Exception):
-    """A message of another length than this rank's arguments say; ``Execution`` names rank, group and operation."""
+    """A message whose length contradicts this rank's arguments.
+
+    ``Execution`` adds rank, group and operation.
+    """
 
     @classmethod
     def of(cls, source: int, sent: int, expected: int) -> LengthError:
-        """Return the error for ``sent`` bytes of rank ``source`` in the place of ``expected``."""
+        """Return the error for ``sent`` bytes from rank ``source`` in place of ``expected``."""
         return cls(f"rank {source} sent {sent} bytes, and this rank expected {expected}")
 
 
 class Receives:
-    """The receives of one collective: each blocks until it has ended, and the first wrong length is raised at the end.
+    """The blocking receives of one collective; ``end`` raises the first wrong length.
 
     All messages are received before that, because the other ranks wait for it.
     """
@@ -39,6 +42,8 @@ class Receives:
 
         Args:
             space: Memory, its length in bytes, ``MPI.BYTE``.
+            source: The sender's rank.
+            tag: The message's tag.
         """
         message = self._mpi.Mprobe(source, tag, self._status)
         sent = self._status.Get_count(MPI.BYTE)
@@ -50,10 +55,10 @@ class Receives:
             self._error = LengthError.of(source, sent, space[1])
 
     def end(self) -> None:
-        """Raise what was noted.
+        """Raise the first error.
 
         Raises:
-            LengthError: The first message of another length.
+            LengthError: A message had another length.
         """
         if self._error is not None:
             raise self._error

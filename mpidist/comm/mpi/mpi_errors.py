@@ -1,16 +1,17 @@
-"""From MPI's error codes to typed errors; and for the threads that serve all ranks, how to go on when one of them is dead."""
+"""Typed errors for MPI's error codes, and MPI calls that survive the death of a rank (ULFM)."""
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mpidist.comm.mpi import backoff
 from mpidist.comm.mpi.library import MPI
 from mpidist.errors import MpidistError, RankFailureError
 
 _NEWS_S = 1.0
+_SLEEP_S = 1e-2
 
 
 def is_mpi_error(error: BaseException) -> bool:
@@ -19,15 +20,14 @@ def is_mpi_error(error: BaseException) -> bool:
 
 
 def translate(error: Any, where: str) -> MpidistError:
-    """Turn an ``MPI.Exception`` into one of ours.
+    """Return the typed error for an ``MPI.Exception``.
 
     Args:
-        error: What an MPI call raised.
+        error: The exception of an MPI call.
         where: Rank, group and operation, for the message.
 
     Returns:
-        RankFailureError where MPI says that a process died or the communicator was revoked, else
-        MpidistError.
+        RankFailureError if a process died or the communicator was revoked, else MpidistError.
     """
     text = f"{where}: {error.Get_error_string()}"
     return RankFailureError(text) if is_failure(error) else MpidistError(text)
@@ -36,21 +36,22 @@ def translate(error: Any, where: str) -> MpidistError:
 def failed_ranks(mpi: Any, world_ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the world ranks that MPI knows to be dead in a communicator; empty without ULFM.
 
-    Blocks: up to 1 s while none is known. A survivor that revoked the communicator can be faster
-    than the news of the death.
+    Blocks: up to 1 s while no dead rank is known. A survivor may revoke the communicator before
+    this rank's MPI is informed of the death.
     """
-    deadline = time.monotonic() + _NEWS_S
-    while True:
+    dead: tuple[int, ...] | None = ()
+
+    def is_known() -> bool:
+        nonlocal dead
         dead = known_dead(mpi, world_ranks)
-        if dead is None:
-            return ()
-        if dead or time.monotonic() > deadline:
-            return dead
-        time.sleep(1e-2)
+        return dead is None or bool(dead)
+
+    backoff.until(is_known, timeout_s=_NEWS_S, sleep_s=_SLEEP_S)
+    return dead or ()
 
 
 def known_dead(mpi: Any, world_ranks: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the world ranks of a communicator's members that MPI knows to be dead by now; None without ULFM."""
+    """Return the world ranks of a communicator that MPI knows to be dead now; None without ULFM."""
     try:
         dead = mpi.Get_failed()
         places = MPI.Group.Translate_ranks(dead, list(range(dead.Get_size())), mpi.Get_group())
@@ -61,7 +62,7 @@ def known_dead(mpi: Any, world_ranks: Sequence[int]) -> tuple[int, ...] | None:
 
 @contextlib.contextmanager
 def death_tolerated() -> Iterator[None]:
-    """Let a call to a dead rank pass without effect: whoever waits for that rank learns of it by its own call."""
+    """Ignore the error of a call to a dead rank: each wait for that rank raises its own."""
     try:
         yield
     except Exception as error:
@@ -70,33 +71,36 @@ def death_tolerated() -> Iterator[None]:
 
 
 def matched_probe(mpi: Any, tag: int, status: Any) -> Any:
-    """Look for a message of any living rank: ``Improbe`` that goes on after a death (ULFM), or None."""
+    """Return a message from any rank by ``Improbe``, or None.
+
+    After a death (ULFM), messages of living ranks are still found.
+    """
     try:
         return mpi.Improbe(MPI.ANY_SOURCE, tag, status)
     except Exception as error:
         if not is_mpi_error(error) or not is_failure(error):
             raise
-        # MPI refuses any-source receives until somebody has taken note of the dead.
+        # MPI refuses any-source receives until the failures are acknowledged.
         mpi.Ack_failed()
         return None
 
 
 def is_pending(error: Any) -> bool:
-    """Say whether the receive that raised this is still posted: it is from any source, and one has died (ULFM)."""
+    """Say whether the failed receive is still posted: from any source, after a death (ULFM)."""
     return is_failure(error) and error.Get_error_class() == getattr(
         MPI, "ERR_PROC_FAILED_PENDING", None
     )
 
 
 def acknowledged_deaths(mpi: Any) -> set[int]:
-    """Return the ranks of a communicator that MPI knows to be dead; receives from any source go on from here (ULFM)."""
+    """Acknowledge failures, so that any-source receives go on (ULFM); return the dead ranks."""
     mpi.Ack_failed()
     dead = mpi.Get_failed()
     return set(MPI.Group.Translate_ranks(dead, list(range(dead.Get_size())), mpi.Get_group()))
 
 
 def is_over(request: Any) -> bool:
-    """Test a request; one whose peer has died is over, too."""
+    """Test a request; a request whose peer has died counts as complete."""
     try:
         return bool(request.Test())
     except Exception as error:
@@ -106,9 +110,8 @@ def is_over(request: Any) -> bool:
 
 
 def is_failure(error: Any) -> bool:
-    """Say whether an error of MPI means that a process died, or that the communicator was revoked."""
-    # The names exist in mpi4py for every MPI; their values are distinct only where the library has
-    # ULFM.
+    """Say whether an MPI error means that a process died or the communicator was revoked."""
+    # mpi4py has the names for every MPI; their values are distinct only in libraries with ULFM.
     kind = error.Get_error_class()
     failures = {
         getattr(MPI, name, None)

@@ -1,10 +1,10 @@
-"""Non-blocking calls in place of MPI's blocking ones, for groups that span nodes and for waits that may be abandoned.
+"""Non-blocking MPI calls in place of blocking ones: between nodes, and for waits that may end early.
 
 A synchronous call on one rank matches an asynchronous one on another, but MPI does not match a
 blocking collective with a non-blocking one (MPI-4.1 §6.12): between nodes all are non-blocking.
 Waits differ. The caller's thread waits inside MPI. A group's own thread runs during the backward
-pass, where MPI's polling would take half of a core, so it sleeps between tests; a transfer between
-nodes takes milliseconds, and the sleeps are shorter than the network's buffers last.
+pass, where MPI's polling would take half of a core, so it sleeps 50 µs between tests; a transfer
+between nodes takes milliseconds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from mpidist.comm.mpi import backoff
 NONBLOCKING = {
     name: "I" + name.lower()
     for name in (
-        "Allreduce", "Reduce", "Bcast", "Barrier", "Allgather", "Allgatherv", "Gather", "Gatherv", "Scatter", "Scatterv",
-        "Alltoall", "Alltoallv", "Reduce_scatter_block", "Reduce_scatter", "Send", "Ssend", "Recv",
+        "Allreduce", "Reduce", "Bcast", "Barrier", "Allgather", "Allgatherv", "Gather",
+        "Gatherv", "Scatter", "Scatterv", "Alltoall", "Alltoallv", "Reduce_scatter_block",
+        "Reduce_scatter", "Send", "Ssend", "Recv",
     )
 }  # fmt: skip
 
@@ -32,7 +33,9 @@ Wait = Callable[[Any, Any], None]
 
 
 class MpiCalls:
-    """A communicator whose blocking calls are a non-blocking call and a wait; all other calls are its own.
+    """A communicator whose blocking calls are a non-blocking call and a wait.
+
+    All other calls are the communicator's own.
 
     Args:
         comm: The communicator that is called.
@@ -183,5 +186,5 @@ def abandonable(comm: Any, check: Callable[[], None], sleeps: bool) -> MpiCalls:
 
 
 def keep_buffers(error: BaseException) -> None:
-    """Keep alive the local variables of all frames of an error's traceback: an abandoned request and its buffers."""
+    """Keep alive the local variables of a traceback: an abandoned request and its buffers."""
     _abandoned.append([dict(frame.f_locals) for frame, _ in traceback.walk_tb(error.__traceback__)])

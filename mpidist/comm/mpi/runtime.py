@@ -1,4 +1,4 @@
-"""The process as a rank: joins the world at first use, aborts the job after an error, and ends MPI at exit.
+"""The process as a rank: joins the world at first use, aborts the job, and ends MPI at exit.
 
 This is the only module that names MPI's ``COMM_WORLD``.
 """
@@ -88,7 +88,7 @@ def is_initialized() -> bool:
 
 
 def local_rank() -> int:
-    """Return this rank's index on its node: from MPI if it has started, else from the launcher's variables."""
+    """Return this rank's index on its node; before MPI starts, from the launcher's variables."""
     if is_initialized():
         return world().local_rank
     index = launcher_env.from_environment(os.environ).local_rank
@@ -96,7 +96,7 @@ def local_rank() -> int:
 
 
 def device() -> Any:
-    """Return the ``torch.device`` of this rank: its share of the node's CUDA devices, or the CPU."""
+    """Return the ``torch.device`` of this rank: its share of the node's GPUs, or the CPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -105,7 +105,7 @@ def device() -> Any:
 
 
 def close_at_exit(owner: Any, stage: int = 0) -> None:
-    """Register ``owner.close(timeout_s)`` to be called before MPI ends; lower stages are closed first.
+    """Register ``owner.close(timeout_s)`` for the end of MPI; lower stages are closed first.
 
     Args:
         owner: Held by a weak reference.
@@ -114,7 +114,7 @@ def close_at_exit(owner: Any, stage: int = 0) -> None:
 
 
 def note_failure(dead: Iterable[int] = ()) -> None:
-    """Record that requests were abandoned (``on_timeout="raise"``) or ranks died: MPI_Finalize could hang.
+    """Record abandoned requests (``on_timeout="raise"``) or deaths: MPI_Finalize could hang.
 
     Args:
         dead: World ranks. With any, this process exits with an error, however the others exit.
@@ -131,7 +131,7 @@ def unfinished() -> Unfinished | None:
 
 
 def note_report(text: str) -> None:
-    """Record that a rank of the job has printed a report; this rank prints only its first sentence from now on."""
+    """Record that a rank has printed a report; this rank prints only its first sentence."""
     text = text.rstrip()
     _reports[text] = f"{text.split('. ')[0]} (the report stands once in the job's output)"
 
@@ -155,7 +155,7 @@ def abort(message: str, code: int = _ABORT_CODE) -> None:
 
 
 def guard_thread(target: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the body of a thread of this library: an uncaught exception ends the job, with its traceback.
+    """Wrap a thread's body: an uncaught exception ends the job, with its traceback.
 
     The thread's current CUDA device is the one of the thread that calls this function.
     """
@@ -220,7 +220,7 @@ def _delete_attribute(key: int) -> None:
 
 
 def _finalize_in_time(unfinished: Unfinished) -> None:
-    """End MPI where MPI_Finalize may hang: on requests without a peer, or on connections to dead ranks."""
+    """End MPI where MPI_Finalize may hang: on requests without a peer, or dead connections."""
     assert _world is not None
     if unfinished.dead:
         names = ", ".join(map(str, sorted(unfinished.dead)))

@@ -17,7 +17,7 @@ _lock = threading.RLock()
 
 
 def serialized(comm: Any) -> MpiCalls:
-    """Return a communicator whose every call holds the lock, and whose waits release the lock between tests.
+    """Return a communicator whose calls hold the lock; waits release the lock between tests.
 
     What the communicator creates (requests, messages, communicators) is locked in the same way.
     """

@@ -1,4 +1,4 @@
-"""The world: communicator of all ranks of the job, their nodes, and the checks made when MPI has started.
+"""The world: communicator of all ranks of the job, their nodes, and checks after MPI's start.
 
 The world carries a generation number, because it can be rebuilt without the dead ranks after a
 failure; no module keeps its communicator, rank or size at import.
@@ -58,7 +58,7 @@ class World:
         return self.local_size == self.size
 
     def nodes_of(self, world_ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the node number of each of these ranks, numbered in the order of their first ranks."""
+        """Return the node number of each of these ranks, numbered by their first ranks."""
         return number_alike(self.nodes[rank] for rank in world_ranks)
 
 
@@ -114,19 +114,20 @@ def join(comm_world: Any, launch: Launch, timeout_s: float | None) -> World:
     if level == MPI.THREAD_SERIALIZED:
         comm = serialized(comm)
     return World(
-        comm=comm, generation=0, rank=comm.Get_rank(), size=comm.Get_size(), local_rank=local_rank, local_size=local_size,
-        launcher=launch.launcher, thread_level=level, highest_tag=highest_tag, nodes=nodes,
+        comm=comm, generation=0, rank=comm.Get_rank(), size=comm.Get_size(),
+        local_rank=local_rank, local_size=local_size, launcher=launch.launcher,
+        thread_level=level, highest_tag=highest_tag, nodes=nodes,
     )  # fmt: skip
 
 
 def number_alike(keys: Iterable[int]) -> tuple[int, ...]:
-    """Replace each key by a number from 0 on; equal keys get one number, in the order of first occurrence."""
+    """Replace each key by a number from 0 on, in the order of first occurrence."""
     numbers: dict[int, int] = {}
     return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
 
 def _gather_settings(comm: Any, node: Any) -> tuple[tuple[int, ...], str | None]:
-    """Return the node number of each rank, and an error text if ``MPIDIST_TRUST`` differs between ranks.
+    """Return each rank's node number, and the error if ``MPIDIST_TRUST`` differs.
 
     Collective: over both communicators.
     """

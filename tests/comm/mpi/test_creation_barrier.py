@@ -18,7 +18,7 @@ def gone(world, monkeypatch):
     """The last rank, which the others take to have ended long ago."""
     last = world.size - 1
     if world.rank != last:
-        monkeypatch.setattr(exited_ranks, "_left", {last: time.monotonic() - 60})
+        monkeypatch.setattr(exited_ranks, "_exit_times", {last: time.monotonic() - 60})
     return last
 
 
@@ -47,7 +47,7 @@ def test_every_wait_for_a_rank_that_has_ended_names_it(group, gone):
     waits = {
         "new_group": lambda: group.new_group(range(group.size)),
         "monitored_barrier": group.monitored_barrier,
-        "init": lambda: creation_barrier.of_world("a test of those that end", 600),
+        "init": lambda: creation_barrier.wait_for_world("a test of those that end", 600),
         "recv_object": lambda: group.recv_object(gone),
     }
     told = {}
@@ -68,7 +68,7 @@ def test_waits_end_at_their_timeouts(group):
     told = ""
     if group.rank != last:
         with pytest.raises(CommTimeout) as raised:
-            creation_barrier.of_world("a test of timeouts", 0.2)
+            creation_barrier.wait_for_world("a test of timeouts", 0.2)
         told = str(raised.value)
     group.barrier()
     expected = f"rank {last} did not come" if group.rank == 0 else "rank 0 did not let it begin"
@@ -94,7 +94,7 @@ def test_the_stores_wait_ends_when_all_others_have(group, monkeypatch):
     store = shared_store()
     others = {rank: time.monotonic() - 60 for rank in group.world_ranks if rank != group.rank}
     group.barrier()
-    monkeypatch.setattr(exited_ranks, "_left", others)
+    monkeypatch.setattr(exited_ranks, "_exit_times", others)
     with pytest.raises(RankFailureError, match="the store's keys") as raised:
         store.wait(["never"], timedelta(seconds=600))
     monkeypatch.undo()

@@ -12,49 +12,49 @@ def clock(monkeypatch):
     """Return a list whose one number is what the clock says, in seconds; nobody has left yet."""
     now = [1000.0]
     monkeypatch.setattr(exited_ranks, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(exited_ranks, "_left", {})
+    monkeypatch.setattr(exited_ranks, "_exit_times", {})
     return now
 
 
 def test_who_has_left_is_believed_after_a_while(clock):
-    exited_ranks.note(3)
-    assert exited_ranks.among((0, 3, 5)) == (3,) and not exited_ranks.have_left((3,))
+    exited_ranks.record(3)
+    assert exited_ranks.among((0, 3, 5)) == (3,) and not exited_ranks.all_ended((3,))
     clock[0] += exited_ranks.GRACE_S + 0.1
-    assert exited_ranks.have_left((3,)) and not exited_ranks.have_left((0, 3))
-    exited_ranks.note(3)  # a second word does not start the time again
-    assert exited_ranks.have_left((3,))
+    assert exited_ranks.all_ended((3,)) and not exited_ranks.all_ended((0, 3))
+    exited_ranks.record(3)  # a second word does not start the time again
+    assert exited_ranks.all_ended((3,))
 
 
 def test_all_who_are_asked_about_must_have_left(clock):
-    exited_ranks.note(1)
+    exited_ranks.record(1)
     clock[0] += exited_ranks.GRACE_S + 0.1
-    exited_ranks.note(2)
-    assert not exited_ranks.have_left((1, 2))
+    exited_ranks.record(2)
+    assert not exited_ranks.all_ended((1, 2))
     clock[0] += exited_ranks.GRACE_S + 0.1
-    assert exited_ranks.have_left((1, 2)) and exited_ranks.among((2, 1)) == (2, 1)
+    assert exited_ranks.all_ended((1, 2)) and exited_ranks.among((2, 1)) == (2, 1)
 
 
 def test_of_nobody_nothing_is_said(clock):
-    exited_ranks.note(1)
+    exited_ranks.record(1)
     clock[0] += 100
-    assert not exited_ranks.have_left(()) and exited_ranks.among(()) == ()
+    assert not exited_ranks.all_ended(()) and exited_ranks.among(()) == ()
 
 
 def test_a_rank_has_ended_only_after_what_it_sent_has_had_time_to_arrive(monkeypatch):
-    monkeypatch.setattr(exited_ranks, "_left", {})
+    monkeypatch.setattr(exited_ranks, "_exit_times", {})
     assert (
         exited_ranks.ended((0, 1)) == ()
-        and not exited_ranks.have_left((0, 1))
-        and not exited_ranks.have_left(())
+        and not exited_ranks.all_ended((0, 1))
+        and not exited_ranks.all_ended(())
     )
-    exited_ranks.note(1)
+    exited_ranks.record(1)
     assert exited_ranks.among((0, 1)) == (1,) and exited_ranks.ended((0, 1)) == ()
-    exited_ranks._left[1] -= exited_ranks.GRACE_S + 1
-    exited_ranks.note(1)  # said twice, it has ended when it said so first
+    exited_ranks._exit_times[1] -= exited_ranks.GRACE_S + 1
+    exited_ranks.record(1)  # said twice, it has ended when it said so first
     assert (
         exited_ranks.ended((0, 1)) == (1,)
-        and exited_ranks.have_left((1,))
-        and not exited_ranks.have_left((0, 1))
+        and exited_ranks.all_ended((1,))
+        and not exited_ranks.all_ended((0, 1))
     )
 
 
