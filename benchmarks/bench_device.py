@@ -23,7 +23,7 @@ from collective_goals import Goal
 from timing import Contender
 
 from mpidist.comm import SUM
-from mpidist.comm.algorithms import device_collectives, tuning
+from mpidist.comm.algorithms import device_all_reduce, tuning
 from mpidist.comm.algorithms.host_copies import HostCopies
 from mpidist.comm.discovery import capability
 from mpidist.comm.memory import buffer
@@ -94,11 +94,9 @@ def all_reduce(place: Place, numel: int) -> list[Contender]:
     """Return the algorithms that can be had, on one tensor."""
     tensor = torch.zeros(numel, device=place.device)
     kind = (tensor.dtype, tensor.nbytes, SUM, place.device)
-    able = device_collectives.able_algorithms(place.comm, tensor.dtype, SUM, place.device)
+    able = device_all_reduce.able_algorithms(place.comm, tensor.dtype, SUM, place.device)
     calls = {
-        name: partial(
-            _reduced, place, device_collectives.algorithm(place.comm, *kind, name), tensor
-        )
+        name: partial(_reduced, place, device_all_reduce.algorithm(place.comm, *kind, name), tensor)
         for name in able
     }
     return [Contender(name, (call,), (tensor,)) for name, call in calls.items()]

@@ -14,8 +14,9 @@ import torch
 from mpidist.comm.algorithms.host_copies import HostCopies
 from mpidist.comm.discovery import capability
 from mpidist.comm.memory import buffer
+from mpidist.comm.memory.device_request import as_current
 from mpidist.comm.memory.fence import StreamFence
-from mpidist.comm.memory.stream import Device, as_current, device_at, device_of
+from mpidist.comm.memory.stream import Device, device_at, device_of
 
 Tensor = torch.Tensor
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm.algorithms import low_precision, mpi_ops, reduce_op, reductions
+from mpidist.comm.algorithms import low_precision, mpi_types, reduce_op, reductions
 from mpidist.comm.algorithms.reduce_op import Operation
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi.communicator import Communicator
@@ -128,8 +128,10 @@ class FastPath:
         except (TypeError, ValueError):
             return None  # the long way says what is wrong, and where
         if reductions.is_one_call(self._comm, tensor, plan):
-            message = (buffer.memory(address, tensor.nbytes), buffer.datatypes()[dtype])
-            call = _Call(tensor.nbytes, dtype, op, message, mpi_ops.types_of(dtype, plan)[1], None)
+            message = (buffer.memory(address, tensor.nbytes), mpi_types.datatypes()[dtype])
+            call = _Call(
+                tensor.nbytes, dtype, op, message, mpi_types.datatype_and_op(dtype, plan)[1], None
+            )
         else:
             run = low_precision.prepared(self._comm, tensor, plan) or partial(
                 _all_reduce, self._comm, op

@@ -17,7 +17,8 @@ from torch.autograd import profiler as torch_profiler
 from mpidist.comm import arguments, device_p2p, profiling
 from mpidist.comm.execution import Execution
 from mpidist.comm.memory import buffer
-from mpidist.comm.memory.stream import Event, start_request
+from mpidist.comm.memory.device_request import start_request
+from mpidist.comm.memory.stream import Event
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.posted_receives import ReceiveQueue
 from mpidist.comm.work import RequestWork, release_orphans

@@ -18,7 +18,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from mpidist.comm.memory.stream import Device, start_request
+from mpidist.comm.memory.device_request import start_request
+from mpidist.comm.memory.stream import Device
 from mpidist.comm.mpi import runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.errors import GroupError

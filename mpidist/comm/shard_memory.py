@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.algorithms import movement
+from mpidist.comm.algorithms import exchange
 from mpidist.comm.algorithms.shared_memory import shared_maps
 from mpidist.comm.mpi import autograd_mode
 from mpidist.comm.mpi.communicator import Communicator
@@ -167,4 +167,4 @@ def _between_nodes(comm: Communicator, leaders: Communicator, own: Tensor, range
     others = [node for node in range(leaders.size) if node != leaders.rank]
     sends = [(node, part) for node in others for part in mine]
     receives = [(node, part) for node in others for part in by_node[node]]
-    movement.transfer(leaders, sends, receives)
+    exchange.transfer(leaders, sends, receives)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.algorithms import reduce_op, tuning
-from mpidist.comm.algorithms.mpi_ops import types_of
+from mpidist.comm.algorithms.mpi_types import datatype_and_op
 from mpidist.comm.algorithms.pairwise import shard_bounds
 from mpidist.comm.algorithms.reduce_op import COMBINE, Reduction
 from mpidist.comm.algorithms.shared_memory import shared_maps
@@ -79,7 +79,7 @@ def _in_memory(levels: Levels, meeting: Meeting, piece: torch.Tensor, plan: Redu
         COMBINE[plan.combine](slots[0][first:end], other[first:end])
     node.mpi.Barrier()  # all shards are reduced
     if levels.leaders is not None:
-        datatype, op = types_of(piece.dtype, plan)
+        datatype, op = datatype_and_op(piece.dtype, plan)
         levels.leaders.mpi.Allreduce(
             MPI.IN_PLACE, buffer.elements(slots[0], 0, piece.numel(), datatype), op
         )
@@ -88,7 +88,7 @@ def _in_memory(levels: Levels, meeting: Meeting, piece: torch.Tensor, plan: Redu
 
 
 def _by_messages(levels: Levels, piece: torch.Tensor, plan: Reduction) -> None:
-    datatype, op = types_of(piece.dtype, plan)
+    datatype, op = datatype_and_op(piece.dtype, plan)
     memory = buffer.elements(piece, 0, piece.numel(), datatype)
     if levels.leaders is None:
         levels.node.mpi.Reduce(memory, None, op, 0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.algorithms import minmax, mpi_ops, pairwise, reduce_op
+from mpidist.comm.algorithms import minmax, mpi_types, pairwise, reduce_op
 from mpidist.comm.algorithms.reduce_op import COMBINE, Reduction
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi.communicator import Communicator
@@ -40,7 +40,7 @@ def all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
         _exchange_halves(comm, flat, plan)
     elif flat.numel() <= WIDEN_NUMEL or plan.combine not in COMBINE:
         wide = comm.scratch(flat.numel(), plan.wide).copy_(flat)
-        datatype, op = mpi_ops.types_of(plan.wide, plan)
+        datatype, op = mpi_types.datatype_and_op(plan.wide, plan)
         comm.mpi.Allreduce(MPI.IN_PLACE, buffer.elements(wide, 0, flat.numel(), datatype), op)
         reduce_op.divide(wide, plan, comm.size)
         flat.copy_(wide)
@@ -80,7 +80,7 @@ def prepared(
         return exchange
     if comm.size > 2 and numel <= PREPARED_NUMEL:
         wide = comm.scratch(numel, torch.float32, Scratch.PREPARED_WIDE)
-        datatype, op = mpi_ops.types_of(torch.float32, plan)
+        datatype, op = mpi_types.datatype_and_op(torch.float32, plan)
         message = buffer.elements(wide, 0, numel, datatype)
 
         def widen(tensor: torch.Tensor) -> None:

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from mpidist.comm.algorithms import fingerprint
+from mpidist.comm.algorithms.exchange import copy_own, exchange, transfer
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.overlap import Places, separated
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.mpi.matched_probe import LengthError, Receives
+from mpidist.comm.mpi.matched_probe import LengthError
 from mpidist.comm.mpi.scratch import Scratch
-from mpidist.comm.mpi.tags import Tag
 from mpidist.kernels.view import byte_view
 
 Tensors = Sequence[torch.Tensor]
@@ -158,7 +158,7 @@ def gather(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> 
         )
         _unpack(held, outputs, [source.nbytes] * comm.size)
     elif comm.rank == root:
-        _copy_own(outputs[root], source)
+        copy_own(outputs[root], source)
         transfer(comm, [], [(peer, outputs[peer]) for peer in range(comm.size) if peer != root])
     else:
         transfer(comm, [(root, source)], [])
@@ -180,7 +180,7 @@ def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) ->
             root,
         )
     elif comm.rank == root:
-        _copy_own(target, inputs[root])
+        copy_own(target, inputs[root])
         transfer(comm, [(peer, inputs[peer]) for peer in range(comm.size) if peer != root], [])
     else:
         transfer(comm, [], [(root, target)])
@@ -239,63 +239,6 @@ def in_place(execute: Callable[..., None], rank: int, inputs: Tensors, outputs: 
     if execute is scatter:
         return {(rank, 0): outputs[0].data_ptr()}
     return {(rank, rank): outputs[rank].data_ptr()} if execute is all_to_all else {}
-
-
-def exchange(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
-    """Send the i-th tensor to rank i and receive the i-th from it: W - 1 rounds from and to the tensors' own memory.
-
-    In each round every rank sends to one and receives from one.
-
-    Raises:
-        LengthError: A rank sent another number of bytes than this one expected; after the last
-            round.
-    """
-    rank, size = comm.rank, comm.size
-    _copy_own(outputs[rank], inputs[rank])
-    tag, received = comm.own_tag(Tag.MOVEMENT), Receives(comm)
-    for distance in range(1, size):
-        to, source = (rank + distance) % size, (rank - distance) % size
-        requests = _sends(comm, inputs[to], to, tag)
-        _receive(received, outputs[source], source, tag)
-        comm.wait_all(requests)
-    received.end()
-
-
-def transfer(
-    comm: Communicator,
-    sends: list[tuple[int, torch.Tensor]],
-    receives: list[tuple[int, torch.Tensor]],
-) -> None:
-    """Send and receive tensors, pairs of (peer, tensor), all at once.
-
-    Raises:
-        LengthError: A peer sent another number of bytes than this rank expected; after the last
-            message.
-    """
-    tag, received = comm.own_tag(Tag.MOVEMENT), Receives(comm)
-    requests = [request for peer, tensor in sends for request in _sends(comm, tensor, peer, tag)]
-    for peer, tensor in receives:
-        _receive(received, tensor, peer, tag)
-    comm.wait_all(requests)
-    received.end()
-
-
-def _receive(received: Receives, tensor: torch.Tensor, peer: int, tag: int) -> None:
-    for start, length in buffer.pieces(tensor.nbytes):
-        received.receive(buffer.byte_range(tensor, start, length), peer, tag)
-
-
-def _sends(comm: Communicator, tensor: torch.Tensor, peer: int, tag: int) -> list[Any]:
-    spans = buffer.pieces(tensor.nbytes)
-    return [
-        comm.mpi.Isend(buffer.byte_range(tensor, start, length), peer, tag)
-        for start, length in spans
-    ]
-
-
-def _copy_own(target: torch.Tensor, source: torch.Tensor) -> None:
-    if target.data_ptr() != source.data_ptr():
-        byte_view(target).copy_(byte_view(source))
 
 
 def _as_one(tensors: Tensors, nbytes: int) -> torch.Tensor | None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from mpidist.comm.algorithms import movement, reduce_op
+from mpidist.comm.algorithms import reduce_op
+from mpidist.comm.algorithms.exchange import exchange, transfer
 from mpidist.comm.algorithms.reduce_op import COMBINE, Reduction
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi.communicator import Communicator
@@ -49,7 +50,7 @@ def all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
     bounds = shard_bounds(flat.numel(), comm.size)
     reduce_shard(comm, flat, bounds, plan)
     parts = [flat[bounds[place] : bounds[place + 1]] for place in range(comm.size)]
-    movement.exchange(comm, [parts[comm.rank]] * comm.size, parts)
+    exchange(comm, [parts[comm.rank]] * comm.size, parts)
 
 
 def reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction, root: int) -> None:
@@ -64,11 +65,9 @@ def reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction, root: int) -
     )
     reduce_shard(comm, flat, bounds, plan, mine)
     if comm.rank == root:
-        movement.transfer(
-            comm, [], [(peer, parts[peer]) for peer in range(comm.size) if peer != root]
-        )
+        transfer(comm, [], [(peer, parts[peer]) for peer in range(comm.size) if peer != root])
     else:
-        movement.transfer(comm, [(root, mine)], [])
+        transfer(comm, [(root, mine)], [])
 
 
 def reduce_shard(

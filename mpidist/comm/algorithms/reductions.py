@@ -28,7 +28,7 @@ from mpidist.comm.algorithms import (
     hierarchical,
     low_precision,
     minmax,
-    mpi_ops,
+    mpi_types,
     pairwise,
     reduce_op,
 )
@@ -75,7 +75,7 @@ def all_reduce(comm: Communicator, inputs: Tensors, outputs: Tensors, operation:
 
 def by_library(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> None:
     """Reduce a contiguous tensor over all ranks by MPI's own all-reduce, in place."""
-    datatype, op = mpi_ops.types_of(tensor.dtype, plan)
+    datatype, op = mpi_types.datatype_and_op(tensor.dtype, plan)
     for start, count in buffer.pieces(tensor.numel()):
         comm.mpi.Allreduce(MPI.IN_PLACE, buffer.elements(tensor, start, count, datatype), op)
     reduce_op.divide(tensor, plan, comm.size)
@@ -100,7 +100,7 @@ def is_one_call(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> bo
         and plan.factor is None
         and not plan.divides
         and not minmax.applies(tensor.dtype, plan)
-        and tensor.dtype in buffer.datatypes()
+        and tensor.dtype in mpi_types.datatypes()
         and tensor.dtype is not torch.bool
         and tensor.numel() <= buffer.MAX_COUNT
         and not pairwise.are_faster(comm, tensor.nbytes, tensor.dtype, plan)
@@ -154,7 +154,7 @@ def reduce(
         elif plan.factor is not None and comm.rank != root:
             work = comm.scratch(count, part.dtype).copy_(part)
         reduce_op.scale(work, plan)
-        datatype, op = mpi_ops.types_of(work.dtype, plan)
+        datatype, op = mpi_types.datatype_and_op(work.dtype, plan)
         spec = buffer.elements(work, 0, count, datatype)
         if comm.rank == root:
             comm.mpi.Reduce(MPI.IN_PLACE, spec, op, root)
@@ -221,7 +221,7 @@ def _reduce_scatter_flat(
         target.copy_(mine)
         pairwise.reduce_shard(comm, source, bounds, plan, mine=target)
         return
-    datatype, op = mpi_ops.types_of(target.dtype, plan)
+    datatype, op = mpi_types.datatype_and_op(target.dtype, plan)
     if source.numel() <= buffer.MAX_COUNT:
         _reduce_scatter_by_mpi(comm, source, target, bounds, datatype, op)
     else:

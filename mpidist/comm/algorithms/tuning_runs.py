@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mpidist.comm.algorithms import (
-    device_collectives,
+    device_all_reduce,
     hierarchical,
     reduce_op,
     reductions,
@@ -80,7 +80,7 @@ def _on_device(
                 event.synchronize()
 
     calls: dict[str, Callable[[], None]] = {}
-    for name in device_collectives.able_algorithms(comm, _DTYPE, SUM, where):
+    for name in device_all_reduce.able_algorithms(comm, _DTYPE, SUM, where):
         if name == tuning.RING:
             rings = tuning.rings_for(flat.nbytes, comm.size)
             calls |= {
@@ -88,7 +88,7 @@ def _on_device(
                 for label, chunk in rings.items()
             }
         else:
-            calls[name] = partial(run, device_collectives.ALGORITHMS[name])
+            calls[name] = partial(run, device_all_reduce.ALGORITHMS[name])
     return calls
 
 

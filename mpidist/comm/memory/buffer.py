@@ -7,7 +7,6 @@ written back. For one on a CUDA device ``on_device`` decides; ``Order`` waits fo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,26 +17,6 @@ from mpidist.comm.mpi.library import MPI
 
 # MPI's classic interface counts in a C int. Half of it keeps every sum of two counts inside, too.
 MAX_COUNT = 1 << 30
-
-
-@functools.cache
-def datatypes() -> dict[torch.dtype, Any]:
-    """Return MPI's datatype of each dtype whose arithmetic MPI knows; others move as bytes or are summed by ourselves."""
-    return {
-        torch.bool: MPI.C_BOOL,
-        torch.uint8: MPI.UINT8_T,
-        torch.uint16: MPI.UINT16_T,
-        torch.uint32: MPI.UINT32_T,
-        torch.uint64: MPI.UINT64_T,
-        torch.int8: MPI.INT8_T,
-        torch.int16: MPI.INT16_T,
-        torch.int32: MPI.INT32_T,
-        torch.int64: MPI.INT64_T,
-        torch.float32: MPI.FLOAT,
-        torch.float64: MPI.DOUBLE,
-        torch.complex64: MPI.C_FLOAT_COMPLEX,
-        torch.complex128: MPI.C_DOUBLE_COMPLEX,
-    }
 
 
 def pieces(count: int, limit: int | None = None) -> Iterator[tuple[int, int]]:

@@ -236,7 +236,7 @@ class HostDevice:
 
     def as_current(self) -> Any:
         """See Device.as_current."""
-        return _NOTHING
+        return contextlib.nullcontext()
 
     def record_current_stream(self) -> HostEvent:
         """See Device.record_current_stream."""
@@ -250,51 +250,6 @@ class HostDevice:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     empty = staging
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def as_current(device: Device | None) -> Any:
-    """Return the context in which MPI is called on a device's memory; None stands for memory of the host."""
-    return _NOTHING if device is None else device.as_current()
-
-
-class DeviceRequest:
-    """A request of MPI on a device's memory, which any thread may complete.
-
-    Args:
-        device: Current in the calling thread during each call.
-    """
-
-    __slots__ = ("_device", "_request")
-
-    def __init__(self, request: Any, device: Device) -> None:
-        self._request = request
-        self._device = device
-
-    def Test(self, status: Any = None) -> bool:
-        """See MPI_Test."""
-        with self._device.as_current():
-            return bool(self._request.Test(status))
-
-    def Wait(self, status: Any = None) -> Any:
-        """See MPI_Wait."""
-        with self._device.as_current():
-            return self._request.Wait(status)
-
-    def Cancel(self) -> None:
-        """See MPI_Cancel."""
-        with self._device.as_current():
-            self._request.Cancel()
-
-
-def start_request(device: Device | None, start: Callable[..., Any], *args: Any) -> Any:
-    """Start a request of MPI on a device's memory, or the host's for None: ``start(*args)``."""
-    if device is None:
-        return start(*args)
-    with device.as_current():
-        return DeviceRequest(start(*args), device)
 
 
 def device_of(tensors: Iterable[Tensor]) -> Device | None:

@@ -1,4 +1,4 @@
-"""Non-blocking MPI calls in place of blocking ones: between nodes, and for waits that may end early.
+"""Non-blocking MPI calls in place of blocking ones: between nodes, and where waits may end early.
 
 A synchronous call on one rank matches an asynchronous one on another, but MPI does not match a
 blocking collective with a non-blocking one (MPI-4.1 §6.12): between nodes all are non-blocking.

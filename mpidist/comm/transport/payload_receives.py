@@ -25,7 +25,8 @@ import torch
 from mpidist.comm import device_p2p
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.buffer_pool import ReceiveMemory
-from mpidist.comm.memory.stream import Device, start_request
+from mpidist.comm.memory.device_request import start_request
+from mpidist.comm.memory.stream import Device
 from mpidist.comm.mpi import mpi_errors
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.transport.eager_message import DEVICE_SHIFT

@@ -34,7 +34,7 @@ import torch
 from mpidist.comm import device_p2p
 from mpidist.comm.group import ProcessGroup
 from mpidist.comm.memory.buffer_pool import ReceiveMemory
-from mpidist.comm.memory.stream import start_request
+from mpidist.comm.memory.device_request import start_request
 from mpidist.comm.mpi import mpi_errors, runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag

@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from mpidist.comm import AVG, MAX, PRODUCT, SUM, PremulSum, device_p2p, execution, fast_path
-from mpidist.comm.algorithms import device_collectives, host_copies, reduce_op, ring, staging
+from mpidist.comm.algorithms import (
+    device_all_reduce,
+    device_collectives,
+    host_copies,
+    reduce_op,
+    ring,
+    staging,
+)
 from mpidist.comm.discovery import trial_operations
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.fence import StreamFence
@@ -152,8 +159,8 @@ def test_integers_wrap_around(place, group):
 def test_mpi_adds_no_device_memory_by_calling_back():
     """A Python function would read the device's addresses."""
     for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16):
-        assert not device_collectives._is_mpis(dtype, reduce_op.reduction(dtype, SUM))
-        assert device_collectives._is_mpis(dtype, reduce_op.reduction(dtype, MAX))
+        assert not device_all_reduce.is_reduced_by_mpi(dtype, reduce_op.reduction(dtype, SUM))
+        assert device_all_reduce.is_reduced_by_mpi(dtype, reduce_op.reduction(dtype, MAX))
 
 
 def test_premul_sum(place, group):

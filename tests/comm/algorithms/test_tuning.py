@@ -5,7 +5,7 @@ import torch
 
 from mpidist import cache, tune
 from mpidist.comm import SUM
-from mpidist.comm.algorithms import device_collectives, ring, tuning
+from mpidist.comm.algorithms import device_all_reduce, device_collectives, ring, tuning
 from mpidist.comm.algorithms.tuning import (
     ALGORITHMS,
     LIBRARY,
@@ -152,9 +152,7 @@ def test_the_tables_chunks_travel(group, monkeypatch):
     for numel, chunks in [(100, ring.CHUNK_BYTES), (10_000, 800)]:
         used.clear()
         flat = torch.full((numel,), 1.0)
-        call = device_collectives.algorithm(
-            group._comm, torch.float32, flat.nbytes, SUM, host, RING
-        )
+        call = device_all_reduce.algorithm(group._comm, torch.float32, flat.nbytes, SUM, host, RING)
         call(group._comm, fence, flat, SUM)
         target, source = (
             torch.empty(numel // group.size),
