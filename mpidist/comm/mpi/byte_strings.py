@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.nonblocking import Mpi
 
 
-def gathered(mpi: Any, data: bytes) -> list[bytes]:
+def gathered(mpi: Mpi, data: bytes) -> list[bytes]:
     """Return all ranks' strings, by rank.
 
     Collective: over the communicator.

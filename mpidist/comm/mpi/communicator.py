@@ -11,7 +11,7 @@ import torch
 
 from mpidist.comm.mpi import autograd_mode
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.mpi.nonblocking import MpiCalls, wait_sleeping, wait_spinning
+from mpidist.comm.mpi.nonblocking import Mpi, MpiCalls, wait_sleeping, wait_spinning
 from mpidist.comm.mpi.scratch import Scratch
 from mpidist.comm.mpi.tags import Tag
 
@@ -50,11 +50,11 @@ class Communicator:
         kept: Objects that executors keep between calls, by names of their own.
     """
 
-    def __init__(self, mpi: Any, nodes: Sequence[int], highest_tag: int) -> None:
+    def __init__(self, mpi: Mpi, nodes: Sequence[int], highest_tag: int) -> None:
         count = len(set(nodes))
         is_single_node = count == 1
-        self.plain = mpi
-        self.mpi = mpi if is_single_node else MpiCalls(mpi, wait_spinning)
+        self.plain: Any = mpi
+        self.mpi: Mpi = mpi if is_single_node else MpiCalls(mpi, wait_spinning)
         self.rank: int = mpi.Get_rank()
         self.size: int = mpi.Get_size()
         self.nodes = tuple(nodes)
@@ -77,7 +77,7 @@ class Communicator:
         """Return the same communicator and memory for blocking calls (device memory needs them)."""
         return self if self.mpi is self.plain else self._calling(self.plain)
 
-    def _calling(self, mpi: Any) -> Communicator:
+    def _calling(self, mpi: Mpi) -> Communicator:
         other = copy.copy(self)
         other.mpi = mpi
         return other
@@ -112,12 +112,13 @@ class Communicator:
         # A rank executes in the caller's thread or in the group's: non-blocking calls match in both
         # cases, also on one node.
         node_comm, leader_comm = levels.node, levels.leaders
+        assert isinstance(self.mpi, MpiCalls)
         return Levels(
             node_comm._calling(self.mpi.over(node_comm.plain)),
             leader_comm and leader_comm._calling(self.mpi.over(leader_comm.plain)),
         )
 
-    def children(self) -> list[Any]:
+    def children(self) -> list[Mpi]:
         """Return the MPI communicators that were made from this one."""
         children = [comm for levels in self._levels for comm in (levels.node, levels.leaders)]
         return [comm.plain for comm in children if comm is not None]

@@ -15,10 +15,10 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from mpidist.comm.mpi import backoff, exited_ranks, mpi_errors, runtime
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.errors import CommTimeout, RankFailureError
 
 _TOKEN_BYTES = 16
@@ -41,7 +41,7 @@ class CreationBarrier:
         world_ranks: World rank of each rank of the communicator.
     """
 
-    def __init__(self, mpi: Any, tag: int, world_ranks: Sequence[int]) -> None:
+    def __init__(self, mpi: Mpi, tag: int, world_ranks: Sequence[int]) -> None:
         self._mpi = mpi
         self._tag = tag
         self._rank: int = mpi.Get_rank()

@@ -8,6 +8,7 @@ from typing import Any
 
 from mpidist.comm.mpi import backoff
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.errors import MpidistError, RankFailureError
 
 _NEWS_S = 1.0
@@ -33,7 +34,7 @@ def translate(error: Any, where: str) -> MpidistError:
     return RankFailureError(text) if is_failure(error) else MpidistError(text)
 
 
-def failed_ranks(mpi: Any, world_ranks: Sequence[int]) -> tuple[int, ...]:
+def failed_ranks(mpi: Mpi, world_ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the world ranks that MPI knows to be dead in a communicator; empty without ULFM.
 
     Blocks: up to 1 s while no dead rank is known. A survivor may revoke the communicator before
@@ -50,7 +51,7 @@ def failed_ranks(mpi: Any, world_ranks: Sequence[int]) -> tuple[int, ...]:
     return dead or ()
 
 
-def known_dead(mpi: Any, world_ranks: Sequence[int]) -> tuple[int, ...] | None:
+def known_dead(mpi: Mpi, world_ranks: Sequence[int]) -> tuple[int, ...] | None:
     """Return the world ranks of a communicator that MPI knows to be dead now; None without ULFM."""
     try:
         dead = mpi.Get_failed()
@@ -70,7 +71,7 @@ def death_tolerated() -> Iterator[None]:
             raise
 
 
-def matched_probe(mpi: Any, tag: int, status: Any) -> Any:
+def matched_probe(mpi: Mpi, tag: int, status: Any) -> Any:
     """Return a message from any rank by ``Improbe``, or None.
 
     After a death (ULFM), messages of living ranks are still found.
@@ -92,7 +93,7 @@ def is_pending(error: Any) -> bool:
     )
 
 
-def acknowledged_deaths(mpi: Any) -> set[int]:
+def acknowledged_deaths(mpi: Mpi) -> set[int]:
     """Acknowledge failures, so that any-source receives go on (ULFM); return the dead ranks."""
     mpi.Ack_failed()
     dead = mpi.Get_failed()

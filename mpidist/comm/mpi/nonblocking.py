@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 from mpidist.comm.mpi import backoff
+from mpidist.comm.mpi.library import MPI
 
 # Blocking calls whose non-blocking form takes the same arguments, except for a status.
 NONBLOCKING = {
@@ -30,6 +31,8 @@ NONBLOCKING = {
 _abandoned: list[Any] = []
 
 Wait = Callable[[Any, Any], None]
+# A communicator that executors call; as text, because a name of MPI starts MPI.
+Mpi: TypeAlias = "MPI.Comm | MpiCalls"
 
 
 class MpiCalls:
@@ -43,7 +46,7 @@ class MpiCalls:
         check: Called before each ``Improbe``; raises to end a loop of probes.
     """
 
-    def __init__(self, comm: Any, wait: Wait, check: Callable[[], None] | None = None) -> None:
+    def __init__(self, comm: Mpi, wait: Wait, check: Callable[[], None] | None = None) -> None:
         self._comm = comm
         self._wait = wait
         self._check = check
@@ -87,7 +90,7 @@ class MpiCalls:
         message = self._comm.Improbe(source, tag, status)
         return None if message is None else MatchedMessage(message, self._wait)
 
-    def over(self, comm: Any) -> MpiCalls:
+    def over(self, comm: Mpi) -> MpiCalls:
         """Return another communicator with the same waits."""
         return MpiCalls(comm, self._wait, self._check)
 
@@ -136,7 +139,7 @@ class _Probe:
 
     __slots__ = ("_comm", "_source", "_tag", "message")
 
-    def __init__(self, comm: Any, source: int, tag: int) -> None:
+    def __init__(self, comm: Mpi, source: int, tag: int) -> None:
         self._comm = comm
         self._source = source
         self._tag = tag
@@ -180,7 +183,7 @@ def wait_abandonable(check: Callable[[], None], sleeps: bool) -> Wait:
     return wait
 
 
-def abandonable(comm: Any, check: Callable[[], None], sleeps: bool) -> MpiCalls:
+def abandonable(comm: Mpi, check: Callable[[], None], sleeps: bool) -> MpiCalls:
     """Return a communicator whose waits end when ``check`` raises; see ``wait_abandonable``."""
     return MpiCalls(comm, wait_abandonable(check, sleeps), check)
 

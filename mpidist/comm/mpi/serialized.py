@@ -8,7 +8,7 @@ call becomes a non-blocking one and a loop of tests, and the lock is free betwee
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import MpiCalls, wait_yielding
@@ -16,12 +16,12 @@ from mpidist.comm.mpi.nonblocking import MpiCalls, wait_yielding
 _lock = threading.RLock()
 
 
-def serialized(comm: Any) -> MpiCalls:
+def serialized(comm: MPI.Comm) -> MpiCalls:
     """Return a communicator whose calls hold the lock; waits release the lock between tests.
 
     What the communicator creates (requests, messages, communicators) is locked in the same way.
     """
-    return MpiCalls(_Locked(comm), wait_yielding)
+    return MpiCalls(cast("MPI.Comm", _Locked(comm)), wait_yielding)
 
 
 class _Locked:

@@ -10,11 +10,11 @@ import os
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from mpidist.comm.mpi import backoff, launcher_env, trust
 from mpidist.comm.mpi.launcher_env import Launch
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.comm.mpi.serialized import serialized
 from mpidist.errors import CommTimeout, LaunchError
 
@@ -40,7 +40,7 @@ class World:
         pid: The process that joined the world.
     """
 
-    comm: Any
+    comm: Mpi
     generation: int
     rank: int
     size: int
@@ -62,7 +62,7 @@ class World:
         return number_alike(self.nodes[rank] for rank in world_ranks)
 
 
-def check_start(comm_world: Any) -> Launch:
+def check_start(comm_world: MPI.Comm) -> Launch:
     """Return the launcher's variables, if MPI's thread level and size fit.
 
     Raises:
@@ -84,7 +84,7 @@ def check_start(comm_world: Any) -> Launch:
     return launch
 
 
-def join(comm_world: Any, launch: Launch, timeout_s: float | None) -> World:
+def join(comm_world: MPI.Comm, launch: Launch, timeout_s: float | None) -> World:
     """Return the world.
 
     Collective: over all ranks of the job.
@@ -100,7 +100,7 @@ def join(comm_world: Any, launch: Launch, timeout_s: float | None) -> World:
     """
     highest_tag = comm_world.Get_attr(MPI.TAG_UB)
     assert isinstance(highest_tag, int)
-    comm: Any = _duplicate(comm_world, timeout_s)
+    comm = _duplicate(comm_world, timeout_s)
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     # Nodes come from MPI and not from the environment: ranks that mpirun starts inside an
     # allocation inherit Slurm's variables.
@@ -111,10 +111,9 @@ def join(comm_world: Any, launch: Launch, timeout_s: float | None) -> World:
     if problem:
         raise LaunchError(problem)
     level = MPI.Query_thread()
-    if level == MPI.THREAD_SERIALIZED:
-        comm = serialized(comm)
     return World(
-        comm=comm, generation=0, rank=comm.Get_rank(), size=comm.Get_size(),
+        comm=serialized(comm) if level == MPI.THREAD_SERIALIZED else comm,
+        generation=0, rank=comm.Get_rank(), size=comm.Get_size(),
         local_rank=local_rank, local_size=local_size, launcher=launch.launcher,
         thread_level=level, highest_tag=highest_tag, nodes=nodes,
     )  # fmt: skip
@@ -126,7 +125,7 @@ def number_alike(keys: Iterable[int]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
 
-def _gather_settings(comm: Any, node: Any) -> tuple[tuple[int, ...], str | None]:
+def _gather_settings(comm: Mpi, node: MPI.Comm) -> tuple[tuple[int, ...], str | None]:
     """Return each rank's node number, and the error if ``MPIDIST_TRUST`` differs.
 
     Collective: over both communicators.
@@ -140,7 +139,7 @@ def _gather_settings(comm: Any, node: Any) -> tuple[tuple[int, ...], str | None]
     return number_alike(numbers[::2]), trust.problem(numbers[1::2])
 
 
-def _duplicate(comm_world: Any, timeout_s: float | None) -> Any:
+def _duplicate(comm_world: MPI.Comm, timeout_s: float | None) -> MPI.Comm:
     """Return a duplicate of MPI_COMM_WORLD.
 
     Collective: over all ranks. Blocks: until all ranks have called it.
