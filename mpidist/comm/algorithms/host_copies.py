@@ -15,14 +15,14 @@ import torch
 
 from mpidist.comm.algorithms import staging
 from mpidist.comm.memory import buffer
-from mpidist.comm.memory.buffer_pool import ReceiveMemory
+from mpidist.comm.memory.buffer_pool import BufferPool
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.mpi import autograd_mode
 
 # of one operation; beyond, a chunk's two copies cost less than what stays pinned
 PINNED_BYTES = 32 << 20
 
-_memory = ReceiveMemory()  # fresh memory of this length costs more in page faults than the copy
+_memory = BufferPool()  # fresh memory of this length costs more in page faults than the copy
 
 
 class HostCopies:
@@ -96,7 +96,9 @@ class HostCopies:
             if filled:
                 fence.device.down.do(partial(_copy_plain, twin, tensor.detach()))
             return twin
-        twin = torch.frombuffer(_memory.lend(tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
+        twin = torch.frombuffer(_memory.acquire(tensor.nbytes), dtype=tensor.dtype).view(
+            tensor.shape
+        )
         if filled:
             _bring_down(fence, twin, tensor.detach())
         return twin

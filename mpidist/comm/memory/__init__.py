@@ -1,1 +1,1 @@
-"""stream → buffer: tensors as memory that MPI may touch, on the host and on devices."""
+"""Tensor memory for MPI, on host and devices: stream → fence, device_request; buffer."""

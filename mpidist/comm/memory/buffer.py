@@ -1,8 +1,8 @@
-"""From tensors to memory that MPI may touch: address, count and datatype; large counts; streams.
+"""MPI buffers of tensors: address, count and datatype; counts past a C int.
 
-This is the one place that decides how a tensor reaches MPI. A contiguous CPU tensor goes in by
-address. A strided or expanded one is executed on a host copy (``host_copies``), and outputs are
-written back. For one on a CUDA device ``on_device`` decides; ``Order`` waits for it.
+MPI works on the memory of a contiguous CPU tensor. A strided or expanded tensor is executed on a
+host copy (``host_copies``), and outputs are written back. For CUDA tensors ``device_collectives``
+decides.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import torch
 from mpidist.comm.mpi import autograd_mode
 from mpidist.comm.mpi.library import MPI
 
-# MPI's classic interface counts in a C int. Half of it keeps every sum of two counts inside, too.
+# MPI's classic interface counts in a C int. Half of its range, so that a sum of two counts fits
+# too.
 MAX_COUNT = 1 << 30
 
 
 def pieces(count: int, limit: int | None = None) -> Iterator[tuple[int, int]]:
-    """Cut ``count`` items into runs that MPI can count.
+    """Split ``count`` items into runs that MPI can count.
 
     Args:
         count: Items, ≥ 0; may be past 2³¹.
@@ -39,39 +40,39 @@ def pieces(count: int, limit: int | None = None) -> Iterator[tuple[int, int]]:
 
 
 def memory(address: int, nbytes: int) -> Any:
-    """Return ``nbytes`` of memory at ``address`` as MPI's buffer; nobody's lifetime is extended."""
+    """Return ``nbytes`` of memory at ``address`` as an MPI buffer, which does not keep it alive."""
     return MPI.buffer.fromaddress(address, nbytes)
 
 
 def as_bytes(tensor: torch.Tensor) -> tuple[Any, int, Any]:
-    """Describe a contiguous host tensor of at most ``MAX_COUNT`` bytes."""
+    """Return the buffer of a contiguous host tensor of at most ``MAX_COUNT`` bytes."""
     nbytes = tensor.nbytes
     return (MPI.buffer.fromaddress(tensor.data_ptr(), nbytes), nbytes, MPI.BYTE)
 
 
 def byte_range(tensor: torch.Tensor, start: int, nbytes: int) -> tuple[Any, int, Any]:
-    """Describe ``nbytes`` of a contiguous host tensor from byte ``start`` on."""
+    """Return the buffer of ``nbytes`` of a contiguous host tensor from byte ``start`` on."""
     return (MPI.buffer.fromaddress(tensor.data_ptr() + start, nbytes), nbytes, MPI.BYTE)
 
 
 def elements(tensor: torch.Tensor, start: int, count: int, datatype: Any) -> tuple[Any, int, Any]:
-    """Describe ``count`` elements of a contiguous host tensor from element ``start`` on."""
+    """Return the buffer of ``count`` elements of a contiguous host tensor from ``start`` on."""
     size = tensor.element_size()
     return (MPI.buffer.fromaddress(tensor.data_ptr() + start * size, count * size), count, datatype)
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
-    """Say whether MPI can work on the tensor's own memory."""
+    """Say whether MPI can work on the tensor's own memory: contiguous, on the CPU."""
     return tensor.is_cpu and is_plain(tensor)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Say whether the elements lie in memory in their order and as they are."""
+    """Say whether a tensor is contiguous, with no pending conjugation or negation."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy ``values`` into a tensor, each element in memory once: several elements of an expanded tensor are one."""
+    """Copy ``values`` into a tensor; an element that an expanded tensor repeats is written once."""
     target, source = tensor.detach(), values
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if stride == 0 and size > 1:

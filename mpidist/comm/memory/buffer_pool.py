@@ -1,8 +1,8 @@
-"""Memory to receive into that comes back when its last user drops it.
+"""Buffer pool for received messages: a block returns to the pool when its last user drops it.
 
-What a message brings belongs to whoever gets it, for as long as he likes. Fresh memory of some MiB
-costs a page fault every 4 KiB, more than the transfer itself (docs/decisions/0008): memory that has
-served is kept for the next message of its size.
+A received tensor keeps its memory for as long as the program refers to it. Fresh memory of some MiB
+costs a page fault every 4 KiB, more than the transfer itself (docs/decisions/0008), so a released
+block is kept for the next message of its size.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import numpy as np
 
 from mpidist.errors import FrameError
 
-_SMALLEST_BYTES = 16 << 10  # below, the allocator is faster than any list
-_KEPT_BYTES = 256 << 20  # idle memory that is kept; beyond, the oldest goes back to the system
+# Below this size the allocator is faster than the pool.
+_SMALLEST_BYTES = 16 << 10
+# Limit of idle memory; beyond it, the oldest block of the largest size is freed.
+_KEPT_BYTES = 256 << 20
 
 
 def zeroed(nbytes: int) -> memoryview:
-    """Return ``nbytes`` of writable zeros, owned by whoever refers to them.
+    """Return ``nbytes`` of writable zeros.
 
-    Large memory is address space alone until it is written: who announces bytes and never sends
-    them takes none.
+    Large memory is address space only until it is written: bytes that a peer announces and never
+    sends take none.
 
     Raises:
-        FrameError: The machine does not have as much.
+        FrameError: The machine does not have that much memory.
     """
     try:
-        # Not a bytearray, which writes its zeros: calloc takes pages of the system that read as
-        # zeros without.
+        # Not a bytearray, which writes its zeros: calloc gets pages that read as zeros.
         memory: Any = np.zeros(nbytes, np.uint8)
         return memoryview(memory)
     except (MemoryError, ValueError, OverflowError) as error:
@@ -38,29 +39,33 @@ def zeroed(nbytes: int) -> memoryview:
         ) from error
 
 
-class _Lease(np.ndarray):  # a weakref.finalize costs four times as much
-    """The part of a block that is in use."""
+# A weakref.finalize costs four times as much as __del__.
+class _Lease(np.ndarray):
+    """The part of a block that is in use; releases the block when it is dropped."""
 
-    memory: ReceiveMemory
+    pool: BufferPool
     block: Any
 
     def __del__(self) -> None:
-        self.memory.take_back(self.block)
+        self.pool.release(self.block)
 
 
-class ReceiveMemory:
-    """Blocks of sizes 2ᵏ and 1.5·2ᵏ, lent and taken back."""
+class BufferPool:
+    """Pool of blocks of 2ᵏ and 1.5·2ᵏ bytes."""
 
     def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
         self._idle: dict[int, list[Any]] = {}
         self._idle_bytes = 0
-        # Re-entrant: taking a block may run the garbage collector, which gives another one back in
-        # the same thread.
+        # Re-entrant: the garbage collector may run during ``acquire`` and release a block in the
+        # same thread.
         self._lock = threading.RLock()
 
-    def lend(self, nbytes: int) -> memoryview:
-        """Return ``nbytes`` of writable memory, which comes back when no tensor, array or view refers to it any more."""
+    def acquire(self, nbytes: int) -> memoryview:
+        """Return ``nbytes`` of writable memory.
+
+        The memory returns to the pool when no tensor, array or view refers to it.
+        """
         if nbytes < _SMALLEST_BYTES:
             return memoryview(bytearray(nbytes))
         size = block_bytes(nbytes)
@@ -72,14 +77,14 @@ class ReceiveMemory:
         if block is None:
             block = np.empty(size, np.uint8)
         lease: Any = _Lease(nbytes, np.uint8, block)
-        lease.memory, lease.block = self, block
-        # Not the array itself: numpy lets a view of a view refer to the first owner, and the lease
-        # would end under its user. All that is made of a memoryview keeps its exporter, which is
-        # the lease.
+        lease.pool, lease.block = self, block
+        # Not the array itself: in numpy a view of a view refers to the first owner, so the lease
+        # would be dropped while in use. Every view of a memoryview refers to its exporter, the
+        # lease.
         return memoryview(lease)
 
-    def take_back(self, block: Any) -> None:
-        """Keep a block for the next message of its size."""
+    def release(self, block: Any) -> None:
+        """Return a block to the pool."""
         with self._lock:
             self._idle.setdefault(block.nbytes, []).append(block)
             self._idle_bytes += block.nbytes
@@ -90,6 +95,6 @@ class ReceiveMemory:
 
 
 def block_bytes(nbytes: int) -> int:
-    """Return the smallest block size that holds ``nbytes``: at most half as much again is unused."""
+    """Return the smallest block size that holds ``nbytes``; at most a third of it is unused."""
     power = 1 << max(nbytes - 1, 1).bit_length()
     return power * 3 // 4 if nbytes <= power * 3 // 4 else power

@@ -1,4 +1,4 @@
-"""MPI requests on device memory: each call of MPI has the memory's device current in the calling thread."""
+"""MPI requests on device memory: the device is current in the thread of each MPI call."""
 
 from __future__ import annotations
 

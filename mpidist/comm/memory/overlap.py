@@ -1,8 +1,8 @@
-"""Overlap of inputs and outputs, by memory ranges: an input that an output would overwrite is copied first.
+"""Overlap of inputs and outputs in memory: an input that an output would overwrite is copied first.
 
-MPI forbids overlapping buffers (MPI-4.1 §6.1), and an algorithm of several messages would read what
-it has just received. Copies are made by the executing rank alone; which calls of MPI follow does
-not depend on them.
+MPI forbids overlapping buffers (MPI-4.1 §6.1), and an algorithm of several messages would send data
+that it has just received. Each rank copies for itself: the MPI calls that follow do not depend on
+the copies.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def separated(
     in_place: Places | None = None,
     copy: Callable[[Tensor], Tensor] = torch.clone,
 ) -> list[Tensor]:
-    """Return the inputs, with a copy in the place of each that shares memory with an output.
+    """Return the inputs, each that shares memory with an output replaced by a copy.
 
     Args:
         inputs: Contiguous tensors.
         outputs: Contiguous tensors.
-        in_place: Addresses at which an input may lie in an output, because the operation leaves
-            there what the input holds (the in-place form of a gather).
-        copy: Makes the copy.
+        in_place: Addresses at which an input may lie in an output, because the operation does not
+            change it there (the in-place form of a gather).
+        copy: Returns a copy of a tensor.
     """
     if not inputs or not outputs:
         return list(inputs)

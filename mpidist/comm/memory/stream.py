@@ -1,8 +1,7 @@
-"""A device as comm sees it: queues of work (streams), marks in them (events), and memory.
+"""Streams, events and memory of a device, as the algorithms use them: CUDA's, and the host's.
 
-The host is the simplest device: what is queued is done at once. The algorithms know ``Device``,
-``Stream`` and ``Event`` alone, so that their order can be tested on a device of the tests that
-delays its work.
+On the host a stream runs work at once. The algorithms use the protocols ``Device``, ``Stream`` and
+``Event`` only, so that tests can run them on a device that delays its work.
 """
 
 from __future__ import annotations
@@ -19,69 +18,73 @@ Tensor = torch.Tensor
 
 
 class Event(Protocol):
-    """A place in a stream."""
+    """A point in a stream, after the work queued so far."""
 
     def synchronize(self) -> None:
-        """Block the host until the work before it has ended."""
+        """Block the host until the work before the event is complete."""
 
     def block_current_stream(self) -> None:
-        """Let the calling thread's current stream wait for it; the host goes on."""
+        """Let the calling thread's current stream wait for the event; the host does not block."""
 
 
 class Stream(Protocol):
-    """A queue of work on the device."""
+    """A queue of work on the device, executed in order."""
 
     def do(self, function: Callable[[], Any]) -> None:
-        """Queue what ``function`` does with tensors."""
+        """Call ``function`` with this stream current; its tensor operations are queued here."""
 
     def run(self, function: Callable[[], Any]) -> None:
-        """Do at once what ``function`` does on the host, and queue what it does with tensors."""
+        """Call ``function``; its tensor operations are queued, its host work runs at once."""
 
     def wait(self, event: Any) -> None:
-        """Let what is queued from now on wait for an event."""
+        """Let work queued from now on wait for an event."""
 
     def record(self) -> Event:
-        """Return the place behind what has been queued so far."""
+        """Return an event after the work queued so far."""
 
     def keep(self, tensor: Tensor) -> None:
-        """Keep the tensor's memory from other uses until what has been queued so far has ended."""
+        """Keep the tensor's memory from reuse until the work queued so far is complete."""
 
 
 class Device(Protocol):
-    """Where tensors live that the CPU cannot, or should not, touch."""
+    """A device: two streams for the library's own work, and memory."""
 
     @property
     def down(self) -> Any:
-        """The stream for copies to the host, and for arithmetic."""
+        """The stream for copies to the host and for arithmetic."""
 
     @property
     def up(self) -> Any:
         """The stream for copies to the device."""
 
     def as_current(self) -> Any:
-        """Return a context in which it is the calling thread's current device: every call of MPI on its memory is in one.
+        """Return a context in which this is the calling thread's current device.
 
-        MPI works by CUDA's driver interface, in the context that is current in the calling thread;
-        in another one Open MPI does not notice that a message has ended (open-mpi/ompi#13836). What
-        is queued on ``down`` and ``up`` is queued in it as well: ``torch.cuda.stream`` sets the
-        device from before at its end, which gives that one a context.
+        Every MPI call on the device's memory needs it. MPI uses CUDA's driver interface in the
+        context that is current in the calling thread; in another context Open MPI does not notice
+        that a message is complete (open-mpi/ompi#13836). Work on ``down`` and ``up`` is queued in
+        it as well, because ``torch.cuda.stream`` restores the previous device at its end, which
+        creates a context there.
         """
 
     def record_current_stream(self) -> Event:
-        """Return the place behind what the calling thread's current stream has been given so far."""
+        """Return an event after the work queued so far on the calling thread's current stream."""
 
     def leave_default_stream(self) -> None:
-        """Give the calling thread, one of ours, a current stream of its own: the user's work must not wait for its callbacks."""
+        """Give the calling thread, one of the library's, a current stream of its own.
+
+        Otherwise the user's work on the default stream would wait for the thread's callbacks.
+        """
 
     def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return host memory that copies reach without the CPU."""
+        """Return host memory of ``numel`` elements for asynchronous copies (pinned)."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return device memory for use on ``down``."""
+        """Return device memory of ``numel`` elements for use on ``down``."""
 
 
 class CudaEvent:
-    """An event of CUDA; ``torch.cuda.Event.wait`` would take the current device's stream, whichever that is."""
+    """A CUDA event and its device; ``torch.cuda.Event.wait`` would use the current device."""
 
     def __init__(self, device: torch.device, event: Any) -> None:
         self.device = device
@@ -97,7 +100,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A stream of CUDA."""
+    """A CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -124,20 +127,21 @@ class CudaStream:
 
 
 class CudaDevice:
-    """A GPU."""
+    """A GPU; each thread has its own two streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._of_thread = threading.local()  # what one group waits for is not to hold up another's
+        # Streams of their own, because a wait of one group must not delay another group.
+        self._of_thread = threading.local()
 
     @property
     def down(self) -> CudaStream:
-        """See Device.down; one for each thread."""
+        """See Device.down."""
         return self._stream("down")
 
     @property
     def up(self) -> CudaStream:
-        """See Device.up; one for each thread."""
+        """See Device.up."""
         return self._stream("up")
 
     def _stream(self, name: str) -> CudaStream:
@@ -152,8 +156,8 @@ class CudaDevice:
         """See Device.as_current."""
         with torch.cuda.device(self.device):
             if not hasattr(self._of_thread, "is_bound"):
-                # A thread begins on device 0, and without a context until it calls the CUDA
-                # runtime, which torch need not do for the device that is current already.
+                # A new thread has no context until it calls the CUDA runtime, which torch need not
+                # do for a device that is already current.
                 self.down.record()
                 self._of_thread.is_bound = True
             yield
@@ -162,10 +166,9 @@ class CudaDevice:
         """See Device.record_current_stream.
 
         Raises:
-            RuntimeError: The stream is being captured into a CUDA graph, which MPI cannot be part
-                of.
+            RuntimeError: The stream is being captured into a CUDA graph, which cannot contain MPI.
         """
-        # or the current device would be asked, and be given a context to answer
+        # Without this context the query would create a context on the current device.
         with torch.cuda.device(self.device):
             is_capturing = torch.cuda.is_current_stream_capturing()
         if is_capturing:
@@ -182,7 +185,7 @@ class CudaDevice:
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
 
     def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See Device.staging; torch keeps pinned memory for later calls, and knows which copies are under way."""
+        """See Device.staging; torch's allocator reuses pinned memory after the copies on it."""
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -192,14 +195,14 @@ class CudaDevice:
 
 
 def used_here(tensor: Tensor) -> Tensor:
-    """Keep a tensor's memory until what the calling thread's current stream has been given has ended; return the tensor."""
+    """Return the tensor; its memory is kept until the calling thread's current stream is done."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
 
 
 class HostEvent:
-    """A place in a queue that is always empty."""
+    """An event of the host, which is always complete."""
 
     def synchronize(self) -> None:
         """See Event.synchronize."""
@@ -209,7 +212,7 @@ class HostEvent:
 
 
 class HostStream:
-    """A queue whose work is done at once."""
+    """A stream of the host, which runs work at once."""
 
     def do(self, function: Callable[[], Any]) -> None:
         """See Stream.do."""
@@ -229,7 +232,7 @@ class HostStream:
 
 
 class HostDevice:
-    """The host as a device: for the algorithms on CPU tensors."""
+    """The host as a device, to run the device algorithms on CPU tensors."""
 
     def __init__(self) -> None:
         self.down = self.up = HostStream()
@@ -253,7 +256,7 @@ class HostDevice:
 
 
 def device_of(tensors: Iterable[Tensor]) -> Device | None:
-    """Return the device of an operation's tensors, all on one; None if MPI can be given their memory without asking."""
+    """Return the device of an operation's tensors, which are all on one; None for host memory."""
     for tensor in tensors:
         if tensor.is_cuda:
             return _cuda_device(tensor.device)
@@ -261,7 +264,7 @@ def device_of(tensors: Iterable[Tensor]) -> Device | None:
 
 
 def device_at(device: torch.device | None) -> Device | None:
-    """Return the device of a name, or None for the host."""
+    """Return the device of a ``torch.device``; None for the host."""
     return None if device is None or device.type != "cuda" else _cuda_device(device)
 
 

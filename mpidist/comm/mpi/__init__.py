@@ -1,4 +1,1 @@
-"""library → runtime → communicator: MPI as mpidist calls it, without tensors.
-
-Importing it starts nothing.
-"""
+"""MPI without tensors: library → world → runtime → communicator. Importing starts nothing."""

@@ -1,9 +1,9 @@
-"""CUDA context of this rank: made before MPI starts, and bound to the threads of this library.
+"""CUDA context of this rank: created before MPI starts, and bound to the library's threads.
 
-MPI libraries look for a context when they start. Without one, Open MPI leaves its shared-memory
-transport for device memory off for the whole job, and takes device pointers for host pointers until
-CUDA is used (docs/decisions/0011). So the rank's primary context, the one that torch uses, is made
-first, and is current while MPI starts.
+MPI libraries look for a context when they start. Without one, Open MPI disables its shared-memory
+transport for device memory for the whole job, and treats device pointers as host pointers until
+CUDA is used (docs/decisions/0011). So the rank's primary context, which torch uses too, is created
+first and is current while MPI starts.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from typing import Any
 from mpidist.comm.mpi import launcher_env
 from mpidist.comm.mpi.launcher_env import Launch
 
-# "0": no operation takes device pointers; "1": all do; unset: ask and try
+# "0": MPI gets no device pointers; "1": all operations do; unset: query the library and try.
 ENV_CUDA_AWARE = "MPIDIST_CUDA_AWARE"
 _ENV_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 _index: int | None = None  # the device whose context was current when MPI started
 _is_first: bool | None = None
-_visible_at_start: str | None = None  # what CUDA_VISIBLE_DEVICES was when the context was made
+_visible_at_start: str | None = None  # CUDA_VISIBLE_DEVICES when the context was created
 
 
 def is_first() -> bool | None:
     """Say whether this process had a CUDA context when MPI started.
 
     Returns:
-        None if there is no CUDA device, ``MPIDIST_CUDA_AWARE=0`` says that MPI gets no device
-        memory, or other code has started MPI and CUDA in an order that was not recorded.
+        None if there is no CUDA device, with ``MPIDIST_CUDA_AWARE=0``, or if other code started MPI
+        and CUDA in an unknown order.
     """
     return _is_first
 
 
 @contextlib.contextmanager
 def current_at_start(is_running: bool, makes: bool = True) -> Iterator[None]:
-    """Have this rank's CUDA context current in the calling thread while MPI starts.
+    """Make this rank's CUDA context current in the calling thread while MPI starts.
 
-    None is made without a launcher (a world of one), where the launcher does not say which of
-    several devices is this rank's, or where CUDA refuses (a forked process, a device in exclusive
-    use): MPI then starts without one.
+    No context is created without a launcher (a world of one), where the launcher does not say which
+    of several devices is this rank's, or where CUDA refuses (a forked process, a device in
+    exclusive use). MPI then starts without a context.
 
     Args:
-        is_running: MPI runs already, started by other code.
+        is_running: MPI is already running, started by other code.
         makes: Make a context if there is none.
     """
     global _index, _is_first, _visible_at_start
     _index, _is_first, _visible_at_start = None, None, os.environ.get(_ENV_VISIBLE)
-    # The environment first: to ask torch for devices initialises the driver, which forked processes
-    # cannot use any more.
+    # The environment first: torch's query for devices initializes the driver, which forked
+    # processes cannot use afterwards.
     if os.environ.get(ENV_CUDA_AWARE) == "0":
         yield
         return
@@ -66,8 +66,8 @@ def current_at_start(is_running: bool, makes: bool = True) -> Iterator[None]:
         _is_first = None if held else False
         yield
         return
-    index = _chosen(torch, held) if makes or held else None
-    if index is None or not _make(torch, index):
+    index = _choose(torch, held) if makes or held else None
+    if index is None or not _create(torch, index):
         _is_first = False
         yield
         return
@@ -76,25 +76,25 @@ def current_at_start(is_running: bool, makes: bool = True) -> Iterator[None]:
         yield
 
 
-def device_index(count: int, held: Sequence[int], current: int, told: Launch) -> int | None:
-    """Return the index of the device whose context MPI is to find, or None if none should be made; pure.
+def device_index(count: int, held: Sequence[int], current: int, launch: Launch) -> int | None:
+    """Return the device whose context MPI shall find, or None for no context (pure).
 
     Args:
-        count: Devices that this process sees.
-        held: Those of them that have a context; then it is one of these, or the user's choice would
-            cost memory on a second one.
+        count: Number of visible devices.
+        held: Those with a context. If there are any, one of them is returned, because a context on
+            another device would cost memory there.
         current: The calling thread's current device.
-        told: The launcher's word.
+        launch: The launcher's variables.
     """
     if held:
         return current if current in held else held[0]
-    if told.local_rank is None:
-        return 0 if count == 1 and told.size is not None else None
-    return told.local_rank % count
+    if launch.local_rank is None:
+        return 0 if count == 1 and launch.size is not None else None
+    return launch.local_rank % count
 
 
 def warn_of_late_visibility() -> None:
-    """Warn of a CUDA_VISIBLE_DEVICES that was set after CUDA had started, where it has no effect: ranks would share a device."""
+    """Warn if CUDA_VISIBLE_DEVICES was set after CUDA started: ranks would share a device."""
     now = os.environ.get(_ENV_VISIBLE)
     if _index is not None and now != _visible_at_start:
         warnings.warn(
@@ -107,11 +107,11 @@ def warn_of_late_visibility() -> None:
 
 
 def inherited() -> Callable[[], None]:
-    """Return what a new thread of ours calls first: it makes the calling thread's device current there, and binds its context.
+    """Return a function that gives a new thread the calling thread's device and context.
 
-    A new thread's current device is 0, and no context is bound to it, until it uses the CUDA
-    runtime. MPI works by the driver's interface, which needs one, and completes messages of device
-    memory in whichever thread calls it.
+    A new thread's current device is 0, and no context is bound to the thread, until it uses the
+    CUDA runtime. MPI uses the driver's interface, which needs a bound context, and completes
+    messages of device memory in any thread that calls MPI.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -125,10 +125,10 @@ def inherited() -> Callable[[], None]:
         return _nothing
 
     def bind() -> None:
-        # a device in an error state: whoever uses it will hear of that
+        # A device in an error state raises again at its next use.
         with contextlib.suppress(RuntimeError):
             torch.cuda.set_device(index)
-            # not every torch calls CUDA for a device that is current already
+            # Some versions of torch make no CUDA call for a device that is already current.
             torch.cuda.Stream(index).record_event()
 
     return bind
@@ -145,19 +145,19 @@ def _devices_with_context(torch: Any) -> list[int]:
             for index in range(torch.cuda.device_count())
             if torch._C._cuda_hasPrimaryContext(index)
         ]
-    # torch has counted devices by NVML, and CUDA refuses them: a forked process
+    # In a forked process torch counts devices by NVML, and CUDA refuses them.
     except RuntimeError:
         return []
 
 
-def _chosen(torch: Any, held: Sequence[int]) -> int | None:
+def _choose(torch: Any, held: Sequence[int]) -> int | None:
     current = torch.cuda.current_device() if held else 0
     return device_index(
         torch.cuda.device_count(), held, current, launcher_env.from_environment(os.environ)
     )
 
 
-def _make(torch: Any, index: int) -> bool:
+def _create(torch: Any, index: int) -> bool:
     try:
         torch.zeros(1, device=torch.device("cuda", index))
         torch.cuda.synchronize(index)

@@ -1,6 +1,6 @@
-"""Parser of the launcher's environment variables (mpirun, srun, PMI), and their removal for a job inside the job.
+"""Parser of the launcher's environment (mpirun, srun, PMI); strips it for child jobs.
 
-Pure, so that it is known before MPI starts.
+Pure: works before MPI starts.
 """
 
 from __future__ import annotations
@@ -11,17 +11,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launch:
-    """The launcher's word about this process; ``None`` where it said nothing."""
+    """The launcher's variables of this process; ``None`` where a variable is missing.
 
-    launcher: str  # name a user would type: mpirun, srun, torchrun, …
-    size: int | None  # tasks the launcher started in this job step
-    local_rank: int | None  # index of this task on its node
-    rank: int | None = None  # index of this task among all
+    Attributes:
+        launcher: The command that a user types: mpirun, srun, torchrun, …
+        size: Number of tasks in this job step.
+        local_rank: Index of this task on its node.
+        rank: Index of this task among all.
+    """
+
+    launcher: str
+    size: int | None
+    local_rank: int | None
+    rank: int | None = None
 
 
-# (launcher, a variable that only its tasks have, tasks, local rank, rank); the first that matches
-# wins. Slurm stands behind the MPI launchers because mpirun inside an allocation hands the batch
-# shell's SLURM_* on to every rank.
+# (launcher, a variable that only its tasks have, tasks, local rank, rank); the first match wins.
+# Slurm follows the MPI launchers, because mpirun inside an allocation passes the batch shell's
+# SLURM_* variables to every rank.
 _LAUNCHERS = (
     (
         "mpirun (Open MPI)",
@@ -50,57 +57,58 @@ _LIBRARY_NAMES = {
     OPEN_MPI: "Open MPI",
     MPICH: "MPICH (or of its ABI: Intel MPI, MVAPICH, Cray MPICH)",
 }
-# Launchers that start the ranks of one library alone.
+# Launchers that can start the ranks of one library only.
 _LIBRARY_OF_LAUNCHER = {
     "mpirun (Open MPI)": OPEN_MPI,
     "mpirun (MVAPICH2)": MPICH,
     "mpiexec (Hydra)": MPICH,
 }
 
-# What launchers leave with their ranks, by how the names begin. A process that is started from a
-# rank and inherits them takes itself for a part of the outer job: it hangs under Open MPI and
-# aborts under MPICH, unless its own launcher overwrites all. Batch systems' variables would have it
-# started on other nodes.
-_LEFT_BY_LAUNCHERS = (
-    "OMPI_", "PMIX", "PRTE", "PMI_", "HYDI", "HYDRA_", "MPI_LOCAL", "MPIEXEC_", "MPICH_INTERFACE_HOSTNAME", "MV2_COMM_WORLD_",
-    "PALS_", "FLUX_", "SLURM", "PBS_", "LSB_", "PE_HOSTFILE",
+# Prefixes of the variables that launchers set for their ranks. A process that inherits them behaves
+# as a part of the outer job: it hangs under Open MPI and aborts under MPICH, unless its own
+# launcher overwrites all of them. With a batch system's variables its ranks would be started on
+# other nodes.
+_LAUNCHER_PREFIXES = (
+    "OMPI_", "PMIX", "PRTE", "PMI_", "HYDI", "HYDRA_", "MPI_LOCAL", "MPIEXEC_",
+    "MPICH_INTERFACE_HOSTNAME", "MV2_COMM_WORLD_", "PALS_", "FLUX_", "SLURM", "PBS_", "LSB_", "PE_HOSTFILE",
 )  # fmt: skip
-# These begin like them, but are the user's: where the library lies, and what carries a message or a
-# reduction.
-_KEPT = (
+# Prefixes of the user's own settings among them: the library's location, and the components that
+# carry messages and reductions.
+_USER_PREFIXES = (
     "OMPI_ALLOW_RUN_AS_ROOT", "PMIX_PREFIX", "PRTE_PREFIX", "OMPI_MCA_mca_base_component_",
     *(f"OMPI_MCA_{name}" for name in (
-        "pml", "btl", "mtl", "coll", "osc", "bml", "smsc", "accelerator", "opal_", "mpool", "rcache", "common_", "op_",
+        "pml", "btl", "mtl", "coll", "osc", "bml", "smsc", "accelerator", "opal_",
+        "mpool", "rcache", "common_", "op_",
     )),
 )  # fmt: skip
-# Settings on which it depends what the library does with memory of a device.
-_FOR_DEVICES = (
+# Prefixes of settings that change what the library does with device memory.
+_DEVICE_PREFIXES = (
     "OMPI_MCA_", "UCX_", "MPICH_", "MV2_", "FI_", "OPAL_PREFIX", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI",
     "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
 )  # fmt: skip
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a job that is started from inside a job.
+    """Return the environment for a job that a rank starts.
 
     Args:
         environ: Usually ``os.environ``.
 
     Returns:
-        All of it but what a launcher or batch system left there; the user's settings of the MPI
+        All variables except those of launchers and batch systems; the user's settings of the MPI
         library stay.
     """
     return {
         name: text
         for name, text in environ.items()
-        if name.startswith(_KEPT) or not name.startswith(_LEFT_BY_LAUNCHERS)
+        if name.startswith(_USER_PREFIXES) or not name.startswith(_LAUNCHER_PREFIXES)
     }
 
 
 def device_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return those of the user's settings on which it depends what MPI does with memory of a device, by name."""
+    """Return the user's settings that change what MPI does with device memory, by name."""
     kept = without_launcher(environ)
-    return {name: kept[name] for name in sorted(kept) if name.startswith(_FOR_DEVICES)}
+    return {name: kept[name] for name in sorted(kept) if name.startswith(_DEVICE_PREFIXES)}
 
 
 def from_environment(environ: Mapping[str, str]) -> Launch:
@@ -110,7 +118,7 @@ def from_environment(environ: Mapping[str, str]) -> Launch:
         environ: Usually ``os.environ``.
 
     Returns:
-        The launcher, and what it said; ``Launch("python", None, None)`` for a plain process.
+        The variables; ``Launch("python", None, None)`` for a process without a launcher.
     """
     for launcher, mark, *names in _LAUNCHERS:
         if mark in environ:
@@ -119,18 +127,18 @@ def from_environment(environ: Mapping[str, str]) -> Launch:
 
 
 def library_problem(launch: Launch, library: str) -> str | None:
-    """Return why the launcher's ranks cannot start a library, or None if nothing speaks against it.
+    """Return why the launcher's ranks cannot start a library, or None if they can.
 
-    A library that another one's launcher has started ends the process inside MPI_Init, or makes
-    each rank a world of one.
+    A library under another library's launcher ends the process inside MPI_Init, or makes each rank
+    a world of one.
 
     Args:
-        launch: The launcher's word.
-        library: ``OPEN_MPI`` or ``MPICH``, which stands for all libraries of its ABI.
+        launch: The launcher's variables.
+        library: ``OPEN_MPI`` or ``MPICH`` (any library of its ABI).
     """
     needed = _LIBRARY_OF_LAUNCHER.get(launch.launcher)
-    # Open MPI makes any process that it cannot connect a world of one, and that is all that one
-    # rank needs.
+    # Open MPI makes a world of one of any process that it cannot connect, which is right for a job
+    # of one rank.
     if needed is None or needed == library or (library == OPEN_MPI and launch.size == 1):
         return None
     return (
@@ -143,9 +151,9 @@ def library_problem(launch: Launch, library: str) -> str | None:
 
 
 def singleton_problem(launch: Launch, mpi_size: int) -> str | None:
-    """Say why a world of ``mpi_size`` ranks cannot be what the launcher started, or None if it can.
+    """Return why a world of ``mpi_size`` ranks contradicts the launcher, or None.
 
-    MPI makes a process that it cannot connect a world of its own. Training on, each alone, would be
+    MPI makes a world of one of a process that it cannot connect. Training in such worlds would be
     silently wrong.
     """
     if mpi_size != 1 or launch.size is None or launch.size == 1:

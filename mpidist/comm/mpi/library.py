@@ -1,8 +1,8 @@
-"""The MPI library: loaded, and MPI started, at the first use of a name of ``mpi4py.MPI``; never at import.
+"""The MPI library: loaded and started at the first use of a name of ``mpi4py.MPI``.
 
-Modules of ``comm`` write ``from mpidist.comm.mpi.library import MPI``. A DataLoader worker that
-imports the user's script again therefore starts no MPI, and the user's own ``from mpi4py import
-MPI`` shares the one library in either import order.
+Modules of ``comm`` write ``from mpidist.comm.mpi.library import MPI``, which starts nothing. So a
+DataLoader worker that imports the user's script again starts no MPI, and the user's own ``from
+mpi4py import MPI`` shares the one library in either import order.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from mpidist.comm.mpi import cuda_context, launcher_env
 from mpidist.errors import LaunchError, MpidistError
 
-_NOT_MPIS = ("python", "torchrun")  # launchers whose processes are no ranks
+_NOT_MPIS = ("python", "torchrun")  # launchers whose processes are not ranks
 _SHARED_MEMORY = "/dev/shm"
-_LEAST_FREE_BYTES = 16 << 20  # what Open MPI maps for each rank of a node
+_LEAST_FREE_BYTES = 16 << 20  # Open MPI maps this for each rank of a node
 _lock = threading.Lock()
 _pid_of_start: int | None = None
 
@@ -32,12 +32,12 @@ def is_started() -> bool:
 
 
 def configure_environment() -> None:
-    """Set what Open MPI reads at its start, unless the user has set it.
+    """Set the variables that Open MPI reads at its start, unless the user has set them.
 
-    A rank that waits must give its core away: ``mpirun -n 2`` binds each rank to one core, where
-    our thread and the user's share it (4 ms an all-reduce without the yield, 5 us with it;
-    docs/decisions/0001). Messages up to 32 KiB between ranks of a node go without a handshake (4
-    KiB by default): 5 us in the place of 9 for a round trip of 8 KB (docs/decisions/0012).
+    A waiting rank must yield its core: ``mpirun -n 2`` binds each rank to one core, which the
+    group's thread and the user's share (4 ms for an all-reduce without the yield, 5 us with it;
+    docs/decisions/0001). Messages up to 32 KiB between ranks of a node are sent without a handshake
+    (4 KiB by default): a round trip of 8 KB takes 5 us instead of 9 (docs/decisions/0012).
     """
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     os.environ.setdefault("OMPI_MCA_btl_sm_eager_limit", "32768")
@@ -46,16 +46,16 @@ def configure_environment() -> None:
 def load(makes_context: bool = True) -> Any:
     """Import ``mpi4py.MPI`` and start MPI with the highest thread level; called on first use.
 
-    On a rank with a CUDA device its context is made first, unless ``MPIDIST_CUDA_AWARE=0`` says
-    that MPI gets no device memory (``cuda_context``). It costs some 0.5 GB of the device's memory,
-    which torch's first use of the device would take as well.
+    On a rank with a CUDA device the device's context is created first, except with
+    ``MPIDIST_CUDA_AWARE=0`` (``cuda_context``). The context takes some 0.5 GB of device memory, as
+    torch's first use of the device would.
 
     Args:
-        makes_context: Make one if there is none.
+        makes_context: Make a context if there is none.
 
     Raises:
-        LaunchError: No MPI library was found, or one that the launcher cannot start; names the ways
-            to mend it.
+        LaunchError: No MPI library was found, or a library that the launcher cannot start; the
+            message says how to get one.
         MpidistError: This process was forked from one in which MPI runs, or started by
             multiprocessing in a rank.
     """
@@ -66,7 +66,8 @@ def load(makes_context: bool = True) -> Any:
                 "this process was forked from an MPI rank and cannot use MPI; keep collectives and "
                 "calls in the parent"
             )
-        # It has the rank's variables: MPI would take it for the rank itself, and crash or wait.
+        # The process has the rank's variables: MPI would treat it as the rank itself, and crash or
+        # hang.
         if (
             multiprocessing.parent_process() is not None
             and launcher_env.from_environment(os.environ).launcher not in _NOT_MPIS
@@ -95,7 +96,7 @@ def load(makes_context: bool = True) -> Any:
 
 
 def no_library(error: Exception) -> LaunchError:
-    """Return the error that names the ways to get an MPI library."""
+    """Return the error that says how to get an MPI library."""
     return LaunchError(
         f"no MPI library could be loaded ({error}); load your cluster's MPI module, set "
         "MPI4PY_LIBMPI to its libmpi.so, "
@@ -109,14 +110,15 @@ def _is_running() -> bool:
 
 
 def _start() -> None:
-    from mpi4py import MPI as module  # starts it, unless mpi4py.rc says otherwise
+    # The import starts MPI, unless mpi4py.rc prevents that.
+    from mpi4py import MPI as module
 
     if not module.Is_initialized():
         module.Init_thread(module.THREAD_MULTIPLE)
 
 
 def extension_file() -> str:
-    """Return the file of ``mpi4py.MPI``; finding it loads the MPI library, importing it would start MPI.
+    """Return the file of ``mpi4py.MPI``; MPI is loaded, but not started.
 
     Raises:
         LaunchError: Another file has mpi4py's name.
@@ -137,8 +139,9 @@ def extension_file() -> str:
 
 
 def abi_of(extension: str) -> str:
-    """Return ``launch.OPEN_MPI`` or ``launch.MPICH``: the ABI of the library behind a file of ``mpi4py.MPI``."""
-    # Wheels have one file for each ABI and name it; any other build is linked with its library.
+    """Return the ABI, ``launcher_env.OPEN_MPI`` or ``MPICH``, of a file of ``mpi4py.MPI``."""
+    # Wheels have one file for each ABI, which its name contains; any other build is linked with its
+    # library.
     name = os.path.basename(extension)
     kind = next(
         (kind for kind in (launcher_env.OPEN_MPI, launcher_env.MPICH) if f".{kind}." in name), None
@@ -158,7 +161,7 @@ def _require_matching_launcher(extension: str) -> None:
 
 
 def _warn_of_full_memory(folder: str) -> None:
-    """Warn where a node's shared memory is full: MPICH then dies of a bus error in MPI_Init, Open MPI goes by a slower way."""
+    """Warn if shared memory is full: MPICH then dies in MPI_Init, Open MPI gets slower."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -176,7 +179,7 @@ def _warn_of_full_memory(folder: str) -> None:
 
 
 class _Library:
-    """Stands for ``mpi4py.MPI`` until the first name is asked of it; a name once asked is a plain attribute."""
+    """Proxy of ``mpi4py.MPI``: the first look-up of a name loads MPI and stores the value."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -193,5 +196,5 @@ else:
 
 
 def library_name() -> str:
-    """Return the library's name and version: the first line of what it says of itself."""
+    """Return the library's name and version: the first line of its version text."""
     return " ".join(MPI.Get_library_version().split("\n")[0].replace("\0", "").split())

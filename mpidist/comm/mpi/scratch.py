@@ -1,4 +1,4 @@
-"""Register of scratch memory: the host buffers that algorithms keep between calls, one a use and dtype."""
+"""Register of scratch memory: host buffers kept between calls, one for each use and dtype."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from enum import IntEnum, auto, unique
 class Scratch(IntEnum):
     """Uses of ``Communicator.scratch`` that may be held at the same time."""
 
-    # values of a wider type, copies of a contribution, received pieces: one of them at a time
+    # Values of a wider type, copies of a contribution, received pieces: one of these at a time.
     WORK = auto()
-    # a contribution to a reduction by pieces, which must not be overwritten
+    # A contribution to a reduction by pieces, which must not be overwritten.
     CONTRIBUTION = auto()
-    # sum and next term of narrow types, in the wide one
+    # Sum and next term of a narrow type, in its wide type.
     TOTAL = auto()
     TERM = auto()
-    # several short tensors as one
+    # Several short tensors as one.
     COALESCED = auto()
-    # kept in prepared calls of known memory (``fast_path``)
+    # Kept by prepared calls on known memory (``fast_path``).
     PREPARED_WIDE = auto()
     PREPARED_RECEIVED = auto()
-    # the length of a broadcast's tensor
+    # First message of a broadcast.
     HEADER = auto()

@@ -1,7 +1,7 @@
-"""The environment variables that torchrun sets and frameworks read, from those of an MPI launcher; pure.
+"""The environment variables of torchrun, derived from those of an MPI launcher (pure).
 
 Frameworks read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
-``MASTER_PORT`` long before the first collective, so these are set without MPI.
+``MASTER_PORT`` long before the first collective, so they are set without MPI.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from mpidist.comm.mpi import launcher_env
 
 # Names of the variables that an earlier process of this job has set by these rules. A child under a
-# launcher of its own inherits them, and must not take them for the user's.
+# launcher of its own inherits them, and must overwrite them: they are not the user's.
 SET_BY_US = "MPIDIST_SET_VARIABLES"
 
 _RANKS_ON_NODE = {
@@ -23,9 +23,9 @@ _RANKS_ON_NODE = {
     "mpiexec (PMI)": "PMI_LOCAL_SIZE",
 }
 _LOOPBACK = "127.0.0.1"
-# Nothing of ours connects to it. torch's checkpointing process does, to the address that rank 0 has
-# and tells the others. Whatever else tries sees by its error that there is no such host (RFC 2606
-# reserves .invalid).
+# mpidist never connects to this address. torch's checkpointing process does, to the address that
+# rank 0 sends to the others. Any other connection fails with an error that names this host (RFC
+# 2606 reserves .invalid).
 _UNKNOWN_HOST = "rank0.mpidist.invalid"
 _PORT = "29500"  # torch's own default
 
@@ -34,33 +34,33 @@ def torch_variables(environ: Mapping[str, str], hostname: str) -> dict[str, str]
     """Return the variables that a rank of an MPI launcher lacks, by name.
 
     Args:
-        environ: Usually ``os.environ``. What the user has set there is not among the result.
-        hostname: This node's.
+        environ: Usually ``os.environ``. Variables that the user has set are not in the result.
+        hostname: This node's name.
 
     Returns:
-        Also ``SET_BY_US``, which names the others. Empty under torchrun, which sets its own, and
-        for a plain process.
+        The variables and ``SET_BY_US``, which lists their names. Empty under torchrun, which sets
+        its own, and for a process without a launcher.
     """
-    told = launcher_env.from_environment(environ)
+    launch = launcher_env.from_environment(environ)
     if (
-        told.launcher == "torchrun"
+        launch.launcher == "torchrun"
         or "TORCHELASTIC_RUN_ID" in environ
-        or told.size is None
-        or told.rank is None
+        or launch.size is None
+        or launch.rank is None
     ):
         return {}
-    on_node = _ranks_on_node(told.launcher, environ)
+    on_node = _ranks_on_node(launch.launcher, environ)
     address = (
         _LOOPBACK
-        if on_node == told.size
+        if on_node == launch.size
         else hostname
-        if told.rank == 0
-        else _first_host(told.launcher, environ)
+        if launch.rank == 0
+        else _first_host(launch.launcher, environ)
     )
     values = {
-        "RANK": told.rank,
-        "WORLD_SIZE": told.size,
-        "LOCAL_RANK": told.local_rank,
+        "RANK": launch.rank,
+        "WORLD_SIZE": launch.size,
+        "LOCAL_RANK": launch.local_rank,
         "LOCAL_WORLD_SIZE": on_node,
         "MASTER_ADDR": address or _UNKNOWN_HOST,
         "MASTER_PORT": _PORT,
@@ -74,12 +74,12 @@ def torch_variables(environ: Mapping[str, str], hostname: str) -> dict[str, str]
 
 
 def disagreement(environ: Mapping[str, str], rank: int, size: int) -> str | None:
-    """Return why ``RANK`` or ``WORLD_SIZE`` cannot be of this job, or None if they can."""
+    """Return why ``RANK`` or ``WORLD_SIZE`` contradicts this job, or None."""
     for name, truth in (("RANK", rank), ("WORLD_SIZE", size)):
-        given = environ.get(name, "")
-        if given and given != str(truth):
+        value = environ.get(name, "")
+        if value and value != str(truth):
             return (
-                f"{name}={given} is set, but MPI started this job with {name}={truth}: a framework "
+                f"{name}={value} is set, but MPI started this job with {name}={truth}: a framework "
                 f"that reads {name} would train "
                 f"as another rank than the one that communicates. Unset {name} in the job script, "
                 "or start as many ranks with "

@@ -1,9 +1,8 @@
-"""``MPIDIST_TRUST``: whether objects from other ranks may be pickles, which run what their sender put in (pure).
+"""``MPIDIST_TRUST``: whether other ranks may send pickles, which can run any code (pure).
 
-``pickle``, or unset: any object travels. ``data``: plain data, tensors and arrays alone, and a
-pickle is refused wherever objects come from other ranks. The setting is the job's: ``runtime``
-compares it as MPI starts, and a rank with another one, or a word that is neither, is an error on
-all.
+``pickle``, or unset: any object is sent. ``data``: only plain data, tensors and arrays, and pickles
+from other ranks are refused. The setting must be the same on all ranks: ``world`` compares it when
+MPI starts, and raises an error on all ranks if ranks differ or a value is unknown.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ import os
 from collections.abc import Sequence
 
 ENV_TRUST = "MPIDIST_TRUST"
-PICKLE, DATA, UNREADABLE = range(3)  # as numbers that ranks can compare
+# Numbers, because ranks compare them.
+PICKLE, DATA, UNREADABLE = range(3)
 _CODES = {"": PICKLE, "pickle": PICKLE, "data": DATA}
 _WORDS = ("'pickle' or unset", "'data'", "neither 'pickle' nor 'data'")
 
@@ -23,27 +23,27 @@ def code() -> int:
 
 
 def is_data_only(asked: bool | None = None) -> bool:
-    """Say whether objects from other ranks are read as data alone.
+    """Say whether objects from other ranks are read as data only.
 
     Args:
-        asked: What the caller asks for; None for what the variable says.
+        asked: The caller's choice; None for the variable.
 
     Raises:
-        ValueError: The variable is read and is neither ``pickle`` nor ``data``.
+        ValueError: ``asked`` is None and the variable is neither ``pickle`` nor ``data``.
     """
     if asked is not None:
         return bool(asked)
-    told = code()
-    if told == UNREADABLE:
+    setting = code()
+    if setting == UNREADABLE:
         raise ValueError(
             f"{ENV_TRUST} must be 'pickle' or 'data', or unset; got {os.environ[ENV_TRUST]!r}"
         )
-    return told == DATA
+    return setting == DATA
 
 
 def problem(codes: Sequence[int]) -> str | None:
-    """Return what is wrong with the settings of all ranks, in rank order; None if they are one and readable."""
+    """Return the error in all ranks' settings, in rank order; None if equal and readable."""
     if set(codes) in ({PICKLE}, {DATA}):
         return None
-    told = ", ".join(f"{_WORDS[code]} on rank {codes.index(code)}" for code in sorted(set(codes)))
-    return f"{ENV_TRUST} must be 'pickle' or 'data', the same on all ranks; it is {told}"
+    values = ", ".join(f"{_WORDS[code]} on rank {codes.index(code)}" for code in sorted(set(codes)))
+    return f"{ENV_TRUST} must be 'pickle' or 'data', the same on all ranks; it is {values}"

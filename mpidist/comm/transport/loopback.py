@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.memory import buffer
-from mpidist.comm.memory.buffer_pool import ReceiveMemory
+from mpidist.comm.memory.buffer_pool import BufferPool
 from mpidist.comm.memory.stream import device_at
 from mpidist.comm.transport.incoming import Incoming, Part
 
@@ -18,7 +18,7 @@ def add_copies(
     incoming: Incoming,
     parts: Sequence[Part],
     devices: Sequence[int | None],
-    memory: ReceiveMemory,
+    memory: BufferPool,
 ) -> None:
     """Give a message copies of ``parts``: caller and callee share no more memory than two ranks do.
 
@@ -45,10 +45,10 @@ def _device_copy(
     return copy
 
 
-def _host_copy(part: Part, memory: ReceiveMemory) -> memoryview:
+def _host_copy(part: Part, memory: BufferPool) -> memoryview:
     source = memoryview(
         buffer.memory(part.data_ptr(), part.nbytes) if isinstance(part, torch.Tensor) else part
     ).cast("B")
-    space = memory.lend(source.nbytes)
+    space = memory.acquire(source.nbytes)
     space[:] = source
     return space

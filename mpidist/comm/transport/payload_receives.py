@@ -24,7 +24,7 @@ import torch
 
 from mpidist.comm import device_p2p
 from mpidist.comm.memory import buffer
-from mpidist.comm.memory.buffer_pool import ReceiveMemory
+from mpidist.comm.memory.buffer_pool import BufferPool
 from mpidist.comm.memory.device_request import start_request
 from mpidist.comm.memory.stream import Device
 from mpidist.comm.mpi import mpi_errors
@@ -48,7 +48,7 @@ class PayloadReceives:
         is_probing: Payloads of later messages are received once their length is known.
     """
 
-    def __init__(self, mpi: Any, tag: int, memory: ReceiveMemory) -> None:
+    def __init__(self, mpi: Any, tag: int, memory: BufferPool) -> None:
         self._mpi = mpi
         self._tag = tag
         self._memory = memory
@@ -92,7 +92,7 @@ class PayloadReceives:
                     )
                     arrive.append(bring)
                 else:
-                    part = memory = self._memory.lend(nbytes)
+                    part = memory = self._memory.acquire(nbytes)
             except Exception as error:
                 where = f"on device {number - 1}" if number else "in host memory"
                 incoming.damage = FrameError(

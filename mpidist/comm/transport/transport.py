@@ -33,7 +33,7 @@ import torch
 
 from mpidist.comm import device_p2p
 from mpidist.comm.group import ProcessGroup
-from mpidist.comm.memory.buffer_pool import ReceiveMemory
+from mpidist.comm.memory.buffer_pool import BufferPool
 from mpidist.comm.memory.device_request import start_request
 from mpidist.comm.mpi import mpi_errors, runtime
 from mpidist.comm.mpi.library import MPI
@@ -70,7 +70,7 @@ class Transport:
         self.size = group.size if group is not None else 1
         self.world_ranks = group.world_ranks if group is not None else (0,)
         self.generation = 0  # of the user; messages of another are dropped
-        self._memory = ReceiveMemory()
+        self._memory = BufferPool()
         self._own: deque[Incoming] = deque()  # sent to itself
         self._sending: deque[tuple[Any, Any]] = deque()
         self._arriving: list[Incoming] = []

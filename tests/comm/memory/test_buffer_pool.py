@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpidist.comm.memory.buffer_pool import ReceiveMemory, block_bytes
+from mpidist.comm.memory.buffer_pool import BufferPool, block_bytes
 
 MANY = 100_000
 
@@ -38,22 +38,22 @@ def unpickled(view):
     ],
 )
 def test_views_of_views_keep_it(use):
-    memory = ReceiveMemory()
-    view = memory.lend(MANY)
+    memory = BufferPool()
+    view = memory.acquire(MANY)
     place = address(view)
     user = use(view)
     del view
     gc.collect()
-    assert address(memory.lend(MANY)) != place  # still in use
+    assert address(memory.acquire(MANY)) != place  # still in use
     del user
     gc.collect()
-    places = [memory.lend(MANY) for _ in range(2)]
+    places = [memory.acquire(MANY) for _ in range(2)]
     assert place in [address(other) for other in places]
 
 
 def test_no_more_is_kept_than_was_said():
-    memory = ReceiveMemory(kept_bytes=300_000)
-    views = [memory.lend(MANY) for _ in range(10)]
+    memory = BufferPool(kept_bytes=300_000)
+    views = [memory.acquire(MANY) for _ in range(10)]
     assert len({address(view) for view in views}) == 10
     del views
     gc.collect()
@@ -67,4 +67,4 @@ def test_sizes():
 
 
 def memory_of(nbytes):
-    return ReceiveMemory().lend(nbytes).nbytes
+    return BufferPool().acquire(nbytes).nbytes

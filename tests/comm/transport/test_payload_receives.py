@@ -119,11 +119,11 @@ def test_damaged_messages_are_returned_with_the_reason_and_the_next_ones_arrive(
     """What a sender announces and what it sends need not agree; nobody else's memory is handed out, and nothing else suffers."""
     message, payloads, reason, keeps_order = DAMAGED[name]
     if name == "memory that there is not":
-        lend = payload_receives.ReceiveMemory.lend
+        acquire = payload_receives.BufferPool.acquire
         monkeypatch.setattr(
-            payload_receives.ReceiveMemory,
-            "lend",
-            lambda self, nbytes: lend(self, nbytes) if nbytes < 1 << 40 else 1 / 0,
+            payload_receives.BufferPool,
+            "acquire",
+            lambda self, nbytes: acquire(self, nbytes) if nbytes < 1 << 40 else 1 / 0,
         )
         monkeypatch.setattr(buffer, "MAX_COUNT", 1 << 40)
         payloads = payloads[:8]
@@ -180,11 +180,11 @@ def test_a_payload_longer_than_announced_is_not_received(
     """Not a byte of it: what lies in and behind the memory for it is as it was."""
     blocks = []
 
-    def lend(self, nbytes):
+    def acquire(self, nbytes):
         blocks.append(bytearray(b"\x55" * (nbytes + 2 * sent)))
         return memoryview(blocks[-1])[:nbytes]
 
-    monkeypatch.setattr(payload_receives.ReceiveMemory, "lend", lend)
+    monkeypatch.setattr(payload_receives.BufferPool, "acquire", acquire)
     if group.rank == 0:
         for to in range(1, group.size):
             post(
