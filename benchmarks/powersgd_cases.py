@@ -30,7 +30,7 @@ from mpidist.ddp.hooks.lowrank import Factors
 from mpidist.ddp.hooks.powersgd import powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.plan import assign
-from mpidist.kernels import accumulate, pack, powersgd
+from mpidist.kernels import accumulate, pack, powersgd, powersgd_launches
 
 Tensor = torch.Tensor
 
@@ -297,8 +297,8 @@ def _most_launches(calls: Sequence[Callable[[], None]], device: torch.device) ->
 def _counted() -> Iterator[list[str]]:
     """Note the names of our kernels that are launched within."""
     launched: list[str] = []
-    modules: tuple[Any, ...] = (accumulate, pack, powersgd)
-    launch = powersgd.launch
+    modules: tuple[Any, ...] = (accumulate, pack, powersgd_launches)
+    launch = powersgd_launches.launch
 
     def noted(file: str, name: str, *args: Any, **options: Any) -> None:
         launched.append(name)

@@ -88,6 +88,7 @@ COVERED_BY = {
     "errors": "rpc/test_remote_error.py",
     "frameworks/environment": "frameworks/test_lightning.py",
     "frameworks/group": "frameworks/test_lightning.py",
+    "kernels/powersgd_launches": "kernels/test_powersgd.py",
     "kernels/launch": "kernels/test_pack.py",  # on a device: with make gpu
     "nn/batch_function": "nn/test_sync_batch_norm.py",
     "nn/batch_kernels": "nn/test_sync_batch_norm.py",

@@ -20,20 +20,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from mpidist.kernels import powersgd_plan
 from mpidist.kernels.launch import (
     NAMES,
-    chunk_numel,
     compute_dtype,
     has_kernels,
-    launch,
     scalar,
-    to_device,
 )
 from mpidist.kernels.pack import pack, unpack
+from mpidist.kernels.powersgd_launches import BucketKernels
 
 Tensor = torch.Tensor
 
@@ -74,9 +71,9 @@ class Bucket:
         first = self.matrices[0].m
         self.dtype, self.device = first.dtype, first.device
         highest = max(x.p.shape[1] for x in self.matrices)
-        self.on_device: _OnDevice | None = None
+        self.on_device: BucketKernels | None = None
         if has_kernels(first) and self.dtype in NAMES and highest <= powersgd_plan.HIGHEST_RANK:
-            self.on_device = _OnDevice(self)
+            self.on_device = BucketKernels(items_of(self), self.dtype, self.device)
 
 
 def project(bucket: Bucket, scale: float = 1.0) -> None:
@@ -205,62 +202,6 @@ def gram_schmidt(matrix: Tensor, epsilon: float = 0, sweeps: int = 2) -> Tensor:
         rest = values[:, i + 1 :]
         rest -= column @ (column.t() @ rest)
     return matrix.copy_(values)
-
-
-class _OnDevice:
-    """A bucket's table on its device, and the launches."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._dtype, self._device = bucket.dtype, bucket.device
-        computed = compute_dtype(bucket.dtype)
-        plan = powersgd_plan.plan(items_of(bucket), chunk_numel(bucket.dtype), computed.itemsize)
-        self._defines = (f"RANK={plan.rank}", f"ELEMENT={NAMES[bucket.dtype]}")
-        self._items = to_device(plan.items, self._device)
-        owners = (plan.row_owners, plan.column_owners, *plan.sweep_owners)
-        self._owners = to_device(np.concatenate(owners), self._device)  # one copy for all
-        starts = np.cumsum([0, *(o.nbytes for o in owners)]) + self._owners.data_ptr()
-        self._rows, self._columns, *self._sweeps = (
-            (int(at), len(o)) for at, o in zip(starts, owners, strict=False)
-        )
-        self._has_tall = plan.has_tall
-        self._partials = torch.empty(plan.partials_numel, dtype=computed, device=self._device)
-        self._grams = torch.empty(plan.grams_numel, dtype=torch.float64, device=self._device)
-        self._counters = torch.zeros(plan.counters, dtype=torch.int32, device=self._device)
-
-    def launch(self, name: str, *args: Any) -> None:
-        self._launch(name, self._rows, *args)
-
-    def backproject(self, scale: float) -> None:
-        factor = scalar(scale, self._dtype)
-        self._launch(
-            "backproject",
-            self._columns,
-            factor,
-            self._partials.data_ptr(),
-            self._counters.data_ptr(),
-        )
-
-    def orthogonalize(self, is_q: int, epsilon: float) -> None:
-        sweep, side, grams = self._sweeps[is_q], np.int32(is_q), self._grams.data_ptr()
-        args = (side, scalar(epsilon, self._dtype), grams, self._counters.data_ptr())
-        self._launch("orthogonalize", sweep, *args, threads=powersgd_plan.SWEEP_THREADS)
-        if self._has_tall[is_q]:
-            self._launch("normalize", sweep, side, grams, threads=powersgd_plan.SWEEP_THREADS)
-
-    def _launch(
-        self, name: str, grid: tuple[int, int], *args: Any, threads: int = powersgd_plan.THREADS
-    ) -> None:
-        owners, blocks = grid
-        given = (self._items.data_ptr(), owners, *args)
-        launch(
-            "powersgd.cu",
-            f"{name}_{NAMES[self._dtype]}",
-            self._device,
-            blocks,
-            given,
-            threads,
-            self._defines,
-        )
 
 
 def items_of(bucket: Bucket) -> list[powersgd_plan.Item]:

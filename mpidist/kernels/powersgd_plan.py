@@ -101,27 +101,15 @@ def plan(
         of_p.grams_end,
         of_p.counters_end,
     )
-    table = []
-    for i, item in enumerate(items):
-        stages = (
-            first_row[i],
-            shares_rows[i],
-            first_column[i],
-            splits[i],
-            partials[i],
-            counters[i],
+    columns = (first_row, shares_rows, first_column, splits, partials, counters)
+    table = [
+        (
+            *(*item.addresses, item.rows, item.columns, item.rank),
+            *(column[i] for column in columns),
+            *(*of_p.fields[i], *of_q.fields[i]),
         )
-        table.append(
-            (
-                *item.addresses,
-                item.rows,
-                item.columns,
-                item.rank,
-                *stages,
-                *of_p.fields[i],
-                *of_q.fields[i],
-            )
-        )
+        for i, item in enumerate(items)
+    ]
     return Plan(
         items=np.asarray(table, np.int64).reshape(-1, 23),
         row_owners=row_owners,

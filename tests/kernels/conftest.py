@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpidist.kernels import accumulate, launch, load, pack, powersgd, quantize
+from mpidist.kernels import (
+    accumulate,
+    launch,
+    load,
+    pack,
+    powersgd,
+    powersgd_launches,
+    quantize,
+)
 from tests.kernels import host
 
 
@@ -19,6 +27,7 @@ def use_cuda_text_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for module in (accumulate, pack, powersgd, quantize):
         monkeypatch.setattr(module, "has_kernels", lambda tensor: True)
+    for module in (accumulate, pack, powersgd_launches, quantize):
         monkeypatch.setattr(module, "launch", on_the_cpu)
     return launched
 

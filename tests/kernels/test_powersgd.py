@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from mpidist.kernels import powersgd, powersgd_plan
+from mpidist.kernels import powersgd, powersgd_launches, powersgd_plan
 from mpidist.kernels.powersgd import Bucket, Matrix, gram_schmidt, orthogonalize
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -354,9 +354,9 @@ def test_tall_matrices_that_cholesky_cannot_take(device, tall, epsilon):
 @on_kernels
 def test_only_tall_matrices_take_a_second_launch(device, monkeypatch):
     launched = []
-    call = powersgd.launch
+    call = powersgd_launches.launch
     monkeypatch.setattr(
-        powersgd,
+        powersgd_launches,
         "launch",
         lambda file, name, *args: launched.append(name) or call(file, name, *args),
     )
