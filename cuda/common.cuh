@@ -1,13 +1,18 @@
-// Shared by all kernels: how each element type is read into, and written from, the type it is computed in; 16-byte accesses.
+// Code shared by all kernels: conversion of element types to and from the type they are computed
+// in, and 16-byte memory accesses.
 //
-// Needs no header of the CUDA toolkit, so that NVRTC alone compiles it.
+// NVRTC compiles this file without headers of the CUDA toolkit.
 #pragma once
 
-struct float16 { unsigned short bits; };
-struct bfloat16 { unsigned short bits; };
+struct float16 {
+    unsigned short bits;
+};
+struct bfloat16 {
+    unsigned short bits;
+};
 
 #ifndef MPIDIST_HOST
-// On the CPU (tests) the shim brings these.
+// The CPU shim of the tests defines these itself.
 __device__ __forceinline__ float half_to_float(unsigned short bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -20,8 +25,8 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
     return bits;
 }
 
-// In PTX of our own: CuPy compiles with -ftz=true, under which __fadd_rn and __fmul_rn take subnormals for zeros. The compiler never
-// contracts the two into one fused operation.
+// Inline PTX, because CuPy compiles with -ftz=true, under which __fadd_rn and __fmul_rn flush
+// subnormals to zero. The compiler never contracts these two into a fused multiply-add.
 __device__ __forceinline__ float add_rounded(float a, float b) {
     float sum;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
@@ -40,13 +45,21 @@ __device__ __forceinline__ float multiply_rounded(float a, float b) { return __f
 __device__ __forceinline__ double add_rounded(double a, double b) { return __dadd_rn(a, b); }
 __device__ __forceinline__ double multiply_rounded(double a, double b) { return __dmul_rn(a, b); }
 
-// What a type is computed in.
-template <class T> struct Compute { using type = float; };
-template <> struct Compute<double> { using type = double; };
+// The type in which the arithmetic on an element type is done.
+template <class T>
+struct Compute {
+    using type = float;
+};
+template <>
+struct Compute<double> {
+    using type = double;
+};
 
 __device__ __forceinline__ float widen(float v) { return v; }
 __device__ __forceinline__ float widen(float16 v) { return half_to_float(v.bits); }
-__device__ __forceinline__ float widen(bfloat16 v) { return __uint_as_float((unsigned)v.bits << 16); }
+__device__ __forceinline__ float widen(bfloat16 v) {
+    return __uint_as_float((unsigned)v.bits << 16);
+}
 __device__ __forceinline__ double widen(double v) { return v; }
 
 // Rounds to nearest, ties to even, as torch does.
@@ -58,18 +71,23 @@ __device__ __forceinline__ void narrow(float v, bfloat16* out) {
 }
 __device__ __forceinline__ void narrow(double v, double* out) { *out = v; }
 
-// N elements that are read or written at once.
-template <class T, int N> struct alignas(sizeof(T) * N) Vector { T at[N]; };
+// N elements that one instruction reads or writes.
+template <class T, int N>
+struct alignas(sizeof(T) * N) Vector {
+    T at[N];
+};
 
-template <int N, class T> __device__ __forceinline__ bool is_aligned(const T* p) {
+template <int N, class T>
+__device__ __forceinline__ bool is_aligned(const T* p) {
     return (unsigned long long)p % (sizeof(T) * N) == 0;
 }
 
 // A block's share of an element-wise kernel.
-constexpr int UNROLL = 4;             // vectors in flight in each thread
-constexpr int CHUNK_BYTES = 16384;    // of the wider type; kernels/launch.py knows it, too
+constexpr int UNROLL = 4;           // vectors in flight in each thread
+constexpr int CHUNK_BYTES = 16384;  // of the wider type; the same number as in kernels/launch.py
 
-template <int N, bool IS_ALIGNED, class T> __device__ __forceinline__ Vector<T, N> load(const T* p) {
+template <int N, bool IS_ALIGNED, class T>
+__device__ __forceinline__ Vector<T, N> load(const T* p) {
     if constexpr (IS_ALIGNED) {
         return *(const Vector<T, N>*)p;
     } else {
@@ -80,15 +98,18 @@ template <int N, bool IS_ALIGNED, class T> __device__ __forceinline__ Vector<T, 
     }
 }
 
-// One store of the whole vector, at an address aligned to its size. The compiler splits a struct that it holds in registers into a
-// store for each element; its own instruction it leaves as it is.
-template <int N, class T> __device__ __forceinline__ void store(T* p, const Vector<T, N>& v) {
+// Stores a whole vector at an address aligned to its size. Inline PTX, because the compiler splits
+// a struct that is in registers into one store for each element.
+template <int N, class T>
+__device__ __forceinline__ void store(T* p, const Vector<T, N>& v) {
 #ifndef MPIDIST_HOST
     constexpr int BYTES = sizeof(T) * N;
     if constexpr (BYTES == 16) {
         unsigned w[4];
         memcpy(w, &v, BYTES);
-        asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+        asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(w[0]), "r"(w[1]), "r"(w[2]),
+                     "r"(w[3])
+                     : "memory");
         return;
     } else if constexpr (BYTES == 8) {
         unsigned w[2];
@@ -133,14 +154,17 @@ __device__ __forceinline__ void transform_vectors(const X* x, Y* y, int vectors,
     }
 }
 
-// f(x[i], &y[i]) for all n elements of a block's chunk, whatever the two alignments: single elements up to the first where y
-// may be written 16 bytes at once, vectors (read one by one where x is aligned otherwise), single elements.
-template <bool READS_Y, class X, class Y, class F> __device__ __forceinline__ void transform(const X* x, Y* y, int n, F f) {
+// Calls f(x[i], &y[i]) for all n elements of a block's chunk, for any alignment of x and y: single
+// elements up to the first one at which y is aligned to 16 bytes, then vectors, then single
+// elements. Where x is not aligned, the elements of a vector are read one by one.
+template <bool READS_Y, class X, class Y, class F>
+__device__ __forceinline__ void transform(const X* x, Y* y, int n, F f) {
     constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
     int head = 0;
     while (head < n && !is_aligned<N>(y + head)) head++;
     const int vectors = (n - head) / N;
-    if (is_aligned<N>(x + head)) transform_vectors<N, READS_Y, true>(x + head, y + head, vectors, f);
+    if (is_aligned<N>(x + head))
+        transform_vectors<N, READS_Y, true>(x + head, y + head, vectors, f);
     else transform_vectors<N, READS_Y, false>(x + head, y + head, vectors, f);
     const int tail = head + vectors * N;
     for (int i = threadIdx.x; i < head + n - tail; i += blockDim.x) {
@@ -149,6 +173,7 @@ template <bool READS_Y, class X, class Y, class F> __device__ __forceinline__ vo
     }
 }
 
-template <class X, class Y> __device__ constexpr int chunk_numel() {
+template <class X, class Y>
+__device__ constexpr int chunk_numel() {
     return CHUNK_BYTES / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
 }

@@ -1,7 +1,8 @@
-// Many tensors into one flat buffer, and back, in one launch: value * scale, rounded once to the target's type.
+// Copies between many tensors and one flat buffer in one launch: value * scale, rounded once to the
+// target's type.
 //
-// A table describes the chunks, one for each block: the address of its elements in a tensor, its place in the flat buffer, their
-// number. One load brings a block to its first element.
+// A table has one row for each block's chunk: the address of its elements in a tensor, their
+// position in the flat buffer, and their number.
 #include "common.cuh"
 
 struct Part {
@@ -10,16 +11,22 @@ struct Part {
     long long count;
 };
 
-// One value from here to there.
-template <class A> struct Scaled {
+// Copies one value times a factor.
+template <class A>
+struct Scaled {
     A scale;
-    template <class X, class Y> __device__ __forceinline__ void operator()(X x, Y* y) const {
+    template <class X, class Y>
+    __device__ __forceinline__ void operator()(X x, Y* y) const {
         narrow(multiply_rounded(widen(x), scale), y);
     }
 };
 
-struct AsItIs {
-    template <class X> __device__ __forceinline__ void operator()(X x, X* y) const { *y = x; }
+// Copies one value unchanged.
+struct Unscaled {
+    template <class X>
+    __device__ __forceinline__ void operator()(X x, X* y) const {
+        *y = x;
+    }
 };
 
 template <bool IS_PACK, class Tensor, class Flat, class F>
@@ -27,21 +34,22 @@ __device__ __forceinline__ void copy(const Part* parts, Flat* flat, F f) {
     const Part part = parts[blockIdx.x];
     Tensor* tensor = (Tensor*)part.data;
 #ifndef MPIDIST_HOST
-    __builtin_assume(__isGlobal(tensor));  // else each access asks which memory the address is of
+    // Without this each access determines the address space at run time.
+    __builtin_assume(__isGlobal(tensor));
 #endif
     flat += part.start;
     if constexpr (IS_PACK) transform<false>(tensor, flat, (int)part.count, f);
     else transform<false>(flat, tensor, (int)part.count, f);
 }
 
-#define PACK(Tensor, Flat)                                                                                                    \
-    extern "C" __global__ void pack_##Tensor##_##Flat(const Part* parts, Flat* flat,                                          \
-                                                      typename Compute<Flat>::type scale) {                                   \
-        copy<true, Tensor>(parts, flat, Scaled<typename Compute<Flat>::type>{scale});                                         \
-    }                                                                                                                         \
-    extern "C" __global__ void unpack_##Tensor##_##Flat(const Part* parts, Flat* flat,                                        \
-                                                        typename Compute<Flat>::type scale) {                                 \
-        copy<false, Tensor>(parts, flat, Scaled<typename Compute<Flat>::type>{scale});                                        \
+#define PACK(Tensor, Flat)                                                                    \
+    extern "C" __global__ void pack_##Tensor##_##Flat(const Part* parts, Flat* flat,          \
+                                                      typename Compute<Flat>::type scale) {   \
+        copy<true, Tensor>(parts, flat, Scaled<typename Compute<Flat>::type>{scale});         \
+    }                                                                                         \
+    extern "C" __global__ void unpack_##Tensor##_##Flat(const Part* parts, Flat* flat,        \
+                                                        typename Compute<Flat>::type scale) { \
+        copy<false, Tensor>(parts, flat, Scaled<typename Compute<Flat>::type>{scale});        \
     }
 
 PACK(float, float)
@@ -55,12 +63,14 @@ PACK(bfloat16, float16)
 PACK(bfloat16, bfloat16)
 PACK(double, double)
 
-// Any other type moves as bytes; there is nothing to scale.
-struct byte { unsigned char bits; };
+// Other types are copied as bytes and never scaled.
+struct byte {
+    unsigned char bits;
+};
 
 extern "C" __global__ void pack_byte_byte(const Part* parts, byte* flat, float) {
-    copy<true, byte>(parts, flat, AsItIs{});
+    copy<true, byte>(parts, flat, Unscaled{});
 }
 extern "C" __global__ void unpack_byte_byte(const Part* parts, byte* flat, float) {
-    copy<false, byte>(parts, flat, AsItIs{});
+    copy<false, byte>(parts, flat, Unscaled{});
 }

@@ -1,14 +1,16 @@
-// Blockwise int8: 256 elements share a scale, the largest magnitude over 127. A warp takes a block at a time, a lane 16 bytes of it.
+// Blockwise int8: 256 elements share a scale, which is their largest magnitude divided by 127. A
+// warp processes one block at a time, a lane 16 bytes at a time.
 //
-// Every operation is rounded by itself and in one order, so that the torch twin gives the same bits.
+// Every operation is rounded separately and in a fixed order, so that the torch twin gives the same
+// bits.
 #include "common.cuh"
 
-constexpr int BLOCK = 256;       // elements that share a scale; as in kernels/quantize.py
-constexpr int CHUNK_BLOCKS = 16; // of them, a thread block takes so many; as in kernels/quantize.py
-constexpr float LEAST = 1.17549435e-38f, MOST = 3.40282347e+38f; // normal fp32 numbers
+constexpr int BLOCK = 256;        // elements that share a scale; as in kernels/quantize.py
+constexpr int CHUNK_BLOCKS = 16;  // blocks of a thread block; as in kernels/quantize.py
+constexpr float MIN_NORMAL = 1.17549435e-38f, MAX_NORMAL = 3.40282347e+38f;  // of fp32
 
 #ifndef MPIDIST_HOST
-// In PTX for the same reason as the sums in common.cuh.
+// Inline PTX for the reason given at add_rounded in common.cuh.
 __device__ __forceinline__ float divide_rounded(float a, float b) {
     float quotient;
     asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
@@ -19,19 +21,23 @@ __device__ __forceinline__ float divide_rounded(float a, float b) { return a / b
 #endif
 __device__ __forceinline__ double divide_rounded(double a, double b) { return a / b; }
 
-// Magnitudes as integers: they have the order of the numbers, with infinity above all, NaN above infinity, and no flush to zero.
+// Magnitudes as integers. They compare like the numbers, with NaN above infinity, and are not
+// flushed to zero.
 __device__ __forceinline__ unsigned magnitude(float v) { return __float_as_uint(v) & 0x7fffffffu; }
 __device__ __forceinline__ unsigned long long magnitude(double v) {
     return (unsigned long long)__double_as_longlong(v) & 0x7fffffffffffffffull;
 }
 __device__ __forceinline__ float number(unsigned magnitude) { return __uint_as_float(magnitude); }
-__device__ __forceinline__ double number(unsigned long long magnitude) { return __longlong_as_double((long long)magnitude); }
+__device__ __forceinline__ double number(unsigned long long magnitude) {
+    return __longlong_as_double((long long)magnitude);
+}
 
 __device__ __forceinline__ int round_to_even(float v) { return __float2int_rn(v); }
 __device__ __forceinline__ int round_to_even(double v) { return __double2int_rn(v); }
 
 // Calls visit(block, count) for each of the warp's blocks; the last one may have fewer elements.
-template <class F> __device__ __forceinline__ void visit_blocks(long long n, F visit) {
+template <class F>
+__device__ __forceinline__ void visit_blocks(long long n, F visit) {
     const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
     for (int i = warp; i < CHUNK_BLOCKS; i += warps) {
         const long long block = (long long)blockIdx.x * CHUNK_BLOCKS + i;
@@ -41,8 +47,9 @@ template <class F> __device__ __forceinline__ void visit_blocks(long long n, F v
     }
 }
 
-// This lane's elements of a block, N at once: v[k] is at k * 32 * N + lane * N.
-template <int N, class T> __device__ __forceinline__ void load_block(const T* p, int count, Vector<T, N>* v) {
+// Loads this lane's elements of a block, N at a time: v[k] is at k * 32 * N + lane * N.
+template <int N, class T>
+__device__ __forceinline__ void load_block(const T* p, int count, Vector<T, N>* v) {
     const int lane = threadIdx.x % 32;
     const bool is_whole = count == BLOCK && is_aligned<N>(p);
 #pragma unroll
@@ -57,7 +64,8 @@ template <int N, class T> __device__ __forceinline__ void load_block(const T* p,
     }
 }
 
-template <int N, class T> __device__ __forceinline__ void store_block(T* p, int count, const Vector<T, N>* v) {
+template <int N, class T>
+__device__ __forceinline__ void store_block(T* p, int count, const Vector<T, N>* v) {
     const int lane = threadIdx.x % 32;
     const bool is_whole = count == BLOCK && is_aligned<N>(p);
 #pragma unroll
@@ -73,9 +81,10 @@ template <int N, class T> __device__ __forceinline__ void store_block(T* p, int 
     }
 }
 
-// base is null, or what is subtracted first.
+// If base is not null, x - base is quantized.
 template <class T>
-__device__ __forceinline__ void quantize(const T* x, const T* base, signed char* q, float* scales, long long n) {
+__device__ __forceinline__ void quantize(const T* x, const T* base, signed char* q, float* scales,
+                                         long long n) {
     constexpr int N = 16 / sizeof(T), VECTORS = BLOCK / 32 / N;
     visit_blocks(n, [=](long long block, int count) {
         Vector<T, N> v[VECTORS];
@@ -104,23 +113,29 @@ __device__ __forceinline__ void quantize(const T* x, const T* base, signed char*
         }
 
         const float scale = (float)divide_rounded(number(largest), T(127));
-        const bool is_finite = scale <= MOST;
-        // 0 for what is so small that its inverse might overflow.
-        const float told = !is_finite ? __uint_as_float(0x7fc00000u) : scale > LEAST ? scale : 0.0f;
-        const T inverse = divide_rounded(T(1), T(scale > LEAST ? scale : LEAST));
-        if (threadIdx.x % 32 == 0) scales[block] = told;
+        const bool is_finite = scale <= MAX_NORMAL;
+        // The stored scale is 0 if its inverse might overflow.
+        const float stored = !is_finite           ? __uint_as_float(0x7fc00000u)
+                             : scale > MIN_NORMAL ? scale
+                                                  : 0.0f;
+        const T inverse = divide_rounded(T(1), T(scale > MIN_NORMAL ? scale : MIN_NORMAL));
+        if (threadIdx.x % 32 == 0) scales[block] = stored;
 
         Vector<signed char, N> out[VECTORS];
 #pragma unroll
         for (int k = 0; k < VECTORS; k++)
 #pragma unroll
             for (int j = 0; j < N; j++)
-                out[k].at[j] = is_finite ? (signed char)round_to_even(multiply_rounded(v[k].at[j], inverse)) : (signed char)0;
+                out[k].at[j] =
+                    is_finite ? (signed char)round_to_even(multiply_rounded(v[k].at[j], inverse))
+                              : (signed char)0;
         store_block<N>(q + block * BLOCK, count, out);
     });
 }
 
-template <class T> __device__ __forceinline__ void dequantize_add(T* target, const signed char* q, const float* scales, long long n) {
+template <class T>
+__device__ __forceinline__ void dequantize_add(T* target, const signed char* q, const float* scales,
+                                               long long n) {
     constexpr int N = 16 / sizeof(T), VECTORS = BLOCK / 32 / N;
     visit_blocks(n, [=](long long block, int count) {
         Vector<T, N> sum[VECTORS];
@@ -131,17 +146,21 @@ template <class T> __device__ __forceinline__ void dequantize_add(T* target, con
 #pragma unroll
         for (int k = 0; k < VECTORS; k++)
 #pragma unroll
-            for (int j = 0; j < N; j++) sum[k].at[j] = add_rounded(sum[k].at[j], multiply_rounded(T(change[k].at[j]), scale));
+            for (int j = 0; j < N; j++)
+                sum[k].at[j] =
+                    add_rounded(sum[k].at[j], multiply_rounded(T(change[k].at[j]), scale));
         store_block<N>(target + block * BLOCK, count, sum);
     });
 }
 
-#define QUANTIZE(T)                                                                                                           \
-    extern "C" __global__ void quantize_##T(const T* x, const T* base, signed char* q, float* scales, long long n) {         \
-        quantize(x, base, q, scales, n);                                                                                      \
-    }                                                                                                                         \
-    extern "C" __global__ void dequantize_add_##T(T* target, const signed char* q, const float* scales, long long n) {       \
-        dequantize_add(target, q, scales, n);                                                                                 \
+#define QUANTIZE(T)                                                                    \
+    extern "C" __global__ void quantize_##T(const T* x, const T* base, signed char* q, \
+                                            float* scales, long long n) {              \
+        quantize(x, base, q, scales, n);                                               \
+    }                                                                                  \
+    extern "C" __global__ void dequantize_add_##T(T* target, const signed char* q,     \
+                                                  const float* scales, long long n) {  \
+        dequantize_add(target, q, scales, n);                                          \
     }
 
 QUANTIZE(float)
