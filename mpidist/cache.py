@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 _FORMAT = 1  # counts changes of what a file holds
-_MOST_BYTES = 1 << 20  # of a file; those of this library have some KiB
+_MAX_BYTES = 1 << 20  # of a file; those of this library have some KiB
 _OPEN = os.O_CLOEXEC | os.O_NONBLOCK  # a named pipe must not be waited for
 
 _log = logging.getLogger(__name__)
-_told: set[str] = set()  # what this process has warned of
+_warned: set[str] = set()  # what this process has warned of
 
 
 def folder() -> Path:
@@ -55,8 +55,8 @@ def load(kind: str, key: Mapping[str, Any]) -> Any:
             handle = os.open(_name(kind, key), os.O_RDONLY | os.O_NOFOLLOW | _OPEN, dir_fd=place)
             with open(handle, "rb") as file:
                 _require_own(handle, folder() / _name(kind, key), stat.S_ISREG)
-                text = file.read(_MOST_BYTES + 1)
-        held = json.loads(text.decode()) if len(text) <= _MOST_BYTES else {}
+                text = file.read(_MAX_BYTES + 1)
+        held = json.loads(text.decode()) if len(text) <= _MAX_BYTES else {}
         return held["value"] if held["format"] == _FORMAT and held["key"] == dict(key) else None
     except _UnsafeError as problem:
         _warn(str(problem))
@@ -113,18 +113,18 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _require_own(handle: int, path: Path, is_kind: Any) -> None:
-    told = os.fstat(handle)
-    if not is_kind(told.st_mode):
+    status = os.fstat(handle)
+    if not is_kind(status.st_mode):
         raise OSError(f"{path} is something else")
-    if told.st_uid not in (os.geteuid(), 0):
+    if status.st_uid not in (os.geteuid(), 0):
         raise _UnsafeError(
-            f"{path} belongs to user {told.st_uid} and is ignored, as what is found there could be "
+            f"{path} belongs to user {status.st_uid} and is ignored, as what is found there could be "
             "forged: remove it, or set "
             "MPIDIST_CACHE to a folder of your own"
         )
-    if told.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise _UnsafeError(
-            f"{path} may be written by other users (mode {stat.S_IMODE(told.st_mode):03o}) and is "
+            f"{path} may be written by other users (mode {stat.S_IMODE(status.st_mode):03o}) and is "
             "ignored, as what is found "
             f"there could be forged: chmod go-w {path}, or set MPIDIST_CACHE to a folder of your "
             "own"
@@ -142,8 +142,8 @@ def _make(path: Path) -> None:
 def _warn(text: str) -> None:
     # No ``warnings.warn``: where that is an error, it would be one on this rank alone, and the
     # others wait.
-    if text not in _told:
-        _told.add(text)
+    if text not in _warned:
+        _warned.add(text)
         _log.warning("%s", text)
 
 

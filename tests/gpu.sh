@@ -216,7 +216,7 @@ trap 'collect; rm -rf "$work"' EXIT
 
 # --- tests ---
 
-tests=(-q --color=no --continue-on-collection-errors -p no:cacheprovider -p tests.told_at_once -o console_output_style=classic -o faulthandler_timeout="${HANG_S:-45}")
+tests=(-q --color=no --continue-on-collection-errors -p no:cacheprovider -p tests.instant_failures -o console_output_style=classic -o faulthandler_timeout="${HANG_S:-45}")
 ranks=(pytest "${tests[@]}" --maxfail="${MAXFAIL:-20}" --only-mpi)
 if [ "$DEVICE" = cuda ]; then
     one_process=(-m 'gpu and not mpi' tests)

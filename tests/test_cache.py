@@ -77,7 +77,7 @@ def test_what_cannot_take_its_name_leaves_nothing_behind(monkeypatch, folder):
 @pytest.fixture
 def path(folder, monkeypatch):
     """The path of a file that is there, of a process that has warned of nothing yet."""
-    monkeypatch.setattr(cache, "_told", set())
+    monkeypatch.setattr(cache, "_warned", set())
     cache.store("table", KEY, TABLE)
     (path,) = folder.iterdir()
     return path

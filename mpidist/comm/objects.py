@@ -77,7 +77,7 @@ class Objects(Execution):
         frames = self._launch(Operation("all_gather_object", _all_gather, args=(data,)))
         if refusal is not None:
             raise refusal
-        return [_accepted(where, *frame.parted(part), is_data) for part in frames]
+        return [_accepted(where, *frame.split(part), is_data) for part in frames]
 
     def gather_object(
         self, obj: Any, dst: int = 0, *, data_only: bool | None = None

@@ -29,7 +29,7 @@ from mpidist.kernels.view import byte_view, flat_view
 
 Tensor = torch.Tensor
 
-_REMEMBERED = 256  # lists of tensors
+_CACHED_TABLES = 256  # lists of tensors
 
 # Tables on devices, with the kernel's suffix, by everything that the checks and the table depend
 # on.
@@ -138,13 +138,13 @@ def _checked(name: str, tensors: Sequence[Tensor], flat: Tensor, scale: float) -
 
 
 def _launch(name: str, tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:
-    suffix, parts = _remembered(name, tensors, flat, scale)
+    suffix, parts = _cached_table(name, tensors, flat, scale)
     if len(parts):
         args = (parts.data_ptr(), flat.data_ptr(), scalar(scale, flat.dtype))
         launch("pack.cu", f"{name}_{suffix}", flat.device, len(parts), args)
 
 
-def _remembered(
+def _cached_table(
     name: str, tensors: Sequence[Tensor], flat: Tensor, scale: float
 ) -> tuple[str, Tensor]:
     """Return the kernel's suffix and its table on the device, for tensors that are checked the first time they come.
@@ -172,7 +172,7 @@ def _remembered(
     found = _tables.pop(key, None)
     if found is None:
         found = _prepared(_checked(name, tensors, flat, scale), flat)
-        while len(_tables) >= _REMEMBERED:
+        while len(_tables) >= _CACHED_TABLES:
             _tables.popitem(last=False)
     _tables[key] = found
     return found

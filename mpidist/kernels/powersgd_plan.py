@@ -17,14 +17,14 @@ SWEEP_THREADS = 512  # of a block that orthogonalises
 _WARP = 32
 _TILE = 128  # rows that a block of backproject takes at once
 # of the rows of one strip of columns: more blocks, and more sums of theirs to add up
-_MOST_SPLITS = 64
+_MAX_SPLITS = 64
 # columns from which the warps of a block may share rows: each has an iteration of its loop
 _LONG_ROW = 1024
 # of a bucket in project: with so many a device is busy, and rows of one's own spare reads of Q
 _ENOUGH_BLOCKS = 1024
-_HELD_BYTES, _MOST_HELD = 256, 16  # what a thread that orthogonalises has in registers: bytes, rows
+_HELD_BYTES, _MAX_HELD = 256, 16  # what a thread that orthogonalises has in registers: bytes, rows
 _SEGMENT = 512  # rows of a block that shares a tall matrix
-_MOST_SEGMENTS = 256  # more blocks, and more Gram matrices to add up
+_MAX_SEGMENTS = 256  # more blocks, and more Gram matrices to add up
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def compiled_rank(highest: int) -> int:
 
 def held_rows(rank: int, compute_bytes: int) -> int:
     """Return how many rows one block of ``orthogonalize`` holds in registers, for a compiled rank and its arithmetic's bytes."""
-    return SWEEP_THREADS * min(_HELD_BYTES // compute_bytes // rank, _MOST_HELD)
+    return SWEEP_THREADS * min(_HELD_BYTES // compute_bytes // rank, _MAX_HELD)
 
 
 def plan(
@@ -84,7 +84,7 @@ def plan(
     width = per_thread * _WARP
     shares, shares_rows = _row_blocks(items, chunk_numel, per_thread, threads // _WARP)
     strips = [-(-item.columns // width) if item.rank else 0 for item in items]
-    splits = [min(-(-item.rows // _TILE), _MOST_SPLITS) if item.rank else 1 for item in items]
+    splits = [min(-(-item.rows // _TILE), _MAX_SPLITS) if item.rank else 1 for item in items]
     first_row, row_owners = blocks_of(shares)
     first_column, column_owners = blocks_of([n * s for n, s in zip(strips, splits, strict=True)])
     shared = [n if s > 1 else 0 for n, s in zip(strips, splits, strict=True)]
@@ -159,7 +159,7 @@ def _sweeps(heights: Sequence[int], held: int, rank: int, grams: int, counters: 
         counters: The first free counter.
     """
     segments = [
-        _SEGMENT if n <= _SEGMENT * _MOST_SEGMENTS else -(-n // _MOST_SEGMENTS) for n in heights
+        _SEGMENT if n <= _SEGMENT * _MAX_SEGMENTS else -(-n // _MAX_SEGMENTS) for n in heights
     ]
     blocks = [
         1 if 0 < n <= held else -(-n // segment)

@@ -22,7 +22,7 @@ BLOCK = 256  # elements that share a scale; as in cuda/quantize.cu
 DTYPES = (torch.float32, torch.float64)
 
 _CHUNK_NUMEL = 16 * BLOCK  # a thread block's share; as in cuda/quantize.cu
-_LEAST = torch.finfo(torch.float32).tiny
+_MIN_NORMAL = torch.finfo(torch.float32).tiny
 # What the twin works on before it goes on, so that it stays in the processor's cache: 1 MiB of
 # fp32. A GPU wants much at once.
 _PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 1 << 18, 1 << 24
@@ -110,10 +110,10 @@ def quantize_twin(x: Tensor, base: Tensor | None, q: Tensor, scales: Tensor) -> 
         largest = torch.maximum(own.amax(1), own.amin(1).neg_())
         scale = scales[start // BLOCK : blocks_in(stop)]
         torch.div(largest, steps[: len(scale)], out=scale)
-        inverse = scale.to(x.dtype).clamp_min(_LEAST).reciprocal_()
+        inverse = scale.to(x.dtype).clamp_min(_MIN_NORMAL).reciprocal_()
         torch.mul(own, inverse.unsqueeze(1), out=change)
         q[start:stop].view(-1, width).copy_(change.round_())
-    torch.threshold_(scales, _LEAST, 0.0)
+    torch.threshold_(scales, _MIN_NORMAL, 0.0)
     is_lost = scales.isfinite().logical_not_()
     if bool(is_lost.any()):
         scales.masked_fill_(is_lost, math.nan)

@@ -82,7 +82,7 @@ def init_rpc(
         # Raised after the exchange, because the other workers wait for this one.
         problem = error
     # Before the exchange: a worker that knows this one may send at once.
-    transport.receive(made_allowed is not None)
+    transport.open_receives(made_allowed is not None)
     workers, device_maps = membership.gather_workers(
         transport, name, options, made_allowed is not None, problem
     )

@@ -108,7 +108,7 @@ class Content:
         if self.table is not None:
             pieces = list(self.table)
         else:
-            table, parts, devices = tensor_table.described(self.objects, device_map, self.is_dense)
+            table, parts, devices = tensor_table.describe(self.objects, device_map, self.is_dense)
             pieces = [table]
         if self.objects:
             flags |= TABLE

@@ -94,7 +94,7 @@ class Reader:
         """
         flags, body, parts = incoming.flags, incoming.data, incoming.parts
         if parts:
-            incoming.bring()
+            incoming.to_devices()
         if flags & FAR:
             if not parts:
                 raise FrameError(f"a message of kind {incoming.kind} without its content")

@@ -66,7 +66,7 @@ class _Worker:
         carrier = Transport(group(self.network, rank, SIZE))
         carrier.generation = 1
         if is_listed:
-            carrier.receive(is_probing=True)
+            carrier.open_receives(is_probing=True)
         workers = Workers(infos, rank, range(SIZE), {READER})
         allowed = Allowed(_LISTED) if is_listed else None
         self.agent = Agent(

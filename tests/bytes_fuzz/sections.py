@@ -27,7 +27,7 @@ class _Receives:
     def __init__(self) -> None:
         self.lost: list[int] = []
 
-    def lose(self, source: int, reason: str) -> None:
+    def refuse(self, source: int, reason: str) -> None:
         """See ``PayloadReceives``."""
         self.lost.append(source)
 
@@ -94,7 +94,7 @@ def check_eager(case: bytes) -> bool:
     if len(case) < eager_message.FIXED_BYTES:
         return False
     try:
-        one = here._received(3, bytearray(case), eager_message.FIXED.unpack_from(case))
+        one = here._accept(3, bytearray(case), eager_message.FIXED.unpack_from(case))
     except FrameError:
         return False
     if one is None or one.damage is not None:

@@ -46,7 +46,7 @@ def unpacked(case: bytes) -> tuple[bytearray, list[memoryview]]:
 def described(objects: list[Any], is_dense: bool = True) -> tuple[bytes, list[memoryview]]:
     """Return the table and the memory of objects, as they arrive."""
     assert all(map(tensor_table.is_describable, objects))
-    table, parts, _ = tensor_table.described(objects, is_dense=is_dense)
+    table, parts, _ = tensor_table.describe(objects, is_dense=is_dense)
     return table, [_memory(part) for part in parts]
 
 

@@ -256,7 +256,7 @@ def tall(monkeypatch):
     """Let matrices of more than 40 rows be tall, and three blocks or more share them."""
     monkeypatch.setattr(powersgd_plan, "held_rows", lambda rank, compute_bytes: 40)
     monkeypatch.setattr(powersgd_plan, "_SEGMENT", 64)
-    monkeypatch.setattr(powersgd_plan, "_MOST_SEGMENTS", 5)
+    monkeypatch.setattr(powersgd_plan, "_MAX_SEGMENTS", 5)
 
 
 @on_kernels

@@ -83,7 +83,7 @@ def capabilities() -> Capabilities:
         cuda_aware=cuda_aware,
         cuda_source=source,
         cuda_before_mpi=cuda_context.is_first(),
-        operations=_told_of_device(runtime.device()),
+        operations=_device_table(runtime.device()),
     )
 
 
@@ -129,7 +129,7 @@ def agreed_operations(comm: Communicator, device: torch.device) -> frozenset[str
         # behind what is collective: a warning may be an error, on this rank alone
         if device.type == "cuda":
             cuda_context.warn_of_late_visibility()
-    return held if takes_blocking_calls(comm) else _as_twins(held)
+    return held if takes_blocking_calls(comm) else _nonblocking_only(held)
 
 
 def takes_blocking_calls(comm: Communicator) -> bool:
@@ -137,7 +137,7 @@ def takes_blocking_calls(comm: Communicator) -> bool:
     return not isinstance(comm.mpi, MpiCalls)
 
 
-def _as_twins(working: frozenset[str]) -> frozenset[str]:
+def _nonblocking_only(working: frozenset[str]) -> frozenset[str]:
     return frozenset(
         name
         for name in working
@@ -146,31 +146,31 @@ def _as_twins(working: frozenset[str]) -> frozenset[str]:
 
 
 def _agree(comm: Communicator, device: torch.device) -> frozenset[str]:
-    is_cuda_first = _compared(comm)
+    is_cuda_first = _compare_environments(comm)
     if device.type == "cuda" and _forced() is None and not visible_devices.all_seen(comm, device):
         return frozenset()
     # One byte for an answer at all, one for each operation.
-    told = bytearray(1 + len(OPERATIONS))
+    answer = bytearray(1 + len(OPERATIONS))
     failure: Exception | None = None
     if comm.rank == 0:
         try:
             working = _working(
-                _known_table(device, is_cuda_first) or _tried_table(device, is_cuda_first)
+                _known_table(device, is_cuda_first) or _try_operations(device, is_cuda_first)
             )
-            told[:] = bytes([1, *(operation in working for operation in OPERATIONS)])
+            answer[:] = bytes([1, *(operation in working for operation in OPERATIONS)])
         except Exception as error:  # the others wait for an answer
             failure = error
-    comm.mpi.Bcast((told, len(told), MPI.BYTE), 0)
-    if not told[0]:
+    comm.mpi.Bcast((answer, len(answer), MPI.BYTE), 0)
+    if not answer[0]:
         raise MpidistError(
             "rank 0 could not find out what MPI does with device memory: see its error"
         ) from failure
     return frozenset(
-        operation for operation, works in zip(OPERATIONS, told[1:], strict=True) if works
+        operation for operation, works in zip(OPERATIONS, answer[1:], strict=True) if works
     )
 
 
-def _compared(comm: Communicator) -> bool:
+def _compare_environments(comm: Communicator) -> bool:
     """Require one environment of all ranks, and say whether CUDA was first on all of them."""
     every = bytearray(2 * comm.size)
     comm.mpi.Allgather(
@@ -178,10 +178,10 @@ def _compared(comm: Communicator) -> bool:
     )
     forced, first = every[::2], every[1::2]
     if len(set(forced)) > 1:
-        words = ", ".join(
+        lines = ", ".join(
             f"{_FORCED_WORDS[code]} on rank {forced.index(code)}" for code in sorted(set(forced))
         )
-        raise MpidistError(f"{ENV_CUDA_AWARE} must be the same on all ranks; it is {words}")
+        raise MpidistError(f"{ENV_CUDA_AWARE} must be the same on all ranks; it is {lines}")
     _forced()
     return all(first)
 
@@ -207,32 +207,32 @@ def _forced() -> bool | None:
 # --- tables: operation -> "works …" or why not ---
 
 
-def _told_of_device(device: torch.device) -> dict[str, str]:
+def _device_table(device: torch.device) -> dict[str, str]:
     if device.type != "cuda":
-        return _all("this rank has no CUDA device")
+        return _for_all("this rank has no CUDA device")
     table = _known_table(device, _is_cuda_first())
     if _forced() is None and visible_devices.are_known_unseen():
-        return _all(visible_devices.UNSEEN)
-    return table or _all("unknown")
+        return _for_all(visible_devices.UNSEEN)
+    return table or _for_all("unknown")
 
 
-def _all(told: str) -> dict[str, str]:
-    return dict.fromkeys(OPERATIONS, told)
+def _for_all(text: str) -> dict[str, str]:
+    return dict.fromkeys(OPERATIONS, text)
 
 
 def _working(table: Mapping[str, str]) -> frozenset[str]:
-    return frozenset(operation for operation, told in table.items() if told.startswith(WORKS))
+    return frozenset(operation for operation, text in table.items() if text.startswith(WORKS))
 
 
 def _known_table(device: torch.device, is_cuda_first: bool) -> dict[str, str] | None:
     forced = _forced()
     if forced is not None:
-        return _all(
+        return _for_all(
             f"{WORKS}, says {ENV_CUDA_AWARE}=1" if forced else f"switched off by {ENV_CUDA_AWARE}=0"
         )
     cuda_aware, source = library_report.cuda_support()
     if device.type == "cuda" and cuda_aware is False:
-        return _all(f"the library is not CUDA-aware ({source})")
+        return _for_all(f"the library is not CUDA-aware ({source})")
     name = _name(device), is_cuda_first
     if name not in _tables:  # each message asks
         held = cache.load(_KIND, _key(device, is_cuda_first))
@@ -240,11 +240,11 @@ def _known_table(device: torch.device, is_cuda_first: bool) -> dict[str, str] | 
     return _tables[name]
 
 
-def _tried_table(device: torch.device, is_cuda_first: bool) -> dict[str, str]:
+def _try_operations(device: torch.device, is_cuda_first: bool) -> dict[str, str]:
     table = capability_trial.try_operations(_name(device), library_name(), cuda_first=is_cuda_first)
     _tables[_name(device), is_cuda_first] = table
     # A job that could not be started says nothing about the library: the next one may be.
-    if not any(told.startswith(capability_trial.NOT_TRIED) for told in table.values()):
+    if not any(text.startswith(capability_trial.NOT_TRIED) for text in table.values()):
         cache.store(_KIND, _key(device, is_cuda_first), table)
     return table
 
@@ -254,7 +254,7 @@ def _is_table(held: Any) -> bool:
     return (
         isinstance(held, dict)
         and tuple(held) == OPERATIONS
-        and all(isinstance(told, str) for told in held.values())
+        and all(isinstance(text, str) for text in held.values())
     )
 
 

@@ -32,7 +32,7 @@ NOT_TRIED = "not tried: "  # begins the reason of an operation of which nothing 
 SILENCE_S = 60.0
 PROGRAM = (sys.executable, "-m", "mpidist.comm.discovery.capability_trial")
 
-_SIGN = "mpidist-probe"
+_MARKER = "mpidist-probe"
 MPI_FIRST = "--mpi-first"
 
 
@@ -54,7 +54,7 @@ def try_operations(
         library: What the MPI library says of itself.
         operations: Of ``OPERATIONS``.
         program: Beginning of the ranks' command line.
-        silence_s: Seconds without a word after which an operation hangs.
+        silence_s: Seconds without output after which an operation hangs.
         cuda_first: The ranks have a CUDA context when MPI starts, as those of the job that asks;
             else they start MPI first.
 
@@ -69,34 +69,34 @@ def try_operations(
             f"{NOT_TRIED}no mpirun or mpiexec was found beside the MPI library or on the PATH",
         )
     flags = () if cuda_first else (MPI_FIRST,)
-    told: dict[str, str] = {}
-    while left := [operation for operation in operations if operation not in told]:
-        told |= _launch([*start, *program, *flags, "--device", device, *left], left, silence_s)
-    return {operation: told[operation] for operation in operations}
+    results: dict[str, str] = {}
+    while left := [operation for operation in operations if operation not in results]:
+        results |= _launch([*start, *program, *flags, "--device", device, *left], left, silence_s)
+    return {operation: results[operation] for operation in operations}
 
 
 def _launch(command: Sequence[str], operations: Sequence[str], silence_s: float) -> dict[str, str]:
     """Run one job and return what is known of its operations afterwards: of at least one."""
-    told: dict[str, str] = {}
+    results: dict[str, str] = {}
     under_way: list[str] = []
 
-    def hear(line: str) -> bool:
+    def on_line(line: str) -> bool:
         # Anywhere in the line: it may follow what a library wrote to stderr.
-        found = re.search(rf"{_SIGN} (begins|ended) (\w+) ?(.*)", line)
+        found = re.search(rf"{_MARKER} (begins|ended) (\w+) ?(.*)", line)
         if found is None or found[2] not in operations:
             return False
         under_way[:] = [found[2]] if found[1] == "begins" else []
         if found[1] == "ended":
-            told[found[2]] = found[3]
+            results[found[2]] = found[3]
         return True
 
-    ending = child_job.run(command, hear, silence_s)
+    ending = child_job.run(command, on_line, silence_s)
     for operation in under_way:
-        told[operation] = ending or "ended before it returned"
-    if told:
-        return told
+        results[operation] = ending or "ended before it returned"
+    if results:
+        return results
     return dict.fromkeys(
-        operations, f"{NOT_TRIED}{os.path.basename(command[0])}: {ending or 'ended without a word'}"
+        operations, f"{NOT_TRIED}{os.path.basename(command[0])}: {ending or 'ended without output'}"
     )
 
 
@@ -132,7 +132,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 else ""
             )
             print(
-                f"{_SIGN} ended {operation} {learned}{type(error).__name__}: "
+                f"{_MARKER} ended {operation} {learned}{type(error).__name__}: "
                 f"{' '.join(str(error).split())}",
                 flush=True,
             )
@@ -175,9 +175,9 @@ def _start_device(device: torch.device) -> torch.device:
     return device
 
 
-def _report(world: runtime.World, *words: str) -> None:
+def _report(world: runtime.World, *lines: str) -> None:
     if world.rank == 0:
-        print(_SIGN, *words, flush=True)
+        print(_MARKER, *lines, flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from mpidist.comm.mpi.launcher_env import without_launcher
 RANKS = 2
 _MARK = "MPIDIST_NESTED"
 _END_S = 3.0  # how long a launcher may take to end its ranks before we do
-_WORDS = 100  # lines of the end of what was printed that are kept, for the reason
+_KEPT_LINES = 100  # lines of the end of what was printed that are kept, for the reason
 
 
 def launcher(library: str) -> list[str] | None:
@@ -65,18 +65,18 @@ def environment(environ: Mapping[str, str], is_root: bool) -> dict[str, str]:
     variables = without_launcher(environ)
     variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     variables["OMP_NUM_THREADS"] = "1"
-    if is_root:  # whoever runs a job as root has told Open MPI so once already
+    if is_root:  # whoever runs a job as root has results Open MPI so once already
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return variables
 
 
-def run(command: Sequence[str], hear: Callable[[str], bool], silence_s: float) -> str:
+def run(command: Sequence[str], on_line: Callable[[str], bool], silence_s: float) -> str:
     """Run a command line until it ends, or has been silent for too long; leave none of its processes behind.
 
     Blocks: until then.
 
     Args:
-        hear: Called with each line that it prints; True if that says something new, which breaks
+        on_line: Called with each line that it prints; True if that says something new, which breaks
             the silence.
         silence_s: Seconds.
 
@@ -93,15 +93,15 @@ def run(command: Sequence[str], hear: Callable[[str], bool], silence_s: float) -
     except OSError as error:
         return str(error)
     try:
-        words = _listen(process, hear, silence_s)
-        if words is not None:
+        lines = _read_lines(process, on_line, silence_s)
+        if lines is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)
     finally:
-        _end(process, mark)
-    if words is None or process.returncode is None:
-        return f"hung: no word within {silence_s:g} s"
-    return _how_it_ended(process.returncode, words)
+        _terminate(process, mark)
+    if lines is None or process.returncode is None:
+        return f"hung: no output within {silence_s:g} s"
+    return _exit_reason(process.returncode, lines)
 
 
 def _folders_above_library() -> Iterator[str]:
@@ -128,32 +128,32 @@ def library_files() -> list[Path]:
     return [*chosen, *(path.resolve() for path in chosen)]
 
 
-def _listen(
-    process: subprocess.Popen[bytes], hear: Callable[[str], bool], silence_s: float
+def _read_lines(
+    process: subprocess.Popen[bytes], on_line: Callable[[str], bool], silence_s: float
 ) -> list[str] | None:
     """Hear what a process prints to its end; return the last lines that said nothing new, or None after too long a silence."""
     assert process.stdout is not None
     poll = select.poll()  # a big job's file descriptors are past what select() takes
     poll.register(process.stdout, select.POLLIN)
-    words: deque[str] = deque(maxlen=_WORDS)
-    rest, last_word = b"", time.monotonic()
+    kept: deque[str] = deque(maxlen=_KEPT_LINES)
+    rest, last_output = b"", time.monotonic()
     while True:
-        left_s = last_word + silence_s - time.monotonic()
+        left_s = last_output + silence_s - time.monotonic()
         if left_s <= 0 or not poll.poll(left_s * 1e3):
             return None
         piece = os.read(process.stdout.fileno(), 1 << 16)
         *lines, rest = (rest + (piece or b"\n")).split(b"\n")
         for line in lines:
             text = line.decode(errors="replace")
-            if hear(text):
-                last_word = time.monotonic()
+            if on_line(text):
+                last_output = time.monotonic()
             else:
-                words.append(text)
+                kept.append(text)
         if not piece:
-            return list(words)
+            return list(kept)
 
 
-def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+def _terminate(process: subprocess.Popen[bytes], mark: str) -> None:
     assert process.stdout is not None
     process.stdout.close()
     # A launcher that is asked to end clears up behind itself; what is left afterwards is ours to
@@ -162,7 +162,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_END_S)
     deadline = time.monotonic() + _END_S  # a process that hangs in a driver cannot be ended
-    while (left := list(_marked(mark))) and time.monotonic() < deadline:
+    while (left := list(_processes_marked(mark))) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -170,7 +170,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     process.poll()
 
 
-def _marked(mark: str) -> Iterator[int]:
+def _processes_marked(mark: str) -> Iterator[int]:
     sign = f"{_MARK}={mark}".encode()
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -179,19 +179,19 @@ def _marked(mark: str) -> Iterator[int]:
                     yield int(entry)
 
 
-def _how_it_ended(code: int, words: Sequence[str]) -> str:
+def _exit_reason(code: int, lines: Sequence[str]) -> str:
     if code == 0:
         return ""
-    # Launchers tell a rank's signal in words; their own exit status means it or not.
-    text = "\n".join(words)
-    told = re.findall(r"signal:?\s+(\d+)", text, re.IGNORECASE)
-    number = int(told[0]) if told else -code if code < 0 else code - 128
+    # Launchers tell a rank's signal in lines; their own exit status means it or not.
+    text = "\n".join(lines)
+    numbers = re.findall(r"signal:?\s+(\d+)", text, re.IGNORECASE)
+    number = int(numbers[0]) if numbers else -code if code < 0 else code - 128
     if number in set(signal.Signals):
         return f"ended by signal {number} ({signal.Signals(number).name})"
     # a traceback's end says most
-    if errors := [line for line in words if re.match(r"[\w.]*Error: ", line)]:
+    if errors := [line for line in lines if re.match(r"[\w.]*Error: ", line)]:
         return f"ended with exit status {code}: {errors[0]}"
-    # The rank's own words stand before the launcher's, which come between rules.
+    # The rank's own lines stand before the launcher's, which come between rules.
     sections = [
         part.split("\n")
         for part in re.split(r"^[-=]{20,}$", text, flags=re.MULTILINE)

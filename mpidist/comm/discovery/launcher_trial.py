@@ -1,7 +1,7 @@
 """Trial of the launcher: two ranks on this node start MPI, add up their ranks and end.
 
 ``python -m mpidist.comm.discovery.launcher_trial`` is the program of those ranks; ``try_launcher``
-starts it in a job of its own and says what came of it. Where the launcher and the library do not
+starts it in a job of its own and says what result of it. Where the launcher and the library do not
 belong together, the ranks do not see each other, or end in MPI_Init.
 """
 
@@ -16,7 +16,7 @@ from mpidist.comm.mpi import byte_strings, runtime
 from mpidist.comm.mpi.cuda_context import ENV_CUDA_AWARE
 from mpidist.errors import MpidistError
 
-_SIGN = "mpidist-handshake"
+_MARKER = "mpidist-handshake"
 PROGRAM = (sys.executable, "-m", "mpidist.comm.discovery.launcher_trial")
 
 
@@ -25,7 +25,7 @@ def try_launcher(library: str, silence_s: float) -> str:
 
     Args:
         library: What the library says of itself.
-        silence_s: Seconds without a word after which the job is ended.
+        silence_s: Seconds without output after which the job is ended.
 
     Returns:
         "" if the ranks met, else what happened.
@@ -35,16 +35,16 @@ def try_launcher(library: str, silence_s: float) -> str:
         return "no mpirun or mpiexec was found beside the MPI library or on the PATH"
     met: list[str] = []
 
-    def hear(line: str) -> bool:
-        found = re.search(rf"{_SIGN} (\d+) (\d+)", line)
+    def on_line(line: str) -> bool:
+        found = re.search(rf"{_MARKER} (\d+) (\d+)", line)
         met.extend(found.groups() if found else ())
         return found is not None
 
-    ending = child_job.run([*start, *PROGRAM], hear, silence_s)
+    ending = child_job.run([*start, *PROGRAM], on_line, silence_s)
     if met == [str(child_job.RANKS), "1"]:
         return ""
     return (
-        f"{start[0]}: {ending or ('two ranks did not add up' if met else 'ended without a word')}"
+        f"{start[0]}: {ending or ('two ranks did not add up' if met else 'ended without output')}"
     )
 
 
@@ -55,9 +55,9 @@ def main() -> None:
     world = runtime.world()
     if world.size != child_job.RANKS:
         raise MpidistError(f"{child_job.RANKS} ranks were started, but MPI sees {world.size}")
-    total = sum(int(told) for told in byte_strings.gathered(world.comm, b"%d" % world.rank))
+    total = sum(int(text) for text in byte_strings.gathered(world.comm, b"%d" % world.rank))
     if world.rank == 0:
-        print(_SIGN, world.size, total, flush=True)
+        print(_MARKER, world.size, total, flush=True)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ class Transports:
 
     Attributes:
         component: Open MPI's component of point-to-point messages: ``ob1``, ``ucx``, ``cm``; "" if
-            it is not told.
-        device: MPICH's device and its network modules: ``ch4:ofi``; "" if it is not told.
+            it is not results.
+        device: MPICH's device and its network modules: ``ch4:ofi``; "" if it is not results.
         variables: Control variables that restrict transports, by name; without those that are
             empty.
         libraries: Network libraries mapped into this process.

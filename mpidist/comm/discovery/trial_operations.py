@@ -27,11 +27,11 @@ class Trial:
     device: torch.device
     numel: int
 
-    def given(self, rank: int) -> torch.Tensor:
+    def operand(self, rank: int) -> torch.Tensor:
         """Return what ``rank`` gives."""
         return (torch.arange(self.numel, device=self.device) % 1000 + rank).float()
 
-    def space(self, numel: int) -> torch.Tensor:
+    def result(self, numel: int) -> torch.Tensor:
         """Return memory for a result; what MPI does not write is seen."""
         return torch.full((numel,), torch.nan, device=self.device)
 
@@ -48,55 +48,57 @@ class Trial:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-Result = tuple[torch.Tensor, torch.Tensor]  # what came, what should have come
+Result = tuple[torch.Tensor, torch.Tensor]  # what result, what should have come
 
 
 def _point_to_point(trial: Trial) -> Result:
     rank, size = trial.mpi.Get_rank(), trial.mpi.Get_size()
     right, left = (rank + 1) % size, (rank - 1) % size
-    out, mine = trial.space(2 * trial.numel), trial.given(rank)
+    out, mine = trial.result(2 * trial.numel), trial.operand(rank)
     first, second = out.chunk(2)
     trial.synchronize()
     incoming = trial.mpi.Irecv(_floats(first), left, 1)
     trial.mpi.Isend(_floats(mine), right, 1).Wait()
     incoming.Wait()
     trial.mpi.Sendrecv(_floats(mine), right, 2, _floats(second), left, 2)
-    return out, trial.given(left).repeat(2)
+    return out, trial.operand(left).repeat(2)
 
 
 def _bcast(trial: Trial) -> Result:
-    data = trial.given(trial.mpi.Get_rank())
+    data = trial.operand(trial.mpi.Get_rank())
     trial.call(_floats(data), 0)
-    return data, trial.given(0)
+    return data, trial.operand(0)
 
 
 def _allgather(trial: Trial) -> Result:
     # From memory elsewhere, then from where it belongs in the result; mpi4py counts one block.
     rank, size = trial.mpi.Get_rank(), trial.mpi.Get_size()
     mine, out, held = (
-        trial.given(rank),
-        trial.space(size * trial.numel),
-        trial.space(size * trial.numel),
+        trial.operand(rank),
+        trial.result(size * trial.numel),
+        trial.result(size * trial.numel),
     )
     held.chunk(size)[rank].copy_(mine)
     trial.call(_floats(mine), _floats(out, trial.numel))
     trial.call(MPI.IN_PLACE, _floats(held, trial.numel))
-    return torch.cat([out, held]), torch.cat([trial.given(peer) for peer in range(size)]).repeat(2)
+    return torch.cat([out, held]), torch.cat([trial.operand(peer) for peer in range(size)]).repeat(
+        2
+    )
 
 
 def _alltoallv(trial: Trial) -> Result:
     # To rank p goes the beginning of what this rank gives, p elements less than all.
     rank, size = trial.mpi.Get_rank(), trial.mpi.Get_size()
-    mine, length = trial.given(rank), trial.numel - rank
-    out = trial.space(size * length)
+    mine, length = trial.operand(rank), trial.numel - rank
+    out = trial.result(size * length)
     shares = [trial.numel - peer for peer in range(size)]
     starts = [length * peer for peer in range(size)]
     trial.call(_floats(mine, (shares, [0] * size)), _floats(out, ([length] * size, starts)))
-    return out, torch.cat([trial.given(peer)[:length] for peer in range(size)])
+    return out, torch.cat([trial.operand(peer)[:length] for peer in range(size)])
 
 
 def _allreduce(trial: Trial) -> Result:
-    mine, out = trial.given(trial.mpi.Get_rank()), trial.space(trial.numel)
+    mine, out = trial.operand(trial.mpi.Get_rank()), trial.result(trial.numel)
     trial.call(_floats(mine), _floats(out), MPI.SUM)
     trial.call(MPI.IN_PLACE, _floats(mine), MPI.SUM)
     return torch.cat([out, mine]), _sum(trial).repeat(2)
@@ -104,8 +106,8 @@ def _allreduce(trial: Trial) -> Result:
 
 def _reduce_scatter_block(trial: Trial) -> Result:
     mine, out = (
-        trial.given(trial.mpi.Get_rank()).repeat(trial.mpi.Get_size()),
-        trial.space(trial.numel),
+        trial.operand(trial.mpi.Get_rank()).repeat(trial.mpi.Get_size()),
+        trial.result(trial.numel),
     )
     trial.call(_floats(mine, trial.numel), _floats(out), MPI.SUM)
     return out, _sum(trial)
@@ -144,11 +146,13 @@ def attempt(mpi: Any, operation: str, device: torch.device) -> str:
         return "MPI admits one thread at a time, so it would become a non-blocking reduction"
     wrong = ""
     for numel in _NUMELS:
-        came, expected = _TRIALS[operation](Trial(mpi, operation, device, numel))
-        if not torch.equal(came, expected):
+        result, expected = _TRIALS[operation](Trial(mpi, operation, device, numel))
+        if not torch.equal(result, expected):
             wrong = wrong or f"wrong result on rank {mpi.Get_rank()} with {numel} elements"
-    told = [text.decode(errors="replace") for text in byte_strings.gathered(mpi, wrong.encode())]
-    return next(filter(None, told), WORKS)
+    verdicts = [
+        text.decode(errors="replace") for text in byte_strings.gathered(mpi, wrong.encode())
+    ]
+    return next(filter(None, verdicts), WORKS)
 
 
 def _floats(tensor: torch.Tensor, counts: Any = None) -> list[Any]:
@@ -160,4 +164,4 @@ def _floats(tensor: torch.Tensor, counts: Any = None) -> list[Any]:
 
 
 def _sum(trial: Trial) -> torch.Tensor:
-    return torch.stack([trial.given(rank) for rank in range(trial.mpi.Get_size())]).sum(0)
+    return torch.stack([trial.operand(rank) for rank in range(trial.mpi.Get_size())]).sum(0)

@@ -132,10 +132,10 @@ class Reader:
         items, metadata = self._items(data)
         if type(items) is not list:
             raise FrameError("an ordered dict without its items")
-        made: OrderedDict[Any, Any] = OrderedDict(zip(items[::2], items[1::2], strict=True))
+        result: OrderedDict[Any, Any] = OrderedDict(zip(items[::2], items[1::2], strict=True))
         if metadata is not None:
-            made.__dict__[METADATA] = metadata
-        return made
+            result.__dict__[METADATA] = metadata
+        return result
 
     def _scalar(self, data: Any) -> Any:
         name, raw = self._items(data)

@@ -64,10 +64,10 @@ def dumps(obj: Any, objects: list[Any], extend: Extend | None = None) -> bytes:
     """
     before = len(objects)
     try:
-        return _encoded(obj if type(obj) in NATIVE else Writer(objects, extend).written(obj))
+        return _encoded(obj if type(obj) in NATIVE else Writer(objects, extend).convert(obj))
     except _UNENCODABLE:
         del objects[before:]
-        return _encoded(Writer(objects, extend, is_careful=True).written(obj))
+        return _encoded(Writer(objects, extend, is_careful=True).convert(obj))
 
 
 def _encoded(written: Any) -> bytes:
@@ -98,13 +98,13 @@ class Writer:
         self._is_careful = is_careful
         self._depth = 0
 
-    def written(self, obj: Any) -> Any:
+    def convert(self, obj: Any) -> Any:
         """Return what MessagePack encodes in the place of an object."""
         kind = type(obj)
         if kind in NATIVE:
-            return _careful(obj, kind) if self._is_careful else obj
+            return _checked(obj, kind) if self._is_careful else obj
         if kind in _TABLED:
-            return self._marked(obj)
+            return self._reference(obj)
         if kind is list:
             return self._items(obj)
         if kind is dict:
@@ -124,14 +124,14 @@ class Writer:
         code, values = own
         return Ext(code, self._nested(values))
 
-    def _marked(self, obj: Any) -> Any:
+    def _reference(self, obj: Any) -> Any:
         number = self._numbers.get(id(obj))
         if number is None:
             described = obj
             if type(obj) is np.ndarray and not obj.flags.c_contiguous:
                 described = np.ascontiguousarray(obj)
             if not tensor_table.is_describable(described):
-                raise NotPlainData(_about(obj))
+                raise NotPlainData(_described(obj))
             number = self._numbers[id(obj)] = len(self._objects)
             self._objects.append(described)
         return _MARKS[number] if number < len(_MARKS) else Ext(OBJECT, NUMBER.pack(number))
@@ -141,34 +141,34 @@ class Writer:
         if not self._is_careful and NATIVE.issuperset(map(type, items)):
             return items
         self._enter()
-        made = []
+        result = []
         place = 0
         try:
             for place, item in enumerate(items):  # noqa: B007
-                made.append(self.written(item))
+                result.append(self.convert(item))
         except NotPlainData as error:
             raise error.within(f"[{place}]") from None
         self._depth -= 1
-        return made
+        return result
 
     def _dict(self, obj: dict[Any, Any]) -> Any:
         if self._is_careful or not NATIVE.issuperset(map(type, obj)):
             try:
                 return Ext(PAIRS, self._nested([part for pair in obj.items() for part in pair]))
             except NotPlainData as error:
-                raise _of_pairs(error, list(obj)) from None
+                raise _at_key(error, list(obj)) from None
         if NATIVE.issuperset(map(type, obj.values())):
             return obj
         self._enter()
-        made = {}
+        result = {}
         key = None
         try:
             for key, value in obj.items():
-                made[key] = self.written(value)
+                result[key] = self.convert(value)
         except NotPlainData as error:
             raise error.within(f"[{key!r}]") from None
         self._depth -= 1
-        return made
+        return result
 
     def _nested(self, values: list[Any]) -> bytes:
         return _encoded(self._items(values))
@@ -190,8 +190,8 @@ class Writer:
         try:
             pairs = self._items([part for pair in obj.items() for part in pair])
         except NotPlainData as error:
-            raise _of_pairs(error, list(obj)) from None
-        return Ext(ORDERED, _encoded([pairs, self.written(obj.__dict__.get(METADATA))]))
+            raise _at_key(error, list(obj)) from None
+        return Ext(ORDERED, _encoded([pairs, self.convert(obj.__dict__.get(METADATA))]))
 
     def _set(self, obj: Any) -> Any:
         return Ext(SET if type(obj) is set else FROZENSET, self._nested(list(obj)))
@@ -228,7 +228,7 @@ _KINDS: dict[type, Callable[[Writer, Any], Any]] = {
 }
 
 
-def _about(obj: Any) -> str:
+def _described(obj: Any) -> str:
     """Return why a tensor or an array is no plain data."""
     if isinstance(obj, np.ndarray):
         return f"an array of dtype {obj.dtype} is no plain data"
@@ -236,7 +236,7 @@ def _about(obj: Any) -> str:
     return f"a tensor of {obj.dtype}, {obj.layout}, on {obj.device}{attributes} is no plain data"
 
 
-def _of_pairs(error: NotPlainData, keys: list[Any]) -> NotPlainData:
+def _at_key(error: NotPlainData, keys: list[Any]) -> NotPlainData:
     """Return the error with the key that it concerns in the place of a number among keys and values."""
     number, _, rest = error.place.partition("]")
     place = int(number[1:])
@@ -246,7 +246,7 @@ def _of_pairs(error: NotPlainData, keys: list[Any]) -> NotPlainData:
     )
 
 
-def _careful(obj: Any, kind: type) -> Any:
+def _checked(obj: Any, kind: type) -> Any:
     if kind is int and not -(1 << 63) <= obj < 1 << 64:
         return Ext(INTEGER, obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
     if kind is str:

@@ -99,7 +99,7 @@ def refusal(reason: str) -> Message:
 def _message(
     kind: int, objects: Sequence[Any], content: bytes, buffers: Sequence[pickle.PickleBuffer]
 ) -> Message:
-    table, parts, _ = tensor_table.described(objects) if objects else (b"", [], [])
+    table, parts, _ = tensor_table.describe(objects) if objects else (b"", [], [])
     body = [memoryview(_TABLE.pack(len(table)) + table + content)]
     body += [
         _memory(part) if isinstance(part, torch.Tensor) else memoryview(part).cast("B")
@@ -237,10 +237,10 @@ def from_bytes(data: Any, data_only: bool = False) -> Any:
         FrameError: Truncated, with bytes left over, or a pickle where data is asked for.
         RefusedError: The sender could not send its object.
     """
-    return decode(*parted(data), data_only)
+    return decode(*split(data), data_only)
 
 
-def parted(data: Any) -> tuple[memoryview, list[memoryview]]:
+def split(data: Any) -> tuple[memoryview, list[memoryview]]:
     """Return header and body of a frame that is one run of bytes.
 
     Raises:

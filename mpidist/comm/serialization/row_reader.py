@@ -181,12 +181,12 @@ class RowReader:
             return torch.sparse_compressed_tensor(
                 *inner, shape, layout=layout, check_invariants=self._is_strict
             )
-        made = torch.sparse_coo_tensor(
+        result = torch.sparse_coo_tensor(
             indices, values, shape, check_invariants=self._is_strict, is_coalesced=False
         )
         if flags & COALESCED and self._is_strict:
             checks.require_coalesced(indices, shape)
-        return made._coalesced_(bool(flags & COALESCED))
+        return result._coalesced_(bool(flags & COALESCED))
 
     def _quantized(self, is_by_channel: bool, shape: tuple[int, ...]) -> Tensor:
         if is_by_channel:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 Tensor = torch.Tensor
-_MOST_BYTES = 1 << 63
+_MAX_BYTES = 1 << 63
 _BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
 _BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _ZERO_POINTS = {
@@ -35,11 +35,11 @@ def extent(shape: Sequence[int], item_bytes: int) -> int:
     if not shape:
         return item_bytes
     if min(shape) < 0:
-        raise ValueError(f"sizes {_few(shape)}")
+        raise ValueError(f"sizes {_brief(shape)}")
     nbytes = math.prod(shape, start=item_bytes)
     # Strides are products of the sizes, of one that is 0 as well.
-    if (nbytes or math.prod([size or 1 for size in shape], start=item_bytes)) >= _MOST_BYTES:
-        raise ValueError(f"sizes {_few(shape)}: more elements than memory can hold")
+    if (nbytes or math.prod([size or 1 for size in shape], start=item_bytes)) >= _MAX_BYTES:
+        raise ValueError(f"sizes {_brief(shape)}: more elements than memory can hold")
     return nbytes
 
 
@@ -58,7 +58,7 @@ def require_within(
     )
     if offset < 0 or min(strides, default=0) < 0 or (offset + reach) * item_bytes > nbytes:
         raise ValueError(
-            f"sizes {_few(shape)} with strides {_few(strides)} from element {offset} on leave "
+            f"sizes {_brief(shape)} with strides {_brief(strides)} from element {offset} on leave "
             f"{nbytes} bytes"
         )
 
@@ -90,8 +90,8 @@ def require_coo_form(indices: Tensor, values: Tensor, shape: Sequence[int]) -> N
         or tuple(values.shape[1:]) != tuple(shape[sparse_dims:])
     ):
         raise ValueError(
-            f"indices {_few(indices.shape)}, values {_few(values.shape)} of a sparse tensor of "
-            f"sizes {_few(shape)}"
+            f"indices {_brief(indices.shape)}, values {_brief(values.shape)} of a sparse tensor of "
+            f"sizes {_brief(shape)}"
         )
 
 
@@ -143,8 +143,8 @@ def require_compressed_form(
         lines = fits and (rows // block[0] if layout in _BY_ROW else columns // block[1])
         fits = fits and compressed.shape[batch] == lines + 1
     if not fits:
-        found = ", ".join([_few(one.shape) for one in (compressed, plain, values)])
-        raise ValueError(f"indices and values {found} of a sparse tensor of sizes {_few(shape)}")
+        found = ", ".join([_brief(one.shape) for one in (compressed, plain, values)])
+        raise ValueError(f"indices and values {found} of a sparse tensor of sizes {_brief(shape)}")
 
 
 def require_channels(integers: Tensor, scales: Tensor, zeros: Tensor, axis: int) -> None:
@@ -158,8 +158,8 @@ def require_channels(integers: Tensor, scales: Tensor, zeros: Tensor, axis: int)
         or not scales.shape == zeros.shape == integers.shape[axis : axis + 1]
     ):
         raise ValueError(
-            f"scales {_few(scales.shape)} and zeros {_few(zeros.shape)} along axis {axis} of "
-            f"{_few(integers.shape)}"
+            f"scales {_brief(scales.shape)} and zeros {_brief(zeros.shape)} along axis {axis} of "
+            f"{_brief(integers.shape)}"
         )
 
 
@@ -182,6 +182,6 @@ def require_quantization(integers: torch.dtype, scales: Tensor, zeros: Tensor) -
         )
 
 
-def _few(numbers: Sequence[int]) -> str:
+def _brief(numbers: Sequence[int]) -> str:
     """Return numbers for a message: not all of a long row."""
     return f"({', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''})"

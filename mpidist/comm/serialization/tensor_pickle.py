@@ -22,7 +22,7 @@ class Sink:
     """Objects that an open pickle names by number.
 
     Attributes:
-        objects: In the order of their numbers; ``tensor_table.described`` takes them.
+        objects: In the order of their numbers; ``tensor_table.describe`` takes them.
         buffers: Out-of-band memory of other objects.
     """
 
@@ -52,17 +52,17 @@ class Sink:
         return NotImplemented
 
 
-class _Here(threading.local):
+class _CurrentObjects(threading.local):
     """What the numbers stand for in the pickle that this thread is reading."""
 
     objects: Sequence[Any] = ()
 
 
-_here = _Here()
+_current = _CurrentObjects()
 
 
 def _nth(number: int) -> Any:
-    return _here.objects[number]
+    return _current.objects[number]
 
 
 def _with_attributes(tensor: Any, attributes: dict[str, Any]) -> Any:
@@ -122,8 +122,8 @@ def loads(pickled: Any, objects: Sequence[Any], buffers: Sequence[Any]) -> Any:
         objects: What the numbers stand for.
         buffers: Out-of-band memory, in order.
     """
-    before, _here.objects = _here.objects, objects
+    before, _current.objects = _current.objects, objects
     try:
         return pickle.loads(pickled, buffers=buffers)
     finally:
-        _here.objects = before
+        _current.objects = before

@@ -34,7 +34,7 @@ from mpidist.errors import FrameError
 Tensor = torch.Tensor
 _frombuffer = torch.frombuffer
 _DIMS_AT = COUNTS.size + 3  # of the first row's dimensions, from the start of a table
-_MOST_LONE = 4096
+_MAX_LONE = 4096
 # What stands before the elements: dtype, bytes, shape if not flat. Never a bool: its bytes must be
 # looked at.
 _lone: dict[bytes, tuple[Any, int, tuple[int, ...] | None]] = {}
@@ -96,7 +96,7 @@ def read(
             if flags & (REQUIRES_GRAD | PARAMETER):
                 return [flagged(tensor, flags)], 0, end
             if end > place and number != BOOL:
-                if len(_lone) >= _MOST_LONE:
+                if len(_lone) >= _MAX_LONE:
                     _lone.clear()
                 _lone[bytes(table[first:place])] = (
                     DTYPES[number],

@@ -66,7 +66,7 @@ def is_describable(obj: Any) -> bool:
     return obj.dtype in DTYPE_NUMBERS or obj.dtype in QUANTIZED
 
 
-def described(
+def describe(
     objects: Sequence[Any], device_map: Mapping[int, int] | None = None, is_dense: bool = False
 ) -> tuple[bytes, list[Any], list[int | None]]:
     """Describe objects for which ``is_describable`` holds, and name the memory that travels for them.
@@ -96,7 +96,7 @@ def described(
             [obj],
             [None],
         )
-    layout = _Layout(device_map or {}, is_dense)
+    layout = _TableLayout(device_map or {}, is_dense)
     heads: list[Any] = [layout.add(obj) for obj in objects]
     layout.lay_out()
     joined = b"".join(_flat(heads, layout.rows))
@@ -114,7 +114,7 @@ def _is_whole(obj: Any) -> bool:
     )
 
 
-class _Layout:
+class _TableLayout:
     """The memory of objects that do not stand in their rows."""
 
     def __init__(self, device_map: Mapping[int, int], is_dense: bool) -> None:

@@ -28,7 +28,7 @@ Kept = tuple[int, Any]  # a message's source and bytes, or the error that it rai
 _unfinished: list[Any] = []  # receives that MPI did not end: it may still write to their memory
 
 
-def posted(mpi: Any, tag: int, count: int) -> list[tuple[Any, bytearray, Any]]:
+def post_receives(mpi: Any, tag: int, count: int) -> list[tuple[Any, bytearray, Any]]:
     """Post persistent receives; return each with its memory and its ``Test``."""
     made = []
     for _ in range(count):
@@ -73,14 +73,14 @@ class ProbedReceive:
     """
 
     def __init__(self, mpi: Any, tag: int, kept: Iterable[Kept] = ()) -> None:
-        self._look = mpi.Improbe
+        self._improbe = mpi.Improbe
         self._tag = tag
         self._any, self._byte = MPI.ANY_SOURCE, MPI.BYTE
         self.space = bytearray(EAGER_BYTES)
         self._kept = deque(kept)
         self._request: Any = None
         # of the message under way, which is longer than the room
-        self._refused: FrameError | None = None
+        self._too_long: FrameError | None = None
         self._then: Callable[[], None] | None = None
         self._is_idle = not self._kept  # the next message is one that MPI has
 
@@ -91,19 +91,19 @@ class ProbedReceive:
             FrameError: It is longer than ``space``. It is dropped, and nothing was written.
         """
         if self._is_idle:
-            message = self._look(self._any, self._tag, status)
+            message = self._improbe(self._any, self._tag, status)
             if message is None:
                 return False
             nbytes = status.Get_count(self._byte)
             if nbytes > EAGER_BYTES:
-                return self._refuse(message, nbytes, status)
+                return self._discard(message, nbytes, status)
             request = message.Irecv((self.space, nbytes, self._byte))
             if request.Test(status):
                 return True
             self._request, self._is_idle = request, False
             return False
         if self._request is None:
-            return self._take_kept(status)
+            return self._next_kept(status)
         return self._is_received(status)
 
     def Start(self) -> None:
@@ -115,7 +115,7 @@ class ProbedReceive:
         What is matched or kept comes before what ``then`` receives.
         """
         self._then = then
-        self._set_idle()
+        self._update_idle()
 
     def close(self, timeout_s: float) -> None:
         """Let a receive under way end."""
@@ -129,9 +129,9 @@ class ProbedReceive:
                 break
             time.sleep(_PAUSE_S)
 
-    def _refuse(self, message: Any, nbytes: int, status: Any) -> bool:
+    def _discard(self, message: Any, nbytes: int, status: Any) -> bool:
         source = status.Get_source()
-        self._refused = FrameError(
+        self._too_long = FrameError(
             f"a message of {nbytes} bytes from rank {source}; at most {EAGER_BYTES} are received "
             "in one"
         )
@@ -139,33 +139,33 @@ class ProbedReceive:
         return self._is_received(status)
 
     def _is_received(self, status: Any) -> bool:
-        refused = self._refused
+        refused = self._too_long
         try:
             if not self._request.Test(status):
                 return False
         except Exception as error:
-            self._request = self._refused = None
-            self._set_idle()
+            self._request = self._too_long = None
+            self._update_idle()
             if (
                 refused is None
                 or not mpi_errors.is_mpi_error(error)
                 or mpi_errors.is_failure(error)
             ):
                 raise
-        self._request = self._refused = None
-        self._set_idle()
+        self._request = self._too_long = None
+        self._update_idle()
         if refused is not None:
             raise refused
         return True
 
-    def _take_kept(self, status: Any) -> bool:
+    def _next_kept(self, status: Any) -> bool:
         if not self._kept:
-            then, self._then = self._then, _nothing  # a poll may look several times
+            then, self._then = self._then, _no_operation  # a poll may look several times
             if then is not None:
                 then()
             return False
         source, data = self._kept.popleft()
-        self._set_idle()
+        self._update_idle()
         status.Set_source(source)
         if isinstance(data, Exception):
             raise data
@@ -173,9 +173,9 @@ class ProbedReceive:
         status.Set_elements(self._byte, len(data))
         return True
 
-    def _set_idle(self) -> None:
+    def _update_idle(self) -> None:
         self._is_idle = self._request is None and not self._kept and self._then is None
 
 
-def _nothing() -> None:
+def _no_operation() -> None:
     """Stand for what was done already."""

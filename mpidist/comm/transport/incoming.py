@@ -75,7 +75,7 @@ class Incoming:
         """Say whether all parts are there."""
         return not self.receives
 
-    def bring(self) -> None:
+    def to_devices(self) -> None:
         """Bring parts to their devices; the calling thread's current stream waits until they are there."""
         for arrive in self.arrive:
             for event in arrive():

@@ -33,7 +33,9 @@ from mpidist.comm.transport.eager_message import DEVICE_SHIFT
 from mpidist.comm.transport.incoming import Incoming, Part
 from mpidist.errors import FrameError
 
-_MOST_BYTES = 1 << 44  # announced by one message: each GiB is a receive, whether it arrives or not
+_MAX_ANNOUNCED_BYTES = (
+    1 << 44
+)  # announced by one message: each GiB is a receive, whether it arrives or not
 
 
 class PayloadReceives:
@@ -55,13 +57,13 @@ class PayloadReceives:
         self._byte = MPI.BYTE
         self._status: Any = MPI.Status()
         self.is_probing = False
-        self._sources: defaultdict[int, _Source] = defaultdict(_Source)
+        self._sources: defaultdict[int, _UnmatchedPieces] = defaultdict(_UnmatchedPieces)
         # by rank: the reason why its payloads cannot be told apart any more
-        self._lost: dict[int, str] = {}
+        self._refused: dict[int, str] = {}
 
-    def lose(self, source: int, reason: str) -> None:
+    def refuse(self, source: int, reason: str) -> None:
         """Receive no more payloads of a rank: which message they belong to is not known any more."""
-        self._lost.setdefault(source, reason)
+        self._refused.setdefault(source, reason)
 
     def begin(self, incoming: Incoming, count: int, start: int) -> None:
         """Start the receives of a message's payloads; where that fails, note its damage.
@@ -73,11 +75,11 @@ class PayloadReceives:
         source = incoming.source
         found = struct.unpack_from(f"<{count}Q", incoming.data, start)
         announced = [(word & ((1 << DEVICE_SHIFT) - 1), word >> DEVICE_SHIFT) for word in found]
-        if (total := sum([nbytes for nbytes, _ in announced])) > _MOST_BYTES:
-            self.lose(source, f"it has announced {total} bytes in one message")
-        if source in self._lost:
+        if (total := sum([nbytes for nbytes, _ in announced])) > _MAX_ANNOUNCED_BYTES:
+            self.refuse(source, f"it has announced {total} bytes in one message")
+        if source in self._refused:
             incoming.damage = FrameError(
-                f"payloads of rank {source} are received no more: {self._lost[source]}"
+                f"payloads of rank {source} are received no more: {self._refused[source]}"
             )
             return
         incoming.parts, incoming.receives, incoming.arrive = parts, opened, arrive = [], [], []
@@ -142,7 +144,7 @@ class PayloadReceives:
         return not waiting
 
 
-class _Source:
+class _UnmatchedPieces:
     """What is announced by one rank and not matched yet, in order; and the error that ended it."""
 
     __slots__ = ("announced", "error")
@@ -157,11 +159,11 @@ class _ProbedPiece:
 
     __slots__ = (
         "_device",
+        "_message_bytes",
         "_mpi",
         "_nbytes",
         "_rank",
         "_request",
-        "_sent",
         "_source",
         "_space",
         "_tag",
@@ -170,7 +172,7 @@ class _ProbedPiece:
     def __init__(
         self,
         mpi: Any,
-        source: _Source,
+        source: _UnmatchedPieces,
         rank: int,
         tag: int,
         space: Any,
@@ -180,7 +182,7 @@ class _ProbedPiece:
         self._mpi, self._source, self._rank, self._tag = mpi, source, rank, tag
         self._space, self._nbytes, self._device = space, nbytes, device
         self._request: Any = None
-        self._sent = 0
+        self._message_bytes = 0
         source.announced.append(self)
 
     def Test(self, status: Any) -> bool:
@@ -192,13 +194,13 @@ class _ProbedPiece:
                 return False
         except Exception as error:
             if (
-                self._sent <= self._nbytes
+                self._message_bytes <= self._nbytes
                 or not mpi_errors.is_mpi_error(error)
                 or mpi_errors.is_failure(error)
             ):
                 raise
-        if self._sent > self._nbytes:
-            status.Set_elements(MPI.BYTE, self._sent)
+        if self._message_bytes > self._nbytes:
+            status.Set_elements(MPI.BYTE, self._message_bytes)
         return True
 
     def _match(self, status: Any) -> bool:
@@ -216,8 +218,8 @@ class _ProbedPiece:
         if message is None:
             return False
         source.announced.popleft()
-        self._sent = status.Get_count(MPI.BYTE)
-        if self._sent > self._nbytes:
+        self._message_bytes = status.Get_count(MPI.BYTE)
+        if self._message_bytes > self._nbytes:
             self._space, self._device = [None, 0, MPI.BYTE], None
         self._request = start_request(self._device, message.Irecv, self._space)
         return True

@@ -46,13 +46,15 @@ from mpidist.comm.transport.eager_message import (
     HEADER_BYTES,
     unpack_parts,
 )
-from mpidist.comm.transport.eager_receives import ProbedReceive, posted, withdraw
+from mpidist.comm.transport.eager_receives import ProbedReceive, post_receives, withdraw
 from mpidist.comm.transport.incoming import Incoming, Part
 from mpidist.comm.transport.payload_receives import PayloadReceives, pieces_of
 from mpidist.errors import FrameError, RankFailureError
 
 _RECEIVES = 4  # posted at a time
-_SENDING = 64  # sends under way, past which a rank that never stops receiving tests them as well
+_MAX_SENDING = (
+    64  # sends under way, past which a rank that never stops receiving tests them as well
+)
 
 
 class Transport:
@@ -71,14 +73,14 @@ class Transport:
         self.world_ranks = group.world_ranks if group is not None else (0,)
         self.generation = 0  # of the user; messages of another are dropped
         self._memory = BufferPool()
-        self._own: deque[Incoming] = deque()  # sent to itself
+        self._loopback: deque[Incoming] = deque()  # sent to itself
         self._sending: deque[tuple[Any, Any]] = deque()
-        self._arriving: list[Incoming] = []
-        self._passed = 0  # eager messages that were returned while payloads were arriving
-        self._payload_order = threading.Lock()
+        self._incomplete: list[Incoming] = []
+        self._eager_count = 0  # eager messages that were returned while payloads were arriving
+        self._payload_lock = threading.Lock()
         self._posted: list[tuple[Any, bytearray, Any]] = []
         self._next = 0  # the receive that the next eager message completes: in the order of posting
-        self._read: Any = None  # the receive that was read last, to be posted again
+        self._consumed: Any = None  # the receive that was read last, to be posted again
         self._probed: ProbedReceive | None = None  # in the place of posted receives
         self._dead: set[int] = set()
         if group is not None:
@@ -92,7 +94,7 @@ class Transport:
             self._payloads = PayloadReceives(self._mpi, self._payload_tag, self._memory)
             runtime.close_at_exit(self, stage=1)  # after those who poll
 
-    def receive(self, is_probing: bool) -> None:
+    def open_receives(self, is_probing: bool) -> None:
         """Open the receives, or change them; messages that have come already keep their order.
 
         What has been posted before the first change to probing was posted for ranks that might run
@@ -117,13 +119,15 @@ class Transport:
                 self._post()
         else:
             in_order = self._posted[self._next :] + self._posted[: self._next]
-            self._probed = ProbedReceive(self._mpi, self._eager_tag, withdraw(in_order, self._read))
+            self._probed = ProbedReceive(
+                self._mpi, self._eager_tag, withdraw(in_order, self._consumed)
+            )
             self._posted = [(self._probed, self._probed.space, self._probed.Test)] * _RECEIVES
-            self._next, self._read = 0, None
+            self._next, self._consumed = 0, None
 
     def _post(self) -> None:
-        self._posted = posted(self._mpi, self._eager_tag, _RECEIVES)
-        self._next, self._read, self._probed = 0, None, None
+        self._posted = post_receives(self._mpi, self._eager_tag, _RECEIVES)
+        self._next, self._consumed, self._probed = 0, None, None
 
     def send(
         self,
@@ -164,7 +168,7 @@ class Transport:
             )
         if to == self.rank:
             data = bytearray(message)
-            self._own.append(
+            self._loopback.append(
                 Incoming(to, kind, flags, sequence, context, data, FIXED_BYTES, len(data))
             )
         else:
@@ -182,7 +186,7 @@ class Transport:
             own = bytearray(header)
             incoming = Incoming(to, kind, flags, sequence, context, own, 0, len(own))
             loopback.add_copies(incoming, parts, devices, self._memory)
-            self._own.append(incoming)
+            self._loopback.append(incoming)
             return
         message, payloads = eager_message.encode(
             (kind, flags, self.generation, sequence, context), header, parts, devices
@@ -193,7 +197,7 @@ class Transport:
             device_p2p.to_send(memory) if isinstance(memory, torch.Tensor) else (memory, None)
             for memory in payloads
         ]
-        with self._payload_order:
+        with self._payload_lock:
             self._sending.append((self._isend([message, self._byte], to, self._eager_tag), message))
             for memory, device in ready:
                 for piece in pieces_of(memory):
@@ -209,17 +213,17 @@ class Transport:
             RankFailureError: MPI reports ranks as dead (ULFM); ``ranks`` are theirs in the group.
                 Each is reported once.
         """
-        if self._own or not self._posted:
-            return self._own.popleft() if self._own else None
+        if self._loopback or not self._posted:
+            return self._loopback.popleft() if self._loopback else None
         # Only now: every call of MPI releases the GIL, and while the main thread computes it takes
         # half a millisecond to come back. The other posted receives bridge the gap.
-        if self._read is not None:
-            self._read.Start()
-            self._read = None
-        if self._arriving and self._passed:
+        if self._consumed is not None:
+            self._consumed.Start()
+            self._consumed = None
+        if self._incomplete and self._eager_count:
             # One after each message: a sender that always has the next one ready must not hold up
             # another's payloads.
-            complete = self._complete(self._passed % len(self._arriving))
+            complete = self._finish(self._eager_count % len(self._incomplete))
             if complete is not None:
                 return complete
         request, space, test = self._posted[self._next]
@@ -228,18 +232,18 @@ class Transport:
             while not test(status):
                 looks -= 1
                 if looks <= 0:
-                    return self._look_after() if self._sending or self._arriving else None
+                    return self._progress() if self._sending or self._incomplete else None
         except FrameError:
             raise  # a message that is too long
         except Exception as error:
-            raise self._refusal(error, request) from error
+            raise self._translated(error, request) from error
         # In the order in which they were posted: that is the order of each sender's messages.
         self._next = (self._next + 1) % _RECEIVES
-        self._read = request
-        if self._arriving:
-            self._passed += 1
+        self._consumed = request
+        if self._incomplete:
+            self._eager_count += 1
         data = space[: status.Get_count(self._byte)]
-        if len(self._sending) > _SENDING:
+        if len(self._sending) > _MAX_SENDING:
             self._test_sends()
         if len(data) < FIXED_BYTES:
             raise FrameError(
@@ -254,7 +258,7 @@ class Transport:
             or generation != self.generation
             or len(data) != FIXED_BYTES + header_bytes
         ):
-            return self._received(status.Get_source(), data, fields)
+            return self._accept(status.Get_source(), data, fields)
         return Incoming(
             status.Get_source(), kind, flags, sequence, context, data, FIXED_BYTES, len(data)
         )
@@ -265,16 +269,16 @@ class Transport:
         if self._probed is not None:
             self._probed.close(timeout_s)
         else:
-            withdraw(receives, self._read)
+            withdraw(receives, self._consumed)
 
-    def _received(self, source: int, data: bytearray, fields: tuple[int, ...]) -> Incoming | None:
+    def _accept(self, source: int, data: bytearray, fields: tuple[int, ...]) -> Incoming | None:
         generation = fields[3]
         incoming, n_payloads = eager_message.decode(source, data, fields)
         if incoming.damage is not None:
             if generation != self.generation:
                 raise incoming.damage  # of nobody's call here, if it is a message at all
             if n_payloads:
-                self._payloads.lose(source, str(incoming.damage))
+                self._payloads.refuse(source, str(incoming.damage))
         elif n_payloads:
             self._payloads.begin(incoming, n_payloads, FIXED_BYTES)
         if generation != self.generation:
@@ -284,31 +288,31 @@ class Transport:
         if incoming.damage is not None and not incoming.receives:
             return incoming if incoming.kind else None
         if incoming.receives:
-            self._arriving.append(incoming)
+            self._incomplete.append(incoming)
         elif incoming.section is not None:
             unpack_parts(incoming)
         return incoming if incoming.kind else None
 
-    def _look_after(self) -> Incoming | None:
-        self._passed = 0
+    def _progress(self) -> Incoming | None:
+        self._eager_count = 0
         if self._sending:
             self._test_sends()
-        for place in range(len(self._arriving)):
-            incoming = self._complete(place)
-            if incoming is not None or place >= len(self._arriving):
+        for place in range(len(self._incomplete)):
+            incoming = self._finish(place)
+            if incoming is not None or place >= len(self._incomplete):
                 return incoming
         return None
 
-    def _complete(self, place: int) -> Incoming | None:
+    def _finish(self, place: int) -> Incoming | None:
         """Return the message at a place of those that are arriving if its last payload has, else None."""
-        incoming = self._arriving[place]
+        incoming = self._incomplete[place]
         try:
             if not self._payloads.have_arrived(incoming):
                 return None
         except Exception as error:
-            del self._arriving[place]
-            raise self._refusal(error, None) from error
-        del self._arriving[place]
+            del self._incomplete[place]
+            raise self._translated(error, None) from error
+        del self._incomplete[place]
         if not incoming.kind:
             return None
         if incoming.section is not None:
@@ -325,7 +329,7 @@ class Transport:
                 raise
             sending.popleft()  # its receiver has died
 
-    def _refusal(self, error: Exception, request: Any) -> Exception:
+    def _translated(self, error: Exception, request: Any) -> Exception:
         """Return what an error of MPI means, and keep the receives posted."""
         if not mpi_errors.is_mpi_error(error):
             return error

@@ -108,7 +108,7 @@ def test_capabilities_launch_nothing(world, monkeypatch, launches):
     monkeypatch.setattr(library_report, "cuda_support", lambda: (True, "it says so"))
     monkeypatch.setattr(capability, "_key", lambda device, is_cuda_first: {"device": "pretended"})
     assert set(capabilities().operations.values()) == {"unknown"}
-    capability._tried_table(torch.device("cuda", 0), False)
+    capability._try_operations(torch.device("cuda", 0), False)
     assert capabilities().operations["Alltoallv"] == "ended by signal 11 (SIGSEGV)"
     assert len(launches) == 1
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
@@ -124,13 +124,13 @@ def test_capabilities_without_a_device(world, monkeypatch):
 @pytest.mark.mpi
 @pytest.mark.parametrize("text", ["", '{"format": 1, "key": {}, "value": {}}', None])
 def test_a_cache_that_is_broken_is_written_again(world, launches, folder, monkeypatch, text):
-    table = capability._tried_table(CPU, False)
+    table = capability._try_operations(CPU, False)
     (path,) = folder.iterdir()
     whole = path.read_text()
     path.write_text(whole.replace('"works"', "1") if text is None else text)
     monkeypatch.setattr(capability, "_tables", {})
     assert known_operations(CPU) is None
-    assert capability._tried_table(CPU, False) == table
+    assert capability._try_operations(CPU, False) == table
     assert path.read_text() == whole
 
 
@@ -141,7 +141,7 @@ def test_a_job_that_did_not_start_is_not_kept(world, folder, monkeypatch):
         "try_operations",
         lambda *_, **__: dict.fromkeys(trial_operations.OPERATIONS, "not tried: no mpirun"),
     )
-    capability._tried_table(CPU, False)
+    capability._try_operations(CPU, False)
     assert list(folder.iterdir()) == []
     assert known_operations(CPU) == frozenset()  # but this job does not try again
 
@@ -151,7 +151,7 @@ def test_what_was_found_with_cuda_first_is_not_for_a_job_that_started_mpi_first(
     world, launches, monkeypatch
 ):
     monkeypatch.setattr(cuda_context, "_is_first", True)
-    capability._tried_table(CPU, True)
+    capability._try_operations(CPU, True)
     assert known_operations(CPU) == EVERYTHING - {"Alltoallv"}
     for is_first in (False, None):
         monkeypatch.setattr(cuda_context, "_is_first", is_first)
@@ -230,7 +230,7 @@ def test_devices_that_ranks_of_a_node_do_not_see_are_not_given_to_mpi(group, lau
 def test_one_device_of_all_ranks_is_tried(group, launches, monkeypatch):
     where = torch.device("cuda", 0)
     pretend_devices(monkeypatch, ["GPU-0"])
-    capability._tried_table(where, False)
+    capability._try_operations(where, False)
     agree(
         group,
         known_operations(where) is None,

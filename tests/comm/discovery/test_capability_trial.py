@@ -51,7 +51,7 @@ def test_every_operation_works_on_the_host():
 def test_the_ranks_start_cuda_and_mpi_in_the_order_of_the_job_that_asks(monkeypatch, cuda_first):
     order = []
 
-    def run(command, hear, silence_s):
+    def run(command, on_line, silence_s):
         arguments = command[command.index("mpidist.comm.discovery.capability_trial") + 1 :]
         with pytest.raises(InterruptedError):
             capability_trial.main(arguments)
@@ -107,8 +107,8 @@ def test_a_hang_marks_its_operation_alone_and_leaves_no_process(monkeypatch):
     mark = "d1d2d3d4"
     monkeypatch.setattr(child_job.uuid, "uuid4", lambda: type("", (), {"hex": mark}))
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-    assert tried(deaf, other=deaf, silence_s=2.0) == expected("hung: no word within 2 s")
-    assert list(child_job._marked(mark)) == []
+    assert tried(deaf, other=deaf, silence_s=2.0) == expected("hung: no output within 2 s")
+    assert list(child_job._processes_marked(mark)) == []
 
 
 def test_what_a_launcher_detaches_is_ended_too(tmp_path):
@@ -118,7 +118,7 @@ def test_what_a_launcher_detaches_is_ended_too(tmp_path):
         "os.close(2)\n    time.sleep(60)\n"
     )
     marks = []
-    original = child_job._marked
+    original = child_job._processes_marked
 
     def watched(mark):
         found = list(original(mark))
@@ -126,7 +126,7 @@ def test_what_a_launcher_detaches_is_ended_too(tmp_path):
         return iter(found)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child_job, "_marked", watched)
+        patch.setattr(child_job, "_processes_marked", watched)
         assert child_job.run([sys.executable, "-S", "-c", code], lambda line: True, 20.0) == ""
     assert marks[0] == 1 and marks[-1] == 0
 

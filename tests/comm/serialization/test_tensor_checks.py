@@ -379,9 +379,9 @@ def test_what_is_dense_still_shares_memory_where_it_may():
 
 def test_what_is_dense_has_no_more_elements_than_bytes():
     one = torch.ones(1)
-    _, parts, _ = tensor_table.described([one.expand(20_000), one], is_dense=True)
+    _, parts, _ = tensor_table.describe([one.expand(20_000), one], is_dense=True)
     assert sum(part.nbytes for part in parts) >= 80_000
-    _, parts, _ = tensor_table.described([one.expand(20_000), one])
+    _, parts, _ = tensor_table.describe([one.expand(20_000), one])
     assert sum(part.nbytes for part in parts) == 4
 
 
@@ -407,8 +407,8 @@ def test_views_of_bools_cost_no_more_than_their_part(monkeypatch):
         checks, "require_bools", lambda data: (looked.append(data.numel()), require(data))
     )
     part = bytes(4096)
-    made = read([strided((4096,), 0, (1,), BOOL)] * 50, [part], is_strict=True)
-    assert len(made) == 50
+    result = read([strided((4096,), 0, (1,), BOOL)] * 50, [part], is_strict=True)
+    assert len(result) == 50
     assert sum(looked) <= 2 * len(part)
 
 

@@ -27,7 +27,7 @@ def memory_of(part):
 def described(objects):
     """Return the table and the memory of objects, as they arrive."""
     assert all(map(tensor_table.is_describable, objects))
-    table, parts, devices = tensor_table.described(objects)
+    table, parts, devices = tensor_table.describe(objects)
     assert devices == [None] * len(parts)
     return table, [memory_of(part) for part in parts]
 
@@ -319,7 +319,7 @@ def work_of(objects):
     table, parts = described(objects)
     sys.setprofile(note)
     try:
-        tensor_table.described(objects)
+        tensor_table.describe(objects)
         tensor_rebuild.read(table, 0, parts)
     finally:
         sys.setprofile(None)

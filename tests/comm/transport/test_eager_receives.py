@@ -60,7 +60,7 @@ def test_nothing_is_received_before_it_is_asked_for(group, made):
     numbered(made, group, 0)
     group.barrier()
     assert made.poll() is None
-    made.receive(is_probing=False)
+    made.open_receives(is_probing=False)
     agree(
         group, not (wrong := disorder(receive(made, COUNT * (group.size - 1)), COUNT)), f"{wrong}"
     )
@@ -73,7 +73,7 @@ def test_nothing_is_received_before_it_is_asked_for(group, made):
 def test_messages_keep_their_order_over_changes(group, made, ways, polled):
     seen = []
     for turn, is_probing in enumerate(ways):
-        made.receive(is_probing)
+        made.open_receives(is_probing)
         numbered(made, group, turn * COUNT)
         group.barrier()
         for _ in range(polled):
@@ -87,11 +87,11 @@ def test_messages_keep_their_order_over_changes(group, made, ways, polled):
 
 def test_a_message_under_way_comes_before_those_of_posted_receives(group, made):
     """Its receive was matched in the time of a probed one; the change takes place behind it."""
-    made.receive(is_probing=True)
+    made.open_receives(is_probing=True)
     request = _Held()
     request.space = made._probed.space
     made._probed._request, made._probed._is_idle = request, False
-    made.receive(is_probing=False)
+    made.open_receives(is_probing=False)
     assert made.poll(8) is None and made._probed is not None
     numbered(made, group, 0)
     group.barrier()
@@ -125,7 +125,7 @@ class _Held:
 
 @pytest.mark.parametrize("nbytes", [EAGER_BYTES + 1, 300_000])
 def test_what_is_too_long_is_refused_and_the_next_ones_arrive(group, made, nbytes):
-    made.receive(is_probing=True)
+    made.open_receives(is_probing=True)
     to = (group.rank + 1) % group.size
     space = made._probed.space
     space[:] = b"\x55" * EAGER_BYTES
@@ -148,7 +148,7 @@ def test_what_is_too_long_is_refused_and_the_next_ones_arrive(group, made, nbyte
 
 
 def test_a_message_as_long_as_its_receive_arrives(group, made):
-    made.receive(is_probing=True)
+    made.open_receives(is_probing=True)
     header = bytes(EAGER_BYTES - eager_message.FIXED_BYTES)
     made.send((group.rank + 1) % group.size, 1, header=header)
     (one,) = receive(made, 1)

@@ -47,7 +47,7 @@ def headers(seen, source):
 @pytest.fixture(params=[False, True], ids=["posted", "probed"])
 def transport(request, group):
     made = Transport(group)
-    made.receive(is_probing=request.param)
+    made.open_receives(is_probing=request.param)
     yield made
     group.barrier()
     made.close(1)
@@ -119,12 +119,12 @@ def test_payloads_that_wait_are_looked_at_in_turn(group, transport, monkeypatch)
     if group.rank == 0:
         for waiting in (2, 3, 4):
             looked = []
-            transport._arriving = [None] * waiting
-            monkeypatch.setattr(transport, "_complete", looked.append)
+            transport._incomplete = [None] * waiting
+            monkeypatch.setattr(transport, "_finish", looked.append)
             for _ in range(3 * waiting):
                 transport.poll(looks=1 << 40)
             assert set(looked) == set(range(waiting))
-        transport._arriving = []
+        transport._incomplete = []
     elif group.rank == 1:
         for _ in range(3 * (2 + 3 + 4)):
             transport.send(0, 1)
@@ -239,7 +239,7 @@ def test_a_part_for_a_device_waits_for_no_work_of_users(monkeypatch, group, tran
         device.current().do(lambda: slow.append("users' kernel"))
         (arrival,) = receive(transport, 1)
         agree(group, not slow, "the receiving thread waited for the user's stream")
-        arrival.bring()
+        arrival.to_devices()
         device.current().record().synchronize()
         agree(group, arrival.parts[0].tolist() == data.tolist(), "the part")
         agree(group, not device.strays, "work is queued while another device is current")
@@ -265,7 +265,7 @@ def test_a_part_to_oneself_comes_behind_the_stream_that_copies_it(monkeypatch, g
         transport.send(group.rank, 1, parts=[torch.ones(4, dtype=torch.uint8)], devices=[0])
     arrival = transport.poll()
     device.leave_default_stream()  # another thread's stream
-    arrival.bring()
+    arrival.to_devices()
     assert not copied
     device.current().record().synchronize()
     assert copied

@@ -1,4 +1,4 @@
-"""Pytest plugin that writes each failure to standard error the moment it is reported: ``-p tests.told_at_once``.
+"""Pytest plugin that writes each failure to standard error the moment it is reported: ``-p tests.instant_failures``.
 
 When a test fails on one rank alone, the others wait in its collective until faulthandler ends the
 job, before pytest prints its summary with the tracebacks. So the plugin writes them as they come,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests import told_at_once
+from tests import instant_failures
 from tests.support import launcher, started
 
 # Rank 0 fails in each phase of a test and then waits, as the fixtures of a job do; rank 1 waits in
@@ -47,7 +47,7 @@ def test_a_failure_of_one_rank_is_written_before_the_job_is_ended(tmp_path):
         "[pytest]\nfaulthandler_timeout = 1\nfaulthandler_exit_on_timeout = True\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors"]
-    command += ["-p", "no:cacheprovider", "-p", "tests.told_at_once", str(tmp_path)]
+    command += ["-p", "no:cacheprovider", "-p", "tests.instant_failures", str(tmp_path)]
     done = started(
         [*launcher(2), *command], timeout_s=60, env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     )
@@ -67,14 +67,14 @@ def test_tests_that_have_begun_are_noted_and_left_out_the_next_time(tmp_path, mo
     monkeypatch.setenv("MPIDIST_TESTS_BEGUN", str(begun))
     monkeypatch.setenv("MPIDIST_TESTS_DONE", str(begun))
     for rank, nodeid in (("0", "a.py::test[x y]"), ("1", "a.py::other")):
-        monkeypatch.setattr(told_at_once, "_RANK", rank)
-        told_at_once.pytest_runtest_logstart(nodeid)
+        monkeypatch.setattr(instant_failures, "_RANK", rank)
+        instant_failures.pytest_runtest_logstart(nodeid)
     items = [SimpleNamespace(nodeid=name) for name in ("a.py::test[x y]", "a.py::other")]
     left_out = []
     config = SimpleNamespace(
         hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
     )
-    told_at_once.pytest_collection_modifyitems(config, items)
+    instant_failures.pytest_collection_modifyitems(config, items)
     assert [item.nodeid for item in items] == ["a.py::other"] and [
         item.nodeid for item in left_out
     ] == ["a.py::test[x y]"]
