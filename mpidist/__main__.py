@@ -1,4 +1,4 @@
-"""``python -m mpidist``: the ``mpidist`` command, for an environment whose bin folder is not on the PATH."""
+"""``python -m mpidist``: the ``mpidist`` command, if its folder is not on the PATH."""
 
 from mpidist.cli.command import main
 

@@ -1,8 +1,8 @@
-"""What was found out once and holds for later jobs: small JSON files, one for each key, in the user's cache folder.
+"""Cache of measurements for later jobs: small JSON files, one for each key, in the user's folder.
 
-What another user could have written is not read. Folder and file must belong to this user or to
-root, who may keep measurements for all, and nobody else may write them; that is asked of what has
-been opened, so that nothing can take its place in between.
+Nothing that another user could have written is read. Folder and file must belong to this user or to
+root, who may keep measurements for all users, and must not be writable by others. The open file
+descriptor is checked, so that no other file can replace the one checked.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-_FORMAT = 1  # counts changes of what a file holds
-_MAX_BYTES = 1 << 20  # of a file; those of this library have some KiB
-_OPEN = os.O_CLOEXEC | os.O_NONBLOCK  # a named pipe must not be waited for
+_FORMAT = 1  # version of the files' content
+_MAX_BYTES = 1 << 20  # of a file; the library's own have a few KiB
+_OPEN = os.O_CLOEXEC | os.O_NONBLOCK  # opening a named pipe must not block
 
 _log = logging.getLogger(__name__)
-_warned: set[str] = set()  # what this process has warned of
+_warned: set[str] = set()  # warnings that this process has logged
 
 
 def folder() -> Path:
-    """Return ``$MPIDIST_CACHE``, else ``$XDG_CACHE_HOME/mpidist``, else ``~/.cache/mpidist``; it need not exist.
+    """Return ``$MPIDIST_CACHE``, ``$XDG_CACHE_HOME/mpidist`` or ``~/.cache/mpidist``.
+
+    The first whose variable is set; the folder need not exist.
 
     Raises:
-        RuntimeError: None of them is set and this user has no home.
+        RuntimeError: Neither variable is set and this user has no home.
     """
     own = os.environ.get("MPIDIST_CACHE")
     if own:
@@ -40,16 +42,16 @@ def folder() -> Path:
 
 
 def load(kind: str, key: Mapping[str, Any]) -> Any:
-    """Return what was stored of this kind under this key, or None: there is nothing, or nothing that can be trusted.
+    """Return the value stored under this key, or None if there is none or it is not trusted.
 
-    It is data, in the types of JSON; its caller checks what it says. A file or folder that another
-    user may write is left alone, with one warning.
+    The value consists of JSON's types; the caller checks its content. A file or folder that another
+    user may write is ignored, with one warning.
 
     Args:
         kind: Begins the file's name.
-        key: All that the value depends on; strings and numbers.
+        key: Everything that the value depends on; strings and numbers.
     """
-    # Anything may lie there: a text cut short, another version's, a folder, a link.
+    # The file may be anything: truncated, of another version, a folder, a link.
     try:
         with _opened(folder()) as place:
             handle = os.open(_name(kind, key), os.O_RDONLY | os.O_NOFOLLOW | _OPEN, dir_fd=place)
@@ -66,10 +68,10 @@ def load(kind: str, key: Mapping[str, Any]) -> Any:
 
 
 def store(kind: str, key: Mapping[str, Any], value: Any) -> bool:
-    """Write a value that ``load`` returns in later jobs; say whether that could be done.
+    """Write a value that ``load`` returns in later jobs; return whether that succeeded.
 
-    A reader meets the old file or the new one, whole: it takes its name when it is complete.
-    Folders that are missing are made for this user alone, and so is the file.
+    The file is renamed when complete, so a reader sees the old file or the new one, never a part.
+    Missing folders are created for this user alone, and so is the file.
     """
     text = json.dumps({"format": _FORMAT, "key": dict(key), "value": value}, indent=1)
     try:
@@ -98,12 +100,12 @@ def store(kind: str, key: Mapping[str, Any], value: Any) -> bool:
 
 
 class _UnsafeError(Exception):
-    """Another user may write what was opened."""
+    """Another user may write the open file."""
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open a folder, by way of links if there are any, and require that nobody else may write it."""
+    """Open a folder, following links, and require that nobody else may write it."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _OPEN)
     try:
         _require_own(handle, path, stat.S_ISDIR)
@@ -118,30 +120,27 @@ def _require_own(handle: int, path: Path, is_kind: Any) -> None:
         raise OSError(f"{path} is something else")
     if status.st_uid not in (os.geteuid(), 0):
         raise _UnsafeError(
-            f"{path} belongs to user {status.st_uid} and is ignored, as what is found there could be "
-            "forged: remove it, or set "
-            "MPIDIST_CACHE to a folder of your own"
+            f"{path} belongs to user {status.st_uid} and is ignored, as what is found there could "
+            "be forged: remove it, or set MPIDIST_CACHE to a folder of your own"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise _UnsafeError(
-            f"{path} may be written by other users (mode {stat.S_IMODE(status.st_mode):03o}) and is "
-            "ignored, as what is found "
-            f"there could be forged: chmod go-w {path}, or set MPIDIST_CACHE to a folder of your "
-            "own"
+            f"{path} may be written by other users (mode {stat.S_IMODE(status.st_mode):03o}) and "
+            "is ignored, as what is found there could be forged: "
+            f"chmod go-w {path}, or set MPIDIST_CACHE to a folder of your own"
         )
 
 
 def _make(path: Path) -> None:
     for part in (*reversed(path.parents), path):
-        # mkdir(2) at once: another rank may be making it, too.
+        # Another rank may create the same folder at this moment.
         with contextlib.suppress(FileExistsError):
             if not part.is_dir():
                 part.mkdir(0o700)
 
 
 def _warn(text: str) -> None:
-    # No ``warnings.warn``: where that is an error, it would be one on this rank alone, and the
-    # others wait.
+    # ``warnings.warn`` may raise, on this rank alone, and the other ranks would wait.
     if text not in _warned:
         _warned.add(text)
         _log.warning("%s", text)

@@ -1,11 +1,11 @@
-"""Marks that keep torch.compile out of our Python code.
+"""Marks that keep torch.compile out of this library's Python code.
 
-Dynamo would trace what a compiled function calls of us as if it were the user's own code, and
-cannot: groups and reducers hold objects of MPI and threads. ``torch.compiler.disable`` imports
-Dynamo (seconds) and puts a wrapper around every call. The marks below are what it leaves on a
-function, without the wrapper: attributes, which Dynamo reads where it would inline a call, and an
-entry beside the code object, which its frame evaluation reads where it would compile a frame. Both
-lie idle while nothing is being compiled.
+Dynamo traces the functions that a compiled function calls as if they were the user's own code. For
+groups and reducers this fails, because they hold MPI objects and threads.
+``torch.compiler.disable`` imports Dynamo (seconds) and wraps every call. The marks below are what
+it leaves on a function, without the wrapper: attributes, which Dynamo reads where it would inline a
+call, and an entry beside the code object, which its frame evaluation reads where it would compile a
+frame. Both cost nothing while nothing is being compiled.
 
 Source: torch/_dynamo/eval_frame.py (DisableContext), torch/csrc/dynamo/eval_frame.c.
 """
@@ -25,10 +25,12 @@ Marked = TypeVar("Marked", bound="type | Callable[..., Any]")
 
 
 def untraced(marked: Marked) -> Marked:
-    """Have Dynamo call a function, or the methods that a class defines, and all that they call, instead of tracing them.
+    """Mark a function, or the methods of a class: Dynamo calls them instead of tracing them.
+
+    This includes all functions that they call.
 
     Returns:
-        The same object; for a decorator.
+        The same object, for use as a decorator.
     """
     for function in _functions(marked):
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -52,7 +54,7 @@ def _skip(code: types.CodeType) -> None:
 
 @functools.cache
 def _strategy() -> Any:
-    # By the names of the extension module, which is there without torch._dynamo.
+    # The names of the extension module are available without importing torch._dynamo.
     evaluation: Any = torch._C._dynamo.eval_frame
     skip = evaluation._FrameAction.SKIP
     return evaluation._FrameExecStrategy(skip, skip)

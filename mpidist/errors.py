@@ -1,4 +1,4 @@
-"""Every exception that mpidist raises by itself; a wrong argument is a plain ``ValueError`` or ``TypeError``."""
+"""Exceptions of mpidist; a wrong argument raises a plain ``ValueError`` or ``TypeError``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 
 class MpidistError(RuntimeError):
-    """Root of the library's own errors."""
+    """Base class of the library's exceptions."""
 
 
 class LaunchError(MpidistError):
@@ -18,7 +18,10 @@ class GroupError(MpidistError):
 
 
 class DisagreementError(MpidistError):
-    """Ranks entered a collective with different operations, shapes, dtypes or plans; raised on all of them."""
+    """Ranks entered a collective with different arguments; raised on all ranks.
+
+    The operations, shapes, dtypes or plans differ.
+    """
 
 
 class CommTimeout(MpidistError, TimeoutError):
@@ -29,7 +32,7 @@ class RankFailureError(MpidistError):
     """Ranks of the job died or left.
 
     Attributes:
-        ranks: World ranks that are known to have failed; empty when MPI does not tell.
+        ranks: World ranks that are known to have failed; empty if MPI does not report them.
     """
 
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
@@ -38,18 +41,18 @@ class RankFailureError(MpidistError):
 
 
 class FrameError(MpidistError):
-    """Bytes that are not a message of ours: truncated, too long, or of an unknown version."""
+    """Bytes that are no message of this library: truncated, too long, or of an unknown version."""
 
 
 _LONG_PLACE = 100  # characters
 
 
 class NotPlainData(MpidistError, TypeError):
-    """An object cannot be written as data: it is, or holds, something of a kind that a data-only message does not carry.
+    """An object, or an item in it, cannot be written as data.
 
     Attributes:
-        place: Where in the object: ``[1]['net']``; empty for the object itself.
-        reason: A clause about what is there.
+        place: Position in the object: ``[1]['net']``; empty for the object itself.
+        reason: A clause about the item.
     """
 
     def __init__(self, reason: str, place: str = "") -> None:
@@ -59,7 +62,7 @@ class NotPlainData(MpidistError, TypeError):
 
     @classmethod
     def of(cls, obj: object) -> NotPlainData:
-        """Return the error of an object."""
+        """Return the error for an object."""
         kind = type(obj)
         name = (
             kind.__qualname__
@@ -74,17 +77,17 @@ class NotPlainData(MpidistError, TypeError):
         return cls(f"{text} is no plain data")
 
     def within(self, step: str) -> NotPlainData:
-        """Return the error as seen from what holds the object at ``step``."""
+        """Return the error with ``step``, the index in the container, before its place."""
         place = self.place if len(self.place) < _LONG_PLACE else "[...]"
         return NotPlainData(self.reason, step + place)
 
 
 class RemoteError(MpidistError):
-    """A call failed on another worker, and what it raised there cannot be rebuilt here.
+    """A call failed on another worker, and its exception cannot be rebuilt here.
 
     Attributes:
         rank: The worker's rank.
-        type_name: The name of the exception's type there.
+        type_name: The name of the exception's type on that worker.
     """
 
     def __init__(self, message: str, rank: int = -1, type_name: str = "") -> None:
@@ -94,7 +97,9 @@ class RemoteError(MpidistError):
 
 
 class WorkerErrors(MpidistError):
-    """One operation failed on some workers, or on all; the text has each worker's error, the cause is the first.
+    """One operation failed on some workers, or on all.
+
+    The text has each worker's error; the cause is the first error.
 
     Attributes:
         errors: By the worker's name.
@@ -106,11 +111,17 @@ class WorkerErrors(MpidistError):
 
 
 class RRefError(MpidistError):
-    """A remote reference cannot be used so: its creation failed, it was deleted, or this worker is not its owner."""
+    """A remote reference cannot be used.
+
+    Its creation failed, it was deleted, or this worker is not its owner.
+    """
 
 
 class CheckpointError(MpidistError):
-    """A checkpoint cannot be written or read: it is damaged, cut short or of another model; raised on all ranks."""
+    """A checkpoint cannot be written or read; raised on all ranks.
+
+    It is damaged, truncated or of another model.
+    """
 
 
 class KernelError(MpidistError):

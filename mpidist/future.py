@@ -1,12 +1,10 @@
-"""A value that arrives later, with the names of ``torch.futures.Future`` and no dependency on torch.
+"""Future with the names of ``torch.futures.Future`` and without a dependency on torch.
 
-It differs from torch's in two ways: ``wait`` takes a timeout, and a callback that raises does not
-vanish: the exception is the result of the future that ``then`` returned, or is printed with its
-traceback.
+It differs from torch's in two ways: ``wait`` takes a timeout, and an exception in a callback is not
+lost: the future that ``then`` returned raises it, or it is printed with its traceback.
 
-A value on a device may be complete before the device has computed it. Such a future carries the
-places in the device's streams (events) behind which the value is there; whoever asks for the value
-lets its own stream wait for them.
+A value on a device may be set before the device has computed it. Such a future carries events of
+the device's streams; the thread that reads the value makes its own stream wait for them.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from mpidist.errors import CommTimeout
 T = TypeVar("T")
 S = TypeVar("S")
 
-# Guards the hand-over between adding a callback and completing; held for a few instructions only.
+# Guards the race between adding a callback and completing; held for a few instructions only.
 _callbacks_lock = threading.Lock()
 
 
@@ -32,10 +30,11 @@ class Future(Generic[T]):
     """A result that one thread sets once and any number of threads wait for.
 
     Args:
-        events: Objects with ``block_current_stream()``, which lets the calling thread's stream
-            wait; filled before the future is completed.
-        fence: Returns such an object for all that the calling thread has queued; called behind each
-            callback of ``then``.
+        events: Objects with ``block_current_stream()``, which makes the calling thread's stream
+            wait; filled before
+            the future is completed.
+        fence: Returns such an object for all work that the calling thread has queued; called after
+            each callback of ``then``.
     """
 
     __slots__ = (
@@ -60,12 +59,13 @@ class Future(Generic[T]):
         self._exception: BaseException | None = None
         self._callbacks: list[Callable[[Future[T]], Any]] | None = None
         self._seen = False
-        # A held lock is the cheapest latch: completing releases it, each waiter passes it on.
+        # A held lock is the cheapest latch: completing releases it, and each waiter acquires and
+        # releases it.
         self._latch = threading.Lock()
         self._latch.acquire()
 
     def done(self) -> bool:
-        """Say whether a result or an exception is there."""
+        """Say whether a result or an exception is set."""
         return self._done
 
     def wait(self, timeout_s: float | None = None) -> T:
@@ -99,7 +99,7 @@ class Future(Generic[T]):
         return self._exception
 
     def wait_quietly(self) -> None:
-        """Wait for the end and raise nothing; the exception stays for whoever asks."""
+        """Wait until complete and raise nothing; ``wait`` still raises the exception."""
         if not self._done:
             self._latch.acquire()
             self._latch.release()
@@ -113,7 +113,7 @@ class Future(Generic[T]):
         self._complete(None, exception)
 
     def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
-        """Call ``callback(self)`` on completion, in the completing thread; at once if complete already."""
+        """Call ``callback(self)`` on completion, in the completing thread, or now if complete."""
         with _callbacks_lock:
             if not self._done:
                 if self._callbacks is None:
@@ -123,7 +123,7 @@ class Future(Generic[T]):
         _call(callback, self)
 
     def has_callbacks(self) -> bool:
-        """Say whether completing would run somebody's code."""
+        """Say whether completing would run callbacks."""
         return self._callbacks is not None
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
@@ -133,8 +133,8 @@ class Future(Generic[T]):
         result = made[0]
 
         def run(parent: Future[T]) -> None:
-            # Popped, so that the frames in an exception's traceback do not keep the future alive
-            # that must tell of it.
+            # Popped, because the frames in an exception's traceback would keep alive the future
+            # that holds the exception.
             try:
                 value = callback(parent)
             except BaseException as error:
@@ -159,13 +159,14 @@ class Future(Generic[T]):
             _call(callback, self)
 
     def __del__(self) -> None:
-        # A background failure that nobody asked about must not vanish.
+        # A failure that no thread has retrieved must be printed.
         if (
             getattr(self, "_exception", None) is not None
             and not self._seen
             and not sys.is_finalizing()
         ):
-            # The first line alone: what a watchdog reports has one for each rank, and was printed.
+            # The first line only: a watchdog's report has one line for each rank, and has been
+            # printed.
             first, *more = repr(self._exception).split("\\n")
             sys.stderr.write(
                 f"mpidist: an exception was never retrieved: {first}{' ...' if more else ''}\n"
@@ -173,7 +174,7 @@ class Future(Generic[T]):
 
 
 def completed(value: T) -> Future[T]:
-    """Return a future that holds ``value`` already."""
+    """Return a complete future of ``value``."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
@@ -183,7 +184,7 @@ def _call(callback: Callable[[Future[T]], Any], future: Future[T]) -> None:
     try:
         callback(future)
     except BaseException as error:
-        # The completing thread has other waiters to serve; the callback's own trouble is told and
-        # goes no further.
+        # The completing thread must go on to other callbacks, so the exception is printed and not
+        # raised.
         sys.stderr.write(f"mpidist: a future's callback {callback!r} raised\n")
         traceback.print_exception(type(error), error, error.__traceback__)

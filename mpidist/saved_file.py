@@ -1,9 +1,9 @@
-"""Reader of files that ``torch.save`` wrote and that anybody may have changed since: plain data and tensors, or an error.
+"""Reader of untrusted files of ``torch.save``: returns plain data and tensors, or raises.
 
-``weights_only=True`` keeps code out. What it lets through is looked at here: an archive whose
-members are compressed or reach beyond the file (a storage longer than its member would be read past
-its end), objects that are no plain data, sparse tensors whose indices lie outside. A digest beside
-the file tells damage, and is no defence: whoever writes the one writes the other.
+``weights_only=True`` excludes code. The remaining cases are checked here: an archive whose members
+are compressed or reach beyond the file (a storage longer than its member would be read past its
+end), objects that are not plain data, sparse tensors whose indices are out of range. A digest
+beside the file would detect damage but not forgery, because the same user writes both.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ _LAYOUTS = (
 
 
 def read(path: str | os.PathLike[str], map_location: Any = None, mmap: bool = False) -> Any:
-    """Return what a file holds: numbers, texts, bytes, tensors, and dicts, lists, tuples and sets of them.
+    """Return the content of a file: numbers, strings, bytes, tensors, and containers of them.
 
     Args:
         path: A regular file; a link is refused.
-        map_location: As ``torch.load`` has it.
-        mmap: Tensors on the CPU stay in the file, which must then stay as it is; else they are
-            copied.
+        map_location: As in ``torch.load``.
+        mmap: Tensors on the CPU are mapped from the file, which must then stay unchanged; else they
+            are copied.
 
     Raises:
-        ValueError: What is wrong with it.
-        OSError: It cannot be read.
+        ValueError: The reason why the file is refused.
+        OSError: The file cannot be read.
     """
     path = Path(path)
     if not is_regular(path):
         raise ValueError(f"{path.name} is missing, or a link or a folder, and no regular file")
     _require_archive(path)
     try:
-        # Mapped always: a storage is then a part of the mapping, however long a forged file says
-        # that it is.
+        # Always mapped, so that a storage is a part of the mapping, whatever length a forged file
+        # gives.
         with torch.sparse.check_sparse_tensor_invariants():
             found = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
         return _Walk(copies=not mmap).plain(found)
     except OSError:
         raise
-    except Exception as error:  # whatever a damaged file makes of the unpickler
+    except Exception as error:  # a damaged file may raise any exception
         raise ValueError(
             f"{path.name} is damaged, or holds more than plain data: {_first_line(error)}"
         ) from error
 
 
 def is_regular(path: Path) -> bool:
-    """Say whether there is a file of this name, and no link to one."""
+    """Say whether a path is a regular file and not a link."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:
@@ -68,7 +68,7 @@ def is_regular(path: Path) -> bool:
 
 
 def _require_archive(path: Path) -> None:
-    """Require an archive as ``torch.save`` writes it: members as they are, one behind the other, within the file."""
+    """Require an archive as ``torch.save`` writes it: stored members, in order, inside the file."""
     size = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as archive:
@@ -105,11 +105,10 @@ def _require_archive(path: Path) -> None:
 
 
 class _Walk:
-    """One look at all that a file holds.
+    """Traversal of the content of a file.
 
     Args:
-        copies: Tensors on the CPU get memory of their own; those that share memory share it there,
-            too.
+        copies: Copy tensors on the CPU; tensors that share memory share it in the copies too.
     """
 
     def __init__(self, copies: bool) -> None:
@@ -120,7 +119,7 @@ class _Walk:
         """Return the value, or its copy.
 
         Raises:
-            ValueError: It is, or holds, something else than plain data.
+            ValueError: It is, or holds, something other than plain data.
         """
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:

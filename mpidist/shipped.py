@@ -1,6 +1,6 @@
-"""Folders that travel with the package and are no modules of it: job scripts, examples, benchmarks.
+"""Folders shipped with the package that are not modules: job scripts, examples, benchmarks.
 
-In a wheel they lie below ``mpidist/shipped_files``, in a checkout and an editable install beside
+In a wheel they are in ``mpidist/shipped_files``, in a checkout and an editable install beside
 ``mpidist``.
 """
 
@@ -21,12 +21,12 @@ def folder(name: str) -> Path:
 
     Raises:
         ValueError: Another name.
-        MpidistError: It is in neither place; the installation is broken.
+        MpidistError: The folder is in neither place; the installation is broken.
     """
     if name not in FOLDERS:
         raise ValueError(f"{name!r} is none of {', '.join(FOLDERS)}")
     for place in (_PACKAGED, _CHECKOUT):
-        # A folder of that name may lie beside any site-packages; ours says so.
+        # Another package may have installed a folder of that name; ours has a README.md.
         if (place / name / "README.md").is_file():
             return place / name
     raise MpidistError(f"no folder {name} in {_PACKAGED} or {_CHECKOUT}; install mpidist again")

@@ -1,6 +1,6 @@
-"""``python -m mpidist.tune``: measure which all-reduce is the fastest at which size, and keep the table.
+"""``python -m mpidist.tune``: measure the all-reduce algorithms by size, and cache the table.
 
-Start it as the job is started, one rank a GPU: ``srun python -m mpidist.tune`` or ``mpirun -n 4
+Start it as the job is started, one rank per GPU: ``srun python -m mpidist.tune`` or ``mpirun -n 4
 python -m mpidist.tune``. ``--device host`` measures host memory, for jobs of several nodes with
 several ranks on each.
 """
@@ -20,10 +20,10 @@ _SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table, and keep it. Collective: over all ranks of the job."""
+    """Measure, print the table, and cache it. Collective: over all ranks of the job."""
     options = _parser().parse_args(arguments)
-    # The jobs that use the table have a CUDA context when MPI starts; without one MPI takes another
-    # way.
+    # The jobs that use the table have a CUDA context when MPI starts; without one MPI would choose
+    # another path.
     library.load(makes_context=options.device == "cuda")
     group = comm.init()
     where = {"host": None, "cpu": torch.device("cpu")}.get(options.device, runtime.device())

@@ -1,4 +1,4 @@
-"""cuda/*.cu text → load → one module a kernel.
+"""cuda/*.cu → load → launch → one module for each kernel.
 
-The only package that imports CuPy; CPU tensors take each kernel's torch twin.
+Only this package imports CuPy; CPU tensors use each kernel's torch twin.
 """

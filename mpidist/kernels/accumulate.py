@@ -1,6 +1,6 @@
-"""``y += a * x`` with fp32 accumulation: the step of a reduction whose types are narrow, or differ.
+"""Accumulation ``y += a * x`` in fp32: the step of a reduction of narrow or different dtypes.
 
-``cuda/accumulate.cu`` does it on the device; the torch twin in this file gives the same numbers.
+``cuda/accumulate.cu`` is the kernel; the torch twin in this file gives the same numbers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from mpidist.kernels.launch import NAMES, chunk_numel, compute_dtype, has_kernel
 def accumulate(y: torch.Tensor, x: torch.Tensor, a: float = 1.0) -> torch.Tensor:
     """Add ``a * x`` to ``y`` in place.
 
-    The product and the sum are taken in fp32 (fp64 for fp64) and rounded once to ``y``'s dtype.
+    The product and the sum are computed in fp32 (fp64 for fp64) and rounded once to ``y``'s dtype.
 
-    Blocks: not; on CUDA the work is queued on the current stream.
+    Blocks: no; on CUDA the work is queued on the current stream.
 
     Args:
         y: Contiguous tensor of N elements; float16, bfloat16, float32 or float64.
@@ -63,7 +63,7 @@ def accumulate(y: torch.Tensor, x: torch.Tensor, a: float = 1.0) -> torch.Tensor
 
 
 def twin(y: torch.Tensor, x: torch.Tensor, a: float = 1.0) -> torch.Tensor:
-    """Do the same with torch's own operations."""
+    """Compute the same with torch's operations."""
     wide = compute_dtype(y.dtype)
     term = x.to(wide).view(y.shape)
     if a != 1:

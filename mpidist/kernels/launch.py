@@ -1,4 +1,4 @@
-"""Launches of kernels: on torch's current stream, from tables that lie on the device.
+"""Kernel launches on torch's current stream, with tables in device memory.
 
 Letters: N elements of a tensor.
 """
@@ -15,10 +15,10 @@ import torch
 from mpidist.kernels import load
 
 THREADS = 256
-# one block's share of an element-wise kernel, of the wider type; as in cuda/common.cuh
+# One block's share of an element-wise kernel, of the wider type; as in cuda/common.cuh.
 CHUNK_BYTES = 16 << 10
 
-# The kernels' names of torch's dtypes.
+# Names of torch's dtypes in the kernels.
 NAMES = {
     torch.float32: "float",
     torch.float16: "float16",
@@ -28,12 +28,12 @@ NAMES = {
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
-    """Say whether a kernel can work on the tensor; else its torch twin does."""
+    """Say whether a kernel can be used for the tensor; else its torch twin is."""
     return tensor.is_cuda and load.is_available(tensor.device.index)
 
 
 def chunk_numel(*dtypes: torch.dtype) -> int:
-    """Return how many elements one block of an element-wise kernel takes."""
+    """Return the number of elements that one block of an element-wise kernel processes."""
     return CHUNK_BYTES // max(dtype.itemsize for dtype in dtypes)
 
 
@@ -43,10 +43,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def blocks_of(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Give items their blocks, one behind the other.
+    """Assign consecutive blocks to items.
 
     Args:
-        shares: How many blocks each item takes.
+        shares: Number of blocks of each item.
 
     Returns:
         The first block of each item (int64), and the item of each block (int32).
@@ -56,7 +56,7 @@ def blocks_of(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def to_device(table: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy a host table to the device, in the order of the current stream; the host does not wait."""
+    """Copy a host table to the device on the current stream; the host does not wait."""
     held = torch.from_numpy(table)
     return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held
 
@@ -76,11 +76,11 @@ def launch(
         args: Pointers as ints, other arguments as NumPy scalars of the kernel's types.
 
     Raises:
-        KernelError: The text does not compile.
+        KernelError: The source does not compile.
     """
     kernel = load.function(file, name, device.index, tuple(defines))
     queued = partial(kernel, (blocks,), (threads,), tuple(args), stream=_Stream(stream_of(device)))
-    # To change devices takes as long as a launch, and seldom has to be.
+    # Changing the current device takes as long as a launch, and is seldom necessary.
     if torch.cuda.current_device() == device.index:
         queued()
     else:
@@ -89,10 +89,10 @@ def launch(
 
 
 class _Stream:
-    """A stream's handle under the name that CuPy asks for.
+    """A stream's handle under the attribute that CuPy reads.
 
-    A stream of CuPy's own takes handle 0 for another stream than torch does where
-    ``CUPY_CUDA_PER_THREAD_DEFAULT_STREAM`` is set.
+    With ``CUPY_CUDA_PER_THREAD_DEFAULT_STREAM`` set, CuPy's own stream class and torch take handle
+    0 for different streams.
     """
 
     __slots__ = ("ptr",)
@@ -103,10 +103,10 @@ class _Stream:
 
 def stream_of(device: torch.device) -> int:
     """Return the handle of the device's current stream; 0 on the host."""
-    # ``torch.cuda.current_stream`` takes ten times as long, and every launch asks.
+    # Every launch calls this, and ``torch.cuda.current_stream`` takes ten times as long.
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 def scalar(value: float, dtype: torch.dtype) -> Any:
-    """Return a factor as a kernel that works on ``dtype`` takes it."""
+    """Return a factor in the type of kernels that work on ``dtype``."""
     return np.float64(value) if dtype is torch.float64 else np.float32(value)

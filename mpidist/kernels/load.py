@@ -1,4 +1,4 @@
-"""Find the CUDA text and have CuPy compile it, once per device and source."""
+"""CUDA sources, compiled by CuPy once per device and source."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder() -> Path:
 
 
 def source(name: str) -> str:
-    """Return the text of ``name`` (for example ``"accumulate.cu"``).
+    """Return the content of ``name`` (for example ``"accumulate.cu"``).
 
     Raises:
         KernelError: There is no such file.
@@ -46,25 +46,25 @@ def current_device(index: int) -> Iterator[None]:
     """Make a CUDA device current for torch and CuPy."""
     import cupy
 
-    # torch's first: it sets the device from before only if that has a context. CuPy alone would set
-    # it, and so make one there.
+    # torch first: at its end it restores the previous device only if that device has a context.
+    # CuPy alone would restore it always, and so create a context there.
     with torch.cuda.device(index), cupy.cuda.Device(index):
         yield
 
 
 @functools.cache
 def is_available(device: int) -> bool:
-    """Say whether kernels can be launched: CuPy is installed, and can compile for a device; if it cannot, warn once.
+    """Say whether kernels can be launched; if CuPy cannot compile for the device, warn once.
 
     Args:
-        device: The CUDA device's index; no context is made on another one.
+        device: The CUDA device's index; no context is created on another device.
     """
     try:
         import cupy
 
         with current_device(device):
             cupy.RawModule(code='extern "C" __global__ void nothing() {}').compile()
-    # no driver, no compiler, no place for CuPy's cache: whatever it is, torch can do the work
+    # no driver, no compiler, no cache folder: torch's twin is used
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
             return False
@@ -79,16 +79,18 @@ def is_available(device: int) -> bool:
 
 @functools.cache
 def function(file: str, name: str, device: int, defines: tuple[str, ...] = ()) -> Any:
-    """Return a compiled kernel; CuPy keeps the machine code on disk by the digest of the text and the options.
+    """Return a compiled kernel.
+
+    CuPy caches the machine code on disk by the digest of the source and the options.
 
     Args:
         file: The ``.cu`` file.
-        name: An ``extern "C"`` entry point of it.
+        name: An ``extern "C"`` entry point in it.
         device: The CUDA device's index.
         defines: Macros, as ``"NAME=value"``.
 
     Raises:
-        KernelError: It does not compile; carries file, line and the compiler's text.
+        KernelError: It does not compile; the text has file, line and the compiler's message.
     """
     return _module(file, device, defines).get_function(name)
 
@@ -108,8 +110,8 @@ def _module(file: str, device: int, defines: tuple[str, ...]) -> Any:
 
 
 def _text(file: str) -> str:
-    # Whole, because the digest by which CuPy keeps the machine code does not see what is included;
-    # #line makes the compiler name the real files.
+    # Includes are expanded here, because the digest of CuPy's cache does not cover included files;
+    # #line lets the compiler report the original files.
     header = f'#line 1 "{folder() / "common.cuh"}"\n{source("common.cuh")}'.replace(
         "#pragma once", ""
     )

@@ -1,6 +1,6 @@
-"""Many tensors into one flat buffer, and back: one launch whatever their number, with a factor and a cast on the way.
+"""Copies between many tensors and one flat buffer, in one launch, with a factor and a cast.
 
-``cuda/pack.cu`` does it on the device; the torch twins in this file give the same numbers.
+``cuda/pack.cu`` is the kernel; the torch twins in this file give the same numbers.
 
 Letters: N elements of all tensors together.
 """
@@ -29,25 +29,24 @@ from mpidist.kernels.view import byte_view, flat_view
 
 Tensor = torch.Tensor
 
-_CACHED_TABLES = 256  # lists of tensors
+_CACHED_TABLES = 256  # entries, one for each list of tensors
 
-# Tables on devices, with the kernel's suffix, by everything that the checks and the table depend
-# on.
+# Device tables, with the kernel's suffix, by everything that the checks and the table depend on.
 _tables: OrderedDict[tuple[object, ...], tuple[str, Tensor]] = OrderedDict()
 _dtype_of = attrgetter("dtype")
 
 
 def pack(tensors: Sequence[Tensor], flat: Tensor, scale: float = 1.0) -> Tensor:
-    """Copy tensors, times ``scale``, into a flat buffer, one behind the other.
+    """Copy tensors, times ``scale``, into a flat buffer, one after another.
 
-    Blocks: not; on CUDA the work is queued on the current stream.
+    Blocks: no; on CUDA the work is queued on the current stream.
 
     Args:
-        tensors: Dense tensors (each element once, no gaps) of one dtype on one device; taken in the
+        tensors: Dense tensors (each element once, no gaps) of one dtype on one device; read in the
             order of their memory.
-        flat: Contiguous tensor of N elements on the same device. Its dtype may be another if both
-            are float16, bfloat16 or float32.
-        scale: Factor, applied in fp32 (fp64 for fp64) before the one rounding; 1 for other dtypes.
+        flat: Contiguous tensor of N elements on the same device. The dtypes may differ if both are
+            float16, bfloat16 or float32.
+        scale: Factor, applied in fp32 (fp64 for fp64) before rounding once; 1 for other dtypes.
 
     Returns:
         ``flat``.
@@ -65,7 +64,7 @@ def pack(tensors: Sequence[Tensor], flat: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor], scale: float = 1.0) -> None:
-    """Copy a flat buffer, times ``scale``, into tensors: the inverse of ``pack``, with the same arguments."""
+    """Copy a flat buffer, times ``scale``, into tensors: the inverse of ``pack``."""
     if has_kernels(flat):
         _launch("unpack", tensors, flat, scale)
     else:
@@ -74,7 +73,7 @@ def unpack(flat: Tensor, tensors: Sequence[Tensor], scale: float = 1.0) -> None:
 
 
 def in_memory_order(dense: Tensor) -> Tensor:
-    """Return a view of a dense tensor's elements one behind the other, as they lie in memory.
+    """Return a flat view of a dense tensor's elements in memory order.
 
     Raises:
         ValueError: It has gaps, or an element twice.
@@ -92,11 +91,14 @@ def in_memory_order(dense: Tensor) -> Tensor:
 
 
 def table(parts: Sequence[Tensor], chunk: int) -> np.ndarray:
-    """Return the kernel's table: (address, place in the flat buffer, elements) of each chunk, one block's share, as int64.
+    """Return the kernel's table, one row (address, offset in the flat buffer, elements) per chunk.
 
     Args:
         parts: Tensors of one dtype, each element once and no gaps.
-        chunk: Elements of a chunk, at most.
+        chunk: Elements of a chunk, at most; one block copies one chunk.
+
+    Returns:
+        int64, shape (chunks, 3).
     """
     numels = np.fromiter(map(Tensor.numel, parts), np.int64, len(parts))
     addresses = np.fromiter(map(Tensor.data_ptr, parts), np.int64, len(parts))
@@ -147,14 +149,14 @@ def _launch(name: str, tensors: Sequence[Tensor], flat: Tensor, scale: float) ->
 def _cached_table(
     name: str, tensors: Sequence[Tensor], flat: Tensor, scale: float
 ) -> tuple[str, Tensor]:
-    """Return the kernel's suffix and its table on the device, for tensors that are checked the first time they come.
+    """Return the kernel's suffix and its table on the device; new lists of tensors are checked.
 
-    The same tensors come in every step, and checking 100 of them one by one takes longer than the
-    kernel. An address says nothing of the elements that lie there, so the key has all that the
-    checks look at.
+    The same tensors recur in every step, and checking 100 of them takes longer than the kernel. An
+    address alone does not identify the elements at it, so the key has everything that the checks
+    read.
     """
     key = (
-        stream_of(flat.device),  # a table is the stream's that it was copied on
+        stream_of(flat.device),  # the table was copied on this stream
         flat.dtype,
         flat.get_device(),
         flat.numel(),

@@ -1,12 +1,12 @@
-"""PowerSGD's arithmetic on all matrices of a bucket: X = M·s + E, P = X·Q, Q = Xᵀ·P, M = P·Qᵀ, E = X − M.
+"""PowerSGD on all matrices of a bucket: X = M·s + E, P = X·Q, Q = Xᵀ·P, M = P·Qᵀ, E = X − M.
 
-X lies in M until ``reconstruct``, and E is as the last step left it: a step whose sums are not
-finite is given up (``give_up``).
+M holds X until ``reconstruct``, and E is unchanged until then: a step whose sums are not finite is
+given up (``give_up``).
 
-On CUDA each function is one launch of ``cuda/powersgd.cu``, whatever the number of matrices and
-their shapes (two, to make the columns of matrices orthonormal that are too tall for one block's
-registers: past 8192 rows, fewer at ranks past 4); the twins in this file do the same with torch's
-operations. Tensors that are not worth compressing travel beside the Ps.
+On CUDA each function is one launch of ``cuda/powersgd.cu`` for any number and shapes of matrices
+(two launches to orthogonalize matrices that are too tall for one block's registers: above 8192
+rows, fewer at ranks above 4). The twins in this file do the same with torch's operations. Tensors
+that are not worth compressing are sent beside the Ps.
 
 Letters: n × m a matrix; r the approximation's rank, at most 32 on CUDA.
 
@@ -39,7 +39,7 @@ _BLOCK_NUMEL = 1 << 18  # of a product that the twin of ``reconstruct`` computes
 
 @dataclass(frozen=True)
 class Matrix:
-    """One gradient as a matrix, what was left out of it so far, and its thin factors."""
+    """One gradient as a matrix, its error feedback, and its two thin factors."""
 
     m: Tensor  # n × m, contiguous: M, and with E, X between ``project`` and ``reconstruct``
     e: Tensor | None  # n × m, contiguous; None without error feedback
@@ -48,12 +48,12 @@ class Matrix:
 
 
 class Bucket:
-    """The matrices of one bucket, all of one dtype on one device; float16, bfloat16, float32 or float64.
+    """Matrices of one bucket, of one dtype (float16, bfloat16, float32, float64) on one device.
 
     Args:
         matrices: They share no memory with each other.
-        whole: Tensors that are sent as they are.
-        slots: A flat tensor that holds them all, one behind the other, beside the Ps.
+        whole: Tensors that are sent uncompressed.
+        slots: A flat tensor that holds all of ``whole``, one after another, beside the Ps.
         batched: Let the twins multiply matrices of one shape together.
     """
 
@@ -77,9 +77,9 @@ class Bucket:
 
 
 def project(bucket: Bucket, scale: float = 1.0) -> None:
-    """M = M·scale + E, P = M·Q, for each matrix; without E, P = M·scale·Q.
+    """Compute M = M·scale + E and P = M·Q for each matrix; without E, P = M·scale·Q.
 
-    Whole tensors, times ``scale``, go to their slots.
+    Whole tensors, times ``scale``, are copied to their slots.
     """
     if bucket.on_device is not None:
         bucket.on_device.launch("project", scalar(scale, bucket.dtype))
@@ -98,7 +98,7 @@ def project(bucket: Bucket, scale: float = 1.0) -> None:
 
 
 def backproject(bucket: Bucket, scale: float = 1.0) -> None:
-    """Q = Xᵀ·P for each matrix; ``scale`` as it was given to ``project``."""
+    """Compute Q = Xᵀ·P for each matrix; ``scale`` is the same as for ``project``."""
     if bucket.on_device is not None:
         bucket.on_device.backproject(scale)
         return
@@ -133,9 +133,9 @@ def reconstruct(bucket: Bucket) -> None:
 def give_up(bucket: Bucket) -> None:
     """End a step whose sums are not finite, between ``project`` and ``reconstruct``.
 
-    M becomes NaN on every rank, for whoever watches the gradients; whole tensors come back from
-    their slots. E stays as it was, apart from elements that are not finite themselves, which become
-    zeros: the next step would not be finite again.
+    M becomes NaN on every rank, so that a gradient scaler notices; whole tensors are copied back
+    from their slots. E is kept, except that elements that are not finite become zero, because the
+    next step would not be finite either.
     """
     for x in bucket.matrices:
         x.m.fill_(math.nan)
@@ -145,9 +145,9 @@ def give_up(bucket: Bucket) -> None:
 
 
 def is_finite(flat: Tensor) -> bool:
-    """Say whether all elements are finite. Blocks: the host, until they are there."""
-    # One fast pass: a sum is not finite if one element is not. It may also have overflowed, which
-    # the slow pass finds out.
+    """Say whether all elements are finite. Blocks: until they are computed."""
+    # A fast pass first: the sum is not finite if an element is not. The sum may also overflow,
+    # which the slow pass decides.
     return math.isfinite(flat.sum(dtype=compute_dtype(flat.dtype)).item()) or bool(
         flat.isfinite().all()
     )
@@ -167,8 +167,8 @@ def orthogonalize(matrix: Tensor, epsilon: float = 0) -> Tensor:
     """Make the columns of an n × r matrix orthonormal, in place, with torch's operations.
 
     Args:
-        epsilon: 0: by QR, the fastest on the host; the signs of columns, and what becomes of
-            dependent ones, may differ from Gram–Schmidt's, P·Qᵀ does not. Else by Gram–Schmidt with
+        epsilon: 0: by QR, the fastest on the host. Signs of columns, and the result for dependent
+            ones, may differ from Gram–Schmidt's; P·Qᵀ does not. Else by Gram–Schmidt with
             ``epsilon`` added to each norm, which keeps a column of zeros finite.
     """
     if epsilon == 0:
@@ -181,17 +181,17 @@ def _orthogonalize(bucket: Bucket, thin: Sequence[Tensor], is_q: int, epsilon: f
     if bucket.on_device is not None:
         bucket.on_device.orthogonalize(is_q, epsilon)
         return
-    # On a device QR would turn columns that the kernel leaves, and another rank may have the
-    # kernel.
+    # On a device QR may flip columns that the kernel does not, and another rank may use the kernel.
     one = gram_schmidt if bucket.device.type == "cuda" else orthogonalize
     for matrix in thin:
         one(matrix, epsilon)
 
 
 def gram_schmidt(matrix: Tensor, epsilon: float = 0, sweeps: int = 2) -> Tensor:
-    """Do what the kernel does: modified Gram–Schmidt in fp32 (fp64), a second sweep for what rounding left; in place.
+    """Compute what the kernel computes: modified Gram–Schmidt in fp32 (fp64), in place.
 
-    Without ``epsilon`` a column of zeros stays one.
+    The second sweep removes the components that rounding left. Without ``epsilon`` a column of
+    zeros remains zero.
     """
     values = matrix.to(compute_dtype(matrix.dtype))
     for step in range(sweeps * matrix.shape[1]):
@@ -205,7 +205,7 @@ def gram_schmidt(matrix: Tensor, epsilon: float = 0, sweeps: int = 2) -> Tensor:
 
 
 def items_of(bucket: Bucket) -> list[powersgd_plan.Item]:
-    """Return the kernels' view of a bucket; matrices first, so that orthogonalisation finds them without a map."""
+    """Return the kernels' items of a bucket; matrices first, so that their blocks need no map."""
     items = []
     for x in bucket.matrices:
         addresses = (
@@ -223,7 +223,7 @@ def items_of(bucket: Bucket) -> list[powersgd_plan.Item]:
 
 
 def _together(bucket: Bucket) -> Iterator[list[int]]:
-    """Yield the places of matrices one by one, or of those of one shape together."""
+    """Yield indices of matrices, one by one, or grouped by shape if ``batched``."""
     if not bucket.batched:
         yield from ([i] for i in range(len(bucket.matrices)))
         return
@@ -237,7 +237,7 @@ def _reconstruct_by_rows(x: Matrix) -> None:
     if x.e is None:
         torch.mm(x.p, x.q.t(), out=x.m)
         return
-    # M holds X, so the product needs memory of its own: a few rows of it, which the cache keeps.
+    # M holds X, so the product needs memory of its own: a few rows, which stay in the cache.
     rows, right = max(1, _BLOCK_NUMEL // x.m.shape[1]), x.q.t()
     whole = [(x.m, x.e, x.p)]
     blocks = (

@@ -13,10 +13,10 @@ from mpidist.kernels.launch import NAMES, chunk_numel, compute_dtype, launch, sc
 
 
 class BucketKernels:
-    """The table of one bucket on its device, and the launches that read it.
+    """Device table of one bucket, and the launches that read it.
 
     Args:
-        items: What the kernels work on; at least one matrix.
+        items: Matrices, at least one, then whole tensors.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Tables and grids of the PowerSGD kernels for a bucket: pure arithmetic, from sizes to a table.
+"""Tables and grids of the PowerSGD kernels for a bucket: pure arithmetic on sizes.
 
 Letters: n × m a matrix; r the approximation's rank.
 """
@@ -13,23 +13,26 @@ import numpy as np
 from mpidist.kernels.launch import THREADS, blocks_of
 
 HIGHEST_RANK = 32
-SWEEP_THREADS = 512  # of a block that orthogonalises
+SWEEP_THREADS = 512  # of a block that orthogonalizes
 _WARP = 32
-_TILE = 128  # rows that a block of backproject takes at once
-# of the rows of one strip of columns: more blocks, and more sums of theirs to add up
+_TILE = 128  # rows that a block of backproject processes at once
+# Blocks of one strip of columns; more blocks would leave more sums to add.
 _MAX_SPLITS = 64
-# columns from which the warps of a block may share rows: each has an iteration of its loop
+# Columns from which the warps of a block may share rows: each has at least one iteration of its
+# loop.
 _LONG_ROW = 1024
-# of a bucket in project: with so many a device is busy, and rows of one's own spare reads of Q
+# Blocks of a bucket in project. This many keep a device busy, and warps with rows of their own read
+# Q less often.
 _ENOUGH_BLOCKS = 1024
-_HELD_BYTES, _MAX_HELD = 256, 16  # what a thread that orthogonalises has in registers: bytes, rows
+# Registers of a thread that orthogonalizes: bytes, rows.
+_HELD_BYTES, _MAX_HELD = 256, 16
 _SEGMENT = 512  # rows of a block that shares a tall matrix
-_MAX_SEGMENTS = 256  # more blocks, and more Gram matrices to add up
+_MAX_SEGMENTS = 256  # more blocks would leave more Gram matrices to add
 
 
 @dataclass(frozen=True)
 class Item:
-    """One matrix, or with ``rank`` 0 a tensor that travels whole: ``rows`` elements of M go to P and back."""
+    """One matrix; with ``rank`` 0 an uncompressed tensor of ``rows`` elements."""
 
     addresses: tuple[int, int, int, int]  # of M, E (0: no error feedback), P, Q
     rows: int
@@ -39,25 +42,25 @@ class Item:
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernels' table and grids; the fields of ``items`` are ``struct Item`` of cuda/powersgd.cu."""
+    """Table and grids of the kernels; the fields of ``items`` are those of ``struct Item``."""
 
     items: np.ndarray  # int64, one row an item
     row_owners: np.ndarray  # int32: the item of each block of project and reconstruct
     column_owners: np.ndarray  # int32: of backproject
     sweep_owners: tuple[np.ndarray, np.ndarray]  # int32: of orthogonalize, for P and for Q
-    # some P, some Q is shared by several blocks, so orthogonalize takes a second launch
+    # Some P or Q is shared by several blocks, so orthogonalize needs a second launch.
     has_tall: tuple[bool, bool]
-    partials_numel: int  # sums that blocks of one strip leave each other
-    grams_numel: int  # float64: Gram matrices that blocks of one tall matrix leave each other
+    partials_numel: int  # partial sums of blocks that share a strip
+    grams_numel: int  # float64: Gram matrices of blocks that share a tall matrix
     counters: int  # strips and tall matrices with several blocks
-    rank: int  # the power of two that the kernels are compiled for
+    rank: int  # power of two that the kernels are compiled for
 
 
 def compiled_rank(highest: int) -> int:
-    """Return the power of two that serves matrices up to this rank.
+    """Return the power of two that the kernels are compiled for, at least ``highest``.
 
     Raises:
-        ValueError: Past 32.
+        ValueError: Above 32.
     """
     if highest > HIGHEST_RANK:
         raise ValueError(f"the PowerSGD kernels take ranks up to {HIGHEST_RANK}; got {highest}")
@@ -65,22 +68,27 @@ def compiled_rank(highest: int) -> int:
 
 
 def held_rows(rank: int, compute_bytes: int) -> int:
-    """Return how many rows one block of ``orthogonalize`` holds in registers, for a compiled rank and its arithmetic's bytes."""
+    """Return the number of rows that one block of ``orthogonalize`` holds in registers.
+
+    Args:
+        rank: As compiled.
+        compute_bytes: Of the type that the kernel computes in.
+    """
     return SWEEP_THREADS * min(_HELD_BYTES // compute_bytes // rank, _MAX_HELD)
 
 
 def plan(
     items: Sequence[Item], chunk_numel: int, compute_bytes: int = 4, threads: int = THREADS
 ) -> Plan:
-    """Give each item its blocks in each kernel.
+    """Assign blocks to each item in each kernel.
 
     Args:
         chunk_numel: Elements of a whole tensor that one block copies.
         compute_bytes: Of the type that the kernels compute in: 8 for float64, else 4.
-        threads: Of a block, but for ``orthogonalize``.
+        threads: Of a block, except in ``orthogonalize``.
     """
     rank = compiled_rank(max((item.rank for item in items), default=0))
-    per_thread = 4 if rank <= 8 else 32 // rank  # rows of a warp, and columns of a thread
+    per_thread = 4 if rank <= 8 else 32 // rank  # rows of a warp, columns of a thread
     width = per_thread * _WARP
     shares, shares_rows = _row_blocks(items, chunk_numel, per_thread, threads // _WARP)
     strips = [-(-item.columns // width) if item.rank else 0 for item in items]
@@ -126,10 +134,10 @@ def plan(
 def _row_blocks(
     items: Sequence[Item], chunk_numel: int, rows: int, warps: int
 ) -> tuple[list[int], list[bool]]:
-    """Return each item's blocks in project and reconstruct, and where the warps of a block share its rows.
+    """Return each item's blocks in project and reconstruct, and whether warps share its rows.
 
-    Few long rows make few blocks, each with a long loop: there a block takes the rows of one warp,
-    and its warps cut the columns.
+    Few long rows would make few blocks with long loops. In this case a block processes the rows of
+    one warp, and its warps divide the columns.
     """
     own = [-(-item.rows // (rows * warps if item.rank else chunk_numel)) for item in items]
     is_busy = sum(own) >= _ENOUGH_BLOCKS
@@ -150,12 +158,12 @@ class _Sweeps:
 
 
 def _sweeps(heights: Sequence[int], held: int, rank: int, grams: int, counters: int) -> _Sweeps:
-    """Give each thin matrix the blocks that orthogonalise it: one, or if it is tall as many as share its rows.
+    """Assign blocks to each thin matrix: one, or for a tall matrix as many as share its rows.
 
     Args:
-        heights: Rows of each; 0: there is nothing to do.
+        heights: Rows of each; 0 for no work.
         held: Rows that one block holds in registers.
-        grams: The first free place for Gram matrices.
+        grams: The first free offset for Gram matrices.
         counters: The first free counter.
     """
     segments = [

@@ -1,9 +1,8 @@
-"""Blockwise int8: blocks of 256 elements with an fp32 scale each, the block's largest magnitude over 127.
+"""Blockwise int8: 256 elements share an fp32 scale, their largest magnitude divided by 127.
 
-``cuda/quantize.cu`` does it on the device; the torch twins in this file give the same bits.
+``cuda/quantize.cu`` is the kernel; the torch twins in this file give the same bits.
 
-Letters: N elements of a tensor; B = ``blocks_in(N)`` blocks of them, the last one with what is
-left.
+Letters: N elements of a tensor; B = ``blocks_in(N)`` blocks of them, the last one may be shorter.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ Tensor = torch.Tensor
 BLOCK = 256  # elements that share a scale; as in cuda/quantize.cu
 DTYPES = (torch.float32, torch.float64)
 
-_CHUNK_NUMEL = 16 * BLOCK  # a thread block's share; as in cuda/quantize.cu
+_CHUNK_NUMEL = 16 * BLOCK  # of a thread block; as in cuda/quantize.cu
 _MIN_NORMAL = torch.finfo(torch.float32).tiny
-# What the twin works on before it goes on, so that it stays in the processor's cache: 1 MiB of
-# fp32. A GPU wants much at once.
+# Elements that the twin processes at a time: 1 MiB of fp32 stays in the processor's cache; a GPU
+# needs more.
 _PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 1 << 18, 1 << 24
 
 
 def blocks_in(numel: int) -> int:
-    """Return how many blocks, and so scales, ``numel`` elements take."""
+    """Return the number of blocks, and of scales, for ``numel`` elements."""
     return -(-numel // BLOCK)
 
 
@@ -37,16 +36,16 @@ def quantize(x: Tensor, q: Tensor, scales: Tensor) -> None:
     """Round ``x`` to integers of -127 … 127 times its blocks' scales.
 
     ``scale = absmax / 127`` in ``x``'s dtype, rounded to fp32; ``q = round(x · (1 / scale))``, ties
-    to even. A scale no larger than the smallest normal fp32 number, a block's of zeros for example,
-    counts as that number in ``q`` and becomes 0. A block with an element that is not finite, or too
+    to even. A scale not above the smallest normal fp32 number, as of a block of zeros, is replaced
+    by that number for ``q`` and stored as 0. A block with an element that is not finite, or too
     large for an fp32 scale, gets scale NaN and zeros.
 
-    Blocks: not; on CUDA the work is queued on the current stream.
+    Blocks: no; on CUDA the work is queued on the current stream.
 
     Args:
         x: Contiguous tensor of N elements; float32 or float64.
         q: Receives the integers: contiguous int8 tensor of N elements on the same device.
-        scales: Receives the scales: contiguous float32 tensor of B elements there.
+        scales: Receives the scales: contiguous float32 tensor of B elements on the same device.
 
     Raises:
         ValueError: Sizes or devices do not fit, or a tensor is not contiguous.
@@ -57,20 +56,29 @@ def quantize(x: Tensor, q: Tensor, scales: Tensor) -> None:
 
 
 def quantize_change(master: Tensor, flat: Tensor, q: Tensor, scales: Tensor) -> None:
-    """Quantize ``master - flat``, which needs no memory: see ``quantize``; both are of N elements and of one dtype."""
+    """Quantize ``master - flat`` without memory for the difference; see ``quantize``.
+
+    Args:
+        master: Contiguous tensor of N elements; float32 or float64.
+        flat: The same.
+        q: See ``quantize``.
+        scales: See ``quantize``.
+    """
     _require("quantize_change", (master, flat), q, scales)
     _quantize(master, flat, q, scales)
 
 
 def dequantize_add(target: Tensor, q: Tensor, scales: Tensor) -> None:
-    """Add ``q · scale`` to ``target`` in place: the product and the sum are rounded one by one in ``target``'s dtype.
+    """Add ``q · scale`` to ``target`` in place.
 
-    Blocks: not; on CUDA the work is queued on the current stream.
+    The product and the sum are rounded separately in ``target``'s dtype.
+
+    Blocks: no; on CUDA the work is queued on the current stream.
 
     Args:
         target: Contiguous tensor of N elements; float32 or float64.
         q: Contiguous int8 tensor of N elements on the same device.
-        scales: Contiguous float32 tensor of B elements there.
+        scales: Contiguous float32 tensor of B elements on the same device.
 
     Raises:
         ValueError: Sizes or devices do not fit, or a tensor is not contiguous.
@@ -96,7 +104,7 @@ def quantize_twin(x: Tensor, base: Tensor | None, q: Tensor, scales: Tensor) -> 
     """Do with torch's own operations what ``quantize`` does, and ``quantize_change`` where there is a ``base`` to subtract."""
     x, q, scales = x.view(-1), q.view(-1), scales.view(-1)
     room = torch.empty(min(x.numel(), _piece_numel(x)), dtype=x.dtype, device=x.device)
-    # A tensor of them: by one number torch divides on a GPU as by a product with its inverse.
+    # A tensor, because on a GPU torch divides by a scalar as a product with its inverse.
     steps = torch.full((blocks_in(room.numel()),), 127, dtype=x.dtype, device=x.device)
     for start, stop, width in _pieces(x):
         change = room[: stop - start].view(-1, width)
@@ -106,7 +114,7 @@ def quantize_twin(x: Tensor, base: Tensor | None, q: Tensor, scales: Tensor) -> 
             own = torch.sub(
                 x[start:stop].view(-1, width), base.view(-1)[start:stop].view(-1, width), out=change
             )
-        # of the magnitudes, without memory for them
+        # largest magnitude, without a temporary
         largest = torch.maximum(own.amax(1), own.amin(1).neg_())
         scale = scales[start // BLOCK : blocks_in(stop)]
         torch.div(largest, steps[: len(scale)], out=scale)
@@ -117,12 +125,12 @@ def quantize_twin(x: Tensor, base: Tensor | None, q: Tensor, scales: Tensor) -> 
     is_lost = scales.isfinite().logical_not_()
     if bool(is_lost.any()):
         scales.masked_fill_(is_lost, math.nan)
-        # What an integer makes of NaN is the machine's affair.
+        # The conversion of NaN to an integer depends on the machine.
         q.masked_fill_(is_lost.repeat_interleave(BLOCK)[: q.numel()], 0)
 
 
 def dequantize_add_twin(target: Tensor, q: Tensor, scales: Tensor) -> None:
-    """Do with torch's own operations what ``dequantize_add`` does."""
+    """Compute ``dequantize_add`` with torch's operations."""
     target, q, scales = target.view(-1), q.view(-1), scales.view(-1)
     room = torch.empty(
         min(target.numel(), _piece_numel(target)), dtype=target.dtype, device=target.device
@@ -165,7 +173,7 @@ def _piece_numel(x: Tensor) -> int:
 
 
 def _pieces(x: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, width) of pieces in which all blocks have ``width`` elements."""
+    """Yield (start, stop, width) of pieces whose blocks all have ``width`` elements."""
     numel, most = x.numel(), _piece_numel(x)
     whole = numel - numel % BLOCK
     for start in range(0, whole, most):

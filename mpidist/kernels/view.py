@@ -1,8 +1,8 @@
-"""Flat views of contiguous tensors, and the way back from flat memory.
+"""Flat views of contiguous tensors, and shaped views of flat memory.
 
-torch calls a tensor of one element contiguous whatever its strides are (``x[::4]`` of 4 elements),
-and ``view(-1)`` keeps such a stride, with which ``view(dtype)`` refuses another element size. So
-the stride is set here, not taken over.
+torch calls a tensor of one element contiguous for any stride (``x[::4]`` of 4 elements), and
+``view(-1)`` keeps that stride, with which ``view(dtype)`` refuses another element size. The stride
+is therefore set here and not copied.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the N elements of a contiguous tensor as a tensor of shape (N,) and stride 1, over the same memory."""
+    """Return the N elements of a contiguous tensor as a view of shape (N,) and stride 1."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -21,7 +21,7 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor's elements lie without a gap, each once, in some order of its dimensions; not if there are none."""
+    """Say whether a tensor has elements, each once and without gaps, in some dimension order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -33,7 +33,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def laid_out(part: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
-    """View flat memory in the shape of ``form`` and, where that is dense, in its strides."""
+    """View flat memory in the shape of ``form`` and, if ``form`` is dense, in its strides."""
     if is_dense(form):
         return part.as_strided(form.shape, form.stride(), part.storage_offset())
     return part.view(form.shape)

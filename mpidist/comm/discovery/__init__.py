@@ -1,1 +1,1 @@
-"""installed → transports, capability: the MPI library of this machine, what it offers and what it can do with device memory."""
+"""installed → transports, capability: what this machine's MPI library offers, also on devices."""

@@ -1,13 +1,13 @@
-"""Capabilities of this job's MPI library, asked of the library itself; on device memory, tried out as well.
+"""Capabilities of the job's MPI library: reported by the library, and tried for device memory.
 
-A library that calls itself CUDA-aware may still crash in one operation. So each is tried once in a
-job of its own (``probe``), and what came out is kept in the user's cache, for each MPI library,
-version, device and setting that matters, and by whether MPI found a CUDA context when it started
-(``cuda_context``). ``MPIDIST_CUDA_AWARE=0`` and ``=1``, the same on all ranks, take the library's
-and the cache's place.
+A library that reports CUDA awareness may still crash in one operation, so each operation is tried
+once in a job of its own (``capability_trial``). The results are cached in the user's folder by MPI
+library, version, device, relevant settings, and whether MPI found a CUDA context when it started
+(``cuda_context``). ``MPIDIST_CUDA_AWARE=0`` and ``=1``, the same on all ranks, replace the
+library's report and the cache.
 
-The trial's two ranks are children of rank 0 and see the devices that it sees; see
-``visible_devices`` for ranks that see others.
+The two ranks of a trial are children of rank 0 and see its devices; ``visible_devices`` handles
+ranks that see other devices.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from mpidist.comm.mpi.library import MPI, library_name
 from mpidist.comm.mpi.nonblocking import NONBLOCKING, MpiCalls
 from mpidist.errors import MpidistError
 
-# what the environment forces, as one byte that ranks can compare
+# Setting of the environment, as one byte that ranks can compare.
 _UNSET, _OFF, _ON, _UNREADABLE = range(4)
 _FORCED = {"": _UNSET, "0": _OFF, "1": _ON}
 _FORCED_WORDS = ("unset", "0", "1", "neither 0 nor 1")
 
 _KIND = "device-operations"  # in the cache
-# By device, and whether CUDA was first: what this process has tried or loaded; None: nothing was
-# there.
+# By device and whether CUDA started first: the table that this process has tried or loaded; None if
+# the cache has none.
 _tables: dict[tuple[str, bool], dict[str, str] | None] = {}
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """One MPI library's abilities.
+    """Capabilities of one MPI library.
 
     Attributes:
-        library: Its name and version, first line of what it says of itself.
+        library: Its name and version: the first line of MPI_Get_library_version.
         standard: The MPI standard that it follows, (major, minor).
         thread_level: MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE; mpidist refuses less.
-        survives_failures: ULFM is there and switched on: calls under way can be revoked, a group
-            can shrink.
-        cuda_aware: It takes device pointers; None if it does not say.
-        cuda_source: Who says so.
-        cuda_before_mpi: This rank had a CUDA context when MPI started, without which Open MPI
-            leaves part of its support for device memory off; None without a device, with
-            ``MPIDIST_CUDA_AWARE=0``, and if other code has started both.
-        operations: For each operation of ``probe.OPERATIONS``, on memory of this rank's CUDA
-            device: "works …", why it does not, or "unknown" as long as nobody has tried.
+        survives_failures: ULFM is available and enabled: pending calls can be revoked, a group can
+            shrink.
+        cuda_aware: It accepts device pointers; None if it does not report this.
+        cuda_source: Source of ``cuda_aware``.
+        cuda_before_mpi: This rank had a CUDA context when MPI started; without one, Open MPI
+            disables part of its support for device memory. None without a device, with
+            ``MPIDIST_CUDA_AWARE=0``, and if other code started both.
+        operations: For each operation of ``trial_operations.OPERATIONS``, on memory of this rank's
+            CUDA device: "works …", the reason why it does not, or "unknown" before it is tried.
     """
 
     library: str
@@ -70,9 +70,9 @@ class Capabilities:
 
 
 def capabilities() -> Capabilities:
-    """Ask the MPI library; nothing is tried.
+    """Return what the MPI library reports; nothing is tried.
 
-    Collective: if MPI has not started, like ``init``.
+    Collective: if MPI has not started, as ``init``.
     """
     cuda_aware, source = library_report.cuda_support()
     return Capabilities(
@@ -91,9 +91,10 @@ def capabilities() -> Capabilities:
 
 
 def known_operations(device: torch.device) -> frozenset[str] | None:
-    """Return the operations that work on memory of a device, as far as this rank knows; None if it has to be tried.
+    """Return the operations that work on memory of a device; None if they must be tried first.
 
-    Local. What the environment forces comes first, then the library's own "no", then the cache.
+    Local. The environment's setting comes first, then a "no" reported by the library, then the
+    cache.
 
     Raises:
         ValueError: ``MPIDIST_CUDA_AWARE`` is neither 0 nor 1.
@@ -109,12 +110,12 @@ def known_operations(device: torch.device) -> frozenset[str] | None:
 def agreed_operations(comm: Communicator, device: torch.device) -> frozenset[str]:
     """Return the operations that may be called on memory of a device; the same set on all ranks.
 
-    What is not in it goes over the host. Rank 0 decides for all: the first time in a job that has
-    no cached table it tries each operation in a job of its own on its node; that job starts MPI
-    before CUDA if a rank of the group has done so. Reductions are in the set as blocking calls
-    only, because under Open MPI a non-blocking reduction of device memory crashes: where ``comm``
-    turns blocking calls into their non-blocking twins, no reduction is, and another collective is
-    if its twin works.
+    Other operations are staged through host memory. Rank 0 decides for all: without a cached table
+    it tries each operation in a job of its own on its node, which starts MPI before CUDA if a rank
+    of the group has done so. Reductions are in the set as blocking calls only, because under Open
+    MPI a non-blocking reduction of device memory crashes. If ``comm`` replaces blocking calls by
+    their non-blocking form, the set has no reductions, and other collectives only if their
+    non-blocking form works.
 
     Collective: over ``comm``, the first time for a device type; later calls are local.
     Blocks: the first time up to some minutes, if operations are tried and hang.
@@ -126,14 +127,14 @@ def agreed_operations(comm: Communicator, device: torch.device) -> frozenset[str
     held = comm.device_operations.get(device.type)
     if held is None:
         held = comm.device_operations[device.type] = _agree(comm, device)
-        # behind what is collective: a warning may be an error, on this rank alone
+        # After the collective part, because a warning may be an error on this rank alone.
         if device.type == "cuda":
             cuda_context.warn_of_late_visibility()
     return held if takes_blocking_calls(comm) else _nonblocking_only(held)
 
 
 def takes_blocking_calls(comm: Communicator) -> bool:
-    """Say whether a blocking call on ``comm.mpi`` reaches MPI as such; a wrapper makes it non-blocking."""
+    """Say whether blocking calls on ``comm.mpi`` reach MPI, not replaced by a wrapper."""
     return not isinstance(comm.mpi, MpiCalls)
 
 
@@ -149,7 +150,7 @@ def _agree(comm: Communicator, device: torch.device) -> frozenset[str]:
     is_cuda_first = _compare_environments(comm)
     if device.type == "cuda" and _forced() is None and not visible_devices.all_seen(comm, device):
         return frozenset()
-    # One byte for an answer at all, one for each operation.
+    # One byte for success, and one for each operation.
     answer = bytearray(1 + len(OPERATIONS))
     failure: Exception | None = None
     if comm.rank == 0:
@@ -158,7 +159,7 @@ def _agree(comm: Communicator, device: torch.device) -> frozenset[str]:
                 _known_table(device, is_cuda_first) or _try_operations(device, is_cuda_first)
             )
             answer[:] = bytes([1, *(operation in working for operation in OPERATIONS)])
-        except Exception as error:  # the others wait for an answer
+        except Exception as error:  # the other ranks wait for the answer
             failure = error
     comm.mpi.Bcast((answer, len(answer), MPI.BYTE), 0)
     if not answer[0]:
@@ -171,7 +172,7 @@ def _agree(comm: Communicator, device: torch.device) -> frozenset[str]:
 
 
 def _compare_environments(comm: Communicator) -> bool:
-    """Require one environment of all ranks, and say whether CUDA was first on all of them."""
+    """Require the same environment on all ranks; say whether CUDA started first on all of them."""
     every = bytearray(2 * comm.size)
     comm.mpi.Allgather(
         (bytes([_forced_code(), _is_cuda_first()]), 2, MPI.BYTE), (every, 2, MPI.BYTE)
@@ -187,7 +188,7 @@ def _compare_environments(comm: Communicator) -> bool:
 
 
 def _is_cuda_first() -> bool:
-    # Where nobody knows, the trial starts MPI first, as most scripts that import mpi4py do.
+    # If unknown, the trial starts MPI first, as most scripts that import mpi4py do.
     return cuda_context.is_first() is True
 
 
@@ -234,7 +235,7 @@ def _known_table(device: torch.device, is_cuda_first: bool) -> dict[str, str] | 
     if device.type == "cuda" and cuda_aware is False:
         return _for_all(f"the library is not CUDA-aware ({source})")
     name = _name(device), is_cuda_first
-    if name not in _tables:  # each message asks
+    if name not in _tables:  # once, because each message needs it
         held = cache.load(_KIND, _key(device, is_cuda_first))
         _tables[name] = held if _is_table(held) else None
     return _tables[name]
@@ -243,14 +244,15 @@ def _known_table(device: torch.device, is_cuda_first: bool) -> dict[str, str] | 
 def _try_operations(device: torch.device, is_cuda_first: bool) -> dict[str, str]:
     table = capability_trial.try_operations(_name(device), library_name(), cuda_first=is_cuda_first)
     _tables[_name(device), is_cuda_first] = table
-    # A job that could not be started says nothing about the library: the next one may be.
+    # A job that could not be started gives no information about the library, so the result is not
+    # cached.
     if not any(text.startswith(capability_trial.NOT_TRIED) for text in table.values()):
         cache.store(_KIND, _key(device, is_cuda_first), table)
     return table
 
 
 def _is_table(held: Any) -> bool:
-    # Another version of mpidist may have tried others.
+    # Another version of mpidist may have tried other operations.
     return (
         isinstance(held, dict)
         and tuple(held) == OPERATIONS
@@ -268,7 +270,7 @@ def _key(device: torch.device, is_cuda_first: bool) -> dict[str, Any]:
         "library": library_name(),
         "thread_level": library_report.thread_level(),
         "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
-        # one: both ranks of the trial share it
+        # With one device both ranks of the trial share it.
         "devices": torch.cuda.device_count() if is_cuda else 0,
         "cuda_first": is_cuda_first,
         "driver": library_report.driver_version(),

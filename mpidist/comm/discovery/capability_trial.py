@@ -1,11 +1,11 @@
-"""Trials of MPI's operations on device memory, in a job of their own, because a trial may crash.
+"""Trials of MPI operations on device memory, in a job of their own, because a trial may crash.
 
 ``python -m mpidist.comm.discovery.capability_trial --device cuda:0 Bcast …`` is the program of that
-job's ranks; ``try_operations`` starts it, reads the result of each operation, and starts it again
-without those that are settled when one has ended it.
+job's ranks. ``try_operations`` starts the job and reads the result of each operation; if one of
+them ends the job, it starts the job again for the rest.
 
-Two ranks on one node are tried: memory that moves between processes and between devices, not what a
-network between nodes does.
+The job has two ranks on one node: it tries transfers between processes and devices, not the
+network.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mpidist.comm.mpi import launcher_env, runtime
 from mpidist.comm.mpi.library import load
 from mpidist.errors import LaunchError
 
-NOT_TRIED = "not tried: "  # begins the reason of an operation of which nothing was learned
-# importing torch from a cold network file system and starting CUDA take their time
+NOT_TRIED = "not tried: "  # begins the reason if nothing was learned
+# Importing torch from a cold network file system and starting CUDA take long.
 SILENCE_S = 60.0
 PROGRAM = (sys.executable, "-m", "mpidist.comm.discovery.capability_trial")
 
@@ -46,21 +46,20 @@ def try_operations(
 ) -> dict[str, str]:
     """Try operations on device memory in jobs of their own, on two ranks of this node.
 
-    Not collective: one rank calls it. Blocks: some seconds, and ``silence_s`` more for each
-    operation that hangs.
+    Local: one rank calls it. Blocks: some seconds, and ``silence_s`` more for each operation that
+    hangs.
 
     Args:
         device: As torch names it: ``cuda:0``; ``cpu`` for a dry run.
-        library: What the MPI library says of itself.
-        operations: Of ``OPERATIONS``.
+        library: The MPI library's description of itself.
+        operations: Names in ``OPERATIONS``.
         program: Beginning of the ranks' command line.
-        silence_s: Seconds without output after which an operation hangs.
-        cuda_first: The ranks have a CUDA context when MPI starts, as those of the job that asks;
-            else they start MPI first.
+        silence_s: Seconds without output after which an operation counts as hung.
+        cuda_first: The ranks have a CUDA context when MPI starts; else they start MPI first.
 
     Returns:
-        For each operation ``WORKS`` or why it does not; the reason begins with ``NOT_TRIED`` where
-        the job could not be started.
+        For each operation ``WORKS`` or the reason why it does not work, which begins with
+            ``NOT_TRIED`` if the job could not be started.
     """
     start = child_job.launcher(library)
     if start is None:
@@ -76,12 +75,12 @@ def try_operations(
 
 
 def _launch(command: Sequence[str], operations: Sequence[str], silence_s: float) -> dict[str, str]:
-    """Run one job and return what is known of its operations afterwards: of at least one."""
+    """Run one job; return the results of its operations, at least one."""
     results: dict[str, str] = {}
     under_way: list[str] = []
 
     def on_line(line: str) -> bool:
-        # Anywhere in the line: it may follow what a library wrote to stderr.
+        # The marker may be anywhere in the line, after output that a library wrote to stderr.
         found = re.search(rf"{_MARKER} (begins|ended) (\w+) ?(.*)", line)
         if found is None or found[2] not in operations:
             return False
@@ -104,11 +103,11 @@ def _launch(command: Sequence[str], operations: Sequence[str], silence_s: float)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Try the operations named on the command line, with a line before and after each."""
+    """Try the operations on the command line, and print a line before and after each."""
     options = _parser().parse_args(args)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.alarm(options.limit)  # ends a rank whose parent is gone, even inside MPI
-    # both ranks inherit the one core that the rank which started them is bound to
+    signal.alarm(options.limit)  # ends an orphaned rank, even inside MPI
+    # Both ranks inherit the core binding of the rank that started them.
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     if options.mpi_first:
@@ -125,7 +124,7 @@ def main(args: Sequence[str] | None = None) -> None:
         try:
             verdict = attempt(world.comm, operation, device)
         except Exception as error:
-            # A full or busy device says nothing about MPI.
+            # An error of a full or busy device is not a result about MPI.
             learned = (
                 NOT_TRIED
                 if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError))
@@ -136,7 +135,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 f"{' '.join(str(error).split())}",
                 flush=True,
             )
-            raise  # ends the job: the other rank may still be in the operation
+            raise  # ends the job; the other rank may wait in the operation
         _report(world, "ended", operation, verdict)
 
 
@@ -163,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _start_device(device: torch.device) -> torch.device:
-    # Ranks seldom share a device. MPI, if it has not started yet, finds the context that is made
+    # Ranks seldom share a device. If MPI has not started yet, it will find the context created
     # here.
     if device.type == "cuda":
         torch.cuda.init()

@@ -1,8 +1,8 @@
-"""A job inside the job: two ranks on this node that may crash or hang without harm to the job that starts them.
+"""Child job: two ranks on this node that may crash or hang without harm to their parent.
 
-Found by the MPI library that this process uses, started without the outer launcher's variables,
-heard line by line, and ended whole. A launcher may put its ranks into sessions of their own
-(MPICH's does), so its processes are known by a mark in their environment.
+Started by the launcher of this process's MPI library, without the outer launcher's variables; read
+line by line, and ended completely. A launcher may put its ranks into sessions of their own (MPICH's
+does), so its processes are found by a mark in their environment.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ from mpidist.comm.mpi.launcher_env import without_launcher
 
 RANKS = 2
 _MARK = "MPIDIST_NESTED"
-_END_S = 3.0  # how long a launcher may take to end its ranks before we do
-_KEPT_LINES = 100  # lines of the end of what was printed that are kept, for the reason
+_END_S = 3.0  # time for a launcher to end its ranks
+_KEPT_LINES = 100  # last lines of output that are kept for the reason
 
 
 def launcher(library: str) -> list[str] | None:
-    """Return the beginning of the command line that starts two ranks of an MPI library, or None without a launcher.
+    """Return the beginning of the command line that starts two ranks of an MPI library.
 
-    Looked for above the library that this process has loaded, beside this Python, then on the PATH.
+    Searched above the library that this process has loaded, beside this Python, then on the PATH.
+    None without a launcher.
 
     Args:
-        library: What the library says of itself.
+        library: The MPI library's description of itself.
     """
     is_open_mpi = "Open MPI" in library
     found = find_launcher(is_open_mpi)
-    # Two ranks may get one core, and must not be bound to the one that this rank is bound to.
+    # Two ranks may share one core, and must not inherit the core binding of this rank.
     options = ("--oversubscribe", "--bind-to", "none") if is_open_mpi else ()
     return None if found is None else [found, *options, "-n", str(RANKS)]
 
 
 def find_launcher(is_open_mpi: bool) -> str | None:
-    """Return the path of the mpirun or mpiexec of Open MPI, or of an MPICH; looked for in the same places."""
-    # The first is the one that a Debian with several MPIs, or Intel, names unmistakably.
+    """Return the path of mpirun or mpiexec, searched in the same places; None without one."""
+    # The first name is unambiguous on a Debian with several MPIs, and with Intel MPI.
     names = ("mpirun.openmpi" if is_open_mpi else "mpiexec.hydra", "mpirun", "mpiexec")
     folders = [
         *_folders_above_library(),
@@ -61,35 +62,42 @@ def find_launcher(is_open_mpi: bool) -> str | None:
 
 
 def environment(environ: Mapping[str, str], is_root: bool) -> dict[str, str]:
-    """Return the environment of a job inside the job: no launcher's variables, our module path, one thread a rank."""
+    """Return the environment of a child job.
+
+    It has no launcher's variables, this process's module path, and one thread per rank.
+    """
     variables = without_launcher(environ)
     variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     variables["OMP_NUM_THREADS"] = "1"
-    if is_root:  # whoever runs a job as root has results Open MPI so once already
+    if is_root:  # the user has already given Open MPI this permission
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return variables
 
 
 def run(command: Sequence[str], on_line: Callable[[str], bool], silence_s: float) -> str:
-    """Run a command line until it ends, or has been silent for too long; leave none of its processes behind.
+    """Run a command until it ends or is silent for too long; leave none of its processes behind.
 
     Blocks: until then.
 
     Args:
-        on_line: Called with each line that it prints; True if that says something new, which breaks
-            the silence.
-        silence_s: Seconds.
+        on_line: Called with each line of output; True if the line is progress, which restarts the
+            timeout.
+        silence_s: Seconds without progress after which the command is ended.
 
     Returns:
-        How it ended, if not well; else "".
+        The reason of a failure, else "".
     """
     mark = uuid.uuid4().hex
     variables = environment(os.environ, os.geteuid() == 0) | {_MARK: mark}
     try:
         process = subprocess.Popen(
-            list(command), env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            list(command),
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
     except OSError as error:
         return str(error)
     try:
@@ -105,8 +113,8 @@ def run(command: Sequence[str], on_line: Callable[[str], bool], silence_s: float
 
 
 def _folders_above_library() -> Iterator[str]:
-    # A prefix has lib/libmpi.so and bin/mpirun; a distribution may put the library some folders
-    # deeper.
+    # A prefix has lib/libmpi.so and bin/mpirun; a distribution may have the library in deeper
+    # folders.
     seen: set[Path] = set()
     for path in library_files():
         for parent in path.parents[1:]:
@@ -116,7 +124,7 @@ def _folders_above_library() -> Iterator[str]:
 
 
 def library_files() -> list[Path]:
-    """Return the files of the MPI library that this process has loaded, else the one that MPI4PY_LIBMPI names."""
+    """Return the files of the loaded MPI library, else the file that MPI4PY_LIBMPI names."""
     mapped = set()
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
@@ -131,9 +139,12 @@ def library_files() -> list[Path]:
 def _read_lines(
     process: subprocess.Popen[bytes], on_line: Callable[[str], bool], silence_s: float
 ) -> list[str] | None:
-    """Hear what a process prints to its end; return the last lines that said nothing new, or None after too long a silence."""
+    """Read the output of a process to its end; return the last lines that were not progress.
+
+    None after a silence of ``silence_s`` seconds.
+    """
     assert process.stdout is not None
-    poll = select.poll()  # a big job's file descriptors are past what select() takes
+    poll = select.poll()  # select() is limited to 1024 descriptors
     poll.register(process.stdout, select.POLLIN)
     kept: deque[str] = deque(maxlen=_KEPT_LINES)
     rest, last_output = b"", time.monotonic()
@@ -156,12 +167,11 @@ def _read_lines(
 def _terminate(process: subprocess.Popen[bytes], mark: str) -> None:
     assert process.stdout is not None
     process.stdout.close()
-    # A launcher that is asked to end clears up behind itself; what is left afterwards is ours to
-    # end.
+    # A launcher cleans up after SIGTERM; processes that remain are killed here.
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_END_S)
-    deadline = time.monotonic() + _END_S  # a process that hangs in a driver cannot be ended
+    deadline = time.monotonic() + _END_S  # a process that hangs in a driver cannot be killed
     while (left := list(_processes_marked(mark))) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -182,16 +192,16 @@ def _processes_marked(mark: str) -> Iterator[int]:
 def _exit_reason(code: int, lines: Sequence[str]) -> str:
     if code == 0:
         return ""
-    # Launchers tell a rank's signal in lines; their own exit status means it or not.
+    # Launchers print a rank's signal; their own exit status may or may not contain it.
     text = "\n".join(lines)
     numbers = re.findall(r"signal:?\s+(\d+)", text, re.IGNORECASE)
     number = int(numbers[0]) if numbers else -code if code < 0 else code - 128
     if number in set(signal.Signals):
         return f"ended by signal {number} ({signal.Signals(number).name})"
-    # a traceback's end says most
+    # The last line of a traceback is the most useful.
     if errors := [line for line in lines if re.match(r"[\w.]*Error: ", line)]:
         return f"ended with exit status {code}: {errors[0]}"
-    # The rank's own lines stand before the launcher's, which come between rules.
+    # The rank's own lines precede the launcher's, which are enclosed in rules.
     sections = [
         part.split("\n")
         for part in re.split(r"^[-=]{20,}$", text, flags=re.MULTILINE)

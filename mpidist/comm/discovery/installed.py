@@ -1,7 +1,7 @@
-"""MPI library that Python would load: its ABI, version, file and launcher. It is loaded, and not started.
+"""MPI library that Python would load: ABI, version, file and launcher. Loaded, but not started.
 
 MPI_Get_library_version may be called before MPI_Init (MPI-4.1 §11.4.1), so a program that only
-starts jobs can ask for the version.
+starts jobs can read the version.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class Installed:
     """One MPI library.
 
     Attributes:
-        abi: ``launch.OPEN_MPI`` or ``launch.MPICH``, which stands for all libraries of its ABI.
-        text: What the library says of itself, all lines; "" if it cannot be asked before it starts.
+        abi: ``launcher_env.OPEN_MPI`` or ``launcher_env.MPICH``, which means all libraries of its
+            ABI.
+        text: The library's description of itself, all lines; "" if it must be started first.
         file: Path of its ``libmpi``; "" if it is linked in.
         mpirun: Path of its mpirun or mpiexec; "" if none was found.
     """
@@ -36,15 +37,15 @@ class Installed:
 
     @property
     def name(self) -> str:
-        """First line of what it says of itself."""
+        """First line of its description."""
         return " ".join(self.text.split("\n")[0].split())
 
 
 def installed() -> Installed:
-    """Load the library that ``import mpi4py.MPI`` would start; return what it is.
+    """Load the library that ``import mpi4py.MPI`` would start; return its description.
 
     Raises:
-        LaunchError: None could be loaded; names the ways to get one.
+        LaunchError: No library could be loaded; the text has the ways to install one.
     """
     try:
         extension = library.extension_file()
@@ -60,7 +61,7 @@ def installed() -> Installed:
 
 
 def library_file() -> str:
-    """Return the path of the ``libmpi`` that this process has loaded, else that MPI4PY_LIBMPI names; "" without either."""
+    """Return the path of the loaded ``libmpi``, else of MPI4PY_LIBMPI; "" without either."""
     return str(next(iter(child_job.library_files()), ""))
 
 

@@ -1,8 +1,8 @@
 """Trial of the launcher: two ranks on this node start MPI, add up their ranks and end.
 
 ``python -m mpidist.comm.discovery.launcher_trial`` is the program of those ranks; ``try_launcher``
-starts it in a job of its own and says what result of it. Where the launcher and the library do not
-belong together, the ranks do not see each other, or end in MPI_Init.
+starts it as a child job and returns the result. If the launcher and the library do not match, the
+ranks do not see each other, or end in MPI_Init.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ PROGRAM = (sys.executable, "-m", "mpidist.comm.discovery.launcher_trial")
 
 
 def try_launcher(library: str, silence_s: float) -> str:
-    """Start two ranks with the library's own mpirun. Not collective. Blocks: for some seconds, at most about ``silence_s``.
+    """Start two ranks with the library's own mpirun.
+
+    Local: one rank calls it. Blocks: some seconds, at most about ``silence_s``.
 
     Args:
-        library: What the library says of itself.
+        library: The MPI library's description of itself.
         silence_s: Seconds without output after which the job is ended.
 
     Returns:
-        "" if the ranks met, else what happened.
+        "" if the ranks communicated, else the reason of the failure.
     """
     start = child_job.launcher(library)
     if start is None:
@@ -49,8 +51,8 @@ def try_launcher(library: str, silence_s: float) -> str:
 
 
 def main() -> None:
-    """Meet the other rank; rank 0 prints the number of ranks and the sum of their numbers."""
-    # No context of CUDA is needed for that, nor torch to make one.
+    """Sum the ranks; rank 0 prints the number of ranks and the sum."""
+    # Without this, the rank would import torch to create a CUDA context.
     os.environ[ENV_CUDA_AWARE] = "0"
     world = runtime.world()
     if world.size != child_job.RANKS:

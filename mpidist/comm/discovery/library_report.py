@@ -1,4 +1,4 @@
-"""Report of the running MPI library about itself: thread level, ULFM and CUDA support; nothing is tried."""
+"""Report of the running MPI library: thread level, ULFM and CUDA support; nothing is tried."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def thread_level() -> str:
 
 def has_ulfm() -> bool:
     """Say whether ULFM is there and switched on."""
-    # Without ``mpirun --with-ft ulfm`` Open MPI has the calls, but Revoke silently does nothing.
+    # Without ``mpirun --with-ft ulfm`` Open MPI has the calls, but Revoke has no effect.
     switch = os.environ.get("OMPI_MCA_mpi_ft_enable", "0")  # noqa: SIM112
     return "Open MPI" in library_name() and switch.lower() in ("1", "true", "yes")
 
@@ -59,7 +59,10 @@ def cuda_support() -> tuple[bool | None, str]:
 
 
 def driver_version() -> int:
-    """Return the newest CUDA version that the driver supports, as 1000 × major + 10 × minor; 0 without a driver."""
+    """Return the newest CUDA version that the driver supports, as 1000 × major + 10 × minor.
+
+    0 without a driver.
+    """
     version = ctypes.c_int(0)
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

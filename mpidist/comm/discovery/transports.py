@@ -1,9 +1,9 @@
-"""Transports of the running MPI library, as far as it reports them: nothing is guessed from a version or a file name.
+"""Transports of the running MPI library, as it reports them; no guess from versions or file names.
 
 Sources: Open MPI's component of point-to-point messages (``mca_pml_base_selected_component``),
 MPICH's device line of MPI_Get_library_version, control variables (MPI_T, MPI-4.1 §15.3), libraries
-mapped into this process, and the kernel's list of RDMA devices. A mapped library is loaded; whether
-a message goes through it only the library decides, for each pair of ranks.
+mapped into this process, and the kernel's list of RDMA devices. A mapped library is loaded, but
+only the MPI library decides, for each pair of ranks, whether it carries messages.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ _DEVICES = ("/sys/class/infiniband", "/sys/class/cxi")
 _COMPONENT = "mca_pml_base_selected_component"
 # mca_base_component_t of Open MPI 4 and 5 (opal/mca/mca.h), in bytes.
 _TYPE_AT, _NAME_AT, _NAME_BYTES = 40, 84, 64
-# Empty until somebody sets them: then the library may use only what they name.
+# Empty unless set; a value restricts the library to the transports it names.
 _VARIABLES = ("pml", "btl", "mtl", "MPIR_CVAR_CH4_NETMOD", "MPIR_CVAR_OFI_USE_PROVIDER")
 
 
 @dataclass(frozen=True)
 class Transports:
-    """Known transports of one process.
+    """Transports known to one process.
 
     Attributes:
         component: Open MPI's component of point-to-point messages: ``ob1``, ``ucx``, ``cm``; "" if
-            it is not results.
-        device: MPICH's device and its network modules: ``ch4:ofi``; "" if it is not results.
-        variables: Control variables that restrict transports, by name; without those that are
-            empty.
+            unknown.
+        device: MPICH's device and its network modules: ``ch4:ofi``; "" if unknown.
+        variables: Control variables that restrict transports, by name; empty ones are left out.
         libraries: Network libraries mapped into this process.
         rdma_devices: Names of the node's InfiniBand, RoCE, Omni-Path and Slingshot devices.
     """
@@ -48,10 +47,10 @@ class Transports:
 
 
 def transports(library_text: str) -> Transports:
-    """Read what is known. Local; MPI must run.
+    """Read the known transports. Local; MPI must be started.
 
     Args:
-        library_text: What the library says of itself, all lines.
+        library_text: The library's description of itself, all lines.
     """
     file = library_file()
     handle = None
@@ -67,7 +66,7 @@ def transports(library_text: str) -> Transports:
 
 
 def device_line(library_text: str) -> str:
-    """Return the device of MPICH's description of itself, or ""."""
+    """Return the device of MPICH's description, or ""."""
     found = re.search(r"^MPICH Device:\s*(.*?)\s*$", library_text, re.MULTILINE)
     return found[1] if found else ""
 
@@ -97,7 +96,7 @@ def rdma_devices() -> tuple[str, ...]:
 
 
 def component_name(raw: bytes) -> str:
-    """Return the name in the head of Open MPI's ``mca_base_component_t``; "" where the layout is another."""
+    """Return the name at the start of an ``mca_base_component_t``; "" for another layout."""
     if raw[_TYPE_AT : _TYPE_AT + 4] != b"pml\0":
         return ""
     name = raw[_NAME_AT : _NAME_AT + _NAME_BYTES].split(b"\0")[0]

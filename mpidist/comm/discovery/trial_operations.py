@@ -20,7 +20,10 @@ _NUMELS = (61, 1 << 18)
 
 @dataclass(frozen=True)
 class Trial:
-    """One operation on one size, as its rank sees it; what rank r gives is ``arange(numel) % 1000 + r``, so sums are exact."""
+    """One operation on one size, as its rank executes it.
+
+    The operand of rank r is ``arange(numel) % 1000 + r``, so sums are exact.
+    """
 
     mpi: Any
     operation: str
@@ -28,27 +31,27 @@ class Trial:
     numel: int
 
     def operand(self, rank: int) -> torch.Tensor:
-        """Return what ``rank`` gives."""
+        """Return the operand of ``rank``."""
         return (torch.arange(self.numel, device=self.device) % 1000 + rank).float()
 
     def result(self, numel: int) -> torch.Tensor:
-        """Return memory for a result; what MPI does not write is seen."""
+        """Return memory for a result; NaN marks elements that MPI does not write."""
         return torch.full((numel,), torch.nan, device=self.device)
 
     def call(self, *args: Any) -> None:
-        """Call MPI's operation and wait for its end."""
+        """Call MPI's operation and wait until it is complete."""
         self.synchronize()
         request = getattr(self.mpi, self.operation)(*args)
         if request is not None:
             request.Wait()
 
     def synchronize(self) -> None:
-        """Wait for what torch does to the operands: MPI does not know torch's stream."""
+        """Wait until torch has written the operands, because MPI does not know torch's stream."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
 
-Result = tuple[torch.Tensor, torch.Tensor]  # what result, what should have come
+Result = tuple[torch.Tensor, torch.Tensor]  # (actual, expected)
 
 
 def _point_to_point(trial: Trial) -> Result:
@@ -71,7 +74,7 @@ def _bcast(trial: Trial) -> Result:
 
 
 def _allgather(trial: Trial) -> Result:
-    # From memory elsewhere, then from where it belongs in the result; mpi4py counts one block.
+    # Once from separate memory, once in place; mpi4py counts one block.
     rank, size = trial.mpi.Get_rank(), trial.mpi.Get_size()
     mine, out, held = (
         trial.operand(rank),
@@ -87,7 +90,7 @@ def _allgather(trial: Trial) -> Result:
 
 
 def _alltoallv(trial: Trial) -> Result:
-    # To rank p goes the beginning of what this rank gives, p elements less than all.
+    # Rank p receives the first elements of each operand, p fewer than all.
     rank, size = trial.mpi.Get_rank(), trial.mpi.Get_size()
     mine, length = trial.operand(rank), trial.numel - rank
     out = trial.result(size * length)
@@ -113,9 +116,9 @@ def _reduce_scatter_block(trial: Trial) -> Result:
     return out, _sum(trial)
 
 
-# A collective's non-blocking twin is one more operation: a thread that waits with pauses, or a
-# library that admits one thread at a time, uses it. Reductions have none here: under Open MPI a
-# non-blocking one on device memory crashes.
+# The non-blocking form of a collective is tried separately, because it replaces the blocking one
+# for waits with back-off and for libraries that admit one thread at a time. Reductions have none
+# here: under Open MPI a non-blocking reduction on device memory crashes.
 _TRIALS: dict[str, Callable[[Trial], Result]] = {
     "point_to_point": _point_to_point,
     "Bcast": _bcast,
@@ -132,15 +135,15 @@ REDUCTIONS = frozenset({"Allreduce", "Reduce_scatter_block"})
 
 
 def attempt(mpi: Any, operation: str, device: torch.device) -> str:
-    """Do one operation on memory of a device, small and large, and check the results.
+    """Execute one operation on memory of a device, with two sizes, and check the results.
 
     Collective: over ``mpi``. May end the process.
 
     Args:
-        operation: One of ``OPERATIONS``.
+        operation: A name in ``OPERATIONS``.
 
     Returns:
-        ``WORKS``, or what is wrong on which rank; the same on all ranks.
+        ``WORKS``, or the error and its rank; the same on all ranks.
     """
     if operation in REDUCTIONS and isinstance(mpi, MpiCalls):
         return "MPI admits one thread at a time, so it would become a non-blocking reduction"

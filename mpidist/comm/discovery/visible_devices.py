@@ -1,9 +1,9 @@
 """Devices of a node that every rank of the node sees, compared by UUID.
 
-Where each rank of a node sees its own device alone (``srun --gpus-per-task=1``), the two ranks of a
+If each rank of a node sees only its own device (``srun --gpus-per-task=1``), the two ranks of a
 trial share one device, but a rank of the job would have to open memory of a device that it does not
-see, at which MPI may end the job. No trial stands for such a job, so its device memory goes over
-the host.
+see, and MPI may end the job. No trial represents such a job, so its device memory is staged through
+host memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def are_known_unseen() -> bool:
 
 
 def may_be_unseen(device: torch.device) -> bool:
-    """Say whether ranks of this node may have devices that others do not see, as far as this rank knows."""
+    """Say whether some rank of this node may not see all its devices, as far as known here."""
     if _node_sees_all is not None:
         return not _node_sees_all
     return device.type == "cuda" and 0 < torch.cuda.device_count() < runtime.world().local_size
@@ -60,7 +60,7 @@ def all_seen(comm: Communicator, device: torch.device) -> bool:
 
 
 def _device_name(index: int) -> bytes:
-    """Return a name of fixed length that tells devices of a node apart, whatever each process numbers them."""
+    """Return an identifier of fixed length, unique on the node and independent of the numbering."""
     return hashlib.blake2b(
         str(torch.cuda.get_device_properties(index).uuid).encode(), digest_size=16
     ).digest()

@@ -1,1 +1,1 @@
-"""tensor_table → frame: Python objects as bytes and back, tensors beside them; pickled, or as data that names no code."""
+"""tensor_table → frame: Python objects as bytes; pickled, or as data that names no code."""

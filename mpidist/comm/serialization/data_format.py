@@ -1,21 +1,21 @@
-"""Layout of data-only objects: MessagePack, and the extension types that stand for what it lacks.
+"""Layout of data-only objects: MessagePack, and extension types for what MessagePack lacks.
 
-Nothing in it names code. None, bool, int of 64 bits, float, str, bytes, list and dict are
-MessagePack's own; all else that is data is an extension type::
+Nothing in the format names code. None, bool, int of 64 bits, float, str, bytes, list and dict are
+MessagePack's own types; all other data is an extension type::
 
-    OBJECT      u32: the number of a tensor, parameter, array or bytearray of the table beside (``tensor_format``)
+    OBJECT      u32: the number of a tensor, parameter, array or bytearray in the tensor table
     TUPLE, SET, FROZENSET   an array of the items
-    PAIRS       an array of keys and values, in turn: a dict whose keys MessagePack cannot hold
-    ORDERED     such an array of an OrderedDict, and its ``_metadata`` or None: what ``state_dict()`` returns
-    INTEGER     two's complement, little-endian: an int past 64 bits
+    PAIRS       an array of alternating keys and values: a dict whose keys MessagePack lacks
+    ORDERED     such an array of an OrderedDict, and its ``_metadata`` or None (state dicts)
+    INTEGER     two's complement, little-endian: an int beyond 64 bits
     COMPLEX     two f64
-    TEXT        UTF-8 with surrogates: a str that UTF-8 does not encode
+    TEXT        UTF-8 with surrogates: a str that UTF-8 cannot encode
     ELLIPSIS    nothing
     SCALAR      an array of a dtype's name and the bytes of a numpy scalar
     DTYPE, DEVICE, SIZE     a torch.dtype's name; an array of type and index; an array of sizes
 
-MessagePack's own timestamp is read as a ``datetime``; it is not written. Codes from ``FIRST_OWN``
-on are the callers' own; each holds an array of values.
+MessagePack's timestamp is read as a ``datetime`` and never written. Codes from ``FIRST_OWN`` on are
+defined by callers; each holds an array of values.
 
 Source: the MessagePack specification, github.com/msgpack/msgpack/blob/master/spec.md
 """
@@ -47,14 +47,13 @@ from mpidist.comm.serialization.tensor_format import ARRAY_DTYPES, DTYPES
 ) = range(14)
 FIRST_OWN, LAST_OWN = 32, 127
 
-METADATA = "_metadata"  # torch's versions of modules, an attribute of a state dict
-DEPTH = 100  # of extension types within each other
+METADATA = "_metadata"  # versions of modules, an attribute of a state dict
+DEPTH = 100  # of nested extension types
 
 NUMBER = struct.Struct("<I")
 TWO_FLOATS = struct.Struct("<dd")
 
-# Python's own, which MessagePack holds as they are; a float is never an int there, whatever its
-# value.
+# Types that MessagePack holds unchanged; a float is always written as a float.
 NATIVE = frozenset({type(None), bool, int, float, str, bytes})
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES if dtype is not None}
 DTYPES_BY_NAME: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}

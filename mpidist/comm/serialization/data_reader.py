@@ -1,7 +1,4 @@
-"""Reader of data-only objects: the way back of ``data_format``.
-
-It makes data and nothing else, whatever the bytes are.
-"""
+"""Reader of data-only objects (``data_format``); any bytes yield data or an error."""
 
 from __future__ import annotations
 
@@ -54,15 +51,15 @@ _MALFORMED = (
 
 
 def loads(data: Any, objects: Sequence[Any] = (), extend: Extend | None = None) -> Any:
-    """Read an object; the memory that it takes is bounded by a multiple of the data's length.
+    """Read an object; its memory is bounded by a multiple of the data's length.
 
     Args:
-        data: A buffer that holds the object and no more.
-        objects: Of the table, by their numbers.
-        extend: Makes an object of the caller's kinds from (code, values).
+        data: A buffer that holds the object and nothing else.
+        objects: Of the tensor table, by their numbers.
+        extend: Makes an object of a kind that the caller defines from (code, values).
 
     Raises:
-        FrameError: The bytes are no data.
+        FrameError: The bytes are not data.
         MpidistError: What ``extend`` raises.
     """
     try:
@@ -74,7 +71,7 @@ def loads(data: Any, objects: Sequence[Any] = (), extend: Extend | None = None) 
 
 
 class Reader:
-    """One reading.
+    """State of reading one object.
 
     Args:
         objects: See ``loads``.

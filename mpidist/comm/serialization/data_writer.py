@@ -1,4 +1,4 @@
-"""Writer of data-only objects: the way out of ``data_format``."""
+"""Writer of data-only objects (``data_format``)."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def dumps(obj: Any, objects: list[Any], extend: Extend | None = None) -> bytes:
             OrderedDicts, sets and frozensets, tensors, parameters, arrays, bytearrays, numpy
             scalars, ``torch.dtype``, ``torch.device``, ``torch.Size``. A list or dict that occurs
             twice is written twice.
-        objects: Gets the tensors, parameters, arrays and bytearrays, each once: they stand in the
-            data by number.
-        extend: Returns (code, values) of an object of the caller's own kinds (codes from
+        objects: Receives the tensors, parameters, arrays and bytearrays, each once; the data refers
+            to them by number.
+        extend: Returns (code, values) of an object of a kind that the caller defines (codes from
             ``FIRST_OWN`` on), or None.
 
     Raises:
-        NotPlainData: It holds something else, holds itself, or is nested too deeply; the error has
-            the place.
+        NotPlainData: The object holds something else or itself, or is nested too deeply; the error
+            has the place.
     """
     before = len(objects)
     try:
@@ -78,13 +78,13 @@ def _encoded(written: Any) -> bytes:
 
 
 class Writer:
-    """One writing.
+    """State of writing one object.
 
     Args:
         objects: See ``dumps``.
         extend: See ``dumps``.
-        is_careful: Look for ints and strs that MessagePack does not hold, which are rare: it
-            refuses the whole if there are any.
+        is_careful: Look for ints and strs that MessagePack cannot hold. They are rare, so the first
+            attempt skips the search.
     """
 
     __slots__ = ("_depth", "_extend", "_is_careful", "_numbers", "_objects")
@@ -99,7 +99,7 @@ class Writer:
         self._depth = 0
 
     def convert(self, obj: Any) -> Any:
-        """Return what MessagePack encodes in the place of an object."""
+        """Return the object that MessagePack encodes instead of ``obj``."""
         kind = type(obj)
         if kind in NATIVE:
             return _checked(obj, kind) if self._is_careful else obj
@@ -137,7 +137,7 @@ class Writer:
         return _MARKS[number] if number < len(_MARKS) else Ext(OBJECT, NUMBER.pack(number))
 
     def _items(self, items: Any) -> Any:
-        """Return a list with what is encoded in the places of its items; itself, if that is the same."""
+        """Return a list of the converted items, or ``items`` if none of them changes."""
         if not self._is_careful and NATIVE.issuperset(map(type, items)):
             return items
         self._enter()
@@ -229,7 +229,7 @@ _KINDS: dict[type, Callable[[Writer, Any], Any]] = {
 
 
 def _described(obj: Any) -> str:
-    """Return why a tensor or an array is no plain data."""
+    """Return the reason why a tensor or an array is no plain data."""
     if isinstance(obj, np.ndarray):
         return f"an array of dtype {obj.dtype} is no plain data"
     attributes = f" with attributes ({', '.join(sorted(obj.__dict__))})" if obj.__dict__ else ""
@@ -237,7 +237,7 @@ def _described(obj: Any) -> str:
 
 
 def _at_key(error: NotPlainData, keys: list[Any]) -> NotPlainData:
-    """Return the error with the key that it concerns in the place of a number among keys and values."""
+    """Return the error with the key in place of an index into alternating keys and values."""
     number, _, rest = error.place.partition("]")
     place = int(number[1:])
     return NotPlainData(

@@ -1,16 +1,16 @@
-"""The wire form of a Python object: a fixed header, the sizes, the content, then large memory out of band (PEP 574).
+"""Wire format of a Python object: header, sizes, content, then large memory out of band (PEP 574).
 
 ::
 
-    magic "MPIF" | version u16 | format u16 | buffers n u64 | content length u64 | n buffer lengths u64 …    (header)
+    magic "MPIF" | version u16 | format u16 | buffers n u64 | content length u64 | n × length u64
     table bytes u32 | table of tensors (``tensor_format``) | content
-    n raw buffers, which travel straight from and into the memory of tensors and arrays
+    n raw buffers, sent from and received into the memory of tensors and arrays
 
-CPU tensors are described by the table; values of large ones are not copied to encode, and views
-keep sharing memory. The content is of one of three formats: a pickle (protocol 5), data
-(``data_format``), or a refusal, the text of why the sender could not send its object. Unpickling
-runs what the sender put in: pickles are accepted from ranks of the same job only, and not at all by
-who asks for data, which makes data and nothing else, whatever the bytes are.
+The table describes CPU tensors; values of large ones are not copied, and views keep sharing memory.
+The content has one of three formats: a pickle (protocol 5), data (``data_format``), or a refusal,
+which is the text of why the sender could not send its object. Unpickling executes code that the
+sender chose, so pickles are accepted only from ranks of the same job, and never by a receiver with
+``data_only``, which rebuilds data and nothing else from any bytes.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _LENGTH = struct.Struct("<Q")
 _TABLE = struct.Struct("<I")
 PICKLE, DATA, REFUSAL = range(3)  # formats of the content
 HEADER_BYTES = _FIXED.size
-_MAX_BUFFERS = 1 << 20  # more than any real object has; a header that says more is not ours
-_MAX_BYTES = 1 << 50  # of all parts, past the memory of any machine
+_MAX_BUFFERS = 1 << 20  # more than any object has; a larger number is damage
+_MAX_BYTES = 1 << 50  # of all parts; beyond the memory of any machine
 
 Message = tuple[bytes, list[memoryview]]
 
 
 class RefusedError(FrameError):
-    """In the place of an object came the reason why its sender could not send it, which is the text."""
+    """The sender could not send its object; the text is the sender's reason."""
 
 
 class _HostSink(tensor_pickle.Sink):
-    """Leaves CUDA tensors to torch's own pickling: whoever receives an object has no say in its device."""
+    """Leaves CUDA tensors to torch's pickling, because a receiver cannot choose their device."""
 
     __slots__ = ()
 
@@ -62,17 +62,16 @@ class _HostSink(tensor_pickle.Sink):
 
 
 def encode(obj: Any, data_only: bool = False) -> Message:
-    """Turn an object into a header and the memory that follows it.
+    """Encode an object as a header and the memory that follows.
 
     Args:
         data_only: Write data, not a pickle.
 
     Returns:
-        The header with all lengths, and [table and content, buffer, …] in the order in which they
-        are sent.
+        The header with all lengths, and [table and content, buffer, …] in sending order.
 
     Raises:
-        NotPlainData: It is to be data, and holds something else; the error has the place.
+        NotPlainData: ``data_only``, and the object holds something else; the error has its place.
         Exception: What pickle raises for an object it cannot handle.
     """
     if not data_only:
@@ -92,7 +91,10 @@ def encode(obj: Any, data_only: bool = False) -> Message:
 
 
 def refusal(reason: str) -> Message:
-    """Return the message that stands for an object which could not be sent; its receiver gets a ``RefusedError``."""
+    """Return the message that replaces an object which cannot be sent.
+
+    Decoding raises ``RefusedError`` with ``reason``.
+    """
     return _message(REFUSAL, (), data_writer.dumps(reason, []), ())
 
 
@@ -111,17 +113,22 @@ def _message(
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """Return a flat tensor's memory, which keeps the tensor; ``numpy()`` would forbid to resize it from then on."""
+    """Return the memory of a flat tensor, which the view keeps alive.
+
+    ``numpy()`` would prevent the tensor from being resized from then on.
+    """
     memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     memory.tensor = tensor
     return memoryview(memory).cast("B")
 
 
 def buffer_count(fixed: bytes | bytearray | memoryview) -> int:
-    """Read the number of buffers from the first ``HEADER_BYTES`` bytes; the header is 8 bytes longer for each.
+    """Read the number of buffers from the first ``HEADER_BYTES`` bytes.
+
+    The header has 8 more bytes for each buffer.
 
     Raises:
-        FrameError: Not a header of ours.
+        FrameError: The bytes are not a header.
     """
     if len(fixed) < HEADER_BYTES:
         raise FrameError(f"truncated frame: {len(fixed)} of {HEADER_BYTES} header bytes")
@@ -140,10 +147,10 @@ def buffer_count(fixed: bytes | bytearray | memoryview) -> int:
 
 
 def body_lengths(header: bytes | bytearray | memoryview) -> list[int]:
-    """Read the length in bytes of the content, with its table, and of each buffer.
+    """Read the length in bytes of the content with its table, and of each buffer.
 
     Raises:
-        FrameError: Truncated, or not a header of ours.
+        FrameError: The bytes are truncated or not a header.
     """
     buffers = buffer_count(header)
     if len(header) < HEADER_BYTES + _LENGTH.size * buffers:
@@ -164,11 +171,13 @@ def body_lengths(header: bytes | bytearray | memoryview) -> list[int]:
 def decode(
     header: bytes | bytearray | memoryview, body: Sequence[Any], data_only: bool = False
 ) -> Any:
-    """Rebuild the object from its header and [table and content, buffer, …]; tensors keep the buffers' memory as their own.
+    """Rebuild the object from its header and [table and content, buffer, …].
+
+    Tensors keep the memory of the buffers as their own.
 
     Args:
-        header: As far as the format at least; checked by ``body_lengths`` before.
-        data_only: Refuse a pickle, unread.
+        header: At least up to the format; checked by ``body_lengths`` before.
+        data_only: Refuse a pickle without reading it.
 
     Raises:
         FrameError: The bytes do not rebuild an object, or are a pickle.
@@ -183,7 +192,7 @@ def decode(
         )
     try:
         first = memoryview(body[0])
-        # In-band parts may be read-only bytes; a tensor must own memory it may write.
+        # In-band parts may be read-only; a tensor must own writable memory.
         parts = [
             part if not (view := memoryview(part)).readonly else memoryview(bytearray(view))
             for part in body[1:]
@@ -225,26 +234,26 @@ def _read_table(
 
 
 def to_bytes(obj: Any, data_only: bool = False) -> bytearray:
-    """Turn an object into one run of bytes; see ``encode``."""
+    """Encode an object as contiguous bytes; see ``encode``."""
     header, body = encode(obj, data_only)
     return bytearray().join([header, *body])
 
 
 def from_bytes(data: Any, data_only: bool = False) -> Any:
-    """Rebuild an object from one run of bytes.
+    """Rebuild an object from contiguous bytes.
 
     Raises:
-        FrameError: Truncated, with bytes left over, or a pickle where data is asked for.
+        FrameError: Truncated, too long, or a pickle with ``data_only``.
         RefusedError: The sender could not send its object.
     """
     return decode(*split(data), data_only)
 
 
 def split(data: Any) -> tuple[memoryview, list[memoryview]]:
-    """Return header and body of a frame that is one run of bytes.
+    """Return header and body of a frame in contiguous bytes.
 
     Raises:
-        FrameError: Truncated, or with bytes left over.
+        FrameError: Truncated or too long.
     """
     view = memoryview(data)
     lengths = body_lengths(view)

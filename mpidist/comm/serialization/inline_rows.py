@@ -28,8 +28,8 @@ INLINE_BYTES = 30 << 10
 _MAX_HEADS = 4096  # entries at which the cache is cleared
 _COUNTS_OF_ONE = COUNTS.pack(1, 0)
 _COUNTS_BYTES = COUNTS.size
-# By dtype, shape, class and requires_grad: a table of one row up to the elements, None where the
-# elements cannot stand in the row; and the bytes of the elements, negative for complex dtypes.
+# By dtype, shape, class and requires_grad: a table of one row up to the elements, None if the
+# elements cannot be in the row; and the size of the elements in bytes, negative for complex dtypes.
 _heads: dict[Any, tuple[bytes | None, int]] = {}
 
 

@@ -1,4 +1,4 @@
-"""Rows of a tensor table whose elements are not in the row: dense, strided, sparse, quantized, arrays.
+"""Rows of a tensor table whose elements are elsewhere: dense, strided, sparse, quantized, arrays.
 
 Each row is checked before its memory is touched (``tensor_checks``).
 """
@@ -54,16 +54,16 @@ def flagged(tensor: Tensor, flags: int) -> Tensor:
 
 
 class RowReader:
-    """The rows that are not inline, one after the other."""
+    """Reader of the rows that are not inline, one after the other."""
 
     def __init__(self, table: Any, parts: Sequence[Any], is_strict: bool) -> None:
         self.place = 0
         self._table = table
         self._parts = parts
         self._is_strict = is_strict
-        self._kinds: dict[int, int] = {}  # of the parts met so far: whose they are
+        self._kinds: dict[int, int] = {}  # users of the parts read so far
         self._storages: dict[int, torch.UntypedStorage] = {}
-        # of parts that views share: how many bytes may still be checked view by view
+        # By part that views share: bytes that may still be checked view by view.
         self._bools_left: dict[int, int] = {}
 
     def read(self) -> Any:
@@ -135,9 +135,10 @@ class RowReader:
         return tensor
 
     def _require_bools(self, view: Tensor, part: int, storage: torch.UntypedStorage) -> None:
-        # Any number of views may have all of the part. Those that do not overlap have no more
-        # elements than it has bytes, and are checked one by one, as between them may lie what is no
-        # bool; once there are more elements, the whole part is, once.
+        # The cost must stay proportional to the part. Views that do not overlap have no more
+        # elements than the part has bytes, and are checked one by one, because the bytes between
+        # them need not be bools. When the views have more elements than that, the whole part is
+        # checked once.
         left = self._bools_left.get(part, storage.nbytes())
         if left < 0:
             return
@@ -213,9 +214,9 @@ class RowReader:
         return torch._make_per_tensor_quantized_tensor(integers, scale, zero)
 
     def _inner(self) -> Tensor:
-        """Return the dense tensor of the next row, which is a sparse or quantized tensor's."""
+        """Return the dense tensor of the next row, which is part of a sparse or quantized one."""
         number, form, flags, part, shape = self._row()
-        # What other rows share, whoever gets them could change behind the checks.
+        # Memory shared with other rows could be changed after the checks.
         if form != DENSE or flags & INLINE or (self._is_strict and not flags & WHOLE):
             raise ValueError(f"form {form} with flags {flags} within a sparse or quantized tensor")
         return self._dense(number, flags, part, shape)

@@ -1,8 +1,8 @@
-"""Checks of a row of a tensor table: the structure before its memory is touched, then the values within that memory.
+"""Checks of one row of a tensor table: its structure before its memory is touched, then its values.
 
-A row's structure is checked always, at a cost that does not depend on the data. A reader of data
-that anybody may have written checks the values as well: what torch and numpy take for granted of a
-bool, a sparse index or a zero point is undefined behaviour where it does not hold.
+The structure is always checked, at a cost independent of the data. A reader of untrusted data also
+checks the values: torch and numpy take for granted that bools, sparse indices and zero points are
+in range, and their behavior is undefined otherwise.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _ZERO_POINTS = {
 
 
 def extent(shape: Sequence[int], item_bytes: int) -> int:
-    """Return the bytes that the elements of a shape take.
+    """Return the size in bytes of the elements of a shape.
 
     Raises:
-        ValueError: A size below 0, or sizes whose product no tensor can have, whichever of them is
-            0; a dtype without items.
+        ValueError: A size below 0; sizes whose product, with 1 for 0, no tensor can have; a dtype
+            without items.
     """
     if not item_bytes:
         raise ValueError("a dtype that this worker does not know")
@@ -37,7 +37,7 @@ def extent(shape: Sequence[int], item_bytes: int) -> int:
     if min(shape) < 0:
         raise ValueError(f"sizes {_brief(shape)}")
     nbytes = math.prod(shape, start=item_bytes)
-    # Strides are products of the sizes, of one that is 0 as well.
+    # Strides are products of the sizes, also where one size is 0.
     if (nbytes or math.prod([size or 1 for size in shape], start=item_bytes)) >= _MAX_BYTES:
         raise ValueError(f"sizes {_brief(shape)}: more elements than memory can hold")
     return nbytes
@@ -46,10 +46,10 @@ def extent(shape: Sequence[int], item_bytes: int) -> int:
 def require_within(
     shape: Sequence[int], strides: Sequence[int], offset: int, item_bytes: int, nbytes: int
 ) -> None:
-    """Check that strided elements lie within a part of ``nbytes``.
+    """Check that strided elements are within a part of ``nbytes``.
 
     Raises:
-        ValueError: They do not; or an offset or a stride is negative.
+        ValueError: They are not, or an offset or a stride is negative.
     """
     reach = (
         0
@@ -67,14 +67,17 @@ def require_bools(data: Tensor) -> None:
     """Check the bytes of a bool tensor.
 
     Raises:
-        ValueError: One is neither 0 nor 1.
+        ValueError: A byte is neither 0 nor 1.
     """
     if data.numel() and data.view(torch.uint8).amax().item() > 1:
         raise ValueError("a bool of neither 0 nor 1")
 
 
 def require_coo_form(indices: Tensor, values: Tensor, shape: Sequence[int]) -> None:
-    """Check that indices (sparse dimensions × elements, int64) and values make a COO tensor; not where indices point.
+    """Check that indices and values make a COO tensor; the values of the indices are not checked.
+
+    Args:
+        indices: Shape (sparse dimensions, elements), int64.
 
     Raises:
         ValueError: They do not.
@@ -96,9 +99,9 @@ def require_coo_form(indices: Tensor, values: Tensor, shape: Sequence[int]) -> N
 
 
 def require_coalesced(indices: Tensor, shape: Sequence[int]) -> None:
-    """Check that indices of a COO tensor, all in range, ascend without repetition.
+    """Check that the indices of a COO tensor, all in range, ascend without repetition.
 
-    torch looks at the claim from release to release in another place, and not always.
+    torch checks this in some releases only.
 
     Raises:
         ValueError: They do not.
@@ -115,7 +118,7 @@ def require_coalesced(indices: Tensor, shape: Sequence[int]) -> None:
 def require_compressed_form(
     compressed: Tensor, plain: Tensor, values: Tensor, shape: Sequence[int], layout: torch.layout
 ) -> None:
-    """Check that indices and values make a compressed sparse tensor; not where indices point.
+    """Check that indices and values make a compressed sparse tensor; index values are not checked.
 
     Raises:
         ValueError: They do not.
@@ -148,10 +151,10 @@ def require_compressed_form(
 
 
 def require_channels(integers: Tensor, scales: Tensor, zeros: Tensor, axis: int) -> None:
-    """Check that there are a scale and a zero point for each place along an axis of a quantized tensor.
+    """Check that a quantized tensor has a scale and a zero point for each position along an axis.
 
     Raises:
-        ValueError: There are not.
+        ValueError: The shapes do not fit.
     """
     if (
         not 0 <= axis < integers.dim()
@@ -164,14 +167,14 @@ def require_channels(integers: Tensor, scales: Tensor, zeros: Tensor, axis: int)
 
 
 def require_quantization(integers: torch.dtype, scales: Tensor, zeros: Tensor) -> None:
-    """Check the values of scales and zero points of a quantized tensor.
+    """Check the scales and zero points of a quantized tensor.
 
     Args:
         integers: The dtype of its integers.
 
     Raises:
-        ValueError: A scale that is not finite, or a zero point outside of the dtype.
-        KeyError: Another dtype than those of quantized tensors.
+        ValueError: A scale is not finite, or a zero point is outside of the dtype's range.
+        KeyError: No quantized tensor has this dtype.
     """
     lowest, highest = _ZERO_POINTS[integers]
     if not bool(torch.isfinite(scales).all()) or not bool(
@@ -183,5 +186,5 @@ def require_quantization(integers: torch.dtype, scales: Tensor, zeros: Tensor) -
 
 
 def _brief(numbers: Sequence[int]) -> str:
-    """Return numbers for a message: not all of a long row."""
+    """Return numbers for a message, at most eight."""
     return f"({', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''})"

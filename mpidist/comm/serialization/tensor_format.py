@@ -1,12 +1,13 @@
-"""Layout of the tensor table: its structs, forms, flags and dtype numbers.
+"""Layout of the tensor table: structs, forms, flags and dtype numbers.
 
 ::
 
     rows n u32 | parts used u32 | n rows
     row: dtype u8 | form u8 | flags u8 | dimensions d u8 | part u32 | shape d × i64
-         dense:  inline: the elements;  whole: nothing;  else: offset in elements i64, strides d × i64
-         sparse: the rows of indices (one, or two compressed) and values
-         quantized: scale f64, zero point i64, the row of the integers; by channel: axis i64, the rows of integers, scales, zeros
+         dense: inline: the elements; whole: nothing; else: offset in elements i64, strides d × i64
+         sparse: the rows of indices (one, or two if compressed) and values
+         quantized: scale f64, zero point i64, the row of the integers
+         quantized by channel: axis i64, the rows of integers, scales and zero points
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ SCALE = struct.Struct("<dq")
 DENSE, ARRAY, BYTEARRAY, PER_TENSOR, PER_CHANNEL, COO = range(6)
 COMPRESSED = {torch.sparse_csr: 6, torch.sparse_csc: 7, torch.sparse_bsr: 8, torch.sparse_bsc: 9}
 LAYOUTS = {form: layout for layout, form in COMPRESSED.items()}
-QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)  # whose integers have the tensor's sizes
+QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)  # their integers have the tensor's sizes
 BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 REQUIRES_GRAD, WHOLE, INLINE, PARAMETER, COALESCED = 1, 2, 4, 8, 16
 
-# Their places are the wire's numbers: new ones go to the end.
+# The index of a name is its number on the wire, so new names go to the end.
 _DTYPE_NAMES = (
-    "float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32", "uint8", "int8", "int16", "int32",
-    "int64", "bool", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
-    "float8_e8m0fnu",
+    "float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32",
+    "uint8", "int8", "int16", "int32", "int64", "bool", "uint16", "uint32", "uint64",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
 )  # fmt: skip
 DTYPES: list[Any] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 ITEM_BYTES = [0 if dtype is None else dtype.itemsize for dtype in DTYPES]

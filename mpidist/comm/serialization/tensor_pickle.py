@@ -1,4 +1,4 @@
-"""Pickle (protocol 5) that names tensors by number; they travel beside it, in a ``tensor_table``.
+"""Pickle (protocol 5) that refers to tensors by number; the tensors travel in a ``tensor_table``.
 
 Memory of other objects that export it out of band (PEP 574) follows the tensors' parts.
 """
@@ -19,7 +19,7 @@ from mpidist.comm.serialization import tensor_table
 
 
 class Sink:
-    """Objects that an open pickle names by number.
+    """Objects that a pickle refers to by number.
 
     Attributes:
         objects: In the order of their numbers; ``tensor_table.describe`` takes them.
@@ -33,12 +33,12 @@ class Sink:
         self.buffers: list[pickle.PickleBuffer] = []
 
     def number(self, obj: Any) -> int:
-        """Return the number of an object that has none yet; pickle itself asks once for each object."""
+        """Assign the next number to an object; pickle memoizes objects, so each gets one number."""
         self.objects.append(obj)
         return len(self.objects) - 1
 
     def reduced(self, obj: Any) -> Any:
-        """Return how an object is pickled; ``NotImplemented`` for pickle's own way."""
+        """Return how an object is pickled; ``NotImplemented`` for pickle's default."""
         kind = type(obj)
         if kind is np.ndarray or kind is torch.Tensor or kind is torch.nn.Parameter:
             if tensor_table.is_describable(obj):
@@ -53,7 +53,7 @@ class Sink:
 
 
 class _CurrentObjects(threading.local):
-    """What the numbers stand for in the pickle that this thread is reading."""
+    """Objects by number for the pickle that this thread is reading."""
 
     objects: Sequence[Any] = ()
 
@@ -71,7 +71,7 @@ def _with_attributes(tensor: Any, attributes: dict[str, Any]) -> Any:
 
 
 class _Numbered:
-    """Stands for an object that has its number already."""
+    """Placeholder of an object that has a number."""
 
     __slots__ = ("_number",)
 
@@ -90,10 +90,10 @@ def _without_attributes(tensor: Any) -> Any:
 
 
 class TablePickler(pickle.Pickler):
-    """The pickler for importable objects.
+    """Pickler for importable objects.
 
     Args:
-        sink: Takes what travels beside the pickle.
+        sink: Receives what travels outside of the pickle.
     """
 
     def __init__(self, stream: io.BytesIO, sink: Sink) -> None:
@@ -109,7 +109,7 @@ class TablePickler(pickle.Pickler):
 
 
 def dumps(obj: Any, sink: Sink) -> bytes:
-    """Pickle an object; what travels beside the pickle goes to ``sink``."""
+    """Pickle an object; ``sink`` receives what travels outside of the pickle."""
     stream = io.BytesIO()
     TablePickler(stream, sink).dump(obj)
     return stream.getvalue()
@@ -119,7 +119,7 @@ def loads(pickled: Any, objects: Sequence[Any], buffers: Sequence[Any]) -> Any:
     """Unpickle an object.
 
     Args:
-        objects: What the numbers stand for.
+        objects: The objects by number.
         buffers: Out-of-band memory, in order.
     """
     before, _current.objects = _current.objects, objects

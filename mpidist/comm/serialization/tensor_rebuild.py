@@ -1,9 +1,8 @@
-"""Rebuilds tensors and arrays of a tensor table from the memory that came with it.
+"""Rebuilding of tensors and arrays from a tensor table and the memory that came with it.
 
-Whatever the bytes are, memory outside of what has arrived is neither read nor written: each row is
-checked before its memory is touched (``tensor_checks``). For a strict reader tensors have no more
-elements than have arrived, and the values that torch and numpy take for granted are checked as
-well.
+For any bytes, no memory outside of what has arrived is read or written: each row is checked before
+its memory is touched (``tensor_checks``). For a strict reader, tensors have no more elements than
+have arrived, and values that torch and numpy take for granted are checked too.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from mpidist.errors import FrameError
 
 Tensor = torch.Tensor
 _frombuffer = torch.frombuffer
-_DIMS_AT = COUNTS.size + 3  # of the first row's dimensions, from the start of a table
+_DIMS_AT = COUNTS.size + 3  # of the first row's dimensions, from the start of the table
 _MAX_LONE = 4096
-# What stands before the elements: dtype, bytes, shape if not flat. Never a bool: its bytes must be
-# looked at.
+# By the bytes in front of the elements: dtype, size in bytes, shape if not flat. Never a bool,
+# because its values must be checked.
 _lone: dict[bytes, tuple[Any, int, tuple[int, ...] | None]] = {}
 
 
 def read_lone(table: Any, place: int) -> tuple[Tensor, int] | None:
-    """Rebuild the tensor of a table that holds one small whole host tensor; return it and where the table ends.
+    """Rebuild the tensor of a table that holds one small whole host tensor; return it and the end.
 
-    None: the table is another, is damaged, or begins with what ``read`` has not met yet.
+    None if the table is of another kind, is damaged, or has a shape and dtype new to ``read``.
     """
     dims = table[place + _DIMS_AT] if place + _DIMS_AT < len(table) else 0
     start = place + FIRST.size + 8 * dims
@@ -66,15 +65,14 @@ def read(
 
     Args:
         table: A ``bytearray``, or a view of one.
-        place: Where the table begins in it.
-        parts: Memory in the order of ``described``: buffers, or flat ``uint8`` tensors.
-        is_strict: Anybody may have written it. Tensors of more elements than have arrived are
-            refused (``described`` writes none with ``is_dense``), and values that torch and numpy
-            take for granted: bools, sparse indices, scales and zero points. Costs time in
-            proportion to bools, sparse and quantized tensors.
+        place: Offset of the table in it.
+        parts: Memory in the order of ``tensor_table.describe``: buffers, or flat ``uint8`` tensors.
+        is_strict: The sender is not trusted. Refuse tensors with more elements than have arrived
+            (``describe`` writes none with ``is_dense``), and check bools, sparse indices, scales
+            and zero points, at a cost proportional to their size.
 
     Returns:
-        The objects, how many parts are theirs, and where the table ends.
+        The objects, the number of parts they use, and the end of the table.
 
     Raises:
         FrameError: The table does not fit what has arrived.
@@ -83,7 +81,7 @@ def read(
     try:
         count, used, number, form, flags, dims, _ = FIRST.unpack_from(table, place)
         if count == 1 and used == 0 and flags & INLINE and form == DENSE and dims < len(SHAPES):
-            # What most messages with tensors hold.
+            # The content of most messages with tensors.
             place += FIRST.size
             shape = SHAPES[dims].unpack_from(table, place)
             place += 8 * dims
@@ -122,7 +120,7 @@ def read(
 
 
 def _inline(raw: Any, number: int, shape: tuple[int, ...], nbytes: int, is_strict: bool) -> Tensor:
-    # In memory of its own: a small tensor must not keep its whole message.
+    # A copy, because a small tensor must not keep its whole message alive.
     if not nbytes:
         checks.extent(shape, ITEM_BYTES[number])
         return torch.empty(shape, dtype=DTYPES[number], device="cpu")

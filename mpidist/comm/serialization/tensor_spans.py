@@ -1,4 +1,4 @@
-"""Spans of tensors in memory: the addresses between which their elements lie, and which of them belong together. Pure."""
+"""Spans of tensors in memory: address ranges of elements, and groups of tensors by them. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def overlap(objects: Iterable[Any]) -> bool:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses between which the tensor's elements lie."""
+    """Return the first address of the tensor's elements and the address after the last."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.nbytes
@@ -39,13 +39,13 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def is_folded(tensor: Tensor) -> bool:
-    """Say whether a tensor has more elements than its memory: an expanded one, say."""
+    """Say whether a tensor has more elements than memory, as an expanded one."""
     low, high = span(tensor)
     return tensor.nbytes > high - low
 
 
 def clusters(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Group tensors of one storage whose spans overlap or adjoin, in the order of their first members."""
+    """Group tensors of one storage whose spans overlap or adjoin, ordered by first member."""
     if len(tensors) == 1:
         return [[0]]
     order = sorted(
@@ -68,7 +68,11 @@ def clusters(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def clusters_apart(tensors: Sequence[Tensor], alone: Collection[int]) -> list[list[int]]:
-    """Group tensors as ``clusters`` does, bools apart from other dtypes, and each of the places in ``alone`` by itself."""
+    """Group tensors as ``clusters`` does, with bools apart from other dtypes.
+
+    Args:
+        alone: Indices of tensors that form groups of their own.
+    """
     found = [[place] for place in sorted(alone)]
     for is_bool in (False, True):
         chosen = [

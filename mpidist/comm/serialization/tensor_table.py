@@ -1,8 +1,9 @@
-"""Wire description of tensors and arrays: a table with one row each, and the memory that travels for them.
+"""Wire description of tensors and arrays: a table with one row each, and the memory that is sent.
 
-Small whole host tensors stand in their row. All else refers to a part: memory that the transport
-takes and gives back. Of a storage, only what the tensors cover travels, and once: views that
-overlap or adjoin still share memory at the receiver; far apart ones do not bring what lies between.
+Small whole host tensors are in their rows (``inline_rows``). All others refer to a part: memory
+that the transport sends and the receiver gets as it is. Only the memory that the tensors of a
+storage cover is sent, and only once: views that overlap or adjoin share memory at the receiver too,
+and gaps between distant views are not sent.
 
 The layout is in ``tensor_format``.
 """
@@ -46,12 +47,12 @@ from mpidist.comm.serialization.tensor_spans import (
 )
 
 Tensor = torch.Tensor
-# what may travel unused between a tensor's elements, beside as much as the tensor itself
+# Unused bytes between the elements of a tensor that may be sent, in addition to the tensor's size.
 _WASTE_BYTES = 64 << 10
 
 
 def is_describable(obj: Any) -> bool:
-    """Say whether an object can be a row: a tensor, parameter, array or bytearray of a plain kind."""
+    """Say whether an object can be a row: a plain tensor, parameter, array or bytearray."""
     kind = type(obj)
     if kind is np.ndarray:
         return obj.dtype in ARRAY_NUMBERS and obj.flags.c_contiguous and obj.dtype.isnative
@@ -69,26 +70,26 @@ def is_describable(obj: Any) -> bool:
 def describe(
     objects: Sequence[Any], device_map: Mapping[int, int] | None = None, is_dense: bool = False
 ) -> tuple[bytes, list[Any], list[int | None]]:
-    """Describe objects for which ``is_describable`` holds, and name the memory that travels for them.
+    """Describe objects for which ``is_describable`` holds, and list the memory to be sent.
 
     Args:
         device_map: From this rank's CUDA device indices to the receiver's.
-        is_dense: For a strict reader (``tensor_rebuild``): a tensor with more elements than its
-            memory holds, an expanded one say, goes as a copy without strides; bools share no memory
-            with other dtypes, nor do sparse and quantized tensors share any.
+        is_dense: For a strict reader (``tensor_rebuild``): a tensor with more elements than memory,
+            for example an expanded one, is copied without strides; bools share no memory with other
+            dtypes, and sparse and quantized tensors share none at all.
 
     Returns:
         The table, the parts (contiguous tensors or buffers), and the receiver's device index of
-        each part.
+            each part.
 
     Raises:
-        ValueError: A tensor on a device that ``device_map`` does not name.
+        ValueError: A tensor is on a device that ``device_map`` does not name.
     """
     table = inline_table(objects)
     if table is not None:
         return b"".join(table), [], []
     if len(objects) == 1 and _is_whole(objects[0]):
-        # What most messages with large tensors hold.
+        # The content of most messages with large tensors.
         obj = objects[0]
         flags = WHOLE | REQUIRES_GRAD * obj.requires_grad | PARAMETER * (type(obj) is not Tensor)
         return (
@@ -115,7 +116,7 @@ def _is_whole(obj: Any) -> bool:
 
 
 class _TableLayout:
-    """The memory of objects that do not stand in their rows."""
+    """Rows and parts of objects that are not inline."""
 
     def __init__(self, device_map: Mapping[int, int], is_dense: bool) -> None:
         self.parts: list[Any] = []
@@ -124,10 +125,10 @@ class _TableLayout:
         self._device_map = device_map
         self._is_dense = is_dense
         self._tensors: list[tuple[Tensor, int]] = []  # (resolved, flags)
-        self._alone: set[int] = set()  # places of those that share no memory
+        self._alone: set[int] = set()  # indices of tensors that share no memory
 
     def add(self, obj: Any) -> Any:
-        """Take an object up; return its row, or a tuple of what its row consists of: bytes, and places in ``rows``."""
+        """Add an object; return its row, or a tuple of bytes and indices into ``rows``."""
         if type(obj) is np.ndarray or type(obj) is bytearray:
             return self._add_array(obj)
         flags = REQUIRES_GRAD * obj.requires_grad | PARAMETER * (type(obj) is not Tensor)
@@ -159,14 +160,14 @@ class _TableLayout:
         return head, self._inner(obj.int_repr()), self._inner(scales), self._inner(zeros)
 
     def _inner(self, tensor: Tensor) -> int:
-        """Take up a dense tensor of a sparse or quantized one."""
+        """Add a dense tensor of a sparse or quantized one."""
         self._alone.add(len(self._tensors))
         self._tensors.append((tensor.contiguous() if self._is_dense else _resolved(tensor), 0))
         return len(self._tensors) - 1
 
     def _add_array(self, obj: Any) -> bytes:
         if type(obj) is bytearray:
-            # a view would keep the caller from resizing it until MPI's send is tested
+            # A view would prevent the caller from resizing it until the send is complete.
             self.parts.append(bytes(obj))
         else:
             self.parts.append(obj.reshape(-1).view(np.uint8).data if obj.size else b"")
@@ -176,7 +177,7 @@ class _TableLayout:
         return row(ARRAY_NUMBERS[obj.dtype], ARRAY, 0, len(self.parts) - 1, obj.shape)
 
     def lay_out(self) -> None:
-        """Say which memory travels for the dense tensors, and write their rows."""
+        """Choose the memory that is sent for the dense tensors, and write their rows."""
         self.rows = [b""] * len(self._tensors)
         tensors = [tensor for tensor, _ in self._tensors]
         for members in (
@@ -186,7 +187,7 @@ class _TableLayout:
             low, high = span(first)
             if len(members) == 1:
                 if high - low > 2 * first.nbytes + _WASTE_BYTES:
-                    first = first.contiguous()  # scattered: what lies between need not travel
+                    first = first.contiguous()  # scattered, so gaps are not sent
                     low, high = span(first)
                 if first.is_contiguous():
                     number = DTYPE_NUMBERS[first.dtype]
@@ -198,7 +199,7 @@ class _TableLayout:
             for place in members[1:]:
                 start, end = span(self._tensors[place][0])
                 low, high = min(low, start), max(high, end)
-            # whole elements of any type: complex128 is the widest
+            # Offsets are whole elements of any dtype; complex128 is the widest.
             low -= (low - first.untyped_storage().data_ptr()) % 16
             for place in members:
                 tensor, flags = self._tensors[place]

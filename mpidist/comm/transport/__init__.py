@@ -1,1 +1,1 @@
-"""eager_receives, incoming, payload_receives → transport: messages that nobody has asked for, as RPC sends them."""
+"""eager_message → receives, incoming, loopback → transport: unexpected messages, used by RPC."""

@@ -98,7 +98,10 @@ def decode(source: int, data: bytearray, fields: tuple[int, ...]) -> tuple[Incom
 def pack_parts(
     parts: Sequence[Part], devices: Sequence[int | None]
 ) -> tuple[Any, list[Part], list[int | None]]:
-    """Return the packed section, empty if all parts are payloads, and the payloads with their devices."""
+    """Return the packed section, the payloads, and the payloads' devices.
+
+    The section is empty if all parts are payloads.
+    """
     lengths: list[int] = []
     packed: list[Any] = []
     payloads: list[Part] = []
@@ -118,7 +121,7 @@ def pack_parts(
         return b"", payloads, where
     section = bytearray(struct.pack(f"<I{len(lengths)}Q", len(lengths), *lengths))
     for part in packed:
-        # Not numpy(): a tensor whose memory it has seen cannot be resized any more.
+        # numpy() would export the memory, and a tensor whose memory is exported cannot be resized.
         section += (
             buffer.memory(part.data_ptr(), part.nbytes)
             if isinstance(part, torch.Tensor)
@@ -128,7 +131,7 @@ def pack_parts(
 
 
 def unpack_parts(incoming: Incoming) -> None:
-    """Give a complete message its parts in the order in which they were sent; or none, and say why."""
+    """Set the parts of a complete message in the order of sending; on failure, set its damage."""
     try:
         _read_section(incoming)
     except FrameError as error:
@@ -161,7 +164,7 @@ def _read_section(incoming: Incoming) -> None:
                     )
                 parts.append(part)
             else:
-                # A copy: a small part must not keep all of the others in memory.
+                # A copy, because a small part must not keep the memory of all others alive.
                 parts.append(memoryview(bytearray(section[place : place + length])))
                 place += length
         if place != len(section) or next(following, None) is not None:

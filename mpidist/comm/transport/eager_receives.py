@@ -1,12 +1,12 @@
-"""Receives of eager messages: posted ahead, or by matched probe (MPI-4.1 §3.8.2) where a message may be longer than its receive.
+"""Receives of eager messages: persistent requests, or matched probes (MPI-4.1 §3.8.2).
 
-Open MPI writes a message that is longer than its receive past the receive's memory, and reports the
-truncation afterwards (``matched``). Posted receives are the fastest, and for processes that trust
-each other. A ``ProbedReceive`` gives MPI memory once the length of the message is known; a longer
-one is received with length zero, which leaves all memory as it was.
+Open MPI writes a message that is longer than its receive past the end of the receive's memory, and
+reports the truncation afterwards (``matched_probe``). Persistent receives are the fastest, and suit
+processes that trust each other. A ``ProbedReceive`` gives MPI memory after the length of the
+message is known; a longer message is received with length zero, so no memory is written.
 
 Both have the interface of a persistent request: ``Test`` fills a status with source and length,
-``Start`` opens the next one.
+``Start`` opens the next receive.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from mpidist.errors import FrameError
 
 _PAUSE_S = 1e-4
 
-Kept = tuple[int, Any]  # a message's source and bytes, or the error that it raised
-_unfinished: list[Any] = []  # receives that MPI did not end: it may still write to their memory
+Kept = tuple[int, Any]  # source and bytes of a message, or its error
+# Receives that MPI did not complete; kept alive because MPI may still write to their memory.
+_unfinished: list[Any] = []
 
 
 def post_receives(mpi: Any, tag: int, count: int) -> list[tuple[Any, bytearray, Any]]:
@@ -40,7 +41,7 @@ def post_receives(mpi: Any, tag: int, count: int) -> list[tuple[Any, bytearray, 
 
 
 def withdraw(receives: Iterable[tuple[Any, bytearray, Any]], idle: Any) -> list[Kept]:
-    """Withdraw posted receives, in the order of posting; return the messages that had come already, in their order.
+    """Cancel posted receives in the order of posting; return messages that had arrived, in order.
 
     Args:
         idle: The request among them that was read and not started again, or None.
@@ -61,15 +62,15 @@ def withdraw(receives: Iterable[tuple[Any, bytearray, Any]], idle: Any) -> list[
 
 
 class ProbedReceive:
-    """Receives of one tag from any source, one after the other: matched, compared with the room, and only then received.
+    """Receive of one tag from any source: a message is matched, checked, then received.
 
-    Nothing blocks: a message that is matched and not there yet is the next one all the same, as
+    No call blocks. A matched message that has not arrived completely is still the next one, because
     messages of a sender keep their order.
 
     Args:
         mpi: The communicator.
         tag: Of the messages.
-        kept: Messages that come before all that MPI has.
+        kept: Messages that precede those in MPI's queue.
     """
 
     def __init__(self, mpi: Any, tag: int, kept: Iterable[Kept] = ()) -> None:
@@ -79,16 +80,17 @@ class ProbedReceive:
         self.space = bytearray(EAGER_BYTES)
         self._kept = deque(kept)
         self._request: Any = None
-        # of the message under way, which is longer than the room
+        # the message under way is longer than ``space``
         self._too_long: FrameError | None = None
         self._then: Callable[[], None] | None = None
-        self._is_idle = not self._kept  # the next message is one that MPI has
+        self._is_idle = not self._kept  # the next message is in MPI's queue
 
     def Test(self, status: Any) -> bool:
-        """Say whether the next message is in ``space``; ``status`` says its source and length.
+        """Say whether the next message is in ``space``; ``status`` gets its source and length.
 
         Raises:
-            FrameError: It is longer than ``space``. It is dropped, and nothing was written.
+            FrameError: The message is longer than ``space``. It is dropped, and nothing was
+                written.
         """
         if self._is_idle:
             message = self._improbe(self._any, self._tag, status)
@@ -107,18 +109,18 @@ class ProbedReceive:
         return self._is_received(status)
 
     def Start(self) -> None:
-        """See MPI_Start; the next ``Test`` looks for the next message."""
+        """See MPI_Start; the next ``Test`` probes for the next message."""
 
     def end(self, then: Callable[[], None] | None) -> None:
-        """Call ``then`` in place of the next look for a message; None: go on.
+        """Call ``then`` instead of the next probe for a message; None: continue probing.
 
-        What is matched or kept comes before what ``then`` receives.
+        Matched and kept messages precede those that ``then`` receives.
         """
         self._then = then
         self._update_idle()
 
     def close(self, timeout_s: float) -> None:
-        """Let a receive under way end."""
+        """Wait up to ``timeout_s`` seconds for a receive under way."""
         deadline, status = time.monotonic() + timeout_s, MPI.Status()
         while self._request is not None:
             with contextlib.suppress(Exception):
@@ -160,7 +162,7 @@ class ProbedReceive:
 
     def _next_kept(self, status: Any) -> bool:
         if not self._kept:
-            then, self._then = self._then, _no_operation  # a poll may look several times
+            then, self._then = self._then, _no_operation  # one poll may test several times
             if then is not None:
                 then()
             return False
@@ -178,4 +180,4 @@ class ProbedReceive:
 
 
 def _no_operation() -> None:
-    """Stand for what was done already."""
+    """Replace a callback that has run."""

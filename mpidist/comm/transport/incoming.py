@@ -1,4 +1,4 @@
-"""Incoming message: the record of one message from its eager message until its parts are complete."""
+"""Incoming message: its fields, and its parts from the eager message until they are complete."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Part = Any  # a contiguous torch.Tensor, or an object with the buffer protocol
 
 
 class Incoming:
-    """A message that has arrived, in part or whole.
+    """A message whose eager message has arrived.
 
     Attributes:
         source: The sender's rank.
-        kind: The sender's, as are ``flags``, ``sequence`` and ``context``.
+        kind: Set by the sender, as are ``flags``, ``sequence`` and ``context``.
         data: The eager message, in memory of its own; the header is ``data[start:end]``.
-        parts: Memory of the parts, or device tensors; complete once ``is_complete``.
+        parts: Memory of the parts, or device tensors; valid once ``is_complete``.
         is_new: The message is returned for the first time.
-        noted: The reader's, as is ``action``.
+        noted: For the reader's use, as is ``action``.
         receives: Under way for its payloads: (request, bytes announced).
-        arrive: Bring payloads to their devices, and return events.
-        section: The packed parts; 0 for the first payload, None once unpacked.
+        arrive: Functions that copy payloads to their devices and return events.
+        section: The packed parts; 0 if they are the first payload, None once unpacked.
         damage: The reason why its parts cannot be read, else None.
     """
 
@@ -72,11 +72,11 @@ class Incoming:
 
     @property
     def is_complete(self) -> bool:
-        """Say whether all parts are there."""
+        """Say whether all parts have arrived."""
         return not self.receives
 
     def to_devices(self) -> None:
-        """Bring parts to their devices; the calling thread's current stream waits until they are there."""
+        """Copy parts to their devices; the calling thread's current stream waits for the copies."""
         for arrive in self.arrive:
             for event in arrive():
                 event.block_current_stream()
@@ -87,5 +87,5 @@ class Incoming:
 
 
 def nbytes_of(part: Part) -> int:
-    """Return a part's size."""
+    """Return a part's size in bytes."""
     return part.nbytes if isinstance(part, torch.Tensor) else memoryview(part).nbytes

@@ -1,17 +1,17 @@
-"""Receives of the payloads that a message announces.
+"""Receives of the payloads that eager messages announce.
 
-What is announced is checked before memory is lent for it, and what has arrived against what was
-announced: lent memory has served before, and what has not arrived is another message's. Memory that
-is only announced costs address space alone.
+The announced size is checked before memory is allocated, and the size that arrives against the
+announced one, because memory is reused and would otherwise hold bytes of another message. Memory
+that is announced but not written costs address space only.
 
-Payloads carry no number: they are received in the order of the messages that announce them. One for
-which there is no memory is received without room, so that those behind it keep their order. Where a
-message does not say which payloads are its own, the order is lost, and all later messages of that
-rank with payloads are refused.
+Payloads have no numbers: they are received in the order of the messages that announce them. A
+payload for which memory is missing is received with length zero, so that later ones keep their
+order. If a message does not say which payloads belong to it, the order is lost, and all later
+messages of that rank with payloads are refused.
 
-Where senders are not to be trusted with this process's memory, a payload is matched first (MPI-4.1
-§3.8.2), and received with length zero if it is longer than announced: Open MPI would write it past
-its receive (``matched``).
+From senders that must not write to this process, a payload is matched first (MPI-4.1 §3.8.2) and
+received with length zero if it is longer than announced: Open MPI would write past the end of the
+receive (``matched_probe``).
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from mpidist.errors import FrameError
 
 _MAX_ANNOUNCED_BYTES = (
     1 << 44
-)  # announced by one message: each GiB is a receive, whether it arrives or not
+    # Announced by one message. Each GiB takes one receive, even if it never arrives.
+)
 
 
 class PayloadReceives:
-    """The receives of one communicator.
+    """Receives of payloads on one communicator.
 
     Args:
         mpi: The communicator.
         tag: Of payloads.
-        memory: Lends what they are received into.
+        memory: Provides the memory that payloads are received into.
 
     Attributes:
-        is_probing: Payloads of later messages are received once their length is known.
+        is_probing: Payloads of later messages are matched before they are received.
     """
 
     def __init__(self, mpi: Any, tag: int, memory: BufferPool) -> None:
@@ -58,19 +59,19 @@ class PayloadReceives:
         self._status: Any = MPI.Status()
         self.is_probing = False
         self._sources: defaultdict[int, _UnmatchedPieces] = defaultdict(_UnmatchedPieces)
-        # by rank: the reason why its payloads cannot be told apart any more
+        # By rank: the reason why its payloads cannot be assigned to messages.
         self._refused: dict[int, str] = {}
 
     def refuse(self, source: int, reason: str) -> None:
-        """Receive no more payloads of a rank: which message they belong to is not known any more."""
+        """Receive no more payloads of a rank, because they cannot be assigned to messages."""
         self._refused.setdefault(source, reason)
 
     def begin(self, incoming: Incoming, count: int, start: int) -> None:
-        """Start the receives of a message's payloads; where that fails, note its damage.
+        """Start the receives of a message's payloads; if that fails, set the message's ``damage``.
 
         Args:
-            count: Their number.
-            start: The place in ``incoming.data`` where they are announced.
+            count: Number of payloads.
+            start: Offset in ``incoming.data`` of their sizes.
         """
         source = incoming.source
         found = struct.unpack_from(f"<{count}Q", incoming.data, start)
@@ -116,10 +117,10 @@ class PayloadReceives:
                 opened.append((request, length))
 
     def have_arrived(self, incoming: Incoming) -> bool:
-        """Say whether all of a message's payloads have; where one is not as announced, note the damage.
+        """Say whether all payloads of a message have arrived; a wrong size sets its ``damage``.
 
         Raises:
-            Exception: What MPI raises of a rank that has died.
+            Exception: MPI reports a failed rank.
         """
         status, waiting = self._status, []
         for receive in incoming.receives:
@@ -145,7 +146,7 @@ class PayloadReceives:
 
 
 class _UnmatchedPieces:
-    """What is announced by one rank and not matched yet, in order; and the error that ended it."""
+    """Announced pieces of one rank that are not matched yet, and the error that ended it."""
 
     __slots__ = ("announced", "error")
 
@@ -155,7 +156,7 @@ class _UnmatchedPieces:
 
 
 class _ProbedPiece:
-    """The receive of an announced piece, started when its message is matched; with the interface of a request."""
+    """Receive of an announced piece, started when its message is matched; a request."""
 
     __slots__ = (
         "_device",
@@ -186,7 +187,7 @@ class _ProbedPiece:
         source.announced.append(self)
 
     def Test(self, status: Any) -> bool:
-        """See MPI_Test; ``status`` says how long the message is, received or not."""
+        """See MPI_Test; ``status`` gets the length of the message, received or not."""
         if self._request is None and not self._match(status):
             return False
         try:
@@ -226,7 +227,7 @@ class _ProbedPiece:
 
 
 def pieces_of(part: Part) -> list[tuple[Any, int, Any]]:
-    """Return a part's memory in pieces that MPI can count: (buffer, bytes, MPI's type)."""
+    """Return a part's memory in pieces that MPI can count: (buffer, bytes, MPI's datatype)."""
     if isinstance(part, torch.Tensor):
         return [
             buffer.byte_range(part, start, length) for start, length in buffer.pieces(part.nbytes)

@@ -1,25 +1,17 @@
-"""Unexpected-message transport: an eager message of at most 32 KiB into receives opened ahead, then payloads of any size.
+"""Unexpected-message transport: an eager message of at most 32 KiB, then payloads of any size.
 
 A message is a kind, three numbers, a header, and parts: memory of any number and size. The header
-always travels in the eager message. Parts up to 16 KiB are packed behind it, or, where
-they do not fit, into one payload; larger ones travel as payloads of their own, straight from and
-into place. Eager messages of one pair of ranks arrive in the order in which they were sent
-(MPI-4.1 §3.5). Payloads may arrive after later eager messages, so an ``Incoming`` is returned
-twice: when its eager message has arrived, and when all of its parts have.
+always travels in the eager message, for which receives are posted in advance. Parts up to 16 KiB
+are packed behind the header or, where they do not fit, into one payload. Larger parts travel as
+payloads of their own, without a copy. ``eager_message`` has the layout.
 
-A message that cannot be what its sender announces is returned with its damage: whom it concerns is
-known all the same.
+Eager messages between two ranks arrive in the order in which they were sent (MPI-4.1 §3.5).
+Payloads may arrive after later eager messages, so an ``Incoming`` is returned twice: when its eager
+message has arrived, and when all of its parts have. A message whose lengths do not fit is returned
+with ``damage``, because its kind and sequence are still valid.
 
-No call here blocks. One thread at a time may ``poll``; any number may ``send``. So all ranks may
-send to all at once, whatever the size: a rank that polls receives.
-
-::
-
-    kind u8 | flags u8 | payloads n u16 (top bit: these are all parts) | generation u32 | sequence u64 | context u64 |
-    header bytes u32 | packed bytes u32                                            (32 bytes)
-    n payloads: bytes u64, in the top byte the device index + 1, 0 for host memory (``payload_receives``)
-    header
-    packed parts (``incoming``)
+No call blocks. One thread at a time may ``poll``; any number may ``send``. All ranks may send to
+all at the same time, whatever the size, because a rank that polls also receives.
 """
 
 from __future__ import annotations
@@ -53,17 +45,18 @@ from mpidist.errors import FrameError, RankFailureError
 
 _RECEIVES = 4  # posted at a time
 _MAX_SENDING = (
-    64  # sends under way, past which a rank that never stops receiving tests them as well
+    # Sends under way beyond which a rank that always has a message to return tests them as well.
+    64
 )
 
 
 class Transport:
-    """The messages of a group's ranks, or of a lone process (``group`` None), which sends to itself alone.
+    """Messages between the ranks of a group; a lone process (``group`` None) sends to itself.
 
-    Nothing is received before ``receive``.
+    Nothing is received before ``open_receives``.
 
     Args:
-        group: Its communicator is used, with reserved tags.
+        group: The transport uses its communicator, with reserved tags.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -71,17 +64,21 @@ class Transport:
         self.rank = group.rank if group is not None else 0
         self.size = group.size if group is not None else 1
         self.world_ranks = group.world_ranks if group is not None else (0,)
-        self.generation = 0  # of the user; messages of another are dropped
+        self.generation = 0  # set by the user; messages of another generation are dropped
         self._memory = BufferPool()
-        self._loopback: deque[Incoming] = deque()  # sent to itself
+        self._loopback: deque[Incoming] = deque()
         self._sending: deque[tuple[Any, Any]] = deque()
         self._incomplete: list[Incoming] = []
-        self._eager_count = 0  # eager messages that were returned while payloads were arriving
+        # Counts eager messages returned while payloads were under way.
+        self._eager_count = 0
         self._payload_lock = threading.Lock()
         self._posted: list[tuple[Any, bytearray, Any]] = []
-        self._next = 0  # the receive that the next eager message completes: in the order of posting
-        self._consumed: Any = None  # the receive that was read last, to be posted again
-        self._probed: ProbedReceive | None = None  # in the place of posted receives
+        # Index of the receive that the next eager message completes; receives complete in order.
+        self._next = 0
+        # The receive that was read last; the next poll posts it again.
+        self._consumed: Any = None
+        # Replaces the posted receives while probing.
+        self._probed: ProbedReceive | None = None
         self._dead: set[int] = set()
         if group is not None:
             self._mpi = group._comm.plain
@@ -92,27 +89,24 @@ class Transport:
             )
             self._status: Any = MPI.Status()
             self._payloads = PayloadReceives(self._mpi, self._payload_tag, self._memory)
-            runtime.close_at_exit(self, stage=1)  # after those who poll
+            runtime.close_at_exit(self, stage=1)  # after the threads that poll
 
     def open_receives(self, is_probing: bool) -> None:
-        """Open the receives, or change them; messages that have come already keep their order.
+        """Open the receives, or change their kind; messages that have arrived keep their order.
 
-        What has been posted before the first change to probing was posted for ranks that might run
-        anything here.
+        Local: not collective, and no thread may poll meanwhile. Blocks: no.
 
         Args:
-            is_probing: No message is received before its length is known to fit: for ranks that are
-                not to be trusted with this process's memory, which Open MPI lets a message longer
-                than its receive overwrite. Else receives are posted ahead, which is faster.
-
-        Who must call: this rank alone, while no thread polls. Does not block.
+            is_probing: Match each message and check its length before memory is given to MPI, for
+                senders that must not write to this process: Open MPI writes a message that is
+                longer than its receive past the end of the receive. If false, receives are posted
+                in advance, which is faster.
         """
         if self.group is None:
             return
         self._payloads.is_probing = is_probing
         if self._probed is not None:
-            # Its message under way, of an agent that has ended, may announce payloads: it comes
-            # first.
+            # A message under way may announce payloads, so it is received before the change.
             self._probed.end(None if is_probing else self._post)
         elif not is_probing:
             if not self._posted:
@@ -140,17 +134,18 @@ class Transport:
         parts: Sequence[Part] = (),
         devices: Sequence[int | None] = (),
     ) -> None:
-        """Send a message; memory of ``parts`` must stay unchanged until the receiver has answered.
+        """Send a message; memory of ``parts`` must not change until the receiver has answered.
 
         Args:
             to: The receiver's rank; may be the caller's own.
-            kind: The user's, below 256, as are ``flags``.
-            sequence: The user's, below 2⁶⁴, as is ``context``.
-            header: At most ``HEADER_BYTES``; without parts, whatever fits an eager message.
-            parts: Memory of any number and size.
+            kind: Defined by the user, below 256, as are ``flags``.
+            sequence: Defined by the user, below 2⁶⁴, as is ``context``.
+            header: At most ``HEADER_BYTES`` with parts; without parts, up to the size of an eager
+                message.
+            parts: Contiguous tensors or buffers, of any number and size.
             devices: For each part, the index of the receiver's device for it; None for host memory.
 
-        Blocks: no; for parts on a device, until the work that produces them has ended.
+        Blocks: no; for parts on a device, until the work that produces them has completed.
 
         Raises:
             ValueError: The header is too large; nothing is sent.
@@ -163,8 +158,8 @@ class Transport:
         )
         if len(message) > EAGER_BYTES:
             raise ValueError(
-                f"a header of {len(header)} bytes; at most {EAGER_BYTES - FIXED_BYTES} travel in one "
-                "message"
+                f"a header of {len(header)} bytes; at most {EAGER_BYTES - FIXED_BYTES} travel in "
+                "one message"
             )
         if to == self.rank:
             data = bytearray(message)
@@ -191,8 +186,8 @@ class Transport:
         message, payloads = eager_message.encode(
             (kind, flags, self.generation, sequence, context), header, parts, devices
         )
-        # The receiver posts receives in the order of eager messages: no other message's payloads
-        # may come between.
+        # The receiver posts receives in the order of eager messages, so no payload of another
+        # message may be sent in between.
         ready = [
             device_p2p.to_send(memory) if isinstance(memory, torch.Tensor) else (memory, None)
             for memory in payloads
@@ -206,23 +201,27 @@ class Transport:
                     )
 
     def poll(self, looks: int = 1) -> Incoming | None:
-        """Look up to ``looks`` times for a message, or for the last part of one; None if nothing has arrived.
+        """Test up to ``looks`` times for a message, or for the last part of one.
+
+        Returns:
+            The message; None if there is none.
 
         Raises:
-            FrameError: A message that is none of ours. It is dropped, and the next call goes on.
-            RankFailureError: MPI reports ranks as dead (ULFM); ``ranks`` are theirs in the group.
+            FrameError: Bytes that are no message. They are dropped, and the next call continues.
+            RankFailureError: MPI reports failed ranks (ULFM); ``ranks`` are ranks of the group.
                 Each is reported once.
         """
         if self._loopback or not self._posted:
             return self._loopback.popleft() if self._loopback else None
-        # Only now: every call of MPI releases the GIL, and while the main thread computes it takes
-        # half a millisecond to come back. The other posted receives bridge the gap.
+        # The receive is posted again only now: every MPI call releases the GIL, and getting it back
+        # from a main thread that computes takes half a millisecond. The other receives stay posted
+        # meanwhile.
         if self._consumed is not None:
             self._consumed.Start()
             self._consumed = None
         if self._incomplete and self._eager_count:
-            # One after each message: a sender that always has the next one ready must not hold up
-            # another's payloads.
+            # One test after each message, so that a sender whose next message is always ready does
+            # not delay the payloads of other senders.
             complete = self._finish(self._eager_count % len(self._incomplete))
             if complete is not None:
                 return complete
@@ -234,10 +233,10 @@ class Transport:
                 if looks <= 0:
                     return self._progress() if self._sending or self._incomplete else None
         except FrameError:
-            raise  # a message that is too long
+            raise  # longer than an eager message
         except Exception as error:
             raise self._translated(error, request) from error
-        # In the order in which they were posted: that is the order of each sender's messages.
+        # Receives complete in the order of posting, which is the order of each sender's messages.
         self._next = (self._next + 1) % _RECEIVES
         self._consumed = request
         if self._incomplete:
@@ -264,7 +263,7 @@ class Transport:
         )
 
     def close(self, timeout_s: float) -> None:
-        """Withdraw the receives, so that MPI can end."""
+        """Withdraw the receives, so that MPI can finalize."""
         receives, self._posted = self._posted, []
         if self._probed is not None:
             self._probed.close(timeout_s)
@@ -276,13 +275,13 @@ class Transport:
         incoming, n_payloads = eager_message.decode(source, data, fields)
         if incoming.damage is not None:
             if generation != self.generation:
-                raise incoming.damage  # of nobody's call here, if it is a message at all
+                raise incoming.damage  # no call of this generation
             if n_payloads:
                 self._payloads.refuse(source, str(incoming.damage))
         elif n_payloads:
             self._payloads.begin(incoming, n_payloads, FIXED_BYTES)
         if generation != self.generation:
-            # Its payloads are received all the same: those of the next message come behind them.
+            # Its payloads must be received, because those of the next message follow them.
             incoming.is_new = False
             incoming.kind = 0
         if incoming.damage is not None and not incoming.receives:
@@ -304,7 +303,7 @@ class Transport:
         return None
 
     def _finish(self, place: int) -> Incoming | None:
-        """Return the message at a place of those that are arriving if its last payload has, else None."""
+        """Return an incomplete message if its last payload has arrived, else None."""
         incoming = self._incomplete[place]
         try:
             if not self._payloads.have_arrived(incoming):
@@ -327,10 +326,10 @@ class Transport:
         except Exception as error:
             if not mpi_errors.is_mpi_error(error) or not mpi_errors.is_failure(error):
                 raise
-            sending.popleft()  # its receiver has died
+            sending.popleft()  # the receiver has failed
 
     def _translated(self, error: Exception, request: Any) -> Exception:
-        """Return what an error of MPI means, and keep the receives posted."""
+        """Return the library's error for an error of MPI, and keep the receives posted."""
         if not mpi_errors.is_mpi_error(error):
             return error
         if request is not None and not mpi_errors.is_pending(error):
