@@ -123,7 +123,7 @@ def measure(name: str, hook: str, kind: str, rounds: int, counts: Counter[str]) 
     (bare_us, bare_cpu_us), (ours_us, ours_cpu_us) = best([bare, ours], rounds)
     counts.clear()
     ours()
-    buckets = len(module.reducer.buckets())
+    buckets = len(module.reducer.layout.plan)
     return {
         "network": name,
         "hook": hook,
@@ -199,7 +199,7 @@ def _profile(options: argparse.Namespace, group: Any) -> None:
     profilers["calling thread"].disable()
     group.in_order(profilers["group's thread"].disable).wait()
     for thread, profiler in profilers.items():
-        print(f"{thread}, {options.rounds} steps of {len(module.reducer.buckets())} buckets")
+        print(f"{thread}, {options.rounds} steps of {len(module.reducer.layout.plan)} buckets")
         pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
 
 

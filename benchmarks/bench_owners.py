@@ -109,8 +109,8 @@ def _held(net: torch.nn.Module) -> int:
     reducer = getattr(net, "reducer", None)
     spans = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
     if reducer is not None:
-        views: Mapping[int, torch.Tensor] = reducer.views
-        spans += [*views.values(), *(bucket.flat for bucket in reducer._layout.buckets)]
+        views: Mapping[int, torch.Tensor] = reducer.layout.views
+        spans += [*views.values(), *(bucket.flat for bucket in reducer.layout.buckets)]
     # Gradients and views lie in buckets, and buckets in each other's memory: count the union.
     total = end = 0
     for start, stop in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in spans):

@@ -1,47 +1,38 @@
-"""Seam for distributed autograd: averages of one module's gradients within passes that leave ``.grad`` alone.
+"""Seam for distributed autograd: averages of one module within passes that leave ``.grad`` alone.
 
-A pass of distributed autograd takes the gradients of leaves from torch's engine instead of adding
-them to ``.grad``: the reducer's own hooks, behind that addition, never run. A module whose forward
-pass runs within a context joins it with a ``Reduction``. While a pass runs through the module's
-parameters, tensor hooks bring their gradients to the reducer, which launches buckets beside the
-pass as ever; at the pass's end the averages are handed over: where gradients leave to their owners,
-each rank's own. ``.grad`` is put aside meanwhile.
+A pass of distributed autograd takes the leaves' gradients from torch's engine instead of adding
+them to ``.grad``, so that the reducer's hooks behind that addition never run. A module whose
+forward pass runs within a context joins the context with a ``Reduction``. While a pass runs through
+the module's parameters, tensor hooks pass their gradients to the reducer, which launches buckets as
+in any other pass. At the end the averages are handed over; where gradients are reduced to owners,
+each rank's own. ``.grad`` is set aside meanwhile.
 
-``mpidist.autograd`` registers itself; this package does not know it.
+``mpidist.autograd`` registers itself; this package does not import it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from mpidist.ddp.layout import Layout
+from mpidist.ddp.shadowing import OwnGradients
+
 Tensor = torch.Tensor
 
 
 class Captured(Hashable, Protocol):
-    """A reducer, as a pass that captures gradients needs it; see ``Reducer``."""
+    """A reducer, as seen by a pass that captures gradients; see ``Reducer``."""
 
     captures: bool
+    parameters: list[Tensor]
+    places: dict[Tensor, int]
+    layout: Layout
 
-    @property
-    def parameters(self) -> Sequence[Tensor]:
-        """See ``Reducer``."""
-
-    @property
-    def places(self) -> Mapping[Tensor, int]:
-        """See ``Reducer``."""
-
-    @property
-    def views(self) -> Mapping[int, Tensor]:
-        """See ``Reducer``."""
-
-    def set_aside(self) -> Any:
-        """See ``Reducer``."""
-
-    def restore(self, aside: Any) -> None:
+    def set_aside(self) -> OwnGradients:
         """See ``Reducer``."""
 
     def mark_ready(self, place: int, parameter: Tensor) -> None:
@@ -55,35 +46,35 @@ _join: Callable[[Reduction], None] | None = None
 
 
 def register(join: Callable[[Reduction], None] | None) -> None:
-    """Have ``join(reduction)`` called after each forward pass whose gradients are to be averaged; None for nobody."""
+    """Call ``join(reduction)`` after each armed forward pass from now on; None to stop."""
     global _join
     _join = join
 
 
 def join(reducer: Captured) -> None:
-    """Have the passes of the calling thread's context, if it has one, average a module's gradients."""
+    """Average a module's gradients in the passes of this thread's context, if there is one."""
     if _join is not None:
         _join(Reduction(reducer))
 
 
 class Reduction:
-    """The part of one module in one pass at a time.
+    """One module's part in the passes of a context, one pass at a time.
 
     Args:
-        reducer: Of the module; armed.
+        reducer: The module's reducer, armed.
     """
 
     def __init__(self, reducer: Captured) -> None:
         self.reducer = reducer
-        self._set_aside: Any = None
+        self._own_gradients: OwnGradients | None = None
         self._handles: list[Any] = []
 
     def owns(self, leaf: Tensor) -> bool:
-        """Say whether a leaf's gradient is averaged here."""
+        """Say whether ``leaf`` is one of the module's parameters."""
         return leaf in self.reducer.places
 
     def open(self) -> None:
-        """Take the gradients of the pass that begins.
+        """Pass the gradients of the pass that begins to the reducer.
 
         Raises:
             RuntimeError: Another pass has not ended.
@@ -92,32 +83,29 @@ class Reduction:
         if reducer.captures:
             raise RuntimeError(
                 "two passes at once reach the parameters of one DistributedDataParallel module on "
-                "this worker: their gradients "
-                "would be averaged with each other; run one backward pass after the other"
+                "this worker: their gradients would be averaged with each other; run one backward "
+                "pass after the other"
             )
         reducer.captures = True
-        self._set_aside = reducer.set_aside()
+        self._own_gradients = reducer.set_aside()
         self._handles = [
-            parameter.register_hook(partial(self._arrived, place))
+            parameter.register_hook(partial(self._mark_ready, place))
             for parameter, place in reducer.places.items()
             if parameter.requires_grad
         ]
 
     def finish(self) -> list[tuple[Tensor, Tensor]]:
-        """Wait for the averages, and return them by parameter; nothing if the pass brought no gradient of the module.
+        """Wait for the averages; return (parameter, average), empty if no gradient was passed.
 
-        Collective: over the module's group, if it brought any.
+        Collective: over the module's group, if the pass brought any gradient of the module.
         """
         reducer = self.reducer
         try:
             if not reducer.finish_captured():
                 return []
-            # What is a view of a bucket is overwritten by the next pass.
+            # The next pass overwrites a view of a bucket.
             return [
-                (
-                    parameter,
-                    gradient.clone() if _is_at(gradient, reducer.views.get(place)) else gradient,
-                )
+                (parameter, gradient.clone() if reducer.layout.holds(place, gradient) else gradient)
                 for parameter, place in reducer.places.items()
                 if (gradient := parameter.grad) is not None
             ]
@@ -125,28 +113,20 @@ class Reduction:
             self.close()
 
     def close(self) -> None:
-        """Give the parameters their own gradients back. Again does nothing."""
-        aside, self._set_aside = self._set_aside, None
-        if aside is None:
+        """Restore the parameters' own gradients. Again does nothing."""
+        own, self._own_gradients = self._own_gradients, None
+        if own is None:
             return
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.reducer.restore(aside)
+        own.restore()
         self.reducer.captures = False
 
-    def _arrived(self, place: int, gradient: Tensor) -> None:
-        # On the engine's thread, with the whole gradient: nodes above cuts at leaves with hooks are
-        # run one by one.
-        if self._set_aside is not None:
+    def _mark_ready(self, place: int, gradient: Tensor) -> None:
+        # Runs on the engine's thread with the whole gradient: local passes run the nodes above
+        # leaves with hooks one by one.
+        if self._own_gradients is not None:
             parameter = self.reducer.parameters[place]
             parameter.grad = gradient.detach()
             self.reducer.mark_ready(place, parameter)
-
-
-def _is_at(gradient: Tensor, view: Tensor | None) -> bool:
-    return (
-        view is not None
-        and gradient.layout is torch.strided
-        and gradient.data_ptr() == view.data_ptr()
-    )

@@ -1,11 +1,11 @@
-"""One backward pass: takes gradients as they arrive, launches buckets in the order of the plan, waits, hands back.
+"""One backward pass: copies gradients into buckets, launches ready buckets, waits, hands back.
 
 Letters: W ranks of the group; N elements of a bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,25 +13,28 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.ddp import gradient_errors
-from mpidist.ddp.bucket import Bucket, GradBucket, take
+from mpidist.ddp.bucket import Bucket, GradBucket
 from mpidist.ddp.buffer_rotation import BufferRotation
 from mpidist.ddp.hooks import stages
 from mpidist.ddp.layout import Layout
 from mpidist.ddp.owned_bucket import OwnedBucket
 from mpidist.ddp.readiness import Readiness
+from mpidist.ddp.sparse_bucket import SparseBucket
+from mpidist.ddp.usage import ParameterUsage
+from mpidist.future import completed
 
 Tensor = torch.Tensor
 Hook = Callable[[Any, GradBucket], Any]
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """The way in which buckets are reduced.
+class PassSettings:
+    """Settings of one backward pass.
 
     Attributes:
         group: The native group.
         hook: The communication hook and its state; None for the average.
-        scale: What the average is multiplied by, if no hook reduces.
+        scale: Factor of the average, if no hook reduces.
         as_views: Gradients are views of the buckets.
     """
 
@@ -42,10 +45,10 @@ class Reduction:
 
 
 def adds_to_gradients(parameters: Sequence[Tensor]) -> bool:
-    """Say whether the pass under way adds to any parameter's gradient; one that is for the inputs alone does not.
+    """Say whether the running pass adds to any parameter's gradient, not to inputs' alone.
 
     Raises:
-        RuntimeError: It is ``torch.autograd.grad`` of parameters.
+        RuntimeError: The pass is ``torch.autograd.grad`` of parameters.
     """
     for parameter in parameters:
         if not parameter.requires_grad:
@@ -54,70 +57,70 @@ def adds_to_gradients(parameters: Sequence[Tensor]) -> bool:
         try:
             if torch._C._will_engine_execute_node(node):
                 return True
-        except RuntimeError:  # torch cannot say it of a leaf whose gradient autograd.grad() returns
+        # torch raises for a leaf whose gradient autograd.grad() returns.
+        except RuntimeError:
             raise RuntimeError(
                 "torch.autograd.grad() of parameters is not supported by DistributedDataParallel, "
-                "because it adds to no "
-                "gradient, and nothing would be averaged: call backward(), or run the forward pass "
-                "under no_sync()"
+                "because it adds to no gradient, and nothing would be averaged: call backward(), "
+                "or run the forward pass under no_sync()"
             ) from None
     return False
 
 
 class BackwardPass:
-    """One pass of one module's gradients.
-
-    Args:
-        expected: How often each gradient arrives; None if that is not known yet.
-        skipped: Buckets that do not leave.
+    """One pass over one module's gradients, from arming to the averages.
 
     Attributes:
-        arrivals: What is complete.
-        complaints: What is wrong with this rank's gradients; raised on all ranks, at the end.
+        readiness: Ready gradients and buckets.
+        complaints: Texts on this rank's invalid gradients; raised on all ranks at the end.
+        is_begun: Autograd has begun the pass.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        reduction: Reduction,
-        expected: Sequence[int] | None,
-        skipped: Collection[int] = frozenset(),
-    ) -> None:
-        self.readiness = Readiness(layout.plan, expected, skipped)
+    def __init__(self, layout: Layout, settings: PassSettings, usage: ParameterUsage) -> None:
+        self.readiness = Readiness(layout.plan, usage.expected, usage.skipped(layout.plan))
         self.complaints: list[str] = []
+        self.is_begun = False
         self._layout = layout
-        self._reduction = reduction
+        self._settings = settings
+        self._usage = usage
         self._rotation = BufferRotation(
             [bucket.buffer for bucket in layout.buckets], self.readiness.launch_order
         )
-        self._futures: dict[int, Any] = {}  # of the buckets under way, in the order of launch
-        # what waits to be handed back, with results not accepted yet
+        self._futures: dict[int, Any] = {}  # by bucket, in launch order
+        # Reduced buckets; with the result, if it has not been accepted yet.
         self._reduced: list[tuple[int, Tensor | None]] = []
-        self._problem: ValueError | None = None  # a hook's result that did not fit
-        # streams on which gradients arrived, by device and handle
+        self._hook_error: ValueError | None = None
+        # Streams on which gradients were computed, by device and handle.
         self._producers: dict[tuple[int, int], Any] = {}
         for bucket in layout.buckets:
-            if isinstance(bucket, OwnedBucket):
-                bucket.begin()
+            bucket.begin_pass()
 
-    def mark_ready(self, place: int, parameter: Tensor) -> bool:
-        """Take a gradient that was added to, and launch what is complete; return False if it came once too often."""
+    def mark_ready(self, place: int, parameter: Tensor) -> None:
+        """Count an addition to a gradient; copy it if it is ready, and launch ready buckets."""
         left = self.readiness.mark_ready(place)
-        if left:
-            return left > 0
-        if parameter.is_cuda:  # the whole bucket will be one launch
+        if left > 0:
+            return
+        if left < 0:
+            count = self.readiness.counts[place]
+            self.complaints.append(self._usage.surplus_error(place, count))
+            return
+        if parameter.is_cuda:
+            # Copied at the launch, because one kernel then copies the whole bucket.
             here = _stream_here(parameter.get_device())
             if here not in self._producers:
                 self._producers[here] = torch.cuda.current_stream(parameter.device)
         else:
-            self._take(place, parameter)
+            # Copied at once, because the gradient is still in the cache.
+            index = self.readiness.bucket_of[place]
+            bucket = self._layout.buckets[index]
+            if bucket.buffer is None or self._rotation.is_current(index):
+                bucket.copy_in(place, parameter, self._settings.as_views)
         if self.readiness.may_launch:
             for index in self.readiness.pop_ready():
                 self._launch(index)
-        return True
 
     def launch_rest(self) -> None:
-        """Launch what has not left yet, with zeros for gradients that are missing."""
+        """Launch the remaining buckets, with zeros for missing gradients."""
         for index in self.readiness.pop_rest():
             self._launch(index)
 
@@ -129,13 +132,12 @@ class BackwardPass:
             self._reduce(index)
 
     def has_gradients(self, parameters: Sequence[Tensor]) -> list[bool]:
-        """Say for each parameter whether it has a gradient on this rank, of this pass or of one before."""
-        # One that this pass did not add to may still be one: of passes under no_sync.
+        """Return for each parameter whether this rank has a gradient, of this pass or before."""
+        # Passes under no_sync may have left a gradient to which this pass adds nothing.
         found = [parameter.grad is not None for parameter in parameters]
         for bucket in self._layout.buckets:
-            if isinstance(bucket, OwnedBucket):
-                for place in bucket.present:
-                    found[place] = True
+            for place in bucket.copied:
+                found[place] = True
         return found
 
     def wait(self) -> None:
@@ -144,37 +146,25 @@ class BackwardPass:
             self._retire(index)
 
     def hand_back(self, used: Sequence[bool]) -> None:
-        """Bring what is reduced into the gradients.
+        """Bring the reduced buckets into the gradients.
 
         Args:
             used: For each place whether any rank has a gradient.
         """
-        if self._problem is not None:
-            raise self._problem
-        # the pass lives on until the next one; a hook's result need not
-        reduced, self._reduced = self._reduced, []
-        for index, result in reduced:
+        if self._hook_error is not None:
+            raise self._hook_error
+        for index, result in self._reduced:
             bucket = self._layout.buckets[index]
             if result is not None:
                 bucket.accept(result, self._scale(bucket))
-            bucket.hand_back(used, self._reduction.as_views)
-
-    def _take(self, place: int, parameter: Tensor) -> None:
-        # At once: it is still in the cache, and its memory serves the next one.
-        index = self.readiness.bucket_of[place]
-        bucket = self._layout.buckets[index]
-        if isinstance(bucket, OwnedBucket):
-            if self._rotation.is_current(index):
-                bucket.take(place, parameter)
-        elif isinstance(bucket, Bucket):
-            take(parameter, self._layout.views[place], self._reduction.as_views)
+            bucket.hand_back(used, self._settings.as_views)
 
     def _launch(self, index: int) -> None:
         self._wait_for_buffer(index)
         for key, stream in self._producers.items():  # a model may compute on several
             if key != _stream_here(key[0]):
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
-        for name, layout in self._layout.buckets[index].collect(self._reduction.as_views):
+        for name, layout in self._layout.buckets[index].collect(self._settings.as_views):
             self.complaints.append(gradient_errors.wrong_layout(name, layout))
         self._reduce(index)
 
@@ -183,47 +173,47 @@ class BackwardPass:
             self._retire(holder)
 
     def _reduce(self, index: int) -> None:
-        bucket, group = self._layout.buckets[index], self._reduction.group
-        if self._reduction.hook is not None and isinstance(bucket, Bucket):
-            hook, state = self._reduction.hook
+        bucket, group = self._layout.buckets[index], self._settings.group
+        if self._settings.hook is not None and isinstance(bucket, Bucket):
+            hook, state = self._settings.hook
             is_last = self.readiness.is_last(index, self._layout.sparse)
             future = stages.call_hook(hook, state, GradBucket(bucket, index, is_last, group), group)
         elif bucket.node_tensor is not None:
             bucket.node_tensor.average()
-            future = None
+            future = completed(bucket.flat)
         else:
-            work = group.all_reduce(
-                bucket.flat, AVG, async_op=stages.overlaps_backward(group, bucket.flat)
+            future = stages.launch(
+                group,
+                bucket.flat,
+                lambda async_op: group.all_reduce(bucket.flat, AVG, async_op=async_op),
             )
-            future = None if work is None else work.get_future()
         self._futures[index] = future
-        # On a device the next bucket may be another stream's: it waits for this one where it
-        # begins.
+        # The next bucket may use the buffer early. Not on a device, where it may be filled on
+        # another stream, and therefore waits for this bucket when it begins.
         if bucket.buffer is not None and not bucket.flat.is_cuda and stages.is_done(future):
             self._retire(index)
 
     def _retire(self, index: int) -> None:
-        """Wait for one bucket; where buckets take turns, copy what this rank owns out of its buffer."""
-        bucket, future = self._layout.buckets[index], self._futures.pop(index)
-        result = bucket.flat if future is None else stages.value_of(future)
+        """Wait for one bucket; copy this rank's elements out of a rotating buffer."""
+        bucket, result = self._layout.buckets[index], stages.value_of(self._futures.pop(index))
         if not isinstance(bucket, OwnedBucket):
-            # Accepted later: a result that is wrong on this rank alone must not keep it from what
-            # all ranks do meanwhile.
+            # Accepted in ``hand_back``. A result that is invalid on this rank alone must not keep
+            # the rank from the collectives before that.
             self._reduced.append((index, result))
             return
         try:
             bucket.accept(result, self._scale(bucket))
-            bucket.keep()
+            bucket.copy_owned()
         except ValueError as error:
-            self._problem = self._problem or error
+            self._hook_error = self._hook_error or error
         self._rotation.release(index)
         self._reduced.append((index, None))
 
-    def _scale(self, bucket: Any) -> float:
-        is_hooked = self._reduction.hook is not None and isinstance(bucket, Bucket)
-        return 1.0 if is_hooked else self._reduction.scale
+    def _scale(self, bucket: Bucket | SparseBucket) -> float:
+        is_hooked = self._settings.hook is not None and isinstance(bucket, Bucket)
+        return 1.0 if is_hooked else self._settings.scale
 
 
 def _stream_here(device: int) -> tuple[int, int]:
-    # ``torch.cuda.current_stream`` takes ten times as long, and every gradient asks.
+    # ``torch.cuda.current_stream`` takes ten times as long, and runs for every gradient.
     return device, torch._C._cuda_getCurrentRawStream(device)

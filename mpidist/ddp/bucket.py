@@ -1,4 +1,4 @@
-"""A bucket's flat memory with the gradients as views of it, and what a communication hook sees of it."""
+"""Flat memory of a bucket with gradients as views of it, and ``GradBucket`` for hooks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _dtype_of = attrgetter("dtype")
 
 
 class Bucket:
-    """Gradients that travel together.
+    """Gradients that are reduced together.
 
     Attributes:
-        indices: Places of its parameters in the reducer's list, in the order in which they lie in
-            ``flat``.
+        indices: Places of its parameters in the reducer's list, in the order of ``flat``.
         parameters: The parameters.
         names: Their names in the module.
         flat: N elements, the gradients one behind the other.
-        node_tensor: ``flat`` of all ranks, where they share a node's memory; else None.
-        views: For each parameter its part of ``flat``, in the parameter's shape and, where that is
-            dense, its strides.
-        forms: For each view its shape and strides, which stay as they are.
-        layout: The layout of its gradients. One of another layout counts as none: the reducer has
-            refused it.
-        buffer: The number of the buffer in which it takes turns with others (``owned_bucket``);
-            None for memory of its own.
+        node_tensor: ``flat`` of all ranks in memory of the node that they share; else None.
+        views: For each parameter its part of ``flat``, in the parameter's shape and, if dense, its
+            strides.
+        view_of: The views by place.
+        copied: Places of the gradients copied into ``flat`` in this pass. A gradient that is a view
+            of the bucket is not copied.
+        forms: Shape and strides of each view; the same object as long as the bucket lives.
+        layout: Layout of its gradients; the reducer refuses a gradient of another layout.
+        buffer: Number of its rotating buffer (``owned_bucket``); None for memory of its own.
     """
 
     layout = torch.strided
@@ -62,47 +62,65 @@ class Bucket:
             self.flat = torch.zeros(
                 sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device
             )
+        self.copied: set[int] = set()
         self.renew_views()
         self.forms = tuple((tuple(view.shape), view.stride()) for view in self.views)
         self._strides = [strides for _, strides in self.forms]
 
     def renew_views(self) -> None:
-        """Make the views anew."""
+        """Make the views again, as tensors of ``flat``'s present memory."""
         self.views: list[Tensor] = []
         start = 0
         for parameter in self.parameters:
-            # Autograd adds into a gradient without a copy only if it is laid out as the parameter
-            # is.
+            # Autograd adds into a gradient in place only if it has the parameter's strides.
             self.views.append(laid_out(self.flat[start : start + parameter.numel()], parameter))
             start += parameter.numel()
+        self.view_of = dict(zip(self.indices, self.views, strict=True))
 
     def attach_gradients(self) -> None:
-        """Make the gradients that exist views of the bucket, with their values."""
-        for view, parameter in zip(self.views, self.parameters, strict=True):
-            take(parameter, view, as_view=True)
+        """Make existing gradients views of the bucket, with their values."""
+        for place, parameter in zip(self.indices, self.parameters, strict=True):
+            self.copy_in(place, parameter, as_view=True)
+
+    def begin_pass(self) -> None:
+        """Forget the gradients of the last pass."""
+        self.copied.clear()
+
+    def copy_in(self, place: int, parameter: Tensor, as_view: bool) -> bool:
+        """Copy one gradient into the bucket unless it is a view; False if there is no dense one."""
+        gradient, view = parameter.grad, self.view_of[place]
+        if gradient is view:
+            return True
+        if gradient is None or gradient.layout is not torch.strided:
+            return False
+        view.copy_(plain(gradient))
+        self._after_copy(place, parameter, gradient, as_view)
+        return True
 
     def collect(self, as_views: bool) -> list[tuple[str, torch.layout]]:
-        """Bring the gradients into the bucket, those that are not there already; zeros for a parameter without.
+        """Copy the gradients that are not in the bucket yet; zeros where there is none.
 
         Returns:
-            Name and layout of each gradient that has another layout; it counts as none.
+            Name and layout of each gradient of another layout, in whose place zeros are.
         """
         if self.flat.is_cuda:
             return self._collect_together(as_views)
         refused = []
-        for name, view, parameter in zip(self.names, self.views, self.parameters, strict=True):
-            if not take(parameter, view, as_views):
-                view.zero_()
+        for place, name, parameter in zip(self.indices, self.names, self.parameters, strict=True):
+            if place not in self.copied and not self.copy_in(place, parameter, as_views):
+                self.view_of[place].zero_()
                 if parameter.grad is not None:
                     refused.append((name, parameter.grad.layout))
         return refused
 
     def _collect_together(self, as_views: bool) -> list[tuple[str, torch.layout]]:
-        """Do the same in as few launches as possible: one, if every gradient is there and in its parameter's layout."""
-        views, gradients, parameters, missing, refused = [], [], [], [], []
-        for name, view, parameter in zip(self.names, self.views, self.parameters, strict=True):
+        """Do the same in few launches: one if all gradients exist in their parameters' layout."""
+        views, sources, found, missing, refused = [], [], [], [], []
+        for place, name, view, parameter in zip(
+            self.indices, self.names, self.views, self.parameters, strict=True
+        ):
             gradient = parameter.grad
-            if gradient is view:
+            if gradient is view or place in self.copied:
                 continue
             if gradient is None or gradient.layout is not torch.strided:
                 missing.append(view)
@@ -110,25 +128,30 @@ class Bucket:
                     refused.append((name, gradient.layout))
                 continue
             views.append(view)
-            gradients.append(plain(gradient))
-            parameters.append(parameter)
+            sources.append(plain(gradient))
+            found.append((place, parameter, gradient))
         if missing:
             torch._foreach_zero_(missing)
-        self._copy_together(views, gradients, is_pack=True)
-        if as_views:
-            for view, parameter in zip(views, parameters, strict=True):
-                parameter.grad = view
+        self._copy_together(views, sources, is_pack=True)
+        for place, parameter, gradient in found:
+            self._after_copy(place, parameter, gradient, as_views)
         return refused
 
+    def _after_copy(self, place: int, parameter: Tensor, gradient: Tensor, as_view: bool) -> None:
+        if as_view:
+            parameter.grad = self.view_of[place]
+        else:
+            self.copied.add(place)
+
     def clear(self) -> None:
-        """Fill it with zeros."""
+        """Fill the bucket with zeros."""
         self.flat.zero_()
 
     def accept(self, result: Tensor, scale: float) -> None:
-        """Bring the result of its reduction, times ``scale``, into ``flat``.
+        """Copy the result of the reduction, times ``scale``, into ``flat``.
 
         Raises:
-            ValueError: Another number of elements.
+            ValueError: The result has another number of elements.
         """
         if result.numel() != self.flat.numel():
             raise ValueError(
@@ -141,11 +164,11 @@ class Bucket:
             self.flat.mul_(scale)
 
     def hand_back(self, used: Sequence[bool], as_views: bool) -> None:
-        """Bring the reduced bucket into the gradients.
+        """Copy the reduced bucket into the gradients, or make them views of it.
 
         Args:
-            used: For each place in the reducer's list, whether any rank has a gradient; without, it
-                stays as it is.
+            used: For each place in the reducer's list whether any rank has a gradient; where none
+                has, the parameter's gradient stays as it is.
         """
         targets, sources = [], []
         for place, view, parameter in zip(self.indices, self.views, self.parameters, strict=True):
@@ -164,7 +187,10 @@ class Bucket:
     def _copy_together(
         self, views: Sequence[Tensor], tensors: Sequence[Tensor], is_pack: bool
     ) -> None:
-        """Copy tensors into their views, or back; one launch if they are all of the bucket and laid out as the views are."""
+        """Copy tensors into their views, or back.
+
+        One launch, if the tensors are those of the whole bucket and have the views' strides.
+        """
         if not views:
             return
         is_lazy = any(map(Tensor.is_neg, tensors)) or (
@@ -175,42 +201,29 @@ class Bucket:
         elif is_pack:
             torch._foreach_copy_(list(views), list(tensors))
         elif is_lazy:
-            # Autograd leaves such gradients for complex parameters, and torch writes no list that
-            # holds one.
+            # Autograd leaves lazily negated or conjugated gradients on complex parameters, and
+            # torch._foreach_copy_ does not write such tensors.
             for tensor, view in zip(tensors, views, strict=True):
                 tensor.copy_(view)
         else:
             torch._foreach_copy_(list(tensors), list(views))
 
     def _are_alike(self, tensors: Sequence[Tensor]) -> bool:
-        """Say whether tensors, one for each view, are laid out as the views are, and of their dtype."""
+        """Say whether tensors, one for each view, have the views' strides and dtype."""
         if any(map(ne, map(Tensor.stride, tensors), self._strides)):
             return False
         return not any(map(is_not, map(_dtype_of, tensors), repeat(self.flat.dtype)))
 
 
-def take(parameter: Tensor, view: Tensor, as_view: bool) -> bool:
-    """Bring one gradient into its bucket, if it is not there already; return False if there is none, or none that is dense."""
-    gradient = parameter.grad
-    if gradient is view:
-        return True
-    if gradient is None or gradient.layout is not torch.strided:
-        return False
-    view.copy_(plain(gradient))
-    if as_view:
-        parameter.grad = view
-    return True
-
-
 def plain(gradient: Tensor) -> Tensor:
-    """Return a gradient without its history."""
-    # A gradient of a pass with create_graph is tracked; for the others a detach() would be their
-    # dearest call.
+    """Return a gradient without its autograd history."""
+    # Only a pass with create_graph leaves a history. For all other gradients a detach() would cost
+    # more than any other call here.
     return gradient.detach() if gradient.requires_grad else gradient
 
 
 class GradBucket:
-    """What a communication hook gets: one bucket of gradients that are complete on this rank.
+    """Argument of a communication hook: one bucket of gradients that are complete on this rank.
 
     Source:
         ``torch.distributed.GradBucket``, whose methods these are.
@@ -224,27 +237,27 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Return the bucket's place in the order of launch, from 0."""
+        """Return the bucket's index in launch order, from 0."""
         return self._index
 
     def is_last(self) -> bool:
-        """Say whether it is the last to be launched in this backward pass."""
+        """Say whether this is the last bucket to be launched in this backward pass."""
         return self._is_last
 
     def group(self) -> Any:
-        """Return the native group of the module; None if the bucket was made without."""
+        """Return the module's native group; None if the bucket was constructed without one."""
         return self._group
 
     def slot(self) -> int:
-        """Return the number of its memory: ``index()``, or that of a buffer in which several buckets take turns."""
+        """Return the number of its memory: ``index()``, or that of its rotating buffer."""
         return self._index if self._bucket.buffer is None else self._bucket.buffer
 
     def takes_turns(self) -> bool:
-        """Say whether buckets take turns in the memory, because their gradients leave to owners."""
+        """Say whether several buckets rotate in the memory, as they are reduced to owners."""
         return self._bucket.buffer is not None
 
     def names(self) -> tuple[str, ...]:
-        """Return the parameters' names; what a hook keeps for a parameter it keeps by name, because buckets change."""
+        """Return the parameters' names, by which a hook keeps state: buckets are rebuilt."""
         return self._bucket.names
 
     def buffer(self) -> Tensor:
@@ -252,14 +265,14 @@ class GradBucket:
         return self._buffer
 
     def node_tensor(self) -> NodeTensor | None:
-        """Return the buffer of all ranks, if it lies in memory that they share and no hook has replaced it."""
+        """Return the buffers of all ranks in shared memory; None if a hook replaced the buffer."""
         return self._bucket.node_tensor if self._buffer is self._bucket.flat else None
 
     def set_buffer(self, buffer: Tensor) -> None:
         """Replace the flat tensor.
 
         Raises:
-            ValueError: Another number of elements.
+            ValueError: The tensor has another number of elements.
         """
         if buffer.numel() != self._bucket.flat.numel():
             raise ValueError(
@@ -281,9 +294,9 @@ class GradBucket:
         ]
 
     def forms(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Return the shape and strides of each of ``gradients``: the same object as long as the buckets stay."""
+        """Return shape and strides of each gradient; the same object until buckets are rebuilt."""
         return self._bucket.forms
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters whose gradients it holds, in the order in which they lie in the buffer."""
+        """Return the parameters, in the order of their gradients in the buffer."""
         return list(self._bucket.parameters)

@@ -1,4 +1,4 @@
-"""BufferRotation of buckets in a few buffers: the memory, and which bucket may write into a buffer now."""
+"""Rotation of a few buffers among the buckets whose gradients are reduced to owners."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ Tensor = torch.Tensor
 
 
 class RotatingBuffers:
-    """Buffers of one device, each of the biggest bucket's size: memory of the node where ranks share one.
+    """Buffers of one device, each as large as its largest bucket.
 
-    Collective: constructed by all ranks of the group, if it ``shares``.
+    The buffers lie in memory that all ranks of a node map, if there is any.
+
+    Collective: constructed by all ranks of the group, if ``shares``.
 
     Args:
-        sizes_bytes: Of the buckets on the device, multiples of a cache line.
-        most: How many buffers there are at most.
-        shares: Use memory that all ranks of the group reach, if there is any.
+        sizes_bytes: Sizes of the device's buckets, multiples of a cache line.
+        most: Largest number of buffers.
+        shares: Use memory that all ranks of the group map, if there is any.
 
     Attributes:
-        count: The number of buffers.
+        count: Number of buffers.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class RotatingBuffers:
     def tensor(
         self, buffer: int, numel: int, dtype: torch.dtype
     ) -> tuple[NodeTensor | None, Tensor]:
-        """Return a buffer's first elements: of all ranks, if they share the memory, and of this one."""
+        """Return a buffer's first elements: those of all ranks, if shared, and this rank's."""
         if self._memory is None:
             return None, self._buffers[buffer][: numel * dtype.itemsize].view(dtype)
         if not numel:
@@ -53,16 +55,16 @@ class RotatingBuffers:
 
 
 class BufferRotation:
-    """The order in which buckets have the buffers in one backward pass: pure bookkeeping.
+    """Order in which buckets use the buffers in one backward pass: pure bookkeeping.
 
     Args:
-        buffers: For each bucket the number of its buffer; None for one that has memory of its own.
-        launch_order: The buckets that leave, in their order.
+        buffers: For each bucket the number of its buffer; None for a bucket with its own memory.
+        launch_order: Indices of the buckets to launch.
     """
 
     def __init__(self, buffers: Sequence[int | None], launch_order: Sequence[int]) -> None:
         self._buffers = buffers
-        # by buffer, the buckets that have not passed it on yet, the next one last
+        # For each buffer the buckets that have not released it, the next one last.
         self._waiting: dict[int, list[int]] = {}
         for index in reversed(launch_order):
             buffer = buffers[index]
@@ -70,21 +72,19 @@ class BufferRotation:
                 self._waiting.setdefault(buffer, []).append(index)
 
     def is_current(self, index: int) -> bool:
-        """Say whether a bucket's gradients may be written: no bucket before it needs the same buffer any more."""
+        """Say whether a bucket may be written: all buckets before it released its buffer."""
         buffer = self._buffers[index]
         return buffer is None or self._waiting.get(buffer, [])[-1:] == [index]
 
     def holder(self, index: int) -> int | None:
-        """Return the bucket that has to pass the buffer on before this one may write; None if it may."""
+        """Return the bucket that must release this one's buffer first; None if there is none."""
         buffer = self._buffers[index]
         waiting = self._waiting.get(buffer, []) if buffer is not None else []
         return waiting[-1] if waiting and waiting[-1] != index else None
 
     def release(self, index: int) -> None:
-        """Give a bucket's buffer to the next; its results have been copied out."""
+        """Pass a bucket's buffer to the next bucket, after its results have been copied out."""
         buffer = self._buffers[index]
         if buffer is not None:
-            assert self._waiting[buffer][-1] == index, (
-                "buckets pass their buffers on in the order in which they leave"
-            )
+            assert self._waiting[buffer][-1] == index, "buckets release buffers in launch order"
             self._waiting[buffer].pop()

@@ -199,19 +199,22 @@ class Layout:
 
         Collective: over the group, with the same owners.
         """
-        for place, view in self.views.items():
+        for place, view in self.views.items() if self.owners is None else ():
             parameter = self._parameters[place]
-            gradient = parameter.grad
-            # By address: autograd may have replaced the view by another tensor on the same memory.
-            is_view = (
-                gradient is not None
-                and gradient.layout is torch.strided
-                and gradient.data_ptr() == view.data_ptr()
-            )
-            if is_view and self.owners is None:
+            if parameter.grad is not None and self.holds(place, parameter.grad):
                 parameter.grad = view.clone()
         self.owners = owners
         self._allocate()
+
+    def holds(self, place: int, gradient: Tensor) -> bool:
+        """Say whether a gradient lies in the memory of a parameter's averages."""
+        # Compared by address, because autograd may replace a view by another tensor on its memory.
+        view = self.views.get(place)
+        return (
+            view is not None
+            and gradient.layout is torch.strided
+            and gradient.data_ptr() == view.data_ptr()
+        )
 
     def _places_of(self, names: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
         """Turn buckets of names into buckets of places, if this module can have them."""

@@ -18,7 +18,7 @@ def logging_data(ddp: Any) -> dict[str, Any]:
         profiler's business.
     """
     parameters, reducer = ddp.reducer.parameters, ddp.reducer
-    buckets, hook = reducer.buckets(), reducer.hook
+    buckets, hook = reducer.layout.plan, reducer.hook
     sizes = ", ".join(str(sum(parameters[place].nbytes for place in places)) for places in buckets)
     data = {
         "world_size": ddp._group.size,

@@ -190,7 +190,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
 
     def bucket_plan(self) -> dict[str, Any]:
         """Return which gradients travel together, as plain values; saved, it lets a run go on with the same bits."""
-        return self.reducer.plan()
+        return self.reducer.layout.saved_plan()
 
     def use_bucket_plan(self, plan: dict[str, Any]) -> None:
         """Lay the buckets out as ``bucket_plan()`` said of a module with the same parameters.
@@ -201,7 +201,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
             ValueError: Not exactly this module's parameters, or a bucket of several dtypes or
                 devices.
         """
-        self.reducer.use_plan(plan)
+        self.reducer.layout.load_plan(plan)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -229,7 +229,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         if syncs_buffers and not self._syncs_behind():
             self._sync_buffers(root, waits=not averages)
         if torch.is_grad_enabled():
-            self.reducer.detach_optimizers()
+            in_backward.detach_hooks(self.reducer.parameters)
         if self._input_device is not None:
             args, kwargs = to_device((args, kwargs), self._input_device)
         output = self.module(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""A bucket whose gradients leave to their owners, in a buffer that other buckets use before and after it.
+"""A bucket whose gradients are reduced to their owners, in a buffer that other buckets use in turn.
 
-A gradient that it takes is freed at once; so at any time there are the gradients of few buckets.
-When the bucket is reduced, each rank copies what it owns into memory of its own, and the next
-bucket may have the buffer.
+A gradient is freed as soon as the bucket holds a copy, so that only the gradients of a few buckets
+exist at a time. After the reduction each rank copies the elements that it owns to memory of its
+own, and the next bucket uses the buffer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from mpidist.comm.algorithms.shared_memory import NodeTensor
 from mpidist.ddp.accumulated_averages import AccumulatedAverages
-from mpidist.ddp.bucket import Bucket, plain
+from mpidist.ddp.bucket import Bucket
 from mpidist.ddp.ownership import Bounds, Range
 from mpidist.kernels.view import laid_out
 
@@ -23,15 +23,15 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Owners:
-    """Owners of one module's gradients, as its buckets need them.
+    """Owners of one module's gradients, by place, and this rank's averages.
 
     Attributes:
-        bounds: By the parameter's place; one that is missing is common.
-        buffers: How many buffers the buckets take turns in.
+        bounds: By the parameter's place; all ranks get the average of a parameter without bounds.
+        buffers: Number of buffers in which the buckets rotate.
         rank: This rank.
         averages: The averages that this rank alone holds.
-        kept: By place, the memory of this rank's averages, if passes shall use it again; None for
-            fresh tensors in each.
+        kept: By place, memory of this rank's averages for all passes; None for new tensors in each
+            pass.
     """
 
     bounds: Mapping[int, Bounds]
@@ -41,7 +41,7 @@ class Owners:
     kept: dict[int, Tensor] | None = field(default_factory=dict)
 
     def ranges(self, place: int, numel: int) -> tuple[Range, ...]:
-        """Return which elements of a parameter's average this rank gets."""
+        """Return the ranges of a parameter's average that this rank gets."""
         bounds = self.bounds.get(place)
         if bounds is None:
             return ((0, numel),) if numel else ()
@@ -51,14 +51,11 @@ class Owners:
 
 
 class OwnedBucket(Bucket):
-    """Gradients that travel together to their owners.
+    """Gradients that are reduced together to their owners.
 
     Args:
-        flat: The buffer's first N elements, if it is no memory of the node.
+        flat: The buffer's first N elements, unless ``node_tensor`` is given.
         buffer: The buffer's number.
-
-    Attributes:
-        present: Places of the parameters whose gradient it has taken in this pass.
     """
 
     def __init__(
@@ -73,11 +70,9 @@ class OwnedBucket(Bucket):
     ) -> None:
         super().__init__(indices, parameters, names, node_tensor, flat)
         self.buffer = buffer
-        self.present: set[int] = set()
         self._owners = owners
         self._results: dict[int, Tensor] = {}
-        self._view_of = dict(zip(self.indices, self.views, strict=True))
-        # place, parameter, where it begins, what is ours
+        # Place, parameter, offset in ``flat``, and this rank's ranges.
         self._parts: list[tuple[int, Tensor, int, tuple[Range, ...]]] = []
         begin = 0
         for place, parameter in zip(self.indices, self.parameters, strict=True):
@@ -86,50 +81,20 @@ class OwnedBucket(Bucket):
                 self._parts.append((place, parameter, begin, ranges))
             begin += parameter.numel()
 
-    def begin(self) -> None:
-        """Prepare for a pass."""
-        self.present.clear()
+    def begin_pass(self) -> None:
+        """Forget the gradients and results of the last pass."""
+        super().begin_pass()
         self._results.clear()
 
     def attach_gradients(self) -> None:
-        """Leave the gradients: none is a view of a buffer."""
-
-    def take(self, place: int, parameter: Tensor) -> None:
-        """Take one complete gradient while the buffer is the bucket's; one of another layout is left to ``collect``."""
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout is torch.strided and place not in self.present:
-            self._view_of[place].copy_(plain(gradient))
-            self._taken(place, parameter, gradient)
+        """Do nothing: no gradient is a view of a rotating buffer."""
 
     def collect(self, as_views: bool) -> list[tuple[str, torch.layout]]:
-        """Take the gradients that it has not yet; zeros for a parameter without.
+        """Copy the gradients that are not in the bucket yet; see ``Bucket.collect``."""
+        return self._collect_together(as_views)
 
-        Return name and layout of those refused.
-        """
-        targets, sources, missing, refused, found = [], [], [], [], []
-        for place, name, view, parameter in zip(
-            self.indices, self.names, self.views, self.parameters, strict=True
-        ):
-            gradient = parameter.grad
-            if place in self.present:
-                continue
-            if gradient is None or gradient.layout is not torch.strided:
-                missing.append(view)
-                if gradient is not None:
-                    refused.append((name, gradient.layout))
-                continue
-            targets.append(view)
-            sources.append(plain(gradient))
-            found.append((place, parameter, gradient))
-        if missing:
-            torch._foreach_zero_(missing)
-        self._copy_together(targets, sources, is_pack=True)
-        for place, parameter, gradient in found:
-            self._taken(place, parameter, gradient)
-        return refused
-
-    def keep(self) -> None:
-        """Copy what this rank owns out of the buffer, which is the next bucket's afterwards."""
+    def copy_owned(self) -> None:
+        """Copy this rank's elements out of the buffer, which the next bucket may then use."""
         targets, sources = [], []
         for place, parameter, begin, ranges in self._parts:
             result = self._results[place] = self._memory_of(place, parameter)
@@ -143,7 +108,7 @@ class OwnedBucket(Bucket):
             torch._foreach_copy_(targets, sources)
 
     def hand_back(self, used: Sequence[bool], as_views: bool) -> None:
-        """Make what was kept the parameters' gradients, where any rank has one; those of others' parameters are None."""
+        """Make this rank's averages the parameters' gradients, where any rank has a gradient."""
         for place, parameter, _, _ in self._parts:
             if used[place]:
                 parameter.grad = self._results[place]
@@ -151,10 +116,11 @@ class OwnedBucket(Bucket):
                     self._owners.averages.record(place, self._results[place])
         self._results.clear()
 
-    def _taken(self, place: int, parameter: Tensor, gradient: Tensor) -> None:
-        self._owners.averages.weigh(place, gradient, self._view_of[place])
-        self.present.add(place)
-        # its memory may be another stream's, which must not use it before the copy has ended
+    def _after_copy(self, place: int, parameter: Tensor, gradient: Tensor, as_view: bool) -> None:
+        self._owners.averages.weigh(place, gradient, self.view_of[place])
+        self.copied.add(place)
+        # The gradient's memory may belong to another stream, which must not reuse it before the
+        # copy has ended.
         if gradient.is_cuda:
             gradient.record_stream(torch.cuda.current_stream(gradient.device))
         parameter.grad = None

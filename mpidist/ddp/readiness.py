@@ -1,7 +1,9 @@
-"""Which gradients of a backward pass are complete, and which buckets may therefore leave: pure bookkeeping.
+"""Readiness of gradients and buckets in one backward pass: pure bookkeeping.
 
-Buckets leave in the order of the plan, whatever the order of arrival, so that all ranks issue the
-same collectives.
+Buckets are launched in the order of the plan, in whatever order their gradients are ready, so that
+all ranks issue the same collectives.
+
+Source: ``Reducer::mark_variable_ready`` of torch (torch/csrc/distributed/c10d/reducer.cpp).
 """
 
 from __future__ import annotations
@@ -10,20 +12,20 @@ from collections.abc import Collection, Sequence
 
 
 class Readiness:
-    """One backward pass.
+    """Counts of one backward pass.
 
     Args:
         buckets: For each bucket the places of its parameters.
-        expected: How often the gradient of each parameter will be added to; None if that is not
-            known yet, and then no bucket is ready before the end.
-        skipped: Buckets that do not leave.
+        expected: Number of additions to each gradient in the pass; None if unknown, and then no
+            bucket is ready before the end.
+        skipped: Buckets that are not launched.
 
     Attributes:
-        counts: How often each parameter's gradient was added to.
-        ready_order: The places of complete gradients, in the order of their completion.
-        may_launch: Whether a bucket has become complete since ``pop_ready`` was asked last.
-        bucket_of: For each parameter its bucket.
-        launch_order: The buckets that leave, in order.
+        counts: Number of additions to each gradient so far.
+        ready_order: Places of the ready gradients, in the order in which they became ready.
+        may_launch: Whether a bucket has become ready since the last ``pop_ready``.
+        bucket_of: For each parameter the index of its bucket.
+        launch_order: Indices of the buckets to launch.
     """
 
     def __init__(
@@ -42,16 +44,16 @@ class Readiness:
             for place in places:
                 self.bucket_of[place] = index
         self.launch_order = [index for index in range(len(buckets)) if index not in skipped]
-        # Gradients that a bucket still waits for; a bucket that awaits none goes with the one
-        # before it.
+        # Number of gradients that each bucket waits for. A bucket that waits for none is launched
+        # with the one before it.
         self._pending = [
             1 if expected is None else sum(expected[place] > 0 for place in buckets[index])
             for index in range(len(buckets))
         ]
-        self._next = 0  # in ``launch_order``
+        self._next = 0  # index into ``launch_order``
 
     def mark_ready(self, place: int) -> int:
-        """Count one arrival; return how many more this parameter awaits, less than 0 if it awaited none."""
+        """Count one addition to a gradient; return how many are left, below 0 for a surplus one."""
         self.counts[place] += 1
         if self._left is None:
             self.ready_order.append(place) if self.counts[place] == 1 else None
@@ -66,7 +68,7 @@ class Readiness:
         return left
 
     def pop_ready(self) -> list[int]:
-        """Return the buckets that may leave now and have not yet, in order."""
+        """Return the buckets that can be launched now and have not been returned before."""
         self.may_launch = False
         start = self._next
         while (
@@ -76,12 +78,12 @@ class Readiness:
         return self.launch_order[start : self._next]
 
     def pop_rest(self) -> list[int]:
-        """Return all buckets that have not left yet, complete or not."""
+        """Return all buckets that have not been returned before, ready or not."""
         start, self._next = self._next, len(self.launch_order)
         return self.launch_order[start:]
 
     def is_last(self, index: int, ignored: Collection[int] = frozenset()) -> bool:
-        """Say whether no bucket leaves after this one, those of ``ignored`` apart."""
+        """Say whether no bucket is launched after this one, except those in ``ignored``."""
         return index == next(
             (other for other in reversed(self.launch_order) if other not in ignored), None
         )

@@ -1,47 +1,58 @@
-"""A rank's own gradients while it mirrors the others' passes: put aside before the first, given back after the last."""
+"""Gradients of a rank's own, set aside while it runs passes that must not add to them.
+
+A rank without inputs shadows the collectives of the others (torch's Join); a pass of distributed
+autograd leaves ``.grad`` alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-Tensor = torch.Tensor
-# For each parameter its gradient, and a copy of the values if it is a view of a bucket, into which
-# mirrored passes write.
-Gradients = list[tuple[Tensor | None, Tensor | None]]
+from mpidist.ddp.accumulated_averages import AccumulatedAverages
+from mpidist.ddp.layout import Layout
 
-# Set on parameters meanwhile; ``mpidist.zero.join`` then takes their gradients for the others'
-# average.
+Tensor = torch.Tensor
+
+# Set on the parameters meanwhile: a sharded optimizer then uses ``.grad``, the average of the ranks
+# with inputs (``mpidist.zero.join``).
 _IS_SHADOWING = "_mpidist_is_shadowing"
 
 
-def set_aside(parameters: Sequence[Tensor], views: Mapping[int, Tensor]) -> Gradients:
-    """Take the gradients away from their parameters.
+class OwnGradients:
+    """Gradients taken away from their parameters, until ``restore``.
 
     Args:
-        views: By the parameter's place, its part of a bucket.
+        averages: Averages that this rank alone holds; None if all ranks hold all.
     """
-    held: Gradients = []
-    for place, parameter in enumerate(parameters):
-        gradient, values = parameter.grad, None
-        # By address: autograd may have replaced the view by another tensor on the same memory.
-        if (
-            gradient is not None
-            and place in views
-            and gradient.layout is torch.strided
-            and gradient.numel()
-        ):
-            is_view = gradient.data_ptr() == views[place].data_ptr()
-            values = gradient.detach().clone() if is_view else None
-        held.append((gradient, values))
-        parameter.grad = None
-        setattr(parameter, _IS_SHADOWING, True)
-    return held
 
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        layout: Layout,
+        averages: AccumulatedAverages | None,
+    ) -> None:
+        self._parameters = parameters
+        self._layout = layout
+        self._averages = averages
+        self._marks = None if averages is None else averages.set_aside()
+        # A gradient, and a copy of its values if it is a view of a bucket, which passes overwrite.
+        self._held: list[tuple[Tensor | None, Tensor | None]] = []
+        for place, parameter in enumerate(parameters):
+            gradient = parameter.grad
+            is_view = gradient is not None and gradient.numel() and layout.holds(place, gradient)
+            values = gradient.detach().clone() if gradient is not None and is_view else None
+            self._held.append((gradient, values))
+            parameter.grad = None
+            setattr(parameter, _IS_SHADOWING, True)
 
-def restore(held: Gradients, parameters: Sequence[Tensor], views: Mapping[int, Tensor]) -> None:
-    """Give parameters the gradients that were ``set_aside``; what was a view is one of the present bucket."""
-    for place, (parameter, (gradient, values)) in enumerate(zip(parameters, held, strict=True)):
-        parameter.grad = gradient if values is None else views[place].copy_(values)
-        delattr(parameter, _IS_SHADOWING)
+    def restore(self) -> None:
+        """Give the parameters their gradients back; former views become views of today's buckets."""
+        views = self._layout.views
+        for place, parameter in enumerate(self._parameters):
+            gradient, values = self._held[place]
+            parameter.grad = gradient if values is None else views[place].copy_(values)
+            delattr(parameter, _IS_SHADOWING)
+        if self._averages is not None and self._marks is not None:
+            self._averages.restore(self._marks)

@@ -1,4 +1,4 @@
-"""The bucket of one parameter whose gradients are sparse (COO): it has no memory of its own, and no view of a gradient."""
+"""The bucket of one parameter with sparse (COO) gradients: without flat memory or views."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ Tensor = torch.Tensor
 
 
 class SparseBucket:
-    """One sparse gradient, which travels as its indices and values.
+    """One sparse gradient, reduced as indices and values.
 
     Attributes:
         indices: The place of its parameter in the reducer's list.
         parameters: The parameter.
         names: Its name in the module.
         layout: The layout of its gradients.
-        views: None: a sparse gradient has no fixed memory.
+        views: Empty, because a sparse gradient has no fixed memory.
+        copied: Empty, likewise.
         buffer: None, likewise.
-        flat: The gradient, from ``collect`` or ``clear`` to ``hand_back``: a sparse tensor in the
+        flat: The gradient from ``collect`` or ``clear`` to ``hand_back``: a sparse tensor of the
             parameter's shape.
     """
 
     layout = torch.sparse_coo
     node_tensor = None
     views: Sequence[Tensor] = ()
+    copied: frozenset[int] = frozenset()
     buffer: int | None = None
 
     def __init__(self, place: int, parameter: Tensor, name: str) -> None:
@@ -35,22 +37,30 @@ class SparseBucket:
         self.flat: Tensor = self._empty()
 
     def attach_gradients(self) -> None:
-        """Leave the gradient: it is never a view."""
+        """Do nothing: a sparse gradient is never a view."""
+
+    def begin_pass(self) -> None:
+        """Do nothing: no gradient is copied."""
+
+    def copy_in(self, place: int, parameter: Tensor, as_view: bool) -> bool:
+        """Do nothing: ``collect`` refers to the gradient. Return False."""
+        return False
 
     def collect(self, as_views: bool) -> list[tuple[str, torch.layout]]:
-        """Take the gradient; one without elements for a parameter without.
+        """Refer to the gradient; to one without elements if there is no sparse gradient.
 
-        Return name and layout of a dense one.
+        Returns:
+            Name and layout of a dense gradient.
         """
         gradient = self.parameters[0].grad
         fits = gradient is not None and gradient.layout is self.layout
-        # Detached, because the reduction replaces indices and values: the parameter's own stay
-        # until they are handed back.
+        # Detached, because the reduction replaces indices and values; the parameter keeps its own
+        # until ``hand_back``.
         self.flat = gradient.detach() if fits and gradient is not None else self._empty()
         return [] if fits or gradient is None else [(self.names[0], gradient.layout)]
 
     def clear(self) -> None:
-        """Take a gradient without elements."""
+        """Refer to a gradient without elements."""
         self.flat = self._empty()
 
     def accept(self, result: Tensor, scale: float) -> None:

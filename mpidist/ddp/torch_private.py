@@ -106,7 +106,7 @@ class TorchNames(BufferSyncing, Joinable):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        return bool(self.reducer.plan()["is_rebuilt"])
+        return bool(self.reducer.layout.is_rebuilt)
 
     @property
     def _distributed_rank(self) -> int:

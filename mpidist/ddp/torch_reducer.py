@@ -1,4 +1,4 @@
-"""torch's names of a reducer that frameworks call: each in terms of ours.
+"""torch's names of a reducer that frameworks call, in terms of ``Reducer``.
 
 Source: ``torch._C._distributed_c10d.Reducer``, as ``torch/nn/parallel/distributed.py`` and
 Lightning's strategies use it.
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mpidist.ddp.backward_pass import BackwardPass
 from mpidist.dynamo import untraced
 
 Tensor = torch.Tensor
@@ -18,30 +19,30 @@ Tensor = torch.Tensor
 
 @untraced
 class ReducerNames:
-    """torch's names of a reducer."""
+    """torch's names of a reducer; mixed into ``Reducer``."""
 
     hook: tuple[Any, Any] | None
     arm: Callable[[Sequence[Tensor]], None]
     _handles: list[Any]
-    _is_begun: bool
+    _pass: BackwardPass | None
     _futures: list[Any]
 
     def prepare_for_forward(self) -> None:
         """Do nothing: a forward pass needs no preparation."""
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Average the gradients of the next backward pass: for callers whose forward pass ran beside the module's."""
+        """Average the next backward pass, for a caller that has not run ``forward`` of DDP."""
         self.arm(list(outputs))
 
     def _rebuild_buckets(self) -> bool:
-        """Return False: buckets are laid out again at the end of the first backward pass, not here."""
+        """Return False: the end of the first backward pass rebuilds the buckets."""
         return False
 
     def _delay_all_reduce(self) -> None:
         """Do nothing: a static graph's first backward pass ends by itself."""
 
     def _check_reducer_finalized(self) -> None:
-        if self._is_begun:
+        if self._pass is not None and self._pass.is_begun:
             raise RuntimeError(
                 "the last backward pass of a DistributedDataParallel has begun and not ended: an "
                 "exception has interrupted it"
@@ -53,11 +54,11 @@ class ReducerNames:
         self._handles = []
 
     def _install_post_backward_futures(self, futures: Iterable[Any]) -> None:
-        """Wait for these at the end of the next backward pass."""
+        """Wait for ``futures`` at the end of the next backward pass."""
         self._futures += futures
 
     def wait_for_futures(self) -> None:
-        """Wait for what was installed."""
+        """Wait for the installed futures."""
         futures, self._futures = self._futures, []
         for future in futures:
             future.wait()

@@ -65,7 +65,7 @@ def test_a_copy_on_one_rank_alone_communicates_nothing(world, options):
         same_everywhere(world, again.module) and close(again.module, reference(world.size, 5)),
     )
     memories = [
-        [bucket.node_tensor is not None for bucket in net.reducer._layout.buckets]
+        [bucket.node_tensor is not None for bucket in net.reducer.layout.buckets]
         for net in (ddp, again)
     ]
     agree(world, memories[0] == memories[1], str(memories))
@@ -73,9 +73,9 @@ def test_a_copy_on_one_rank_alone_communicates_nothing(world, options):
 
 def test_gradients_keep_their_values_when_buckets_are_laid_out_again(group):
     ddp = DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.0005)
-    before = ddp.reducer.buckets()
+    before = ddp.reducer.layout.plan
     backward(ddp, group.rank, 0)
-    agree(group, ddp.reducer.buckets() != before and len(before) > 2, str(before))
+    agree(group, ddp.reducer.layout.plan != before and len(before) > 2, str(before))
     expected = Net()
     for rank in range(group.size):
         backward(expected, rank, 0, 1 / group.size)
@@ -85,7 +85,7 @@ def test_gradients_keep_their_values_when_buckets_are_laid_out_again(group):
         if p.requires_grad
     ]
     agree(group, all(torch.allclose(p.grad, q.grad, atol=1e-5) for p, q in pairs))
-    views = ddp.reducer._layout.views
+    views = ddp.reducer.layout.views
     agree(
         group,
         all(p.grad is views[place] for place, (p, _) in enumerate(pairs)),

@@ -212,12 +212,12 @@ def test_no_sync_adds_up_and_the_next_pass_averages(group, view):
 
 def test_buckets_follow_the_order_of_arrival(group):
     ddp = DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.0005)
-    before = ddp.reducer.buckets()
+    before = ddp.reducer.layout.plan
     order = [place for indices in before for place in indices]
     train(group, ddp, 2, True)
-    after = [place for indices in ddp.reducer.buckets() for place in indices]
+    after = [place for indices in ddp.reducer.layout.plan for place in indices]
     agree(group, sorted(order) == sorted(after) and len(before) > 2)
-    told = group.all_gather_object(ddp.reducer.buckets())
+    told = group.all_gather_object(ddp.reducer.layout.plan)
     agree(group, all(buckets == told[0] for buckets in told))
 
 
@@ -232,7 +232,7 @@ def test_buckets_are_launched_in_the_order_of_the_plan(group):
 
     ddp.register_comm_hook(None, hook)
     net = train(group, ddp, 3, True)
-    count = len(ddp.reducer.buckets())
+    count = len(ddp.reducer.layout.plan)
     agree(group, launched[-count:] == [(i, i == count - 1) for i in range(count)], str(launched))
     agree(group, same_everywhere(group, net) and close(net, reference(group.size, 3)))
 

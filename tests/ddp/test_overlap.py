@@ -99,7 +99,7 @@ def test_bucket_0_is_reduced_before_backward_ends(group, record):
     ddp(range(PARTS), ended).backward()
     agree(
         group,
-        Slow.waits == [True] and len(noted) == 2 * PARTS and len(ddp.reducer.buckets()) == PARTS,
+        Slow.waits == [True] and len(noted) == 2 * PARTS and len(ddp.reducer.layout.plan) == PARTS,
         str(noted),
     )
     agree(group, noted == ["begin", "end"] * PARTS and right(ddp, group.size))

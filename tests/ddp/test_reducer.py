@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from mpidist.ddp import bucket
 from mpidist.ddp.reducer import Reducer, Settings
 from mpidist.future import completed
 from tests.support import agree, raises_on_all
@@ -56,10 +57,22 @@ def test_gradients_are_averaged_pass_by_pass(group, as_views):
     agree(group, is_mean(own, group.size, 2.0), f"{[p.grad[0].item() for p in own]}")
 
 
+def test_each_gradient_is_copied_once_into_its_bucket_and_once_back(group, monkeypatch):
+    own, copied = parameters(), []
+    reducer = Reducer(
+        own, NAMES, DENSE, group, Settings(limits=(40,), gradient_as_bucket_view=False)
+    )
+    monkeypatch.setattr(
+        bucket, "plain", lambda gradient: (copied.append(gradient.numel()), gradient)[1]
+    )
+    backward(reducer, own, group.rank)
+    agree(group, len(copied) == 2 * len(own) and is_mean(own, group.size), str(copied))
+
+
 def test_buckets_go_in_reverse_first_and_then_as_rank_0s_gradients_arrive(group):
     own = parameters()
     reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
-    assert reducer.buckets() == [(3,), (2,), (1,), (0,)]
+    assert reducer.layout.plan == [(3,), (2,), (1,), (0,)]
     # A chain: the gradient of the parameter that is used first arrives last. Rank 0 alone uses them
     # in reverse.
     order = (3, 1, 0, 2) if group.rank == 0 else (0, 1, 2, 3)
@@ -68,7 +81,7 @@ def test_buckets_go_in_reverse_first_and_then_as_rank_0s_gradients_arrive(group)
         total = torch.tanh(total + own[place])
     reducer.arm([total])
     total.sum().backward()
-    agree(group, reducer.buckets() == [(2,), (0,), (1,), (3,)], str(reducer.buckets()))
+    agree(group, reducer.layout.plan == [(2,), (0,), (1,), (3,)], str(reducer.layout.plan))
 
 
 def test_a_hook_gets_each_bucket_once_in_the_order_of_the_plan(group):
@@ -105,7 +118,7 @@ def test_a_pass_that_is_not_armed_stays_local(group):
     local = all(
         bool((p.grad == (place + 1) * (group.rank + 1)).all()) for place, p in enumerate(own)
     )
-    agree(group, local and len(reducer.buckets()) == 4, f"{[p.grad[0].item() for p in own]}")
+    agree(group, local and len(reducer.layout.plan) == 4, f"{[p.grad[0].item() for p in own]}")
 
 
 def test_what_is_missing_is_named_or_reduced(group):
@@ -127,16 +140,16 @@ def test_a_plan_is_told_by_names_and_used_again(group):
     own = parameters()
     reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
     backward(reducer, own, group.rank)
-    saved = reducer.plan()
+    saved = reducer.layout.saved_plan()
     assert (
         sorted(name for bucket in saved["buckets"] for name in bucket) == NAMES
         and saved["is_rebuilt"]
     )
     again = parameters()
     other = Reducer(again, NAMES, DENSE, group, Settings(limits=(1 << 20,)))
-    assert other.buckets() == [(3, 2, 1, 0)]
-    other.use_plan(saved)
-    assert other.buckets() == reducer.buckets() and other.plan() == saved
+    assert other.layout.plan == [(3, 2, 1, 0)]
+    other.layout.load_plan(saved)
+    assert other.layout.plan == reducer.layout.plan and other.layout.saved_plan() == saved
     backward(other, again, group.rank)
     agree(group, is_mean(again, group.size))
 
@@ -146,11 +159,11 @@ def test_a_plan_of_another_module_is_refused(group):
     reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
     saved = {"buckets": [["a", "b"], ["c"]], "is_rebuilt": True, "arrivals": None}
     with pytest.raises(ValueError, match="d"):
-        reducer.use_plan(saved)
+        reducer.layout.load_plan(saved)
     mixed = [*own[:3], torch.ones(3, dtype=torch.float64, requires_grad=True)]
     reducer = Reducer(mixed, NAMES, DENSE, group, ONE_EACH)
     with pytest.raises(ValueError, match="bucket 0 holds parameters of several dtypes"):
-        reducer.use_plan({"buckets": [NAMES], "is_rebuilt": True, "arrivals": None})
+        reducer.layout.load_plan({"buckets": [NAMES], "is_rebuilt": True, "arrivals": None})
 
 
 def test_a_reducer_that_is_gone_touches_no_gradient(group):

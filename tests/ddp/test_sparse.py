@@ -104,8 +104,8 @@ def test_the_average_is_sparse_and_the_same_on_all_ranks(group):
     agree(group, torch.equal(gradient.indices()[0].cpu(), used.cpu()), str(gradient))
     told = group.all_gather_object(gradient.values())
     agree(group, all(torch.equal(values, told[0]) for values in told))
-    sparse = [index for index, places in enumerate(ddp.reducer.buckets()) if len(places) == 1]
-    agree(group, ddp.reducer._layout.sparse <= set(sparse) and len(ddp.reducer._layout.sparse) == 3)
+    sparse = [index for index, places in enumerate(ddp.reducer.layout.plan) if len(places) == 1]
+    agree(group, ddp.reducer.layout.sparse <= set(sparse) and len(ddp.reducer.layout.sparse) == 3)
 
 
 def test_hooks_get_the_dense_buckets_alone(group):

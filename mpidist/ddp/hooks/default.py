@@ -21,7 +21,7 @@ from mpidist.comm.algorithms.shared_memory import NodeTensor
 from mpidist.comm.memory.stream import used_here
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.bucket import GradBucket
-from mpidist.ddp.hooks.stages import in_order, is_in_order, overlaps_backward, run_stages
+from mpidist.ddp.hooks.stages import in_order, is_in_order, launch, run_stages
 from mpidist.ddp.ownership import Ownership, ownership_of
 from mpidist.future import Future, completed
 
@@ -124,13 +124,11 @@ def average(group: Any, tensor: Tensor, node_tensor: NodeTensor | None = None) -
     if node_tensor is not None and node_tensor.group is group:
         node_tensor.average()
         return completed(tensor)
-    if not overlaps_backward(group, tensor):
-        group.all_reduce(tensor, AVG)
-        return completed(tensor)
-    return (
-        group.all_reduce(tensor, AVG, async_op=True)
-        .get_future()
-        .then(lambda future: future.value()[0])
+    return launch(
+        group,
+        tensor,
+        lambda async_op: group.all_reduce(tensor, AVG, async_op=async_op),
+        lambda: tensor,
     )
 
 

@@ -1,12 +1,12 @@
-"""The order of a hook's collectives: the same on all ranks, whatever finishes first.
+"""Execution of a bucket's reduction: on the calling thread, or beside the backward pass.
 
 A hook of several stages starts its second collective when the first has ended, often in a future's
-callback. Left to itself, one rank would then start it before the next bucket's first collective and
-another after it, and different collectives would meet. So a bucket's stages are one operation of
-the group (``in_order``): whatever a hook issues has ended when the call returns, its callbacks run
-where they are attached, and the next bucket waits behind it. Between nodes, and on CUDA, that
-happens on the group's thread, beside the backward pass. A hook that promises to need no such care
-is called in the backward pass itself.
+callback. Without further care one rank would start it before the next bucket's first collective and
+another rank after it, and different collectives would meet. So the stages of one bucket are one
+operation of the group (``ProcessGroup.in_order``): the calls of a hook return when what they issued
+has ended, callbacks run where they are attached, and the next bucket waits. Between nodes, and on
+CUDA, this happens on the group's thread and overlaps the backward pass. A hook marked ``in_order``
+keeps the order by itself and is called on autograd's thread.
 """
 
 from __future__ import annotations
@@ -23,43 +23,63 @@ H = TypeVar("H", bound=Hook)
 
 
 def in_order(hook: H) -> H:
-    """Mark a hook that starts all its collectives before it returns, or as one ``group.in_order``."""
+    """Mark a hook that starts all collectives before it returns, or as one ``group.in_order``."""
     hook.is_in_order = True  # type: ignore[attr-defined]
     return hook
 
 
 def is_in_order(hook: Hook) -> bool:
-    """Say whether a hook is marked so."""
+    """Say whether a hook is marked ``in_order``."""
     return getattr(hook, "is_in_order", False)
 
 
 def overlaps_backward(group: Any, tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is reduced beside the backward pass, on the group's thread.
+    """Say whether a tensor is reduced on the group's thread, beside the backward pass.
 
     On one node a transfer of host memory is processor time, which a thread cannot hide. Between
-    nodes it is waiting; and if the tensor is on a device, the host must go on to feed the device. A
-    rank by itself transfers nothing.
+    nodes the processor waits for the network, and for a tensor on a device the host must go on to
+    queue kernels. One rank alone transfers nothing.
     """
     return group.size > 1 and (tensor.is_cuda or not group.is_single_node)
+
+
+def launch(
+    group: Any,
+    buffer: torch.Tensor,
+    operation: Callable[[bool], Any],
+    result: Callable[[], torch.Tensor] | None = None,
+    waits_for_device: bool = False,
+) -> Future[Any]:
+    """Execute ``operation(async_op)``; return a future of the reduced buffer.
+
+    Blocks: until the operation has ended, unless it ``overlaps_backward``.
+
+    Args:
+        operation: Returns a Work if ``async_op``, else None after the end.
+        result: Returns the future's value; None for ``buffer``, or for the Work's own value.
+        waits_for_device: The operation makes the host wait for the device, and therefore runs on
+            the group's thread on a single rank, too.
+    """
+    work = operation(overlaps_backward(group, buffer) or (waits_for_device and buffer.is_cuda))
+    if work is None:
+        return completed(buffer if result is None else result())
+    future = work.get_future()
+    # ``value()`` raises the operation's exception.
+    return future if result is None else future.then(lambda ended: (ended.value(), result())[1])
 
 
 def run_stages(
     group: Any, buffer: torch.Tensor, stages: Callable[[], Any], waits_for_device: bool = False
 ) -> Future[torch.Tensor]:
-    """Execute ``stages()``, which reduces ``buffer`` in place, as one operation of the group; return a future of the buffer.
+    """Execute ``stages()``, which reduces ``buffer`` in place; see ``launch``."""
 
-    Blocks: until it has ended, unless it ``overlaps_backward``.
-
-    Args:
-        waits_for_device: A stage lets the host wait for what it has computed on a device; it then
-            runs beside the backward pass on a rank by itself, too.
-    """
-    if not (overlaps_backward(group, buffer) or (waits_for_device and buffer.is_cuda)):
+    def operation(async_op: bool) -> Any:
+        if async_op:
+            return group.in_order(stages, device=buffer.device)
         stages()
-        return completed(buffer)
-    work = group.in_order(stages, device=buffer.device)
-    # raises what a stage raised
-    return work.get_future().then(lambda ended: (ended.value(), buffer)[1])
+        return None
+
+    return launch(group, buffer, operation, lambda: buffer, waits_for_device)
 
 
 def call_hook(hook: Hook, state: Any, bucket: Any, group: Any) -> Future[torch.Tensor]:
@@ -68,31 +88,31 @@ def call_hook(hook: Hook, state: Any, bucket: Any, group: Any) -> Future[torch.T
     Blocks: until the bucket is reduced, unless it ``overlaps_backward``.
 
     Raises:
-        TypeError: The hook returned no future of a tensor (raised by the future, between nodes).
+        TypeError: The hook returned no future of a tensor (raised by the future if it overlaps).
     """
     if is_in_order(hook):
         return hook(state, bucket)
-    values: list[torch.Tensor] = []
-    is_beside, device = overlaps_backward(group, bucket.buffer()), bucket.buffer().device
-    work = group.in_order(
-        lambda: values.append(value_of(hook(state, bucket))), async_op=is_beside, device=device
-    )
-    if work is None:
-        return completed(values[0])
-    # raises what the hook raised
-    return work.get_future().then(lambda ended: (ended.value(), values[0])[1])
+    results: list[torch.Tensor] = []
+    buffer = bucket.buffer()
+
+    def operation(async_op: bool) -> Any:
+        return group.in_order(
+            lambda: results.append(value_of(hook(state, bucket))), async_op, buffer.device
+        )
+
+    return launch(group, buffer, operation, lambda: results[0])
 
 
 def is_done(future: Any) -> bool:
-    """Say whether what a hook returned, a future or None, is complete."""
-    return future is None or (hasattr(future, "done") and bool(future.done()))
+    """Say whether a hook's future is complete."""
+    return hasattr(future, "done") and bool(future.done())
 
 
 def value_of(future: Any) -> torch.Tensor:
-    """Wait for what a hook returned: a future, ours or torch's, of a tensor or of a list of one.
+    """Wait for a hook's future, ours or torch's, of a tensor or of a list of one.
 
     Raises:
-        TypeError: Something else.
+        TypeError: The hook returned something else.
     """
     if not hasattr(future, "wait"):
         raise TypeError(

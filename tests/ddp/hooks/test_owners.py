@@ -160,9 +160,9 @@ def test_it_holds_the_buckets_under_way_and_its_share_alone(group):
     one_bytes = 4 * width**2
 
     def held():
-        flats = {b.flat.data_ptr(): b.flat.nbytes for b in ddp.reducer._layout.buckets}
+        flats = {b.flat.data_ptr(): b.flat.nbytes for b in ddp.reducer.layout.buckets}
         own = {p.grad.data_ptr(): p.grad.nbytes for p in weights if p.grad is not None}
-        kept = {t.data_ptr(): t.nbytes for t in ddp.reducer.views.values()}
+        kept = {t.data_ptr(): t.nbytes for t in ddp.reducer.layout.views.values()}
         return sum({**flats, **own, **kept}.values())
 
     most = 0

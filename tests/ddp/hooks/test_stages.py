@@ -102,7 +102,7 @@ def test_a_users_hook_with_late_callbacks(group, future_of):
     ddp = DistributedDataParallel(net(), process_group=group, bucket_cap_mb=0.001)
     ddp.register_comm_hook(None, hook)
     train(group, ddp, 6)
-    agree(group, len(ddp.reducer.buckets()) > 3)
+    agree(group, len(ddp.reducer.layout.plan) > 3)
     agree(group, same_everywhere(group, ddp.module) and equal(ddp.module, plain(group, 6)))
 
 
