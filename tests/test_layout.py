@@ -83,6 +83,7 @@ COVERED_BY = {
     "ddp/owned_bucket": "ddp/hooks/test_owners.py",
     "ddp/sparse_bucket": "ddp/test_sparse.py",
     "ddp/torch_reducer": "ddp/test_torch_private.py",
+    "ddp/torch_settings": "ddp/test_torch_private.py",
     "ddp/hooks/lowrank": "ddp/hooks/test_powersgd.py",
     "ddp/hooks/powersgd_state": "ddp/hooks/test_powersgd.py",
     "errors": "rpc/test_remote_error.py",

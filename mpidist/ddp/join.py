@@ -1,28 +1,31 @@
-"""Uneven inputs: a rank that has none left mirrors the collectives of those that go on, until all are done.
+"""Uneven inputs: a rank without inputs shadows the other ranks' collectives until all have ended.
 
-Before each forward pass every rank tells all what it is about to do (``exchange``), the ones
-without inputs too; so they know which collectives to mirror, and how many ranks share the average.
+Before each forward pass all ranks exchange what they are about to do (``exchange``), including the
+ranks without inputs. So these know which collectives to shadow, and all know how many ranks share
+the average.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from mpidist.comm.algorithms.reduce_op import MAX
+from mpidist.ddp.reducer import Reducer
+from mpidist.ddp.verification import broadcast_state
 from mpidist.dynamo import untraced
 from mpidist.errors import DisagreementError
 
-# Set on a module's parameters within ``join``: a sharded optimizer of them that was not named would
-# wait for ever.
+# Set on a module's parameters within ``join``. A sharded optimizer of them that was not passed to
+# ``join`` would wait forever, and raises instead.
 _IS_JOINING = "_mpidist_is_joining"
-# The words of torch's Join, for which programs look.
+# The text of torch's Join, for which programs look.
 SOMEONE_EXHAUSTED = (
     "Detected at least one rank that exhausted inputs. Throwing across all ranks: "
     "throw_on_early_termination is set"
@@ -31,14 +34,14 @@ SOMEONE_EXHAUSTED = (
 
 @dataclass(frozen=True)
 class Iteration:
-    """What the ranks that have inputs do in one iteration.
+    """One iteration of the ranks that have inputs.
 
     Attributes:
-        members: How many they are.
-        root: The last of them, whose buffers hold.
-        averages: Whether gradients are averaged.
-        syncs_buffers: Whether buffers are broadcast before the forward pass.
-        optimizer: 0 for a forward pass; else it is a step, of the optimizer of this number, from 1.
+        members: Number of ranks with inputs.
+        root: The highest of them, whose buffers are broadcast.
+        averages: Gradients are averaged.
+        syncs_buffers: Buffers are synchronized in the forward pass.
+        optimizer: Number of the optimizer that steps, from 1; 0 for a forward pass.
     """
 
     members: int
@@ -56,12 +59,12 @@ def exchange(
     syncs_buffers: bool = False,
     optimizer: int = 0,
 ) -> Iteration:
-    """Tell all ranks what this one is about to do, and learn the same of them.
+    """Exchange what each rank is about to do; return what the ranks with inputs do.
 
     Collective: over the group.
 
     Raises:
-        DisagreementError: On all ranks, if those with inputs do not do the same.
+        DisagreementError: The ranks with inputs do not do the same (on all ranks).
     """
     own = torch.tensor(
         [has_inputs, averages, syncs_buffers, optimizer], dtype=torch.uint8, device="cpu"
@@ -69,39 +72,39 @@ def exchange(
     table = torch.empty(group.size * 4, dtype=torch.uint8, device="cpu")
     group.all_gather_into_tensor(table, own)
     rows = [
-        (rank, plans)
-        for rank, (present, *plans) in enumerate(table.view(-1, 4).tolist())
+        (rank, actions)
+        for rank, (present, *actions) in enumerate(table.view(-1, 4).tolist())
         if present
     ]
     if not rows:
         return Iteration(0, -1, False, False)
-    root, plans = rows[-1]
-    other = next((rank for rank, others in rows if others != plans), None)
+    root, actions = rows[-1]
+    other = next((rank for rank, others in rows if others != actions), None)
     if other is not None:
         raise DisagreementError(
             f"DistributedDataParallel.join: ranks {other} and {root} are in different passes or "
-            "steps; no_sync, no_grad and "
-            "buffers to synchronise must be the same on all ranks in one iteration"
+            "steps; no_sync, no_grad and buffers to synchronise must be the same on all ranks in "
+            "one iteration"
         )
-    return Iteration(len(rows), root, bool(plans[0]), bool(plans[1]), plans[2])
+    return Iteration(len(rows), root, bool(actions[0]), bool(actions[1]), actions[2])
 
 
-@contextmanager
-def joined(module: Any, group: Any, throws: bool, optimizers: Sequence[Any] = ()) -> Iterator[None]:
-    """Run the loop over a rank's inputs, then mirror the other ranks' passes until all have ended theirs.
+@contextlib.contextmanager
+def joined(
+    module: UnevenInputs, group: Any, throws: bool, optimizers: Sequence[Any] = ()
+) -> Iterator[None]:
+    """Run the loop over a rank's inputs, then shadow the other ranks until their loops have ended.
 
     Collective: entered and left by all ranks of the group.
 
     Args:
-        module: Has ``parameters()``, ``shadow(iteration)``, ``end_shadowing()`` and
-            ``broadcast_from(root)``.
         throws: Raise on all ranks as soon as the first has no inputs left.
-        optimizers: Sharded ones on the same group: have ``before_step`` (called before each step),
-            ``step_joined()`` and ``end_joined()``.
+        optimizers: Sharded optimizers on the same group, with ``before_step`` (called before each
+            step), ``step_joined()`` and ``end_joined()``.
     """
     for number, optimizer in enumerate(optimizers, 1):
         optimizer.before_step = partial(_announce, group, number, throws)
-    parameters = list(module.parameters())
+    parameters = list(module.module.parameters())
     for parameter in parameters:
         setattr(parameter, _IS_JOINING, True)
     try:
@@ -144,18 +147,135 @@ def last_joiner(group: Any, is_last: bool) -> int:
     return int(root)
 
 
-class TorchJoinHook(JoinHook):
-    """What torch's ``Join`` calls on a rank without inputs."""
+class UnevenInputs(Joinable):
+    """The part of a data-parallel module that shadows collectives of the ranks with inputs."""
 
-    def __init__(self, module: Any, group: Any) -> None:
+    # Defined by the class that this one is mixed into.
+    module: torch.nn.Module
+    reducer: Reducer
+    process_group: Any
+    device: torch.device
+    forward_sync_buffers: bool
+    require_forward_param_sync: bool
+    _group: Any
+    _state: Any
+    _sync_buffers: Any
+
+    _is_joining = False
+    _throws_on_join = False
+    _divides_by_initial = True
+
+    @contextlib.contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        optimizers: Sequence[Any] = (),
+    ) -> Iterator[None]:
+        """Train on uneven inputs: a rank whose loop has ended shadows the others' collectives.
+
+        At the end all ranks have the weights of a rank that had inputs to the end.
+
+        Collective: entered and left by all ranks of the group. Collectives of the user, and of
+        modules such as SyncBatchNorm, are not shadowed.
+
+        Args:
+            divide_by_initial_world_size: Divide gradients by W, so that each input has the same
+                weight; else by the number of ranks with inputs. A communication hook divides by
+                itself.
+            enable: False does nothing, for inputs that are known to be even.
+            throw_on_early_termination: Raise on all ranks when the first has no inputs left.
+            optimizers: Sharded optimizers on the same group, in one order on all ranks; a rank
+                whose loop has ended takes part in their steps.
+
+        Raises:
+            RuntimeError: A rank has no inputs left, with ``throw_on_early_termination``.
+            DisagreementError: The ranks are in different passes (one under no_sync or no_grad).
+        """
+        self._divides_by_initial = divide_by_initial_world_size
+        self._is_joining, self._throws_on_join = enable, throw_on_early_termination
+        try:
+            throws = throw_on_early_termination
+            with (
+                joined(self, self._group, throws, optimizers)
+                if enable
+                else contextlib.nullcontext()
+            ):
+                yield
+        finally:
+            self._is_joining = self._throws_on_join = False
+
+    def shadow(self, iteration: Iteration) -> None:
+        """Take part in the collectives of one iteration of the ranks with inputs.
+
+        Collective: over the group.
+        """
+        if iteration.syncs_buffers:
+            self._sync_buffers(iteration.root, waits=not iteration.averages)
+        self.require_forward_param_sync = iteration.averages
+        if iteration.averages:
+            self.reducer.scale = self._scale(iteration)
+            self.reducer.shadow()
+
+    def end_shadowing(self) -> None:
+        """Restore this rank's gradients of the time before it shadowed."""
+        self.reducer.end_shadowing()
+
+    def broadcast_from(self, root: int) -> None:
+        """Replace parameters and buffers by ``root``'s. Collective: over the group."""
+        self._authoritative_rank = root
+        tensors = [tensor for _, tensor in self._state(self.forward_sync_buffers)]
+        broadcast_state(self._group, tensors, root)
+
+    def _exchange(self, averages: bool, syncs_buffers: bool) -> Iteration | None:
+        """Announce a forward pass to the other ranks; None outside of ``join``."""
+        if not self._is_joining:
+            if not self._join_config.enable:
+                return None
+            Join.notify_join_context(self)
+        iteration = exchange(self._group, True, averages, syncs_buffers)
+        if self._throws_on_join and iteration.members < self._group.size:
+            raise RuntimeError(SOMEONE_EXHAUSTED)
+        return iteration
+
+    def _scale(self, iteration: Iteration | None) -> float:
+        """Return the factor of the average over W ranks."""
+        if iteration is None or self._divides_by_initial:
+            return 1.0
+        return self._group.size / iteration.members
+
+    # --- torch's Join ---
+
+    def join_hook(self, **kwargs: Any) -> TorchJoinHook:
+        """Return the hook that torch's ``Join`` runs on a rank without inputs; see ``join``."""
+        self._divides_by_initial = kwargs.get("divide_by_initial_world_size", True)
+        return TorchJoinHook(self, self._group)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Return the device of torch's ``Join`` for its own collectives."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """Return the group of torch's ``Join`` for its own collectives."""
+        return self.process_group
+
+
+class TorchJoinHook(JoinHook):
+    """Hook that torch's ``Join`` calls on a rank without inputs."""
+
+    def __init__(self, module: UnevenInputs, group: Any) -> None:
         self._module = module
         self._group = group
 
     def main_hook(self) -> None:
-        """Mirror one iteration."""
+        """Shadow one iteration."""
         self._module.shadow(exchange(self._group, False))
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Give this rank its own gradients back, and all ranks the weights of one that had inputs to the end."""
+        """Restore this rank's gradients; broadcast the weights of a rank with inputs to the end."""
         self._module.end_shadowing()
         self._module.broadcast_from(last_joiner(self._group, is_last_joiner))

@@ -7,24 +7,24 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 
 from mpidist.comm.resolve_group import default_group, native_group
 from mpidist.ddp import in_backward, plan, torch_arguments
 from mpidist.ddp.backward_pass import Hook
-from mpidist.ddp.join import SOMEONE_EXHAUSTED, Iteration, exchange, joined
+from mpidist.ddp.join import UnevenInputs
 from mpidist.ddp.layout import Settings
 from mpidist.ddp.reducer import Reducer
 from mpidist.ddp.tensor_tree import tensors_in, to_device
 from mpidist.ddp.torch_private import TorchNames
-from mpidist.ddp.verification import broadcast_state, require_equal
-from mpidist.errors import DisagreementError, MpidistError
+from mpidist.ddp.verification import announcing_refusal, broadcast_state, require_equal
+from mpidist.errors import MpidistError
 from mpidist.kernels.launch import has_kernels
 
 _NOT_SAVED = ("process_group", "_group", "reducer", "device_mesh")
 
 
-class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
+class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
     """Average the gradients of ``module`` over all ranks of a group in each backward pass.
 
     Sparse gradients, of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, stay sparse:
@@ -115,7 +115,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
             broadcast_buffers, forward_sync_buffers
         )
         self.module = module
-        try:
+        with announcing_refusal(self._group) if init_sync else contextlib.nullcontext():
             torch_arguments.require_default(
                 mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce
             )
@@ -133,12 +133,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
                 and torch_arguments.communicates_in_backward(module),
                 skip_unused=skip_all_reduce_unused_params,
             )
-        except (TypeError, ValueError, RuntimeError) as error:
-            if init_sync:  # the others wait in their own comparison
-                with contextlib.suppress(DisagreementError):
-                    require_equal(self._group, [], refusal=str(error))
-            raise
-        self.device_ids = None if not device_ids else list(device_ids)
+        self.device_ids = list(device_ids) if device_ids else None
         self.output_device = output_device
         self.dim = dim
         self.bucket_bytes_cap_list = (
@@ -147,22 +142,8 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self.device = named[0][1].device
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self._is_joining = False
-        self._throws_on_join = False
-        self._divides_by_initial = True
         if init_sync:
-            state = self._state(init_buffers)
-            # hooks need the same on all ranks
-            arithmetic = "kernels" if has_kernels(named[0][1]) else "torch"
-            sparse = torch_arguments.sparse_parameters(module)
-            sparse_names = [name for name, parameter in named if id(parameter) in sparse]
-            optimized = in_backward.names_of(named)
-            require_equal(
-                self._group,
-                state,
-                (self.settings, self.forward_sync_buffers, arithmetic, sparse_names, optimized),
-            )
-            broadcast_state(self._group, [tensor for _, tensor in state])
+            self._sync_state(named, init_buffers)
         self._make_reducer()
 
     def register_comm_hook(self, state: Any, hook: Hook | None) -> None:
@@ -224,7 +205,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         """
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
         syncs_buffers = self.forward_sync_buffers and self.require_forward_param_sync
-        iteration = self._told(averages, syncs_buffers)
+        iteration = self._exchange(averages, syncs_buffers)
         root = iteration.root if iteration else 0
         if syncs_buffers and not self._syncs_behind():
             self._sync_buffers(root, waits=not averages)
@@ -240,91 +221,11 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         averages = averages and self.require_backward_grad_sync
         self.require_forward_param_sync = averages
         if averages:
-            self.reducer.scale = 1.0 if iteration is None else self._scale(iteration)
+            self.reducer.scale = self._scale(iteration)
             self.reducer.arm([tensor for tensor in tensors_in(output) if tensor.requires_grad])
         elif torch.is_grad_enabled():
             self.reducer.disarm()
         return output
-
-    # --- uneven inputs ---
-
-    @contextlib.contextmanager
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-        *,
-        optimizers: Sequence[Any] = (),
-    ) -> Iterator[None]:
-        """Train on inputs of different number: a rank whose loop has ended takes part in the others' collectives.
-
-        At the end all ranks have the weights of one that had inputs to the end.
-
-        Collective: entered and left by all ranks of the group. Collectives of the user's own, and
-        of modules such as SyncBatchNorm, are not mirrored.
-
-        Args:
-            divide_by_initial_world_size: Gradients are divided by W, so that each input counts
-                alike; else by the number of ranks that still have inputs. A communication hook
-                divides by itself.
-            enable: False does nothing, for inputs that are known to be even.
-            throw_on_early_termination: Raise on all ranks when the first has no inputs left.
-            optimizers: Sharded ones on the same group, in one order on all ranks: a rank whose loop
-                has ended takes their steps.
-
-        Raises:
-            RuntimeError: ``throw_on_early_termination``.
-            DisagreementError: The ranks are in different passes (one under no_sync or no_grad).
-        """
-        self._divides_by_initial = divide_by_initial_world_size
-        self._is_joining, self._throws_on_join = enable, throw_on_early_termination
-        try:
-            throws = throw_on_early_termination
-            with (
-                joined(self, self._group, throws, optimizers)
-                if enable
-                else contextlib.nullcontext()
-            ):
-                yield
-        finally:
-            self._is_joining = self._throws_on_join = False
-
-    def shadow(self, iteration: Iteration) -> None:
-        """Take part in the collectives of one iteration of the ranks that have inputs.
-
-        Collective: over the group.
-        """
-        if iteration.syncs_buffers:
-            self._sync_buffers(iteration.root, waits=not iteration.averages)
-        self.require_forward_param_sync = iteration.averages
-        if iteration.averages:
-            self.reducer.scale = self._scale(iteration)
-            self.reducer.shadow()
-
-    def end_shadowing(self) -> None:
-        """Give this rank its gradients back as they were before it mirrored."""
-        self.reducer.end_shadowing()
-
-    def broadcast_from(self, root: int) -> None:
-        """Take over ``root``'s parameters and buffers. Collective: over the group."""
-        self._authoritative_rank = root
-        broadcast_state(
-            self._group, [tensor for _, tensor in self._state(self.forward_sync_buffers)], root
-        )
-
-    def _told(self, averages: bool, syncs_buffers: bool) -> Iteration | None:
-        if not self._is_joining:
-            if not self._join_config.enable:
-                return None
-            Join.notify_join_context(self)
-        iteration = exchange(self._group, True, averages, syncs_buffers)
-        if self._throws_on_join and iteration.members < self._group.size:
-            raise RuntimeError(SOMEONE_EXHAUSTED)
-        return iteration
-
-    def _scale(self, iteration: Iteration) -> float:
-        return 1.0 if self._divides_by_initial else self._group.size / iteration.members
 
     # --- state ---
 
@@ -333,6 +234,22 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         if with_buffers:
             named += self.module.named_buffers()
         return [(name, tensor) for name, tensor in named if name not in self.parameters_to_ignore]
+
+    def _sync_state(self, named: list[tuple[str, torch.nn.Parameter]], with_buffers: bool) -> None:
+        """Compare settings and state on all ranks, then broadcast rank 0's state."""
+        state = self._state(with_buffers)
+        # Hooks need the same arithmetic on all ranks.
+        arithmetic = "kernels" if has_kernels(named[0][1]) else "torch"
+        sparse = torch_arguments.sparse_parameters(self.module)
+        settings = (
+            self.settings,
+            self.forward_sync_buffers,
+            arithmetic,
+            [name for name, parameter in named if id(parameter) in sparse],
+            in_backward.names_of(named),
+        )
+        require_equal(self._group, state, settings)
+        broadcast_state(self._group, [tensor for _, tensor in state])
 
     def _make_reducer(self, local: bool = False) -> None:
         named = torch_arguments.require_supported(self.module, self.parameters_to_ignore)

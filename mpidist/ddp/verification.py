@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -55,6 +56,20 @@ def require_equal(
         subject = f"tensor {found.place - 1} differs" if found.place else "the settings differ"
         values = by_rank([_text(row) for row in found.entries])
         raise DisagreementError(f"DistributedDataParallel: {subject} between ranks. {values}")
+
+
+@contextmanager
+def announcing_refusal(group: Any) -> Iterator[None]:
+    """Pass an error of this rank's arguments to the other ranks, which run ``require_equal``.
+
+    Collective: over the group, if an error is raised.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        with suppress(DisagreementError):
+            require_equal(group, [], refusal=str(error))
+        raise
 
 
 @untraced
