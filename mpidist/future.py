@@ -31,8 +31,7 @@ class Future(Generic[T]):
 
     Args:
         events: Objects with ``block_current_stream()``, which makes the calling thread's stream
-            wait; filled before
-            the future is completed.
+            wait; filled before the future is completed.
         fence: Returns such an object for all work that the calling thread has queued; called after
             each callback of ``then``.
     """

@@ -1,6 +1,6 @@
 """plan → bucket → reducer → hooks → comm: gradients to their average.
 
-The names are torch's; importing it starts nothing.
+The names are torch's; importing the package starts neither MPI nor CUDA.
 """
 
 from mpidist.ddp.bucket import GradBucket
@@ -44,9 +44,9 @@ __all__ = [
     "to_owners",
 ]
 
-# What torch.load(weights_only=True) must be told to read a saved hook and its state:
-# torch.serialization.add_safe_globals(…). Not told here: whoever reads files of others would have
-# these functions called by whatever a file says.
+# Globals for torch.serialization.add_safe_globals, with which torch.load(weights_only=True) reads a
+# saved hook and its state. They are not registered here, because a file from elsewhere could then
+# have these functions called.
 SAFE_GLOBALS = [
     Compressed,
     PostLocalSGDState,

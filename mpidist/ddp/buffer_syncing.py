@@ -1,4 +1,4 @@
-"""Buffers of a data-parallel module: broadcast, or synchronised by a hook, ahead of the forward pass or behind it."""
+"""Synchronization of a module's buffers: a broadcast or a hook, before or after the forward pass."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PRE_FORWARD, POST_FORWARD = "PRE_FORWARD", "POST_FORWARD"
 
 @dataclasses.dataclass(frozen=True)
 class BufferHook:
-    """Synchronisation of a module's buffers in the place of the broadcast.
+    """Hook that synchronizes a module's buffers instead of the broadcast.
 
     Attributes:
-        hook: Called as ``hook(state, buffers)``, with the buffers by name; returns None, a future
-            or a list of them.
+        hook: Called as ``hook(state, buffers)`` with the buffers by name; returns None, a future
+            or a list of futures.
         state: Its state.
-        location: Ahead of the forward pass, or behind it.
+        location: ``PRE_FORWARD`` or ``POST_FORWARD``.
     """
 
     hook: Callable[[Any, dict[str, Tensor]], Any]
@@ -33,9 +33,9 @@ class BufferHook:
 
 
 class BufferSyncing:
-    """The part of a data-parallel module that keeps buffers alike."""
+    """The part of a data-parallel module that synchronizes buffers."""
 
-    # Of the class that this one is mixed into.
+    # Defined by the class that this one is mixed into.
     module: torch.nn.Module
     reducer: Any
     parameters_to_ignore: set[str]
@@ -47,12 +47,12 @@ class BufferSyncing:
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """Return the buffers that are synchronised."""
+        """Return the synchronized buffers."""
         return list(self.named_module_buffers.values())
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """Return them by name."""
+        """Return the synchronized buffers by name."""
         return {
             name: buffer
             for name, buffer in self.module.named_buffers()
@@ -65,20 +65,19 @@ class BufferSyncing:
         hook: Callable[[Any, dict[str, Tensor]], Any],
         comm_hook_location: Any = POST_FORWARD,
     ) -> None:
-        """Have ``hook(state, buffers)`` synchronise the buffers in the place of the broadcast from rank 0.
+        """Synchronize the buffers by ``hook(state, buffers)`` instead of the broadcast from rank 0.
 
-        Futures that it returns are waited for at the end of the backward pass, or, where none is to
-        come, at once.
+        The end of the backward pass waits for the futures that the hook returns; a forward pass
+        that is not averaged waits at once.
 
         Args:
             state: Passed to each call.
-            hook: Gets the buffers by name.
-            comm_hook_location: torch's ``_BufferCommHookLocation``, or its name: ahead of the
-                forward pass or behind it.
+            hook: Takes the buffers by name.
+            comm_hook_location: torch's ``_BufferCommHookLocation``, or its name.
 
         Raises:
-            TypeError: ``hook`` cannot be called.
-            ValueError: Another location.
+            TypeError: ``hook`` is not callable.
+            ValueError: ``comm_hook_location`` is of another name.
         """
         if not callable(hook):
             raise TypeError(
@@ -93,7 +92,7 @@ class BufferSyncing:
         self.buffer_hook = BufferHook(hook, state, location)
 
     def will_sync_module_buffers(self) -> bool:
-        """Say whether the next forward pass synchronises buffers."""
+        """Say whether the next forward pass synchronizes buffers."""
         return (
             self.require_forward_param_sync
             and self.forward_sync_buffers
@@ -111,14 +110,14 @@ class BufferSyncing:
 
     @untraced
     def _sync_buffers(self, root: int = 0, waits: bool = True) -> None:
-        """Synchronise the buffers. Collective: over the group.
+        """Synchronize the buffers. Collective: over the group.
 
         Args:
-            root: The rank whose buffers hold, if no hook says otherwise.
+            root: The rank whose buffers are broadcast, if there is no hook.
             waits: Wait for the hook's futures here, and not at the end of the backward pass.
 
         Raises:
-            TypeError: The hook returned something else.
+            TypeError: The hook returned neither None nor futures.
         """
         if self.buffer_hook is None:
             broadcast_state(self._group, self.modules_buffers, root)
@@ -145,7 +144,7 @@ class BufferSyncing:
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """Broadcast buffers, all of them if none are given: what a buffer hook calls.
+        """Broadcast buffers, all of them if ``bufs`` is None; called by buffer hooks.
 
         Collective: over the group.
         """

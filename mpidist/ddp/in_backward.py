@@ -1,7 +1,7 @@
-"""Optimizers that torch's ``_apply_optimizer_in_backward`` has given to parameters: they step once the gradients are averaged.
+"""Optimizers of ``_apply_optimizer_in_backward``, stepped when the gradients are averaged.
 
-Left to their own hooks they would step with each rank's own gradients, before the average, and the
-ranks would diverge.
+Their own hooks would step with each rank's own gradients, before the average, and the ranks would
+diverge.
 
 Source: ``torch.nn.parallel.DistributedDataParallel._setup_in_backward_optimizers``. There they step
 bucket by bucket within the backward pass; here at its end, with the same gradients.
@@ -17,7 +17,7 @@ _OPTIMIZERS = "_in_backward_optimizers"
 
 
 def names_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Return the names of the parameters that have such an optimizer; all ranks must name the same."""
+    """Return the names of the parameters with such an optimizer; the same on all ranks."""
     return [name for name, parameter in named if hasattr(parameter, _OPTIMIZERS)]
 
 
@@ -25,21 +25,20 @@ def require_none(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Require that no parameter has such an optimizer.
 
     Raises:
-        ValueError: One has: it would step where its average is, on one rank, and the ranks' weights
-            would differ.
+        ValueError: A parameter has one. The optimizer would step on the owner's rank alone, and the
+            ranks' weights would differ.
     """
     found = names_of(named)
     if found:
         raise ValueError(
             "gradients that leave to their owners cannot serve optimizers that step in the "
-            "backward pass, which "
-            f"{', '.join(found[:10])} have: use a sharded optimizer, or a hook that averages on "
-            "all ranks"
+            f"backward pass, which {', '.join(found[:10])} have: use a sharded optimizer, or a "
+            "hook that averages on all ranks"
         )
 
 
 def detach_hooks(parameters: Sequence[torch.Tensor]) -> None:
-    """Remove the hooks that would step the optimizers as soon as one gradient is accumulated."""
+    """Remove the hooks that step an optimizer as soon as its gradient is accumulated."""
     with_optimizers = [parameter for parameter in parameters if hasattr(parameter, _OPTIMIZERS)]
     if not with_optimizers:
         return
@@ -51,7 +50,7 @@ def detach_hooks(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def step(parameters: Sequence[torch.Tensor], used: Sequence[bool]) -> None:
-    """Step the optimizers of parameters that have an averaged gradient, and clear it, as the hooks would have done.
+    """Step the optimizers of parameters with an averaged gradient, and clear the gradient.
 
     Args:
         used: For each parameter whether any rank has a gradient.

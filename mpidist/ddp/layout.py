@@ -1,27 +1,22 @@
-"""The buckets of a module: planned from sizes, laid out in memory, and laid out once more after the first backward pass."""
+"""Layout of a module's gradients in buckets, rebuilt in ready order after the first backward pass."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from operator import attrgetter, ne
 from typing import Any
 
 import torch
 
-from mpidist.comm.algorithms.shared_memory import share
 from mpidist.ddp import plan
 from mpidist.ddp.bucket import Bucket
-from mpidist.ddp.buffer_rotation import RotatingBuffers
-from mpidist.ddp.owned_bucket import OwnedBucket, Owners
-from mpidist.ddp.sparse_bucket import SparseBucket
+from mpidist.ddp.bucket_allocation import BucketAllocator
+from mpidist.ddp.owned_bucket import Owners
 from mpidist.errors import DisagreementError
 
 Tensor = torch.Tensor
 
-_LINE_BYTES = 64
 _dtype_of = attrgetter("dtype")
 
 
@@ -29,40 +24,40 @@ _dtype_of = attrgetter("dtype")
 class Settings:
     """Settings of a reducer and of its buckets."""
 
-    limits: tuple[int, ...]  # bytes at which the first, the second, … bucket closes
-    most_buckets: int | None = None  # merge neighbours until there are no more than these
-    # gradients are views of the buckets; else they are copied back
+    # Bytes at which the first, the second, … bucket closes.
+    limits: tuple[int, ...]
+    # Largest number of buckets; more are merged with neighbors.
+    most_buckets: int | None = None
+    # Gradients are views of the buckets; else they are copied there and back.
     gradient_as_bucket_view: bool = True
-    # parameters may lack a gradient, and not the same ones on all ranks
+    # Parameters may lack a gradient, and not the same ones on all ranks.
     find_unused_parameters: bool = False
-    # which parameters are used, and how often, is as in the first backward pass
+    # All passes use the same parameters as often as the first pass.
     static_graph: bool = False
-    # buckets leave behind the last gradient: modules communicate in the backward pass themselves
+    # Buckets are launched at the pass's end, because modules communicate in the backward pass.
     behind_all: bool = False
-    # parameters that no rank used in the first backward pass are not reduced in the later ones
+    # Parameters that no rank used in the first pass are not reduced in later ones.
     skip_unused: bool = False
 
 
 class Layout:
-    """The buckets of one module's gradients on one group.
+    """Buckets of one module's gradients on one group.
 
-    Collective: constructed by all ranks of the group, unless it is ``local``.
+    Collective: constructed by all ranks of the group, unless ``local``.
 
     Args:
-        expects_sparse: For each parameter whether its gradients are sparse; it gets a bucket of its
-            own.
-        local: Use memory of this rank alone until ``rebuild``, and communicate nothing: for a copy,
-            which one rank may make.
+        expects_sparse: For each parameter whether its gradients are sparse; such a parameter has a
+            bucket of its own.
+        local: Use this rank's memory alone until ``rebuild``, and communicate nothing: for a copy
+            of a module, which one rank alone may make.
 
     Attributes:
-        plan: For each bucket the places of its parameters, in the order of launch.
+        plan: For each bucket the places of its parameters, in launch order.
         buckets: The buckets.
-        views: For each place of a parameter with dense gradients the memory that its averages are
-            in, pass after pass: its part of a bucket, or of what this rank keeps of those that it
-            owns.
-        owners: Where gradients leave to their owners, and buckets take turns in a few buffers; else
-            None.
-        sparse: The places, in ``plan``, of buckets of sparse gradients.
+        views: For each place with dense gradients the memory of its averages in all passes: a part
+            of a bucket, or memory of this rank for the elements that it owns.
+        owners: Owners to which gradients are reduced, with buckets in rotating buffers; else None.
+        sparse: Indices of the buckets of sparse gradients.
         is_rebuilt: The buckets stay as they are.
     """
 
@@ -82,23 +77,22 @@ class Layout:
         self._settings = settings
         self.owners: Owners | None = None
         self.views: dict[int, Tensor] = {}
-        # Which parameters a pass uses, and so the order of their gradients, varies with unused
-        # ones.
+        # With unused parameters the ready order may change from pass to pass.
         self._follows_readiness = settings.static_graph or not settings.find_unused_parameters
-        # Gradients come in the reverse order of use, which is about that of registration.
+        # Gradients become ready in the reverse order of use, which is about the order of
+        # registration.
         self.plan = self._assign(list(reversed(range(len(parameters)))))
         self._allocate(local)
         self.is_rebuilt = not local and not self._follows_readiness
 
     def rebuild(self, ready_order: Sequence[int]) -> None:
-        """Lay the buckets out in the order in which gradients arrive; those that exist keep their values.
+        """Lay the buckets out in rank 0's ready order; existing gradients keep their values.
 
-        Collective: over the group, at the end of the first backward pass. Rank 0's order holds for
-        all.
+        Collective: over the group, at the end of the first backward pass.
 
         Args:
-            ready_order: Places of parameters in the order of arrival; those without a gradient are
-                added in the present order.
+            ready_order: Places of the parameters in the order in which their gradients became
+                ready; those without a gradient follow in the present order.
         """
         planned = self.plan
         if self._follows_readiness:
@@ -113,21 +107,21 @@ class Layout:
         self.is_rebuilt = True
 
     def saved_plan(self) -> dict[str, Any]:
-        """Return the buckets by names, and whether they stay."""
+        """Return the buckets as lists of names, and whether they are rebuilt."""
         return {
             "buckets": [[self._names[place] for place in indices] for indices in self.plan],
             "is_rebuilt": self.is_rebuilt,
         }
 
     def load_plan(self, saved: dict[str, Any]) -> None:
-        """Lay the buckets out as ``saved_plan()`` said.
+        """Lay the buckets out as ``saved_plan()`` returned them.
 
         Collective: over the group.
 
         Raises:
-            ValueError: Not exactly this module's parameters, or a bucket of several dtypes, devices
-                or layouts.
-            DisagreementError: Another rank raised that, or has other buckets.
+            ValueError: The plan does not hold exactly this module's parameters, or a bucket has
+                several dtypes, devices or layouts.
+            DisagreementError: Another rank raised ValueError, or has other buckets.
         """
         problem: ValueError | None = None
         buckets: list[tuple[int, ...]] = []
@@ -138,21 +132,21 @@ class Layout:
         except ValueError as error:
             problem = error
         except (AttributeError, LookupError, TypeError) as error:
-            # On this rank alone, perhaps: each has a file of its own.
+            # Perhaps on this rank alone, because each rank may read a file of its own.
             problem = ValueError(
                 "a bucket plan is what bucket_plan() returned; this one is damaged "
                 f"({type(error).__name__})"
             )
-        # Making them is collective, so all ranks have to begin it, with the same.
-        told = self._group.all_gather_object(
+        # The allocation is collective, so that all ranks must begin it with the same buckets.
+        rows = self._group.all_gather_object(
             (buckets, is_rebuilt, None if problem is None else str(problem))
         )
         if problem is not None:
             raise problem
-        if any(other != told[0] for other in told):
+        if any(other != rows[0] for other in rows):
             wrong = "; ".join(
                 f"rank {rank}: {text or f'{len(its)} buckets'}"
-                for rank, (its, _, text) in enumerate(told)
+                for rank, (its, _, text) in enumerate(rows)
             )
             raise DisagreementError(f"the bucket plans of the ranks differ. {wrong}")
         self.plan = buckets
@@ -160,10 +154,10 @@ class Layout:
         self.is_rebuilt = is_rebuilt
 
     def follow_storage(self) -> None:
-        """Take back the views whose memory somebody has replaced since the last pass.
+        """Renew views whose memory has been replaced since the last pass.
 
-        ``module.double()``, ``.to()`` and the like set the ``data`` of gradients that exist, and
-        those are our views themselves.
+        ``module.double()`` and ``module.to()`` set the ``data`` of existing gradients, which are
+        the views themselves.
 
         Raises:
             RuntimeError: A parameter has another dtype or device than its bucket.
@@ -180,10 +174,8 @@ class Layout:
             place = next(place for place, kind in enumerate(now) if kind != then[place])
             raise RuntimeError(
                 f"parameter {self._names[place]!r} is now {now[place][0]} (device index "
-                f"{now[place][1]}), and was "
-                f"{then[place][0]} ({then[place][1]}) when its bucket was made: change dtype and "
-                "device before the module is "
-                "wrapped, or wrap it anew"
+                f"{now[place][1]}), and was {then[place][0]} ({then[place][1]}) when its bucket "
+                "was made: change dtype and device before the module is wrapped, or wrap it anew"
             )
         if any(map(ne, map(Tensor.data_ptr, self._attached), self._addresses)):
             for bucket in self.buckets:
@@ -192,10 +184,9 @@ class Layout:
             self._attach_views()
 
     def use_owners(self, owners: Owners | None) -> None:
-        """Lay the buckets out for gradients that leave to owners, or for averages on all ranks (None).
+        """Lay the buckets out for gradients reduced to owners; None for averages on all ranks.
 
-        Gradients that exist keep their values, in memory of their own or as views of the new
-        buckets.
+        Existing gradients keep their values, in memory of their own or as views of the new buckets.
 
         Collective: over the group, with the same owners.
         """
@@ -217,7 +208,7 @@ class Layout:
         )
 
     def _places_of(self, names: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
-        """Turn buckets of names into buckets of places, if this module can have them."""
+        """Return buckets of names as buckets of places, after a check that the module fits."""
         buckets = plan.by_place(names, self._names)
         for index, places in enumerate(buckets):
             kinds = {
@@ -232,7 +223,7 @@ class Layout:
         return buckets
 
     def _assign(self, places: Sequence[int]) -> list[tuple[int, ...]]:
-        """Plan buckets that are filled in this order."""
+        """Return a plan whose buckets are filled in this order."""
         assigned = plan.assign(
             self._parameters, self._settings.limits, places, self._expects_sparse
         )
@@ -249,14 +240,15 @@ class Layout:
         )
         is_on_host = all(parameter.device.type == "cpu" for parameter in self._parameters)
         shares = is_on_host and not local
+        allocator = BucketAllocator(self._parameters, self._names, self.plan, self.sparse)
         self.buckets = (
-            self._separate_buckets(shares)
+            allocator.separate(self._group, shares)
             if self.owners is None
-            else self._rotating_buckets(self.owners, shares)
+            else allocator.rotating(self._group, self.owners, shares)
         )
         self._dtypes = list(map(_dtype_of, self._parameters))
         self._devices = list(map(Tensor.get_device, self._parameters))
-        self._attached: list[Tensor] = []  # what gradients may be
+        self._attached: list[Tensor] = []  # tensors that gradients may be
         self._addresses: list[int] = []
         if self.owners is not None:
             self.views = {} if self.owners.kept is None else self.owners.kept
@@ -271,80 +263,3 @@ class Layout:
                 bucket.attach_gradients()
         self._attached = list(self.views.values())
         self._addresses = list(map(Tensor.data_ptr, self._attached))
-
-    def _separate_buckets(self, shares: bool) -> list[Bucket | SparseBucket]:
-        """Return the plan's buckets, the dense ones one behind the other in memory of the node, each from a cache line on."""
-        needed = sum(
-            self._aligned_bytes(places)
-            for index, places in enumerate(self.plan)
-            if index not in self.sparse
-        )
-        memory = share(self._group, needed) if shares else None
-        buckets: list[Bucket | SparseBucket] = []
-        start_bytes = 0
-        for index, places in enumerate(self.plan):
-            if index in self.sparse:
-                buckets.append(self._sparse_bucket(places))
-                continue
-            node_tensor = None
-            if memory is not None:
-                numel = sum(self._parameters[place].numel() for place in places)
-                node_tensor = (
-                    memory.tensor(start_bytes, numel, self._parameters[places[0]].dtype)
-                    if numel
-                    else None
-                )
-                start_bytes += self._aligned_bytes(places)
-            buckets.append(Bucket(places, self._parameters, self._names, node_tensor))
-        return buckets
-
-    def _rotating_buckets(self, owners: Owners, shares: bool) -> list[Bucket | SparseBucket]:
-        """Return the plan's buckets, the dense ones of a device in turn in buffers of the biggest one's size."""
-        dense = [index for index in range(len(self.plan)) if index not in self.sparse]
-        sizes: dict[torch.device, list[int]] = {}
-        for index in dense:
-            sizes.setdefault(self._device_of(index), []).append(
-                self._aligned_bytes(self.plan[index])
-            )
-        memories = {
-            device: RotatingBuffers(self._group, device, held, owners.buffers, shares)
-            for device, held in sizes.items()
-        }
-        first = dict(
-            zip(
-                memories,
-                accumulate((memory.count for memory in memories.values()), initial=0),
-                strict=False,
-            )
-        )
-        buckets: list[Bucket | SparseBucket] = []
-        placed: Counter[torch.device] = Counter()
-        for index, places in enumerate(self.plan):
-            if index in self.sparse:
-                buckets.append(self._sparse_bucket(places))
-                continue
-            device = self._device_of(index)
-            buffer = placed[device] % memories[device].count
-            placed[device] += 1
-            numel = sum(self._parameters[place].numel() for place in places)
-            node_tensor, flat = memories[device].tensor(
-                buffer, numel, self._parameters[places[0]].dtype
-            )
-            number = first[device] + buffer
-            buckets.append(
-                OwnedBucket(
-                    places, self._parameters, self._names, node_tensor, flat, number, owners
-                )
-            )
-        return buckets
-
-    def _sparse_bucket(self, places: Sequence[int]) -> SparseBucket:
-        return SparseBucket(places[0], self._parameters[places[0]], self._names[places[0]])
-
-    def _device_of(self, index: int) -> torch.device:
-        return self._parameters[self.plan[index][0]].device
-
-    def _aligned_bytes(self, places: Sequence[int]) -> int:
-        return (
-            -(-sum(self._parameters[place].nbytes for place in places) // _LINE_BYTES) * _LINE_BYTES
-        )

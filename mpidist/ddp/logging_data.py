@@ -1,4 +1,4 @@
-"""Settings and sizes of a data-parallel module by the names of torch's logging data: plain values for a log."""
+"""Logging data of a data-parallel module: settings and sizes by torch's names, as plain values."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import torch
 
 
 def logging_data(ddp: Any) -> dict[str, Any]:
-    """Return them.
+    """Return settings and sizes of a module as torch's DDP logs them.
 
     Args:
         ddp: A ``DistributedDataParallel``.
 
     Source:
-        ``torch/csrc/distributed/c10d/logger.cpp``, whose names and texts these are; times are a
-        profiler's business.
+        ``torch/csrc/distributed/c10d/logger.cpp``, for names and texts; without its times.
     """
     parameters, reducer = ddp.reducer.parameters, ddp.reducer
     buckets, hook = reducer.layout.plan, reducer.hook
@@ -55,7 +54,7 @@ def logging_data(ddp: Any) -> dict[str, Any]:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's C++ name of a dtype in its reports: float for float32."""
+    """Return the name of a dtype in torch's C++ logs: float for float32."""
     return {
         "float32": "float",
         "float64": "double",

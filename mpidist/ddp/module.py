@@ -28,46 +28,45 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
     """Average the gradients of ``module`` over all ranks of a group in each backward pass.
 
     Sparse gradients, of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, stay sparse:
-    each is averaged by itself, is no view of a bucket, and is not given to a communication hook.
+    each is averaged by itself, is no view of a bucket, and is not passed to a communication hook.
 
     Collective: constructed by all ranks of the group, which then run forward and backward the same
     number of times, or within ``join()``.
 
     Args:
         module: The module; its parameters on this rank's device.
-        device_ids: None, or this rank's one GPU: inputs are moved there.
-        output_device: None, or that same GPU.
-        dim: Accepted for torch's sake; a rank has one device, so inputs are not scattered.
+        device_ids: None, or this rank's one GPU, to which inputs are moved.
+        output_device: None, or the same GPU.
+        dim: Without effect: a rank has one device, and inputs are not scattered.
         broadcast_buffers: False: buffers stay each rank's own, from the start.
-            ``forward_sync_buffers`` goes before it.
+            ``forward_sync_buffers`` overrides it.
         init_sync: Verify names, shapes and dtypes of parameters and buffers on all ranks, then
             broadcast rank 0's.
-        process_group: A native group, or a torch group on the backend ``mpidist``; if None torch's
-            default group if it is ours, else all ranks of the job.
-        bucket_cap_mb: MiB of gradients that travel together; 25, and less for the first bucket, if
-            None.
+        process_group: A native group, or a torch group on the backend ``mpidist``. None: torch's
+            default group if its backend is ``mpidist``, else all ranks of the job.
+        bucket_cap_mb: MiB of gradients per bucket. None: 25, and less for the first bucket.
         find_unused_parameters: Parameters may lack a gradient, and not the same ones on all ranks.
         check_reduction: Deprecated, without effect.
         gradient_as_bucket_view: Gradients are views of the buckets. torch's default is False.
-        static_graph: Which parameters are used, and how often, never changes.
-        delay_all_reduce_named_params: Refused, with what to use instead.
+        static_graph: All passes use the same parameters equally often.
+        delay_all_reduce_named_params: Refused; the error names a replacement.
         param_to_hook_all_reduce: Refused likewise.
         mixed_precision: Refused likewise.
         device_mesh: Instead of ``process_group``: a mesh of one dimension on the backend
-            ``mpidist``, by itself or cut out of another (``mesh["dp"]``); parameters that are
-            DTensors on the other dimensions are then averaged shard by shard.
+            ``mpidist``, whole or sliced from another (``mesh["dp"]``); parameters that are DTensors
+            on the other dimensions are then averaged shard by shard.
         skip_all_reduce_unused_params: With ``find_unused_parameters`` or ``static_graph``: buckets
-            that no rank used in the first backward pass do not travel in the later ones, which must
+            that no rank used in the first backward pass are not reduced in later passes, which must
             leave the same parameters unused.
-        bucket_cap_mb_list: MiB of the first, the second, … bucket; the last holds for all that
-            follow.
-        batched_grad_copy: Accepted; gradients that need a copy are always copied together.
+        bucket_cap_mb_list: MiB of the first, the second, … bucket; the last value is used for all
+            following buckets.
+        batched_grad_copy: Without effect: gradients that need a copy are always copied together.
         forward_sync_buffers: Broadcast rank 0's buffers before each forward pass; True if neither
-            it nor ``broadcast_buffers`` is given.
-        most_buckets: Merge buckets until there are no more than these (ours alone).
+            this nor ``broadcast_buffers`` is given.
+        most_buckets: Largest number of buckets; more are merged (not in torch).
 
     Raises:
-        ValueError: An argument that cannot be honoured.
+        ValueError: An argument cannot be supported.
         TypeError: ``process_group`` is of another backend, or an argument of another type.
         RuntimeError: No parameter requires a gradient.
         DisagreementError: Parameters, buffers or settings differ between ranks (on all ranks, with
@@ -147,46 +146,46 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         self._make_reducer()
 
     def register_comm_hook(self, state: Any, hook: Hook | None) -> None:
-        """Have ``hook(state, bucket)`` reduce the buckets of dense gradients; again at any time between steps.
+        """Reduce buckets of dense gradients by ``hook(state, bucket)``; callable between any steps.
 
-        Collective: over the group, if gradients leave to their owners (``to_owners``) or have done
-        so until now; the buckets are then laid out again. Clear the gradients before: what stands
-        counts as each rank's own afterwards.
+        Collective: over the group, if this hook or the last one reduces to owners (``to_owners``);
+        the buckets are then laid out again. Clear the gradients before: existing ones count as each
+        rank's own afterwards.
 
         Args:
             state: Passed to each call.
-            hook: Gets a ``GradBucket`` and returns a future of the reduced buffer, ours or torch's.
-                Collectives that it starts from a future's callback are executed in the order of the
-                buckets on all ranks. None for the average.
+            hook: Takes a ``GradBucket`` and returns a future of the reduced buffer, ours or
+                torch's. Collectives that it starts from a future's callback are executed in the
+                order of the buckets on all ranks. None for the average.
 
         Raises:
-            TypeError: ``hook`` cannot be called.
-            ValueError: Its owners are of another module, do not cover a parameter, or are ranks
-                that the group lacks.
-            DisagreementError: Another rank raised that, or has other owners.
+            TypeError: ``hook`` is not callable.
+            ValueError: Its owners are of another module, do not cover a parameter, or include ranks
+                outside of the group.
+            DisagreementError: Another rank raised one of these, or has other owners.
         """
         if hook is not None and not callable(hook):
             raise TypeError(f"register_comm_hook needs a callable; got {type(hook).__name__}")
         self.reducer.register_hook(hook, state)
 
     def bucket_plan(self) -> dict[str, Any]:
-        """Return which gradients travel together, as plain values; saved, it lets a run go on with the same bits."""
+        """Return the buckets as plain values, with which a later run gets the same bits."""
         return self.reducer.layout.saved_plan()
 
     def use_bucket_plan(self, plan: dict[str, Any]) -> None:
-        """Lay the buckets out as ``bucket_plan()`` said of a module with the same parameters.
+        """Lay the buckets out by the ``bucket_plan()`` of a module with the same parameters.
 
         Collective: called by all ranks with the same plan, between steps.
 
         Raises:
-            ValueError: Not exactly this module's parameters, or a bucket of several dtypes or
-                devices.
+            ValueError: The plan does not hold exactly this module's parameters, or a bucket has
+                several dtypes or devices.
         """
         self.reducer.layout.load_plan(plan)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients add up on each rank: forward passes in here are not averaged."""
+        """Accumulate gradients on each rank: forward passes within are not averaged."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -197,11 +196,11 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module.
 
-        Under no_grad or no_sync nothing is averaged. Buffers are broadcast before the first pass
-        and each that follows an averaged one, as in torch: before an evaluation, too, which
-        therefore all ranks must begin. Outside ``join`` a forward pass communicates nothing else:
-        without buffers, or with ``forward_sync_buffers=False``, one rank alone may evaluate; with
-        them it calls ``ddp.module``.
+        Under no_grad or no_sync nothing is averaged. As in torch, buffers are broadcast before the
+        first pass and before each pass that follows an averaged one. This includes an evaluation,
+        which all ranks must therefore begin. Outside ``join`` a forward pass communicates nothing
+        else: without buffers, or with ``forward_sync_buffers=False``, one rank alone may evaluate;
+        otherwise a single rank calls ``ddp.module``.
         """
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
         syncs_buffers = self.forward_sync_buffers and self.require_forward_param_sync
@@ -216,8 +215,8 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         output = self.module(*args, **kwargs)
         if syncs_buffers and self._syncs_behind():
             self._sync_buffers(root, waits=not averages)
-        # Again: a framework whose module trains within its forward pass averages by itself
-        # (``prepare_for_backward``).
+        # Read again, because a framework whose backward passes run within the forward pass arms
+        # the reducer by itself (``prepare_for_backward``) and clears the attribute.
         averages = averages and self.require_backward_grad_sync
         self.require_forward_param_sync = averages
         if averages:
@@ -265,16 +264,17 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the group, the reducer and its hook; as in torch, only a module on the default group can be copied.
+        """Return the attributes without the group, the reducer and its hook.
+
+        As in torch, only a module on the default group can be pickled or copied.
 
         Raises:
-            MpidistError: Another group.
+            MpidistError: The module is on another group.
         """
         if native_group(self.process_group) is not native_group(default_group()):
             raise MpidistError(
                 "DistributedDataParallel can be pickled or copied on the default group only, "
-                "because a copy knows no other; "
-                "save its state_dict() instead"
+                "because a copy knows no other; save its state_dict() instead"
             )
         return {name: value for name, value in self.__dict__.items() if name not in _NOT_SAVED}
 
@@ -282,4 +282,4 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         super().__setstate__(state)
         self.process_group = default_group()
         self._group = native_group(self.process_group)
-        self._make_reducer(local=True)  # one rank may make a copy for itself
+        self._make_reducer(local=True)  # one rank alone may make a copy

@@ -1,4 +1,4 @@
-"""Tensors in what a module takes and returns: any nesting of lists, tuples, mappings and dataclasses."""
+"""Tensors in a module's inputs and outputs: nested lists, tuples, mappings and dataclasses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with its tensors on ``device``."""
+    """Return ``value`` with its tensors copied to ``device``."""
     return tree_map(
         lambda part: part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part,
         value,

@@ -38,7 +38,7 @@ class TorchSettings:
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Return ``forward_sync_buffers``, by its former name."""
+        """Return ``forward_sync_buffers``, by its former name in torch."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -67,14 +67,14 @@ class TorchSettings:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """Return the bytes at which all but the first buckets close."""
+        """Return the bytes at which the last bucket closes."""
         return int(self.settings.limits[-1])
 
     bucket_bytes_cap_default = bucket_bytes_cap
 
     @property
     def device_type(self) -> str:
-        """Return the parameters' type of device."""
+        """Return the device type of the parameters."""
         return self.device.type
 
     @property

@@ -1,4 +1,7 @@
-"""Comparisons between the ranks of a data-parallel module: parameters before the first step, gradients at the end of each."""
+"""Comparisons between the ranks of a data-parallel module.
+
+Parameters are compared before the first step, gradients at the end of each backward pass.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from mpidist.comm.consistency import by_rank, first_difference
 from mpidist.dynamo import untraced
 from mpidist.errors import DisagreementError
 
-_BATCH_BYTES = 250 << 20  # as torch's DDP has it
+# Bytes of tensors in one coalesced broadcast, as in torch's DDP.
+_BATCH_BYTES = 250 << 20
 _ADVICE = (
     "Parameters that take no part in the loss need find_unused_parameters=True (or "
     "static_graph=True if they never do)"
@@ -27,17 +31,19 @@ def require_equal(
     settings: Any = None,
     refusal: str | None = None,
 ) -> None:
-    """Compare settings, and names, shapes, dtypes and kinds of device of parameters and buffers; strides where gradients come.
+    """Compare settings, and names, shapes, dtypes and device types of parameters and buffers.
+
+    Strides are compared for tensors that require a gradient.
 
     Collective: over the group.
 
     Args:
         settings: Compared by their text.
-        refusal: Why this rank cannot go on, which it raises itself afterwards.
+        refusal: This rank's error, which the caller raises afterwards; None if it has none.
 
     Raises:
-        DisagreementError: On all ranks, naming the first tensor that differs and what each rank
-            holds, or who refused.
+        DisagreementError: A tensor or the settings differ, or a rank has an error (on all ranks);
+            the text names the first tensor that differs and each rank's.
     """
     rows = [
         (
@@ -74,20 +80,21 @@ def announcing_refusal(group: Any) -> Iterator[None]:
 
 @untraced
 def broadcast_state(group: Any, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
-    """Give ``root``'s values to all. Collective: over the group."""
+    """Broadcast ``root``'s values. Collective: over the group."""
     together: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
-        if tensor.is_cuda:  # each message would be a copy for which the host waits
+        # Coalesced on a device, because the host would wait for a copy per message.
+        if tensor.is_cuda:
             together.setdefault(tensor.dtype, []).append(tensor.detach())
         elif tensor.numel():
             group.broadcast(tensor.detach(), root)
-    for some in together.values():
-        for batch in _batches(some):
+    for same_dtype in together.values():
+        for batch in _batches(same_dtype):
             group.broadcast_coalesced(batch, root)
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Cut a list where its tensors would need too much memory for a copy of them all."""
+    """Split a list of tensors into batches of at most ``_BATCH_BYTES``, or of one tensor."""
     batch: list[torch.Tensor] = []
     for tensor in tensors:
         if batch and sum(t.nbytes for t in batch) + tensor.nbytes > _BATCH_BYTES:
@@ -105,13 +112,12 @@ def used_somewhere(
     Collective: over the group.
 
     Args:
-        complaints: What this rank found wrong with its gradients: one that arrived too often, or in
-            another layout.
-        may_lack_all: Warn where there is no gradient at all, as torch's module lets such a pass
-            end.
+        complaints: Texts on this rank's invalid gradients: added to too often, or in another
+            layout.
+        may_lack_all: Warn if no rank has any gradient, as torch's module does; else raise.
 
     Raises:
-        RuntimeError: On all ranks, if there is no gradient at all, or a complaint anywhere.
+        RuntimeError: There is no gradient at all, or a complaint on any rank (on all ranks).
     """
     table = torch.tensor([*has_gradient, len(complaints)], dtype=torch.int32, device="cpu")
     group.all_reduce(table, SUM)
@@ -121,8 +127,8 @@ def used_somewhere(
     if not any(used):
         text = (
             "no parameter received a gradient on any rank: the loss does not depend on the "
-            "module's parameters. Look for a "
-            "detach(), a no_grad(), or a function of your own that returns None for its gradient"
+            "module's parameters. Look for a detach(), a no_grad(), or a function of your own that "
+            "returns None for its gradient"
         )
         if not may_lack_all:
             raise RuntimeError(text)
@@ -131,17 +137,18 @@ def used_somewhere(
 
 
 def require_all_gradients(group: Any, missing: Sequence[str], complaints: Sequence[str]) -> None:
-    """Find out whether any rank lacks a gradient, or has a complaint.
+    """Require that every rank has all gradients and no complaint.
 
     Collective: over the group.
 
     Args:
-        missing: The names of the parameters that received none on this rank.
-        complaints: What this rank found wrong with its gradients: one that arrived too often, or in
-            another layout.
+        missing: Names of the parameters without a gradient on this rank.
+        complaints: Texts on this rank's invalid gradients: added to too often, or in another
+            layout.
 
     Raises:
-        RuntimeError: On all ranks, naming the parameters and the ranks.
+        RuntimeError: A rank lacks a gradient or has a complaint (on all ranks); the text names the
+            parameters and the ranks.
     """
     table = torch.tensor([len(missing), len(complaints)], device="cpu")
     group.all_reduce(table, SUM)
@@ -167,15 +174,14 @@ def require_equal_owners(
     Collective: over the group.
 
     Args:
-        names: Of all parameters, by place.
-        owners: By place; None for averages on all ranks.
-        buffers: How many buffers buckets take turns in.
-        problem: Why this rank cannot have these owners; raised here, after all ranks have been
-            told.
+        names: Names of all parameters.
+        owners: Owners by place; None for averages on all ranks.
+        buffers: Number of buffers in which the buckets rotate.
+        problem: This rank's error, raised here after the exchange; None if it has none.
 
     Raises:
-        DisagreementError: Another rank has a problem, or other owners; it names the first parameter
-            that differs.
+        DisagreementError: Another rank has an error or other owners; the text names the first
+            parameter that differs.
     """
     rows = (
         None if owners is None else (buffers, *(owners.get(place) for place in range(len(names))))

@@ -16,8 +16,8 @@ import torch
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks.default import average
-from mpidist.ddp.hooks.powersgd_state import require_int
 from mpidist.ddp.hooks.stages import in_order
+from mpidist.ddp.settings_checks import require_int
 from mpidist.future import Future, completed
 
 _log = logging.getLogger(__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.resolve_group import default_group, native_group
 from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks.lowrank import random_like
+from mpidist.ddp.settings_checks import require_int, require_real
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -230,39 +230,6 @@ class PowerSGDState:
         """Have the next step of these matrices start from random values."""
         for name in names:
             self.q_memory_dict.pop(name, None)
-
-
-def require_int(name: str, value: Any, least: int | None = None) -> None:
-    """Require an int, and one that is not below ``least``.
-
-    Raises:
-        TypeError: It is none.
-        ValueError: It is below.
-    """
-    if (
-        isinstance(value, bool)
-        or not hasattr(value, "__index__")
-        or isinstance(value, torch.Tensor)
-    ):
-        raise TypeError(f"{name} must be an int; got {value!r}")
-    if least is not None and value < least:
-        wanted = f"be at least {least}" if least else "not be negative"
-        raise ValueError(f"{name} must {wanted}; got {value}")
-
-
-def require_real(name: str, value: Any) -> None:
-    """Require a finite number that is not negative.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is negative, infinite or NaN.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number; got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative; got {value}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite; got {value}")
 
 
 def _require_state(state: Any) -> None:

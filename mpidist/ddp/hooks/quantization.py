@@ -27,8 +27,8 @@ import torch
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks import uint8_blocks
-from mpidist.ddp.hooks.powersgd_state import require_int
 from mpidist.ddp.hooks.stages import in_order, run_stages
+from mpidist.ddp.settings_checks import require_int
 from mpidist.future import Future
 
 Tensor = torch.Tensor

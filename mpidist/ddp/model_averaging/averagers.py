@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from mpidist.comm.resolve_group import default_group, native_group
-from mpidist.ddp.hooks.powersgd_state import require_int
 from mpidist.ddp.model_averaging.parameters import average_parameters_or_parameter_groups
+from mpidist.ddp.settings_checks import require_int
 
 
 class ModelAverager(ABC):

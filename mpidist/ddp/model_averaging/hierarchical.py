@@ -17,9 +17,9 @@ from typing import Any
 from mpidist.comm.consistency import comparing
 from mpidist.comm.mpi.runtime import world
 from mpidist.comm.resolve_group import native_group
-from mpidist.ddp.hooks.powersgd_state import require_int
 from mpidist.ddp.model_averaging.averagers import ModelAverager, warn_of_period_1
 from mpidist.ddp.model_averaging.parameters import average_parameters_or_parameter_groups
+from mpidist.ddp.settings_checks import require_int
 
 _log = logging.getLogger(__name__)
 
