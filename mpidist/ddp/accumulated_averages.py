@@ -1,10 +1,10 @@
-"""Averages that one rank alone holds, when a later backward pass adds to them.
+"""Averages that one rank alone holds, weighted when a later backward pass adds to them.
 
-A plain average stands on all ranks, so that a pass which adds to it and averages again leaves it as
-it is. One that its owner alone holds would be divided by W. So the owner multiplies it by W before
-an averaging pass adds to it. A pass that is not averaged (under ``no_sync``, or of the module
-beside DDP) finds it as it is, and a copy is taken: with it the next averaging pass adds W - 1 times
-the average, unless the gradient was cleared or changed meanwhile.
+All ranks hold a plain average, so that a pass which adds to the average and averages again leaves
+it as it is. An average that its owner alone holds would be divided by W. So the owner multiplies it
+by W before an averaging pass adds to it. A pass that is not averaged (under ``no_sync``, or of the
+module without DDP) needs the average itself, and a copy is made: by the copy, the next averaging
+pass adds W - 1 times the average, unless the gradient was cleared or changed meanwhile.
 
 Letters: W ranks of the group.
 """
@@ -19,19 +19,19 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
-# By place: the address of each average that stands, and the copies of those with local gradients
-# added, with address and version.
+# By place: the address of each average, and for an average with local gradients added a copy from
+# before, with the gradient's address and version.
 Marks = tuple[dict[int, int], dict[int, tuple[Tensor, int, int]]]
 
 
 class AccumulatedAverages:
-    """Averages of one reducer's parameters.
+    """Averages of one reducer's parameters that this rank alone holds.
 
     Args:
-        places: Of the parameters with owners, in ``parameters``.
+        places: Places in ``parameters`` of those with owners.
         size: W.
-        is_averaging: Says whether the gradients that arrive now will be averaged.
-        before: What stood under other owners, and still does.
+        is_averaging: Returns whether autograd's additions now will be averaged.
+        before: The averages under the last owners; their hooks are removed.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class AccumulatedAverages:
         self._parameters = parameters
         if before is not None:
             before.close()
-            # Those that were cleared since are forgotten: their addresses may be other gradients'
-            # soon.
+            # Averages that were cleared since are forgotten, because other gradients may soon have
+            # their addresses.
             self.marks = before.marks
             for place in set().union(*self.marks):
                 self._forget_if_gone(place)
@@ -58,8 +58,8 @@ class AccumulatedAverages:
         for place in set(places).union(*self.marks):
             if not parameters[place].requires_grad:
                 continue
-            # Before autograd's addition, and not before torch.autograd.grad(), which adds nothing:
-            # a hook of the node, which stays as long as somebody holds the node.
+            # A hook of the node runs before autograd's addition, and not for torch.autograd.grad(),
+            # which adds nothing. The node is kept, because its hook would end with it.
             node = torch.autograd.graph.get_gradient_edge(parameters[place]).node
             self._nodes.append((node, node.register_prehook(partial(addition, place))))
 
@@ -73,33 +73,33 @@ class AccumulatedAverages:
         self.close()
 
     def record(self, place: int, average: Tensor) -> None:
-        """Note that a parameter's gradient is an average that this rank alone holds."""
+        """Record that a parameter's gradient is an average that this rank alone holds."""
         self.forget(place)
         self.marks[0][place] = average.data_ptr()
 
     def forget(self, place: int) -> None:
-        """Note that it is none any more."""
+        """Record that a parameter's gradient is no such average any more."""
         for marks in self.marks:
             marks.pop(place, None)
 
     def set_aside(self) -> Marks:
-        """Take all marks away, with the gradients; return what is to be ``restored`` when those are back."""
+        """Remove and return all marks, for ``restore`` when the gradients are restored."""
         for place in set().union(*self.marks):
             self._forget_if_gone(place)
         held, self.marks = self.marks, ({}, {})
         return held
 
     def restore(self, marks: Marks) -> None:
-        """Take marks that were put aside, once the gradients have their values again."""
+        """Restore marks that were set aside, once the gradients have their values again."""
         self.marks = marks
         for place in list(marks[1]):
             gradient = self._parameters[place].grad
-            # its values may have been copied back, which counts as a change
+            # The values may have been copied back, which changes the version.
             if gradient is not None:
                 self.record_addition(place, gradient)
 
     def weigh(self, place: int, gradient: Tensor, target: Tensor) -> None:
-        """Make a contribution of an average: in ``target``, which is ``gradient`` or its copy."""
+        """Weight an average in ``target``, which is ``gradient`` or a copy, as a contribution."""
         averages, copies = self.marks
         if averages.get(place) == gradient.data_ptr():
             target.mul_(self._size)
@@ -108,13 +108,13 @@ class AccumulatedAverages:
         self.forget(place)
 
     def record_addition(self, place: int, gradient: Tensor) -> None:
-        """Note what a gradient is after a pass that is not averaged."""
+        """Record the version of a gradient after a pass that is not averaged."""
         copies = self.marks[1]
         if place in copies:
             copies[place] = (copies[place][0], gradient.data_ptr(), gradient._version)
 
     def before_addition(self, place: int) -> None:
-        """Weigh what stands, or copy it, before autograd adds to it."""
+        """Weight an average, or copy it, before autograd adds to it."""
         averages, copies = self.marks
         if (place not in averages and place not in copies) or self._forget_if_gone(place):
             return
@@ -127,7 +127,7 @@ class AccumulatedAverages:
             copies[place] = (gradient.detach().clone(), -1, -1)
 
     def _forget_if_gone(self, place: int) -> bool:
-        """Forget what was cleared, or replaced by another tensor; say whether it was."""
+        """Forget an average that was cleared or replaced; return whether it was."""
         averages, copies = self.marks
         gradient = self._parameters[place].grad
         is_there = gradient is not None and gradient.layout is torch.strided
@@ -142,7 +142,8 @@ class AccumulatedAverages:
 
 
 def _weak_hook(averages: AccumulatedAverages) -> Callable[[int, Any], None]:
-    # Autograd's nodes keep their hooks, and the collector does not see what those refer to.
+    # Autograd's nodes keep their hooks, and Python's garbage collector does not see the hooks'
+    # references.
     reference = weakref.ref(averages)
 
     def before(place: int, gradients: Any) -> None:

@@ -1,4 +1,4 @@
-"""Owners of gradients: which rank gets the average of which elements; pure, from bounds to ranges of a bucket.
+"""Owners of gradients, from bounds per parameter to ranges of a bucket: pure.
 
 A sharded optimizer states its bounds as plain data: for each parameter the ranges of its elements,
 in the order of memory, with the rank that steps them. A parameter without bounds is common: all
@@ -24,11 +24,11 @@ DEFAULT_BUFFERS = 2  # one is filled while another is under way
 
 @dataclass(frozen=True)
 class Ownership:
-    """A communication hook's owners, by which a reducer recognises it.
+    """Owners to which a communication hook reduces; the attribute by which a reducer knows it.
 
     Attributes:
         bounds: For each parameter its owners.
-        buffers: How many buffers the buckets take turns in.
+        buffers: Number of buffers in which the buckets rotate.
     """
 
     bounds: Mapping[Tensor, Bounds]
@@ -37,7 +37,7 @@ class Ownership:
 
 @dataclass(frozen=True)
 class Split:
-    """A flat tensor by owner.
+    """Ranges of a flat tensor by owner.
 
     Attributes:
         by_rank: For each rank its ranges, in ascending order.
@@ -49,16 +49,16 @@ class Split:
 
 
 def ownership_of(hook: Any) -> Ownership | None:
-    """Return the owners that a hook, or one that it holds, reduces to; None for a hook that averages for all ranks."""
+    """Return the owners to which a hook reduces; None if all ranks get the averages."""
     return getattr(hook, "ownership", None)
 
 
 def split(numels: Sequence[int], bounds: Sequence[Bounds | None], size: int) -> Split:
-    """Cut a flat tensor by owner.
+    """Return the ranges of a flat tensor by owner.
 
     Args:
-        numels: Elements of each parameter, in the order in which they lie in the tensor.
-        bounds: Of each parameter; None for a common one.
+        numels: Elements of each parameter, in the order of the tensor.
+        bounds: Bounds of each parameter; None for a common one.
         size: W.
     """
     by_rank: list[list[Range]] = [[] for _ in range(size)]
@@ -85,8 +85,8 @@ def bounds_by_place(
     Raises:
         TypeError: The bounds are no mapping of tensors to tuples of three ints, or the number of
             buffers is no int.
-        ValueError: They do not cover a parameter once, in ascending order; a rank that the group
-            lacks; a parameter of another module; no buffer.
+        ValueError: The bounds do not cover a parameter once, in ascending order; name a rank
+            outside of the group, or a parameter of another module; or there is no buffer.
     """
     require_buffers(ownership.buffers)
     if not isinstance(ownership.bounds, Mapping):
@@ -107,8 +107,8 @@ def bounds_by_place(
         elif key.requires_grad:
             raise ValueError(
                 f"bounds hold a parameter of shape {tuple(key.shape)} whose gradients this module "
-                "does not reduce: of an "
-                "optimizer of several modules, each needs the bounds of its own parameters"
+                "does not reduce: of an optimizer of several modules, each needs the bounds of its "
+                "own parameters"
             )
     return found
 
@@ -117,9 +117,9 @@ def require_cover(name: str, owners: Any, numel: int, size: int) -> Bounds:
     """Return one parameter's owners.
 
     Raises:
-        TypeError: No sequence of three ints each.
-        ValueError: They do not cover [0, ``numel``) once in ascending order, or name a rank that is
-            none of ``size``.
+        TypeError: ``owners`` is no sequence of three ints each.
+        ValueError: The ranges do not cover [0, ``numel``) once in ascending order, or a rank is not
+            below ``size``.
     """
     try:
         ranges = tuple((int(rank), int(start), int(stop)) for rank, start, stop in owners)
@@ -150,8 +150,8 @@ def require_buffers(buffers: Any) -> int:
     """Return the number of buffers.
 
     Raises:
-        TypeError: It is no int.
-        ValueError: It is not positive.
+        TypeError: ``buffers`` is no int.
+        ValueError: ``buffers`` is not positive.
     """
     if isinstance(buffers, bool) or not isinstance(buffers, int):
         raise TypeError(f"the number of buffers must be an int; got {buffers!r}")
@@ -161,7 +161,7 @@ def require_buffers(buffers: Any) -> int:
 
 
 def _append(ranges: list[Range], start: int, stop: int) -> None:
-    """Add a range; one that goes on where the last has ended becomes part of it."""
+    """Append a range, or extend the last one if the new one is adjacent."""
     if start == stop:
         return
     if ranges and ranges[-1][1] == start:

@@ -1,7 +1,7 @@
-"""Which gradients travel together: pure, from sizes to buckets.
+"""Assignment of gradients to buckets by size: pure.
 
 The results of ``compute_bucket_assignment_by_size`` are torch's; the cap on the number of buckets
-is ours.
+is not in torch.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import torch
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early in the backward pass
 DEFAULT_BUCKET_CAP_MB = 25.0
-NO_LIMIT = 0  # of a bucket for sparse gradients, which holds one, whatever its size
+NO_LIMIT = 0  # of a bucket with one sparse gradient of any size
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One bucket.
+    """One bucket of a plan.
 
     Attributes:
-        indices: Places of its tensors in the list that was planned, in the order in which they lie
-            in the bucket.
-        limit_bytes: The limit at which it closed, or would have closed.
+        indices: Places of its tensors in the planned list, in the order of the bucket.
+        limit_bytes: The size at which the bucket closed, or would have closed.
     """
 
     indices: tuple[int, ...]
@@ -39,16 +38,16 @@ def limits_of(
     bucket_cap_mb_list: Sequence[float] | None = None,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
 ) -> tuple[int, ...]:
-    """Turn DDP's settings into limits in bytes.
+    """Return DDP's caps as limits in bytes.
 
     Args:
-        bucket_cap_mb: MiB of every bucket; 25 if None, and then the first one is smaller.
-        bucket_cap_mb_list: MiB of the first, the second, … bucket; the last holds for all that
-            follow. Goes before ``bucket_cap_mb``.
+        bucket_cap_mb: MiB of every bucket. None: 25, with a smaller first bucket.
+        bucket_cap_mb_list: MiB of the first, the second, … bucket; the last value is used for all
+            following buckets. Overrides ``bucket_cap_mb``.
 
     Raises:
-        ValueError: A cap that is not positive, or not finite.
-        TypeError: One that is no number, or a list that is none.
+        ValueError: A cap is not positive, or not finite.
+        TypeError: A cap is no number, or ``bucket_cap_mb_list`` no list.
 
     Source:
         torch 2.13's ``_BucketCapacityConfig``.
@@ -91,19 +90,20 @@ def compute_bucket_assignment_by_size(
 
     Args:
         tensors: Tensors of any dtypes and devices; a bucket holds one dtype on one device.
-        limits: Bytes at which a bucket closes: of each (dtype, device) the first bucket takes the
-            first limit, the second the second, and so on; the last holds for all that follow.
-        order: Places of ``tensors`` in the order in which they fill buckets; the list's own if
-            None.
-        expects_sparse: For each tensor whether its gradients are sparse: such a one has a bucket to
-            itself. None has if empty.
+        limits: Bytes at which a bucket closes. For each (dtype, device) the first bucket has the
+            first limit, the second the second, and so on; the last is used for all that follow.
+        order: Places of ``tensors`` in the order in which they fill buckets; None for the order of
+            the list.
+        expects_sparse: For each tensor whether its gradients are sparse, and the tensor has a
+            bucket of its own; empty for none.
 
     Returns:
         For each bucket the places of its tensors. Without ``order``, sorted by each bucket's
-        smallest place; with it, closed buckets in the order in which they closed, then the rest.
+        smallest place; with ``order``, closed buckets in the order in which they closed, then the
+        others.
 
     Raises:
-        ValueError: No tensor, no limit, or a limit that is not positive.
+        ValueError: There is no tensor, no limit, or a limit is not positive.
 
     Source:
         ``torch.distributed._compute_bucket_assignment_by_size``
@@ -118,7 +118,7 @@ def assign(
     order: Sequence[int] | None = None,
     expects_sparse: Sequence[bool] = (),
 ) -> list[Assignment]:
-    """See ``compute_bucket_assignment_by_size``; with the limits that applied."""
+    """Assign tensors to buckets with their limits; see ``compute_bucket_assignment_by_size``."""
     if not tensors:
         raise ValueError("there is no tensor to put into a bucket")
     if not limits or min(limits) <= 0:
@@ -126,7 +126,8 @@ def assign(
             f"a bucket plan needs at least one limit, all of them positive; got {list(limits)}"
         )
     closed: list[Assignment] = []
-    used: dict[Any, int] = {}  # how many of the limits a kind of tensor has used up
+    # Number of limits used, by dtype and device.
+    used: dict[Any, int] = {}
     filling: dict[Any, list[int]] = {}
     filled_bytes: dict[Any, int] = {}
     for place in range(len(tensors)) if order is None else order:
@@ -156,10 +157,10 @@ def merge(
     most: int,
     expects_sparse: Sequence[bool] = (),
 ) -> list[Assignment]:
-    """Merge neighbouring buckets of one dtype and device, the smallest pair first, until at most ``most`` are left.
+    """Merge neighboring buckets, the smallest pair first, until at most ``most`` are left.
 
-    Fewer messages for a network whose latency outweighs its bandwidth. A bucket cannot hold two
-    kinds, so more are left if there are more kinds. Buckets of sparse gradients stay as they are.
+    Fewer buckets suit a network whose latency outweighs its bandwidth. A bucket holds one dtype on
+    one device, so that more buckets may be left. Buckets of sparse gradients stay as they are.
 
     Raises:
         ValueError: ``most`` is not positive.
@@ -187,8 +188,8 @@ def require_count(most: int | None) -> int | None:
     """Return the cap on the number of buckets.
 
     Raises:
-        TypeError: It is no int.
-        ValueError: It is not positive.
+        TypeError: ``most`` is no int.
+        ValueError: ``most`` is not positive.
     """
     if most is not None and (isinstance(most, bool) or not isinstance(most, int)):
         raise TypeError(f"the number of buckets must be an int; got {most!r}")
@@ -198,24 +199,24 @@ def require_count(most: int | None) -> int | None:
 
 
 def by_place(buckets: Sequence[Sequence[str]], names: Sequence[str]) -> list[tuple[int, ...]]:
-    """Turn buckets of names into buckets of places in ``names``.
+    """Return buckets of names as buckets of places in ``names``.
 
     Raises:
-        ValueError: They do not hold each of ``names`` once.
+        ValueError: The buckets do not hold each of ``names`` once.
     """
     place_of = {name: place for place, name in enumerate(names)}
-    given = [name for bucket in buckets for name in bucket]
-    strange = set(given) ^ set(place_of) or {name for name in given if given.count(name) > 1}
-    if strange:
+    planned = [name for bucket in buckets for name in bucket]
+    wrong = set(planned) ^ set(place_of) or {n for n in planned if planned.count(n) > 1}
+    if wrong:
         raise ValueError(
             "the plan does not hold each parameter of this module once; look at "
-            f"{', '.join(sorted(strange)[:10])}"
+            f"{', '.join(sorted(wrong)[:10])}"
         )
     return [tuple(place_of[name] for name in bucket) for bucket in buckets]
 
 
 def size_bytes(tensors: Sequence[torch.Tensor], bucket: Assignment) -> int:
-    """Return how many bytes a bucket holds."""
+    """Return the size of a bucket in bytes."""
     return sum(tensors[place].numel() * tensors[place].element_size() for place in bucket.indices)
 
 

@@ -1,4 +1,4 @@
-"""torch's arguments of ``DistributedDataParallel`` that need a decision: what is meant, what cannot be honoured, and why."""
+"""Arguments of torch's ``DistributedDataParallel``: their meaning here, or the reason of a refusal."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mpidist.comm.resolve_group import default_group
 
 
 def require_default(mixed_precision: Any, delayed: Any, hook_of_delayed: Any) -> None:
-    """Refuse what would be ignored otherwise.
+    """Require the default of arguments that mpidist does not support.
 
     Raises:
-        ValueError: An argument of torch's that mpidist cannot honour is set.
+        ValueError: One of the arguments is set.
     """
     if mixed_precision is not None:
         raise ValueError(
@@ -27,8 +27,7 @@ def require_default(mixed_precision: Any, delayed: Any, hook_of_delayed: Any) ->
     if delayed is not None or hook_of_delayed is not None:
         raise ValueError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported: "
-            "bucket_cap_mb_list and most_buckets "
-            "say which gradients travel together"
+            "bucket_cap_mb_list and most_buckets say which gradients travel together"
         )
 
 
@@ -36,9 +35,9 @@ def resolve_group(device_mesh: Any, process_group: Any) -> Any:
     """Return the group that the arguments name, or the default one.
 
     Raises:
-        RuntimeError: Both are given, or a mesh of several dimensions; the class and the first words
-            are torch's.
-        TypeError: The mesh is none.
+        RuntimeError: Both are given, or the mesh has several dimensions; the class and the first
+            words are torch's.
+        TypeError: ``device_mesh`` is no mesh.
     """
     if device_mesh is None:
         return default_group() if process_group is None else process_group
@@ -60,7 +59,7 @@ def resolve_group(device_mesh: Any, process_group: Any) -> Any:
 
 
 def use_local_shards(module: torch.nn.Module, device_mesh: Any) -> None:
-    """Replace DTensors by their shards outside of forward passes, if the mesh was cut out of another one.
+    """Replace DTensors by their local shards outside of forward passes, for a sliced mesh.
 
     Source:
         torch's DDP, which does the same for tensor parallelism within data parallelism.
@@ -78,11 +77,11 @@ def use_local_shards(module: torch.nn.Module, device_mesh: Any) -> None:
 def buffer_syncing(
     broadcast_buffers: bool | None, forward_sync_buffers: bool | None
 ) -> tuple[bool, bool]:
-    """Return whether buffers are synchronised (at the start, before each forward pass).
+    """Return whether buffers are synchronized (at the start, before each forward pass).
 
     Source:
         torch 2.13: ``broadcast_buffers=False`` turns both off, ``forward_sync_buffers=False`` the
-        second; the latter, if given, holds.
+        second; ``forward_sync_buffers`` overrides ``broadcast_buffers``.
     """
     if broadcast_buffers is not None and TorchVersion(torch.__version__) >= "2.13":
         text = (
@@ -102,10 +101,10 @@ def input_device(
     output_device: Any,
     check_reduction: bool,
 ) -> torch.device | None:
-    """Return the device to which inputs are moved; None to leave them where they are.
+    """Return the device to which inputs are copied; None to leave them where they are.
 
     Raises:
-        ValueError: More than one device, or devices named for a module that is not on one GPU.
+        ValueError: ``device_ids`` holds several devices, or the module is not on one GPU.
     """
     if check_reduction:
         warnings.warn(
@@ -122,8 +121,7 @@ def input_device(
     if len(devices) != 1 or any(device.type == "cpu" for device in devices):
         raise ValueError(
             f"device_ids={device_ids} and output_device={output_device} are for a module on one "
-            "GPU; this one is on "
-            f"{', '.join(sorted(map(str, devices)))}: leave them out"
+            f"GPU; this one is on {', '.join(sorted(map(str, devices)))}: leave them out"
         )
     (own,) = devices
     wanted = [
@@ -142,11 +140,11 @@ def input_device(
 def require_supported(
     module: torch.nn.Module, ignored: Sequence[str] | set[str]
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters whose gradients are to be averaged, with their names.
+    """Return names and parameters whose gradients are averaged.
 
     Raises:
-        RuntimeError: None requires a gradient.
-        ValueError: One is not initialised yet; devices are of several types.
+        RuntimeError: No parameter requires a gradient.
+        ValueError: A parameter is not initialized yet, or the devices are of several types.
     """
     parameters = [
         (name, parameter) for name, parameter in module.named_parameters() if name not in ignored
@@ -171,7 +169,7 @@ def require_supported(
 
 
 def communicates_in_backward(module: torch.nn.Module) -> bool:
-    """Say whether a part of the module issues collectives in the backward pass: a batch norm over all ranks, torch's or ours."""
+    """Say whether the module issues collectives in the backward pass, as SyncBatchNorm does."""
     return any(
         isinstance(part, torch.nn.SyncBatchNorm) or getattr(part, "communicates_in_backward", False)
         for part in module.modules()
@@ -179,7 +177,7 @@ def communicates_in_backward(module: torch.nn.Module) -> bool:
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:
-    """Return the identities of the parameters whose gradients are sparse, as their modules announce it.
+    """Return the ids of the parameters whose modules announce sparse gradients.
 
     Source:
         torch's ``_build_params_for_reducer``.

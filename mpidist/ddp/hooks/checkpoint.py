@@ -1,6 +1,8 @@
-"""PowerSGD's state of all ranks, to a folder and back: with the same bits on as many ranks, with the same mean error on others.
+"""Checkpoints of PowerSGD's state: one file per rank in a folder.
 
-folder/powersgd-<rank>-of-<W>.pt: one rank's state as plain data, and the buckets of its module.
+As many ranks as saved the state continue with the same bits; another number of ranks gets the mean
+of the errors. The file ``powersgd-<rank>-of-<W>.pt`` holds one rank's state as plain data, and the
+buckets of its module.
 """
 
 from __future__ import annotations
@@ -24,18 +26,20 @@ _NAME = re.compile(r"powersgd-(\d+)-of-(\d+)\.pt")
 def save(folder: str | Path, module: Any, state: PowerSGDState) -> Path:
     """Write this rank's state and its module's buckets; return the file.
 
-    Collective: called by all ranks between steps, with one folder that all of them can read later.
-    Files of another number of ranks that lie there are removed once all have written.
+    Files of another number of ranks in the folder are removed when all ranks have written.
+
+    Collective: called by all ranks between steps, with one folder that all ranks can read later.
 
     Args:
-        module: The ``DistributedDataParallel`` that the state serves.
+        module: The ``DistributedDataParallel`` that uses the state.
     """
     group = native_group(state.process_group)
     folder = Path(folder)
     path = folder / f"powersgd-{group.rank}-of-{group.size}.pt"
     partial = path.with_suffix(".part")
     with comparing(group, "saving of the PowerSGD state"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the group that is left out
+        # The state warns that its process group is not saved.
+        warnings.simplefilter("ignore")
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(
             {"format": _FORMAT, "state": state.state_dict(), "bucket_plan": module.bucket_plan()},
@@ -52,21 +56,21 @@ def save(folder: str | Path, module: Any, state: PowerSGDState) -> Path:
 
 
 def load(folder: str | Path, module: Any, map_location: Any = None) -> PowerSGDState:
-    """Read what ``save`` wrote; return this rank's state, on the module's group.
+    """Read the files that ``save`` wrote; return this rank's state, on the module's group.
 
-    On as many ranks as wrote it each gets its own back, and the module its buckets: training goes
-    on with the same bits. On another number all get the mean of the errors, and the module keeps
-    its own buckets.
+    On the number of ranks that saved, each rank gets its own state and the module its buckets, and
+    training continues with the same bits. On another number all ranks get the mean of the errors,
+    and the module keeps its buckets.
 
     Collective: called by all ranks, before the first step.
 
     Args:
-        module: The ``DistributedDataParallel`` that the state shall serve; register the hook with
-            it afterwards.
+        module: The ``DistributedDataParallel`` that will use the state; register the hook with the
+            state afterwards.
 
     Raises:
         FileNotFoundError: The folder does not hold the files of all ranks of one run.
-        ValueError: The files are of different steps, or of another module; a file cannot be read.
+        ValueError: The files are of different steps or of another module, or a file is damaged.
         DisagreementError: Another rank could not load its part.
     """
     group = native_group(module.process_group)
@@ -125,16 +129,15 @@ def _read(path: Path, map_location: Any) -> tuple[PowerSGDState, dict[str, Any]]
 
 
 def _require_fits(state: PowerSGDState, module: Any) -> None:
-    """Refuse the state of another module, where the parameters' names tell.
+    """Require errors in the shapes of the module's parameters of the same names.
 
     Raises:
-        ValueError: An error is kept in another shape than its parameter's.
+        ValueError: The shape of an error differs from its parameter's.
     """
     shapes = {name: parameter.shape for name, parameter in module.module.named_parameters()}
     for name, error in state.error_dict.items():
         if error.shape != shapes.get(name, error.shape):
             raise ValueError(
                 "the PowerSGD state is of another module: it holds an error of shape "
-                f"{tuple(error.shape)} for {name!r}, whose "
-                f"shape is {tuple(shapes[name])}"
+                f"{tuple(error.shape)} for {name!r}, whose shape is {tuple(shapes[name])}"
             )

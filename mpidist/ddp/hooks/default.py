@@ -1,12 +1,13 @@
-"""The average itself, and the average in half precision; each works alone, and the compressing ones around any other hook.
+"""Communication hooks for the average, in the gradients' dtype or in half precision.
 
-A hook is called once for each bucket of dense gradients, in one order on all ranks, and returns a
-future of the reduced buffer. On one node the transfer is processor time and gains nothing from a
-thread, so it happens in the call; between nodes it goes to the group's thread.
+The compressing wrappers work around any other hook. A hook is called once for each bucket of dense
+gradients, in one order on all ranks, and returns a future of the reduced buffer. On one node the
+transfer is processor time, which a thread cannot hide, and happens in the call; between nodes it
+runs on the group's thread.
 
-Source: ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``, whose names and signatures
-these are. It divides by W before the sum and in half precision; here the sum is divided in fp32 and
-rounded once.
+Source: ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``, for names and signatures.
+torch divides by W before the sum and in half precision; here the sum is divided in fp32 and rounded
+once.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ def allreduce_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
 
 @in_order
 def fp16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Average the bucket in fp16: half the bytes of fp32. Complex numbers travel as they are."""
+    """Average the bucket in fp16: half the bytes of fp32. Complex numbers are not compressed."""
     return _compress(process_group, bucket, torch.float16)
 
 
 @in_order
 def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Average the bucket in bf16: half the bytes of fp32, and its range.
+    """Average the bucket in bf16: half the bytes of fp32, with its exponent range.
 
-    Complex numbers travel as they are.
+    Complex numbers are not compressed.
     """
     return _compress(process_group, bucket, torch.bfloat16)
 
 
 @in_order
 def noop_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Leave each rank's gradients as they are: what a step costs without communication."""
+    """Leave each rank's gradients as they are, to measure a step without communication."""
     return completed(bucket.buffer())
 
 
@@ -67,28 +68,27 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 
 
 class Compressed:
-    """A hook on a narrow copy of the bucket; saved and loaded like the hook that it holds."""
+    """A hook on a low-precision copy of the bucket; can be saved like the hook within."""
 
     def __init__(self, hook: Hook, dtype: torch.dtype) -> None:
         self.hook = hook
         self.dtype = dtype
-        self._narrow: dict[
-            int, Tensor
-            # by memory, for all steps: fresh memory is dear, and hooks know a buffer by its address
-        ] = {}
+        # By ``slot()``, for all steps, because new memory is slow and hooks identify a buffer by its
+        # address.
+        self._narrow: dict[int, Tensor] = {}
 
     @property
     def is_in_order(self) -> bool:
-        """Say whether the hook within is."""
+        """Say whether the hook within keeps the order of collectives."""
         return is_in_order(self.hook)
 
     @property
     def ownership(self) -> Ownership | None:
-        """Return the owners that the hook within reduces to."""
+        """Return the owners to which the hook within reduces."""
         return ownership_of(self.hook)
 
     def __call__(self, state: Any, bucket: GradBucket) -> Any:
-        """Narrow the bucket, call the hook, and widen what comes."""
+        """Compress the bucket, call the hook, and decompress the result."""
         buffer = bucket.buffer()
         if buffer.dtype.is_complex:
             return self.hook(state, bucket)
@@ -104,7 +104,8 @@ class Compressed:
     def _narrow_of(self, bucket: GradBucket, buffer: Tensor) -> Tensor:
         held = self._narrow.get(bucket.slot())
         fits = held is not None and held.device == buffer.device
-        if held is not None and fits:  # where buckets take turns, memory of the longest one so far
+        if held is not None and fits:
+            # Rotating buckets share memory of the longest one so far.
             fits = (
                 held.numel() >= buffer.numel()
                 if bucket.takes_turns()
@@ -116,10 +117,12 @@ class Compressed:
 
 
 def average(group: Any, tensor: Tensor, node_tensor: NodeTensor | None = None) -> Future[Tensor]:
-    """Start to average a tensor over a native group, in place; return a future of it.
+    """Average a tensor over a native group in place; return a future of it.
+
+    Blocks: until the tensor is averaged, unless it ``overlaps_backward``.
 
     Args:
-        node_tensor: The same memory, as all ranks share it.
+        node_tensor: The same memory with that of the other ranks, if they share it.
     """
     if node_tensor is not None and node_tensor.group is group:
         node_tensor.average()

@@ -1,4 +1,4 @@
-"""Gradients as matrices, which of them are worth compressing, and where their thin factors lie: no communication.
+"""Matrices of gradients and memory for their low-rank factors, without communication.
 
 Letters: n × m a matrix; r the approximation's rank.
 """
@@ -18,13 +18,21 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Factors:
-    """A bucket's matrices with their thin ones, which lie in two flat tensors that travel as one each."""
+    """A bucket's matrices and their factors, which lie in two flat tensors.
 
-    names: tuple[str, ...]  # of the matrices
-    errors: dict[str, Tensor]  # what was left out of them, in the gradients' shapes
+    Attributes:
+        names: Names of the matrices' parameters.
+        errors: By name, the error that the approximation left, in the gradient's shape.
+        bucket: The matrices and factors as the kernels take them.
+        flat_p: Every P, and the tensors that are sent uncompressed.
+        flat_q: Every Q.
+    """
+
+    names: tuple[str, ...]
+    errors: dict[str, Tensor]
     bucket: powersgd.Bucket
-    flat_p: Tensor  # every P, and the tensors that are sent whole
-    flat_q: Tensor  # every Q
+    flat_p: Tensor
+    flat_q: Tensor
 
 
 def rank_of(n: int, columns: int, wanted: int) -> int:
@@ -33,7 +41,7 @@ def rank_of(n: int, columns: int, wanted: int) -> int:
 
 
 def is_worth_it(shape: Sequence[int], rank: int, least_rate: float) -> bool:
-    """Say whether a gradient is a matrix that shrinks by more than ``least_rate`` at this rank.
+    """Say whether a gradient is a matrix that compresses by more than ``least_rate``.
 
     Source:
         torch's ``_should_compress``.
@@ -45,24 +53,27 @@ def is_worth_it(shape: Sequence[int], rank: int, least_rate: float) -> bool:
 
 
 def is_matrix(gradient: Tensor) -> bool:
-    """Say whether ``as_matrix`` can be had of a gradient's layout."""
+    """Say whether a gradient's layout allows ``as_matrix``."""
     try:
         as_matrix(gradient)
-    except RuntimeError:  # no view of it is a matrix, and a copy would not bring the result home
+    # No view is a matrix, and a copy would not return the result to the gradient.
+    except RuntimeError:
         return False
     return True
 
 
 def as_matrix(gradient: Tensor) -> Tensor:
-    """Return a contiguous view of a gradient as n × m, its first dimension by the others, or the other way round.
+    """Return a contiguous view of a gradient as n × m, or its transpose.
+
+    The first dimension is n, the product of the others m.
 
     Raises:
-        RuntimeError: Its layout allows none.
+        RuntimeError: The gradient's layout allows no such view.
     """
-    # A permuted layout (channels last) is a matrix, too: its columns in another order.
+    # A permuted layout (channels last) is a matrix with its columns in another order.
     order = sorted(range(1, gradient.dim()), key=gradient.stride, reverse=True)
     matrix = gradient.permute(0, *order).view(gradient.shape[0], -1)
-    # a transposed parameter's: the approximation of the transpose serves as well
+    # The gradient of a transposed parameter is approximated by its transpose.
     if not matrix.is_contiguous():
         matrix = matrix.t()
     if not matrix.is_contiguous():
@@ -80,12 +91,13 @@ def place(
     batched: bool = False,
     errors: dict[str, Tensor] | None = None,
 ) -> Factors:
-    """Give each matrix its P and Q, and each tensor that is sent whole its place beside the Ps.
+    """Allocate P and Q of each matrix, and a place beside the Ps for each uncompressed tensor.
 
     Args:
-        matrices: Name, matrix, and what was left out of it (None without error feedback).
+        matrices: Name, matrix, and its error (None without error feedback).
+        whole: Tensors that are sent uncompressed.
         batched: Multiply matrices of one shape together (on the host).
-        errors: The tensors that the matrices' errors are views of, by name.
+        errors: By name, the tensors of which the matrices' errors are views.
     """
     like = matrices[0][1]
     ranks = [rank_of(m.shape[0], m.shape[1], wanted_rank) for _, m, _ in matrices]
@@ -93,7 +105,7 @@ def place(
     flat_p = like.new_zeros(
         whole_numel + sum(m.shape[0] * r for (_, m, _), r in zip(matrices, ranks, strict=True))
     )
-    # A kernel reads 16 bytes of a Q at once.
+    # A kernel reads 16 bytes of a Q in one access.
     unit = max(16 // like.element_size(), 1)
     sizes = [
         -(-m.shape[1] * r // unit) * unit for (_, m, _), r in zip(matrices, ranks, strict=True)
@@ -102,7 +114,7 @@ def place(
     placed, at_p, at_q = [], whole_numel, 0
     for (_, m, error), rank, size in zip(matrices, ranks, sizes, strict=True):
         (n, columns) = m.shape
-        # Column by column: BLAS multiplies a large matrix by a thin one ten times faster so.
+        # In column-major order BLAS multiplies a large matrix by a thin one ten times faster.
         p = flat_p[at_p : at_p + n * rank].view(rank, n).t()
         q = flat_q[at_q : at_q + columns * rank].view(rank, columns).t()
         placed.append(powersgd.Matrix(m, error, p, q))
@@ -118,8 +130,11 @@ def place(
 
 
 def random_like(matrix: Tensor, seed: str) -> Tensor:
-    """Return normal values in a matrix's shape: the same on all ranks and after a restart, a function of the seed alone."""
-    # ``hash`` differs between processes.
+    """Return normal values in a matrix's shape, which depend on the seed alone.
+
+    The values are the same on all ranks and after a restart.
+    """
+    # Python's ``hash`` differs between processes.
     number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=7).digest(), "little")
     generator = torch.Generator().manual_seed(number)
     return torch.randn(matrix.shape, generator=generator, dtype=torch.float32, device="cpu").to(

@@ -1,8 +1,8 @@
-"""An optimizer that steps the parameters of a bucket as soon as the bucket is averaged, within the hook.
+"""Optimizer that steps a bucket's parameters within the hook, as soon as the bucket is averaged.
 
-Source: ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks``, whose private names
-these are. The public way is ``torch.distributed.optim._apply_optimizer_in_backward``, which
-DistributedDataParallel knows by itself.
+Source: ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks``, for its private
+names. The public way is ``torch.distributed.optim._apply_optimizer_in_backward``, which
+DistributedDataParallel supports by itself.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Hook = Callable[[Any, Any], Any]
 
 
 class OptimizerHookState:
-    """The optimizer of a hook, and what it steps.
+    """Optimizer of a hook, and its parameters.
 
     Args:
-        functional_optim: An object with ``step_param(parameter, gradient)``, as torch's functional
-            optimizers have it.
+        functional_optim: An object with ``step_param(parameter, gradient)``, such as torch's
+            functional optimizers.
         params: The parameters to step; None for all.
 
     Raises:
-        ValueError: There is no ``step_param``.
+        ValueError: ``functional_optim`` has no ``step_param``.
     """
 
     def __init__(self, functional_optim: Any, params: Iterable[Tensor] | None = None) -> None:
@@ -43,7 +43,7 @@ class OptimizerHookState:
 
 
 class hook_then_optimizer:
-    """A hook, and the optimizer's step behind it.
+    """A hook followed by the optimizer's step.
 
     Args:
         hook: The hook that averages.
@@ -56,7 +56,7 @@ class hook_then_optimizer:
 
     @property
     def is_in_order(self) -> bool:
-        """Say whether the hook within is."""
+        """Say whether the hook within keeps the order of collectives."""
         return is_in_order(self.hook)
 
     def __call__(self, state: Any, bucket: GradBucket) -> Any:
