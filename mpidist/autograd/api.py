@@ -8,7 +8,14 @@ from typing import Any
 import torch
 
 from mpidist.autograd import control_messages
-from mpidist.autograd.context import MAX_COUNT, MODES, WORKER_SHIFT, Context, thread_state, unknown
+from mpidist.autograd.context import (
+    MAX_COUNT,
+    MODES,
+    WORKER_SHIFT,
+    Context,
+    thread_state,
+    unknown_context,
+)
 from mpidist.autograd.engine import Engine
 from mpidist.dynamo import untraced
 from mpidist.rpc import current, interceptor
@@ -98,15 +105,15 @@ def _new_context() -> Context:
     if _engine.current_context():
         raise RuntimeError("Already have an autograd context id for this thread")
     interceptor.load()
-    thread_state.context = made = _engine.contexts.create(current.require().workers.me.id)
-    return made
+    thread_state.context = created = _engine.contexts.create(current.require().workers.me.id)
+    return created
 
 
 def _release_context(context_id: int) -> None:
     if thread_state.context is not None and thread_state.context.number == context_id:
         thread_state.context = None
     if not _engine.release(context_id):
-        raise unknown(context_id)
+        raise unknown_context(context_id)
 
 
 def _current_context() -> Context:

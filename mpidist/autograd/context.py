@@ -108,11 +108,11 @@ class Contexts:
     """All contexts of this worker."""
 
     def __init__(self) -> None:
-        self._by_number: dict[int, Context] = {}
+        self._contexts: dict[int, Context] = {}
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
-        return len(self._by_number)
+        return len(self._contexts)
 
     def make_id(self, worker: int) -> int:
         """Return a number that no other worker makes: for contexts, messages and passes."""
@@ -120,24 +120,24 @@ class Contexts:
 
     def create(self, worker: int) -> Context:
         """Make a context of this worker."""
-        made = Context(self.make_id(worker))
-        self._by_number[made.number] = made
-        return made
+        created = Context(self.make_id(worker))
+        self._contexts[created.number] = created
+        return created
 
     def request_arrived(self, me: int, number: int, source: int) -> None:
         """Note a request's context as its header arrives, on the polling thread."""
-        found = self._by_number.get(number)
+        found = self._contexts.get(number)
         if found is None:
             if me in (number >> WORKER_SHIFT, source):
                 # one of ours, or known when this worker called itself: it has ended since, and
                 # nobody would end it again
                 return
-            found = self._by_number[number] = Context(number)
+            found = self._contexts[number] = Context(number)
         found.callers.add(source)
 
     def find(self, number: int) -> Context | None:
         """Return a context; None if it is not known here, or no more."""
-        return self._by_number.get(number)
+        return self._contexts.get(number)
 
     def require(self, number: int) -> Context:
         """Return a context.
@@ -145,20 +145,20 @@ class Contexts:
         Raises:
             MpidistError: It is not known here, or no more.
         """
-        found = self._by_number.get(number)
+        found = self._contexts.get(number)
         if found is None:
-            raise unknown(number)
+            raise unknown_context(number)
         return found
 
     def release(self, number: int, me: int) -> Context | None:
         """End a context here, and on all workers that were told of it here; return it, if it was known."""
-        found = self._by_number.pop(number, None)
+        found = self._contexts.pop(number, None)
         if found is not None:
             with found.lock:
                 found.is_released = True
                 is_last = found.active == 0
             if is_last:
-                _pass_on(found, me)
+                _send_cleanup(found, me)
         return found
 
     def worker_left(self, rank: int, me: int) -> list[Context]:
@@ -168,7 +168,7 @@ class Contexts:
             The contexts that have ended.
         """
         ended = []
-        for context in list(self._by_number.values()):
+        for context in list(self._contexts.values()):
             owner = context.number >> WORKER_SHIFT
             if owner == rank:
                 self.release(context.number, me)
@@ -181,7 +181,7 @@ class Contexts:
 
     def adopt(self, number: int, worker: int) -> None:
         """Have a worker cleaned up when the context ends; at once if it has."""
-        found = self._by_number.get(number)
+        found = self._contexts.get(number)
         if found is not None:
             found.callees.add(worker)
         else:
@@ -189,13 +189,13 @@ class Contexts:
 
     def values(self) -> list[Context]:
         """Return all."""
-        return list(self._by_number.values())
+        return list(self._contexts.values())
 
     def clear(self) -> None:
         """Forget all: RPC has ended."""
         for context in self.values():
             context.is_released = True
-        self._by_number.clear()
+        self._contexts.clear()
 
 
 class Within:
@@ -229,15 +229,15 @@ class Within:
                 context.active -= 1
                 is_last = context.is_released and context.active == 0
             if is_last:
-                _pass_on(context, self._me)
+                _send_cleanup(context, self._me)
 
 
-def unknown(number: int) -> MpidistError:
+def unknown_context(number: int) -> MpidistError:
     """Return the error of a context that is not known here."""
     return MpidistError(f"Could not find autograd context with id: {number}")
 
 
-def _pass_on(context: Context, me: int) -> None:
+def _send_cleanup(context: Context, me: int) -> None:
     # The context's own worker has ended it first. All others get it, also those that told us: we
     # may have told them again.
     notify_all(

@@ -8,9 +8,16 @@ from functools import partial
 from typing import Any
 
 from mpidist.autograd import checks, recording
-from mpidist.autograd.context import WORKER_SHIFT, Context, Contexts, Within, thread_state, unknown
+from mpidist.autograd.context import (
+    WORKER_SHIFT,
+    Context,
+    Contexts,
+    Within,
+    thread_state,
+    unknown_context,
+)
 from mpidist.autograd.control_messages import GRADIENT_KINDS, Notice, notify_all
-from mpidist.autograd.initiator import Initiator, loss_of
+from mpidist.autograd.initiator import Initiator, worker_lost
 from mpidist.autograd.recording import Receive, Send, Tensor
 from mpidist.errors import FrameError, MpidistError
 from mpidist.rpc import current
@@ -43,7 +50,7 @@ class Engine:
             raise FrameError(
                 f"rank {source} calls within context {context}, which no worker can have made"
             )
-        self.contexts.request_arrived(_me(), context, source)
+        self.contexts.request_arrived(_own_rank(), context, source)
 
     def leaving(self, context: int, to: int, tensors: Sequence[Tensor], is_answer: bool) -> int:
         """See ``Interceptor``."""
@@ -60,7 +67,7 @@ class Engine:
         sent = [tensor for tensor in tensors if tensor.requires_grad]
         if not sent:
             return 0
-        number = self.contexts.make_id(_me())
+        number = self.contexts.make_id(_own_rank())
         found.sends[number] = Send(to, is_answer, sent)
         return number
 
@@ -69,19 +76,19 @@ class Engine:
     ) -> list[Tensor]:
         """See ``Interceptor``."""
         found = self.contexts.find(context)
-        came = [tensor for tensor in tensors if tensor.requires_grad]
-        if found is None or not came:
+        received_tensors = [tensor for tensor in tensors if tensor.requires_grad]
+        if found is None or not received_tensors:
             return tensors
-        made = recording.received(came)
-        found.receives[made[0].grad_fn] = Receive(number, source, is_answer, len(made))
-        if len(made) == len(tensors):
-            return list(made)
-        following = iter(made)
+        outputs = recording.received(received_tensors)
+        found.receives[outputs[0].grad_fn] = Receive(number, source, is_answer, len(outputs))
+        if len(outputs) == len(tensors):
+            return list(outputs)
+        following = iter(outputs)
         return [next(following) if tensor.requires_grad else tensor for tensor in tensors]
 
     def entering(self, context: int, source: int, is_answer: bool) -> AbstractContextManager[Any]:
         """See ``Interceptor``."""
-        return Within(self.contexts.find(context), _me())
+        return Within(self.contexts.find(context), _own_rank())
 
     # Messages of its own.
 
@@ -99,7 +106,7 @@ class Engine:
             FrameError: The message does not hold what it must, or its sender may not send it.
         """
         if kind in GRADIENT_KINDS:
-            return _work(self._parts.receive_gradients, source, obj)
+            return _task(self._parts.receive_gradients, source, obj)
         agent = current.require()
         count, me = len(agent.workers.infos), agent.workers.me.id
         what, number, key, rest = checks.head(obj, count)
@@ -110,11 +117,11 @@ class Engine:
         except FrameError as error:
             # The sender has a say in the pass, which would wait in vain for what this should have
             # been.
-            told = FrameError(f"rank {source} sent {error}")
+            failure = FrameError(f"rank {source} sent {error}")
             if checks.initiator_of(key) == me:
-                self.initiator.refuse(number, key, told)
+                self.initiator.refuse(number, key, failure)
             else:
-                self._parts.report_failure(number, key, told)
+                self._parts.report_failure(number, key, failure)
             raise
         if what == Notice.DONE:
             self.initiator.complete_part(source, number, key, *rest)
@@ -124,11 +131,11 @@ class Engine:
             if found is not None:
                 self._parts.stop(found, key)
         elif what == Notice.ASK:
-            return _work(self._parts.answer_survey, number, key)
+            return _task(self._parts.answer_survey, number, key)
         elif what == Notice.SUMMARY:
-            return _work(self.initiator.add_summary, source, number, key, *rest)
+            return _task(self.initiator.add_summary, source, number, key, *rest)
         elif what == Notice.AWAIT:
-            return _work(self._parts.begin_awaited, number, key, *rest)
+            return _task(self._parts.begin_awaited, number, key, *rest)
         elif what == Notice.PROBE:
             idle_s, missing, sent_to = self._parts.report(number, key)
             notify_all([source], Notice.REPORT, number, key, idle_s, missing, tuple(sent_to))
@@ -146,7 +153,7 @@ class Engine:
         if agent is None:
             return
         workers = agent.workers
-        error = loss_of(workers, rank)
+        error = worker_lost(workers, rank)
         self.initiator.fail_all(error, worker=rank)
         self._parts.worker_left(rank, error)
         for context in self.contexts.worker_left(rank, workers.me.id):
@@ -167,11 +174,11 @@ class Engine:
 
     def release(self, number: int) -> bool:
         """End a context here, and wherever it is known from here; say whether it was known."""
-        context = self.contexts.release(number, _me())
+        context = self.contexts.release(number, _own_rank())
         if context is None:
             return False
         self._parts.stop_all(context)
-        self.initiator.fail_all(unknown(number), context=number)
+        self.initiator.fail_all(unknown_context(number), context=number)
         return True
 
     def debug_info(self) -> dict[str, str]:
@@ -184,12 +191,12 @@ class Engine:
         }
 
 
-def _me() -> int:
+def _own_rank() -> int:
     agent = current.agent
     return agent.workers.me.id if agent is not None else -1
 
 
-def _work(function: Any, *args: Any) -> Task:
+def _task(function: Any, *args: Any) -> Task:
     # The thread that waits for its pass does the work by itself; one that waits for something else
     # leaves it to the pool.
     return Task(partial(function, *args), not thread_state.waits)

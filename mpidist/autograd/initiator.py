@@ -142,7 +142,7 @@ class Initiator:
         agent = current.agent
         if agent is not None and agent.workers.left:
             for rank in agent.workers.left & running.members():
-                running.fail(loss_of(agent.workers, rank))
+                running.fail(worker_lost(agent.workers, rank))
 
     def _fail(self, key: int, error: BaseException) -> None:
         """End a pass for an error on this worker."""
@@ -204,7 +204,7 @@ class Initiator:
                 running.fail(error)
 
 
-def loss_of(workers: Workers, rank: int) -> RankFailureError:
+def worker_lost(workers: Workers, rank: int) -> RankFailureError:
     """Return the error of a pass that needs a worker which has left."""
     return RankFailureError(
         f"a backward pass needs {workers.infos[rank].name}, which has left RPC (shutdown without "
@@ -217,6 +217,6 @@ def loss_of(workers: Workers, rank: int) -> RankFailureError:
 def _error_on(worker: int, error: BaseException) -> RuntimeError:
     if isinstance(error, RankFailureError) and error.__cause__ is None:
         return error  # a worker that is gone, as noticed here
-    made = RuntimeError(f"Error on Node {worker}: {error}")
-    made.__cause__ = error
-    return made
+    wrapped = RuntimeError(f"Error on Node {worker}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpidist.autograd import checks
 from mpidist.autograd.checks import initiator_of
-from mpidist.autograd.context import SMART, Context, Contexts, unknown
+from mpidist.autograd.context import SMART, Context, Contexts, unknown_context
 from mpidist.autograd.control_messages import Notice, notify, notify_all, send_gradients
 from mpidist.autograd.dependencies import ROOTS, Plan
 from mpidist.autograd.local_pass import LocalPass
@@ -64,7 +64,7 @@ class Parts:
             gradients = [gradients]
         context = self._contexts.find(number)
         if context is None:
-            self.report_failure(number, key, unknown(number))
+            self.report_failure(number, key, unknown_context(number))
             return
         if source not in context.callees and source not in context.callers:
             raise FrameError(
@@ -157,7 +157,7 @@ class Parts:
         if not awaited:
             return
         if context is None:
-            self.report_failure(number, key, unknown(number))
+            self.report_failure(number, key, unknown_context(number))
         elif plan is None:
             if key not in context.stopped:
                 self.abort(
@@ -256,7 +256,7 @@ class Parts:
             part = context.parts.pop(key, None)
             if part is not None:
                 part.stop()
-                self.report_failure(context.number, key, unknown(context.number))
+                self.report_failure(context.number, key, unknown_context(context.number))
 
     def worker_left(self, rank: int, error: RankFailureError) -> None:
         """End the passes of contexts that are shared with a worker that has left."""

@@ -74,8 +74,8 @@ class Send:
     def __init__(self, to: int, is_answer: bool, tensors: Sequence[Tensor]) -> None:
         self.to = to
         self.is_answer = is_answer
-        made = _with_graph(torch._C._functions.DelayedError(_UNSENDABLE, len(tensors)), tensors)
-        self._node: Node = (made[0] if type(made) is tuple else made).grad_fn
+        outputs = _with_graph(torch._C._functions.DelayedError(_UNSENDABLE, len(tensors)), tensors)
+        self._node: Node = (outputs[0] if type(outputs) is tuple else outputs).grad_fn
 
     @property
     def next_functions(self) -> tuple[Edge, ...]:
@@ -118,8 +118,8 @@ class Receive:
 
 def received(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the tensors that stand for those that arrived, all of which need gradients: outputs of one node."""
-    made: tuple[Tensor, ...] = _with_graph(_apply, tensors)
-    return made
+    outputs: tuple[Tensor, ...] = _with_graph(_apply, tensors)
+    return outputs
 
 
 def _with_graph(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:

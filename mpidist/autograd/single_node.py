@@ -40,10 +40,10 @@ def run_alone(
     below = [edge for edge in dict.fromkeys(node.next_functions) if edge[0] is not None]
     if not below:
         return [None] * len(node.next_functions)
-    made: list[Gradient] = []
+    yielded: list[Gradient] = []
 
     def stop(grad_inputs: Any, grad_outputs: Any) -> None:
-        made.extend(grad_inputs)
+        yielded.extend(grad_inputs)
         raise _Stop
 
     is_examined = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
@@ -56,12 +56,12 @@ def run_alone(
     finally:
         handle.remove()
     if is_examined:
-        for number, gradient in enumerate(made):
+        for number, gradient in enumerate(yielded):
             if gradient is not None and bool(gradient.isnan().any()):
                 raise RuntimeError(
                     f"Function '{node.name()}' returned nan values in its {number}th output."
                 )
-    return made
+    return yielded
 
 
 def _without_anomaly_mode() -> contextlib.AbstractContextManager[Any]:

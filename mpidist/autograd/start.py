@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from mpidist.autograd.context import Context, unknown
+from mpidist.autograd.context import Context, unknown_context
 from mpidist.autograd.control_messages import Notice, notify
 from mpidist.autograd.dependencies import ROOTS, Plan
 from mpidist.autograd.parts import Parts
@@ -57,7 +57,7 @@ class Start:
         """
         part = self._parts.begin(self._context, self._pass.key, self._retain, self._plan, awaited)
         if part is None:
-            self._pass.fail(unknown(self._context.number))
+            self._pass.fail(unknown_context(self._context.number))
         else:
             self._parts.deliver(part, ROOTS, [torch.ones_like(root) for root in self._roots])
 

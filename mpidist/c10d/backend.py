@@ -91,7 +91,7 @@ def _or_mpi(
 
     def handler(url: str, **kwargs: Any) -> Iterator[Any]:
         if not _initialises_mpidist():
-            return _explained(torch_handler(url, **kwargs))
+            return _with_advice(torch_handler(url, **kwargs))
         if os.environ.get("MPIDIST_REPLACE"):
             return _rendezvous(url, environ=os.environ if scheme == "env" else {}, **kwargs)
         under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
@@ -102,20 +102,20 @@ def _or_mpi(
     return handler
 
 
-def _explained(found: Iterator[Any]) -> Iterator[Any]:
+def _with_advice(results: Iterator[Any]) -> Iterator[Any]:
     """Say under an MPI launcher what spares a script, or a framework, the variables that torch's rendezvous wants."""
     try:
-        yield from found
+        yield from results
     except ValueError as error:
-        told = from_environment(os.environ)
+        launch = from_environment(os.environ)
         if (
             "expected, but not set" not in str(error)
-            or told.launcher == "torchrun"
-            or (told.size or 1) == 1
+            or launch.launcher == "torchrun"
+            or (launch.size or 1) == 1
         ):
             raise
         raise ValueError(
-            f"{error}. {told.launcher} started {told.size} ranks: set "
+            f"{error}. {launch.launcher} started {launch.size} ranks: set "
             "MPIDIST_REPLACE=gloo,nccl,mpi in their environment, and "
             "the group is mpidist's, which needs none of these variables; so does "
             'backend="mpidist" where the script names it'
@@ -185,8 +185,8 @@ def _create(options: Any, backend_options: Any = None) -> Any:
     backends = dict(config.get_device_backend_map()) if config is not None else {}
     is_shared = bool(set(backends.values()) - {_NAME})
     if is_shared:
-        company = importlib.import_module("mpidist.c10d.other_backends")
-        company.require_known(backends)
+        other_backends = importlib.import_module("mpidist.c10d.other_backends")
+        other_backends.require_known(backends)
     world = runtime.world()
     ranks = list(options.global_ranks_in_group)
     name, timeout = str(options.group_id), options.timeout
@@ -207,8 +207,8 @@ def _create(options: Any, backend_options: Any = None) -> Any:
         )
     device_id = _local_of("_new_process_group_helper", "device_id")
     if is_shared:
-        return company.mixed_group(native, options, backends, device_id, backend_options)
-    made = TorchProcessGroup(native, options.store, name)
+        return other_backends.mixed_group(native, options, backends, device_id, backend_options)
+    group_of_torch = TorchProcessGroup(native, options.store, name)
     # torch has noted it on the group that ours replaces.
-    made.bound_device_id = device_id
-    return made
+    group_of_torch.bound_device_id = device_id
+    return group_of_torch

@@ -21,13 +21,13 @@ def install() -> None:
     override("batch_isend_irecv", _batching)
 
 
-def _batching(torchs: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+def _batching(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     def batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Any]:
         """See torch.distributed.batch_isend_irecv."""
         first = p2p_op_list[0] if p2p_op_list else None
         group: Any = getattr(first, "group", None) or dist.group.WORLD
         if first is None or native_of(group) is None or not group.coalesces(first.tensor.device):
-            return torchs(p2p_op_list)
+            return original(p2p_op_list)
         distributed_c10d._check_p2p_op_list(p2p_op_list)
         with distributed_c10d._coalescing_manager(
             group, first.tensor.device, async_ops=True

@@ -40,11 +40,11 @@ class _Replaced(ModuleType):
     @property
     def DistributedDataParallel(self) -> Any:
         """Our class, or what a caller has put in its place."""
-        torchs = self.__dict__[NAME]
+        original = self.__dict__[NAME]
         asking = sys._getframe(1).f_globals.get("__name__", "")
         # What multiprocessing has started is no rank; its groups are torch's (``replacement``).
         if asking.startswith(_OF_TORCHS_CLASS) or multiprocessing.parent_process() is not None:
-            return torchs
+            return original
         return (
             self.__dict__.get("_mpidist_put")
             or importlib.import_module("mpidist.ddp.module").DistributedDataParallel

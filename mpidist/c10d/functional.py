@@ -50,10 +50,10 @@ def register() -> torch.library.Library:
 def _all_gather_into_tensor_out(
     input: Tensor, group_size: int, group_name: Any, *, out: Tensor
 ) -> Tensor:
-    group = _ours(group_name)
+    group = _native_group(group_name)
     if group is None:
-        return _torchs("all_gather_into_tensor_out")(input, group_size, group_name, out=out)
-    return _noted(out, group.all_gather_single_coalesced([out], [input]))
+        return _fallback("all_gather_into_tensor_out")(input, group_size, group_name, out=out)
+    return _register_work(out, group.all_gather_single_coalesced([out], [input]))
 
 
 def _batch_p2p_ops(
@@ -63,9 +63,9 @@ def _batch_p2p_ops(
     tensors: Sequence[Tensor],
     group_name: Any,
 ) -> list[Tensor]:
-    group = _ours(group_name)
+    group = _native_group(group_name)
     if group is None:
-        return _torchs("batch_p2p_ops")(op_list, peer_list, tag_list, tensors, group_name)
+        return _fallback("batch_p2p_ops")(op_list, peer_list, tag_list, tensors, group_name)
     # A mixed group's NCCL wants the messages of a batch started as one.
     device = tensors[0].device if tensors else None
     as_one = device is not None and group.coalesces(device)
@@ -79,18 +79,20 @@ def _batch_p2p_ops(
         works = [group._end_coalescing(device)] * len(works)
     # A send has nothing to return: torch waits by an empty tensor, or by the one that is sent.
     return [
-        _noted(tensor, work) if call == "irecv" else _noted(_noted(tensor, work).new_empty(0), work)
+        _register_work(tensor, work)
+        if call == "irecv"
+        else _register_work(_register_work(tensor, work).new_empty(0), work)
         for call, tensor, work in zip(op_list, tensors, works, strict=True)
     ]
 
 
-def _noted(tensor: Tensor, work: Any) -> Tensor:
+def _register_work(tensor: Tensor, work: Any) -> Tensor:
     # wait_tensor finds the work by the tensor; until then this keeps its Python half alive.
     torch._C._distributed_c10d._register_work(tensor, work)
     return tensor
 
 
-def _ours(named: Any) -> Any:
+def _native_group(named: Any) -> Any:
     """Return the group of that name (since torch 2.13 also the group itself), or None if it is another backend's."""
     if isinstance(named, str):
         group: Any = dist.distributed_c10d._resolve_process_group(named)  # type: ignore[arg-type]
@@ -99,6 +101,6 @@ def _ours(named: Any) -> Any:
     return group if native_of(group) is not None else None
 
 
-def _torchs(name: str) -> Callable[..., Any]:
+def _fallback(name: str) -> Callable[..., Any]:
     operator = getattr(torch.ops._c10d_functional, name).default
     return functools.partial(operator._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)

@@ -48,7 +48,7 @@ _ROUTED = (
     "send",
 )
 # What torch asks of the default backend of a group of its own.
-_OF_THEIRS = (
+_FORWARDED = (
     "_enable_collectives_timing",
     "_get_sequence_number_for_group",
     "_has_hooks",
@@ -89,11 +89,11 @@ class MixedProcessGroup(TorchProcessGroup):
         # An error of the class that torch's own is of: it asks for CUDA's backend on any machine.
         if torch.device(device).type not in self._backends:
             raise RuntimeError(
-                f'group "{self._name}" has backends for {self._listed()} alone; got device {device}'
+                f'group "{self._name}" has backends for {self._backend_list()} alone; got device {device}'
             )
         if self._is_ours(torch.device(device).type):
             return super()._get_backend(device)
-        return self._theirs()._get_backend(device)
+        return self._torch_group()._get_backend(device)
 
     def barrier(self, opts: Any = None) -> Work:
         """See barrier; the backend of the device that torch names waits, ours if it names none."""
@@ -101,7 +101,7 @@ class MixedProcessGroup(TorchProcessGroup):
         device = getattr(opts, "device", None)
         if device is None or self._backends.get(device.type, OURS) == OURS:
             return super().barrier(opts)
-        return self._theirs().barrier(opts)
+        return self._torch_group().barrier(opts)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the timeout of all backends."""
@@ -128,12 +128,12 @@ class MixedProcessGroup(TorchProcessGroup):
         if device is None or self._is_ours(device.type):
             super()._start_coalescing(device)
         else:
-            self._theirs()._start_coalescing(device)
+            self._torch_group()._start_coalescing(device)
 
     def _end_coalescing(self, device: Any = None) -> Work:
         if device is None or self._is_ours(device.type):
             return super()._end_coalescing(device)
-        return self._theirs()._end_coalescing(device)
+        return self._torch_group()._end_coalescing(device)
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: the backends of a part are made anew.
@@ -143,7 +143,7 @@ class MixedProcessGroup(TorchProcessGroup):
         """
         raise NotImplementedError(
             f"{self.native.where('split_group')} cannot split a group shared by device "
-            f"({self._listed()}); use "
+            f"({self._backend_list()}); use "
             "torch.distributed.new_group"
         )
 
@@ -156,29 +156,29 @@ class MixedProcessGroup(TorchProcessGroup):
     def _is_ours(self, device: str) -> bool:
         backend = self._backends.get(device)
         if backend is None:
-            held = " and ".join(f"{kind} ({backend})" for kind, backend in self._backends.items())
+            listed = " and ".join(f"{kind} ({backend})" for kind, backend in self._backends.items())
             raise TypeError(
                 f"{self.native.where('a call')} got a tensor on {device}, but this group has "
-                f"backends for {held} alone"
+                f"backends for {listed} alone"
                 + (
                     ""
                     if device == "meta"
-                    else f'; name one where the group is made: "{self._listed()},{device}:gloo"'
+                    else f'; name one where the group is made: "{self._backend_list()},{device}:gloo"'
                 )
             )
         return backend == OURS
 
-    def _listed(self) -> str:
+    def _backend_list(self) -> str:
         return ",".join(f"{device}:{backend}" for device, backend in self._backends.items())
 
-    def _theirs(self) -> Any:
+    def _torch_group(self) -> Any:
         if self._others is None:
             raise RuntimeError(f"{self.native.where('a call')} came after the group was closed")
         return self._others
 
     def _other_backends(self) -> list[Any]:
         return [
-            self._theirs()._get_backend(torch.device(kind))
+            self._torch_group()._get_backend(torch.device(kind))
             for kind, name in self._backends.items()
             if name != OURS
         ]
@@ -193,7 +193,7 @@ def _routed(name: str) -> Callable[..., Any]:
         device = device_of([*args, *kwargs.values()])
         if device is None or self._is_ours(device):
             return ours(self, *args, **kwargs)
-        return getattr(self._theirs(), name)(*args, **kwargs)
+        return getattr(self._torch_group(), name)(*args, **kwargs)
 
     return call
 
@@ -201,14 +201,14 @@ def _routed(name: str) -> Callable[..., Any]:
 def _forwarded(name: str) -> Callable[..., Any]:
     @untraced
     def call(self: MixedProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._theirs(), name)(*args, **kwargs)
+        return getattr(self._torch_group(), name)(*args, **kwargs)
 
     return call
 
 
 for _name in _ROUTED:
     setattr(MixedProcessGroup, _name, _routed(_name))
-for _name in _OF_THEIRS:
+for _name in _FORWARDED:
     setattr(MixedProcessGroup, _name, _forwarded(_name))
 
 

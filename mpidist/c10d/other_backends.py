@@ -109,21 +109,21 @@ def _torch_group(
     others: Any = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     if device_id is not None:
         others.bound_device_id = device_id
-    kinds, made = dist.ProcessGroup.BackendType, {}
+    kinds, created = dist.ProcessGroup.BackendType, {}
     for device, name in backends.items():
         if name == OURS:
             continue
-        if name not in made:
+        if name not in created:
             store = dist.PrefixStore(f"beside/{name}/", options.store)
-            made[name] = (
+            created[name] = (
                 _gloo(store, options) if name == _GLOO else _nccl(store, options, nccl_options)
             )
-            made[name]._set_sequence_number_for_group()
+            created[name]._set_sequence_number_for_group()
         others._register_backend(
-            torch.device(device), kinds.GLOO if name == _GLOO else kinds.NCCL, made[name]
+            torch.device(device), kinds.GLOO if name == _GLOO else kinds.NCCL, created[name]
         )
-    others._set_default_backend(kinds.NCCL if _NCCL in made else kinds.GLOO)
-    if _NCCL in made:
+    others._set_default_backend(kinds.NCCL if _NCCL in created else kinds.GLOO)
+    if _NCCL in created:
         batches.install()
     others._set_group_name(str(options.group_id))
     return others

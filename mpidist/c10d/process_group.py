@@ -17,7 +17,7 @@ from mpidist.c10d import functional
 from mpidist.c10d.dispatched import dispatched, modes
 from mpidist.c10d.managed import ManagedGroup
 from mpidist.c10d.reductions import operation_of, requested_operation
-from mpidist.c10d.work import ENDED, Several, TorchReceive, TorchWork
+from mpidist.c10d.work import ENDED, TorchReceive, TorchWork, WorkList
 from mpidist.comm.algorithms import reduce_op
 from mpidist.comm.algorithms.reduce_op import Operation
 from mpidist.comm.group import ProcessGroup
@@ -36,7 +36,7 @@ class TorchProcessGroup(ManagedGroup):
 
     def __init__(self, native: ProcessGroup, store: Any, name: str) -> None:
         super().__init__(native, store, name)
-        self._at_once = native.all_reduce_at_once
+        self._fast_all_reduce = native.all_reduce_at_once
         self._batch: list[Any] | None = None
         # torch's reducer keeps the work of Join's one-element all-reduce in C++ until the first
         # gradient, and Python's half of a work dies with its last Python reference: C++ would then
@@ -50,14 +50,16 @@ class TorchProcessGroup(ManagedGroup):
         if modes():
             return dispatched("allreduce", self, tensors, opts)
         if opts is None:
-            return self._call(self.native.all_reduce_coalesced, tensors, None, _plain(tensors))
-        theirs = opts.reduceOp
-        op = reduce_op.SUM if theirs == _SUM else operation_of(theirs)
+            return self._call(self.native.all_reduce_coalesced, tensors, None, _detached(tensors))
+        requested = opts.reduceOp
+        op = reduce_op.SUM if requested == _SUM else operation_of(requested)
         if len(tensors) > 1:
-            return self._call(self.native.all_reduce_coalesced, tensors, opts, _plain(tensors), op)
-        if not opts.asyncOp and self._at_once(tensors[0], op):
+            return self._call(
+                self.native.all_reduce_coalesced, tensors, opts, _detached(tensors), op
+            )
+        if not opts.asyncOp and self._fast_all_reduce(tensors[0], op):
             return ENDED
-        work = self._call(self.native.all_reduce, tensors, opts, _plain(tensors)[0], op)
+        work = self._call(self.native.all_reduce, tensors, opts, _detached(tensors)[0], op)
         if opts.asyncOp and tensors[0].numel() == 1:
             self._flags.append(work)
         return work
@@ -70,7 +72,7 @@ class TorchProcessGroup(ManagedGroup):
             self.native.all_reduce_coalesced,
             tensors,
             opts,
-            _plain(tensors),
+            _detached(tensors),
             requested_operation(opts),
         )
 
@@ -82,7 +84,7 @@ class TorchProcessGroup(ManagedGroup):
             self.native.reduce,
             tensors,
             opts,
-            _plain(tensors)[0],
+            _detached(tensors)[0],
             opts.rootRank,
             requested_operation(opts),
         )
@@ -93,13 +95,13 @@ class TorchProcessGroup(ManagedGroup):
         """See reduce_scatter."""
         if modes():
             return dispatched("reduce_scatter", self, outputs, inputs, opts)
-        (output,), (parts,) = _plain(outputs), inputs
+        (output,), (parts,) = _detached(outputs), inputs
         return self._call(
             self.native.reduce_scatter,
             outputs,
             opts,
             output,
-            _plain(parts),
+            _detached(parts),
             requested_operation(opts),
         )
 
@@ -117,7 +119,7 @@ class TorchProcessGroup(ManagedGroup):
             return dispatched("reduce_scatter_single_coalesced", self, outputs, inputs, opts)
         method = self.native.reduce_scatter_tensor_coalesced
         return self._call(
-            method, outputs, opts, _plain(outputs), _plain(inputs), requested_operation(opts)
+            method, outputs, opts, _detached(outputs), _detached(inputs), requested_operation(opts)
         )
 
     # --- movement ---
@@ -128,10 +130,10 @@ class TorchProcessGroup(ManagedGroup):
             return dispatched("broadcast", self, tensors, opts)
         if len(tensors) == 1:
             return self._call(
-                self.native.broadcast, tensors, opts, _plain(tensors)[0], opts.rootRank
+                self.native.broadcast, tensors, opts, _detached(tensors)[0], opts.rootRank
             )
         return self._call(
-            self.native.broadcast_coalesced, tensors, opts, _plain(tensors), opts.rootRank
+            self.native.broadcast_coalesced, tensors, opts, _detached(tensors), opts.rootRank
         )
 
     def allgather(
@@ -140,8 +142,8 @@ class TorchProcessGroup(ManagedGroup):
         """See all_gather."""
         if modes():
             return dispatched("allgather", self, outputs, inputs, opts)
-        (targets,), (source,) = outputs, _plain(inputs)
-        return self._call(self.native.all_gather, outputs, opts, _plain(targets), source)
+        (targets,), (source,) = outputs, _detached(inputs)
+        return self._call(self.native.all_gather, outputs, opts, _detached(targets), source)
 
     def allgather_coalesced(
         self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any = None
@@ -150,10 +152,12 @@ class TorchProcessGroup(ManagedGroup):
         if modes():
             return dispatched("allgather_coalesced", self, outputs, inputs, opts)
         works = [
-            self.native.all_gather(_plain([row[place] for row in outputs]), source, async_op=True)
-            for place, source in enumerate(_plain(inputs))
+            self.native.all_gather(
+                _detached([row[place] for row in outputs]), source, async_op=True
+            )
+            for place, source in enumerate(_detached(inputs))
         ]
-        return self._hand_out(Several(works), outputs, opts)
+        return self._hand_out(WorkList(works), outputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """See all_gather_into_tensor."""
@@ -168,31 +172,33 @@ class TorchProcessGroup(ManagedGroup):
         if modes():
             return dispatched("all_gather_single_coalesced", self, outputs, inputs, opts)
         method = self.native.all_gather_into_tensor_coalesced
-        return self._call(method, outputs, opts, _plain(outputs), _plain(inputs))
+        return self._call(method, outputs, opts, _detached(outputs), _detached(inputs))
 
     def gather(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any) -> Work:
         """See gather."""
         if modes():
             return dispatched("gather", self, outputs, inputs, opts)
-        targets = _plain(outputs[0]) if self.native.rank == opts.rootRank else None
+        targets = _detached(outputs[0]) if self.native.rank == opts.rootRank else None
         return self._call(
-            self.native.gather, outputs, opts, _plain(inputs)[0], targets, opts.rootRank
+            self.native.gather, outputs, opts, _detached(inputs)[0], targets, opts.rootRank
         )
 
     def scatter(self, outputs: TensorList, inputs: Sequence[TensorList], opts: Any) -> Work:
         """See scatter."""
         if modes():
             return dispatched("scatter", self, outputs, inputs, opts)
-        sources = _plain(inputs[0]) if self.native.rank == opts.rootRank else None
+        sources = _detached(inputs[0]) if self.native.rank == opts.rootRank else None
         return self._call(
-            self.native.scatter, outputs, opts, _plain(outputs)[0], sources, opts.rootRank
+            self.native.scatter, outputs, opts, _detached(outputs)[0], sources, opts.rootRank
         )
 
     def alltoall(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Work:
         """See all_to_all."""
         if modes():
             return dispatched("alltoall", self, outputs, inputs, opts)
-        return self._call(self.native.all_to_all, outputs, opts, _plain(outputs), _plain(inputs))
+        return self._call(
+            self.native.all_to_all, outputs, opts, _detached(outputs), _detached(inputs)
+        )
 
     def all_to_all_single(
         self,
@@ -207,7 +213,7 @@ class TorchProcessGroup(ManagedGroup):
             return dispatched(
                 "all_to_all_single", self, output, input, output_sizes, input_sizes, opts
             )
-        (target, source), method = _plain([output, input]), self.native.all_to_all_single
+        (target, source), method = _detached([output, input]), self.native.all_to_all_single
         return self._call(method, [output], opts, target, source, output_sizes, input_sizes)
 
     def barrier(self, opts: Any = None) -> Work:
@@ -229,29 +235,33 @@ class TorchProcessGroup(ManagedGroup):
         """See isend."""
         if modes():
             return dispatched("send", self, tensors, dst, tag)
-        return TorchWork(self.native.isend(_plain(tensors)[0], dst, tag), tensors)
+        return TorchWork(self.native.isend(_detached(tensors)[0], dst, tag), tensors)
 
     def recv(self, tensors: TensorList, src: int, tag: int = 0) -> Work:
         """See irecv."""
         if modes():
             return dispatched("recv", self, tensors, src, tag)
-        return TorchReceive(self.native.irecv(_plain(tensors)[0], src, tag), tensors)
+        return TorchReceive(self.native.irecv(_detached(tensors)[0], src, tag), tensors)
 
     def recv_anysource(self, tensors: TensorList, tag: int = 0) -> Work:
         """See irecv."""
         if modes():
             return dispatched("recv_anysource", self, tensors, tag)
-        return TorchReceive(self.native.irecv(_plain(tensors)[0], None, tag), tensors)
+        return TorchReceive(self.native.irecv(_detached(tensors)[0], None, tag), tensors)
 
     # --- torch's coalescing manager: without these two, every later all_reduce would silently do
     # nothing ---
 
     def _start_coalescing(self, device: Any = None) -> None:
-        self._batch, self._at_once = [], _never
+        self._batch, self._fast_all_reduce = [], _refuse
 
     def _end_coalescing(self, device: Any = None) -> Work:
-        works, self._batch, self._at_once = self._batch or [], None, self.native.all_reduce_at_once
-        return TorchWork(Several(works), [])
+        works, self._batch, self._fast_all_reduce = (
+            self._batch or [],
+            None,
+            self.native.all_reduce_at_once,
+        )
+        return TorchWork(WorkList(works), [])
 
     def _call(self, method: Callable[..., Any], result: Any, opts: Any, *args: Any) -> Work:
         if opts is not None and not opts.asyncOp and self._batch is None:
@@ -268,11 +278,11 @@ class TorchProcessGroup(ManagedGroup):
         return TorchWork(native, result)
 
 
-def _never(tensor: Tensor, op: Operation) -> bool:
+def _refuse(tensor: Tensor, op: Operation) -> bool:
     return False
 
 
-def _plain(tensors: TensorList) -> list[Tensor]:
+def _detached(tensors: TensorList) -> list[Tensor]:
     # torch's own backends write below autograd, parameters included, and scripts rely on it; the
     # native calls refuse a leaf. A detached sparse tensor has indices and values of its own.
     return [

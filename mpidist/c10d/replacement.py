@@ -126,13 +126,13 @@ def _patch(chosen: Replacement) -> None:
         ddp_name.install()
 
 
-def _available(torchs: Callable[[], bool]) -> Callable[[], bool]:
-    @functools.wraps(torchs)
+def _available(original: Callable[[], bool]) -> Callable[[], bool]:
+    @functools.wraps(original)
     def available() -> bool:
         # Those parts of torch ask NCCL for its version next.
-        wants_truth = (
+        needs_nccl = (
             sys._getframe(1).f_globals.get("__name__", "").startswith(_ASKING_FOR_NCCL_ITSELF)
         )
-        return torchs() if wants_truth else True
+        return original() if needs_nccl else True
 
     return available

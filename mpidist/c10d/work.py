@@ -42,7 +42,7 @@ ENDED = _Ended()
 class TorchWork(Work):
     """torch's handle of one of our works."""
 
-    def __init__(self, native: NativeWork | RequestWork | Several, result: Any) -> None:
+    def __init__(self, native: NativeWork | RequestWork | WorkList, result: Any) -> None:
         super().__init__()
         self._native = native
         self._result = result
@@ -117,7 +117,7 @@ class TorchReceive(TorchWork):
             raise
 
 
-class Several:
+class WorkList:
     """Works that end together."""
 
     def __init__(self, works: Sequence[Any]) -> None:

@@ -68,22 +68,22 @@ def examine(
         tries_launcher: A process of its own also starts two ranks by mpirun.
         tries_device: Try MPI's operations on device memory, which may take minutes.
     """
-    told = launcher_env.from_environment(environ)
-    is_alone = told.size in (None, 1)
+    launch = launcher_env.from_environment(environ)
+    is_alone = launch.size in (None, 1)
     late = (
-        f"[rank {told.rank or 0}] mpidist doctor: MPI did not start within {timeout_s:g} s. Do all "
+        f"[rank {launch.rank or 0}] mpidist doctor: MPI did not start within {timeout_s:g} s. Do all "
         "ranks run it? Does the "
         "launcher belong to the MPI library that Python loads? This rank ends"
     )
     died = (
-        f"[rank {told.rank or 0}] mpidist doctor: the process ended while MPI started; MPI's "
+        f"[rank {launch.rank or 0}] mpidist doctor: the process ended while MPI started; MPI's "
         "own message above says more"
     )
     try:
         library = installed.installed()
     except MpidistError as error:
         return _without_mpi(
-            process_facts.collect(environ, shutil.which("mpirun") or ""), error, told.rank
+            process_facts.collect(environ, shutil.which("mpirun") or ""), error, launch.rank
         )
     with ThreadPoolExecutor(1) as pool:
         trial = (
@@ -99,7 +99,7 @@ def examine(
             with deadline(timeout_s, late, died):
                 questions.start(timeout_s)
         except MpidistError as error:
-            return _without_mpi(own, error, told.rank)
+            return _without_mpi(own, error, launch.rank)
         own = questions.ask(own, library)
         checks = {} if trial is None else {_HANDSHAKE: trial.result()}
     return report_of(own, checks, timeout_s, tries_device)

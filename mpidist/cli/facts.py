@@ -105,14 +105,14 @@ def collect(environ: Mapping[str, str], path_mpirun: str = "") -> Facts:
     """
     import torch
 
-    told = launcher_env.from_environment(environ)
+    launch = launcher_env.from_environment(environ)
     shm_bytes, shm_free_bytes = _size_of(SHARED_MEMORY)
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Facts(
-        rank=told.rank or 0,
+        rank=launch.rank or 0,
         host=socket.gethostname(),
-        launcher=told.launcher,
-        tasks=told.size,
+        launcher=launch.launcher,
+        tasks=launch.size,
         is_root=os.geteuid() == 0,
         versions=versions(),
         settings=settings(environ),

@@ -32,10 +32,10 @@ class Finding:
 
 def values(ranks: Sequence[Facts], ask: Callable[[Facts], Any]) -> dict[Any, tuple[int, ...]]:
     """Return each answer with the ranks that give it, in the order of their first ranks."""
-    told: dict[Any, list[int]] = defaultdict(list)
+    by_answer: dict[Any, list[int]] = defaultdict(list)
     for facts in ranks:
-        told[ask(facts)].append(facts.rank)
-    return {answer: tuple(where) for answer, where in told.items()}
+        by_answer[ask(facts)].append(facts.rank)
+    return {answer: tuple(where) for answer, where in by_answer.items()}
 
 
 def by_node(ranks: Sequence[Facts]) -> dict[int, list[Facts]]:

@@ -115,14 +115,14 @@ def _setting(name: str, missing: str) -> Callable[[Facts], str]:
 def _differs(
     ranks: Sequence[Facts], level: str, name: str, ask: Callable[[Any], str], remedy: str
 ) -> Iterator[Finding]:
-    told = values(ranks, ask)
-    if len(told) > 1:
+    by_value = values(ranks, ask)
+    if len(by_value) > 1:
         words = "; ".join(
-            f"{text or 'missing'} on {ranks_of(where)}" for text, where in told.items()
+            f"{text or 'missing'} on {ranks_of(where)}" for text, where in by_value.items()
         )
         yield Finding(
             level,
-            tuple(rank for where in told.values() for rank in where),
+            tuple(rank for where in by_value.values() for rank in where),
             f"{name} differs: {words}",
             remedy,
         )

@@ -76,10 +76,10 @@ def plan(request: Request, site: Site, environ: Mapping[str, str]) -> Plan:
 
 
 def _require_outside(environ: Mapping[str, str]) -> None:
-    told = launcher_env.from_environment(environ)
-    if told.size is not None and told.size > 1:
+    launch = launcher_env.from_environment(environ)
+    if launch.size is not None and launch.size > 1:
         raise LaunchError(
-            f"this is already one of {told.size} ranks that {told.launcher} started: 'mpidist run' "
+            f"this is already one of {launch.size} ranks that {launch.launcher} started: 'mpidist run' "
             "starts the ranks by itself. "
             "Call it once, without mpirun or srun before it"
         )

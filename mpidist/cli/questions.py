@@ -112,16 +112,16 @@ def try_device_operations(group: Any) -> None:
 
 def gather(facts: Facts) -> list[Facts]:
     """Return all ranks' facts, by rank, on every rank. Collective: over the job."""
-    told = bytes(frame.to_bytes(asdict(facts), data_only=True))
-    every = byte_strings.gathered(runtime.world().comm, told)
+    encoded = bytes(frame.to_bytes(asdict(facts), data_only=True))
+    every = byte_strings.gathered(runtime.world().comm, encoded)
     return [_facts(frame.from_bytes(data, data_only=True)) for data in every]
 
 
-def _facts(told: dict[str, Any]) -> Facts:
-    mpi, device = told["mpi"], told["device"]
+def _facts(fields: dict[str, Any]) -> Facts:
+    mpi, device = fields["mpi"], fields["device"]
     if mpi is not None:
         mpi = MpiFacts(**{**mpi, "transports": Transports(**mpi["transports"])})
-    return Facts(**{**told, "mpi": mpi, "device": None if device is None else Device(**device)})
+    return Facts(**{**fields, "mpi": mpi, "device": None if device is None else Device(**device)})
 
 
 def trial_group(timeout_s: float) -> Any:
@@ -143,15 +143,15 @@ def check(group: Any) -> dict[str, str]:
         By name "" or what is wrong on this rank. After an exception the rest is "not tried": the
         group has failed, or ranks are out of step.
     """
-    told: dict[str, str] = {}
+    results: dict[str, str] = {}
     has_failed = False
     for name, call in _checks(group):
         try:
-            told[name] = NOT_TRIED if has_failed else call()
+            results[name] = NOT_TRIED if has_failed else call()
         except (MpidistError, RuntimeError, ValueError, OSError) as error:
-            told[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            results[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
             has_failed = True
-    return told
+    return results
 
 
 def _checks(group: Any) -> Sequence[tuple[str, Callable[[], str]]]:

@@ -56,9 +56,9 @@ def text_of(
             "copy"
         )
     script = (folder / f"{name}.sbatch").read_text(encoding="utf-8")
-    held = job_script.values_of(_read(file))
-    require_known(options.settings, {*held, *job_script.values_of(_read(folder / _ENV))})
-    values = {**held, **options.settings}
+    site_values = job_script.values_of(_read(file))
+    require_known(options.settings, {*site_values, *job_script.values_of(_read(folder / _ENV))})
+    values = {**site_values, **options.settings}
     is_in_image = bool(values.get("MPIDIST_IMAGE"))
     require_program(name, options.arguments, is_in_image)
     header: dict[str, str | None] = {**job_script.site_header(values), **options.header}
@@ -88,32 +88,32 @@ def _read(file: Path) -> str:
         LaunchError: bash would not read it.
     """
     try:
-        held = file.read_bytes().decode("utf-8")
+        text = file.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise LaunchError(f"{file} is no text: {error}") from error
-    if "\r" in held:
+    if "\r" in text:
         raise LaunchError(
             f"{file} has the line ends of Windows, which bash does not read: sed -i 's/\\r$//' "
             f"{file}"
         )
-    return held
+    return text
 
 
 def fitted(
     header: Mapping[str, str | None], shipped_header: Mapping[str, str]
 ) -> dict[str, str | None]:
     """Return the header with one rank for each GPU, unless the ranks of a node were given; no GPUs take the line out."""
-    made = dict(header)
-    gpus = (made.get("gpus-per-node") or "").split(":")[-1]
+    fitted_header = dict(header)
+    gpus = (fitted_header.get("gpus-per-node") or "").split(":")[-1]
     if gpus.isdigit() and int(gpus) == 0:
-        made["gpus-per-node"] = None
+        fitted_header["gpus-per-node"] = None
     elif (
         gpus.isdigit()
         and "ntasks-per-node" in shipped_header
-        and not {"ntasks", "ntasks-per-node"} & set(made)
+        and not {"ntasks", "ntasks-per-node"} & set(fitted_header)
     ):
-        made["ntasks-per-node"] = str(int(gpus))
-    return made
+        fitted_header["ntasks-per-node"] = str(int(gpus))
+    return fitted_header
 
 
 def environment_of(values: Mapping[str, str], prefix: str, base_prefix: str) -> dict[str, str]:

@@ -129,9 +129,9 @@ def rebuild(
     kind: type[T], on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any
 ) -> T:
     """Make a handle of a module that exists."""
-    made = kind.__new__(kind)
-    made._set_up(on, device, module_rref, interface)
-    return made
+    created = kind.__new__(kind)
+    created._set_up(on, device, module_rref, interface)
+    return created
 
 
 def _forward(

@@ -35,7 +35,7 @@ CREATE, FORWARD, TRAIN, PARAMETERS, STATE, LOAD = (
 # torch's own mark among the metadata of a module that is loaded
 _ASSIGN = "assign_to_params_buffers"
 
-_made: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # by ``create``; by id
+_created: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # by ``create``; by id
 
 
 def execute(operation: str, *arguments: Any) -> Any:
@@ -83,27 +83,29 @@ def _create(module_cls: Any, args: Any, kwargs: Any, device: Any, is_scripted: A
             f"it returned a {type(module)}"
         )
     module.to(device)
-    made: nn.Module = torch.jit.script(module) if is_scripted else module
-    _made[id(made)] = made
-    return made
+    created: nn.Module = torch.jit.script(module) if is_scripted else module
+    _created[id(created)] = created
+    return created
 
 
 def _forward(module_rref: Any, device: Any, can_return_cuda: Any, args: Any, kwargs: Any) -> Any:
-    module = _owned(module_rref)
+    module = _module_of(module_rref)
     _require_arguments(args, kwargs)
     _require("can_return_cuda", can_return_cuda, bool)
     there = _device(device)
     if device == "cpu":
         return module(*args, **kwargs)
-    result = module(*_moved(args, there), **_moved(kwargs, there))
+    result = module(*_to_device(args, there), **_to_device(kwargs, there))
     return (
-        result if can_return_cuda or there.type != "cuda" else _moved(result, torch.device("cpu"))
+        result
+        if can_return_cuda or there.type != "cuda"
+        else _to_device(result, torch.device("cpu"))
     )
 
 
 def _train(module_rref: Any, mode: Any) -> None:
     _require("mode", mode, bool)
-    _owned(module_rref).train(mode)
+    _module_of(module_rref).train(mode)
 
 
 def _parameters(
@@ -111,20 +113,22 @@ def _parameters(
 ) -> list[tuple[str, RRef[nn.Parameter]]]:
     _require("recurse", recurse, bool)
     _require("remove_duplicate", remove_duplicate, bool)
-    named = _owned(module_rref).named_parameters(recurse=recurse, remove_duplicate=remove_duplicate)
+    named = _module_of(module_rref).named_parameters(
+        recurse=recurse, remove_duplicate=remove_duplicate
+    )
     return [(name, RRef(parameter)) for name, parameter in named]
 
 
 def _state(module_rref: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    state = _owned(module_rref).state_dict()
-    values = {name: _moved(value, torch.device("cpu")) for name, value in state.items()}
+    state = _module_of(module_rref).state_dict()
+    values = {name: _to_device(value, torch.device("cpu")) for name, value in state.items()}
     return values, dict(getattr(state, "_metadata", {}))
 
 
 def _load(
     module_rref: Any, values: Any, metadata: Any, assign: Any
 ) -> tuple[list[str], list[str], list[str]]:
-    module = _owned(module_rref)
+    module = _module_of(module_rref)
     _require("assign", assign, bool)
     _require_names("values", values)
     _require_names("metadata", metadata)
@@ -136,7 +140,7 @@ def _load(
     own = module.state_dict()
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and isinstance(own.get(name), torch.Tensor):
-            state[name] = _placed(name, value.detach(), own[name], assign)
+            state[name] = _fit(name, value.detach(), own[name], assign)
     try:
         missing, unexpected = module.load_state_dict(state, strict=False, assign=assign)
     except RuntimeError as error:
@@ -150,7 +154,7 @@ class _State(dict[str, Any]):
     _metadata: dict[str, Any]
 
 
-def _placed(name: str, value: torch.Tensor, own: torch.Tensor, assign: bool) -> torch.Tensor:
+def _fit(name: str, value: torch.Tensor, own: torch.Tensor, assign: bool) -> torch.Tensor:
     """Return a value that is loaded, where the module has its own; one that is assigned has memory for each of its elements."""
     is_dense = value.layout is not torch.strided or bool(
         torch.ops.aten.is_non_overlapping_and_dense(value)
@@ -168,7 +172,7 @@ def _placed(name: str, value: torch.Tensor, own: torch.Tensor, assign: bool) -> 
     return there if is_dense or there.shape != own.shape else there.contiguous()
 
 
-def _owned(module_rref: Any) -> nn.Module:
+def _module_of(module_rref: Any) -> nn.Module:
     if type(module_rref) is not RRef:
         raise TypeError(
             "a reference to a module of this worker is expected; got a "
@@ -180,7 +184,7 @@ def _owned(module_rref: Any) -> nn.Module:
     allowed = current.require().allowed
     if (
         allowed is not None
-        and _made.get(id(module)) is not module
+        and _created.get(id(module)) is not module
         and not allowed.has_class(type(module))
     ):
         kind = type(module)
@@ -216,7 +220,7 @@ def _device(device: Any) -> torch.device:
     return torch.device(device)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     return tree_map(lambda part: part.to(device) if isinstance(part, torch.Tensor) else part, value)
 
 

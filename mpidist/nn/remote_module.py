@@ -195,13 +195,13 @@ class RemoteModule(handle.Handle, Carried):
         values, metadata = self._execute(remote.STATE)
         for name, value in values.items():
             destination[prefix + name] = value
-        told = getattr(destination, "_metadata", None)
-        if told is not None:
+        versions = getattr(destination, "_metadata", None)
+        if versions is not None:
             rest = {name: entry for name, entry in metadata.items() if name}
             # torch gives a child its own entry alone when it loads, so the others are put there,
             # too.
-            told[prefix[:-1]] = {**metadata.get("", {}), _REST: rest}
-            told.update({prefix + name: entry for name, entry in rest.items()})
+            versions[prefix[:-1]] = {**metadata.get("", {}), _REST: rest}
+            versions.update({prefix + name: entry for name, entry in rest.items()})
 
     def _load_from_state_dict(
         self,

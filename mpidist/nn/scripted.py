@@ -90,8 +90,8 @@ def typed(interface: Any, forward_async: Callable[..., Any]) -> nn.Module:
     call = _Call(forward_async)
     number = next(_numbers)
     _calls[number] = call
-    made: nn.Module = kind(number, call)
-    return made
+    created: nn.Module = kind(number, call)
+    return created
 
 
 def require_interface(interface: Any) -> str:

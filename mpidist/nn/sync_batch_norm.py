@@ -223,7 +223,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def _from(cls, layer: Any, process_group: Any) -> SyncBatchNorm:
-        made = cls(
+        converted = cls(
             layer.num_features,
             layer.eps,
             layer.momentum,
@@ -232,14 +232,14 @@ class SyncBatchNorm(_BatchNorm):
             process_group,
         )
         # The tensors themselves: an optimizer and other modules may hold them.
-        made._parameters.update(layer._parameters)
-        made._buffers.update(layer._buffers)
-        made.training = layer.training
+        converted._parameters.update(layer._parameters)
+        converted._buffers.update(layer._buffers)
+        converted.training = layer.training
         for hooks in _HOOKS:
-            getattr(made, hooks).update(getattr(layer, hooks))
+            getattr(converted, hooks).update(getattr(layer, hooks))
         if hasattr(layer, "qconfig"):
-            made.qconfig = layer.qconfig
-        return made
+            converted.qconfig = layer.qconfig
+        return converted
 
 
 def _is_batch_norm(module: torch.nn.Module) -> bool:

@@ -42,7 +42,7 @@ def agent(outbox):
 def make_engine():
     """Return the engine."""
     made = Engine()
-    context = made.contexts._by_number[OWN] = Context(OWN)
+    context = made.contexts._contexts[OWN] = Context(OWN)
     context.callees.add(PEER)
     context.leaf = leaf = torch.ones(2, 3, requires_grad=True)
     context.sends[MESSAGE] = Send(PEER, False, [leaf * 2, leaf.double().sum()])

@@ -98,7 +98,7 @@ def test_contexts_and_passes_that_no_worker_makes(engine, outbox, what, number):
     ],
 )
 def test_who_has_no_say(engine, outbox, what, source, context, key):
-    known = engine.contexts._by_number[PEERS] = Context(PEERS)
+    known = engine.contexts._contexts[PEERS] = Context(PEERS)
     known.callers.add(PEER)
     rest = {
         Notice.DONE: [()],
@@ -116,7 +116,7 @@ def test_who_has_no_say(engine, outbox, what, source, context, key):
 
 def test_who_has_a_say_in_the_end_of_a_context(engine, outbox):
     for source in (PEER, STRANGER):  # whose context it is, and who has called within it
-        known = engine.contexts._by_number[PEERS] = Context(PEERS)
+        known = engine.contexts._contexts[PEERS] = Context(PEERS)
         known.callers.add(STRANGER)
         notice(engine, source, Notice.CLEANUP, PEERS)
         assert engine.contexts.find(PEERS) is None
@@ -165,7 +165,7 @@ def test_a_report_of_a_worker_without_a_part(engine):
 
 def test_what_is_said_of_a_pass_of_another_context(engine):
     under_way = running(engine)
-    engine.contexts._by_number[PEERS] = Context(PEERS)
+    engine.contexts._contexts[PEERS] = Context(PEERS)
     for what, fields in [
         (Notice.DONE, [(STRANGER,)]),
         (Notice.FAILED, [("E", "E", "", None)]),

@@ -108,7 +108,7 @@ def test_rows_of_messages(messages, mode):
     outbox = Outbox()
     with mock.patch.object(current, "agent", agent(outbox)):
         engine = make_engine()
-        engine.contexts._by_number[PEERS] = Context(PEERS)
+        engine.contexts._contexts[PEERS] = Context(PEERS)
         under_way = running(engine, mode)
         for source, (kind, content) in messages:
             try:

@@ -175,7 +175,7 @@ def test_a_batch_of_messages_is_started_as_one(world, shared, monkeypatch):
             str(shared._others.calls),
         )
     # So for what compiled code calls.
-    monkeypatch.setattr(functional, "_noted", lambda tensor, work: tensor)
+    monkeypatch.setattr(functional, "_register_work", lambda tensor, work: tensor)
     shared._others.calls.clear()
     functional._batch_p2p_ops(
         ["isend", "irecv"], [right, left], [0, 0], [tensor, tensor], shared.group_name
