@@ -1,7 +1,7 @@
-"""Distributed autograd over RPC: the interface of ``torch.distributed.autograd``, with FAST and SMART mode.
+"""Distributed autograd over RPC: ``torch.distributed.autograd``'s interface, FAST and SMART mode.
 
-The path: ``api`` → ``initiator`` → ``parts`` → ``local_pass`` (torch's engine, on a plan of
-``dependencies``) → ``notices`` ⇝ the other workers' ``engine`` → their ``parts``.
+The path: ``api`` → ``initiator`` → ``start`` → ``parts`` → ``local_pass`` (torch's engine, on a
+plan of ``dependencies``) → ``control_messages`` ⇝ the other workers' ``engine`` → their ``parts``.
 """
 
 from mpidist.autograd.api import (  # noqa: F401

@@ -1,4 +1,4 @@
-"""Public calls: ``context``, ``backward``, ``get_gradients``; torch's names and meanings."""
+"""Public functions of distributed autograd, with torch's names and meanings."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ interceptor.register(_engine)
 
 @untraced
 class context:
-    """A distributed autograd context, for the calling thread; ``with context() as context_id:``.
+    """A distributed autograd context of the calling thread: ``with context() as context_id:``.
 
-    All calls of RPC within it are recorded, here and in the functions that they call. At its end
-    all gradients are gone, on all workers.
+    RPC calls within the context are recorded, on this worker and in the functions that the calls
+    run. At its end all workers drop the context's gradients.
 
     Raises:
         RuntimeError: The thread is within a context, or RPC is not initialised.
     """
 
     def __enter__(self) -> int:
-        """Begin it; return its id, which no other context of the job has."""
+        """Begin the context; return its id, which is unique in the job."""
         self._context = _new_context()
         return self._context.number
 
     def __exit__(self, *error: Any) -> None:
-        """End it. Returns at once: others are told one way."""
+        """End the context; a one-way message per worker is sent, and none is awaited."""
         thread_state.context = None
         _engine.release(self._context.number)
 
@@ -51,24 +51,26 @@ class context:
 def backward(
     context_id: int, roots: Sequence[Tensor], retain_graph: bool = False, mode: str = "fast"
 ) -> None:
-    """Run the distributed backward pass from some roots; gradients of leaves are added up in the context, on each leaf's worker.
+    """Run the distributed backward pass from some roots.
 
-    Blocks: until all workers have done their parts.
+    Gradients of leaves are summed in the context, on the worker that holds the leaf.
+
+    Blocks: until all workers have completed their parts.
 
     Args:
         context_id: A context known on this worker.
         roots: Scalar tensors.
         retain_graph: Keep the graph for another pass.
-        mode: ``"fast"`` awaits gradients for all that was sent in the context, as torch does:
-            everything must be used. ``"smart"`` awaits those that the roots depend on, for three
-            small messages more per worker.
+        mode: ``"fast"`` awaits gradients for every tensor sent in the context, as torch does: every
+            result must be used. ``"smart"`` awaits only those that the roots depend on, at the
+            price of three small messages per worker.
 
     Raises:
         TypeError: Arguments of a wrong kind.
         RuntimeError: Unknown context; wrong roots; "Error on Node r: …" for an error on any worker,
             with the original as cause.
         RankFailureError: A worker has left.
-        CommTimeout: For as long as a call may take no gradient has come.
+        CommTimeout: No gradient arrived for the RPC timeout.
 
     Source: "Distributed Autograd Design", pytorch.org/docs/stable/rpc/distributed_autograd.html
     """
@@ -90,7 +92,7 @@ def backward(
 
 @untraced
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """Return the gradients that a context has on this worker, by leaf.
+    """Return the gradients of a context on this worker, by leaf.
 
     Raises:
         RuntimeError: Unknown context.
@@ -98,7 +100,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     return _engine.contexts.require(context_id).gradients.all()
 
 
-# Read by torch's tests.
+# torch's private names, which torch's tests read.
 
 
 def _new_context() -> Context:
@@ -142,5 +144,8 @@ def _get_debug_info() -> dict[str, str]:
 
 
 def _message_counts() -> dict[str, int]:
-    """Return how many messages of each sort this process has sent: ``GRADIENTS``, and the names of ``notices.Notice``."""
+    """Return the number of messages that this process has sent, by kind.
+
+    Kinds are ``GRADIENTS`` and the names of ``control_messages.Notice``.
+    """
     return dict(control_messages.counts)

@@ -1,7 +1,7 @@
-"""Checks of the engine's messages before anything of them is used: fields, types, ranks, who may say what. Pure.
+"""Validation of the engine's messages before use: fields, types, ranks, permitted senders. Pure.
 
-What fails a check is a ``FrameError``. The engine fails the pass that the message belongs to with
-it, if the sender has a say in that pass; else the message is logged and dropped.
+A failed check raises ``FrameError``. If the sender takes part in the pass of the message, the
+engine fails the pass with this error; otherwise the message is logged and dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpidist.errors import FrameError
 from mpidist.rpc.rref import RRef
 
 _END = 1 << 64
-_BARE = frozenset({Notice.CLEANUP, Notice.ADOPT})  # they name no pass
+_BARE = frozenset({Notice.CLEANUP, Notice.ADOPT})  # without a pass
 _TO_INITIATOR = frozenset({Notice.DONE, Notice.FAILED, Notice.SUMMARY, Notice.REPORT})
 _OF_INITIATOR = frozenset({Notice.ASK, Notice.AWAIT, Notice.PROBE})
 _OF_SMART = frozenset({Notice.ASK, Notice.SUMMARY, Notice.AWAIT})
@@ -30,15 +30,15 @@ def initiator_of(key: int) -> int:
 
 
 def number(value: Any, what: str, workers: int) -> int:
-    """Return a number of a context, a pass or a message.
+    """Return a received number of a context, a pass or a message.
 
     Args:
-        value: What came.
-        what: Its name, for the error.
-        workers: How many there are.
+        value: The received value.
+        what: The field's name, for the error.
+        workers: Number of workers.
 
     Raises:
-        FrameError: No number that one of the workers makes.
+        FrameError: The value is no number that a worker of this job makes.
     """
     if type(value) is not int or not 0 < value < _END or value >> WORKER_SHIFT >= workers:
         raise FrameError(f"no {what} of this job: {_shown(value)}")
@@ -46,10 +46,10 @@ def number(value: Any, what: str, workers: int) -> int:
 
 
 def head(content: Any, workers: int) -> tuple[Notice, int, int, tuple[Any, ...]]:
-    """Return the notice, its context, its pass (0 for those without one), and what follows.
+    """Return a message's notice, context, pass (0 for a notice without one) and remaining fields.
 
     Raises:
-        FrameError: It is none.
+        FrameError: The message is no notice.
     """
     if (
         type(content) is not tuple
@@ -73,18 +73,20 @@ def head(content: Any, workers: int) -> tuple[Notice, int, int, tuple[Any, ...]]
 def sender(
     what: Notice, source: int, me: int, context: int, key: int, found: Context | None
 ) -> None:
-    """Refuse a notice that its sender may not send, or that is not for this worker: see ``notices``.
+    """Refuse a notice that its sender may not send, or that is not meant for this worker.
+
+    The table in ``control_messages`` lists the permitted senders.
 
     Args:
         what: The notice.
-        source: The sender's rank.
-        me: This worker's.
-        context: Its number.
-        key: The pass.
-        found: The context here; None if it is not known.
+        source: Rank of the sender.
+        me: Rank of this worker.
+        context: Number of the context.
+        key: Number of the pass.
+        found: This worker's context of that number, or None.
 
     Raises:
-        FrameError: As said.
+        FrameError: The sender may not send the notice.
     """
     owner = context >> WORKER_SHIFT
     if what in _TO_INITIATOR:
@@ -109,10 +111,10 @@ def sender(
 
 
 def body(what: Notice, rest: Sequence[Any], workers: int) -> None:
-    """Refuse what follows the pass if it is not of the notice's form.
+    """Refuse fields after the pass that do not have the notice's types.
 
     Raises:
-        FrameError: It is not.
+        FrameError: A field has another type or value range.
     """
     for check, value in zip(_FIELDS[what], rest, strict=True):
         if not check(value, workers):
@@ -120,19 +122,19 @@ def body(what: Notice, rest: Sequence[Any], workers: int) -> None:
 
 
 def gradients(send: Send | None, source: int, message: int, found: list[Any]) -> None:
-    """Refuse gradients that are not those of the tensors that were sent; detach those that have a graph of their own.
+    """Refuse gradients that do not match the sent tensors; detach gradients that require grad.
 
-    Shape, dtype and device are the sent tensor's. torch's engine would sum, cast and move what
-    differs without a word.
+    Shape, dtype and device must be those of the sent tensor, because torch's engine would silently
+    sum, cast or move other gradients.
 
     Args:
-        send: What this worker has recorded of the message; None for nothing.
-        source: The sender of the gradients.
-        message: The message's number.
-        found: The gradients, or None for those that there are not; changed in place.
+        send: This worker's record of the message, or None.
+        source: Rank of the sender of the gradients.
+        message: Number of the message.
+        found: Gradients, None for an undefined one; changed in place.
 
     Raises:
-        FrameError: As said.
+        FrameError: The gradients do not match.
     """
     if send is None or send.to != source:
         raise FrameError(
@@ -165,15 +167,16 @@ def gradients(send: Send | None, source: int, message: int, found: list[Any]) ->
                 f"message {message}, which is of shape {shape}, {expected.dtype} on "
                 f"{expected.device}"
             )
-        if one.requires_grad:  # a node has returned what is not its own, a parameter say
+        # A node may return a tensor that is not its own result, for example a parameter.
+        if one.requires_grad:
             found[place] = one.detach()
 
 
 def request(content: Any, workers: int) -> tuple[RRef[Any], int, bool, str]:
-    """Return reference, context, whether to retain the graph, and mode of a request for a pass from the value of a reference.
+    """Return reference, context, retain_graph and mode of a request for ``RRef.backward``.
 
     Raises:
-        FrameError: It has another form, or the reference is another worker's.
+        FrameError: The request has other fields, or the reference is owned by another worker.
     """
     if type(content) is not tuple or len(content) != 4:
         raise FrameError(f"backward() of a reference has four arguments; got {_shown(content)}")
@@ -227,7 +230,7 @@ def _is_flag(value: Any, workers: int) -> bool:
 
 
 def _is_duration(value: Any, workers: int) -> bool:
-    return type(value) is float and value >= 0.0  # not of NaN
+    return type(value) is float and value >= 0.0  # false for NaN
 
 
 def _are_texts(value: Any, workers: int) -> bool:
@@ -240,7 +243,7 @@ def _is_anything(value: Any, workers: int) -> bool:
 
 _FIELDS: dict[Notice, tuple[Callable[[Any, int], bool], ...]] = {
     Notice.DONE: (_are_ranks,),
-    # Whoever rebuilds the error checks its description.
+    # remote_error.rebuilt checks the description.
     Notice.FAILED: (_is_anything,),
     Notice.STOP: (),
     Notice.ASK: (),
@@ -255,5 +258,5 @@ _LENGTHS = {what: len(fields) + (2 if what in _BARE else 3) for what, fields in 
 
 
 def _shown(value: Any) -> str:
-    # Not by the value's own representation, which may be as long as the message.
+    # repr() of the value may be as long as the message.
     return str(value) if type(value) in (bool, float, type(None)) else f"a {type(value).__name__}"

@@ -1,14 +1,15 @@
-"""Contexts of distributed autograd: which exist on this worker, what each has recorded, and how they end.
+"""Distributed autograd contexts of this worker: their records and their release.
 
-A context begins with ``context()`` on one worker, or with the first request that arrives in it,
-and is noted as the request's header arrives. MPI keeps the order of a pair of workers, so a
-clean-up from the same worker finds all that it is meant for. An answer never makes a context. At
-its end each worker passes the clean-up on, once, to all workers to which it has sent requests
-within it; while handlers of the context still run here, the last of them does: what they sent goes
-ahead. Nothing is confirmed.
+A worker creates a context in ``context()``, or when the header of the first request within the
+context arrives. An answer never creates one. MPI keeps the order of messages between two workers,
+so a clean-up message finds every record that the same sender's requests have caused.
 
-When a worker has died, those that know a context from it alone ask the context's own worker to
-clean up for it (``Notice.ADOPT``).
+At the end of a context each worker sends one clean-up message to every worker that it has sent
+requests to within the context. While handlers of the context still run, the last handler sends the
+clean-up, so that the handlers' own requests precede the clean-up. No message is confirmed.
+
+When a worker dies, the workers that only it has called within a context ask the context's owner to
+send them the clean-up (``Notice.ADOPT``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mpidist.errors import MpidistError
 
 WORKER_SHIFT = 48
 MAX_COUNT = (1 << WORKER_SHIFT) - 1
-SMART = 1 << (WORKER_SHIFT - 1)  # in the number of a pass: its mode
+SMART = 1 << (WORKER_SHIFT - 1)  # bit of a pass's number: SMART mode
 MODES = ("fast", "smart")
 
 
@@ -35,21 +36,21 @@ class Context:
     """One context on one worker.
 
     Attributes:
-        number: Its id; the worker that made it is in the top 16 bits.
-        callees: Ranks that requests within the context were sent to, and ranks adopted for clean-up.
+        number: Id of the context; the top 16 bits are the rank of its owner.
+        callees: Ranks that were sent requests within the context, and adopted ranks.
         callers: Ranks that requests within the context arrived from.
-        sends: By number of the message.
-        receives: By node.
-        gradients: Of the leaves.
-        reductions: Of the data-parallel modules that were run within it, by reducer.
+        sends: Sent messages with tensors that need gradients, by message number.
+        receives: Received messages with such tensors, by node.
+        gradients: Gradients of the leaves.
+        reductions: Data-parallel modules that ran within the context, by reducer.
         parts: This worker's parts of backward passes, by pass.
-        plans: Plans of passes in SMART mode that were asked for and not begun.
-        early: Gradients for passes whose part is not known yet.
+        plans: Plans of SMART passes that have been surveyed and have not begun.
+        early: Gradients that arrived before this worker's part of a SMART pass began.
         stopped: Passes that have failed.
-        completed: Passes whose part here is over.
-        active: Handlers that run within it.
-        is_released: It has ended here.
-        lock: Guards ``active``, ``is_released`` and the making of parts.
+        completed: Passes whose part is complete on this worker.
+        active: Number of handlers that run within the context.
+        is_released: The context has ended on this worker.
+        lock: Guards ``active``, ``is_released`` and the creation of parts.
     """
 
     def __init__(self, number: int) -> None:
@@ -70,7 +71,7 @@ class Context:
         self.lock = threading.Lock()
 
     def peers(self) -> set[int]:
-        """Return all workers that it is shared with, as far as this worker knows."""
+        """Return the ranks that this worker knows to have the context."""
         return set(self.callees) | set(self.callers)
 
     # torch's names, read by its tests.
@@ -90,7 +91,7 @@ class Context:
 
 class _ThreadState(threading.local):
     context: Context | None = None
-    waits = False  # the thread waits in ``backward``
+    waits = False  # in ``backward``
 
 
 thread_state = _ThreadState()
@@ -115,35 +116,35 @@ class Contexts:
         return len(self._contexts)
 
     def make_id(self, worker: int) -> int:
-        """Return a number that no other worker makes: for contexts, messages and passes."""
+        """Return a number unique in the job, for a context, message or pass."""
         return worker << WORKER_SHIFT | next(self._numbers)
 
     def create(self, worker: int) -> Context:
-        """Make a context of this worker."""
+        """Create a context that this worker owns."""
         created = Context(self.make_id(worker))
         self._contexts[created.number] = created
         return created
 
     def request_arrived(self, me: int, number: int, source: int) -> None:
-        """Note a request's context as its header arrives, on the polling thread."""
+        """Record the context of an arriving request; called on the polling thread."""
         found = self._contexts.get(number)
         if found is None:
             if me in (number >> WORKER_SHIFT, source):
-                # one of ours, or known when this worker called itself: it has ended since, and
-                # nobody would end it again
+                # This worker has had the context and has released it. A new one would never be
+                # released.
                 return
             found = self._contexts[number] = Context(number)
         found.callers.add(source)
 
     def find(self, number: int) -> Context | None:
-        """Return a context; None if it is not known here, or no more."""
+        """Return a context, or None if this worker does not have it."""
         return self._contexts.get(number)
 
     def require(self, number: int) -> Context:
         """Return a context.
 
         Raises:
-            MpidistError: It is not known here, or no more.
+            MpidistError: This worker does not have it.
         """
         found = self._contexts.get(number)
         if found is None:
@@ -151,7 +152,7 @@ class Contexts:
         return found
 
     def release(self, number: int, me: int) -> Context | None:
-        """End a context here, and on all workers that were told of it here; return it, if it was known."""
+        """End a context on this worker and its callees; return the context, or None."""
         found = self._contexts.pop(number, None)
         if found is not None:
             with found.lock:
@@ -162,10 +163,10 @@ class Contexts:
         return found
 
     def worker_left(self, rank: int, me: int) -> list[Context]:
-        """End the contexts of a worker that has left, and find others for those known from it alone.
+        """End the contexts of a worker that has left; have others' contexts adopted.
 
         Returns:
-            The contexts that have ended.
+            The ended contexts.
         """
         ended = []
         for context in list(self._contexts.values()):
@@ -180,7 +181,7 @@ class Contexts:
         return ended
 
     def adopt(self, number: int, worker: int) -> None:
-        """Have a worker cleaned up when the context ends; at once if it has."""
+        """Add a worker to those that get the clean-up; send it now if the context has ended."""
         found = self._contexts.get(number)
         if found is not None:
             found.callees.add(worker)
@@ -188,22 +189,22 @@ class Contexts:
             notify_all([worker], Notice.CLEANUP, number)
 
     def values(self) -> list[Context]:
-        """Return all."""
+        """Return all contexts."""
         return list(self._contexts.values())
 
     def clear(self) -> None:
-        """Forget all: RPC has ended."""
+        """Drop all contexts, because RPC has ended."""
         for context in self.values():
             context.is_released = True
         self._contexts.clear()
 
 
 class Within:
-    """The context manager under which a handler or a callback runs in a context.
+    """Context manager that runs a handler or a callback within an autograd context.
 
     Args:
-        context: None for none.
-        me: This worker's rank.
+        context: None for no context.
+        me: Rank of this worker.
     """
 
     __slots__ = ("_before", "_context", "_me")
@@ -213,7 +214,7 @@ class Within:
         self._me = me
 
     def __enter__(self) -> None:
-        """Make it the thread's."""
+        """Set the thread's context."""
         self._before = thread_state.context
         thread_state.context = context = self._context
         if context is not None:
@@ -221,7 +222,7 @@ class Within:
                 context.active += 1
 
     def __exit__(self, *error: Any) -> None:
-        """Give the thread back what it had."""
+        """Restore the thread's previous context."""
         thread_state.context = self._before
         context = self._context
         if context is not None:
@@ -233,13 +234,13 @@ class Within:
 
 
 def unknown_context(number: int) -> MpidistError:
-    """Return the error of a context that is not known here."""
+    """Return the error for a context that this worker does not have."""
     return MpidistError(f"Could not find autograd context with id: {number}")
 
 
 def _send_cleanup(context: Context, me: int) -> None:
-    # The context's own worker has ended it first. All others get it, also those that told us: we
-    # may have told them again.
+    # The owner has ended the context first. Callers get the clean-up, too, if this worker has
+    # called them in turn.
     notify_all(
         context.callees - {me, context.number >> WORKER_SHIFT}, Notice.CLEANUP, context.number
     )

@@ -2,30 +2,30 @@
 
 ::
 
-    gradients   context, pass, number of the message whose tensors' gradients these are, whether to retain the graph; and for
-                each of its tensors that needs one the gradient, or None if there is none: in a list, or itself if it is one
-    notice      what, context, and what follows (``Notice``)
+    gradients   context, pass, number of the message that carried the tensors, retain_graph, and
+                a gradient or None for each of its tensors that needs one (a list, or the one
+                gradient itself)
+    notice      kind, context, and the fields of the kind (``Notice``)
 
-They name their context in their content and carry none in the header: gradients are not recorded.
+The header carries no context, so gradients are not recorded; the content names the context.
 
-Who may say what (``checks``; all else is logged and dropped):
+Permitted senders (``checks`` drops and logs all other messages):
 
-==================
-============================================================================================
-gradients           the worker that the message went to; as many as its tensors, of their shape,
-dtype and device DONE, FAILED        any worker, of its own part
-SUMMARY             a worker that was asked, once
-REPORT              a worker that has a part
-ASK, AWAIT, PROBE   the worker that began the pass
-STOP                that one, and those that share the context with the receiver
-CLEANUP             the context's worker, and those whose requests came within it; nobody to the
-context's worker ADOPT               any worker, to the context's
-==================
-============================================================================================
+=================  ================================================================
+gradients          the receiver of the message; as many as its tensors, with their
+                   shapes, dtypes and devices
+DONE, FAILED       any worker, about its own part
+SUMMARY            a worker that was asked, once
+REPORT             a worker that has a part
+ASK, AWAIT, PROBE  the initiator of the pass
+STOP               the initiator, and workers that share the context with the receiver
+CLEANUP            the context's owner and callers of the receiver; never to the owner
+ADOPT              any worker, to the context's owner
+=================  ================================================================
 
-A worker of a context may begin passes in it and may fail them. What is of another form, or
-gradients of another message, ends the pass at the worker that began it, if the sender has a say in
-it. What a worker says of its own part is believed: a pass that waits for a part which does not
+A worker of a context may begin passes in the context and may fail them. A malformed message, or
+gradients of another message, ends the pass at its initiator if the sender takes part in the pass.
+Reports about a sender's own part are not verified: a pass that waits for a part which does not
 exist ends after the RPC timeout.
 """
 
@@ -42,43 +42,51 @@ from mpidist.rpc.message import GRADIENTS, Kind
 
 
 class Notice(enum.IntEnum):
-    """Notices, and what follows the context in each."""
+    """Kinds of notices; the comments list the fields after the context."""
 
-    # pass, workers that were sent gradients: the sender's part is complete; to the initiator
+    # The sender's part is complete; to the initiator. Pass, ranks that were sent gradients.
     DONE = 1
-    FAILED = 2  # pass, description of an error (rpc.remote_error); to the initiator
-    STOP = 3  # pass: it has failed; passed on to whom gradients were sent
-    ASK = 4  # pass: which receives does each of your sends reach?
-    SUMMARY = 5  # pass, {message: [(message, worker), …]}, workers of the context; to the initiator
-    AWAIT = 6  # pass, whether to retain the graph, messages that get gradients
-    PROBE = 7  # pass: is there progress?
-    # pass, seconds since the last gradient, messages without one as texts, workers sent to; to the
-    # initiator
+    # The sender's part has failed; to the initiator. Pass, description of an rpc.remote_error.
+    FAILED = 2
+    # The pass has failed; forwarded to ranks that were sent gradients. Pass.
+    STOP = 3
+    # Request for a summary; from the initiator. Pass.
+    ASK = 4
+    # Answer to ASK. Pass, {sent message: [(received message, sender), …]}, ranks of the context.
+    SUMMARY = 5
+    # Start of a SMART part; from the initiator. Pass, retain_graph, messages that get gradients.
+    AWAIT = 6
+    # Request for a report; from the initiator. Pass.
+    PROBE = 7
+    # Answer to PROBE. Pass, seconds since the last gradient, texts about messages without
+    # gradients, ranks that were sent gradients.
     REPORT = 8
-    CLEANUP = 9  # nothing: the context has ended; passed on to whom requests were sent
-    ADOPT = 10  # nothing: whom the sender had this context from has died; to the context's worker
+    # The context has ended; forwarded to ranks that were sent requests. No fields.
+    CLEANUP = 9
+    # The sender's only caller within the context has died; to the context's owner. No fields.
+    ADOPT = 10
 
 
 GRADIENT_KINDS = (Kind.GRADIENTS, Kind.REQUEST_GRADIENTS)
-counts: Counter[str] = Counter()  # messages that this process has sent, by name
+counts: Counter[str] = Counter()  # sent messages by kind
 
 
 def send_gradients(
     to: int, is_back: bool, context: int, key: int, message: int, retain: bool, gradients: list[Any]
 ) -> None:
-    """Send gradients.
+    """Send gradients to the worker that sent the tensors.
 
     Args:
-        to: The worker that sent the tensors.
-        is_back: It sent them in a request: the gradients go by the device maps of answers.
-        context: Its id.
-        key: The number of the pass.
-        message: That of the message.
+        to: Rank of that worker.
+        is_back: The tensors were in a request, so the device maps of answers apply.
+        context: Number of the context.
+        key: Number of the pass.
+        message: Number of the message with the tensors.
         retain: Keep the graph.
         gradients: Tensors, or None.
 
     Raises:
-        RankFailureError: It has left.
+        RankFailureError: The worker has left.
     """
     counts["GRADIENTS"] += 1
     kind = Kind.REQUEST_GRADIENTS if is_back else Kind.GRADIENTS
@@ -99,9 +107,9 @@ def notify(to: int, what: Notice, context: int, *rest: Any) -> None:
 
 
 def notify_all(workers: Iterable[int], what: Notice, context: int, *rest: Any) -> None:
-    """Send a notice to all of some workers that are still there; nothing once RPC has ended."""
+    """Send a notice to several workers; skip those that have left, and all once RPC has ended."""
     for to in workers:
         try:
             notify(to, what, context, *rest)
-        except MpidistError:  # it has left, or RPC has been shut down
+        except MpidistError:
             counts[what.name] -= 1

@@ -1,4 +1,4 @@
-"""Engine of distributed autograd: what ``rpc`` calls for each message within a context (``rpc/interceptor.py``)."""
+"""Engine of distributed autograd: the ``Interceptor`` that ``rpc`` calls for each message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpidist.rpc.pool import Task
 
 
 class Engine:
-    """The engine of this process."""
+    """Records tensors of RPC messages, and dispatches gradients and notices."""
 
     def __init__(self) -> None:
         self.contexts = Contexts()
@@ -58,7 +58,7 @@ class Engine:
         if is_answer:
             found = self.contexts.find(context)
         else:
-            # it may have ended a moment ago: the clean-up follows when this handler ends
+            # The context may have ended meanwhile: the clean-up is sent when this handler ends.
             found = thread_state.context
             if found is not None and found.number == context:
                 found.callees.add(to)
@@ -90,10 +90,10 @@ class Engine:
         """See ``Interceptor``."""
         return Within(self.contexts.find(context), _own_rank())
 
-    # Messages of its own.
+    # Messages of the engine.
 
     def handle(self, source: int, kind: int, context: int, obj: Any) -> Any:
-        """See ``Interceptor``; a pass from the value of a reference on its owner, asked for by another worker."""
+        """See ``Interceptor``; runs a pass from an owned reference's value for another worker."""
         reference, number, retain_graph, mode = checks.request(
             obj, len(current.require().workers.infos)
         )
@@ -103,7 +103,7 @@ class Engine:
         """See ``Interceptor``.
 
         Raises:
-            FrameError: The message does not hold what it must, or its sender may not send it.
+            FrameError: The message is malformed, or its sender may not send it.
         """
         if kind in GRADIENT_KINDS:
             return _task(self._parts.receive_gradients, source, obj)
@@ -115,8 +115,7 @@ class Engine:
         try:
             checks.body(what, rest, count)
         except FrameError as error:
-            # The sender has a say in the pass, which would wait in vain for what this should have
-            # been.
+            # The sender takes part in the pass, which would otherwise wait for a valid message.
             failure = FrameError(f"rank {source} sent {error}")
             if checks.initiator_of(key) == me:
                 self.initiator.refuse(number, key, failure)
@@ -166,14 +165,14 @@ class Engine:
         )
         self.contexts.clear()
 
-    # What users call.
+    # Calls of users.
 
     def backward(self, context: int, root: Tensor, retain_graph: bool, mode: str) -> None:
         """See ``Interceptor``."""
         self.initiator.backward(context, [root], retain_graph, mode)
 
     def release(self, number: int) -> bool:
-        """End a context here, and wherever it is known from here; say whether it was known."""
+        """End a context on this worker and its callees; return whether this worker had it."""
         context = self.contexts.release(number, _own_rank())
         if context is None:
             return False
@@ -197,6 +196,5 @@ def _own_rank() -> int:
 
 
 def _task(function: Any, *args: Any) -> Task:
-    # The thread that waits for its pass does the work by itself; one that waits for something else
-    # leaves it to the pool.
+    # A thread that polls in backward() runs the task itself; any other leaves it to the pool.
     return Task(partial(function, *args), not thread_state.waits)

@@ -1,8 +1,8 @@
-"""Order of gradients between threads: events behind the work that makes them, on the streams current where they were made.
+"""CUDA stream order of gradients between threads, by events on the producers' streams.
 
 A gradient may arrive in one thread, be used by a node in another, and be read by an optimizer in a
-third, each with current streams of its own. torch's engine orders a pass with the streams of the
-thread that calls it alone.
+third thread. Each thread has its own current streams, and torch's engine orders a pass only with
+the streams of the thread that calls the engine.
 
 Source: "CUDA semantics, stream semantics of backward passes",
 pytorch.org/docs/stable/notes/cuda.html
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class Fence:
-    """The last place at which tensors were made, by device. Tensors of the host need none."""
+    """Events after the last kernels that write some tensors, by device; none for host tensors."""
 
     __slots__ = ("_events",)
 
@@ -29,9 +29,9 @@ class Fence:
         self.record(tensors)
 
     def record(self, tensors: Iterable[Tensor | None]) -> None:
-        """Note that the calling thread's current streams make tensors.
+        """Record events on the calling thread's current streams, which write the tensors.
 
-        What was noted before must be held in this thread.
+        The caller must have called ``hold`` for events recorded before.
         """
         for tensor in tensors:
             if (
@@ -42,7 +42,10 @@ class Fence:
                 self._events[tensor.device] = device.record_current_stream()
 
     def hold(self, tensors: Iterable[Tensor | None] = ()) -> None:
-        """Have the calling thread's current streams wait until the tensors are there; keep ``tensors`` until those are done."""
+        """Let the calling thread's current streams wait for the events.
+
+        The memory of ``tensors`` is kept from reuse until these streams have read it.
+        """
         if self._events:
             for event in self._events.values():
                 event.block_current_stream()

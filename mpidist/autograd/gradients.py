@@ -1,4 +1,4 @@
-"""Gradients of one context's leaves on one worker: taken over, copied or added, as AccumulateGrad does."""
+"""Gradient sums of one context's leaves on one worker, accumulated as AccumulateGrad does."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mpidist.autograd.fence import Fence
 
 Tensor = torch.Tensor
 
-# of a gradient that nobody else holds: its pair, the loop's variable, the argument of getrefcount
+# References to a gradient without other owners: pair, loop variable, argument of getrefcount.
 _HOLDERS = 3
 
 
 class Gradients:
-    """The sums. Any thread may add to them."""
+    """Thread-safe sums of gradients, by leaf."""
 
     def __init__(self) -> None:
         self._sums: dict[Tensor, Tensor] = {}
@@ -27,9 +27,9 @@ class Gradients:
     def add(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Add gradients of leaves.
 
-        A first gradient is taken over if nobody else holds it and it is laid out as its leaf, else
-        copied. Later ones are added in place; to a sparse sum, and sparse ones to each other, out
-        of place.
+        The first gradient of a leaf becomes the sum if it has no other references and the leaf's
+        layout; otherwise it is copied. Later gradients are added in place, or out of place if the
+        sum is sparse.
 
         Source: ``torch/csrc/autograd/functions/accumulate_grad.h``, without a graph of the
         gradients.
@@ -39,7 +39,7 @@ class Gradients:
             self._fence.hold()
             for leaf, gradient in found:
                 old = sums.get(leaf)
-                # a node has returned what is not its own, a parameter say
+                # A node may return a tensor that is not its own result, for example a parameter.
                 if gradient.requires_grad:
                     gradient = gradient.detach().clone()
                 if old is None:
@@ -50,7 +50,7 @@ class Gradients:
                 elif old.layout is torch.strided:
                     old.add_(gradient)
                 else:
-                    # torch adds a sparse tensor to a dense one, and not the other way round.
+                    # torch supports dense + sparse, but not sparse + dense.
                     sums[leaf] = (
                         gradient + old if gradient.layout is torch.strided else old + gradient
                     )
@@ -58,7 +58,7 @@ class Gradients:
                     self._fence.record((sums[leaf],))
 
     def all(self) -> dict[Tensor, Tensor]:
-        """Return the sums so far, by leaf; the calling thread's current streams wait until they are there."""
+        """Return the sums so far, by leaf; the calling thread's current streams wait for them."""
         with self._lock:
             self._fence.hold(self._sums.values())
             return dict(self._sums)
@@ -81,7 +81,7 @@ def _fits(gradient: Tensor, leaf: Tensor) -> bool:
 
 
 def _has_own_places(leaf: Tensor) -> bool:
-    """Say whether a tensor's elements fill its memory, each in a place of its own (in any order)."""
+    """Return whether a tensor is dense and without overlap, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(leaf.stride(), leaf.shape, strict=True)):
         if size != 1:

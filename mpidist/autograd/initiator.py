@@ -1,4 +1,4 @@
-"""Backward passes that begin on this worker: roots, the survey of SMART mode, and the wait for the end."""
+"""Initiator of backward passes: checks the roots, starts a pass and waits for its end."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mpidist.rpc.worker import Workers
 
 
 def edges_of(roots: Sequence[Tensor]) -> list[Edge]:
-    """Return where a pass begins.
+    """Return the graph edges of the roots.
 
     Raises:
-        RuntimeError: No roots, or one without a gradient, of more than one element, or without a
-            function; in torch's words.
+        RuntimeError: No roots; a root that does not require grad, has several elements, or has no
+            ``grad_fn``. The messages are torch's.
     """
     if not roots:
         raise RuntimeError("No tensors provided for gradient computation.")
@@ -40,10 +40,10 @@ def edges_of(roots: Sequence[Tensor]) -> list[Edge]:
 
 
 class Initiator:
-    """The passes that began here and have not ended.
+    """The running passes that began on this worker.
 
     Args:
-        contexts: Of this worker.
+        contexts: Contexts of this worker.
     """
 
     def __init__(self, contexts: Contexts) -> None:
@@ -87,10 +87,10 @@ class Initiator:
     def add_summary(
         self, worker: int, number: int, key: int, found: Summary, peers: Sequence[int]
     ) -> None:
-        """Take a worker's answer to the survey.
+        """Record a worker's answer to the survey of a pass.
 
         Raises:
-            FrameError: The worker was not asked, or has answered.
+            FrameError: The worker was not asked, or has answered before.
         """
         running = self._running(number, key)
         if running is None or running.error is not None:
@@ -106,13 +106,13 @@ class Initiator:
         except Exception as error:
             running.fail(error)
 
-    # What others report.
+    # Reports of the workers.
 
     def _running(self, number: int, key: int) -> Pass | None:
-        """Return a pass of a context; None if it has ended.
+        """Return a pass of a context, or None if it has ended.
 
         Raises:
-            FrameError: It is of another context.
+            FrameError: The pass belongs to another context.
         """
         running = self._passes.get(key)
         if running is not None and running.context != number:
@@ -120,7 +120,7 @@ class Initiator:
         return running
 
     def refuse(self, number: int, key: int, error: MpidistError) -> None:
-        """End a pass for a message that does not hold what it must."""
+        """Fail a pass because of a malformed message."""
         if self._running(number, key) is not None:
             self._fail(key, error)
 
@@ -131,31 +131,32 @@ class Initiator:
             self._require_living(running)
 
     def complete_part(self, worker: int, number: int, key: int, sent_to: Iterable[int]) -> None:
-        """Note that a worker's part is complete."""
+        """Record that a worker's part is complete."""
         running = self._running(number, key)
         if running is not None:
             running.complete(worker, sent_to)
             self._require_living(running)
 
     def _require_living(self, running: Pass) -> None:
-        """Fail a pass in which a worker has a part that has left before that was known."""
+        """Fail a pass if a worker left before the initiator learned of the worker's part."""
         agent = current.agent
         if agent is not None and agent.workers.left:
             for rank in agent.workers.left & running.members():
                 running.fail(worker_lost(agent.workers, rank))
 
     def _fail(self, key: int, error: BaseException) -> None:
-        """End a pass for an error on this worker."""
+        """Fail a pass because of an error on this worker."""
         running = self._passes.get(key)
         if running is None:
             return
-        if not isinstance(error, Exception):  # an interrupt is the user's own
+        # An interrupt of the user is raised as it is.
+        if not isinstance(error, Exception):
             running.fail(error)
         else:
             running.fail(_error_on(running.me, error))
 
     def fail_part(self, agent: Agent, worker: int, number: int, key: int, description: Any) -> None:
-        """End a pass for an error on another worker."""
+        """Fail a pass because of an error on another worker."""
         running = self._running(number, key)
         if running is None:
             return
@@ -174,7 +175,7 @@ class Initiator:
         missing: list[str],
         sent_to: Iterable[int],
     ) -> None:
-        """Take a worker's answer about its progress.
+        """Record a worker's answer to ``Notice.PROBE``.
 
         Raises:
             FrameError: The worker was not asked.
@@ -196,7 +197,7 @@ class Initiator:
     def fail_all(
         self, error: BaseException, context: int | None = None, worker: int | None = None
     ) -> None:
-        """End all passes, or those of a context, or those in which a worker has a part, with an error."""
+        """Fail all passes, or only those of a context, or those in which a worker has a part."""
         for running in list(self._passes.values()):
             if (context is None or running.context == context) and (
                 worker is None or running.involves(worker)
@@ -205,7 +206,7 @@ class Initiator:
 
 
 def worker_lost(workers: Workers, rank: int) -> RankFailureError:
-    """Return the error of a pass that needs a worker which has left."""
+    """Return the error for a pass that needs a worker which has left."""
     return RankFailureError(
         f"a backward pass needs {workers.infos[rank].name}, which has left RPC (shutdown without "
         "graceful, the end of its "
@@ -216,7 +217,7 @@ def worker_lost(workers: Workers, rank: int) -> RankFailureError:
 
 def _error_on(worker: int, error: BaseException) -> RuntimeError:
     if isinstance(error, RankFailureError) and error.__cause__ is None:
-        return error  # a worker that is gone, as noticed here
+        return error
     wrapped = RuntimeError(f"Error on Node {worker}: {error}")
     wrapped.__cause__ = error
     return wrapped

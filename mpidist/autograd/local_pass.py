@@ -1,14 +1,14 @@
-"""One worker's part of a backward pass: runs torch's engine on what is ready, as gradients of its sources arrive.
+"""One worker's part of a backward pass: runs torch's engine as gradients of the sources arrive.
 
-A set of nodes is run as soon as the gradients of all its sources are here and another worker waits
-for what it yields, or nothing more will arrive: in one call of torch's engine, which takes
-gradients at leaves, at received tensors and at cuts (``dependencies``). Every node runs once, in
-torch's engine, with its hooks.
+Nodes are ready when the gradients of all their sources have arrived. One call of torch's engine
+runs all ready nodes, and captures gradients at leaves, at received tensors and at cuts
+(``dependencies``). The call is delayed until another worker waits for one of its results, or until
+all gradients have arrived. Every node runs once, in torch's engine, with its hooks.
 
 Cuts at inner nodes, and at leaves with hooks, need care. torch's engine runs the hooks of a node
-at which it takes a gradient, which is only a part of the node's; and it runs on through such a
-node if it takes another gradient below. So the nodes above these cuts are run one at a time, each
-ended by a hook of ours behind it; all others that are ready follow in one call.
+where it captures a gradient, although this gradient is only a part of the node's. The engine also
+continues through such a node if it captures another gradient below. Therefore the nodes above these
+cuts run one at a time, each stopped by a hook after it; all other ready nodes follow in one call.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.ru
 
 
 class Outlet(Protocol):
-    """What a part yields."""
+    """Receiver of a part's results."""
 
     def send(self, part: LocalPass, node: Node, gradients: list[Gradient]) -> None:
         """Send the gradients of received tensors back."""
 
     def complete(self, part: LocalPass) -> None:
-        """Note that all sources have had their gradients, and all nodes have run."""
+        """Record that all gradients have arrived and all nodes have run."""
 
 
 class LocalPass:
-    """The part.
+    """One worker's part of a backward pass.
 
     Args:
-        outlet: Gets what it yields.
-        context: Gets the leaves' gradients.
-        key: The pass's number.
+        outlet: Receives the results.
+        context: Receives the leaves' gradients.
+        key: Number of the pass.
         retain: Whether the graph is kept.
-        plan: Of all the sources.
-        awaited: Those that get gradients; None for all.
+        plan: Plan from all sources.
+        awaited: Keys of the sources that get gradients; None for all.
 
     Raises:
-        MpidistError: Gradients are awaited for what is no source.
+        MpidistError: Gradients are awaited for a key that is no source.
 
     Attributes:
-        sent_to: Workers that were sent gradients.
-        is_stopped: The pass has failed: nothing more is yielded.
+        sent_to: Ranks that were sent gradients.
+        is_stopped: The pass has failed, and the part yields no more results.
     """
 
     def __init__(
@@ -89,10 +89,11 @@ class LocalPass:
                 )
             self._needed = sum(1 << self._places[name] for name in awaited)
         self._arrived = self._all & ~self._needed
-        # masks that have not run
+        # Masks whose nodes have not run.
         self._left = {mask for mask in (*plan.captures, *plan.cuts) if mask & self._needed}
-        self._kept: dict[Edge, Tensor] = {}  # gradients at edges into nodes that have not run
-        self._fence = Fence()  # of what is kept
+        # Gradients at edges into nodes that have not run, and the fence behind these gradients.
+        self._kept: dict[Edge, Tensor] = {}
+        self._fence = Fence()
         self._inbox: list[tuple[int, Sequence[Gradient], Fence]] = []
         self._is_busy = False
         self._since = time.monotonic()
@@ -101,15 +102,15 @@ class LocalPass:
 
     @property
     def since(self) -> float:
-        """Return when gradients have last come; now while nodes run."""
+        """Monotonic time of the last gradient in seconds; the current time while nodes run."""
         return time.monotonic() if self._is_busy else self._since
 
     def missing(self) -> list[int]:
-        """Return the sources that have had no gradients yet."""
+        """Return the keys of the sources whose gradients have not arrived."""
         return [name for name, place in self._places.items() if not self._arrived >> place & 1]
 
     def stop(self) -> None:
-        """Yield nothing more, and let the gradients go."""
+        """Stop yielding results and release the gradients."""
         self.is_stopped = True
         with self._lock:
             self._inbox.clear()
@@ -118,18 +119,21 @@ class LocalPass:
                 self._reductions.close()
 
     def deliver(self, name: int, gradients: Sequence[Gradient]) -> None:
-        """Take the gradients of one source, and run what is ready; if another thread does that already, leave them to it.
+        """Accept the gradients of one source and run the ready nodes.
+
+        If another thread is running nodes of this part, that thread takes the gradients.
 
         Raises:
-            Exception: What the nodes raise; the part is of no use then.
+            Exception: A node's error, after which the part cannot be used.
         """
-        fence = Fence(gradients)  # another thread may use them
+        # Another thread may use the gradients.
+        fence = Fence(gradients)
         with self._lock:
             self._inbox.append((name, gradients, fence))
             if self._is_busy:
                 return
             self._is_busy = True
-        # calls of nodes and hooks, of a recomputed forward pass say, are not recorded
+        # RPC calls from nodes and hooks, as in a recomputed forward pass, are not recorded.
         before, thread_state.context = thread_state.context, None
         try:
             while not self.is_stopped:
@@ -149,7 +153,7 @@ class LocalPass:
                 self._reductions.close()
 
     def _accept(self, arrived: list[tuple[int, Sequence[Gradient], Fence]]) -> None:
-        """Keep the gradients of sources at the edges that the sources lead to."""
+        """Store the gradients of sources at the sources' edges."""
         self._fence.hold(self._kept.values())
         for name, gradients, fence in arrived:
             fence.hold(gradients)
@@ -182,7 +186,8 @@ class LocalPass:
                 cuts.update([edge for edge in plan.cuts[mask] if masks[edge[0]] & waits_for])
         if waits_for and not receives:
             self._fence.record(self._kept.values())
-            return  # nothing that another worker waits for: later, in one go
+            # No other worker waits for these results: a later call runs the nodes together.
+            return
         self._left.difference_update(ready)
         careful = {edge for edge in cuts if _needs_care(edge[0])}
         if careful:
@@ -213,7 +218,7 @@ class LocalPass:
         receives: list[Node],
         cuts: Iterable[Edge],
     ) -> list[tuple[Tensor, Tensor]]:
-        """Run all ready nodes in one call of torch's engine; return the leaves' gradients."""
+        """Run all ready nodes in one call of torch's engine and return the leaves' gradients."""
         widths = [self.context.receives[node].width for node in receives]
         cuts = list(cuts)
         targets = [(node, 0) for node in leaves]
@@ -235,7 +240,7 @@ class LocalPass:
         ]
 
     def _run_one_by_one(self, nodes: Sequence[Node]) -> None:
-        """Run nodes, each behind those above it, in calls of their own; keep what they yield."""
+        """Run nodes in order, one engine call each, and store the gradients that they yield."""
         into: dict[Node, list[Edge]] = {node: [] for node in nodes}
         for edge in self._kept:
             if edge[0] in into:
@@ -278,7 +283,7 @@ class LocalPass:
 
 
 def _sum(first: Tensor, second: Tensor) -> Tensor:
-    # torch adds a sparse tensor to a dense one, and not the other way round.
+    # torch supports dense + sparse, but not sparse + dense.
     return second + first if first.is_sparse and not second.is_sparse else first + second
 
 

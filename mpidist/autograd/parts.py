@@ -1,4 +1,8 @@
-"""This worker's parts of backward passes: begun by the first gradient or by the initiator, ended by the last or by an error."""
+"""Parts of backward passes on this worker.
+
+The first gradient begins a part in FAST mode, the initiator's message in SMART mode. A part ends
+with its last gradient, or with an error.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,8 @@ from mpidist.autograd.smart import summary
 from mpidist.errors import FrameError, RankFailureError
 from mpidist.rpc import current
 
-_MAX_PLANS = 64  # of one context, asked for and not begun: each is as large as the graph
+# Plans of one context that have not begun; each is as large as the graph.
+_MAX_PLANS = 64
 
 
 def plan_of(context: Context, roots: Sequence[Edge] | None = None) -> Plan:
@@ -31,12 +36,13 @@ def plan_of(context: Context, roots: Sequence[Edge] | None = None) -> Plan:
 
 
 class Parts:
-    """The parts of all passes.
+    """The parts of all passes on this worker.
 
     Args:
-        contexts: Of this worker.
-        complete: Called for a part of a pass that began here, with (pass, workers sent to).
-        fail: Called for an error in one, with (pass, error).
+        contexts: Contexts of this worker.
+        complete: Called with (pass, ranks that were sent gradients) when the part of a pass that
+            began on this worker is complete.
+        fail: Called with (pass, error) when such a part fails.
     """
 
     def __init__(
@@ -50,11 +56,11 @@ class Parts:
         self._fail = fail
 
     def receive_gradients(self, source: int, content: Sequence[Any]) -> None:
-        """Take a message of gradients; in FAST mode the first of a pass begins this worker's part.
+        """Deliver a message of gradients; in FAST mode the first one of a pass begins the part.
 
         Raises:
-            FrameError: They are not those of a message that this worker has sent to the source. The
-                pass fails with it, unless the source does not share the context.
+            FrameError: The gradients belong to no message that this worker has sent to the source.
+                The pass fails with this error if the source shares the context.
         """
         number, key, message, flag, gradients = content
         workers = len(current.require().workers.infos)
@@ -95,7 +101,8 @@ class Parts:
                 raise FrameError(
                     f"gradients of message {message} for pass {key}, whose part here is over"
                 )
-            if key & SMART:  # what to await is still under way
+            # In SMART mode the initiator's AWAIT has not arrived yet.
+            if key & SMART:
                 context.early.setdefault(key, []).append((message, gradients))
                 return None
             part = context.parts[key] = LocalPass(self, context, key, retain, plan_of(context))
@@ -109,7 +116,7 @@ class Parts:
         plan: Plan,
         awaited: Iterable[int] | None = None,
     ) -> LocalPass | None:
-        """Begin a part, and give it what has come already; None if the pass has failed meanwhile."""
+        """Begin a part and deliver early gradients; return None if the pass has failed."""
         with context.lock:
             if key in context.stopped or context.is_released:
                 return None
@@ -120,7 +127,7 @@ class Parts:
         return part
 
     def deliver(self, part: LocalPass, name: int, gradients: Sequence[Gradient]) -> None:
-        """Give a part the gradients of one source; an error ends the pass."""
+        """Deliver the gradients of one source to a part; an error ends the pass."""
         try:
             part.deliver(name, gradients)
         except BaseException as error:
@@ -129,11 +136,10 @@ class Parts:
     # SMART mode.
 
     def answer_survey(self, number: int, key: int) -> None:
-        """Tell the initiator which receives each send of a context reaches."""
+        """Send the initiator the receives that each send of a context reaches."""
         context = self._contexts.find(number)
         if context is None:
-            # The first request of the context is still under way, from another worker: no root
-            # depends on it.
+            # The first request within the context has not arrived yet, so no root depends on it.
             notify_all([initiator_of(key)], Notice.SUMMARY, number, key, {}, ())
             return
         try:
@@ -151,7 +157,7 @@ class Parts:
         notify_all([initiator_of(key)], Notice.SUMMARY, number, key, found, tuple(context.peers()))
 
     def begin_awaited(self, number: int, key: int, retain: bool, awaited: Sequence[int]) -> None:
-        """Begin a part with the sends that get gradients, if any."""
+        """Begin a part of a SMART pass with the sends that get gradients, if any."""
         context = self._contexts.find(number)
         plan = context.plans.pop(key, None) if context is not None else None
         if not awaited:
@@ -171,10 +177,10 @@ class Parts:
             except Exception as error:
                 self.abort(context, key, error)
 
-    # What a part yields.
+    # Results of a part.
 
     def send(self, part: LocalPass, node: Node, gradients: list[Gradient]) -> None:
-        """Send the gradients of received tensors to the worker that they came from."""
+        """Send the gradients of received tensors to the worker that sent the tensors."""
         receive = part.context.receives[node]
         part.sent_to.add(receive.source)
         send_gradients(
@@ -188,7 +194,7 @@ class Parts:
         )
 
     def complete(self, part: LocalPass) -> None:
-        """Tell the initiator that a part is complete."""
+        """Report a complete part to the initiator."""
         with part.context.lock:
             part.context.completed.add(part.key)
             part.context.parts.pop(part.key, None)
@@ -206,12 +212,12 @@ class Parts:
     # Errors.
 
     def abort(self, context: Context, key: int, error: BaseException) -> None:
-        """End a pass because of an error on this worker."""
+        """Stop this worker's part because of an error, and report the error to the initiator."""
         self.stop(context, key)
         self.report_failure(context.number, key, error)
 
     def report_failure(self, number: int, key: int, error: BaseException) -> None:
-        """Tell the initiator of an error."""
+        """Report an error to the initiator."""
         agent = current.agent
         if agent is None:
             return
@@ -228,9 +234,9 @@ class Parts:
             )
 
     def stop(self, context: Context, key: int) -> None:
-        """End a part of a failed pass, and those of the workers that it has sent gradients to.
+        """Stop a part of a failed pass, and send STOP to the workers that it sent gradients to.
 
-        Again does nothing.
+        A second call has no effect.
         """
         with context.lock:
             if key in context.stopped:
@@ -251,7 +257,7 @@ class Parts:
                 )
 
     def stop_all(self, context: Context) -> None:
-        """End all parts of a context that has ended."""
+        """Stop all parts of a context that has ended."""
         for key in list(context.parts):
             part = context.parts.pop(key, None)
             if part is not None:
@@ -259,7 +265,7 @@ class Parts:
                 self.report_failure(context.number, key, unknown_context(context.number))
 
     def worker_left(self, rank: int, error: RankFailureError) -> None:
-        """End the passes of contexts that are shared with a worker that has left."""
+        """Fail the passes of contexts shared with a worker that has left."""
         for context in self._contexts.values():
             if context.parts and rank in context.peers():
                 for key in list(context.parts):
@@ -268,10 +274,10 @@ class Parts:
     # Progress.
 
     def report(self, number: int, key: int) -> tuple[float, list[str], set[int]]:
-        """Return the seconds since a part has had a gradient, what it waits for, and the workers it has sent gradients to.
+        """Return a part's idle time in seconds, the gradients that it lacks, and ranks sent to.
 
-        A part that is not there makes no progress: it has ended, and its end is told, or what would
-        begin it was lost.
+        The idle time of a missing part is infinite: the part has ended and reported its end, or
+        the message that would begin it was lost.
         """
         context = self._contexts.find(number)
         part: LocalPass | None = context.parts.get(key) if context is not None else None
@@ -286,5 +292,6 @@ class Parts:
                 texts.append(
                     f"the gradients of {what} {infos[send.to].name} (shapes {send.shapes()})"
                 )
-        since = part.since  # read first: of a part that is busy it is the time of the reading
+        # Read before the clock, because ``since`` of a busy part is the current time.
+        since = part.since
         return time.monotonic() - since, texts, set(part.sent_to)

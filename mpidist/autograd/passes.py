@@ -1,9 +1,9 @@
-"""A backward pass at the worker that began it: its end, its errors, and the time without progress.
+"""Backward pass at its initiator: end, errors, and timeout without progress.
 
-Every worker tells the initiator once that its part is complete, and to whom it has sent gradients.
-The pass is over when all workers that are known of in this way are complete. Whatever fails on any
-worker, or the loss of a worker, ends it at once. Without progress for as long as a call may take,
-the initiator asks the workers of the pass what they wait for.
+Each worker reports once that its part is complete, with the ranks that it sent gradients to. The
+pass ends when all workers named in these reports are complete. An error on any worker, or the loss
+of a worker, ends the pass at once. After the RPC timeout without progress the initiator probes the
+workers of the pass.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from mpidist.autograd.smart import Survey
 from mpidist.errors import CommTimeout, MpidistError
 from mpidist.rpc.call import Call
 
-_REPORT_S = 5.0  # for the workers to say what they wait for
+_REPORT_S = 5.0  # shortest wait for reports
 
 
 class Pass:
-    """The pass.
+    """A backward pass that began on this worker.
 
     Args:
-        key: Its number.
-        context: The context's.
-        me: This worker's rank.
+        key: Number of the pass.
+        context: Number of the context.
+        me: Rank of this worker.
 
     Attributes:
-        survey: In SMART mode, what the workers have answered.
-        error: The first.
-        me: This worker's rank.
+        survey: The answers of the workers in SMART mode, else None.
+        error: The first error, or None.
+        me: Rank of this worker.
+        mentioned: Ranks that are known to have a part.
     """
 
     def __init__(self, key: int, context: int, me: int) -> None:
@@ -48,12 +49,12 @@ class Pass:
         self._call = Call(me, "a backward pass", 0.0)
 
     def expect(self, workers: Iterable[int]) -> None:
-        """Note workers that have a part."""
+        """Record workers that have a part."""
         with self._lock:
             self.mentioned.update(workers)
 
     def complete(self, worker: int, sent_to: Iterable[int]) -> None:
-        """Note that a worker's part is complete, and to whom it has sent gradients."""
+        """Record that a worker's part is complete, and the ranks that it sent gradients to."""
         with self._lock:
             self._complete.add(worker)
             self.mentioned.update(sent_to)
@@ -63,33 +64,33 @@ class Pass:
             self._call.finish()
 
     def progress(self) -> None:
-        """Note that something has come."""
+        """Record progress."""
         self._progress += 1
 
     def report(
         self, worker: int, idle_s: float, missing: list[str], sent_to: Iterable[int]
     ) -> None:
-        """Take a worker's answer to ``Notice.PROBE``."""
+        """Record a worker's answer to ``Notice.PROBE``."""
         with self._lock:
             self.mentioned.update(sent_to)
             self._reports[worker] = idle_s, missing
 
     def fail(self, error: BaseException) -> None:
-        """End the pass with an error; the first counts."""
+        """End the pass with an error; only the first error is kept."""
         with self._lock:
             if self.error is None and not self._call.done:
                 self.error = error
         self._call.finish()
 
     def involves(self, worker: int) -> bool:
-        """Say whether a worker has a part that is not complete, or has not yet answered the survey."""
+        """Return whether a worker has an incomplete part or an unanswered survey question."""
         survey = self.survey
         if survey is not None and survey.expects(worker):
             return True
         return worker in self.mentioned and worker not in self._complete
 
     def members(self) -> set[int]:
-        """Return the other workers that are known to have a part which is not complete."""
+        """Return the other workers that are known to have an incomplete part."""
         with self._lock:
             return self.mentioned - self._complete - {self.me}
 
@@ -100,18 +101,18 @@ class Pass:
         probe: Callable[[Pass], tuple[float, list[str]]],
         names: Any,
     ) -> None:
-        """Wait for the end.
+        """Wait for the end of the pass.
 
         Args:
-            wait: Waits for a call, at most until its deadline; as ``rpc.Polling.wait``.
-            timeout_s: For which there may be no progress; 0 for any time.
-            probe: Asks the members for reports, and returns this worker's own: seconds since the
-                last gradient, and what it waits for.
-            names: Of the workers, by rank.
+            wait: Waits for a call, at most until its deadline, as ``rpc.Polling.wait``.
+            timeout_s: Longest time without progress in seconds; 0 for no limit.
+            probe: Sends PROBE to the members and returns this worker's own idle time in seconds
+                and missing gradients.
+            names: Names of the workers, by rank.
 
         Raises:
             CommTimeout: There was no progress.
-            Exception: What has ended the pass.
+            Exception: The error that ended the pass.
         """
         call = self._call
         while not call.done:
@@ -127,12 +128,12 @@ class Pass:
             try:
                 raise self.error
             finally:
-                # its traceback refers to the pass: a cycle would keep the graph until Python's
-                # collector runs
+                # The error's traceback refers to the pass. This cycle would keep the graph until
+                # Python's garbage collector runs.
                 self.error = None
 
     def _examine(self, wait: Any, timeout_s: float, probe: Any, names: Any) -> None:
-        """Ask all members what they wait for; raise if none has had a gradient for the whole time."""
+        """Probe all members; raise if none has received a gradient for the whole time."""
         call, before = self._call, self._progress
         self._reports.clear()
         own_idle_s, missing = probe(self)

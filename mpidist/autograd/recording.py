@@ -1,10 +1,10 @@
-"""Send and receive nodes: what the forward pass leaves in the autograd graphs of both ends of a message.
+"""Send and receive nodes that the forward pass adds to the autograd graphs of sender and receiver.
 
-A **send** is a C++ node with one edge for each tensor of the message that needs a gradient. The
-node owns the graph below it; the Python object of a node of a Python function would not. A
-**receive** is a node whose outputs are the tensors that arrived. It has torch's name, and none of
-its outputs is a view, so that they may be changed in place. The engine takes gradients at its
-inputs and never runs it.
+A **send** is a C++ node with one edge for each tensor of the message that needs a gradient. A C++
+node owns the graph below it; the Python object of a Python function's node does not. A **receive**
+is a node whose outputs are the received tensors. The node has torch's name. Its outputs are no
+views, so they may be changed in place. The engine captures gradients at the inputs of a receive and
+never runs the node.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
-Node = Any  # of torch's autograd graph
-Edge = tuple[Any, int]  # a node and the number of one of its inputs
+Node = Any  # node of torch's graph
+Edge = tuple[Any, int]  # node, index of its input
 
 _UNSENDABLE = (
     b"a gradient is sent to another worker by mpidist.autograd.backward(), not by a node of its own"
@@ -29,7 +29,7 @@ _UNRECEIVED = (
 
 
 def _forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-    # Not the inputs themselves: those would become views, which may not be changed in place.
+    # Returned inputs would become views, which may not be changed in place.
     return tuple([tensor.detach() for tensor in tensors])
 
 
@@ -37,7 +37,7 @@ def _backward(ctx: Any, *gradients: Any) -> Any:
     raise RuntimeError(_UNRECEIVED)
 
 
-# Its nodes are called torch::distributed::autograd::RecvRpcBackward, as torch's are.
+# torch appends "Backward": the nodes are named as torch's own.
 _make_class: Any = type(torch.autograd.Function)
 _Receive: Any = _make_class(
     "torch::distributed::autograd::RecvRpc",
@@ -54,19 +54,20 @@ _apply = super(torch.autograd.Function, _Receive).apply
 def _types() -> tuple[Any, Any]:
     leaf = torch.zeros(1, requires_grad=True)
     with torch.enable_grad():
-        return type(leaf.view_as(leaf).grad_fn.next_functions[0][0]), type(_apply(leaf)[0].grad_fn)  # type: ignore[union-attr]
+        view: Any = leaf.view_as(leaf)
+        return type(view.grad_fn.next_functions[0][0]), type(_apply(leaf)[0].grad_fn)
 
 
-# types of nodes: where gradients of leaves and of received tensors are taken
+# Node types of leaves and of received tensors.
 LEAF, RECEIVE = _types()
 
 
 class Send:
-    """A message that left with tensors that need gradients.
+    """A sent message with tensors that need gradients.
 
     Attributes:
-        to: The receiver's rank.
-        is_answer: It answered a request.
+        to: Rank of the receiver.
+        is_answer: The message is an answer, not a request.
     """
 
     __slots__ = ("_node", "is_answer", "to")
@@ -79,7 +80,7 @@ class Send:
 
     @property
     def next_functions(self) -> tuple[Edge, ...]:
-        """Return where the gradients of its tensors go, in their order."""
+        """Edges that receive the gradients of the tensors, in the order of the tensors."""
         edges: tuple[Edge, ...] = self._node.next_functions
         return edges
 
@@ -88,23 +89,23 @@ class Send:
         return "torch::distributed::autograd::SendRpcBackward"
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of its tensors."""
+        """Return the shapes of the tensors."""
         return [tuple(one.shape) for one in self.metadata()]
 
     def metadata(self) -> Sequence[Any]:
-        """Return shape, dtype and device of each of its tensors."""
+        """Return shape, dtype and device of each tensor."""
         found: Sequence[Any] = self._node._input_metadata
         return found
 
 
 class Receive:
-    """A message that arrived with tensors that need gradients.
+    """A received message with tensors that need gradients.
 
     Attributes:
-        message: Its number at the sender.
-        source: The sender's rank.
-        is_answer: It answered a request.
-        width: The number of those tensors.
+        message: Number of the message at the sender.
+        source: Rank of the sender.
+        is_answer: The message is an answer, not a request.
+        width: Number of these tensors.
     """
 
     __slots__ = ("is_answer", "message", "source", "width")
@@ -117,14 +118,15 @@ class Receive:
 
 
 def received(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors that stand for those that arrived, all of which need gradients: outputs of one node."""
+    """Return the received tensors as outputs of one new node; all must need gradients."""
     outputs: tuple[Tensor, ...] = _with_graph(_apply, tensors)
     return outputs
 
 
 def _with_graph(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
-    """Apply a function of the autograd graph, also under ``no_grad``."""
-    if torch.is_grad_enabled():  # mostly; a change of mode costs nearly as much as a node
+    """Apply a function with grad mode enabled."""
+    # Grad mode is mostly on, and changing the mode takes nearly as long as creating a node.
+    if torch.is_grad_enabled():
         return function(*tensors)
     with torch.enable_grad():
         return function(*tensors)

@@ -1,4 +1,4 @@
-"""One node of torch's autograd graph by itself: run with the hooks before and behind it, and nothing below."""
+"""Execution of one node of torch's autograd graph, with its hooks and without the nodes below."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from mpidist.autograd.recording import Edge, Node, Tensor
 
-Gradient = Any  # a tensor, or None for no gradient
+Gradient = Any  # tensor or None
 
 
 class _Stop(Exception):
-    """Raised by our hook behind the node."""
+    """Raised by the hook after the node, to end the engine's run."""
 
 
 def run_alone(
@@ -23,19 +23,19 @@ def run_alone(
     into: list[Edge],
     gradients: list[Tensor],
 ) -> Sequence[Gradient]:
-    """Run one node; return what it yields.
+    """Run one node and return its gradients.
 
-    torch's anomaly mode would report the stop as an error of the node, and would look for NaN only
-    behind it: it is off meanwhile, and the yield is examined here.
+    torch's anomaly mode would report the stop as an error of the node, and would check for NaN only
+    after the stop. The mode is off during the call, and this function checks the gradients.
 
     Args:
         call: Runs torch's engine from edges with gradients to targets.
         node: The node.
-        into: Edges into it.
-        gradients: One for each.
+        into: Edges into the node.
+        gradients: One gradient per edge.
 
     Raises:
-        RuntimeError: In anomaly mode, the node has yielded NaN.
+        RuntimeError: In anomaly mode, a gradient has NaN.
     """
     below = [edge for edge in dict.fromkeys(node.next_functions) if edge[0] is not None]
     if not below:

@@ -1,10 +1,11 @@
-"""SMART mode: the sends that the roots of a pass reach, found on the small graph of messages. Pure.
+"""SMART mode: the sends that the roots of a pass reach, computed on the graph of messages. Pure.
 
-torch's design note describes the mode and leaves it unbuilt: only those sends get gradients, and
-only they are awaited, so results that nobody uses do no harm. Following the graph from worker to
-worker would cost a round trip for each hop. Instead every worker says at once which of its receives
-each of its sends reaches; the closure from the roots is computed where the pass begins. It costs
-each other worker of the context three messages: the question, the answer, and the sends to await.
+torch's design note describes the mode; torch does not implement it. Only the sends that the roots
+reach get gradients and are awaited, so unused results do no harm. Following the graph from worker
+to worker would take a round trip per hop. Instead every worker sends the initiator the receives
+that each of its sends reaches, and the initiator computes the closure from the roots. Each other
+worker of the context exchanges three messages with the initiator: the question, the answer, and
+the sends to await.
 
 Source: "Distributed Autograd Design", pytorch.org/docs/stable/rpc/distributed_autograd.html
 """
@@ -17,8 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from mpidist.autograd.dependencies import Plan
 from mpidist.autograd.recording import Node, Receive
 
-Hop = tuple[int, int]  # a message, and the worker that sent it
-# by message that this worker sent: the receives that it reaches
+Hop = tuple[int, int]  # message, rank of its sender
+# The receives that each sent message reaches, by message number.
 Summary = Mapping[int, Sequence[Hop]]
 
 
@@ -38,8 +39,8 @@ def closure(summaries: Mapping[int, Summary], roots: Iterable[Hop]) -> dict[int,
     """Return the sends that the roots reach, by worker.
 
     Args:
-        summaries: By worker.
-        roots: The receives that the roots reach on their own worker.
+        summaries: Summaries by worker.
+        roots: The receives that the roots reach on the initiator.
     """
     reached: dict[int, set[int]] = {}
     waiting = list(roots)
@@ -53,16 +54,16 @@ def closure(summaries: Mapping[int, Summary], roots: Iterable[Hop]) -> dict[int,
 
 
 class Survey:
-    """The summaries of all workers of a context, as they come.
+    """Collection of the summaries of all workers of a context.
 
     Args:
-        me: The worker that asks.
-        own: Its own summary.
-        peers: The workers that it shares the context with.
+        me: Rank of the initiator.
+        own: The initiator's summary.
+        peers: Ranks that the initiator shares the context with.
 
     Attributes:
-        summaries: By worker.
-        asked: Workers, the asking one among them.
+        summaries: Summaries by worker.
+        asked: Ranks that were asked, and the initiator.
     """
 
     def __init__(self, me: int, own: Summary, peers: Iterable[int]) -> None:
@@ -80,10 +81,7 @@ class Survey:
             return new
 
     def add(self, worker: int, summary: Summary, peers: Iterable[int]) -> bool:
-        """Take a worker's answer; say whether it is time to ask others, or to begin.
-
-        True once for each of the two.
-        """
+        """Record a worker's answer; return whether to ask further workers or to begin."""
         with self._lock:
             self.summaries[worker] = summary
             self._found.update(peers)
@@ -94,7 +92,7 @@ class Survey:
         return worker in self.asked and worker not in self.summaries
 
     def is_complete(self) -> bool:
-        """Say whether all that are known have answered; True once."""
+        """Return whether all known workers have answered; True only once."""
         with self._lock:
             self._is_over, before = self._has_all(), self._is_over
             return self._is_over and not before
